@@ -1,0 +1,325 @@
+"""Which mesh axis cuts which tensor dim, and where.  Integers only: no torch, the same answer on every rank.
+
+A `Layout` says, for a global array cut over a mesh, which box every mesh coordinate *owns* (the owned boxes
+partition the array) and which box it *holds* (owned rows plus halo).  Everything else in jigsaw, from the
+reader to the matmul core, is a question to this arithmetic: "each rank owns this box and needs that box".
+
+Words: an *axis* is a mesh axis (``"lat"``, ``"data"``), a *dim* is a tensor dim, an *interval* is half open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+Interval = tuple[int, int]
+Box = tuple[Interval, ...]
+Coordinate = tuple[int, ...]
+Axes = tuple[tuple[str, int], ...]
+DimSpec = None | str | Sequence[str]
+Spec = Sequence[DimSpec]
+Split = str | Sequence[int]
+
+
+class ShardingError(ValueError):
+    """A layout, mesh or operation that cannot be answered exactly; raised alike on every rank, before any communication."""
+
+
+def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1) -> tuple[int, ...]:
+    """Where `size` rows are cut into `pieces`: ``pieces + 1`` non-decreasing points from 0 to `size`.
+
+    - ``"balanced"``: piece sizes differ by at most one `align`-block, larger ones first (721/8 = 91 + 7x90);
+    - ``"chunk"``: `torch.chunk`'s rule, ceil(size / pieces) rows until they run out (721/8 = 7x91 + 84);
+    - a sequence: explicit points, checked.
+
+    `align` keeps every inner point at a multiple of `align` (patches, strides); then `size` must be one too.
+
+    Raises: `ShardingError` naming the size, the pieces and the rule that they break.
+    """
+    if size < 0 or pieces < 1 or align < 1:
+        raise ShardingError(f"cannot cut {size} rows into {pieces} pieces of {align}-row blocks: need size >= 0, pieces >= 1, align >= 1")
+    if not isinstance(split, str):
+        return _explicit_points(size, pieces, tuple(int(p) for p in split), align)
+    if size % align:
+        raise ShardingError(
+            f"cannot cut {size} rows into {pieces} pieces of whole {align}-row blocks; pad to {-(-size // align) * align} rows or choose an align that divides {size}"
+        )
+    blocks = size // align
+    if split == "balanced":
+        base, extra = divmod(blocks, pieces)
+        return tuple(align * (i * base + min(i, extra)) for i in range(pieces + 1))
+    if split == "chunk":
+        step = -(-blocks // pieces)
+        return tuple(align * min(i * step, blocks) for i in range(pieces + 1))
+    raise ShardingError(f"split={split!r} is not a rule: use 'balanced', 'chunk' or {pieces + 1} explicit cut points")
+
+
+def _explicit_points(size: int, pieces: int, points: tuple[int, ...], align: int) -> tuple[int, ...]:
+    rising = all(a <= b for a, b in zip(points, points[1:], strict=False))
+    if len(points) != pieces + 1 or not rising or points[0] != 0 or points[-1] != size:
+        raise ShardingError(f"cut points {points} must be {pieces + 1} non-decreasing integers from 0 to {size}, for {pieces} pieces")
+    if any(p % align for p in points[1:-1]):
+        raise ShardingError(f"cut points {points} must be multiples of align={align}")
+    return points
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one dim is cut: `points` by `axes` (major to minor), and what each piece holds.
+
+    ``held[i]`` is in *unwrapped* coordinates: on a periodic dim row -1 is row ``size - 1`` and an interval may
+    reach below 0 or beyond `size`.  Without a halo it equals the owned interval.
+    """
+
+    size: int
+    points: tuple[int, ...]
+    axes: tuple[str, ...] = ()
+    held: tuple[Interval, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.held:
+            object.__setattr__(self, "held", tuple(zip(self.points, self.points[1:], strict=False)))
+
+    @property
+    def pieces(self) -> int:
+        return len(self.points) - 1
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether more than one piece exists; a dim cut by axes of size 1 is whole."""
+        return len(self.points) > 2
+
+    @property
+    def has_halo(self) -> bool:
+        return any(self.held[i] != self.owned(i) for i in range(self.pieces))
+
+    def owned(self, piece: int) -> Interval:
+        return self.points[piece], self.points[piece + 1]
+
+    def bare(self) -> Cut:
+        """The same cut without halo."""
+        return Cut(self.size, self.points, self.axes)
+
+    def holding(self, held: Sequence[Interval]) -> Cut:
+        return replace(self, held=tuple(held))
+
+    def uncut(self) -> Cut:
+        return whole(self.size)
+
+    def with_halo(self, below: int, above: int, periodic: bool = False) -> Cut:
+        """Hold `below` and `above` rows more; clipped at the ends of a dim that is not periodic.
+
+        Raises: `ShardingError` when a margin is negative or wider than the dim.
+        """
+        if min(below, above) < 0 or max(below, above) > self.size:
+            raise ShardingError(f"halo ({below}, {above}) must lie within 0..{self.size}, the size of the dim that it extends")
+
+        def grow(start: int, stop: int) -> Interval:
+            if start == stop:
+                return start, stop
+            wide = start - below, stop + above
+            return wide if periodic else (max(wide[0], 0), min(wide[1], self.size))
+
+        return self.holding([grow(*self.owned(i)) for i in range(self.pieces)])
+
+
+def whole(size: int) -> Cut:
+    """A dim that nothing cuts."""
+    return Cut(size, (0, size))
+
+
+def _axes_of(entry: DimSpec) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a global array is cut over a mesh.
+
+    `cuts` has one entry a dim.  Dims that were flattened together (the tokens of a lat x lon tile) stay
+    separate cuts and `groups` counts how many consecutive cuts make up each tensor dim, because the rows that
+    a rank owns of a product dim are no interval.  `axes` are the names and sizes of the mesh axes, in mesh order;
+    an axis that cuts nothing replicates.
+    """
+
+    cuts: tuple[Cut, ...]
+    axes: Axes
+    groups: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            object.__setattr__(self, "groups", (1,) * len(self.cuts))
+
+    @classmethod
+    def of(
+        cls,
+        shape: Sequence[int],
+        spec: Spec,
+        axes: Mapping[str, int] | Axes,
+        split: Split | Mapping[int, Split] = "balanced",
+        align: int | Mapping[int, int] = 1,
+        halo: Mapping[int, int | tuple[int, int]] | None = None,
+        periodic: Sequence[int] = (),
+    ) -> Layout:
+        """Cut `shape` by `spec`: for each dim None, an axis name, or several names (major to minor).
+
+        `split`, `align` and `halo` apply to every cut dim, or are mappings from dim to value; an axis that the mesh
+        lacks counts as size 1.
+
+        Raises: `ShardingError` for a spec of the wrong length, an axis used twice, or cuts that break their rule.
+        """
+        sizes = dict(axes)
+        _check_spec(shape, spec)
+        cuts: list[Cut] = []
+        for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
+            named = tuple(a for a in _axes_of(entry) if sizes.get(a, 1) > 1)
+            pieces = math.prod(sizes[a] for a in named)
+            rule = split.get(dim, "balanced") if isinstance(split, Mapping) else split
+            block = align.get(dim, 1) if isinstance(align, Mapping) else align
+            cut = Cut(size, cut_points(size, pieces, rule, block), named) if named else whole(size)
+            if halo and dim in halo:
+                width = halo[dim]
+                below, above = (width, width) if isinstance(width, int) else width
+                cut = cut.with_halo(below, above, dim in periodic)
+            cuts.append(cut)
+        return cls(tuple(cuts), tuple(sizes.items()))
+
+    # -- shape ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        return len(self.groups)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(math.prod(c.size for c in self.dim(d)) for d in range(self.ndim))
+
+    def dim(self, dim: int) -> tuple[Cut, ...]:
+        """The cuts that make up a tensor dim: one, unless dims were flattened together."""
+        first = sum(self.groups[:dim])
+        return self.cuts[first : first + self.groups[dim]]
+
+    def dims(self) -> tuple[tuple[Cut, ...], ...]:
+        return tuple(self.dim(d) for d in range(self.ndim))
+
+    @classmethod
+    def from_dims(cls, dims: Sequence[Sequence[Cut]], axes: Axes) -> Layout:
+        return cls(tuple(c for group in dims for c in group), axes, tuple(len(group) for group in dims))
+
+    def is_cut(self, dim: int) -> bool:
+        return any(c.is_cut for c in self.dim(dim))
+
+    @property
+    def cut_dims(self) -> tuple[int, ...]:
+        return tuple(d for d in range(self.ndim) if self.is_cut(d))
+
+    def dim_axes(self, dim: int) -> tuple[str, ...]:
+        """The mesh axes that cut a dim."""
+        return tuple(a for c in self.dim(dim) for a in c.axes)
+
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """The mesh axes that cut any dim, in mesh order."""
+        used = {a for c in self.cuts for a in c.axes}
+        return tuple(name for name, _ in self.axes if name in used)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same tile."""
+        return math.prod(size for name, size in self.axes if name not in self.cut_axes)
+
+    @property
+    def spec(self) -> tuple[None | str | tuple[str, ...], ...]:
+        """What `Layout.of` was asked for, an entry a dim."""
+        named = (self.dim_axes(d) for d in range(self.ndim))
+        return tuple(None if not a else a[0] if len(a) == 1 else a for a in named)
+
+    @property
+    def has_halo(self) -> bool:
+        return any(c.has_halo for c in self.cuts)
+
+    def without_halo(self) -> Layout:
+        return replace(self, cuts=tuple(c.bare() for c in self.cuts)) if self.has_halo else self
+
+    # -- who has what ---------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def size_of(self, axis: str) -> int:
+        return dict(self.axes).get(axis, 1)
+
+    def coords(self) -> Iterator[Coordinate]:
+        """Every mesh coordinate, in the mesh's row-major order."""
+        return product(*(range(size) for _, size in self.axes))
+
+    def index(self, coord: Coordinate) -> int:
+        """The row-major position of a coordinate: the inverse of enumerating `coords()`."""
+        flat = 0
+        for (_, size), c in zip(self.axes, coord, strict=True):
+            flat = flat * size + c
+        return flat
+
+    def piece(self, cut: Cut, coord: Coordinate) -> int:
+        """Which piece of `cut` a coordinate has."""
+        at = {name: c for (name, _), c in zip(self.axes, coord, strict=True)}
+        flat = 0
+        for axis in cut.axes:
+            flat = flat * self.size_of(axis) + at[axis]
+        return flat
+
+    def owned(self, coord: Coordinate) -> Box:
+        """The box a coordinate owns, an interval a cut."""
+        return tuple(c.owned(self.piece(c, coord)) for c in self.cuts)
+
+    def held(self, coord: Coordinate) -> Box:
+        """The box a coordinate holds, halo included, in unwrapped coordinates."""
+        return tuple(c.held[self.piece(c, coord)] for c in self.cuts)
+
+    def local_shape(self, coord: Coordinate) -> tuple[int, ...]:
+        """The shape of the local tensor at a coordinate, halo included, an entry a tensor dim."""
+        extents = [stop - start for start, stop in self.held(coord)]
+        shape: list[int] = []
+        for count in self.groups:
+            shape.append(math.prod(extents[:count]))
+            extents = extents[count:]
+        return tuple(shape)
+
+    # -- derived layouts ------------------------------------------------------------------------------------------
+
+    def replace_dim(self, dim: int, *cuts: Cut) -> Layout:
+        dims = list(self.dims())
+        dims[dim] = cuts
+        return Layout.from_dims(dims, self.axes)
+
+    def permute(self, order: Sequence[int]) -> Layout:
+        return Layout.from_dims([self.dim(d) for d in order], self.axes)
+
+    def drop(self, dims: Sequence[int], keepdim: bool = False) -> Layout:
+        """The layout after the dims were reduced away, or to size 1."""
+        kept = [(whole(1),) if d in dims else self.dim(d) for d in range(self.ndim) if keepdim or d not in dims]
+        return Layout.from_dims(kept, self.axes)
+
+    def insert(self, dim: int, size: int = 1) -> Layout:
+        dims = list(self.dims())
+        dims.insert(dim, (whole(size),))
+        return Layout.from_dims(dims, self.axes)
+
+    def __str__(self) -> str:
+        def show(group: tuple[Cut, ...]) -> str:
+            return "·".join(f"{c.size}" + (f"/{'+'.join(c.axes)}{list(c.points)}" if c.is_cut else "") for c in group)
+
+        return "[" + ", ".join(show(g) for g in self.dims()) + "]"
+
+
+def _check_spec(shape: Sequence[int], spec: Spec) -> None:
+    if len(spec) != len(shape):
+        raise ShardingError(f"spec {tuple(spec)} has {len(spec)} entries for {len(shape)} dims of shape {tuple(shape)}; give one entry a dim, None where nothing cuts")
+    named = [a for entry in spec for a in _axes_of(entry)]
+    twice = sorted({a for a in named if named.count(a) > 1})
+    if twice:
+        raise ShardingError(f"spec {tuple(spec)} uses axis {twice[0]!r} more than once; an axis can cut one dim only")

@@ -1,0 +1,97 @@
+"""Named device meshes: plain `torch.distributed.DeviceMesh`, made, asked for names, sizes, coordinates and groups."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from jigsaw.layout import Axes, Coordinate, ShardingError
+
+
+def init_mesh(*, device: str | None = None, timeout: float = 1800.0, **axes: int) -> DeviceMesh:
+    """A `DeviceMesh` with named axes over all ranks: ``init_mesh(data=1, lat=2, lon=2)``.
+
+    Under ``torchrun`` it joins the process group (or uses the one that exists); without it, the mesh has one rank.
+    `device` defaults to ``"cuda"`` where there is a GPU for each local rank, else ``"cpu"``; `timeout` is in seconds.
+
+    Raises: `ShardingError` when the product of the axes is not the number of ranks.
+    """
+    if not axes or any(size < 1 for size in axes.values()):
+        raise ShardingError(f"init_mesh({_show(axes)}) needs at least one axis, each of size >= 1")
+    device = device or _default_device()
+    if not dist.is_initialized():
+        _init_process_group(device, timeout)
+    ranks = dist.get_world_size()
+    if math.prod(axes.values()) != ranks:
+        raise ShardingError(
+            f"init_mesh({_show(axes)}) has {math.prod(axes.values())} places but there are {ranks} ranks; "
+            f"start that many with torchrun --nproc-per-node, or change an axis"
+        )
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _show(axes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
+
+
+def _default_device() -> str:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks else "cpu"
+
+
+def _init_process_group(device: str, timeout: float) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    limit = timedelta(seconds=timeout)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+
+
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """The names and sizes of the axes, in mesh order."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ShardingError(f"mesh of shape {tuple(mesh.mesh.shape)} has no axis names; make it with jigsaw.init_mesh(lat=2, ...) or pass mesh_dim_names")
+    return tuple(zip(names, mesh.mesh.shape, strict=True))
+
+
+def coordinate(mesh: DeviceMesh) -> Coordinate:
+    """This rank's coordinate in the mesh."""
+    found = mesh.get_coordinate()
+    if found is None:
+        raise ShardingError(f"rank {dist.get_rank()} is not part of the mesh {mesh}; only its ranks may use its tiles")
+    return tuple(found)
+
+
+def rank_at(mesh: DeviceMesh, index: int) -> int:
+    """The global rank at a row-major position of the mesh."""
+    return int(mesh.mesh.flatten()[index])
+
+
+def submesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    """The 1-D mesh along `axes` (flattened when several), made once and kept by the mesh.
+
+    Making it is collective over the mesh: every rank must ask in the same order, which SPMD code does.
+    """
+    names = tuple(n for n, _ in axes_of(mesh) if n in axes)
+    if len(names) == 1:
+        return mesh if mesh.ndim == 1 else mesh[names[0]]
+    return (mesh if len(names) == mesh.ndim else mesh[names])._flatten()
+
+
+def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
+    """The process group along `axes`; its ranks are ordered as the mesh orders them."""
+    return submesh(mesh, axes).get_group()
+
+
+def same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:
+    return a is b or (a.device_type == b.device_type and a.mesh_dim_names == b.mesh_dim_names and torch.equal(a.mesh, b.mesh))
