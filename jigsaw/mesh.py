@@ -89,8 +89,13 @@ def submesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
 
 
 def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """The process group along `axes`; its ranks are ordered as the mesh orders them."""
+    """The process group along `axes`.  `torch` sorts its ranks; `members` gives the mesh's own order."""
     return submesh(mesh, axes).get_group()
+
+
+def members(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[int, ...]:
+    """The global ranks along `axes` through this rank, in mesh order."""
+    return tuple(submesh(mesh, axes).mesh.flatten().tolist())
 
 
 def same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:
