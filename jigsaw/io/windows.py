@@ -1,0 +1,58 @@
+"""Which samples a series has: anchors whose input and target steps all exist and touch no gap.  Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import WindowError
+
+
+def offsets(name: str, given: Sequence[int]) -> tuple[int, ...]:
+    """The steps of a window relative to its anchor, checked.
+
+    Raises: `WindowError` for what is no integer, or comes twice.
+    """
+    if any(isinstance(o, bool) or not isinstance(o, int | np.integer) for o in given):
+        raise WindowError(f"{name}={list(given)} must be integers: steps relative to the sample's anchor, 0 is the anchor itself")
+    whole = tuple(int(o) for o in given)
+    if len(set(whole)) != len(whole):
+        raise WindowError(f"{name}={list(whole)} names a step twice")
+    return whole
+
+
+def anchors(
+    start: int, stop: int, inputs: Sequence[int], targets: Sequence[int] = (), breaks: Sequence[int] = ()
+) -> NDArray[np.int64]:
+    """Every step a such that the steps from a + min(offsets) to a + max(offsets) lie in ``start..stop`` with no gap between.
+
+    `breaks` holds each i such that a gap lies between the steps i and i + 1.
+
+    Raises: `WindowError` when no anchor is left: the window is longer than the series, or than its longest run.
+    """
+    window = (*inputs, *targets)
+    if not inputs:
+        raise WindowError("inputs=[] names no step; a sample needs at least one, such as inputs=[0]")
+    low, high = min(window), max(window)
+    span, steps = high - low + 1, stop - start
+    if span > steps:
+        raise WindowError(
+            f"a window from offset {low} to {high} needs {span} steps, but the series has {steps}; "
+            "use fewer offsets or select a longer time"
+        )
+    runs = _runs(start, stop, breaks)
+    found = [np.arange(a - low, b - high, dtype=np.int64) for a, b in runs if b - a >= span]
+    if not found:
+        longest = max(b - a for a, b in runs)
+        raise WindowError(
+            f"a window from offset {low} to {high} needs {span} steps without a gap, but the longest of the series' "
+            f"{len(runs)} runs has {longest}; use fewer offsets"
+        )
+    return np.concatenate(found)
+
+
+def _runs(start: int, stop: int, breaks: Sequence[int]) -> list[tuple[int, int]]:
+    edges = [start, *(b + 1 for b in sorted(breaks) if start < b + 1 < stop), stop]
+    return list(zip(edges, edges[1:], strict=False))
