@@ -46,7 +46,9 @@ _UNITS = {
 _AXES = {"T": "time", "Z": "z", "Y": "y", "X": "x"}
 _NAMES = {
     **dict.fromkeys(("time", "valid_time", "initial_time", "forecast_reference_time", "t"), "time"),
-    **dict.fromkeys(("level", "levels", "lev", "plev", "pressure", "pressure_level", "isobaricinhpa", "hybrid"), "level"),
+    **dict.fromkeys(
+        ("level", "levels", "lev", "plev", "pressure", "pressure_level", "isobaricinhpa", "hybrid"), "level"
+    ),
     **dict.fromkeys(("lat", "latitude", "lats", "nav_lat", "rlat"), "lat"),
     **dict.fromkeys(("lon", "longitude", "lons", "long", "nav_lon", "rlon"), "lon"),
     **dict.fromkeys(("z", "depth", "height"), "z"),
@@ -123,7 +125,7 @@ def check_periodic(values: NDArray[Any], name: str = "lon") -> None:
         )
 
 
-# -- time ---------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------------------------
 
 _MICROSECONDS = {
     **dict.fromkeys(("microsecond", "microseconds"), 1),
@@ -169,7 +171,9 @@ class TimeAxis:
             return 0, len(self)
         first, last = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
         if isinstance(wanted, slice) and wanted.step not in (None, 1):
-            raise WindowError(f"time={wanted} has a step; thin a series with inputs and targets (offsets in steps) instead")
+            raise WindowError(
+                f"time={wanted} has a step; thin a series with inputs and targets (offsets in steps) instead"
+            )
         if all(end is None or isinstance(end, int | np.integer) for end in (first, last)):
             start, stop, _ = slice(first, last).indices(len(self))
         else:
@@ -180,7 +184,9 @@ class TimeAxis:
 
     def _between(self, first: Any, last: Any) -> tuple[int, int]:
         if self.digits is None:
-            raise WindowError(f"time=({first!r}, {last!r}) asks for dates, but the store's time has no units; use step positions")
+            raise WindowError(
+                f"time=({first!r}, {last!r}) asks for dates, but the store's time has no units; use step positions"
+            )
         low = 0 if first is None else _digits(first, "0")
         high = 99991231235959 if last is None else _digits(last, "9")
         inside = np.flatnonzero((self.digits >= low) & (self.digits <= high))
@@ -214,7 +220,8 @@ def _stamps(raw: NDArray[Any], units: str, calendar: str) -> tuple[NDArray[Any],
     match = _SINCE.match(units)
     if match is None or (match["unit"].lower() not in _MICROSECONDS and "nano" not in match["unit"].lower()):
         raise UnsupportedStoreError(
-            f"time units {units!r} are not 'microseconds|…|hours|days since YYYY-MM-DD [hh:mm:ss] [UTC]'; rewrite the time coordinate"
+            f"time units {units!r} are not 'microseconds|…|hours|days since YYYY-MM-DD [hh:mm:ss] [UTC]'; "
+            "rewrite the time coordinate"
         )
     since = _elapsed(raw, match["unit"].lower())
     # the mixed Julian/Gregorian calendar differs from numpy's proleptic one before its reform in 1582
@@ -243,14 +250,17 @@ def _cftime(raw: NDArray[Any], units: str, calendar: str) -> NDArray[Any]:
     try:
         import cftime
     except ImportError as missing:
-        raise UnsupportedStoreError(f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime") from missing
+        raise UnsupportedStoreError(
+            f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime"
+        ) from missing
     return np.asarray(cftime.num2date(raw, units, calendar), dtype=object)
 
 
 def _stamp_digits(stamps: NDArray[Any]) -> NDArray[np.int64]:
     if stamps.dtype.kind != "M":
-        parts = [(t.year, t.month, t.day, t.hour, t.minute, t.second) for t in stamps]
-        return np.array([int("%04d%02d%02d%02d%02d%02d" % p) for p in parts], dtype=np.int64)
+        whole = np.array([(t.year * 100 + t.month) * 100 + t.day for t in stamps], dtype=np.int64)
+        clock = np.array([(t.hour * 100 + t.minute) * 100 + t.second for t in stamps], dtype=np.int64)
+        return whole * 1_000_000 + clock
     months, days = stamps.astype("datetime64[M]"), stamps.astype("datetime64[D]")
     month, day = months.astype(np.int64), (days - months.astype("datetime64[D]")).astype(np.int64)
     seconds = (stamps.astype("datetime64[s]") - days.astype("datetime64[s]")).astype(np.int64)
@@ -267,7 +277,7 @@ def _digits(when: Any, pad: str) -> int:
     return int(digits[:14].ljust(14, pad))
 
 
-# -- gaps ---------------------------------------------------------------------------------------------------------------
+# -- gaps ------------------------------------------------------------------------------------------------------------
 
 _DAY = 86_400_000_000
 

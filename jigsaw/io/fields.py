@@ -99,9 +99,9 @@ class Channel:
 
 
 def channels(fields: Sequence[str], arrays: Mapping[str, Levels | None]) -> tuple[Channel, ...]:
-    """The channels that `fields` name, in their order; `arrays` maps each variable to its levels, if it has a level dim.
+    """The channels that `fields` name, in their order; `arrays` maps each variable to its levels, or to None.
 
-    Raises: `MissingArrayError` and `MissingLevelError` listing what there is, `FieldError` for a field that comes twice.
+    Raises: `MissingArrayError`, `MissingLevelError` listing what there is, `FieldError` for a field that comes twice.
     """
     if isinstance(fields, str):
         raise FieldError(f"fields={fields!r} is one string; give a list: fields=[{fields!r}]")
@@ -110,9 +110,13 @@ def channels(fields: Sequence[str], arrays: Mapping[str, Levels | None]) -> tupl
         raise FieldError("fields=[] names no variable; " + _available(arrays))
     seen: dict[tuple[str, int | None], str] = {}
     for channel in found:
-        first = seen.setdefault((channel.array, channel.level), channel.field)
-        if first is not channel.field or sum(c.name == channel.name for c in found) > 1:
-            raise FieldError(f"fields {first!r} and {channel.field!r} are the same channel of array {channel.array!r}; name it once")
+        key = channel.array, channel.level
+        if key in seen:
+            raise FieldError(
+                f"fields {seen[key]!r} and {channel.field!r} both name a channel of array {channel.array!r}; "
+                "name it once"
+            )
+        seen[key] = channel.field
     return found
 
 
@@ -157,11 +161,15 @@ def _all_levels(field: str, array: str, levels: Levels | None) -> list[Channel]:
 
 def _one_level(field: str, array: str, level: str, levels: Levels | None) -> Channel:
     if levels is None:
-        raise MissingLevelError(f"field {field!r} asks for a level of array {array!r}, which has no level dim; ask for {array!r}")
+        raise MissingLevelError(
+            f"field {field!r} asks for a level of array {array!r}, which has no level dim; ask for {array!r}"
+        )
     try:
         value = float(level)
     except ValueError:
-        raise FieldError(f"field {field!r}: {level!r} is not a level; write a number in the store's units, like {array}@500") from None
+        raise FieldError(
+            f"field {field!r}: {level!r} is not a level; write a number in the store's units, like {array}@500"
+        ) from None
     return _nearest(field, array, value, levels)
 
 
@@ -171,7 +179,9 @@ def _nearest(field: str, array: str, value: float, levels: Levels) -> Channel:
         near = f"; the nearest is {levels.values[at]:g}" if at >= 0 else ""
         units = f" {levels.units}" if levels.units else ""
         listed = ", ".join(f"{v:g}" for v in levels.values)
-        raise MissingLevelError(f"field {field!r}: array {array!r} has no level {value:g}{units}{near}. It has: {listed}")
+        raise MissingLevelError(
+            f"field {field!r}: array {array!r} has no level {value:g}{units}{near}. It has: {listed}"
+        )
     return Channel(field, field, array, at)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +17,10 @@ def offsets(name: str, given: Sequence[int]) -> tuple[int, ...]:
 
     Raises: `WindowError` for what is no integer, or comes twice.
     """
-    if any(isinstance(o, bool) or not isinstance(o, int | np.integer) for o in given):
-        raise WindowError(f"{name}={list(given)} must be integers: steps relative to the sample's anchor, 0 is the anchor itself")
+    if not all(_is_int(o) for o in given):
+        raise WindowError(
+            f"{name}={list(given)} must be integers: steps relative to the sample's anchor, 0 is the anchor itself"
+        )
     whole = tuple(int(o) for o in given)
     if len(set(whole)) != len(whole):
         raise WindowError(f"{name}={list(whole)} names a step twice")
@@ -26,7 +30,7 @@ def offsets(name: str, given: Sequence[int]) -> tuple[int, ...]:
 def anchors(
     start: int, stop: int, inputs: Sequence[int], targets: Sequence[int] = (), breaks: Sequence[int] = ()
 ) -> NDArray[np.int64]:
-    """Every step a such that the steps from a + min(offsets) to a + max(offsets) lie in ``start..stop`` with no gap between.
+    """Every step a whose window, a + min(offsets) to a + max(offsets), lies in ``start..stop`` with no gap inside.
 
     `breaks` holds each i such that a gap lies between the steps i and i + 1.
 
@@ -53,6 +57,10 @@ def anchors(
     return np.concatenate(found)
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _runs(start: int, stop: int, breaks: Sequence[int]) -> list[tuple[int, int]]:
     edges = [start, *(b + 1 for b in sorted(breaks) if start < b + 1 < stop), stop]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))

@@ -1,0 +1,58 @@
+"""Windows: every anchor whose steps exist without a gap, and no other."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jigsaw.io.errors import WindowError
+from jigsaw.io.windows import anchors, offsets
+
+
+def by_hand(start, stop, window, breaks):
+    low, high = min(window), max(window)
+    return [
+        a
+        for a in range(start - 50, stop + 50)
+        if start <= a + low and a + high < stop and not any(a + low <= b < a + high for b in breaks)
+    ]
+
+
+@given(
+    st.integers(0, 5),
+    st.integers(1, 30),
+    st.lists(st.integers(-4, 4), min_size=1, max_size=4, unique=True),
+    st.lists(st.integers(-4, 4), max_size=3, unique=True),
+    st.sets(st.integers(0, 33)),
+)
+def test_anchors_are_those_found_by_hand(start, length, inputs, targets, breaks):
+    want = by_hand(start, start + length, [*inputs, *targets], breaks)
+    if not want:
+        with pytest.raises(WindowError):
+            anchors(start, start + length, inputs, targets, breaks)
+    else:
+        assert anchors(start, start + length, inputs, targets, sorted(breaks)).tolist() == want
+
+
+def test_a_window_ends_before_a_gap_and_begins_after_it():
+    assert anchors(0, 8, [-1, 0], [1], breaks=[3]).tolist() == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("stop", "inputs", "targets", "breaks", "match"),
+    [
+        (5, range(-11, 1), [1], [], r"offset -11 to 1 needs 13 steps, but the series has 5; use fewer offsets"),
+        (9, [-3, 0], [1], [2, 5], r"needs 5 steps without a gap, but the longest of the series' 3 runs has 3"),
+        (9, [], [1], [], r"inputs=\[\] names no step"),
+    ],
+)
+def test_windows_that_the_series_cannot_give(stop, inputs, targets, breaks, match):
+    with pytest.raises(WindowError, match=match):
+        anchors(0, stop, list(inputs), targets, breaks)
+
+
+@pytest.mark.parametrize(
+    ("given_", "match"), [([0, 0], "names a step twice"), ([0.5], "must be integers"), ([True], "must be integers")]
+)
+def test_offsets_are_checked(given_, match):
+    with pytest.raises(WindowError, match=f"inputs=.*{match}"):
+        offsets("inputs", given_)
