@@ -1,0 +1,313 @@
+"""How tiles and plain tensors meet (alignment, broadcasting, gradient parts), and every pointwise function.
+
+Torch itself says which functions are pointwise: ``torch.Tag.pointwise`` on the aten overload.  They run on the local
+tensors, halo included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw import comm
+from jigsaw.exchange import exchange
+from jigsaw.layout import Cut, Interval, Layout, ShardingError, whole
+from jigsaw.tile import LEAVE, Handler, Tile, check_mesh, implements, leave, otherwise, refuse, tiles_in
+
+# -- plain tensors enter ----------------------------------------------------------------------------------------------
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, replicas: int) -> Tensor:
+        ctx.replicas = replicas
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.replicas, None
+
+
+def part(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
+    """A plain tensor as an operand of an op whose result has `layout` (by default that of `tile`), on the mesh of `tile`.
+
+    Its gradient on each rank becomes this rank's part: the parts sum to the gradient over the whole mesh, also where
+    the result is replicated.  A plain tensor that itself came out of a tile (a global statistic) has a whole gradient
+    instead, for which the parts are summed.
+
+    *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile.
+    *Raises*: `ShardingError` for a tensor made of both a parameter and a global statistic, whose gradient cannot be both.
+    """
+    mesh, layout = tile.mesh, layout or tile.layout
+    if not (x.requires_grad and torch.is_grad_enabled()) or mesh.size() == 1:
+        return x
+    if x.grad_fn is not None:
+        left, leaf = _origins(x)
+        if left and leaf:
+            raise ShardingError(
+                f"a plain tensor of shape {tuple(x.shape)} was computed from a parameter and from a tensor that left a Tile; its gradient would be "
+                f"counted twice; keep the reduction a Tile (keepdim=True) and multiply there"
+            )
+        if left:
+            return comm.enter(x, mesh, layout.cut_axes)
+    return x if layout.replicas == 1 else _Part.apply(x, layout.replicas)  # type: ignore[no-any-return]
+
+
+def _origins(x: Tensor) -> tuple[bool, bool]:
+    """Whether the graph of `x` reaches a tensor that left a tile, and whether it reaches a leaf that needs a gradient."""
+    left = leaf = False
+    seen: set[Any] = set()
+    todo: list[Any] = [x.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name == LEAVE:
+            left = True
+            continue
+        leaf = leaf or hasattr(node, "variable")
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return left, leaf
+
+
+def cut_whole(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
+    """A plain whole tensor, broadcast against `layout` from the right, cut to the box that this rank holds.
+
+    *Raises*: `ShardingError` when a dim is neither 1 nor the global size.
+    """
+    layout = layout or tile.layout
+    x = part(x, tile, layout)
+    lead = layout.ndim - x.ndim
+    if lead < 0 or any(n not in (1, layout.shape[lead + d]) for d, n in enumerate(x.shape)):
+        raise ShardingError(
+            f"a plain tensor of shape {tuple(x.shape)} does not broadcast to the Tile's global shape {layout.shape}; "
+            f"plain tensors are whole: pass the whole tensor, or make a Tile of local parts with jigsaw.from_local"
+        )
+    for d in range(x.ndim):
+        if x.shape[d] > 1 and (layout.is_cut(lead + d) or any(c.has_halo for c in layout.dim(lead + d))):
+            x = _take(x, d, layout.dim(lead + d), tile, layout)
+    return x
+
+
+def _take(x: Tensor, dim: int, cuts: Sequence[Cut], tile: Tile, layout: Layout) -> Tensor:
+    coord = tile.coordinate
+    sizes = [c.size for c in cuts]
+    x = x.unflatten(dim, sizes) if len(sizes) > 1 else x
+    for k, cut in enumerate(cuts):
+        start, stop = cut.held[layout.piece(cut, coord)]
+        if start < 0 or stop > cut.size:
+            x = x.index_select(dim + k, torch.arange(start, stop, device=x.device) % cut.size)
+        else:
+            x = x.narrow(dim + k, start, stop - start)
+    return x.flatten(dim, dim + len(sizes) - 1) if len(sizes) > 1 else x
+
+
+# -- tiles meet -------------------------------------------------------------------------------------------------------
+
+
+def align(tiles: Sequence[Tile]) -> tuple[Layout, list[Tensor]]:
+    """The layout of a broadcast of tiles, and the local tensors to compute it from.
+
+    Halos are cropped to what all hold.  A tile that is replicated along an axis that cuts the result enters with its adjoint
+    (backward: one all-reduce).
+
+    *Raises*: `ShardingError` when two tiles cut a dim differently; it names `redistribute`.
+    """
+    mesh = check_mesh(tiles)
+    ndim = max(t.ndim for t in tiles)
+    dims = [_meet([t for t in tiles if t.ndim >= ndim - d], d - ndim) for d in range(ndim)]
+    layout = Layout.from_dims(dims, tiles[0].layout.axes)
+    locals_: list[Tensor] = []
+    for t in tiles:
+        cropped = _crop(t, layout)
+        missing = [a for a in layout.cut_axes if a not in t.layout.cut_axes]
+        locals_.append(comm.enter(cropped, mesh, missing) if missing else cropped)
+    return layout, locals_
+
+
+def _meet(tiles: Sequence[Tile], dim: int) -> tuple[Cut, ...]:
+    """The cuts of one dim of a broadcast; `dim` counts from the right."""
+    groups = [t.layout.dim(t.ndim + dim) for t in tiles]
+    wide = [g for g, t in zip(groups, tiles, strict=True) if t.shape[dim] != 1]
+    if not wide:
+        return (whole(1),)
+    first = wide[0]
+    for other in wide[1:]:
+        if [c.bare() for c in other] != [c.bare() for c in first]:
+            a, b = (Layout(g, tiles[0].layout.axes, (len(g),)) for g in (first, other))
+            raise ShardingError(f"tiles that cut dim {dim} differently cannot meet: {a} and {b}; bring one to the other's cuts with tile.redistribute")
+    return tuple(_common([g[k] for g in wide]) for k in range(len(first)))
+
+
+def _common(cuts: Sequence[Cut]) -> Cut:
+    """The same cut, holding what all of them hold."""
+    if all(c.held == cuts[0].held for c in cuts):
+        return cuts[0]
+    held = [(max(c.held[i][0] for c in cuts), min(c.held[i][1] for c in cuts)) for i in range(cuts[0].pieces)]
+    return cuts[0].holding(held)
+
+
+def _crop(tile: Tile, layout: Layout) -> Tensor:
+    """The local part of `tile` without the halo rows that `layout` lacks; nothing is sent."""
+    lead = layout.ndim - tile.ndim
+    dims = [g if tile.shape[d] == 1 else layout.dim(lead + d) for d, g in enumerate(tile.layout.dims())]
+    target = Layout.from_dims(dims, layout.axes)
+    return exchange(tile.local, tile.layout, target, tile.mesh) if tile.layout.has_halo else tile.local
+
+
+def onto_local(args: Any, give: Callable[[Tile], Tensor], plain: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments with every Tile and every plain tensor replaced."""
+    if isinstance(args, Tile):
+        return give(args)
+    if isinstance(args, Tensor):
+        return plain(args)
+    if isinstance(args, (list, tuple)):
+        return type(args)(onto_local(a, give, plain) for a in args)
+    if isinstance(args, dict):
+        return {k: onto_local(v, give, plain) for k, v in args.items()}
+    return args
+
+
+def wrap(out: Any, layout: Layout, tile: Tile) -> Any:
+    """Local results as tiles of `layout`; what is no tensor stays."""
+    if isinstance(out, Tensor):
+        return Tile(out, layout, tile.mesh)
+    if isinstance(out, (list, tuple)):
+        values = [wrap(o, layout, tile) for o in out]
+        return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
+    return out
+
+
+# -- pointwise --------------------------------------------------------------------------------------------------------
+
+_OPERATORS = frozenset(
+    "__radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __add__ __sub__ __mul__ __truediv__ __div__ __floordiv__ __mod__ __pow__ "
+    "__neg__ __abs__ __invert__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
+    "to float double half bfloat16 int long bool type type_as clone detach contiguous zeros_like ones_like full_like empty_like "
+    "relu6 hardswish softplus nan_to_num isclose isfinite isnan isinf isreal square logit xlogy".split()
+)
+
+
+def is_pointwise(function: Any) -> bool:
+    """Whether torch tags the function (its aten overloads) as pointwise and it draws no random numbers."""
+    name = getattr(function, "__name__", "")
+    if name in _OPERATORS:
+        return True
+    packet = getattr(torch.ops.aten, name, None) if name and not name.startswith("__") else None
+    if packet is None:
+        return False
+    tags = [getattr(packet, overload).tags for overload in packet.overloads()]
+    random = any(torch.Tag.nondeterministic_seeded in t for t in tags)
+    return not random and any(torch.Tag.pointwise in t for t in tags)
+
+
+def _pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
+    tiles = list(tiles_in((args, kwargs)))
+    if kwargs.get("out") is not None:
+        raise ShardingError(f"{function.__name__}(out=...) is not supported on tiles: a Tile is frozen; use the result instead")
+    first = tiles[0]
+    if len(tiles) == 1:
+        layout, locals_ = first.layout, [first.local]
+    else:
+        layout, locals_ = align(tiles)
+    grown = _grown(args, kwargs, layout)
+    if grown != layout:
+        layout = grown
+    _check_in_place(function, args, layout)
+    ready = iter(locals_)
+    args, kwargs = onto_local((args, kwargs), lambda _: next(ready), lambda x: cut_whole(x, first, layout))
+    return wrap(function(*args, **kwargs), layout, first)
+
+
+def _grown(args: Any, kwargs: Any, layout: Layout) -> Layout:
+    """`layout` broadcast to the plain tensors among the arguments; a dim that only they have is cut by nothing."""
+    shapes: list[torch.Size] = []
+    onto_local((args, kwargs), lambda t: t.local, lambda x: shapes.append(x.shape) or x)
+    for shape in shapes:
+        for _ in range(len(shape) - layout.ndim):
+            layout = layout.insert(0)
+        for d in range(1, len(shape) + 1):
+            if layout.shape[-d] == 1 and shape[-d] != 1:
+                layout = layout.replace_dim(layout.ndim - d, whole(shape[-d]))
+    return layout
+
+
+def _check_in_place(function: Any, args: Sequence[Any], layout: Layout) -> None:
+    name = function.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        target = args[0]
+        if not isinstance(target, Tile) or target.layout != layout:
+            raise ShardingError(f"{name} would change the layout of its target in place; use {name.rstrip('_')} instead")
+
+
+@implements(Tensor.requires_grad_)
+def _requires_grad_(tile: Tile, requires_grad: bool = True) -> Tile:
+    tile.local.requires_grad_(requires_grad)
+    return tile
+
+
+@implements(Tensor.item)
+def _item(tile: Tile) -> Any:
+    if tile.numel() != 1:
+        raise ShardingError(f"item() of a Tile of shape {tuple(tile.shape)}: only a tile of one element can be a number; reduce it first")
+    return tile.full_tensor().item()
+
+
+@implements(torch.is_floating_point, torch.is_complex)
+def _is_floating_point(tile: Tile) -> bool:
+    return tile.local.is_floating_point()
+
+
+@implements(F.relu)
+def _relu(input: Tile, inplace: bool = False) -> Any:
+    return _pointwise(torch.relu_ if inplace else torch.relu, input)
+
+
+# -- tiles that nothing cuts ------------------------------------------------------------------------------------------
+
+
+def alike(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Tile) -> Any:
+    """Any function on tiles that nothing cuts: every rank computes the same whole answer."""
+    args, kwargs = onto_local((tuple(args), dict(kwargs)), lambda t: t.owned().local, lambda x: part(x, first, Layout((), first.layout.axes)))
+    return alike_tile(function(*args, **kwargs), first)
+
+
+def alike_tile(out: Any, first: Tile) -> Any:
+    """Results that every rank has alike, as tiles that nothing cuts; scalars as ordinary tensors."""
+    if isinstance(out, Tensor):
+        if out.ndim == 0:
+            return leave(out, first.mesh)
+        return Tile(out, Layout.of(out.shape, (None,) * out.ndim, first.layout.axes), first.mesh)
+    if isinstance(out, (list, tuple)):
+        values = [alike_tile(o, first) for o in out]
+        return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
+    return out
+
+
+# -- what no file of ops implements -----------------------------------------------------------------------------------
+
+
+@otherwise
+def _answer(function: Any) -> Handler:
+    return partial(_pointwise if is_pointwise(function) else _unknown, function)
+
+
+def _unknown(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an unknown function where that is exact: on tiles that nothing cuts."""
+    tiles = list(tiles_in((args, kwargs)))
+    for tile in tiles:
+        if tile.layout.cut_dims:
+            raise refuse(
+                function,
+                tile,
+                "jigsaw does not answer this function on a cut dim",
+                "use tile.redistribute so that nothing is cut, tile.full_tensor(), or tile.local if a local answer is meant",
+            )
+    return alike(function, args, kwargs, tiles[0])

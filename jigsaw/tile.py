@@ -1,0 +1,331 @@
+"""`Tile`: a rank's part of a global tensor that behaves like the whole one.
+
+A plain frozen dataclass with ``__torch_function__`` (why not a subclass or a DTensor: docs/design.md).  Torch functions
+that meet a Tile are answered from one closed table, which the files of ops fill through `implements` when jigsaw is
+imported; what the table does not know is refused on a cut dim.  Never a silent gather, never a silent local answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.exchange import redistribute
+from jigsaw.layout import Coordinate, Layout, ShardingError, Spec, Split
+from jigsaw.mesh import axes_of, coordinate, same_mesh
+
+Handler = Callable[..., Any]
+H = TypeVar("H", bound=Handler)
+
+_table: dict[Any, Handler] = {}
+_otherwise: list[Callable[[Any], Handler]] = []
+
+
+def implements(*functions: Any) -> Callable[[H], H]:
+    """Answer these torch functions, and the tensor methods of the same name, with the decorated handler."""
+
+    def register(handler: H) -> H:
+        for function in functions:
+            _table[function] = handler
+            method = getattr(Tensor, getattr(function, "__name__", ""), None)
+            if method is not None and getattr(torch, function.__name__, None) is function:
+                _table.setdefault(method, handler)
+        return handler
+
+    return register
+
+
+def otherwise(find: Callable[[Any], Handler]) -> Callable[[Any], Handler]:
+    """Answer every function that no file of ops implements: `find` returns its handler (jigsaw.pointwise has the one)."""
+    _otherwise[:] = [find]
+    return find
+
+
+def _handler(function: Any) -> Handler:
+    known = _table.get(function)
+    if known is None:
+        known = _table[function] = _otherwise[0](function)
+    return known
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tile:
+    """The local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
+
+    It shows the global view: ``shape``, reductions, broadcasting and indexing are those of the whole tensor.  Gradients
+    flow to ``local``, which may require grad.
+
+    Example (one rank)::
+
+        mesh = jigsaw.init_mesh(lat=1, lon=1)
+        tile = jigsaw.shard(torch.randn(2, 3, 33, 64), mesh, (None, None, "lat", "lon"))
+        loss = torch.nn.Conv2d(3, 8, 3, padding=1)(tile).square().mean()    # an ordinary scalar tensor
+    """
+
+    local: Tensor
+    layout: Layout
+    mesh: DeviceMesh
+
+    # -- the global view ----------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.layout.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.layout.ndim
+
+    def dim(self) -> int:
+        return self.layout.ndim
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("len() of a 0-d tile")
+        return self.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.local.requires_grad
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.local.is_cuda
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.local.is_leaf
+
+    @property
+    def grad(self) -> Tile | None:
+        """The gradient, as a tile: exact on the rows that this rank owns (halo rows hold this rank's part)."""
+        return None if self.local.grad is None else replace(self, local=self.local.grad)
+
+    @property
+    def mT(self) -> Any:
+        return self.transpose(-2, -1)
+
+    # -- where it sits ------------------------------------------------------------------------------------------------
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This rank's coordinate in the mesh."""
+        return coordinate(self.mesh)
+
+    def owned(self) -> Tile:
+        """The same tile without its halo; nothing is sent."""
+        if not self.layout.has_halo:
+            return self
+        bare = self.layout.without_halo()
+        return Tile(redistribute(self.local, self.layout, bare, self.mesh), bare, self.mesh)
+
+    def redistribute(self, spec: Spec, split: Split | Mapping[int, Split] = "balanced", align: int | Mapping[int, int] = 1) -> Tile:
+        """The same tensor, cut by another `spec`.
+
+        *Sends*: the rows that other ranks will hold and this rank owns; backward likewise, the other way.
+        *Raises*: `ShardingError` for a spec that does not fit, or dims that were flattened together.
+        """
+        return self.with_layout(Layout.of(self.shape, spec, self.layout.axes, split=split, align=align))
+
+    def with_layout(self, layout: Layout) -> Tile:
+        """The same tensor in another layout of the same mesh: other cut points, or a halo."""
+        return Tile(redistribute(self.local, self.layout, layout, self.mesh), layout, self.mesh)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor as an ordinary one, on every rank; a halo is left out.
+
+        *Sends*: this rank's owned rows to every rank that lacks them; backward nothing (the gradient is held alike).
+        """
+        dims = [[c.uncut() for c in group] for group in self.layout.dims()]
+        return leave(redistribute(self.local, self.layout, Layout.from_dims(dims, self.layout.axes), self.mesh), self.mesh)
+
+    # -- dispatch -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        return _handler(func)(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        method = None if name.startswith("__") else getattr(Tensor, name, None)
+        if method is None or not callable(method):
+            raise AttributeError(f"'Tile' object has no attribute {name!r}; `tile.local` is this rank's tensor")
+        return partial(_handler(method), self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _handler(Tensor.__getitem__)(self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise ShardingError(f"tile[{index!r}] = ... is not supported: a Tile is frozen; use torch.where or torch.cat, or write to tile.local")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def __bool__(self) -> bool:
+        raise ShardingError(f"bool() of a Tile of shape {tuple(self.shape)} is ambiguous; reduce it first, e.g. tile.all() or tile.any()")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        cut = ", ".join(
+            f"dim {d} ({self.shape[d]}) by {'x'.join(self.layout.dim_axes(d))}" for d in self.layout.cut_dims
+        )
+        box = " x ".join(f"{a}:{b}" for a, b in self.layout.owned(self.coordinate))
+        halo = f", held {tuple(self.local.shape)}" if self.layout.has_halo else ""
+        at = ", ".join(f"{n}={c}/{s}" for (n, s), c in zip(self.layout.axes, self.coordinate, strict=True))
+        return f"Tile(shape {tuple(self.shape)}, {self.dtype}; cut: {cut or 'nowhere'}; at {at} owns [{box}]{halo})"
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    function = getattr(Tensor, name)
+
+    def method(self: Tile, *args: Any) -> Any:
+        return _handler(function)(self, *args)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod pow rpow matmul rmatmul neg abs invert "
+    "and or xor eq ne lt le gt ge"
+).split():
+    setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+# -- what the table does not know -------------------------------------------------------------------------------------
+
+
+def tiles_in(values: object) -> Iterator[Tile]:
+    """Every Tile among arguments, lists, tuples and dicts."""
+    if isinstance(values, Tile):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tiles_in(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tiles_in(value)
+
+
+def refuse(function: Any, tile: Tile, why: str, remedy: str) -> ShardingError:
+    """The error for an op that cannot be answered exactly: names the op, the dims, the rule and the remedy."""
+    name = getattr(function, "__name__", str(function))
+    cut = ", ".join(f"dim {d} ({tile.shape[d]} rows, cut by {'+'.join(tile.layout.dim_axes(d))})" for d in tile.layout.cut_dims)
+    return ShardingError(f"{name} on a Tile of shape {tuple(tile.shape)}, {cut or 'uncut'}: {why}; {remedy}")
+
+
+# -- leaving and entering ---------------------------------------------------------------------------------------------
+
+
+class _Leave(torch.autograd.Function):
+    """The mark, in the autograd graph, of a plain tensor that came out of a tile: its gradient is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor]:
+        return (grads[0],)
+
+
+LEAVE = "_LeaveBackward"
+
+
+def leave(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """An ordinary tensor, held alike by every rank of the mesh, out of a tile."""
+    return _Leave.apply(x) if x.requires_grad and mesh.size() > 1 else x  # type: ignore[no-any-return]
+
+
+def check_mesh(tiles: Sequence[Tile]) -> DeviceMesh:
+    """The mesh that the tiles share.
+
+    Raises: `ShardingError` when they sit on different meshes.
+    """
+    mesh = tiles[0].mesh
+    for other in tiles[1:]:
+        if not same_mesh(mesh, other.mesh):
+            raise ShardingError(f"tiles on different meshes cannot meet: {mesh} and {other.mesh}; make both on one mesh")
+    return mesh
+
+
+def shard(
+    x: Tensor,
+    mesh: DeviceMesh,
+    spec: Spec,
+    split: Split | Mapping[int, Split] = "balanced",
+    align: int | Mapping[int, int] = 1,
+    halo: Mapping[int, int | tuple[int, int]] | None = None,
+    periodic: Sequence[int] = (),
+) -> Tile:
+    """Cut a whole tensor, the same on every rank, into tiles.
+
+    *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus `halo`
+    rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.
+    *Sends*: nothing but one agreement on shape and dtype; backward, one exchange when `x` requires grad, so that its gradient
+    is whole on every rank.
+    *Raises*: `ShardingError` for a spec that does not fit, or ranks that pass different shapes or dtypes.
+
+    A leaf that does not require grad is copied, so that the whole tensor can be freed.
+    """
+    _agree_alike(mesh, (tuple(x.shape), str(x.dtype)), "shard(x) needs the same x on every rank, but shapes and dtypes differ")
+    layout = Layout.of(x.shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
+    uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
+    local = redistribute(x, uncut, layout, mesh)
+    return Tile(local if x.requires_grad else local.clone(memory_format=torch.contiguous_format), layout, mesh)
+
+
+def from_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    spec: Spec,
+    shape: Sequence[int],
+    split: Split | Mapping[int, Split] = "balanced",
+    align: int | Mapping[int, int] = 1,
+    halo: Mapping[int, int | tuple[int, int]] | None = None,
+    periodic: Sequence[int] = (),
+) -> Tile:
+    """The tile whose local part this rank has already; `shape` is the global one.
+
+    *Sends*: one agreement: every rank learns whether all parts fit.
+    *Raises*: `ShardingError` on every rank when one rank's part does not have the shape that the layout gives it.
+    """
+    layout = Layout.of(shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
+    found = comm.agree(mesh, (tuple(local.shape), str(local.dtype), tuple(shape), layout.spec))
+    for coord, (part, dtype, whole, named) in zip(layout.coords(), found, strict=True):
+        if (dtype, whole, named) != (found[0][1], found[0][2], found[0][3]):
+            raise ShardingError(f"from_local: rank at {coord} passed {dtype}, shape {whole}, spec {named}; the first rank {found[0][1:]}: they must agree")
+        if part != layout.local_shape(coord):
+            raise ShardingError(
+                f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it {layout.local_shape(coord)}; "
+                f"pass that part, or the split= that cuts it so"
+            )
+    return Tile(local, layout, mesh)
+
+
+def _agree_alike(mesh: DeviceMesh, value: object, rule: str) -> None:
+    found = comm.agree(mesh, value)
+    if any(f != found[0] for f in found):
+        raise ShardingError(f"{rule}: {found}")
