@@ -1,0 +1,7 @@
+"""Test your own distributed code: real ranks in milliseconds, and plain torch on the whole tensor as the oracle."""
+
+from jigsaw.testing.failure import RankFailure
+from jigsaw.testing.rank import world_mesh
+from jigsaw.testing.world import on_ranks, run_on_ranks
+
+__all__ = ["RankFailure", "on_ranks", "run_on_ranks", "world_mesh"]

@@ -1,0 +1,115 @@
+"""What a rank says when its test fails, and the one error that tells it all to a person."""
+
+from __future__ import annotations
+
+import linecache
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+# What the neighbours of a dead or failed rank say: true, but never the cause.
+_ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "Timed out waiting",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed: `summary` in a line, `text` in full, `error` the exception where it pickles."""
+
+    rank: int
+    summary: str
+    text: str
+    error: bytes = b""
+    moment: float = 0.0
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether this is only the news that another rank is gone."""
+        return any(words in self.summary for words in _ECHOES)
+
+    def exception(self) -> BaseException | None:
+        """The rank's own exception, or None where it had none or it does not pickle."""
+        try:
+            return pickle.loads(self.error) if self.error else None
+        except Exception:  # an exception class whose __init__ does not take its own args; the text has it all
+            return None
+
+    @classmethod
+    def of_exception(cls, rank: int, error: BaseException, skip_frames: int, file: str | None) -> Failure:
+        """The failure of a rank whose body raised `error`; the locals are those of the last frame in `file`."""
+        tb = error.__traceback__
+        for _ in range(skip_frames):
+            tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
+        linecache.checkcache()
+        text = "".join(traceback.format_exception(type(error), error, tb)) + _locals_in(tb, file)
+        summary = traceback.format_exception_only(error)[-1].strip()
+        try:
+            pickled = pickle.dumps(error)
+        except Exception:  # it holds something that does not pickle; the text has it all
+            pickled = b""
+        return cls(rank, summary, text, pickled, time.monotonic())
+
+
+class RankFailure(AssertionError):  # noqa: N818 (it reads like pytest's own: a failure of the code under test)
+    """A test body failed on a rank: the message opens with that rank's own traceback.
+
+    `failures` has every rank's part, the cause first.
+    """
+
+    def __init__(self, message: str, failures: Sequence[Failure] = ()) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+
+    def __reduce__(self) -> tuple[type[RankFailure], tuple[str, tuple[Failure, ...]]]:
+        return type(self), (str(self), self.failures)
+
+
+def failure_of(name: str, size: int, failures: Sequence[Failure]) -> BaseException:
+    """The error to raise in the test's own process: the first real cause, then one line for every other rank."""
+    ordered = sorted(failures, key=lambda f: (f.is_echo, f.moment))
+    first = ordered[0]
+    cause = first.exception()
+    if (
+        first.summary.startswith("Skipped: ") and "pytest" in sys.modules
+    ):  # means the test, not the rank, and does not pickle
+        return sys.modules["pytest"].skip.Exception(first.summary.removeprefix("Skipped: "))
+    lines = [f"{name} failed on rank {first.rank} of {size}:", "", first.text.rstrip()]
+    others = [f for f in ordered[1:] if f.summary != first.summary]
+    same = sorted(f.rank for f in ordered[1:] if f.summary == first.summary)
+    if same:
+        lines += ["", f"the same on rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"]
+    for other in others:
+        lines += ["", f"rank {other.rank}: {other.text.rstrip() if other.text.startswith('still') else other.summary}"]
+    error = RankFailure("\n".join(lines), ordered)
+    error.__cause__ = cause
+    return error
+
+
+def _locals_in(tb: TracebackType | None, file: str | None) -> str:
+    """The local variables of the innermost frame of the test's own file: what an assertion's values were."""
+    frame = None
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename == file:
+            frame = tb.tb_frame
+        tb = tb.tb_next
+    if frame is None or not frame.f_locals:
+        return ""
+    lines = [f"  {name} = {_short(value)}" for name, value in frame.f_locals.items() if not name.startswith("@")]
+    return "\n".join([f"locals of {frame.f_code.co_name}:", *lines, ""])
+
+
+def _short(value: object, limit: int = 160) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except Exception as error:  # a broken __repr__ must not hide the failure that we report
+        text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,182 @@
+"""One rank of a world: a process that joins the others once and then runs test bodies until its parent is gone."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.mesh import init_mesh
+from jigsaw.testing.failure import Failure
+
+_GROUP_TIMEOUT = timedelta(hours=1)  # the world's own timeout reports earlier, with every rank's stack
+_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+
+
+def world_mesh(**axes: int) -> DeviceMesh:
+    """`jigsaw.init_mesh(**axes)` on CPU, made once for each set of axes in a world: later tests get it in microseconds.
+
+    Raises: `ShardingError` when the product of the axes is not the number of ranks.
+    """
+    key = tuple(axes.items())
+    if key not in _meshes:
+        _meshes[key] = init_mesh(device="cpu", **axes)
+    return _meshes[key]
+
+
+@dataclass(frozen=True)
+class Body:
+    """A module-level function by name: it may be hidden under decorators, which a pickle could not reach."""
+
+    module: str
+    file: str | None
+    name: str
+
+    def find(self) -> Callable[..., Any]:
+        """The function that `on_ranks` decorated, or the function itself."""
+        found: Any = _module(self.module, self.file)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        seen = found
+        while not hasattr(seen, "rank_body") and hasattr(seen, "__wrapped__"):
+            seen = seen.__wrapped__
+        return getattr(seen, "rank_body", found)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One test body to run, sent to every rank alike. `arguments` are pickled apart: they may need the body's module."""
+
+    body: Body
+    arguments: bytes
+    path: tuple[str, ...]
+    regroup: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's answer to a job (or its first word, when it has joined): a pickled value, or a failure."""
+
+    value: bytes = b""
+    failure: Failure | None = None
+    groups: int = 0
+
+
+def serve(connection: Connection, rank: int, size: int, folder: str) -> None:
+    """Join the world, then run what arrives on `connection`; the rank's whole life."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a world ends
+    stacks = (Path(folder) / f"stack{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    _be_one_cpu_rank(rank, size)
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    _join(store, 0, rank, size)
+    connection.send_bytes(pickle.dumps(Report()))
+    generation = 0
+    while True:
+        try:
+            job: Job = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        if job.regroup:
+            generation += 1
+            _meshes.clear()
+            dist.destroy_process_group()
+            _join(store, generation, rank, size)
+        report = _run(job, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(report))
+
+
+def _run(job: Job, rank: int) -> Report:
+    sys.path.extend(p for p in job.path if p not in sys.path)
+    _same_start()
+    try:
+        body = job.body.find()
+        args, kwargs = pickle.loads(job.arguments)
+        value = body(*args, **kwargs)
+    except BaseException as error:  # SystemExit and pytest's outcomes are failures of this rank too
+        return Report(failure=Failure.of_exception(rank, error, 1, job.body.file))
+    try:
+        return Report(value=pickle.dumps(value), groups=dist.distributed_c10d.get_pg_count())
+    except Exception as error:
+        error.add_note(
+            f"{job.body.name} returned a {type(value).__name__} that does not pickle; return plain tensors and numbers"
+        )
+        return Report(failure=Failure.of_exception(rank, error, 1, None))
+
+
+def _same_start() -> None:
+    """Every rank starts every body alike, whatever ran before: one seed, float32, gradients on."""
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 (what a body calls may use the legacy global state)
+    random.seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+
+
+def _be_one_cpu_rank(rank: int, size: int) -> None:
+    os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {name: str(size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if "lo" in (name for _, name in socket.if_nameindex()):  # a host name that does not resolve must not stop a test
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+
+
+def _join(store: dist.Store, generation: int, rank: int, size: int) -> None:
+    store = dist.PrefixStore(str(generation), store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
+
+
+def _die_with_parent() -> None:
+    """A rank in the middle of a collective does not read its pipe: this thread sees the parent's end."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _module(name: str, file: str | None) -> ModuleType:
+    """The module of that name and file, imported by name where that gives this file, else from the file."""
+    found = sys.modules.get(name)
+    if found is None and (file is None or _file_of(name) == file):
+        return importlib.import_module(name)
+    if found is not None and (file is None or getattr(found, "__file__", None) == file):
+        return found
+    spec = importlib.util.spec_from_file_location(name, str(file))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {name} from {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _file_of(name: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec is not None else None

@@ -1,0 +1,238 @@
+"""A world of ranks: real gloo processes, started once for each size and reused by every test of the session."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from jigsaw.testing import rank as rank_process
+from jigsaw.testing.failure import Failure, failure_of
+from jigsaw.testing.rank import Body, Job, Report
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_START_SECONDS = 180.0  # importing torch on every rank of a busy machine
+_GRACE_SECONDS = 1.0  # after a rank failed, the others may still tell their part
+_MOST_GROUPS = 64  # gloo keeps sockets and threads for each process group that tests leave behind
+
+_worlds: dict[int, World] = {}
+
+
+def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]], Callable[P, list[T] | None]]:
+    """Run the function's body on `ranks` real ranks: ``@on_ranks(4)`` over a test, below ``pytest.mark.parametrize``.
+
+    The ranks are gloo processes with one thread each that all tests share; each starts a body with the same seed, in
+    float32. The arguments (parameters, fixture values) must pickle, and the function must be at module level. It returns
+    the list of what each rank returned, or None when no rank returned anything (as pytest wants of a test).
+
+    Raises: `RankFailure`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer than
+    `timeout` seconds; the world is then killed and the next test starts a fresh one.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, list[T] | None]:
+        body = _body_of(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> list[T] | None:
+            __tracebackhide__ = True  # pytest: show the rank's traceback, not ours
+            values = _world(ranks).run(body, args, kwargs, timeout)
+            return None if all(value is None for value in values) else values
+
+        call.__dict__["rank_body"] = function  # where a rank finds the body under this wrapper
+        return call
+
+    return decorate
+
+
+def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
+    """Call a module-level `function` on `ranks` ranks and return what each returned; `on_ranks` without the decorator.
+
+    Raises: `RankFailure`, as `on_ranks` does.
+    """
+    return _world(ranks).run(_body_of(function), args, kwargs, timeout)
+
+
+class World:
+    """The processes of one size. `run` is synchronous; after a failure the world is dead."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.jobs = 0
+        self._groups = 0
+        self._folder = tempfile.mkdtemp(prefix="jigsaw-world-")
+        spawn = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and locks
+        pipes = [spawn.Pipe() for _ in range(size)]
+        self._connections: list[Connection] = [ours for ours, _ in pipes]
+        self._processes: list[SpawnProcess] = [
+            spawn.Process(
+                target=rank_process.serve, args=(theirs, rank, size, self._folder), name=f"rank{rank}", daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()  # so that a dead rank ends our side of its pipe
+        self._gather(f"the start of {size} ranks", _START_SECONDS)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every rank can take a job."""
+        return bool(self._processes) and all(p.is_alive() for p in self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process id of each rank."""
+        return [p.pid or 0 for p in self._processes]
+
+    def run(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
+        """Run one body on every rank; what each returned, in rank order."""
+        __tracebackhide__ = True
+        job = Job(body, _pickled(body, args, kwargs), tuple(sys.path), self._groups > _MOST_GROUPS)
+        message = pickle.dumps(job)
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+            reports = self._gather(body.name, timeout)
+        except BaseException:
+            self.kill()  # also on ctrl-C: the ranks are in the middle of something
+            raise
+        self.jobs += 1
+        self._groups = max(r.groups for r in reports)
+        return [pickle.loads(r.value) for r in reports]
+
+    def kill(self) -> None:
+        """End every rank now."""
+        for process in self._processes:
+            process.kill()
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.join(10)
+            connection.close()
+        self._processes, self._connections = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _gather(self, name: str, timeout: float) -> list[Report]:
+        """One report of each rank; kills the world and raises when one fails, dies or is late."""
+        __tracebackhide__ = True
+        reports: dict[int, Report] = {}
+        failures: dict[int, Failure] = {}
+        end = time.monotonic() + timeout
+        while len(reports) + len(failures) < self.size:
+            waiting = [r for r in range(self.size) if r not in reports and r not in failures]
+            ready = wait(self._sources(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                failures |= self._late(waiting, timeout, stacks=not failures)
+                break
+            for r in waiting:
+                if self._connections[r] in ready or self._processes[r].sentinel in ready:
+                    report = self._hear(r)
+                    if report.failure is None:
+                        reports[r] = report
+                    else:
+                        failures[r] = report.failure
+            if failures:
+                end = min(end, time.monotonic() + _GRACE_SECONDS)
+        if failures:
+            self.kill()
+            raise failure_of(name, self.size, list(failures.values()))
+        return [reports[r] for r in range(self.size)]
+
+    def _sources(self, ranks: Iterable[int]) -> list[Connection | int]:
+        return [s for r in ranks for s in (self._connections[r], self._processes[r].sentinel)]
+
+    def _hear(self, rank: int) -> Report:
+        """What a ready rank has to say: its report, or how it died."""
+        try:
+            if self._connections[rank].poll():
+                return pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            pass  # the pipe ended without a report: the exit code below says why
+        process = self._processes[rank]
+        process.join(5)
+        code = process.exitcode
+        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        text = f"the process of rank {rank} ended without a word ({how})"
+        return Report(failure=Failure(rank, text, text, moment=time.monotonic()))
+
+    def _late(self, ranks: Iterable[int], timeout: float, stacks: bool) -> dict[int, Failure]:
+        """The failures of ranks that are still busy: the cause when nobody failed (`stacks`), else bystanders."""
+        moment = time.monotonic() if stacks else float("inf")
+        dumps = self._stacks(ranks) if stacks else {}
+        found: dict[int, Failure] = {}
+        for r in ranks:
+            summary = f"still running after {timeout:g} s" if stacks else "still running when the other failed; killed"
+            found[r] = Failure(r, f"rank {r} {summary}", f"{summary}\n{dumps[r]}" if stacks else summary, moment=moment)
+        return found
+
+    def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Where each rank is: every one dumps its Python stacks on SIGUSR1, even inside a collective."""
+        for r in ranks:
+            os.kill(self.pids[r], signal.SIGUSR1)
+        files = {r: Path(self._folder) / f"stack{r}" for r in ranks}
+        end = time.monotonic() + 5.0
+        while time.monotonic() < end and not all(f.exists() and f.stat().st_size for f in files.values()):
+            time.sleep(0.05)
+        time.sleep(0.1)  # a dump is several writes
+        return {r: f.read_text() if f.exists() else "(no stack: it has not started)" for r, f in files.items()}
+
+
+def _world(size: int) -> World:
+    """The live world of that size, started when there is none."""
+    if size < 1:
+        raise ValueError(f"on_ranks({size}): a world has at least 1 rank")
+    if multiprocessing.parent_process() is not None:
+        raise RuntimeError(
+            f"on_ranks({size}) was called inside a rank or another child process; call it from the test's own process"
+        )
+    world = _worlds.get(size)
+    if world is None or not world.alive:
+        if world is not None:
+            world.kill()
+        world = _worlds[size] = World(size)
+    return world
+
+
+@atexit.register
+def _end_all() -> None:
+    for world in _worlds.values():
+        world.kill()
+
+
+def _body_of(function: Callable[..., Any]) -> Body:
+    name = getattr(function, "__qualname__", repr(function))
+    if not inspect.isfunction(function) or "<" in name:
+        raise ValueError(
+            f"on_ranks needs a function at module level (every rank imports it by name), got {name}; move it out"
+        )
+    file = getattr(sys.modules.get(function.__module__), "__file__", None) or inspect.getsourcefile(function)
+    return Body(function.__module__, file, name)
+
+
+def _pickled(body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((args, kwargs))
+    except Exception as error:
+        for name, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
+            try:
+                pickle.dumps(value)
+            except Exception:
+                raise TypeError(
+                    f"{body.name}: {name!r} ({type(value).__name__}) does not pickle, so it cannot reach the ranks; "
+                    f"pass plain values and make the rest inside the body"
+                ) from error
+        raise
