@@ -1,0 +1,111 @@
+"""Which sample comes when: a seeded shuffle that needs no table, and the loader's place in it.
+
+Every rank computes the same order from three integers, whatever the mesh, so a run resumes in O(1) on another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jigsaw.io.errors import StateError
+
+_ROUNDS = 6
+_WORD = (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+    return x ^ (x >> 31)
+
+
+def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
+    """The sample at `position` of a pseudo-random permutation of ``range(count)``, in O(1) time and memory.
+
+    A Feistel network over the next even power of two, walked until it lands inside (Black and Rogaway, 2002).  Unlike
+    numpy's, it is the same in every version, and no rank holds a table of all samples.
+    """
+    half = ((count - 1).bit_length() + 1) // 2 or 1
+    mask = (1 << half) - 1
+    keys = [_mix(_mix(_mix(seed) ^ epoch) + r) for r in range(_ROUNDS)]
+    at = position
+    while True:
+        left, right = at >> half, at & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        at = (left << half) | right
+        if at < count:
+            return at
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a loader is: the `next_sample` in the order of an `epoch`."""
+
+    seed: int
+    epoch: int = 0
+    next_sample: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any], count: int) -> State:
+        """The state in a dict that `as_dict` made, for a series of `count` samples.
+
+        Raises: `StateError` for missing or foreign keys, values that are no integers, or a place beyond the series.
+        """
+        names = list(cls.__dataclass_fields__)
+        # a checkpoint may be anything that was unpickled
+        if not isinstance(given, Mapping) or sorted(map(str, given)) != sorted(names):  # pyright: ignore[reportUnnecessaryIsInstance]
+            shown = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise StateError(f"a loader's state has the keys {names}, but got {shown}; save what loader.state_dict() returns")
+        values = {name: given[name] for name in names}
+        wrong = [f"{n}={v!r}" for n, v in values.items() if isinstance(v, bool) or not isinstance(v, int) or v < 0]
+        if wrong:
+            raise StateError(f"a loader's state holds integers >= 0, but got {', '.join(wrong)}; the checkpoint is torn")
+        if values["next_sample"] > count:
+            raise StateError(
+                f"state says next_sample={values['next_sample']}, but the dataset has {count} samples; "
+                "open it with the fields, offsets and time that the state was saved with"
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The batches of one epoch: `count` samples, `batch_size` at a time over the whole mesh."""
+
+    count: int
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+
+    @property
+    def usable(self) -> int:
+        """How many samples an epoch hands out."""
+        return self.count - self.count % self.batch_size if self.drop_last else self.count
+
+    def settled(self, state: State) -> State:
+        """The same place, but the end of an epoch is the beginning of the next."""
+        left = self.usable - state.next_sample
+        done = left <= 0 or (self.drop_last and left < self.batch_size)
+        return State(state.seed, state.epoch + 1, 0) if done else state
+
+    def batches(self, state: State) -> Iterator[tuple[tuple[int, ...], State]]:
+        """The samples of each batch left in the epoch, and the state once it was handed out."""
+        state = self.settled(state)
+        epoch = state.epoch
+        while state.epoch == epoch:
+            first = state.next_sample
+            stop = min(first + self.batch_size, self.count)
+            samples = tuple(self.sample(i, state) for i in range(first, stop))
+            state = self.settled(State(state.seed, epoch, stop))
+            yield samples, state
+
+    def sample(self, position: int, state: State) -> int:
+        return shuffled(position, self.count, state.seed, state.epoch) if self.shuffle else position
