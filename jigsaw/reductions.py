@@ -1,0 +1,310 @@
+"""Reductions over cut dims: global, exact and differentiable.
+
+Each reduces the rows that this rank owns and combines the results over the axes that cut the reduced dims.  The result is
+a Tile cut by what is left, held alike along the axes that were reduced; when no dim is left it is an ordinary scalar
+tensor, equal on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.layout import Layout
+from jigsaw.tile import Tile, implements, leave, refuse
+
+Dims = int | Sequence[int] | None
+
+
+def reduced_dims(tile: Tile, dim: Dims) -> tuple[int, ...]:
+    """The dims to reduce, non-negative; None and () mean all, as in torch."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(tile.ndim))
+    dims = tuple((dim,) if isinstance(dim, int) else dim)
+    for d in dims:
+        if not -tile.ndim <= d < max(tile.ndim, 1):
+            raise IndexError(f"dim {d} is out of range for a Tile of {tile.ndim} dims (expected {-tile.ndim}..{tile.ndim - 1})")
+    return tuple(d % max(tile.ndim, 1) for d in dims)
+
+
+def reducing_axes(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
+    """The mesh axes that cut the dims."""
+    return tuple(a for d in dims for a in layout.dim_axes(d))
+
+
+def finish(local: Tensor, tile: Tile, dims: Sequence[int], keepdim: bool) -> Any:
+    """A reduced local tensor as a Tile, or as an ordinary tensor when it is a scalar."""
+    layout = tile.layout.without_halo().drop(dims, keepdim)
+    return leave(local, tile.mesh) if layout.ndim == 0 else Tile(local, layout, tile.mesh)
+
+
+def count_of(tile: Tile, dims: Sequence[int]) -> int:
+    """How many global elements one reduced value is made of."""
+    return math.prod(tile.shape[d] for d in dims)
+
+
+def total_over(local: Tensor, tile: Tile, dims: Sequence[int]) -> Tensor:
+    """Local partial results summed over the axes that cut `dims`."""
+    return comm.total(local, tile.mesh, reducing_axes(tile.layout, dims))
+
+
+# -- sums -------------------------------------------------------------------------------------------------------------
+
+
+@implements(torch.sum)
+def reduce_sum(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Any:
+    """y = sum of `input` over `dim`.
+
+    *Shapes*: global as in torch; per rank the dims that stay keep their cuts.
+    *Sends*: forward one all-reduce of the local result over the axes that cut `dim`; backward nothing.
+    """
+    dims = reduced_dims(input, axis if dim is None else dim)
+    own = input.owned()
+    local = torch.sum(own.local, dims, keepdim, dtype=dtype) if dims else own.local.to(dtype or own.dtype)
+    return finish(total_over(local, own, dims), own, dims, keepdim)
+
+
+@implements(torch.mean)
+def mean(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Any:
+    """y = global mean of `input` over `dim`; shapes and bytes as `reduce_sum`."""
+    dims = reduced_dims(input, axis if dim is None else dim)
+    if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
+        raise RuntimeError(f"mean(): a Tile of {input.dtype} has no mean; give dtype= or use tile.float()")
+    own = input.owned()
+    # narrow types are summed in float32, as torch does inside a rank
+    wide = torch.float32 if (dtype or own.dtype) in (torch.bfloat16, torch.float16) else dtype
+    local = torch.sum(own.local, dims, keepdim, dtype=wide) if dims else own.local.to(wide or own.dtype)
+    value = (total_over(local, own, dims) / count_of(own, dims)).to(dtype or own.dtype)
+    return finish(value, own, dims, keepdim)
+
+
+def moments(input: Tile, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(mean, sum of squared deviations) over `dims`, local tensors with the dims kept at size 1, held alike along reduced axes.
+
+    Two passes, so that no digits cancel; `input` is without halo and wide enough (float32 or float64).
+
+    *Sends*: two all-reduces of one value a kept element; backward one.
+    """
+    axes = reducing_axes(input.layout, dims)
+    center = comm.total(input.local.sum(tuple(dims), keepdim=True), input.mesh, axes) / count_of(input, dims)
+    deviation = input.local - comm.enter(center, input.mesh, axes)
+    squared = deviation.abs().square() if deviation.is_complex() else deviation.square()
+    return center, comm.total(squared.sum(tuple(dims), keepdim=True), input.mesh, axes)
+
+
+def _variance(input: Tile, dim: Any, unbiased: bool | None, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor, Tile, tuple[int, ...]]:
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    if correction is None:
+        correction = 1.0 if unbiased is None or unbiased else 0.0
+    own = input.owned()
+    dims = reduced_dims(own, dim)
+    center, squares = moments(own, dims)
+    spread = squares / max(count_of(own, dims) - correction, 0)
+    if not keepdim:
+        kept = [d for d in range(own.ndim) if d not in dims]
+        shape = [own.local.shape[d] for d in kept]
+        center, spread = center.reshape(shape), spread.reshape(shape)
+    return spread, center, own, dims
+
+
+@implements(torch.var)
+def var(input: Tile, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """Global variance over `dim`, by two passes; *Sends*: two all-reduces forward, one backward."""
+    spread, _, own, dims = _variance(input, dim, unbiased, correction, keepdim)
+    return finish(spread, own, dims, keepdim)
+
+
+@implements(torch.std)
+def std(input: Tile, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """Global standard deviation over `dim`; see `var`."""
+    spread, _, own, dims = _variance(input, dim, unbiased, correction, keepdim)
+    return finish(spread.sqrt(), own, dims, keepdim)
+
+
+@implements(torch.var_mean)
+def var_mean(input: Tile, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """(variance, mean); see `var`."""
+    spread, center, own, dims = _variance(input, dim, unbiased, correction, keepdim)
+    return finish(spread, own, dims, keepdim), finish(center, own, dims, keepdim)
+
+
+@implements(torch.std_mean)
+def std_mean(input: Tile, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """(standard deviation, mean); see `var`."""
+    spread, center, own, dims = _variance(input, dim, unbiased, correction, keepdim)
+    return finish(spread.sqrt(), own, dims, keepdim), finish(center, own, dims, keepdim)
+
+
+# -- norms: the norm of the ranks' norms ------------------------------------------------------------------------------
+
+
+class _Gather(torch.autograd.Function):
+    """The local tensors of the ranks along `axes`, stacked in front, held alike; backward each takes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], mine: int) -> Tensor:
+        ctx.mine = mine
+        return torch.stack(comm.all_gather(x, mesh, axes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][ctx.mine], None, None, None
+
+
+def stack_along(local: Tensor, tile: Tile, axes: tuple[str, ...]) -> Tensor:
+    """[ranks along axes, *local.shape], in mesh order, held alike.
+
+    *Sends*: the local tensor to each of the others; backward nothing.
+    """
+    if not axes:
+        return local.unsqueeze(0)
+    flat = 0
+    for (name, size), at in zip(tile.layout.axes, tile.coordinate, strict=True):
+        flat = flat * size + at if name in axes else flat
+    return _Gather.apply(local, tile.mesh, axes, flat)  # type: ignore[no-any-return]
+
+
+@implements(torch.linalg.vector_norm)
+def vector_norm(x: Tile, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """y = (sum |x|^ord)^(1/ord) over `dim`: the norm of the ranks' norms.
+
+    *Sends*: one all-gather of the local norms; backward nothing.
+    """
+    dims = reduced_dims(x, dim)
+    own = x.owned()
+    axes = reducing_axes(own.layout, dims)
+    empty = own.local.numel() == 0 and ord < 0
+    if empty or (ord in (math.inf, -math.inf) and own.local.numel() == 0):
+        raise refuse(vector_norm, x, f"a norm of order {ord} needs rows on every rank", "cut the tensor into fewer pieces")
+    local = torch.linalg.vector_norm(own.local, ord, dims or None, keepdim, dtype=dtype) if dims else own.local.abs()
+    if axes:
+        stacked = stack_along(local, own, axes)
+        local = stacked.sum(0) if ord == 0 else torch.linalg.vector_norm(stacked, ord, 0)
+    return finish(local, own, dims, keepdim)
+
+
+@implements(torch.norm, torch.linalg.norm)
+def norm(input: Tile, p: Any = None, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, ord: Any = None) -> Any:
+    """The vector norm of the whole tensor or over `dim`; matrix norms other than Frobenius are refused."""
+    order = p if p is not None else ord
+    if isinstance(order, str) and order != "fro":
+        raise refuse(norm, input, f"the matrix norm {order!r} is no sum over elements", "use a vector norm, or tile.full_tensor()")
+    return vector_norm(input, 2 if order is None or order == "fro" else order, dim, keepdim, dtype=dtype)
+
+
+# -- extremes ---------------------------------------------------------------------------------------------------------
+
+
+class _Extreme(torch.autograd.Function):
+    """Global amax or amin; the gradient is shared evenly by all elements that attain it, on whichever rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], dims: tuple[int, ...], op: str) -> Tensor:
+        local = getattr(torch, f"a{op}")(x, dims, keepdim=True) if x.numel() else _nothing(x, dims, op)
+        best = comm.all_reduce(local, mesh, axes, op)
+        attained = x == best
+        ctx.save_for_backward(attained, comm.all_reduce(attained.sum(dims, keepdim=True), mesh, axes))
+        return best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        attained, shares = ctx.saved_tensors
+        return torch.where(attained, grads[0] / shares, 0.0), None, None, None, None
+
+
+def _nothing(x: Tensor, dims: tuple[int, ...], op: str) -> Tensor:
+    """The neutral element, for a rank without rows."""
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
+    edge = -math.inf if x.is_floating_point() else info.min
+    return x.new_full(shape, edge if op == "max" else -edge if x.is_floating_point() else info.max)
+
+
+def _extreme(input: Tile, dim: Dims, keepdim: bool, op: str) -> Any:
+    dims = reduced_dims(input, dim)
+    if count_of(input, dims) == 0:
+        raise IndexError(f"a{op}(): cannot reduce dims {dims} of a Tile of shape {tuple(input.shape)}: there are no elements")
+    own = input.owned()
+    axes = reducing_axes(own.layout, dims)
+    local: Tensor = _Extreme.apply(own.local, own.mesh, axes, dims, op)
+    return finish(local if keepdim else local.squeeze(dims), own, dims, keepdim)
+
+
+@implements(torch.amax)
+def amax(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
+    """y = global maximum over `dim`; ties share the gradient evenly. *Sends*: two all-reduces; backward nothing."""
+    return _extreme(input, dim, keepdim, "max")
+
+
+@implements(torch.amin)
+def amin(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
+    """y = global minimum over `dim`; see `amax`."""
+    return _extreme(input, dim, keepdim, "min")
+
+
+# -- truth and counting -----------------------------------------------------------------------------------------------
+
+
+@implements(torch.all)
+def reduce_all(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
+    """Whether every element (over `dim`) is true, globally."""
+    return reduce_sum(input.to(torch.bool).logical_not().to(torch.int64), dim, keepdim) == 0
+
+
+@implements(torch.any)
+def reduce_any(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
+    """Whether any element (over `dim`) is true, globally."""
+    return reduce_sum(input.to(torch.bool).to(torch.int64), dim, keepdim) > 0
+
+
+@implements(torch.count_nonzero)
+def count_nonzero(input: Tile, dim: Dims = None) -> Any:
+    """The global number of elements (over `dim`) that are not zero."""
+    return reduce_sum((input != 0).to(torch.int64), dim)
+
+
+@implements(torch.equal)
+def equal(input: Tile, other: Tile) -> bool:
+    """Whether two tiles are the same tensor, shape and elements."""
+    return input.shape == other.shape and bool((input == other).all())
+
+
+@implements(torch.allclose)
+def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """Whether all elements are close, globally."""
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
+
+
+@implements(torch.nansum)
+def nansum(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """`reduce_sum` with NaN counted as zero."""
+    return reduce_sum(torch.where(torch.isnan(input), 0.0, input), dim, keepdim, dtype=dtype)
+
+
+@implements(torch.nanmean)
+def nanmean(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """`mean` over the elements that are not NaN."""
+    return nansum(input, dim, keepdim, dtype=dtype) / reduce_sum(torch.isnan(input).logical_not(), dim, keepdim)
+
+
+@implements(torch.logsumexp)
+def logsumexp(input: Tile, dim: Dims, keepdim: bool = False) -> Any:
+    """y = log sum exp over `dim`, shifted by the global maximum."""
+    dims = reduced_dims(input, dim)
+    top = amax(input.detach(), dims, keepdim=True)
+    top = torch.where(top.abs() == math.inf, 0.0, top)
+    out = reduce_sum((input - top).exp(), dims, keepdim=True).log() + top
+    return out if keepdim else reduce_sum(out, dims)
+
+
+@implements(torch.dot, torch.vdot)
+def dot(input: Any, other: Any) -> Any:
+    """y = sum of input * other, over a 1-d tensor."""
+    return (input * other).sum()

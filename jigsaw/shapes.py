@@ -1,0 +1,399 @@
+"""Shape functions: views, slices, flattening and joining.  None of them moves a row, except `roll` and picking one row of a cut dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.exchange import exchange
+from jigsaw.layout import Cut, Interval, Layout, ShardingError, whole
+from jigsaw.pointwise import align, cut_whole
+from jigsaw.reductions import reduced_dims
+from jigsaw.tile import Tile, implements, leave, refuse
+
+# -- reshape ----------------------------------------------------------------------------------------------------------
+
+
+def _split(cut: Cut, inner: int) -> tuple[Cut, Cut] | None:
+    """One cut as (outer, whole inner), when every edge lies on a multiple of `inner`."""
+    if cut.size % inner or any(e % inner for e in (*cut.points, *(e for held in cut.held for e in held))):
+        return None
+    held = [(a // inner, b // inner) for a, b in cut.held]
+    return Cut(cut.size // inner, tuple(p // inner for p in cut.points), cut.axes, tuple(held)), whole(inner)
+
+
+def _merge(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+    """The cuts of a flattened dim in canonical form: a cut followed by a whole one is one cut; whole dims of size 1 vanish."""
+    merged: list[Cut] = []
+    for cut in cuts:
+        if cut.size == 1 and not cut.is_cut and not cut.has_halo:
+            continue
+        if merged and not cut.is_cut and not cut.has_halo:
+            outer, n = merged.pop(), cut.size
+            held: list[Interval] = [(a * n, b * n) for a, b in outer.held]
+            cut = Cut(outer.size * n, tuple(p * n for p in outer.points), outer.axes, tuple(held))
+        merged.append(cut)
+    return tuple(merged) or (whole(1),)
+
+
+def _dims_of(layout: Layout, shape: Sequence[int]) -> list[tuple[Cut, ...]] | None:
+    """The cuts of each dim of a reshaped tensor, or None when a dim would take a part of a cut one."""
+    left = [c for c in layout.cuts if c.size != 1 or c.is_cut or c.has_halo]
+    dims: list[tuple[Cut, ...]] = []
+    for size in shape:
+        taken: list[Cut] = []
+        missing = size
+        while missing > 1:
+            if not left:
+                return None
+            cut = left.pop(0)
+            if missing % cut.size == 0:
+                missing //= cut.size
+                taken.append(cut)
+                continue
+            halves = _split(cut, cut.size // missing) if cut.size % missing == 0 else None
+            if halves is None:
+                return None
+            taken.append(halves[0])
+            left.insert(0, halves[1])
+            missing = 1
+        dims.append(_merge(taken))
+    return None if left else dims
+
+
+def _full_shape(tile: Tile, shape: Sequence[int]) -> tuple[int, ...]:
+    known = math.prod(n for n in shape if n != -1)
+    if -1 in shape and known:
+        shape = [tile.numel() // known if n == -1 else n for n in shape]
+    if math.prod(shape) != tile.numel():
+        raise RuntimeError(f"shape {tuple(shape)} is invalid for a Tile of shape {tuple(tile.shape)} with {tile.numel()} elements")
+    return tuple(shape)
+
+
+def _sizes(first: Any, rest: Sequence[int]) -> tuple[int, ...]:
+    return (first, *rest) if isinstance(first, int) else tuple(first)
+
+
+@implements(torch.reshape, Tensor.reshape, Tensor.view)
+def reshape(input: Tile, shape: Any, *more: int) -> Any:
+    """The same elements in another global shape; dims flatten together and split again where the cuts allow it.
+
+    *Shapes*: a lat x lon tile flattens to tokens that each rank holds its box of; they split again at the same place.
+    *Sends*: nothing.
+    *Raises*: `ShardingError` when a new dim would take a part of a cut dim that does not fall on its cut points.
+    """
+    if isinstance(shape, torch.dtype):
+        return Tile(input.local.view(shape), input.layout, input.mesh)
+    wanted = _full_shape(input, _sizes(shape, more))
+    if 0 in wanted:
+        raise ShardingError(f"reshape of an empty Tile {tuple(input.shape)} to {wanted} is ambiguous; build the tile in its new shape")
+    dims = _dims_of(input.layout, wanted)
+    if dims is None:
+        raise refuse(
+            torch.reshape,
+            input,
+            f"shape {wanted} would split a cut dim between its cut points {[c.points for c in input.layout.cuts if c.is_cut]}",
+            "cut at multiples of the inner size (align=), redistribute, or keep the cut dim together",
+        )
+    layout = Layout.from_dims(dims, input.layout.axes)
+    return Tile(input.local.reshape(layout.local_shape(input.coordinate)), layout, input.mesh)
+
+
+@implements(Tensor.view_as, Tensor.reshape_as)
+def _reshape_as(input: Tile, other: Any) -> Any:
+    return reshape(input, tuple(other.shape))
+
+
+@implements(torch.flatten)
+def _flatten(input: Tile, start_dim: int = 0, end_dim: int = -1) -> Any:
+    first, last = reduced_dims(input, start_dim)[0], reduced_dims(input, end_dim)[0]
+    return reshape(input, (*input.shape[:first], math.prod(input.shape[first : last + 1]), *input.shape[last + 1 :]))
+
+
+@implements(torch.unflatten)
+def _unflatten(input: Tile, dim: int, sizes: Sequence[int]) -> Any:
+    (at,) = reduced_dims(input, dim)
+    known = math.prod(n for n in sizes if n != -1)
+    full = [input.shape[at] // known if n == -1 else n for n in sizes]
+    return reshape(input, (*input.shape[:at], *full, *input.shape[at + 1 :]))
+
+
+@implements(torch.squeeze)
+def _squeeze(input: Tile, dim: Any = None) -> Any:
+    dims = [d for d in reduced_dims(input, dim) if input.shape[d] == 1]
+    return _without(input, dims)
+
+
+def _without(input: Tile, dims: Sequence[int]) -> Any:
+    """Drop dims of size 1; a cut or haloed one (some rank holds no row) is made whole first."""
+    layout = input.layout
+    for d in dims:
+        layout = layout.replace_dim(d, whole(1))
+    tile = input.with_layout(layout) if layout != input.layout else input
+    local = tile.local.squeeze(tuple(dims)) if dims else tile.local
+    kept = layout.drop(dims)
+    return leave(local, input.mesh) if kept.ndim == 0 else Tile(local, kept, input.mesh)
+
+
+@implements(torch.unsqueeze)
+def _unsqueeze(input: Tile, dim: int) -> Tile:
+    at = dim % (input.ndim + 1)
+    return Tile(input.local.unsqueeze(at), input.layout.insert(at), input.mesh)
+
+
+@implements(torch.permute, Tensor.permute)
+def _permute(input: Tile, dims: Any, *more: int) -> Tile:
+    order = [d % input.ndim for d in _sizes(dims, more)]
+    return Tile(input.local.permute(order), input.layout.permute(order), input.mesh)
+
+
+@implements(torch.transpose, torch.swapaxes, torch.swapdims)
+def _transpose(input: Tile, dim0: int, dim1: int) -> Tile:
+    order = list(range(input.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permute(input, order)
+
+
+@implements(torch.t, torch.adjoint)
+def _t(input: Tile) -> Tile:
+    return input if input.ndim < 2 else _transpose(input, -2, -1)
+
+
+@implements(torch.movedim, torch.moveaxis)
+def _movedim(input: Tile, source: Any, destination: Any) -> Tile:
+    order = torch.movedim(torch.empty([0] * input.ndim), source, destination)
+    del order
+    sources = [d % input.ndim for d in _sizes(source, ())]
+    targets = [d % input.ndim for d in _sizes(destination, ())]
+    rest = iter(d for d in range(input.ndim) if d not in sources)
+    at = dict(zip(targets, sources, strict=True))
+    return _permute(input, [at[d] if d in at else next(rest) for d in range(input.ndim)])
+
+
+@implements(Tensor.expand, torch.broadcast_to)
+def _expand(input: Tile, size: Any, *more: int) -> Tile:
+    wanted = _sizes(size, more)
+    lead = len(wanted) - input.ndim
+    layout, local_shape = input.layout, [-1] * input.ndim
+    for d in range(input.ndim):
+        if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1):
+            layout = layout.replace_dim(d, whole(wanted[lead + d]))
+            local_shape[d] = wanted[lead + d]
+        elif wanted[lead + d] not in (-1, input.shape[d]):
+            raise RuntimeError(f"cannot expand a Tile of shape {tuple(input.shape)} to {wanted}")
+    for n in reversed(wanted[:lead]):
+        layout = layout.insert(0, n)
+    return Tile(input.local.expand(*wanted[:lead], *local_shape), layout, input.mesh)
+
+
+@implements(Tensor.expand_as)
+def _expand_as(input: Tile, other: Any) -> Tile:
+    return _expand(input, tuple(other.shape))
+
+
+@implements(Tensor.repeat, torch.tile)
+def _repeat(input: Tile, sizes: Any, *more: int) -> Any:
+    times = _sizes(sizes, more)
+    times = (1,) * (input.ndim - len(times)) + tuple(times)
+    while input.ndim < len(times):
+        input = _unsqueeze(input, 0)
+    layout = input.layout
+    for d, n in enumerate(times):
+        if n != 1:
+            if layout.is_cut(d):
+                raise refuse(Tensor.repeat, input, f"it repeats dim {d}, which is cut", "repeat another dim, or redistribute")
+            layout = layout.replace_dim(d, whole(n * input.shape[d]))
+    return Tile(input.local.repeat(times), layout, input.mesh)
+
+
+# -- slices -----------------------------------------------------------------------------------------------------------
+
+
+def _sliced(cut: Cut, start: int, stop: int, step: int) -> Cut:
+    """The cut of rows start:stop:step: every row stays where it lies."""
+    size = max(0, -(-(stop - start) // step))
+
+    def index(row: int) -> int:
+        return min(max(-(-(row - start) // step), 0), size)
+
+    held = [(index(max(a, 0)), index(min(b, cut.size))) for a, b in cut.held]
+    return Cut(size, tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size), cut.axes, tuple(held))
+
+
+def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Tile:
+    """Rows start:stop:step of a dim, cut or not; nothing is sent."""
+    cuts = tile.layout.dim(dim)
+    if (start, stop, step) == (0, tile.shape[dim], 1):
+        return tile
+    if len(cuts) > 1:
+        raise refuse(Tensor.__getitem__, tile, f"dim {dim} is made of dims that were flattened together", "unflatten it first")
+    cut = cuts[0]
+    sliced = _sliced(cut, start, stop, step)
+    piece = tile.layout.piece(cut, tile.coordinate)
+    low, (first, last) = cut.held[piece][0], sliced.held[piece]
+    begin = start + first * step - low
+    local = tile.local[(slice(None),) * dim + (slice(begin, max(begin, begin + (last - first - 1) * step + 1), step),)]
+    if first == last:
+        local = tile.local.narrow(dim, 0, 0)
+    return Tile(local, tile.layout.replace_dim(dim, sliced), tile.mesh)
+
+
+def select_dim(tile: Tile, dim: int, index: int) -> Any:
+    """One row of a dim.  *Sends*: for a cut dim the row, from its owner to the ranks along the axes that cut the dim."""
+    size = tile.shape[dim]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of range for dim {dim} of size {size}")
+    row = index % size
+    return _without(slice_dim(tile, dim, row, row + 1), (dim,))
+
+
+@implements(Tensor.__getitem__)
+def _getitem(tile: Tile, index: Any) -> Any:
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(i, (Tensor, Tile, list)) for i in items):
+        return _take(tile, items)
+    named = sum(1 for i in items if i is not None and i is not Ellipsis)
+    if named > tile.ndim:
+        raise IndexError(f"too many indices ({named}) for a Tile of {tile.ndim} dims")
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (tile.ndim - named)
+    dim, out = 0, tile
+    for item in items:
+        if item is None:
+            out = _unsqueeze(out, dim)
+            dim += 1
+        elif isinstance(item, slice):
+            start, stop, step = item.indices(out.shape[dim])
+            if step < 1:
+                raise ValueError("step must be greater than zero")
+            out = slice_dim(out, dim, start, max(start, stop), step)
+            dim += 1
+        else:
+            out = select_dim(out, dim, int(item))
+    return out
+
+
+def _take(tile: Tile, items: list[Any]) -> Any:
+    """Indexing by one plain 1-d index tensor or list, on a dim that nothing cuts."""
+    where = [d for d, i in enumerate(items) if isinstance(i, (Tensor, list))]
+    simple = all(isinstance(i, slice) and i == slice(None) for d, i in enumerate(items) if d not in where)
+    if len(where) != 1 or not simple:
+        raise refuse(Tensor.__getitem__, tile, "of advanced indices only one index tensor among full slices is answered", "use torch.where, index_select or tile.full_tensor()")
+    return _index_select(tile, where[0], torch.as_tensor(items[where[0]], device=tile.device))
+
+
+@implements(torch.index_select)
+def _index_select(input: Tile, dim: int, index: Tensor) -> Tile:
+    (at,) = reduced_dims(input, dim)
+    if input.layout.is_cut(at) or index.ndim != 1 or index.dtype == torch.bool:
+        raise refuse(torch.index_select, input, f"it picks rows of dim {at} by a tensor {tuple(index.shape)} of {index.dtype}", "use a 1-d integer index on a dim that nothing cuts, or a slice")
+    own = input.owned() if any(c.has_halo for c in input.layout.dim(at)) else input
+    return Tile(own.local.index_select(at, index % input.shape[at]), own.layout.replace_dim(at, whole(len(index))), own.mesh)
+
+
+@implements(torch.narrow)
+def _narrow(input: Tile, dim: int, start: int, length: int) -> Tile:
+    (at,) = reduced_dims(input, dim)
+    first = start % input.shape[at] if start < 0 else start
+    if length < 0 or first + length > input.shape[at]:
+        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dim {at} of size {input.shape[at]}")
+    return slice_dim(input, at, first, first + length)
+
+
+@implements(torch.select)
+def _select(input: Tile, dim: int, index: int) -> Any:
+    return select_dim(input, reduced_dims(input, dim)[0], index)
+
+
+@implements(torch.split, Tensor.split)
+def _torch_split(tensor: Tile, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> tuple[Tile, ...]:
+    sizes = split_size if split_size_or_sections is None else split_size_or_sections
+    (at,) = reduced_dims(tensor, dim)
+    n = tensor.shape[at]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, n - s) for s in range(0, n, sizes)] or [0]
+    if sum(sizes) != n:
+        raise RuntimeError(f"split sizes {list(sizes)} do not sum to {n}, the size of dim {at}")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(slice_dim(tensor, at, s, s + k) for s, k in zip(starts, sizes, strict=True))
+
+
+@implements(torch.chunk)
+def _chunk(input: Tile, chunks: int, dim: int = 0) -> tuple[Tile, ...]:
+    size = input.shape[reduced_dims(input, dim)[0]]
+    return _torch_split(input, max(1, -(-size // chunks)), dim)
+
+
+@implements(torch.unbind)
+def _unbind(input: Tile, dim: int = 0) -> tuple[Any, ...]:
+    (at,) = reduced_dims(input, dim)
+    return tuple(select_dim(input, at, i) for i in range(input.shape[at]))
+
+
+# -- joining ----------------------------------------------------------------------------------------------------------
+
+
+def _joined(function: Any, tensors: Sequence[Any], dim: int) -> tuple[list[Tensor], Layout, Tile]:
+    """The local tensors to join along `dim`, plain ones cut to the tile's box, and the layout they share in the other dims."""
+    first = next(t for t in tensors if isinstance(t, Tile))
+    tiles = [t for t in tensors if isinstance(t, Tile)]
+    at = dim % first.ndim
+    for t in tiles:
+        if t.layout.is_cut(at):
+            raise refuse(function, t, f"it joins along dim {at}, which is cut", "redistribute the tiles so that another dim is cut")
+    tiles = [t.owned() if any(c.has_halo for c in t.layout.dim(at)) else t for t in tiles]
+    layout, locals_ = align([Tile(t.local.narrow(at, 0, 1) if t.shape[at] else t.local, t.layout.replace_dim(at, whole(1)), t.mesh) for t in tiles])
+    for t in tiles:
+        if [n for d, n in enumerate(t.shape) if d != at] != [n for d, n in enumerate(layout.shape) if d != at]:
+            raise RuntimeError(f"tiles of shapes {[tuple(x.shape) for x in tiles]} must agree in every dim but {at}")
+    del locals_
+    ready = iter(tiles)
+    parts: list[Tensor] = []
+    for t in tensors:
+        target = layout.replace_dim(at, whole(t.shape[at]))
+        parts.append(_entered(next(ready), target) if isinstance(t, Tile) else cut_whole(t, first, target))
+    return parts, layout, first
+
+
+def _entered(tile: Tile, layout: Layout) -> Tensor:
+    """The local part of a tile in a join whose result has `layout`."""
+    anchor = Tile(tile.local.new_empty(layout.local_shape(tile.coordinate)), layout, tile.mesh)
+    return align([tile, anchor])[1][0]
+
+
+@implements(torch.cat, torch.concat, torch.concatenate)
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Tile:
+    parts, layout, first = _joined(torch.cat, tensors, dim)
+    at = dim % first.ndim
+    return Tile(torch.cat(parts, at), layout.replace_dim(at, whole(sum(t.shape[at] for t in tensors))), first.mesh)
+
+
+@implements(torch.stack)
+def _stack(tensors: Sequence[Any], dim: int = 0) -> Tile:
+    at = dim % (next(t for t in tensors if isinstance(t, Tile)).ndim + 1)
+    return _cat([t.unsqueeze(at) for t in tensors], at)
+
+
+# -- roll -------------------------------------------------------------------------------------------------------------
+
+
+@implements(torch.roll)
+def _roll(input: Tile, shifts: Any, dims: Any = None) -> Any:
+    """y[i] = x[i - shift] around each dim. *Sends*: the rows that change owner; backward the same, reversed."""
+    if dims is None or dims == ():
+        return reshape(_roll(reshape(input, (input.numel(),)), shifts, 0), tuple(input.shape))
+    own = input.owned()
+    target = own.layout
+    for shift, dim in zip(_sizes(shifts, ()), _sizes(dims, ()), strict=True):
+        (at,) = reduced_dims(own, dim)
+        cuts = target.dim(at)
+        if len(cuts) > 1:
+            raise refuse(torch.roll, input, f"dim {at} is made of dims that were flattened together", "unflatten it first")
+        shifted = [(a - shift, b - shift) for a, b in cuts[0].held]
+        target = target.replace_dim(at, cuts[0].holding(shifted))
+    return Tile(exchange(own.local, own.layout, target, own.mesh), own.layout, own.mesh)
