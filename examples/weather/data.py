@@ -1,0 +1,86 @@
+"""NCEP/NCAR near-surface air temperature: the packed copy beside this file, and the Zarr store that training reads.
+
+The packed copy (`data/air.mon.mean.nc`, made by `pack`) is an ordinary CF file: int16, 0.01 K, deflate. `write_store`
+turns it into a store chunked like WeatherBench2, the whole globe a step, and adds the anomaly from the monthly
+climatology of the training years. Nothing that the test years hold goes into that climatology.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+
+HERE = Path(__file__).parent
+PACKED = HERE / "data" / "air.mon.mean.nc"
+STORE = HERE / "data" / "cache" / "ncep_air_monthly.zarr"
+TRAIN_YEARS = ("1948", "2008")  # the climatology is theirs too
+TEST_YEARS = ("2009", "2025")
+KELVIN = 0.01  # resolution of the int16 values
+
+
+def pack(source: str | Path, path: str | Path = PACKED) -> None:
+    """The original `air.mon.mean.nc` of NOAA PSL (29 MB) -> int16 of 0.01 K, deflate (11.5 MB)."""
+    original = xr.open_dataset(source)
+    packed = xr.Dataset({"air": original["air"].drop_attrs()})
+    packed["air"].attrs = {
+        "standard_name": "air_temperature",
+        "long_name": "monthly mean air temperature at sigma level 0.995",
+        "units": "degC",
+    }
+    packed.attrs = {
+        "title": "NCEP/NCAR Reanalysis 1, monthly mean near-surface air temperature, 1948-01 to 2026-02",
+        "source": "NOAA PSL, ncep.reanalysis.derived/surface/air.mon.mean.nc; https://psl.noaa.gov",
+        "references": "Kalnay et al. (1996), The NCEP/NCAR 40-year reanalysis project, Bull. Amer. Meteor. Soc. 77",
+        "license": "public data of NOAA PSL, free to use; packed to 0.01 K",
+    }
+    months, rows, columns = packed["air"].shape
+    code = {"dtype": "int16", "scale_factor": KELVIN, "_FillValue": -32768, "zlib": True, "shuffle": True}
+    code |= {"complevel": 9, "chunksizes": (min(months, 120), rows, columns)}
+    packed.to_netcdf(path, engine="netcdf4", encoding={"air": code})
+
+
+def monthly_climatology(air: xr.DataArray) -> xr.DataArray:
+    """The mean of each calendar month over `TRAIN_YEARS`: [month, latitude, longitude]."""
+    return air.sel(time=slice(*TRAIN_YEARS)).groupby("time.month").mean()
+
+
+def store(path: str | Path = STORE, *, writes: bool = True, patience: float = 300.0) -> Path:
+    """The path of the Zarr store, written on first use by the one process that `writes`; the others wait for it."""
+    path = Path(path)
+    deadline = time.monotonic() + patience
+    if writes and not path.exists():
+        write_store(path)
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no store at {path} after {patience:.0f} s; the rank that writes it has failed")
+        time.sleep(0.05)
+    return path
+
+
+def write_store(path: Path) -> None:
+    """Write the store beside its final name, then rename it: whoever sees it sees the whole of it."""
+    with xr.open_dataset(PACKED) as packed:
+        air = packed["air"].load()
+        attrs = packed.attrs
+    climatology = monthly_climatology(air)
+    anomaly = (air.groupby("time.month") - climatology).drop_vars("month")
+    anomaly.attrs = {"long_name": "anomaly of air from its monthly climatology of 1948-2008", "units": "K"}
+    names = {"lat": "latitude", "lon": "longitude"}
+    data = xr.Dataset({"air": air, "air_anomaly": anomaly}, attrs=attrs).rename(names)
+    data["air_climatology"] = climatology.rename(names).assign_attrs(units="degC", long_name="mean of 1948-2008")
+
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    code = {"dtype": "int16", "scale_factor": KELVIN, "_FillValue": np.int16(-32768), "chunks": (1, *air.shape[1:])}
+    for variable in data.variables.values():
+        variable.encoding = {}
+    data.to_zarr(draft, zarr_format=2, consolidated=True, encoding={name: code for name in data.data_vars})
+    try:
+        draft.rename(path)
+    except OSError:  # another run was faster: its store is the same
+        shutil.rmtree(draft)
