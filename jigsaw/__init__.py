@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# Every file of ops joins Tile's closed table here, so that the order of a user's imports never matters.
+from jigsaw import along, nn, pointwise, reductions, shapes
+from jigsaw.layout import Cut, Layout, ShardingError
+from jigsaw.mesh import init_mesh
+from jigsaw.tile import Tile, from_local, shard
+
 if TYPE_CHECKING:
-    from jigsaw import io, nn, testing
-    from jigsaw.layout import Cut, Layout, ShardingError
-    from jigsaw.mesh import init_mesh
+    from jigsaw import io, testing
     from jigsaw.parallel import parallelize
-    from jigsaw.tile import Tile, from_local, shard
 
 __version__ = "0.1.0"
 
@@ -19,34 +22,28 @@ __all__ = [
     "Layout",
     "ShardingError",
     "Tile",
+    "along",
     "from_local",
     "init_mesh",
     "io",
     "nn",
     "parallelize",
+    "pointwise",
+    "reductions",
+    "shapes",
     "shard",
     "testing",
 ]
 
-_HOME = {
-    "Cut": "jigsaw.layout",
-    "Layout": "jigsaw.layout",
-    "ShardingError": "jigsaw.layout",
-    "Tile": "jigsaw.tile",
-    "from_local": "jigsaw.tile",
-    "init_mesh": "jigsaw.mesh",
-    "parallelize": "jigsaw.parallel",
-    "shard": "jigsaw.tile",
-}
+# What loads more than torch (zarr, multiprocessing, FSDP) is loaded when it is first named.
+_LATER = {"io": "jigsaw.io", "testing": "jigsaw.testing", "parallelize": "jigsaw.parallel"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in __all__:
-        value = importlib.import_module(f"jigsaw.{name}")
-    else:
+    if name not in _LATER:
         raise AttributeError(f"module 'jigsaw' has no attribute {name!r}")
+    module = importlib.import_module(_LATER[name])
+    value = module if _LATER[name] == f"jigsaw.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -65,7 +65,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Job:
-    """One test body to run, sent to every rank alike. `arguments` are pickled apart: they may need the body's module."""
+    """A test body for every rank. `arguments` are pickled apart, as they may need the body's module."""
 
     body: Body
     arguments: bytes

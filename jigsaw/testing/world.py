@@ -37,8 +37,8 @@ def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]],
     """Run the function's body on `ranks` real ranks: ``@on_ranks(4)`` over a test, below ``pytest.mark.parametrize``.
 
     The ranks are gloo processes with one thread each that all tests share; each starts a body with the same seed, in
-    float32. The arguments (parameters, fixture values) must pickle, and the function must be at module level. It returns
-    the list of what each rank returned, or None when no rank returned anything (as pytest wants of a test).
+    float32. The arguments (parameters, fixture values) must pickle, and the function must be at module level. It
+    returns the list of what each rank returned, or None when no rank returned anything (as pytest wants of a test).
 
     Raises: `RankFailure`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer than
     `timeout` seconds; the world is then killed and the next test starts a fresh one.

@@ -1,0 +1,352 @@
+"""The oracle: plain torch on the whole tensor in one process, and the same model on tiles on every mesh."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.functional import mse_loss
+
+from jigsaw import comm
+from jigsaw.layout import Spec
+from jigsaw.mesh import axes_of
+from jigsaw.testing.failure import RankFailure
+from jigsaw.testing.rank import world_mesh
+from jigsaw.testing.world import run_on_ranks
+from jigsaw.tile import Tile, shard
+
+Model = Callable[..., Any]
+MeshAxes = Mapping[str, int]
+
+# Where the canonical axes cut when no spec is given; a channel axis cuts weights, not inputs.
+_USUAL_DIMS = {"data": 0, "depth": -3, "z": -3, "lat": -2, "y": -2, "lon": -1, "x": -1}
+
+
+def assert_same_on_every_mesh(
+    model: Model,
+    batch: Tensor | Sequence[Any],
+    meshes: Sequence[MeshAxes] | None = None,
+    *,
+    spec: Spec | Sequence[Spec | None] | None = None,
+    target: Tensor | None = None,
+    target_spec: Spec | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    build: Callable[[Any, DeviceMesh], Model] | None = None,
+    gradients: str | None = None,
+    dtype: torch.dtype = torch.float64,
+    rtol: float = 1e-9,
+    atol: float = 1e-12,
+    timeout: float = 60.0,
+    **cut: Any,
+) -> None:
+    """Assert that `model` on tiles gives what it gives on the whole tensor, on every mesh.
+
+    Compared are outputs, loss, buffers, and the gradients of every parameter and input.
+
+    `model` is a module, or a function of tensors; it and the `batch` (one tensor, or the sequence of the arguments) are
+    taken to `dtype`, run once in this process, and then on real ranks for each of `meshes` (mappings from axis to
+    size; by default 1, 2, 3, 4 and 2 x 2 ranks of the axes that `spec` names). Everything must pickle. Use it from
+    plain code or a test, not inside ``on_ranks``.
+
+    - `spec` cuts a single tensor; for a sequence, it has one entry for each argument (None: passed whole). Without it,
+      ``data`` cuts dim 0 and ``lat``, ``lon`` (or ``z``, ``y``, ``x``) the last dims. `cut` goes to `jigsaw.shard`:
+      split=, align=, halo=, periodic=.
+    - `loss` takes the output (and the `target`) and returns a scalar; by default the mean squared error where there is
+      a `target`, else a random linear functional of all outputs.
+    - `build(model, mesh)` makes what runs on the ranks, ``jigsaw.parallelize`` for example. `gradients` says what its
+      plain parameters hold after the backward pass: each rank its part, to be summed over the mesh (``"parts"``, the
+      default without `build`), or the whole gradient (``"whole"``, the default with it).
+
+    Each tensor may be off by ``atol + rtol * max |expected|``.
+
+    Raises: `AssertionError` that lists every tensor that differs, with the mesh, the rank and the worst place;
+    `RankFailure` when a rank raises; `ValueError` for a mesh that cuts nothing.
+    """
+    if gradients not in (None, "parts", "whole"):
+        raise ValueError(f"gradients={gradients!r}: each rank's gradient is one of its 'parts' or the 'whole'")
+    inputs = [batch] if isinstance(batch, Tensor) else list(batch)
+    specs = _specs(inputs, [spec] if isinstance(batch, Tensor) else spec)
+    with_target = [] if target is None else [target]
+    case = Case(
+        model=_in_dtype(model, dtype),
+        inputs=[_in_dtype(x, dtype) for x in [*inputs, *with_target]],
+        specs=[*specs, *([target_spec or (specs[0] if spec is not None else None)] if with_target else [])],
+        given=spec is not None,
+        arguments=len(inputs),
+        loss=loss or (mse_loss if with_target else random_functional),
+        build=build,
+        parts=(build is None) if gradients is None else gradients == "parts",
+        cut=dict(cut),
+    )
+    chosen = _default_meshes(case) if meshes is None else [dict(m) for m in meshes]
+    plans = [(axes, _checked_specs(case, axes)) for axes in chosen]
+    expected = _whole(case)
+    for axes, by_input in plans:
+        ranks = math.prod(axes.values())
+        try:
+            found = run_on_ranks(
+                ranks, _differences, replace(case, specs=by_input), expected, axes, rtol, atol, timeout=timeout
+            )
+        except RankFailure as error:
+            error.add_note(f"on the mesh {_show(axes)}")
+            raise
+        lines = [f"  rank {rank}: {line}" for rank, differences in enumerate(found) for line in differences]
+        if lines:
+            name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", repr(model))
+            raise AssertionError(
+                "\n".join([f"{name} on the mesh {_show(axes)} differs from the whole tensor's:", *lines])
+            )
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs on every mesh. The `target`, if any, is the input after the `arguments`."""
+
+    model: Model
+    inputs: list[Any]
+    specs: list[Spec | None]
+    given: bool
+    arguments: int
+    loss: Callable[..., Tensor]
+    build: Callable[[Any, DeviceMesh], Model] | None
+    parts: bool
+    cut: dict[str, Any]
+
+
+@dataclass
+class Result:
+    """Whole tensors by name: ``output``, ``loss``, ``gradient of 0.weight``, …"""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+def random_functional(output: Any) -> Tensor:
+    """Sum over all output elements times fixed random numbers: every element has a gradient of its own."""
+    generator = torch.Generator().manual_seed(1)
+    terms = [
+        (leaf * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)).sum() for _, leaf in _leaves(output)
+    ]
+    return cast(Tensor, sum(terms))
+
+
+# -- the two runs ------------------------------------------------------------------------------------------------------
+
+
+def _whole(case: Case) -> Result:
+    """Plain torch on the whole tensors."""
+    model = copy.deepcopy(case.model)
+    inputs = [_leaf(x) for x in case.inputs]
+    result = _run(case, model, inputs)
+    for name, parameter in _parameters(model):
+        if parameter.grad is not None:
+            result.tensors[f"gradient of {name}"] = parameter.grad
+    for name, x in _differentiable(inputs[: case.arguments]):
+        result.tensors[f"gradient of {name}"] = torch.zeros_like(x) if x.grad is None else x.grad
+    return result
+
+
+def _differences(case: Case, expected: Result, axes: dict[str, int], rtol: float, atol: float) -> list[str]:
+    """One rank's side: run on tiles, gather what is compared, and say in words what differs."""
+    mesh = world_mesh(**axes)
+    model = case.model if case.build is None else case.build(case.model, mesh)
+    wholes, tiles = _cut(case, mesh)
+    found = _run(case, model, tiles)
+    for name, parameter in _parameters(model):
+        if f"gradient of {name}" in expected.tensors or parameter.grad is not None:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found.tensors[f"gradient of {name}"] = _whole_gradient(gradient.detach(), mesh, case.parts)
+    for name, x in _differentiable(tiles[: case.arguments]):
+        found.tensors[f"gradient of {name}"] = _input_gradient(x, wholes[name], mesh)
+    missing = [f"{name}: not there" for name in expected.tensors if name not in found.tensors]
+    return missing + [
+        line
+        for name, got in found.tensors.items()
+        for line in _compare(name, got, expected.tensors.get(name), rtol, atol)
+    ]
+
+
+def _run(case: Case, model: Model, inputs: list[Any]) -> Result:
+    output = model(*inputs[: case.arguments])
+    loss = case.loss(output, *inputs[case.arguments :])
+    if isinstance(loss, Tile) or loss.ndim:
+        raise ValueError(f"loss must return a scalar tensor, got {type(loss).__name__} of shape {tuple(loss.shape)}")
+    if loss.requires_grad:
+        loss.backward()
+    result = Result({"loss": loss.detach()})
+    for name, leaf in _leaves(output):
+        result.tensors[name] = (leaf.full_tensor() if isinstance(leaf, (Tile, DTensor)) else leaf).detach()
+    if isinstance(model, nn.Module):
+        for name, buffer in model.named_buffers():
+            result.tensors[f"buffer {_plain_name(name)}"] = (
+                buffer.full_tensor() if isinstance(buffer, DTensor) else buffer
+            )
+    return result
+
+
+def _cut(case: Case, mesh: DeviceMesh) -> tuple[dict[str, Any], list[Any]]:
+    """The whole inputs by name, and their tiles. With a halo, the gradient goes through `shard`: it sums the parts."""
+    wholes: dict[str, Any] = {}
+    tiles: list[Any] = []
+    for i, (x, spec) in enumerate(zip(case.inputs, case.specs, strict=True)):
+        whole = _leaf(x) if spec is None or case.cut.get("halo") else x
+        tile = whole if spec is None else shard(whole, mesh, spec, **case.cut)
+        if spec is not None and not tile.local.requires_grad and tile.local.is_floating_point():
+            tile.local.requires_grad_()
+        wholes[f"input {i}"] = whole
+        tiles.append(tile)
+    return wholes, tiles
+
+
+def _input_gradient(x: Any, whole: Any, mesh: DeviceMesh) -> Tensor:
+    if not isinstance(x, Tile):  # passed whole: a rank's gradient is its part, as a parameter's
+        return _whole_gradient(torch.zeros_like(x) if x.grad is None else x.grad, mesh, parts=True)
+    if not x.local.is_leaf:
+        return torch.zeros_like(whole) if whole.grad is None else whole.grad
+    gradient = torch.zeros_like(x.local) if x.local.grad is None else x.local.grad
+    return replace(x, local=gradient).full_tensor()
+
+
+def _whole_gradient(gradient: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
+    """The whole gradient out of what this rank holds: parts are summed over the axes that do not cut the tensor."""
+    others = [name for name, _ in axes_of(mesh)]
+    if isinstance(gradient, DTensor):
+        names = gradient.device_mesh.mesh_dim_names or ()
+        others = [name for name in others if name not in names]
+        if parts:
+            summed = [p if p.is_shard() else Partial() for p in gradient.placements]
+            gradient = DTensor.from_local(
+                gradient.to_local(),
+                gradient.device_mesh,
+                summed,
+                run_check=False,
+                shape=gradient.shape,
+                stride=gradient.stride(),
+            )
+        gradient = gradient.full_tensor()
+    return comm.all_reduce(gradient, mesh, others) if parts else gradient
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def _compare(name: str, got: Tensor, expected: Tensor | None, rtol: float, atol: float) -> Iterator[str]:
+    if expected is None:
+        yield f"{name}: is there, but the whole tensor's run has none"
+    elif got.shape != expected.shape:
+        yield f"{name}: shape {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    elif got.dtype != expected.dtype:
+        yield f"{name}: {got.dtype} instead of {expected.dtype}"
+    elif got.numel():
+        wide = torch.promote_types(got.dtype, torch.float64)
+        a, b = got.detach().to(wide), expected.detach().to(wide)
+        error = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, (a - b).abs()).nan_to_num(math.inf)
+        worst, bound = error.max().item(), atol + rtol * b.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        if worst > bound:
+            at = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+            wrong = int((error > bound).sum())
+            yield (
+                f"{name}: off by {worst:.3g} at {at} ({a[at].item():.6g} instead of {b[at].item():.6g}); "
+                f"{wrong} of {got.numel()} elements are off by more than {bound:.3g}"
+            )
+
+
+# -- small parts -------------------------------------------------------------------------------------------------------
+
+
+def _leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
+    if isinstance(output, (Tensor, Tile)):
+        yield name, output
+    elif isinstance(output, Mapping):
+        for key, value in cast(Mapping[Any, Any], output).items():
+            yield from _leaves(value, f"{name}[{key!r}]")
+    elif isinstance(output, (list, tuple)):
+        for i, value in enumerate(cast(Sequence[Any], output)):
+            yield from _leaves(value, f"{name}[{i}]")
+
+
+def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, nn.Module):
+        return copy.deepcopy(x).to(dtype)
+    return x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _parameters(model: Model) -> list[tuple[str, nn.Parameter]]:
+    if not isinstance(model, nn.Module):
+        return []
+    return [(_plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("module.")  # DistributedDataParallel's wrapper
+
+
+def _differentiable(inputs: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(f"input {i}", x) for i, x in enumerate(inputs) if isinstance(x, (Tensor, Tile)) and x.requires_grad]
+
+
+# -- specs and meshes --------------------------------------------------------------------------------------------------
+
+
+def _specs(inputs: Sequence[Any], given: Any) -> list[Spec | None]:
+    if given is None:
+        return [None] * len(inputs)
+    specs: list[Spec | None] = list(given)
+    if len(specs) != len(inputs):
+        raise ValueError(
+            f"spec has {len(specs)} entries for {len(inputs)} inputs; give one for each, None for a whole one"
+        )
+    return specs
+
+
+def _checked_specs(case: Case, axes: MeshAxes) -> list[Spec | None]:
+    """The spec of each input on this mesh.
+
+    Raises: `ValueError` when the mesh cuts nothing: such a test could not fail.
+    """
+    specs = case.specs if case.given else [_usual_spec(x, axes) for x in case.inputs]
+    named = set(_named(specs))
+    if math.prod(axes.values()) > 1 and not any(size > 1 and name in named for name, size in axes.items()):
+        raise ValueError(
+            f"the mesh {_show(axes)} cuts no input: spec names the axes {sorted(named)}; "
+            f"name one of the mesh's axes in spec, or leave this mesh out"
+        )
+    return specs
+
+
+def _usual_spec(x: Any, axes: MeshAxes) -> Spec | None:
+    if not isinstance(x, Tensor) or not x.ndim:
+        return None
+    spec: list[str | None] = [None] * x.ndim
+    for name, dim in _USUAL_DIMS.items():
+        if name in axes and -x.ndim <= dim < x.ndim and spec[dim] is None:
+            spec[dim] = name
+    return tuple(spec)
+
+
+def _named(specs: Sequence[Spec | None]) -> list[str]:
+    """The axes that the specs name, in order."""
+    entries = [entry for spec in specs if spec is not None for entry in spec if entry is not None]
+    return list(dict.fromkeys(a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)))
+
+
+def _default_meshes(case: Case) -> list[dict[str, int]]:
+    named = _named(case.specs) if case.given else ["lat", "lon"]
+    if not named:
+        raise ValueError("spec names no axis, so no mesh cuts anything; name one, as in (None, None, 'lat', 'lon')")
+    square = [{named[0]: 2, named[1]: 2}] if len(named) > 1 else []
+    return [{named[0]: size} for size in (1, 2, 3, 4)] + square
+
+
+def _show(axes: MeshAxes) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
