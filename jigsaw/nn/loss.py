@@ -1,0 +1,193 @@
+"""Losses on tiles: one global number, an ordinary scalar tensor that is equal on every rank.  Area or voxel weights are plain whole tensors or tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw.layout import ShardingError
+from jigsaw.pointwise import align, cut_whole
+from jigsaw.tile import Tile, implements
+
+Values = Tile | Tensor
+
+
+def reduce(values: Tile, reduction: str, weight: Values | None = None) -> Any:
+    """Elementwise losses as torch reduces them: ``"none"``, ``"sum"``, or ``"mean"`` (over all elements, weighted ones too)."""
+    if weight is not None:
+        values = values * weight
+    if reduction == "none":
+        return values
+    if reduction == "sum":
+        return values.sum()
+    if reduction == "mean":
+        return values.mean()
+    raise ValueError(f"{reduction!r} is not a valid value for reduction: use 'none', 'mean' or 'sum'")
+
+
+def weighted_mean(values: Tile, weight: Values) -> Tensor:
+    """sum(weight * values) / sum(weight), both over all elements of `values`: the area or voxel mean.
+
+    *Shapes*: `weight` broadcasts to `values`, e.g. cos(latitude) as [lat, 1].
+    *Sends*: two all-reduces of one number; backward nothing.
+    """
+    spread = torch.ones_like(values) * weight
+    return (values * weight).sum() / spread.sum()
+
+
+def _check_shapes(name: str, input: Values, target: Values) -> None:
+    if tuple(input.shape) != tuple(target.shape):
+        raise ShardingError(f"{name}: input {tuple(input.shape)} and target {tuple(target.shape)} must have one shape; broadcast one explicitly")
+
+
+def _elementwise(function: Callable[..., Any], difference: Callable[..., Any], *names: str) -> None:
+    """Answer a torch loss that is a pointwise function of input and target, then reduced."""
+
+    def answer(input: Values, target: Values, *args: Any, **kwargs: Any) -> Any:
+        options = dict(zip(names, args, strict=False)) | kwargs
+        if options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
+            raise ShardingError(f"{function.__name__}(size_average=, reduce=) on tiles is not supported: use reduction=")
+        reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
+        _check_shapes(function.__name__, input, target)
+        return reduce(difference(input, target, **options), reduction, weight)
+
+    implements(function)(answer)
+
+
+def _squared(input: Any, target: Any) -> Any:
+    return (input - target).square()
+
+
+def _absolute(input: Any, target: Any) -> Any:
+    return (input - target).abs()
+
+
+def _local(function: Callable[..., Tensor]) -> Callable[..., Tile]:
+    """The unreduced torch loss, run on the rows that both tiles hold."""
+
+    def run(input: Values, target: Values, **options: Any) -> Tile:
+        tiles = [t for t in (input, target) if isinstance(t, Tile)]
+        layout, locals_ = align(tiles)
+        ready = iter(locals_)
+        parts = [next(ready) if isinstance(t, Tile) else cut_whole(t, tiles[0], layout) for t in (input, target)]
+        return Tile(function(*parts, reduction="none", **options), layout, tiles[0].mesh)
+
+    return run
+
+
+_OLD = ("size_average", "reduce", "reduction")
+_elementwise(F.mse_loss, _squared, *_OLD, "weight")
+_elementwise(F.l1_loss, _absolute, *_OLD, "weight")
+_elementwise(F.smooth_l1_loss, _local(F.smooth_l1_loss), *_OLD, "beta")
+_elementwise(F.huber_loss, _local(F.huber_loss), "reduction", "delta", "weight")
+_elementwise(F.binary_cross_entropy, _local(F.binary_cross_entropy), "weight", *_OLD)
+_elementwise(F.kl_div, _local(F.kl_div), *_OLD, "log_target")
+_elementwise(F.soft_margin_loss, _local(F.soft_margin_loss), *_OLD)
+
+
+@implements(F.binary_cross_entropy_with_logits)
+def binary_cross_entropy_with_logits(
+    input: Values,
+    target: Values,
+    weight: Values | None = None,
+    size_average: None = None,
+    reduce_: None = None,
+    reduction: str = "mean",
+    pos_weight: Tensor | None = None,
+) -> Any:
+    """y = max(x, 0) - x t + log(1 + exp(-|x|)), with `pos_weight` for the positive class, then reduced."""
+    _check_shapes("binary_cross_entropy_with_logits", input, target)
+    anchor = input if isinstance(input, Tile) else target
+    log_weight: Any = 1.0 if pos_weight is None else 1 + (pos_weight - 1) * target
+    # softplus(-|x|) + max(-x, 0): no overflow on either side
+    stable = (-(torch.abs(input))).exp().log1p() + torch.relu(-input)
+    assert isinstance(anchor, Tile)
+    return reduce((1 - target) * input + log_weight * stable, reduction, weight)
+
+
+@implements(F.cross_entropy)
+def cross_entropy(
+    input: Tile,
+    target: Values,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce_: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """y = -log softmax(input)[target] over the class dim 1, averaged over the global positions (by class weight where given).
+
+    *Shapes*: input [batch, class, *space], target [batch, *space] of class indices, or of the input's shape of probabilities.
+    *Sends*: forward all-reduces of one or two numbers; backward nothing.
+    *Raises*: `ShardingError` when the class dim is cut.
+    """
+    dim = 1 if input.ndim > 1 else 0
+    if input.layout.is_cut(dim):
+        raise ShardingError(f"cross_entropy needs whole classes: dim {dim} ({input.shape[dim]} classes) is cut by {input.layout.dim_axes(dim)}; cut space or batch instead")
+    positions = input.layout.drop((dim,))
+    log_p = torch.log_softmax(input, dim)
+    if tuple(target.shape) == tuple(input.shape):
+        return _with_probabilities(log_p, target, weight, reduction, label_smoothing, dim)
+    if tuple(target.shape) != positions.shape:
+        raise ShardingError(f"cross_entropy: target {tuple(target.shape)} must be the input's shape without classes {positions.shape}, or with them {tuple(input.shape)}")
+    rows = log_p.owned()
+    anchor = Tile(rows.local.select(dim, 0), rows.layout.drop((dim,)), rows.mesh)
+    index = align([target, anchor])[1][0] if isinstance(target, Tile) else cut_whole(target, anchor)
+    losses, weights = _class_losses(rows.local, index, weight, ignore_index, label_smoothing)
+    if reduction == "none":
+        return Tile(losses, anchor.layout, anchor.mesh)
+    total = Tile(losses, anchor.layout, anchor.mesh).sum()
+    return total if reduction == "sum" else total / Tile(weights, anchor.layout, anchor.mesh).sum()
+
+
+def _class_losses(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    """(losses, their weights in the mean) at the local positions."""
+    dim = 1 if log_p.ndim > 1 else 0
+    losses = F.nll_loss(log_p, index, weight, ignore_index=ignore, reduction="none")
+    counted = (index != ignore).to(log_p.dtype)
+    weights = counted if weight is None else weight[index.clamp(0, len(weight) - 1)] * counted
+    if smoothing:
+        each = log_p if weight is None else log_p * weight.view(-1, *(1,) * (log_p.ndim - 1 - dim))
+        losses = (1 - smoothing) * losses - smoothing / log_p.shape[dim] * each.sum(dim) * counted
+    return losses, weights
+
+
+def _with_probabilities(log_p: Tile, target: Values, weight: Tensor | None, reduction: str, smoothing: float, dim: int) -> Any:
+    classes = log_p.shape[dim]
+    soft = target * (1 - smoothing) + smoothing / classes if smoothing else target
+    each = log_p * soft if weight is None else log_p * soft * weight.reshape(-1, *(1,) * (log_p.ndim - 1 - dim))
+    losses = -each.sum(dim)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (log_p.numel() // classes)
+
+
+@implements(F.nll_loss)
+def nll_loss(input: Tile, target: Values, weight: Tensor | None = None, size_average: None = None, ignore_index: int = -100, reduce_: None = None, reduction: str = "mean") -> Any:
+    """y = -input[target] over the class dim 1, reduced as `cross_entropy`."""
+    anchor_input = input.owned()
+    dim = 1 if input.ndim > 1 else 0
+    if input.layout.is_cut(dim):
+        raise ShardingError(f"nll_loss needs whole classes: dim {dim} is cut; cut space or batch instead")
+    anchor = Tile(anchor_input.local.select(dim, 0), anchor_input.layout.drop((dim,)), input.mesh)
+    index = align([target, anchor])[1][0] if isinstance(target, Tile) else cut_whole(target, anchor)
+    losses, weights = _class_losses(anchor_input.local, index, weight, ignore_index, 0.0)
+    if reduction == "none":
+        return Tile(losses, anchor.layout, anchor.mesh)
+    total = Tile(losses, anchor.layout, anchor.mesh).sum()
+    return total if reduction == "sum" else total / Tile(weights, anchor.layout, anchor.mesh).sum()
+
+
+@implements(F.gaussian_nll_loss)
+def gaussian_nll_loss(input: Values, target: Values, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
+    """y = (log var + (input - target)^2 / var) / 2, then reduced."""
+    spread = torch.clamp(var, min=eps) if not isinstance(var, float) else max(var, eps)
+    log = torch.log(spread) if not isinstance(spread, float) else torch.log(torch.tensor(spread))
+    losses = 0.5 * (log + (input - target).square() / spread)
+    return reduce(losses + 0.9189385332046727 if full else losses, reduction)

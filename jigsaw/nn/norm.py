@@ -1,0 +1,190 @@
+"""Normalisation with exact global statistics: layer, group, instance, batch and RMS norm, whatever is cut.
+
+The statistics are those of the whole tensor, in float32 or better, by two passes.  They are held alike by the ranks that share
+them, and so are the running statistics of batch norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw import comm
+from jigsaw.layout import ShardingError
+from jigsaw.reductions import count_of, moments, reducing_axes
+from jigsaw.tile import Tile, implements
+
+
+def _wide(tile: Tile) -> Tile:
+    return tile.float() if tile.dtype in (torch.bfloat16, torch.float16) else tile
+
+
+def _owned_along(tile: Tile, dims: Sequence[int]) -> Tile:
+    """The tile without halo rows along `dims`, so that a statistic over them counts each row once; nothing is sent."""
+    layout = tile.layout
+    for d in dims:
+        layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))
+    return tile if layout == tile.layout else tile.with_layout(layout)
+
+
+def normalize(input: Tile, dims: Sequence[int], eps: float) -> Tensor:
+    """The local rows of (x - mean) / sqrt(var + eps), statistics over the global `dims`; halo rows included.
+
+    *Sends*: forward two all-reduces of one value a kept element, over the axes that cut `dims`; backward two.
+    """
+    wide = _wide(input)
+    center, squares = moments(_owned_along(wide, dims), dims)
+    return _apply(wide, dims, center, torch.rsqrt(squares / count_of(wide, dims) + eps))
+
+
+def _apply(wide: Tile, dims: Sequence[int], center: Tensor, inverse: Tensor) -> Tensor:
+    axes = reducing_axes(wide.layout, dims)
+    return (wide.local - comm.enter(center, wide.mesh, axes)) * comm.enter(inverse, wide.mesh, axes)
+
+
+def _affine(x: Tensor, input: Tile, weight: Tensor | Tile | None, bias: Tensor | Tile | None, shape: Sequence[int]) -> Tile:
+    """x * weight + bias, whose plain whole values are cut to the tile, in the dtype of the input."""
+    out = Tile(x, input.layout, input.mesh)
+    if weight is not None:
+        out = out * _shaped(weight, shape)
+    if bias is not None:
+        out = out + _shaped(bias, shape)
+    return out.to(input.dtype)
+
+
+def _shaped(value: Tensor | Tile, shape: Sequence[int]) -> Tensor | Tile:
+    return value.reshape(tuple(shape))
+
+
+@implements(F.layer_norm, torch.layer_norm)
+def layer_norm(
+    input: Tile,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tile:
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dims, cut or not (Ba et al., arXiv 1607.06450).
+
+    *Shapes*: input and output alike, globally and per rank; weight and bias are whole, of `normalized_shape`.
+    *Sends*: nothing when the last dims are whole; else two all-reduces of one value a position, backward two.
+    *Raises*: `ShardingError` when `normalized_shape` is not that of the last dims.
+    """
+    count = len(normalized_shape)
+    if tuple(input.shape[input.ndim - count :]) != tuple(normalized_shape):
+        raise ShardingError(f"layer_norm over {tuple(normalized_shape)}: the last dims of the Tile are {tuple(input.shape[input.ndim - count :])}")
+    dims = range(input.ndim - count, input.ndim)
+    return _affine(normalize(input, tuple(dims), eps), input, weight, bias, normalized_shape)
+
+
+@implements(F.rms_norm, torch.rms_norm)
+def rms_norm(input: Tile, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tile:
+    """y = x / sqrt(mean x^2 + eps) * weight over the last dims (Zhang and Sennrich, arXiv 1910.07467); bytes as `layer_norm`, once."""
+    count = len(normalized_shape)
+    if tuple(input.shape[input.ndim - count :]) != tuple(normalized_shape):
+        raise ShardingError(f"rms_norm over {tuple(normalized_shape)}: the last dims of the Tile are {tuple(input.shape[input.ndim - count :])}")
+    wide = _wide(input)
+    dims = tuple(range(input.ndim - count, input.ndim))
+    power = wide.square().mean(dims, keepdim=True)
+    scaled = wide * torch.rsqrt(power + (torch.finfo(input.dtype).eps if eps is None else eps))
+    return (scaled if weight is None else scaled * weight).to(input.dtype)
+
+
+@implements(F.group_norm, torch.group_norm)
+def group_norm(
+    input: Tile, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, cudnn_enabled: bool = True
+) -> Tile:
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over a group of channels and all positions (Wu and He, arXiv 1803.08494).
+
+    *Shapes*: [batch, channel, *space], cut anywhere; channels may be cut where the cut points fall on groups.
+    *Sends*: two all-reduces of one value a sample and group, backward two.
+    *Raises*: `ShardingError` when channels do not divide into groups, or are cut inside a group.
+    """
+    channels = input.shape[1]
+    if channels % num_groups:
+        raise ShardingError(f"group_norm with num_groups={num_groups}: {channels} channels do not divide into groups")
+    grouped: Tile = input.unflatten(1, (num_groups, channels // num_groups))
+    flat = Tile(normalize(grouped, tuple(range(2, grouped.ndim)), eps), grouped.layout, input.mesh).flatten(1, 2)
+    return _affine(flat.local, input, weight, bias, (channels, *(1,) * (input.ndim - 2)))
+
+
+@implements(F.instance_norm, torch.instance_norm)
+def instance_norm(
+    input: Tile,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tile:
+    """`group_norm` with one channel a group; running statistics are refused."""
+    if running_mean is not None or not use_input_stats:
+        raise ShardingError("instance_norm on a Tile keeps no running statistics: use track_running_stats=False")
+    dims = tuple(range(2, input.ndim))
+    return _affine(normalize(input, dims, eps), input, weight, bias, (input.shape[1], *(1,) * (input.ndim - 2)))
+
+
+@implements(F.batch_norm, torch.batch_norm)
+def batch_norm(
+    input: Tile,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tile:
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the global batch and all positions (Ioffe and Szegedy, arXiv 1502.03167).
+
+    Synchronised by nature: the batch dim is cut like any other. Running statistics are updated alike on every rank.
+
+    *Shapes*: [batch, channel, *space], cut anywhere but along channels that have running statistics.
+    *Sends*: in training two all-reduces of one value a channel, backward two; in evaluation nothing.
+    *Raises*: `ShardingError` for cut channels with running statistics.
+    """
+    shape = (input.shape[1], *(1,) * (input.ndim - 2))
+    wide = _wide(input)
+    if not training:
+        if running_mean is None or running_var is None:
+            raise ShardingError("batch_norm in evaluation needs running_mean and running_var")
+        centered = wide - running_mean.to(wide.dtype).reshape(shape)
+        return _affine((centered * torch.rsqrt(running_var.to(wide.dtype) + eps).reshape(shape)).local, input, weight, bias, shape)
+    dims = (0, *range(2, input.ndim))
+    count = count_of(wide, dims)
+    if count < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
+    center, squares = moments(_owned_along(wide, dims), dims)
+    if running_mean is not None and running_var is not None:
+        if input.layout.is_cut(1):
+            raise ShardingError("batch_norm with running statistics on cut channels: the statistics are whole; cut another dim, or use track_running_stats=False")
+        _update(running_mean, center, momentum)
+        _update(running_var, squares / (count - 1), momentum)
+    return _affine(_apply(wide, dims, center, torch.rsqrt(squares / count + eps)), input, weight, bias, shape)
+
+
+def _update(running: Tensor, value: Tensor, momentum: float) -> None:
+    with torch.no_grad():
+        running.lerp_(value.detach().reshape(-1).to(running.dtype), momentum)
+
+
+@implements(F.normalize)
+def l2_normalize(input: Tile, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Tile:
+    """y = x / max(|x|_p, eps) along `dim`, cut or not."""
+    return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+
+
+@implements(F.local_response_norm)
+def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tile:
+    if input.layout.is_cut(1):
+        raise ShardingError("local_response_norm on cut channels is not answered: cut another dim")
+    own = input.owned()
+    return Tile(F.local_response_norm(own.local, size, alpha, beta, k), own.layout, own.mesh)
+
+
