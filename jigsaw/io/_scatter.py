@@ -1,0 +1,152 @@
+"""From a decoded chunk into the sample: flip, transpose, cast, scale, offset and fill in one pass over the cache.
+
+The chunk stays in its stored dtype until its values land; what the file's scale and offset and the channel's
+normalisation do is one multiply-add, y = raw * a + b, whose a and b are computed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.plan import Box, Run
+from jigsaw.io.request import DROPPED, Part, Request
+
+if TYPE_CHECKING:
+    from jigsaw.io.table import ArrayTable
+
+Array = NDArray[Any]
+
+_BLOCK = 1 << 18
+"""Bytes of the destination that are scaled at a time: they stay in the second-level cache between the two passes."""
+
+
+class FoundNaNError(Exception):
+    """A missing value where none is allowed; the caller says where."""
+
+
+def _slice(start: int, step: int, count: int) -> slice:
+    stop = start + step * count
+    return slice(start, None if stop < 0 else stop, step)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How the values of one part land in the sample: a and b for each channel that the rank holds."""
+
+    order: tuple[int, ...]
+    dropped: tuple[int, ...]
+    to: tuple[int, ...]
+    a: tuple[float, ...]
+    b: tuple[float, ...]
+    masks: tuple[float, ...]
+    nan: str | float
+    work: np.dtype[Any]
+    fill: float
+
+    @classmethod
+    def of(cls, part: Part, table: ArrayTable, request: Request, channels: tuple[int, int]) -> Placing:
+        """`channels` are those that the rank holds."""
+        kept = [d for d, to in enumerate(part.to) if to != DROPPED]
+        order = tuple(sorted(kept, key=lambda d: part.to[d]))
+        scale, offset = request.scale[slice(*channels)], request.offset[slice(*channels)]
+        stored = np.dtype(table.dtype)
+        wide = (
+            np.dtype(request.dtype).itemsize > 4 or stored.itemsize > 4 or (stored.kind in "iu" and stored.itemsize > 2)
+        )
+        return cls(
+            order=order,
+            dropped=tuple(d for d, to in enumerate(part.to) if to == DROPPED),
+            to=part.to,
+            a=tuple(table.scale * s for s in scale),
+            b=tuple(table.offset * s + o for s, o in zip(scale, offset, strict=True)),
+            masks=table.masks,
+            nan=request.nan,
+            work=np.dtype("float64" if wide else "float32"),
+            fill=_fill_of(table),
+        )
+
+    def place(self, chunk: Array, box: Box, out: Array) -> None:
+        """Put what `box` takes of `chunk` where it belongs in `out` [T, C, \\*space]."""
+        for runs in product(*box.runs):
+            source = chunk[tuple(_slice(r.source, r.source_step, r.count) for r in runs)]
+            self._place_run(source, runs, box, out)
+
+    def place_fill(self, box: Box, out: Array) -> None:
+        """The same for a missing chunk, which is its fill value everywhere."""
+        for runs in product(*box.runs):
+            # one value, seen as an array of the run's shape
+            source = np.broadcast_to(np.asarray(self.fill, np.float64), tuple(r.count for r in runs))
+            self._place_run(source, runs, box, out)
+
+    def _place_run(self, source: Array, runs: Sequence[Run], box: Box, out: Array) -> None:
+        where = [slice(None)] * out.ndim
+        for dim, index in box.at:
+            where[dim] = slice(index, index + 1)
+        for d in self.order:
+            where[self.to[d]] = _slice(runs[d].target, runs[d].target_step, runs[d].count)
+        ordered = source.transpose(self.order + self.dropped)[(..., *(0 for _ in self.dropped))]
+        ordered = np.expand_dims(ordered, tuple(dim for dim, _ in box.at))
+        self._convert(ordered, out[tuple(where)], range(out.shape[1])[where[1]])
+
+    def _convert(self, source: Array, out: Array, channels: Sequence[int]) -> None:
+        if self._is_copy(channels):
+            np.copyto(out, source, casting="unsafe")
+            self._check(out)
+            return
+        for t, c in np.ndindex(*out.shape[:2]):
+            self._planes(source[t, c], out[t, c], self.a[channels[c]], self.b[channels[c]])
+
+    def _is_copy(self, channels: Sequence[int]) -> bool:
+        plain = not self.masks and not isinstance(self.nan, float | int)
+        return plain and all(self.a[c] == 1.0 and self.b[c] == 0.0 for c in channels)
+
+    def _planes(self, source: Array, out: Array, a: float, b: float) -> None:
+        """One (time, channel) of any number of space dims, a block of rows at a time."""
+        if out.ndim == 0:
+            source, out = source[None], out[None]
+        rows = max(1, _BLOCK // max(out[:1].nbytes, 1))
+        for start in range(0, out.shape[0], rows):
+            self._block(source[start : start + rows], out[start : start + rows], a, b)
+
+    def _block(self, source: Array, out: Array, a: float, b: float) -> None:
+        direct = out.dtype == self.work
+        y: Array = out if direct else np.empty(out.shape, self.work)
+        scale, offset = self.work.type(a), self.work.type(b)
+        if source.dtype.kind == "f" and source.dtype.itemsize > self.work.itemsize or source.dtype.kind == "b":
+            np.copyto(y, source, casting="unsafe")
+            source_or_y = y
+        else:
+            source_or_y = source
+        if a != 1.0:
+            np.multiply(source_or_y, scale, out=y, dtype=self.work, casting="unsafe")
+        elif source_or_y is source:
+            np.copyto(y, source, casting="unsafe")
+        if b != 0.0:
+            np.add(y, offset, out=y)
+        for mask in self.masks:
+            np.copyto(y, np.nan, where=source == mask)
+        self._settle(y)
+        if not direct:
+            np.copyto(out, y, casting="unsafe")
+
+    def _settle(self, y: Array) -> None:
+        """What the policy says becomes of missing values."""
+        if self.nan == "raise":
+            self._check(y)
+        elif not isinstance(self.nan, str):
+            np.copyto(y, self.nan, where=np.isnan(y))
+
+    def _check(self, y: Array) -> None:
+        if self.nan == "raise" and y.dtype.kind == "f" and np.isnan(y).any():
+            raise FoundNaNError
+
+
+def _fill_of(table: ArrayTable) -> float:
+    value = table.fill_value
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,72 @@
+"""What one sample asks of the stored arrays, and where each value goes.  Integers and numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jigsaw.layout import Layout
+
+Picks = tuple[tuple[int, int], ...]
+
+DROPPED = -1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored array's contribution to a sample.
+
+    An entry a *stored* dim:
+
+    - `picks`: None for a spatial dim (the layout cuts it), else pairs (stored index, destination index);
+    - `to`: the destination dim that it lands in: 0 time, 1 channel, 2 and up space; `DROPPED` for a dim of which one
+      index is picked and which the destination lacks.
+
+    `at` fixes the destination dims that the array lacks, as pairs (dim, index): ``((1, 3),)`` puts a variable without
+    levels into channel 3; a static field is one part a destination step.  `flip` lists the stored dims that run
+    against the layout's rows.
+    """
+
+    array: str
+    picks: tuple[Picks | None, ...]
+    to: tuple[int, ...]
+    at: tuple[tuple[int, int], ...] = ()
+    flip: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample [T, C, \\*space]: y = x * scale + offset, a channel each, after the file's own scale, offset and fill.
+
+    `layout` is that of the sample over the ranks that share it; its held intervals are what is read.  `nan` says what
+    becomes of missing values: ``"keep"``, ``"raise"`` (`NaNError`), or the number that stands in the result for them.
+    """
+
+    layout: Layout
+    parts: tuple[Part, ...]
+    scale: tuple[float, ...] = ()
+    offset: tuple[float, ...] = ()
+    dtype: str = "float32"
+    nan: str | float = "keep"
+
+    def __post_init__(self) -> None:
+        channels = self.layout.cuts[1].size
+        if not self.scale:
+            object.__setattr__(self, "scale", (1.0,) * channels)
+        if not self.offset:
+            object.__setattr__(self, "offset", (0.0,) * channels)
+
+
+def runs_of(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Pairs (source, target) as runs (source, source step, target, target step, count), in their order."""
+    runs: list[tuple[int, int, int, int, int]] = []
+    for source, target in pairs:
+        if runs:
+            s, ds, t, dt, n = runs[-1]
+            step = (source - s, target - t) if n == 1 else (ds, dt)
+            fits = source == s + n * step[0] and target == t + n * step[1]
+            if fits and step[0] != 0 and step[1] != 0:
+                runs[-1] = (s, step[0], t, step[1], n + 1)
+                continue
+        runs.append((source, 1, target, 1, 1))
+    return tuple(runs)
