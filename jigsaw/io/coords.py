@@ -7,7 +7,7 @@ in a volume.  A dim without a role keeps its own name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -106,7 +106,8 @@ def coordinate(store: _Store, dim: str, size: int) -> NDArray[Any]:
     table = store.arrays.get(dim)
     if table is None or tuple(table.shape) != (size,):
         return np.arange(size)
-    return store.read_small(dim)
+    stored = store.read_small(dim)
+    return stored if (table.scale, table.offset) == (1.0, 0.0) else stored * table.scale + table.offset
 
 
 def check_periodic(values: NDArray[Any], name: str = "lon") -> None:
@@ -303,8 +304,3 @@ def _breaks(elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None) -> tup
 def _most_common(steps: NDArray[np.int64]) -> int:
     values, counts = np.unique(steps, return_counts=True)
     return int(values[np.argmax(counts)])
-
-
-def same(values: Sequence[NDArray[Any]]) -> bool:
-    """Whether all coordinate arrays are equal."""
-    return all(np.array_equal(values[0], v) for v in values[1:])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jigsaw.io.table import ArrayTable, Store
 
 TIME, CHANNEL = 0, 1
+ROLES = ("time", "level", *SPACE)
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,25 @@ class Survey:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._values: dict[str, NDArray[Any]] = {}
         arrays = store.arrays
-        described = {d for table in arrays.values() for d in (table.name, *table.dims) if d in arrays and d in arrays[d].dims}
         self.variables: dict[str, Variable] = {}
         for name, table in arrays.items():
-            if name not in described and len(table.dims) >= 2 and len(_space(table, arrays)) >= 2:
+            if len(_space(table, arrays)) >= 2 and not _describes_space(table):
                 self.variables[name] = Variable(table, coords.roles(table, arrays))
+
+    def values(self, variable: Variable, role: str) -> NDArray[Any]:
+        """The coordinate values along a dim of a variable, read once."""
+        dim, size = variable.dim(role), variable.size(role)
+        known = self._values.get(dim)
+        if known is None or len(known) != size:
+            known = self._values[dim] = coords.coordinate(self.store, dim, size)
+        return known
+
+    def attrs(self, variable: Variable, role: str) -> Mapping[str, Any]:
+        """The attributes of that coordinate."""
+        found = self.store.arrays.get(variable.dim(role))
+        return found.attrs if found is not None else {}
 
     @cached_property
     def levels(self) -> dict[str, Levels | None]:
@@ -62,11 +76,9 @@ class Survey:
     def _levels(self, variable: Variable) -> Levels | None:
         if "level" not in variable.roles:
             return None
-        dim, size = variable.dim("level"), variable.size("level")
-        values = coords.coordinate(self.store, dim, size)
-        attrs: Mapping[str, Any] = self.store.arrays[dim].attrs if dim in self.store.arrays else {}
-        numeric = values if values.dtype.kind in "fiu" else np.arange(size)
-        return Levels(numeric.astype(np.float64), str(attrs.get("units", "")))
+        values = self.values(variable, "level")
+        numeric = values if values.dtype.kind in "fiu" else np.arange(len(values))
+        return Levels(numeric.astype(np.float64), str(self.attrs(variable, "level").get("units", "")))
 
     def of(self, channels: Sequence[Channel]) -> tuple[Variable, ...]:
         """The variables of these channels, each once, in order."""
@@ -78,13 +90,13 @@ class Survey:
         Raises: `GridError` naming two arrays that do not.
         """
         first = variables[0]
-        values = {role: coords.coordinate(self.store, first.dim(role), first.size(role)) for role in first.space}
+        values = {role: self.values(first, role) for role in first.space}
         for other in variables[1:]:
             sizes = [(role, v.size(role)) for v in (first, other) for role in v.space]
             if len(set(sizes)) != len(first.space) or len(sizes) != 2 * len(first.space):
                 raise GridError(f"{_grid_of(first)} and {_grid_of(other)} lie on different grids; open them one at a time")
             for role, mine in values.items():
-                theirs = coords.coordinate(self.store, other.dim(role), other.size(role))
+                theirs = self.values(other, role)
                 if not np.array_equal(mine, theirs):
                     raise GridError(
                         f"arrays {first.table.name!r} and {other.table.name!r} have different {role} values "
@@ -101,22 +113,24 @@ class Survey:
         if not timed:
             return None
         first = timed[0]
-        raw = self._time_values(first)
+        raw = self.values(first, "time")
         for other in timed[1:]:
-            if other.size("time") != first.size("time") or not np.array_equal(raw, self._time_values(other)):
+            if other.size("time") != first.size("time") or not np.array_equal(raw, self.values(other, "time")):
                 raise GridError(
                     f"arrays {first.table.name!r} ({first.size('time')} steps) and {other.table.name!r} "
                     f"({other.size('time')} steps) have different times; open them one at a time"
                 )
-        dim = first.dim("time")
-        return coords.decode_times(raw, self.store.arrays[dim].attrs if dim in self.store.arrays else {})
-
-    def _time_values(self, variable: Variable) -> NDArray[Any]:
-        return coords.coordinate(self.store, variable.dim("time"), variable.size("time"))
+        return coords.decode_times(raw, self.attrs(first, "time"))
 
 
-def _space(table: ArrayTable, arrays: Mapping[str, ArrayTable]) -> set[str]:
-    return {coords.role_of(d, arrays[d].attrs if d in arrays else {}) for d in table.dims} & set(SPACE)  # type: ignore[return-value]
+def _space(table: ArrayTable, arrays: Mapping[str, ArrayTable]) -> list[str]:
+    found = [coords.role_of(d, arrays[d].attrs if d in arrays else {}) for d in table.dims]
+    return [role for role in found if role in SPACE]
+
+
+def _describes_space(table: ArrayTable) -> bool:
+    """Whether an array holds coordinates itself: the latitudes of a curvilinear grid."""
+    return str(table.attrs.get("standard_name", "")).lower() in ("latitude", "longitude")
 
 
 def _grid_of(variable: Variable) -> str:
@@ -126,15 +140,15 @@ def _grid_of(variable: Variable) -> str:
 def parts(
     channels: Sequence[Channel],
     variables: Iterable[Variable],
-    steps: Mapping[str, Picks],
+    steps: Picks,
     select: Mapping[str, int],
     flipped: Sequence[str],
 ) -> tuple[Part, ...]:
-    """One part an array: its time steps (`steps`: by array, pairs of stored and destination step) and all its levels.
+    """One part an array: its time steps (`steps`, pairs of stored and destination step) and all its levels.
 
     A variable without time fills every destination step, a part each.
     """
-    return tuple(part for v in variables for part in _parts(v, channels, steps[v.table.name], select, flipped))
+    return tuple(part for v in variables for part in _parts(v, channels, steps, select, flipped))
 
 
 def _parts(

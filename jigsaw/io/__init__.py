@@ -1,0 +1,40 @@
+"""Reading: stores of any format as samples that are cut while they are read."""
+
+from jigsaw.io.dataset import Dataset, Sample, open
+from jigsaw.io.errors import (
+    CorruptChunkError,
+    FieldError,
+    GridError,
+    HaloError,
+    MissingArrayError,
+    MissingLevelError,
+    NaNError,
+    ReadError,
+    StateError,
+    TruncatedError,
+    UnsupportedStoreError,
+    WindowError,
+)
+from jigsaw.io.loader import Batch, DataLoader
+from jigsaw.io.table import open_store
+
+__all__ = [
+    "Batch",
+    "CorruptChunkError",
+    "DataLoader",
+    "Dataset",
+    "FieldError",
+    "GridError",
+    "HaloError",
+    "MissingArrayError",
+    "MissingLevelError",
+    "NaNError",
+    "ReadError",
+    "Sample",
+    "StateError",
+    "TruncatedError",
+    "UnsupportedStoreError",
+    "WindowError",
+    "open",
+    "open_store",
+]

@@ -1,0 +1,121 @@
+"""How the space of a sample is cut: the one place of the reader that makes layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jigsaw.io.errors import GridError, HaloError
+from jigsaw.layout import Axes, Box, Coordinate, DimSpec, Layout, ShardingError, Split
+
+Width = int | tuple[int, int]
+DATA = "data"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The spatial dims of a sample in canonical order, and for each its size, axes, halo (below, above) and boundary.
+
+    `axes` are those of the mesh.  The axis `data` cuts batches and never space: the other axes make up a *domain
+    group*, the ranks that share a sample.
+    """
+
+    dims: tuple[str, ...]
+    sizes: tuple[int, ...]
+    axes: Axes
+    spec: tuple[DimSpec, ...]
+    halo: tuple[tuple[int, int], ...]
+    periodic: tuple[bool, ...]
+    split: tuple[Split, ...]
+    align: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Mapping[str, int],
+        axes: Axes,
+        spec: Mapping[str, DimSpec] | None,
+        halo: Width | Mapping[str, Width] | None,
+        boundary: Mapping[str, str] | None,
+        split: Split | Mapping[str, Split],
+        align: int | Mapping[str, int],
+    ) -> Frame:
+        """Check what the user asked for by dim names; without a `spec`, a dim is cut by the axis of its own name.
+
+        Raises: `GridError` for names that are no dims of the grid, `ShardingError`, `HaloError`.
+        """
+        dims = tuple(sizes)
+        for name, given in (("spec", spec), ("halo", halo), ("boundary", boundary), ("split", split), ("align", align)):
+            _check_names(name, given, dims)
+        chosen = dict(spec) if spec is not None else {d: d for d in dims}
+        for dim, entry in chosen.items():
+            if DATA in ((entry,) if isinstance(entry, str) else entry or ()):
+                raise ShardingError(f"spec={{{dim!r}: {entry!r}}} cuts space by 'data', which cuts the batch; use another axis")
+        frame = cls(
+            dims,
+            tuple(sizes.values()),
+            axes,
+            tuple(chosen.get(d) for d in dims),
+            tuple(_margins(d, sizes[d], halo) for d in dims),
+            tuple(_is_periodic(d, boundary) for d in dims),
+            tuple(split.get(d, "balanced") if isinstance(split, Mapping) else split for d in dims),
+            tuple(align.get(d, 1) if isinstance(align, Mapping) else align for d in dims),
+        )
+        frame.layout((1, 1), (None, None))
+        return frame
+
+    @property
+    def domain(self) -> Axes:
+        """The axes of a domain group."""
+        return tuple((name, size) for name, size in self.axes if name != DATA)
+
+    def in_domain(self, coordinate: Coordinate) -> Coordinate:
+        """A mesh coordinate within its domain group."""
+        return tuple(c for (name, _), c in zip(self.axes, coordinate, strict=True) if name != DATA)
+
+    def layout(
+        self, lead: Sequence[int], lead_spec: Sequence[DimSpec], halo: bool = True, axes: Axes | None = None
+    ) -> Layout:
+        """The layout of [*lead, *space]."""
+        first = len(lead)
+        return Layout.of(
+            (*lead, *self.sizes),
+            (*lead_spec, *self.spec),
+            self.axes if axes is None else axes,
+            split={first + i: rule for i, rule in enumerate(self.split)},
+            align={first + i: rows for i, rows in enumerate(self.align)},
+            halo={first + i: width for i, width in enumerate(self.halo) if halo and width != (0, 0)},
+            periodic=[first + i for i, periodic in enumerate(self.periodic) if periodic],
+        )
+
+    def inner(self, coordinate: Coordinate) -> tuple[slice, ...]:
+        """Where the owned rows lie in what a mesh coordinate holds, a slice a spatial dim."""
+        layout = self.layout((1,), (None,))
+        owned: Box = layout.owned(coordinate)[1:]
+        held: Box = layout.held(coordinate)[1:]
+        return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(owned, held, strict=True))
+
+
+def _check_names(name: str, given: Any, dims: Sequence[str]) -> None:
+    if isinstance(given, Mapping):
+        unknown = sorted(set(map(str, given)) - set(dims))
+        if unknown:
+            raise GridError(f"{name}={dict(given)!r} names {unknown[0]!r}, but the fields' spatial dims are {list(dims)}")
+
+
+def _margins(dim: str, size: int, halo: Width | Mapping[str, Width] | None) -> tuple[int, int]:
+    width = (halo.get(dim, 0) if isinstance(halo, Mapping) else halo) or 0
+    below, above = (width, width) if isinstance(width, int) else width
+    if min(below, above) < 0:
+        raise HaloError(f"halo={{{dim!r}: {width}}} is negative; a halo is the rows held beyond those owned")
+    if max(below, above) > size:
+        raise HaloError(f"halo={{{dim!r}: {width}}} is larger than the domain: {dim!r} has {size} rows; use at most {size}")
+    return below, above
+
+
+def _is_periodic(dim: str, boundary: Mapping[str, str] | None) -> bool:
+    rule = (boundary or {}).get(dim, "clip")
+    if rule not in ("periodic", "clip"):
+        raise GridError(f"boundary={{{dim!r}: {rule!r}}} is not a rule: use 'periodic' (wraps round) or 'clip' (ends)")
+    return rule == "periodic"

@@ -1,0 +1,185 @@
+"""`DataLoader`: batches of tiles, read ahead in the background, that resume anywhere on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from jigsaw.io.dataset import Dataset
+from jigsaw.io.errors import FieldError
+from jigsaw.io.frame import DATA
+from jigsaw.io.order import Order, State
+from jigsaw.io.prefetch import Prefetch
+from jigsaw.layout import Layout
+from jigsaw.mesh import axes_of, coordinate
+from jigsaw.tile import Tile
+
+_BATCHES_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`input` and `target` tiles [B, T, C, \\*space] (None without targets), the samples, and their times [B, T]."""
+
+    input: Tile
+    target: Tile | None
+    samples: tuple[int, ...]
+    input_times: NDArray[Any]
+    target_times: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Job:
+    samples: tuple[int, ...]
+    after: State
+
+
+@dataclass(frozen=True)
+class _Read:
+    job: _Job
+    input: Tensor
+    target: Tensor
+
+
+class DataLoader:
+    """Batches of a dataset: iterate it once for each epoch.
+
+    `batch_size` counts samples over the whole mesh.  The mesh axis ``data`` cuts the batch dim, and all ranks along the
+    other axes share their samples; each reads its own tile of them.  The order depends on `seed` and epoch alone, never
+    on the mesh.  Steps that windows of a batch share are read once.
+
+    A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches); `threads`
+    decode.  An iteration that is left early ends its epoch: the next one begins a new epoch, as `torch`'s loader does.
+
+    Making one, and every step of an iteration, is collective over the mesh.
+
+    *Sends*: what `Dataset.plan` says, on process groups of its own.
+
+    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; while iterating, the
+    `ReadError` of the read that failed, with its traceback.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        prefetch_bytes: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise FieldError(f"batch_size={batch_size} must be at least 1, the samples of a batch over the whole mesh")
+        if drop_last and batch_size > len(dataset):
+            raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {len(dataset)} samples")
+        self.dataset = dataset
+        self._order = Order(len(dataset), batch_size, shuffle, drop_last)
+        self._state = State.from_dict(State(seed).as_dict(), len(dataset))
+        self._resumed = False
+        self._mesh = dataset._needs_mesh()
+        self._coordinate = coordinate(self._mesh)
+        self._alone = all(size == 1 for _, size in dataset.frame.domain)
+        self._ahead = _ahead(self.batch_bytes, prefetch_bytes)
+        self._engine = dataset.new_engine(threads)
+        self._current: Prefetch[_Job, _Read] | None = None
+        self._waited_s = 0.0
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch."""
+        return -(-self._order.usable // self._order.batch_size)
+
+    @property
+    def batch_bytes(self) -> int:
+        """The most bytes that any rank holds of one batch."""
+        pieces = dict(axes_of(self._mesh)).get(DATA, 1)
+        return -(-self._order.batch_size // pieces) * self.dataset.sample_bytes()
+
+    # -- counters -----------------------------------------------------------------------------------------------------
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for data, over all iterations."""
+        return self._waited_s + (self._current.waited_s if self._current else 0.0)
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes that this rank has fetched, over all iterations."""
+        return self._engine.stats.stored_bytes
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int]:
+        """The seed, the epoch, and the next sample in its order that was not handed out: the same on every rank."""
+        return self._state.as_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved, on whatever mesh and batch size, in O(1).
+
+        Raises: `StateError` for a state that is torn or belongs to a longer dataset.
+        """
+        self._state = self._order.settled(State.from_dict(state, self._order.count))
+        self._resumed = True
+
+    # -- iterating ----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._end_iteration()
+        if self._state.next_sample and not self._resumed:
+            self._state = State(self._state.seed, self._state.epoch + 1)
+        self._resumed = False
+        jobs = (_Job(samples, after) for samples, after in self._order.batches(self._state))
+        current = self._current = Prefetch(self._read, jobs, self._ahead, self._alone)
+        try:
+            for read in current:
+                self._state = read.job.after
+                yield self._batch(read)
+        finally:
+            current.stop()
+
+    def _end_iteration(self) -> None:
+        if self._current is not None:
+            self._current.stop()
+            self._current.join()
+            self._waited_s += self._current.waited_s
+            self._current = None
+
+    def _layout(self, samples: int, target: bool) -> Layout:
+        one = self.dataset.target_layout if target else self.dataset.layout
+        return self.dataset.frame.layout((samples, *one.shape[:2]), (DATA, None, None), halo=not target)
+
+    def _read(self, job: _Job) -> _Read:
+        layouts = [self._layout(len(job.samples), target) for target in (False, True)]
+        first, stop = layouts[0].owned(self._coordinate)[0]
+        if first == stop:  # fewer samples than ranks along `data`
+            given, target = (torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts)
+            return _Read(job, given, target)
+        reading = self.dataset.reading(job.samples[first:stop])
+        block = self._engine.read(self.dataset.plan_of(reading))
+        return _Read(job, *self.dataset.unpack(block, reading))
+
+    def _batch(self, read: _Read) -> Batch:
+        samples, device = read.job.samples, self._mesh.device_type
+        tiles = [
+            Tile(local.to(device), self._layout(len(samples), target), self._mesh)
+            for local, target in ((read.input, False), (read.target, True))
+        ]
+        return Batch(
+            tiles[0],
+            tiles[1] if self.dataset.targets else None,
+            samples,
+            np.stack([self.dataset.input_times(s) for s in samples]),
+            np.stack([self.dataset.target_times(s) for s in samples]),
+        )
+
+
+def _ahead(batch_bytes: int, budget: int | None) -> int:
+    """How many batches may be ready before they are asked for."""
+    return _BATCHES_AHEAD if budget is None else budget // max(batch_bytes, 1)

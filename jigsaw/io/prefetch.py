@@ -1,0 +1,95 @@
+"""Reading ahead: one thread that works through a list of reads in order, so many at a time as a budget allows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from jigsaw.io.errors import ReadError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Prefetch(Generic[Job, Result]):
+    """The results of ``read(job)`` in order, at most `ahead` of them ready or under way before they are asked for.
+
+    Reads of several ranks must pair up, so what a rank reads may depend only on how many results it took: after `stop`
+    the thread still does the reads that were due, unless the rank reads `alone`.  An error of the thread is raised, with
+    its own traceback, where its result would have been.
+    """
+
+    def __init__(self, read: Callable[[Job], Result], jobs: Iterator[Job], ahead: int, alone: bool) -> None:
+        self._read, self._jobs, self._ahead, self._alone = read, jobs, ahead, alone
+        self._ready: deque[tuple[Result | None, BaseException | None]] = deque()
+        self._taken = 0
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.waited_s = 0.0
+        if ahead > 0:
+            self._thread = threading.Thread(target=self._work, name="jigsaw-prefetch", daemon=True)
+            self._thread.start()
+
+    def __iter__(self) -> Iterator[Result]:
+        return self
+
+    def __next__(self) -> Result:
+        started = time.perf_counter()
+        try:
+            return self._next_ready() if self._thread else self._read(next(self._jobs))
+        finally:
+            self.waited_s += time.perf_counter() - started
+
+    def _next_ready(self) -> Result:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._stopped)
+            if self._stopped:
+                raise ReadError("a newer iteration of this loader took over; iterate it once at a time")
+            result, error = self._ready[0]
+            if error is not None:
+                raise error
+            self._ready.popleft()
+            self._taken += 1
+            self._changed.notify_all()
+        assert result is not None
+        return result
+
+    def stop(self) -> None:
+        """Read no further than what was due; returns at once."""
+        with self._changed:
+            self._stopped = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            for number, job in enumerate(self._jobs):
+                if not self._is_due(number):
+                    return
+                self._hand_over(self._read(job), None)
+            self._hand_over(None, StopIteration())
+        except BaseException as error:  # the taker raises it
+            self._hand_over(None, error)
+
+    def _is_due(self, number: int) -> bool:
+        """Wait until a read may begin; False when it never will."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or number < self._taken + self._ahead)
+            return not (self._stopped and (self._alone or number >= self._taken + self._ahead))
+
+    def _hand_over(self, result: Result | None, error: BaseException | None) -> None:
+        with self._changed:
+            if not self._stopped:
+                self._ready.append((result, error))
+                self._changed.notify_all()
