@@ -1,0 +1,33 @@
+"""The command line: ``python -m jigsaw <command>``. A command is a module with `arguments(parser)` and `run(args)`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# name -> (module, one line of help); a module is loaded only when its command is the one that runs
+COMMANDS = {
+    "check": (
+        "jigsaw.testing.check",
+        "versions, backends, and a parity test of tiles against plain torch on real ranks",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 when it succeeded."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m jigsaw", description="Samples too big for one device, cut once.")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name in argv[:1]:
+            importlib.import_module(module).arguments(command)
+    args = parser.parse_args(argv)
+    return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

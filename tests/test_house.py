@@ -1,0 +1,174 @@
+"""The house rules that a machine can check: layers, sizes, declared dependencies, public names, commands."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jigsaw
+from jigsaw.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "jigsaw").rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# the import name of a distribution, where it is another
+IMPORTED_AS = {
+    "jigsaw-torch": "jigsaw",
+    "import-linter": "importlinter",
+    "pytest-timeout": "pytest_timeout",
+    "google-crc32c": "google_crc32c",
+}
+
+
+def _tree(file):
+    return ast.parse(file.read_text(), str(file))
+
+
+def _imported(file):
+    """The top-level packages that a file imports, anywhere in it."""
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").split(".")[0]
+
+
+def _declared():
+    """Every distribution that pyproject names, by its import name, with the extras that bring it."""
+    found = {}
+    groups = {"": PROJECT["project"]["dependencies"], **PROJECT["project"]["optional-dependencies"]}
+    for extra, requirements in groups.items():
+        for requirement in requirements:
+            name = re.match(r"[A-Za-z0-9_.-]+", requirement).group()
+            found.setdefault(IMPORTED_AS.get(name, name), set()).add(extra)
+    return found
+
+
+def test_files_import_only_from_rows_below_their_own():
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    command = [sys.executable, "-c", code, "--no-cache"]
+    linted = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+    assert "0 broken" in linted.stdout
+
+
+def test_every_import_is_declared():
+    declared = _declared()
+    undeclared = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in SOURCES
+        for name in _imported(file)
+        if name not in sys.stdlib_module_names and name not in declared and name != "jigsaw"
+    }
+    assert not undeclared
+
+
+def test_the_shipped_package_needs_no_developers_tool():
+    declared = _declared()
+    of_developers = {name for name, extras in declared.items() if extras == {"dev"}}
+    assert not {f"{f.name}: {name}" for f in SOURCES for name in _imported(f) if name in of_developers}
+
+
+def test_all_brings_every_format():
+    (everything,) = PROJECT["project"]["optional-dependencies"]["all"]
+    named = set(re.search(r"\[(.*)\]", everything).group(1).split(","))
+    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"all", "dev"}
+
+
+def test_one_noun_a_file_and_short_functions():
+    long = []
+    for file in SOURCES:
+        lines = len(file.read_text().splitlines())
+        if lines > 500:
+            long.append(f"{file.relative_to(ROOT)}: {lines} lines (at most 500)")
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                if length > 60:
+                    long.append(f"{file.relative_to(ROOT)}: {node.name} has {length} lines (at most 60)")
+    assert not long
+
+
+def test_no_room_for_everything():
+    names = {"utils", "util", "common", "base", "registry", "config", "trainer", "manager", "helpers", "misc"}
+    assert not [f for f in SOURCES if f.stem.lower() in names or f.parent.name.lower() in names]
+
+
+@pytest.mark.parametrize("name", jigsaw.__all__)
+def test_public_names_are_there(name):
+    assert getattr(jigsaw, name) is getattr(jigsaw, name)
+    assert name in dir(jigsaw)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'jigsaw' has no attribute 'shrad'"):
+        _ = jigsaw.shrad
+
+
+def test_importing_jigsaw_reads_no_format_and_joins_no_group():
+    heavy = ["zarr", "h5py", "netCDF4", "xarray", "dask", "matplotlib", "pytest", "jigsaw.io", "jigsaw.testing"]
+    code = (
+        "import sys, jigsaw, torch.distributed as dist\n"
+        f"print([m for m in {heavy!r} if m in sys.modules], dist.is_initialized())"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.split("\n")[0] == "[] False"
+
+
+def test_version_is_the_projects():
+    assert jigsaw.__version__ == PROJECT["project"]["version"]
+    assert f"## {jigsaw.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_contributing_names_only_targets_that_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    assert {"setup", "weather", "weather-025", "test", "check", "bench"} <= targets
+    named = {t for f in ROOT.glob("*.md") for t in re.findall(r"`?make ([a-z0-9-]+)", f.read_text())}
+    assert named <= targets | {"your"}, "a Markdown file names a make target that does not exist"
+
+
+def test_scripts_that_make_runs_exist():
+    scripts = re.findall(r"\S+\.py", (ROOT / "Makefile").read_text())
+    assert len(scripts) >= 4
+    assert not [s for s in scripts if not (ROOT / s).is_file()]
+
+
+def test_ci_fails_when_a_check_fails(tmp_path):
+    """`.ci/run` hands on the status of `make check`."""
+    ci = tmp_path / ".ci" / "run"
+    ci.parent.mkdir()
+    ci.write_text((ROOT / ".ci" / "run").read_text())
+    for status in (0, 3):
+        (tmp_path / "Makefile").write_text(f"check:\n\t@exit {status}\n")
+        ran = subprocess.run(["bash", str(ci)], capture_output=True, check=False)
+        assert (ran.returncode == 0) == (status == 0)
+
+
+def test_check_passes(capsys):
+    assert main(["check", "--ranks", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "backends: gloo" in printed
+    assert re.search(r"parity: +tiles on 2 ranks give what plain torch gives", printed)
+    assert re.search(r"torch +\d+\.\d+", printed)
+
+
+def test_every_command_has_help(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            main([name, "--help"])
+        assert f"usage: python -m jigsaw {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_lists_what_there_is(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["chekc"])
+    assert "check" in capsys.readouterr().err
