@@ -62,7 +62,8 @@ def assert_same_on_every_mesh(
       a `target`, else a random linear functional of all outputs.
     - `build(model, mesh)` makes what runs on the ranks, ``jigsaw.parallelize`` for example. `gradients` says what its
       plain parameters hold after the backward pass: each rank its part, to be summed over the mesh (``"parts"``, the
-      default without `build`), or the whole gradient (``"whole"``, the default with it).
+      default without `build`), or the whole gradient (``"whole"``, the default with it). A parameter that meets only
+      plain tensors on its way has no parts: test such a model through ``build=jigsaw.parallelize``.
 
     Each tensor may be off by ``atol + rtol * max |expected|``.
 
