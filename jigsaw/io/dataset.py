@@ -117,7 +117,8 @@ class Dataset:
         """The most bytes that any rank holds of one sample, input and target."""
         item = self.dtype.itemsize
         sizes = [
-            np.prod(self.layout.local_shape(c)) + np.prod(self.target_layout.local_shape(c)) for c in self.layout.coords()
+            np.prod(self.layout.local_shape(c)) + np.prod(self.target_layout.local_shape(c))
+            for c in self.layout.coords()
         ]
         return int(max(sizes)) * item
 
@@ -192,7 +193,9 @@ class Dataset:
 
     def _needs_mesh(self) -> DeviceMesh:
         if self.mesh is None:
-            raise ReadError("this dataset was opened with a mesh of plain integers, so it can plan, not read; pass a DeviceMesh")
+            raise ReadError(
+                "this dataset was opened with a mesh of plain integers, so it can plan, not read; pass a DeviceMesh"
+            )
         return self.mesh
 
     def _index(self, sample: int) -> int:
@@ -272,7 +275,7 @@ def open(
     flipped = _flipped(grid, lat_order)
     scale, offset = multiply_add(chosen, normalize)
     given, wanted = offsets("inputs", inputs), offsets("targets", targets)
-    return Dataset(
+    made = Dataset(
         store=opened,
         mesh=device_mesh,
         frame=frame,
@@ -291,6 +294,8 @@ def open(
         select=_selection(select, variables),
         flipped=flipped,
     )
+    made.plan(0)  # what cannot be planned is refused here, not at the first batch
+    return made
 
 
 def _default_fields(found: Survey) -> list[str]:

@@ -51,7 +51,9 @@ class Frame:
         chosen = dict(spec) if spec is not None else {d: d for d in dims}
         for dim, entry in chosen.items():
             if DATA in ((entry,) if isinstance(entry, str) else entry or ()):
-                raise ShardingError(f"spec={{{dim!r}: {entry!r}}} cuts space by 'data', which cuts the batch; use another axis")
+                raise ShardingError(
+                    f"spec={{{dim!r}: {entry!r}}} cuts space by 'data', which cuts the batch; use another axis"
+                )
         frame = cls(
             dims,
             tuple(sizes.values()),
@@ -101,7 +103,9 @@ def _check_names(name: str, given: Any, dims: Sequence[str]) -> None:
     if isinstance(given, Mapping):
         unknown = sorted(set(map(str, given)) - set(dims))
         if unknown:
-            raise GridError(f"{name}={dict(given)!r} names {unknown[0]!r}, but the fields' spatial dims are {list(dims)}")
+            raise GridError(
+                f"{name}={dict(given)!r} names {unknown[0]!r}, but the fields' spatial dims are {list(dims)}"
+            )
 
 
 def _margins(dim: str, size: int, halo: Width | Mapping[str, Width] | None) -> tuple[int, int]:
@@ -110,7 +114,9 @@ def _margins(dim: str, size: int, halo: Width | Mapping[str, Width] | None) -> t
     if min(below, above) < 0:
         raise HaloError(f"halo={{{dim!r}: {width}}} is negative; a halo is the rows held beyond those owned")
     if max(below, above) > size:
-        raise HaloError(f"halo={{{dim!r}: {width}}} is larger than the domain: {dim!r} has {size} rows; use at most {size}")
+        raise HaloError(
+            f"halo={{{dim!r}: {width}}} is larger than the domain: {dim!r} has {size} rows; use at most {size}"
+        )
     return below, above
 
 

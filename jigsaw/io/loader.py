@@ -79,7 +79,9 @@ class DataLoader:
         if batch_size < 1:
             raise FieldError(f"batch_size={batch_size} must be at least 1, the samples of a batch over the whole mesh")
         if drop_last and batch_size > len(dataset):
-            raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {len(dataset)} samples")
+            raise FieldError(
+                f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {len(dataset)} samples"
+            )
         self.dataset = dataset
         self._order = Order(len(dataset), batch_size, shuffle, drop_last)
         self._state = State.from_dict(State(seed).as_dict(), len(dataset))

@@ -63,11 +63,15 @@ class State:
         # a checkpoint may be anything that was unpickled
         if not isinstance(given, Mapping) or sorted(map(str, given)) != sorted(names):  # pyright: ignore[reportUnnecessaryIsInstance]
             shown = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise StateError(f"a loader's state has the keys {names}, but got {shown}; save what loader.state_dict() returns")
+            raise StateError(
+                f"a loader's state has the keys {names}, but got {shown}; save what loader.state_dict() returns"
+            )
         values = {name: given[name] for name in names}
         wrong = [f"{n}={v!r}" for n, v in values.items() if isinstance(v, bool) or not isinstance(v, int) or v < 0]
         if wrong:
-            raise StateError(f"a loader's state holds integers >= 0, but got {', '.join(wrong)}; the checkpoint is torn")
+            raise StateError(
+                f"a loader's state holds integers >= 0, but got {', '.join(wrong)}; the checkpoint is torn"
+            )
         if values["next_sample"] > count:
             raise StateError(
                 f"state says next_sample={values['next_sample']}, but the dataset has {count} samples; "

@@ -12,7 +12,9 @@ from jigsaw.io.errors import FieldError
 from jigsaw.io.fields import Channel
 
 
-def multiply_add(channels: Sequence[Channel], normalize: Mapping[str, Any] | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def multiply_add(
+    channels: Sequence[Channel], normalize: Mapping[str, Any] | None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Scale and offset of every channel, from ``{"t2m": (mean, std)}`` or ``{"t2m": {"mean": …, "std": …}}``.
 
     A key is a channel (``geopotential@500``), a field as it was asked for, or an array of the store; for a field of several
@@ -25,7 +27,9 @@ def multiply_add(channels: Sequence[Channel], normalize: Mapping[str, Any] | Non
     named = {name for c in channels for name in (c.name, c.field, c.array)}
     unknown = sorted(set(normalize) - named)
     if unknown:
-        raise FieldError(f"normalize has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}")
+        raise FieldError(
+            f"normalize has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}"
+        )
     pairs = [_mean_std(c, channels, normalize) for c in channels]
     return tuple(1.0 / std for _, std in pairs), tuple(-mean / std for mean, std in pairs)
 
@@ -39,9 +43,13 @@ def _mean_std(channel: Channel, channels: Sequence[Channel], normalize: Mapping[
         mean, std = (given["mean"], given["std"]) if isinstance(given, Mapping) else given
         mean, std = _pick(mean, channel, channels), _pick(std, channel, channels)
     except (KeyError, TypeError, ValueError, IndexError):
-        raise FieldError(f"normalize[{key!r}]={given!r} must be (mean, std) or {{'mean': …, 'std': …}}, numbers or one a level") from None
+        raise FieldError(
+            f"normalize[{key!r}]={given!r} must be (mean, std) or {{'mean': …, 'std': …}}, numbers or one a level"
+        ) from None
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise FieldError(f"normalize[{key!r}] gives channel {channel.name!r} mean {mean:g} and std {std:g}; need finite numbers and std > 0")
+        raise FieldError(
+            f"normalize[{key!r}] gives channel {channel.name!r} mean {mean:g} and std {std:g}; need finite numbers and std > 0"
+        )
     return mean, std
 
 

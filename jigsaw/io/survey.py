@@ -94,7 +94,9 @@ class Survey:
         for other in variables[1:]:
             sizes = [(role, v.size(role)) for v in (first, other) for role in v.space]
             if len(set(sizes)) != len(first.space) or len(sizes) != 2 * len(first.space):
-                raise GridError(f"{_grid_of(first)} and {_grid_of(other)} lie on different grids; open them one at a time")
+                raise GridError(
+                    f"{_grid_of(first)} and {_grid_of(other)} lie on different grids; open them one at a time"
+                )
             for role, mine in values.items():
                 theirs = self.values(other, role)
                 if not np.array_equal(mine, theirs):
@@ -182,5 +184,7 @@ def _selected(variable: Variable, dim: str, size: int, select: Mapping[str, int]
             f"choose one with select={{{dim!r}: 0}}"
         )
     if not 0 <= index < size:
-        raise GridError(f"select={{{dim!r}: {index}}} is outside array {variable.table.name!r}, whose {dim!r} has {size}")
+        raise GridError(
+            f"select={{{dim!r}: {index}}} is outside array {variable.table.name!r}, whose {dim!r} has {size}"
+        )
     return index

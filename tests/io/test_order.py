@@ -16,7 +16,9 @@ def test_a_shuffle_is_a_permutation_of_its_own(count):
 def test_a_shuffle_is_fair():
     first = [shuffled(0, 7, seed, 0) for seed in range(7000)]
     assert all(850 < first.count(sample) < 1150 for sample in range(7))
-    neighbours = sum(shuffled(i + 1, 100, seed, 0) - shuffled(i, 100, seed, 0) == 1 for seed in range(50) for i in range(99))
+    neighbours = sum(
+        shuffled(i + 1, 100, seed, 0) - shuffled(i, 100, seed, 0) == 1 for seed in range(50) for i in range(99)
+    )
     assert neighbours < 100  # one in a hundred by chance: 50
 
 

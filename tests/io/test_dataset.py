@@ -1,0 +1,206 @@
+"""`open`: samples equal what xarray reads, on every mesh, for every layout on disk; each tile is the rank's own part."""
+
+import numpy as np
+import pytest
+import torch
+from globe_store import LEVELS, globe, stacked, truth, write
+
+import jigsaw
+from jigsaw.io.errors import ReadError
+from jigsaw.testing import on_ranks, world_mesh
+
+FIELDS = ["z500", "t2m", "temperature@850", "land_sea_mask", "temperature@700"]
+LONG = ["geopotential@500", "2m_temperature", "temperature@850", "land_sea_mask", "temperature@700"]
+
+
+def one_rank(path, **kwargs):
+    return jigsaw.io.open(path, mesh=world_mesh(lat=1, lon=1), **kwargs)
+
+
+def wrapped(whole, layout, coord):
+    """What a coordinate holds of a whole array [..., lat, lon], by numpy's own indexing."""
+    (a, b), (c, d) = layout.held(coord)[-2:]
+    return whole[..., a:b, :].take(range(c, d), axis=-1, mode="wrap")
+
+
+def test_a_sample_is_what_xarray_reads(tiled):
+    ds = one_rank(tiled, fields=FIELDS, inputs=[-1, 0], targets=[2])
+    whole = stacked(tiled, LONG)
+    assert len(ds) == 7
+    assert ds.fields == tuple(FIELDS)
+    for i in range(len(ds)):
+        sample = ds[i]
+        np.testing.assert_allclose(sample.input.local, whole[i : i + 2], rtol=1e-6)
+        np.testing.assert_allclose(sample.target.local, whole[i + 3 : i + 4], rtol=1e-6)
+
+
+def check_tiles(path, mesh, mode):
+    ds = jigsaw.io.open(
+        path,
+        mesh=mesh,
+        fields=FIELDS,
+        halo={"lat": 2, "lon": (3, 1)},
+        boundary={"lon": "periodic"},
+        inputs=[0, -1],
+        targets=[1],
+        mode=mode,
+    )
+    whole, coord = stacked(path, LONG), mesh.get_coordinate()
+    sample = ds[4]
+    want = whole[[5, 4]]
+    assert sample.input.layout == ds.layout
+    assert sample.input.layout.has_halo and not sample.target.layout.has_halo
+    np.testing.assert_allclose(sample.input.local, wrapped(want, ds.layout, coord), rtol=1e-6)
+    np.testing.assert_allclose(sample.target.local, wrapped(whole[[6]], ds.target_layout, coord), rtol=1e-6)
+    np.testing.assert_allclose(sample.input.full_tensor(), want, rtol=1e-6)
+    return tuple(sample.input.local.shape)
+
+
+@pytest.mark.parametrize("mode", ["cooperative", "independent"])
+@on_ranks(4)
+def test_tiles_with_halo_on_four_ranks(wb2, mode):
+    shapes = [
+        check_tiles(wb2, world_mesh(**axes), mode)
+        for axes in ({"lat": 2, "lon": 2}, {"lat": 4}, {"data": 2, "lon": 2}, {"lon": 4})
+    ]
+    assert shapes[0][-1] == 8 + 4
+
+
+@on_ranks(3)
+def test_tiles_with_halo_on_three_ranks(tiled):
+    check_tiles(tiled, world_mesh(lat=3), "auto")
+    check_tiles(tiled, world_mesh(lon=3, channel=1), "auto")
+
+
+@on_ranks(4)
+def test_both_axes_may_cut_one_dim_and_cuts_may_be_aligned(wb2):
+    mesh = world_mesh(lat=2, lon=2)
+    ds = jigsaw.io.open(wb2, mesh=mesh, fields=["t2m"], spec={"lon": ("lat", "lon")}, align={"lon": 4})
+    assert [ds.layout.owned(c)[3] for c in ds.layout.coords()] == [(0, 4), (4, 8), (8, 12), (12, 16)]
+    np.testing.assert_allclose(ds[1].input.full_tensor(), stacked(wb2, ["2m_temperature"])[1:2], rtol=1e-6)
+    assert ds.coords["lat"].shape == (13,)
+    lon = truth(wb2).longitude.values
+    first, stop = ds.layout.owned(tuple(mesh.get_coordinate()))[3]
+    np.testing.assert_array_equal(ds.coords["lon"], lon[first:stop])
+
+
+def test_a_variable_alone_is_all_its_levels(wb2):
+    ds = one_rank(wb2, fields=["temperature"])
+    assert ds.fields == tuple(f"temperature@{level}" for level in LEVELS)
+    np.testing.assert_array_equal(ds[3].input.local[0], truth(wb2).temperature.values[3])
+
+
+def test_every_level_of_a_chunk_is_one_selection(wb2):
+    plan = one_rank(wb2, fields=["z500", "z700", "z850"]).plan(0)
+    assert len(plan.request.parts) == 1
+    assert plan.total.chunks == 1
+
+
+def test_without_fields_all_variables_are_read(wb2):
+    assert {c.array for c in one_rank(wb2).channels} == {
+        "geopotential",
+        "temperature",
+        "2m_temperature",
+        "land_sea_mask",
+    }
+
+
+def test_windows_never_cross_a_gap(gappy):
+    ds = one_rank(gappy, fields=["t2m"], inputs=[-1, 0], targets=[1])
+    assert ds.anchors.tolist() == [1, 2, 3, 6, 7, 8]
+    for i in range(len(ds)):
+        times = np.concatenate([ds.input_times(i), ds.target_times(i)])
+        assert set(np.diff(times)) == {np.timedelta64(6, "h")}
+
+
+def test_a_selection_of_dates(wb2):
+    ds = one_rank(wb2, fields=["t2m"], inputs=[0], targets=[1], time=("2020-01-01T12", "2020-01-02"))
+    assert len(ds) == 5
+    assert ds.input_times(0)[0] == np.datetime64("2020-01-01T12")
+    np.testing.assert_allclose(ds[0].input.local, stacked(wb2, ["2m_temperature"])[2:3], rtol=1e-6)
+    np.testing.assert_allclose(ds[-1].target.local, stacked(wb2, ["2m_temperature"])[7:8], rtol=1e-6)
+
+
+def test_normalisation_is_fused_and_named_by_channel_field_or_array(wb2):
+    stats = {
+        "z500": (5e4, 1e3),
+        "2m_temperature": {"mean": 280.0, "std": 10.0},
+        "temperature": ([260.0, 270.0, 280.0], [9.0, 10.0, 11.0]),
+    }
+    ds = one_rank(wb2, fields=["z500", "t2m", "temperature"], normalize=stats, dtype="float64")
+    whole = stacked(wb2, ["geopotential@500", "2m_temperature", *(f"temperature@{level}" for level in LEVELS)])
+    mean, std = np.array([5e4, 280, 260, 270, 280]), np.array([1e3, 10, 9, 10, 11])
+    want = (whole - mean[:, None, None]) / std[:, None, None]
+    np.testing.assert_allclose(ds[2].input.local[0], want[2], rtol=1e-9, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), (torch.float16, 1e-2), ("bfloat16", 1e-2)])
+def test_dtypes(wb2, dtype, tolerance):
+    sample = one_rank(wb2, fields=["t2m"], dtype=dtype)[0]
+    assert sample.input.dtype == (dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+    np.testing.assert_allclose(sample.input.local.double(), stacked(wb2, ["2m_temperature"])[:1], rtol=tolerance)
+
+
+@on_ranks(2)
+def test_latitudes_turn_round_when_asked(wb2):
+    ds = jigsaw.io.open(wb2, mesh=world_mesh(lat=2), fields=["t2m"], lat_order="south-first", halo={"lat": 1})
+    assert (np.diff(ds.coords["lat"]) > 0).all()
+    whole = stacked(wb2, ["2m_temperature"])[:1, :, ::-1]
+    np.testing.assert_allclose(ds[0].input.full_tensor(), whole, rtol=1e-6)
+    assert ds.whole_coords["lat"][0] == -90
+
+
+def test_dims_in_any_order(tmp_path):
+    data = globe()[["2m_temperature", "temperature"]].transpose("time", "longitude", "latitude", "level")
+    path = write(tmp_path / "turned.zarr", data)
+    whole = stacked(write(tmp_path / "straight.zarr", globe()), ["2m_temperature", "temperature@850"])
+    np.testing.assert_allclose(one_rank(path, fields=["t2m", "t850"])[1].input.local[0], whole[1], rtol=1e-6)
+
+
+def test_members_are_selected_by_name(tmp_path):
+    data = globe()[["2m_temperature"]].expand_dims(number=[0, 1, 2]).copy(deep=True)
+    data["2m_temperature"].values[1] += 5
+    path = str(tmp_path / "members.zarr")
+    data.to_zarr(path, consolidated=False)
+    base = one_rank(path, fields=["t2m"], select={"number": 0})[0].input.local
+    torch.testing.assert_close(one_rank(path, fields=["t2m"], select={"number": 1})[0].input.local, base + 5)
+    with pytest.raises(ReadError, match=r"has a dim 'number' of 3 .* choose one with select=\{'number': 0\}"):
+        one_rank(path, fields=["t2m"])
+    with pytest.raises(
+        ReadError, match=r"select=\{'number': 3\} is outside array '2m_temperature', whose 'number' has 3"
+    ):
+        one_rank(path, fields=["t2m"], select={"number": 3})
+    with pytest.raises(
+        ReadError, match=r"select names 'realm', which is no further dim of the fields; there are \['number'\]"
+    ):
+        one_rank(path, fields=["t2m"], select={"realm": 0})
+
+
+def test_721_rows_just_work(tmp_path):
+    data = globe(steps=1, lat=721, lon=24)[["2m_temperature"]]
+    path = write(tmp_path / "era5.zarr", data)
+    ds = jigsaw.io.open(path, mesh={"lat": 8}, fields=["t2m"], halo={"lat": 2})
+    assert [b - a for a, b in (ds.layout.owned(c)[2] for c in ds.layout.coords())] == [91] + [90] * 7
+    assert ds.plan(0).total.chunks == 1
+
+
+def test_integers_plan_without_ranks_but_do_not_read(wb2):
+    ds = jigsaw.io.open(
+        wb2, mesh={"lat": 2, "lon": 2}, fields=["t2m", "z500"], halo=2, boundary={"lon": "periodic"}, targets=[1]
+    )
+    plan = ds.plan([0, 1])
+    assert plan.ranks == 4
+    assert plan.total.chunks == 6  # steps 0, 1, 2 of two variables: a step that two windows share is read once
+    with pytest.raises(ReadError, match="it can plan, not read; pass a DeviceMesh"):
+        ds[0]
+
+
+@pytest.mark.parametrize("index", [8, -9])
+def test_samples_end(wb2, index):
+    with pytest.raises(IndexError, match=f"sample {index} of a dataset of 8"):
+        one_rank(wb2, fields=["t2m"], inputs=[-1, 0], targets=[1])[index]
+
+
+def test_a_dataset_says_what_it_is(wb2):
+    shown = repr(one_rank(wb2, fields=["t2m"], halo=1))
+    assert "10 samples, 1 channels, lat 13, lon 16" in shown

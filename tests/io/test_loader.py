@@ -1,0 +1,254 @@
+"""`DataLoader`: the same batches on every mesh, read ahead, resumed anywhere; its errors and its budget."""
+
+import threading
+import traceback
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from globe_store import globe, stacked, write
+
+import jigsaw
+from jigsaw.io.errors import CorruptChunkError, FieldError, ReadError, StateError
+from jigsaw.io.prefetch import Prefetch
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+
+FIELDS, LONG = ["z500", "t2m"], ["geopotential@500", "2m_temperature"]
+WINDOW = {"inputs": [-1, 0], "targets": [1]}
+MESHES = [
+    {"lat": 1},
+    {"data": 2},
+    {"lat": 2},
+    {"data": 3},
+    {"lon": 3},
+    {"data": 2, "lat": 2},
+    {"lat": 2, "lon": 2},
+    {"lat": 2, "data": 2},
+]
+
+
+def opened(path, mesh, **kwargs):
+    return jigsaw.io.open(path, mesh=mesh, fields=FIELDS, halo=1, boundary={"lon": "periodic"}, **WINDOW, **kwargs)
+
+
+def batches(path, axes, state=None, count=None, **kwargs):
+    """Samples and whole input and target of every batch of an epoch, and the state after it."""
+    loader = jigsaw.io.DataLoader(opened(path, world_mesh(**axes)), **kwargs)
+    if state is not None:
+        loader.load_state_dict(state)
+    found = [(b.samples, b.input.full_tensor().numpy(), b.target.full_tensor().numpy()) for b in islice(loader, count)]
+    return found, loader.state_dict()
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_batches_are_the_same_on_every_mesh(wb2, axes):
+    whole = stacked(wb2, LONG)
+    kwargs = {"batch_size": 3, "shuffle": True, "seed": 7}
+    want_order = [b.samples for b in jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), **kwargs)]
+    assert sorted(s for samples in want_order for s in samples) == list(range(8))
+    for found, state in run_on_ranks(int(np.prod(list(axes.values()))), batches, wb2, axes, **kwargs):
+        assert [samples for samples, _, _ in found] == want_order
+        assert state == {"seed": 7, "epoch": 1, "next_sample": 0}
+        for samples, given, target in found:
+            anchor = np.array(samples) + 1
+            np.testing.assert_allclose(given, np.stack([whole[anchor - 1], whole[anchor]], axis=1), rtol=1e-6)
+            np.testing.assert_allclose(target, whole[anchor + 1][:, None], rtol=1e-6)
+
+
+@on_ranks(4)
+def test_data_groups_read_different_samples_and_domain_groups_the_same(wb2):
+    mesh = world_mesh(data=2, lat=2)
+    loader = jigsaw.io.DataLoader(opened(wb2, mesh), batch_size=4, drop_last=True)
+    assert len(loader) == 2
+    whole, (data, _) = stacked(wb2, LONG), mesh.get_coordinate()
+    for k, batch in enumerate(loader):
+        mine = 1 + 4 * k + 2 * data + np.arange(2)
+        layout = batch.input.layout
+        (top, bottom), (left, right) = layout.held(tuple(mesh.get_coordinate()))[-2:]
+        want = np.stack([whole[mine - 1], whole[mine]], axis=1)[..., top:bottom, :].take(
+            range(left, right), -1, mode="wrap"
+        )
+        np.testing.assert_allclose(batch.input.local, want, rtol=1e-6)
+        assert layout.shape == (4, 2, 2, 13, 16)
+        assert layout.dim_axes(0) == ("data",)
+        assert batch.input_times.shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [({"data": 2, "lat": 2}, {"lon": 2}), ({"lat": 1}, {"data": 2, "lon": 2})]
+)
+def test_a_run_resumes_in_mid_epoch_on_another_mesh(wb2, before, after):
+    kwargs = {"batch_size": 2, "shuffle": True, "seed": 3}
+    want, _ = batches(wb2, {"lat": 1}, **kwargs)
+    first = run_on_ranks(int(np.prod(list(before.values()))), batches, wb2, before, count=1, **kwargs)
+    states = [state for _, state in first]
+    assert states == [{"seed": 3, "epoch": 0, "next_sample": 2}] * len(states)
+    rest = run_on_ranks(
+        int(np.prod(list(after.values()))), batches, wb2, after, state=states[0], **(kwargs | {"seed": 99})
+    )
+    for found, state in rest:
+        assert [samples for samples, _, _ in found] == [samples for samples, _, _ in want[1:]]
+        assert state == {"seed": 3, "epoch": 1, "next_sample": 0}
+        for (_, given, _), (_, expected, _) in zip(found, want[1:], strict=True):
+            np.testing.assert_array_equal(given, expected)
+
+
+def test_every_epoch_has_its_own_order_and_leaving_one_early_ends_it(wb2):
+    loader = jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), batch_size=2, shuffle=True)
+    first, second = ([b.samples for b in loader] for _ in range(2))
+    assert first != second
+    list(islice(loader, 1))
+    assert loader.state_dict() == {"seed": 0, "epoch": 2, "next_sample": 2}
+    next(iter(loader))
+    assert loader.state_dict() == {"seed": 0, "epoch": 3, "next_sample": 2}
+
+
+def test_a_new_iteration_takes_over_from_one_that_is_left(wb2):
+    loader = jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)))
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    assert next(new).samples == (0,)
+    with pytest.raises(ReadError, match="a newer iteration of this loader took over"):
+        next(old)
+    assert next(new).samples == (1,)
+
+
+@pytest.mark.parametrize("ahead", [None, 0])
+@on_ranks(2)
+def test_leaving_early_never_hangs_the_other_ranks(wb2, ahead):
+    loader = jigsaw.io.DataLoader(
+        opened(wb2, world_mesh(lat=2), mode="cooperative"), shuffle=True, prefetch_bytes=ahead
+    )
+    for epoch in range(5):
+        seen = [batch.samples for batch in islice(loader, epoch + 1)]
+        assert len(seen) == epoch + 1
+    assert sorted(batch.samples[0] for batch in loader) == list(range(8))
+
+
+def test_a_step_that_windows_share_is_read_once(wb2):
+    kwargs = {"batch_size": 8, "drop_last": True}
+    ds = opened(wb2, world_mesh(lat=1))
+    loader = jigsaw.io.DataLoader(ds, **kwargs)
+    next(iter(loader))
+    assert loader.bytes_read == ds.plan(range(8)).total.stored_bytes
+    assert ds.plan(range(8)).total.chunks == 20  # 10 steps of 2 variables, not 8 samples of 3 steps
+    assert loader.waited_s > 0
+
+
+@on_ranks(3)
+def test_a_batch_smaller_than_the_data_axis_leaves_ranks_empty(wb2):
+    mesh = world_mesh(data=3)
+    *_, last = jigsaw.io.DataLoader(opened(wb2, mesh), batch_size=7)
+    assert last.samples == (7,)
+    assert last.input.local.shape[0] == (1 if tuple(mesh.get_coordinate()) == (0,) else 0)
+    np.testing.assert_allclose(last.input.full_tensor()[0], stacked(wb2, LONG)[7:9], rtol=1e-6)
+
+
+def test_without_targets_there_is_none(wb2):
+    ds = jigsaw.io.open(wb2, mesh=world_mesh(lat=1), fields=["t2m"])
+    batch = next(iter(jigsaw.io.DataLoader(ds, batch_size=4)))
+    assert batch.target is None
+    assert batch.input.shape == (4, 1, 1, 13, 16)
+
+
+def test_an_error_in_the_background_arrives_with_its_traceback(tmp_path):
+    path = write(tmp_path / "broken.zarr", globe())
+    chunk = Path(path) / "geopotential" / "c" / "5" / "0" / "0" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:40])
+    seen = []
+    with pytest.raises(
+        CorruptChunkError, match=r"chunk \(5, 0, 0, 0\) of array 'geopotential' in .*/c/5/0/0/0 cannot be read"
+    ) as caught:
+        for batch in jigsaw.io.DataLoader(opened(path, world_mesh(lat=1))):
+            seen.append(batch.samples)
+    assert seen == [(0,), (1,), (2,)]
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "_work" in frames
+    assert "load" in frames
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({}, "has the keys"),
+        ({"seed": 0, "epoch": 0, "next_sample": "3"}, "torn"),
+        ({"seed": 0, "epoch": 0, "next_sample": 9}, "dataset has 8 samples"),
+    ],
+)
+def test_a_torn_state_is_refused_and_changes_nothing(wb2, state, match):
+    loader = jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)))
+    with pytest.raises(StateError, match=match):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == {"seed": 0, "epoch": 0, "next_sample": 0}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 9, "drop_last": True}, "leaves no batch of a dataset of 8 samples"),
+    ],
+)
+def test_batch_sizes_that_make_no_batch(wb2, kwargs, match):
+    with pytest.raises(FieldError, match=match):
+        jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), **kwargs)
+
+
+# -- reading ahead ------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_counts_batches_on_the_largest_rank(wb2):
+    ds = opened(wb2, world_mesh(lat=1))
+    one = 4 * 2 * (2 * 13 * 18 + 13 * 16)  # float32, 2 channels, 2 input steps with halo in lon, 1 target step
+    assert ds.sample_bytes() == one
+    for budget, ahead in [(0, 0), (3 * one - 1, 0), (3 * one, 1), (7 * one, 2), (None, 2)]:
+        assert jigsaw.io.DataLoader(ds, batch_size=3, prefetch_bytes=budget)._ahead == ahead
+
+
+def test_reading_ahead_stops_at_the_budget():
+    began, go = [], threading.Semaphore(0)
+
+    def read(job):
+        began.append(job)
+        go.release()
+        return job
+
+    results = Prefetch(read, iter(range(10)), ahead=3, alone=True)
+    for _ in range(3):
+        assert go.acquire(timeout=30)
+    assert began == [0, 1, 2]
+    assert next(results) == 0
+    assert go.acquire(timeout=30)
+    assert began == [0, 1, 2, 3]
+    results.stop()
+    results.join()
+    assert began == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("alone", "want"), [(False, [0, 1, 2, 3]), (True, [0])])
+def test_after_a_stop_what_was_due_is_still_read_with_others(alone, want):
+    began, entered, go = [], threading.Event(), threading.Event()
+
+    def read(job):
+        began.append(job)
+        entered.set()
+        assert go.wait(30)
+        return job
+
+    results = Prefetch(read, iter(range(10)), ahead=4, alone=alone)
+    assert entered.wait(30)
+    results.stop()
+    go.set()
+    results.join()
+    assert began == want
+
+
+def test_batches_survive_the_ones_that_follow(wb2):
+    loader = jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), batch_size=2)
+    kept = list(loader)
+    again = [b.input.local.clone() for b in loader]
+    for batch, want in zip(kept, again, strict=True):
+        torch.testing.assert_close(batch.input.local, want, rtol=0, atol=0)

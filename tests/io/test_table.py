@@ -1,0 +1,195 @@
+"""Every storage form of zarr as a chunk table: the same values as zarr's own, byte ranges, refusals."""
+
+import os
+import shutil
+import struct
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from toy_store import FORMS, SLOW, write
+
+from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.table import open_store
+
+
+@pytest.fixture(params=FORMS, ids="-".join)
+def stored(request, tmp_path):
+    return request.param, *write(tmp_path, request.param)
+
+
+def whole(table):
+    """An array through its chunk table."""
+    full = np.empty(
+        [g * c for g, c in zip(table.grid, table.chunks, strict=True)], np.dtype(table.dtype).newbyteorder("=")
+    )
+    for index in table.indices():
+        room = np.empty(table.chunk_bytes, np.uint8)
+        loaded = table.load(index, room)
+        assert loaded.stored == table.stored_bytes(index) > 0
+        full[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, table.chunks, strict=True))] = table.view(room)
+    return full[tuple(slice(n) for n in table.shape)]
+
+
+def test_every_form_gives_its_values(stored):
+    form, path, values = stored
+    store = open_store(path)
+    assert set(store.arrays) == set(values)
+    for name, x in values.items():
+        table = store.arrays[name]
+        assert (table.decoder is None) == (form in SLOW)
+        assert table.shape == x.shape and table.dims[-2:] == ("lat", "lon")
+        np.testing.assert_array_equal(whole(table), x)
+
+
+def test_a_chunk_of_a_shard_is_its_inner_chunk_by_range(tmp_path):
+    path, _ = write(tmp_path, ("sharded", "default"))
+    table = open_store(path).arrays["air"]
+    assert table.chunks == (1, 3, 5, 4)
+    ref = table.locate((1, 0, 1, 1))
+    assert ref.path.endswith("air/c/0/0/0/0")
+    assert 0 < ref.length < os.path.getsize(ref.path)
+
+
+def test_a_shard_index_is_read_once(tmp_path, monkeypatch):
+    path, _ = write(tmp_path, ("sharded", "default"))
+    table = open_store(path).arrays["air"]
+    opened = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda *a, **k: opened.append(a[0]) or real(*a, **k))
+    whole(table)
+    assert len(opened) == len(set(opened)) == 2 * 1 * 2 * 2
+
+
+def test_a_missing_chunk_is_none(tmp_path):
+    for form in (("v2", "zstd"), ("v3", "default"), ("sharded", "default"), ("v2", "delta")):
+        path, _ = write(tmp_path, form)
+        table = open_store(path).arrays["t2m"]
+        os.remove(table.locate((2, 1, 0)).path)
+        table = open_store(path).arrays["t2m"]
+        room = np.full(table.chunk_bytes, 7, np.uint8)
+        assert table.locate((2, 1, 0)) is None
+        assert table.load((2, 1, 0), room).stored is None
+        assert (room == 7).all()
+
+
+def test_a_missing_inner_chunk_is_none(tmp_path):
+    group = zarr.open_group(str(tmp_path / "s.zarr"), mode="w")
+    made = group.create_array("a", shape=(8,), chunks=(2,), shards=(4,), dtype="f4", fill_value=9)
+    made[2:4] = 1
+    table = open_store(tmp_path / "s.zarr").arrays["a"]
+    assert [table.locate((i,)) is None for i in range(4)] == [True, False, True, True]
+    assert table.fill_value == 9
+
+
+@pytest.mark.parametrize(
+    "form",
+    [("v2", "blosc"), ("v2", "zstd"), ("v2", "zlib"), ("v2", "none"), ("v3", "crc"), ("v2", "delta")],
+    ids="-".join,
+)
+def test_a_truncated_chunk_is_named(tmp_path, form):
+    path, _ = write(tmp_path, form)
+    table = open_store(path).arrays["air"]
+    ref = table.locate((1, 0, 2, 1))
+    os.truncate(ref.path, ref.length - 7)
+    kind = CorruptChunkError if form[1] in ("crc", "delta", "zstd") else TruncatedError
+    with pytest.raises(kind, match=rf"chunk \(1, 0, 2, 1\) of array 'air' in {ref.path}"):
+        table.load((1, 0, 2, 1), np.empty(table.chunk_bytes, np.uint8))
+
+
+def test_a_truncated_shard_is_named(tmp_path):
+    path, _ = write(tmp_path, ("sharded", "default"))
+    table = open_store(path).arrays["air"]
+    ref = table.locate((1, 0, 2, 1))
+    os.truncate(ref.path, 100)
+    with pytest.raises(CorruptChunkError, match=f"shard {ref.path} cannot be read"):
+        open_store(path).arrays["air"].locate((1, 0, 2, 1))
+
+
+@pytest.mark.parametrize("form", [("v2", "blosc"), ("v2", "zstd"), ("v2", "lz4")], ids="-".join)
+def test_a_header_that_claims_another_size_is_refused(tmp_path, form):
+    path, _ = write(tmp_path, form)
+    table = open_store(path).arrays["air"]
+    other = open_store(path).arrays["t2m"]
+    shutil.copy(other.locate((0, 0, 0)).path, table.path((0, 0, 0, 0)))
+    with pytest.raises(CorruptChunkError, match="claims 80 decoded bytes and the chunk has 240"):
+        table.load((0, 0, 0, 0), np.empty(table.chunk_bytes, np.uint8))
+
+
+def test_a_deflate_bomb_is_not_inflated(tmp_path):
+    path, _ = write(tmp_path, ("v2", "zlib"))
+    import zlib
+
+    table = open_store(path).arrays["air"]
+    with open(table.path((0, 0, 0, 0)), "wb") as f:
+        f.write(zlib.compress(bytes(1 << 24)))
+    with pytest.raises(CorruptChunkError, match="more than the chunk's 240 bytes"):
+        table.load((0, 0, 0, 0), np.empty(table.chunk_bytes, np.uint8))
+
+
+def test_a_shard_index_that_claims_too_much_allocates_nothing(tmp_path):
+    group = zarr.open_group(str(tmp_path / "s.zarr"), mode="w")
+    made = group.create_array("a", shape=(4,), chunks=(2,), shards=(4,), dtype="f4", compressors=None)
+    made[...] = 1
+    table = open_store(tmp_path / "s.zarr").arrays["a"]
+    path = table.path((0,))
+    raw = open(path, "rb").read()
+    from google_crc32c import value
+
+    index = struct.pack("<4Q", 0, 2**60, 8, 8)
+    with open(path, "wb") as f:
+        f.write(raw[:16] + index + value(index).to_bytes(4, "little"))
+    table = open_store(tmp_path / "s.zarr").arrays["a"]
+    with pytest.raises(TruncatedError, match=r"chunk \(0,\) of array 'a'"):
+        table.load((0,), np.empty(table.chunk_bytes, np.uint8))
+
+
+def test_a_changed_byte_fails_its_checksum(tmp_path):
+    path, _ = write(tmp_path, ("v3", "gzip-crc"))
+    table = open_store(path).arrays["air"]
+    ref = table.locate((0, 0, 0, 0))
+    with open(ref.path, "r+b") as f:
+        f.seek(20)
+        f.write(b"\xff\x00")
+    with pytest.raises(CorruptChunkError, match="CRC-32C"):
+        table.load((0, 0, 0, 0), np.empty(table.chunk_bytes, np.uint8))
+
+
+def test_masks_are_those_of_xarray(tmp_path):
+    x = xr.DataArray(np.array([1.0, np.nan, 3.0]), dims="x", name="a").to_dataset()
+    encoding = {"a": {"dtype": "i2", "scale_factor": 0.5, "add_offset": 1.0, "_FillValue": -99}}
+    for version in (2, 3):
+        path = tmp_path / f"{version}.zarr"
+        x.to_zarr(path, zarr_format=version, encoding=encoding)
+        table = open_store(path).arrays["a"]
+        assert (table.masks, table.scale, table.offset, table.dims) == ((-99.0,), 0.5, 1.0, ("x",))
+    plain = zarr.open_group(str(tmp_path / "plain.zarr"), mode="w", zarr_format=2)
+    plain.create_array("zeros", shape=(3,), chunks=(3,), dtype="f4")
+    assert open_store(plain).arrays["zeros"].masks == ()
+
+
+def test_unsigned_attribute(tmp_path):
+    group = zarr.open_group(str(tmp_path / "u.zarr"), mode="w", zarr_format=2)
+    made = group.create_array(
+        "a", shape=(3,), chunks=(3,), dtype="i1", attributes={"_Unsigned": "true", "_FillValue": -1}
+    )
+    made[...] = np.array([-1, -2, 5], "i1")
+    table = open_store(group).arrays["a"]
+    assert (table.dtype, table.masks) == ("|u1", (255.0,))
+    assert whole(table).tolist() == [255, 254, 5]
+
+
+def test_nested_groups_and_small_reads(tmp_path):
+    group = zarr.open_group(str(tmp_path / "n.zarr"), mode="w")
+    group.create_group("high").create_array("t", shape=(3,), chunks=(2,), dtype="f4")[...] = 4.0
+    group.attrs["title"] = "nested"
+    store = open_store(tmp_path / "n.zarr")
+    assert list(store.arrays) == ["high/t"] and store.attrs["title"] == "nested"
+    assert store.read_small("high/t").tolist() == [4.0] * 3
+    assert whole(store.arrays["high/t"]).tolist() == [4.0] * 3
+
+
+def test_what_is_no_store(tmp_path):
+    with pytest.raises(UnsupportedStoreError, match="not a zarr group"):
+        open_store(str(tmp_path / "nothing.zarr"))
