@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,12 +50,20 @@ def monthly_climatology(air: xr.DataArray) -> xr.DataArray:
     return air.sel(time=slice(*TRAIN_YEARS)).groupby("time.month").mean()
 
 
-def store(path: str | Path = STORE, *, writes: bool = True, patience: float = 300.0) -> Path:
-    """The path of the Zarr store, written on first use by the one process that `writes`; the others wait for it."""
-    path = Path(path)
-    deadline = time.monotonic() + patience
+def once(path: Path, write: Callable[[Path], None], *, writes: bool, patience: float = 300.0) -> Path:
+    """`path`, written on first use by the one process that `writes`; the others wait until it is whole.
+
+    It is written beside its final name, then renamed: whoever sees it sees all of it.
+    """
     if writes and not path.exists():
-        write_store(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        write(draft)
+        try:
+            draft.rename(path)
+        except OSError:  # another run was faster: its store is the same
+            shutil.rmtree(draft)
+    deadline = time.monotonic() + patience
     while not path.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"no store at {path} after {patience:.0f} s; the rank that writes it has failed")
@@ -62,8 +71,13 @@ def store(path: str | Path = STORE, *, writes: bool = True, patience: float = 30
     return path
 
 
+def store(path: str | Path = STORE, *, writes: bool = True) -> Path:
+    """The Zarr store of the air temperature, chunked like WeatherBench2: the whole globe a step."""
+    return once(Path(path), write_store, writes=writes)
+
+
 def write_store(path: Path) -> None:
-    """Write the store beside its final name, then rename it: whoever sees it sees the whole of it."""
+    """Temperature, its climatology of the training years, and the anomaly from it: int16 of 0.01 K, CF attributes."""
     with xr.open_dataset(PACKED) as packed:
         air = packed["air"].load()
         attrs = packed.attrs
@@ -74,13 +88,7 @@ def write_store(path: Path) -> None:
     data = xr.Dataset({"air": air, "air_anomaly": anomaly}, attrs=attrs).rename(names)
     data["air_climatology"] = climatology.rename(names).assign_attrs(units="degC", long_name="mean of 1948-2008")
 
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
     code = {"dtype": "int16", "scale_factor": KELVIN, "_FillValue": np.int16(-32768), "chunks": (1, *air.shape[1:])}
     for variable in data.variables.values():
         variable.encoding = {}
-    data.to_zarr(draft, zarr_format=2, consolidated=True, encoding={name: code for name in data.data_vars})
-    try:
-        draft.rename(path)
-    except OSError:  # another run was faster: its store is the same
-        shutil.rmtree(draft)
+    data.to_zarr(path, zarr_format=2, consolidated=True, encoding=dict.fromkeys(data.data_vars, code))

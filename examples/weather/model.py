@@ -1,9 +1,11 @@
-"""A forecast model in plain torch: strided encoder, attention over the coarse globe, decoder with skips. No jigsaw here.
+"""A forecast model in plain torch: strided encoder, attention over the coarse globe, decoder with skips. No jigsaw.
 
 The same code runs on whole tensors and on tiles of them, on 73 x 144 points and on 721 x 1440 with 69 channels.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ class GlobeConv(nn.Conv2d):
         self.wrap = kernel // 2
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, C, lat, lon] -> the same, or half the rows and columns (rounded up) with stride 2."""
         return super().forward(F.pad(x, (self.wrap, self.wrap, 0, 0), mode="circular"))
 
 
@@ -31,6 +34,7 @@ class Block(nn.Module):
         self.second = GlobeConv(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, C, lat, lon] -> the same."""
         return x + self.second(F.gelu(self.first(self.norm(x))))
 
 
@@ -45,9 +49,11 @@ class Attention(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, N, C] -> [B, heads, N, C / heads]
+        """[B, N, C] -> [B, heads, N, C / heads]."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, C, lat, lon] -> the same."""
         grid = x.shape[-2:]
         x = x.flatten(2).transpose(1, 2)  # tokens: [B, lat * lon, C]
         y = self.norm(x)
@@ -70,7 +76,7 @@ class GlobeModel(nn.Module):
         self, steps: int, channels: int, size: tuple[int, int], widths: tuple[int, ...], attentions: int = 1
     ) -> None:
         super().__init__()
-        pairs = list(zip(widths[:-1], widths[1:], strict=True))
+        pairs = list(pairwise(widths))
         self.stem = GlobeConv(steps * channels, widths[0], stride=2)
         self.encoder = nn.ModuleList(Block(width) for width in widths[:-1])
         self.down = nn.ModuleList(GlobeConv(fine, coarse, stride=2) for fine, coarse in pairs)

@@ -1,0 +1,275 @@
+"""Train a forecast model on tiles of the globe: no rank reads, holds or sends more than its part.
+
+    python examples/weather/train.py                                  # one rank, the reference curve
+    torchrun --nproc-per-node 4 examples/weather/train.py             # four: 2 bands of latitude x 2 of longitude
+    torchrun --nproc-per-node 4 examples/weather/train.py --mesh data=2,lat=2
+    torchrun --nproc-per-node 4 examples/weather/train.py --store ERA5.zarr --fields t2m,z500,t850
+
+Without `--store`: next month's anomaly of near-surface air temperature from the last twelve months. With it: the next
+state of any WeatherBench2-style store, normalised. Loss curve, skill and picture are written to `out/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import data
+import numpy as np
+import plot
+import torch
+import torch.distributed as dist
+from model import GlobeModel
+from tqdm import tqdm
+
+import jigsaw
+
+OUT = Path(__file__).parent / "out"
+MESHES = {1: "data=1", 2: "data=1,lat=2", 4: "data=1,lat=2,lon=2"}  # by the number of ranks
+FIELDS, INPUTS, TARGETS = ["air_anomaly"], list(range(-11, 1)), [1]
+TRAIN = data.TRAIN_YEARS
+TEST = ("2008-01", "2025-12")  # the first target is 2009-01: its inputs are the twelve months of 2008
+PICTURE = "2015-12"  # the held-out month that is drawn
+WIDTHS, HALO, SEED = (16, 32, 64), 2, 0
+EPOCHS, BATCH, RATE, DECAY, CLIP = 3, 16, 4e-3, 0.01, 1.0
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    parser.add_argument("--mesh", default=MESHES.get(ranks, f"data={ranks}"), help="axes and sizes: data=1,lat=2,lon=2")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--steps", type=int, help="stop after so many optimizer steps")
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples a step, over all ranks")
+    parser.add_argument(
+        "--widths", default=",".join(map(str, WIDTHS)), help="channels of the model, halving the grid each"
+    )
+    parser.add_argument("--store", help="a WeatherBench2-style store instead of the air temperature that comes along")
+    parser.add_argument("--fields", help="its channels: t2m,z500,geopotential@850; by default every variable")
+    parser.add_argument("--train", default="", help="first:last date to train on, with --store; by default all")
+    parser.add_argument(
+        "--test", default="", help="first:last date held out, with --store; by default none, and no picture"
+    )
+    parser.add_argument("--out", type=Path, default=OUT)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = arguments(argv)
+    axes = {name: int(size) for name, size in (entry.split("=") for entry in args.mesh.split(","))}
+    widths = tuple(map(int, args.widths.split(",")))
+    mesh = jigsaw.init_mesh(**axes)
+    started = time.monotonic()
+    torch.manual_seed(SEED)
+
+    # The data: cut at multiples of the model's stride, with the halo of its first convolution
+    what = stored(args, mesh) if args.store else air()
+    grid = jigsaw.io.open(what["store"], fields=what["fields"], mesh={"data": 1}).whole_coords
+    stride = 2 ** len(widths)
+    cuts = {dim: cut_points(len(grid[dim]), axes.get(dim, 1), stride) for dim in ("lat", "lon")}
+    train, pairs, test = open_samples(what, mesh, cuts)
+    loader = jigsaw.io.DataLoader(train, args.batch, shuffle=True, seed=SEED, drop_last=True)
+    weights = cell_areas(grid["lat"])
+
+    # The model: plain torch, made alike on every rank
+    model = GlobeModel(len(train.inputs), len(train.channels), (len(grid["lat"]), len(grid["lon"])), widths)
+    model = jigsaw.parallelize(model, mesh)
+    steps = args.steps or args.epochs * len(loader)
+    settings = {"store": Path(what["store"]).name, "fields": what["fields"], "batch": args.batch, "steps": steps}
+    report = {"mesh": args.mesh, "ranks": mesh.size(), "settings": settings | {"widths": list(widths), "seed": SEED}}
+    report |= fit(model, loader, weights, steps)
+    show_ranks(loader, mesh)
+
+    # What it is worth: held-out skill, and the picture
+    if test is not None:
+        report["skill"] = skill(model, test, damping_factor(pairs, args.batch), weights, args.batch)
+        report["total_s"] = time.monotonic() - started
+        picture(model, test, grid, cuts, report, what["unit"], args.out)
+    dist.destroy_process_group()
+    return report
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def air() -> dict[str, Any]:
+    """The air temperature that comes along: one rank writes its store on first use."""
+    store = data.store(writes=dist.get_rank() == 0)
+    return {
+        "store": store,
+        "fields": FIELDS,
+        "inputs": INPUTS,
+        "train": TRAIN,
+        "test": TEST,
+        "normalize": None,
+        "unit": "K",
+    }
+
+
+def stored(args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
+    """Any other store: the next state from the last one, each channel normalised by one sample's mean and deviation."""
+    fields = args.fields.split(",") if args.fields else None
+    train, test = (tuple(dates.split(":")) if dates else None for dates in (args.train, args.test))
+    opened = jigsaw.io.open(args.store, mesh=mesh, fields=fields, time=train)
+    x = opened[0].input
+    mean = x.mean(dim=(0, 2, 3))
+    deviation = (x - mean[:, None, None]).square().mean(dim=(0, 2, 3)).sqrt().clamp(min=1e-12)
+    normalize = dict(zip(opened.fields, zip(mean.tolist(), deviation.tolist(), strict=True), strict=True))
+    what = {"store": args.store, "fields": list(opened.fields), "inputs": [0], "train": train, "test": test}
+    return what | {"normalize": normalize, "unit": "standard deviations"}
+
+
+def open_samples(what: dict[str, Any], mesh: Any, cuts: dict[str, list[int]]) -> list[Any]:
+    """The samples to train on, all pairs of neighbouring steps among them, and the held-out samples or None."""
+
+    def opened(inputs: list[int], dates: Any, halo: int) -> Any:
+        return jigsaw.io.open(
+            what["store"],
+            mesh=mesh,
+            fields=what["fields"],
+            spec={"lat": "lat", "lon": "lon"},
+            halo={"lat": halo, "lon": halo},
+            boundary={"lon": "periodic"},
+            inputs=inputs,
+            targets=TARGETS,
+            time=dates,
+            normalize=what["normalize"],
+            split=cuts,
+        )
+
+    test = opened(what["inputs"], what["test"], HALO) if what["test"] else None
+    return [opened(what["inputs"], what["train"], HALO), opened([0], what["train"], 0), test]
+
+
+def cut_points(size: int, pieces: int, stride: int) -> list[int]:
+    """As even as multiples of the model's stride allow, where its decoder meets its encoder: 73 rows are 40 and 33."""
+    return [*(stride * round(size * i / pieces / stride) for i in range(pieces)), size]
+
+
+def cell_areas(lats: np.ndarray) -> torch.Tensor:
+    """The area of each row's cells, 1 on average: [lat, 1]. The outer rows' cells end at the poles."""
+    edges = np.concatenate([lats[:1] * 2 - lats[1:2], lats, lats[-1:] * 2 - lats[-2:-1]])
+    sines = np.sin(np.deg2rad(np.clip((edges[1:] + edges[:-1]) / 2, -90, 90)))
+    areas = np.abs(np.diff(sines))
+    return torch.tensor(areas / areas.mean(), dtype=torch.float32)[:, None]
+
+
+def season(times: np.ndarray) -> torch.Tensor:
+    """Sine and cosine of the time of year that is forecast: times [B, T] -> [B, 2]."""
+    days = times[:, -1].astype("datetime64[D]")
+    angle = torch.tensor(
+        (days - days.astype("datetime64[Y]")).astype(float) * (2 * math.pi / 365.25), dtype=torch.float32
+    )
+    return torch.stack([angle.sin(), angle.cos()], dim=1)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def fit(model: torch.nn.Module, loader: Any, weights: torch.Tensor, steps: int) -> dict[str, Any]:
+    """The loss of every step, and how fast it went. Nothing here knows of tiles."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=max(steps, 2), pct_start=0.2)
+    losses: list[float] = []
+    started = time.monotonic()
+    samples, speed = 0, {"train_s": 0.0, "samples_per_s": 0.0, "waiting": 0.0}
+    with tqdm(total=steps, desc="training", unit="step", disable=dist.get_rank() != 0) as bar:
+        while len(losses) < steps:
+            for batch in loader:
+                forecast = model(batch.input, season(batch.target_times))
+                loss = ((forecast - batch.target).square() * weights).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                schedule.step()
+                losses.append(loss.item())
+                samples, spent = samples + len(batch.samples), time.monotonic() - started
+                speed = {"train_s": spent, "samples_per_s": samples / spent, "waiting": loader.waited_s / spent}
+                rate, waiting = speed["samples_per_s"], speed["waiting"]
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:.1f} samples/s, {waiting:.0%} waiting for data")
+                bar.update()
+                if len(losses) == steps:
+                    break
+    return speed | {"losses": losses}
+
+
+def show_ranks(loader: Any, mesh: Any) -> None:
+    """What every rank holds of a sample, has read, and used of memory."""
+    one = loader.dataset
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    box = " x ".join(f"{a}:{b}" for a, b in one.layout.owned(tuple(mesh.get_coordinate()))[2:])
+    mine = f"{box:>20} {loader.batch_bytes / 2**20:>14.1f} {loader.bytes_read / 2**20:>12.1f} {peak / 2**20:>16.0f}"
+    rows: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(rows, mine)
+    if dist.get_rank() == 0:
+        print(f"\nrank {'tile (lat x lon)':>20} {'MiB of a batch':>14} {'MiB read':>12} {'peak memory MiB':>16}")
+        print("\n".join(f"{rank:>4} {row}" for rank, row in enumerate(rows)))
+
+
+# -- held-out skill --------------------------------------------------------------------------------------------------
+
+
+def damping_factor(pairs: Any, batch_size: int) -> Any:
+    """The factor by which persistence is damped at each point, from all neighbouring steps of the training years."""
+    product = square = 0.0
+    for batch in jigsaw.io.DataLoader(pairs, batch_size):
+        product = product + (batch.input * batch.target).sum(dim=0)
+        square = square + batch.input.square().sum(dim=0)
+    return product / square
+
+
+@torch.no_grad()
+def skill(model: torch.nn.Module, test: Any, damping: Any, weights: torch.Tensor, batch_size: int) -> dict[str, float]:
+    """Area-weighted RMSE over the held-out samples, of the model and of what it has to beat."""
+    model.eval()
+    squares = dict.fromkeys(("climatology", "persistence", "damped persistence", "this model"), 0.0)
+    count = 0
+    for batch in jigsaw.io.DataLoader(test, batch_size):
+        last, truth = batch.input[:, -1:], batch.target
+        forecast = model(batch.input, season(batch.target_times))
+        for name, error in zip(squares, (truth, last - truth, damping * last - truth, forecast - truth), strict=True):
+            squares[name] += (error.square() * weights).sum().item()
+        count += truth.numel()
+    return {name: math.sqrt(square / count) for name, square in squares.items()}
+
+
+@torch.no_grad()
+def picture(
+    model: torch.nn.Module, test: Any, grid: Any, cuts: Any, report: dict[str, Any], unit: str, out: Path
+) -> None:
+    """Forecast, truth and error of one held-out sample, and the loss curves of every mesh that has trained this way."""
+    months = [str(test.target_times(i)[-1])[: len(PICTURE)] for i in range(len(test))]
+    index = months.index(PICTURE) if PICTURE in months else len(test) - 1
+    sample = test[index]
+    forecast = model(sample.input.unsqueeze(0), season(sample.target_times[None]))[0, 0, 0].full_tensor().numpy()
+    truth = sample.target[0, 0].full_tensor().numpy()
+    if dist.get_rank() != 0:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    name = report["mesh"].replace(",", "_").replace("=", "")
+    (out / f"loss_{name}.json").write_text(json.dumps(report))
+    maps = {"forecast": forecast, "truth": truth, "error: forecast minus truth": forecast - truth}
+    title = f"{test.fields[0]} of {months[index]}, forecast on {report['ranks']} ranks: {report['mesh']}"
+    curves = plot.comparable(report, out)
+    plot.save(out / "weather.png", title, maps, grid["lat"], grid["lon"], cuts, curves, report["skill"], unit)
+    show(report, unit)
+    print(f"picture: {out / 'weather.png'}")
+
+
+def show(report: dict[str, Any], unit: str) -> None:
+    steps = report["settings"]["steps"]
+    print(f"\n{steps} steps on {report['mesh']} in {report['train_s']:.0f} s; all in {report['total_s']:.0f} s")
+    print(f"area-weighted RMSE of the held-out samples [{unit}]:")
+    for name, error in report["skill"].items():
+        print(f"  {name:<20} {error:.3f}")
+
+
+if __name__ == "__main__":
+    main()
