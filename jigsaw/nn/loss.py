@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,8 @@ from jigsaw.tile import Tile, implements
 Values = Tile | Tensor
 
 
-def reduce(values: Tile, reduction: str, weight: Values | None = None) -> Any:
-    """Elementwise losses as torch reduces them: ``"none"``, ``"sum"``, or ``"mean"`` (over all elements, weighted ones too)."""
-    if weight is not None:
-        values = values * weight
+def reduced(values: Tile, reduction: str) -> Any:
+    """Elementwise losses as torch reduces them: ``"none"``, ``"sum"`` or ``"mean"``."""
     if reduction == "none":
         return values
     if reduction == "sum":
@@ -44,8 +43,11 @@ def _check_shapes(name: str, input: Values, target: Values) -> None:
         raise ShardingError(f"{name}: input {tuple(input.shape)} and target {tuple(target.shape)} must have one shape; broadcast one explicitly")
 
 
-def _elementwise(function: Callable[..., Any], difference: Callable[..., Any], *names: str) -> None:
-    """Answer a torch loss that is a pointwise function of input and target, then reduced."""
+def _elementwise(function: Callable[..., Any], difference: Callable[..., Any], *names: str, mean_by_weight: bool = False) -> None:
+    """Answer a torch loss that is a pointwise function of input and target, then reduced.
+
+    With `mean_by_weight` the weighted mean is divided by the sum of weights, else by the number of elements: torch has both.
+    """
 
     def answer(input: Values, target: Values, *args: Any, **kwargs: Any) -> Any:
         options = dict(zip(names, args, strict=False)) | kwargs
@@ -53,7 +55,12 @@ def _elementwise(function: Callable[..., Any], difference: Callable[..., Any], *
             raise ShardingError(f"{function.__name__}(size_average=, reduce=) on tiles is not supported: use reduction=")
         reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
         _check_shapes(function.__name__, input, target)
-        return reduce(difference(input, target, **options), reduction, weight)
+        values = difference(input, target, **options)
+        if weight is None:
+            return reduced(values, reduction)
+        if reduction == "mean" and mean_by_weight:
+            return weighted_mean(values, weight)
+        return reduced(values * weight, reduction)
 
     implements(function)(answer)
 
@@ -63,6 +70,12 @@ def _squared(input: Any, target: Any) -> Any:
 
 
 def _absolute(input: Any, target: Any) -> Any:
+    # torch 2.13's l1_loss leaves its weight= out when it dispatches; what a caller passed can only be seen in its frame
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    if frame.f_code is F.l1_loss.__code__ and frame.f_locals.get("weight") is not None:
+        raise ShardingError("l1_loss(weight=...) on tiles: torch drops the weight on its way; use jigsaw.nn.loss.weighted_mean((input - target).abs(), weight)")
     return (input - target).abs()
 
 
@@ -80,8 +93,8 @@ def _local(function: Callable[..., Tensor]) -> Callable[..., Tile]:
 
 
 _OLD = ("size_average", "reduce", "reduction")
-_elementwise(F.mse_loss, _squared, *_OLD, "weight")
-_elementwise(F.l1_loss, _absolute, *_OLD, "weight")
+_elementwise(F.mse_loss, _squared, *_OLD, "weight", mean_by_weight=True)
+_elementwise(F.l1_loss, _absolute, *_OLD, mean_by_weight=True)
 _elementwise(F.smooth_l1_loss, _local(F.smooth_l1_loss), *_OLD, "beta")
 _elementwise(F.huber_loss, _local(F.huber_loss), "reduction", "delta", "weight")
 _elementwise(F.binary_cross_entropy, _local(F.binary_cross_entropy), "weight", *_OLD)
@@ -95,7 +108,7 @@ def binary_cross_entropy_with_logits(
     target: Values,
     weight: Values | None = None,
     size_average: None = None,
-    reduce_: None = None,
+    reduce: None = None,
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Any:
@@ -106,7 +119,8 @@ def binary_cross_entropy_with_logits(
     # softplus(-|x|) + max(-x, 0): no overflow on either side
     stable = (-(torch.abs(input))).exp().log1p() + torch.relu(-input)
     assert isinstance(anchor, Tile)
-    return reduce((1 - target) * input + log_weight * stable, reduction, weight)
+    losses = (1 - target) * input + log_weight * stable
+    return reduced(losses if weight is None else losses * weight, reduction)
 
 
 @implements(F.cross_entropy)
@@ -116,7 +130,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     size_average: None = None,
     ignore_index: int = -100,
-    reduce_: None = None,
+    reduce: None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
@@ -169,7 +183,7 @@ def _with_probabilities(log_p: Tile, target: Values, weight: Tensor | None, redu
 
 
 @implements(F.nll_loss)
-def nll_loss(input: Tile, target: Values, weight: Tensor | None = None, size_average: None = None, ignore_index: int = -100, reduce_: None = None, reduction: str = "mean") -> Any:
+def nll_loss(input: Tile, target: Values, weight: Tensor | None = None, size_average: None = None, ignore_index: int = -100, reduce: None = None, reduction: str = "mean") -> Any:
     """y = -input[target] over the class dim 1, reduced as `cross_entropy`."""
     anchor_input = input.owned()
     dim = 1 if input.ndim > 1 else 0
@@ -190,4 +204,4 @@ def gaussian_nll_loss(input: Values, target: Values, var: Any, full: bool = Fals
     spread = torch.clamp(var, min=eps) if not isinstance(var, float) else max(var, eps)
     log = torch.log(spread) if not isinstance(spread, float) else torch.log(torch.tensor(spread))
     losses = 0.5 * (log + (input - target).square() / spread)
-    return reduce(losses + 0.9189385332046727 if full else losses, reduction)
+    return reduced(losses + 0.9189385332046727 if full else losses, reduction)

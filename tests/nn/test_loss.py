@@ -1,0 +1,97 @@
+"""Losses: one global number, equal on every rank, with the gradient of the whole tensor."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from jigsaw.layout import ShardingError
+from jigsaw.nn.loss import weighted_mean
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.tile import Tile, shard
+
+MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
+SPACE = (None, None, "lat", "lon")
+AREA = torch.linspace(0.1, 1, 7, dtype=torch.float64)[:, None]
+CLASS_WEIGHT = torch.tensor([0.2, 1.0, 2.0], dtype=torch.float64)
+
+ELEMENTWISE = {
+    "mse": nn.MSELoss(),
+    "mse sum": nn.MSELoss(reduction="sum"),
+    "mse none": nn.MSELoss(reduction="none"),
+    "l1": nn.L1Loss(),
+    "smooth l1": nn.SmoothL1Loss(beta=0.7),
+    "huber": nn.HuberLoss(delta=0.4),
+    "weighted mse": lambda x, y: F.mse_loss(x, y, weight=AREA.expand(2, 3, 7, 10)),
+    "weighted huber": lambda x, y: F.huber_loss(x, y, weight=AREA.expand(2, 3, 7, 10)),
+    "area mean": lambda x, y: _area_mean(x, y),
+    "logits": lambda x, y: F.binary_cross_entropy_with_logits(x, (y > 0).to(x.dtype)),
+    "logits by class": lambda x, y: F.binary_cross_entropy_with_logits(x, (y > 0).to(x.dtype), pos_weight=CLASS_WEIGHT[:, None, None]),
+    "probabilities": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid().detach()),
+    "divergence": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="sum"),
+    "gaussian": lambda x, y: F.gaussian_nll_loss(x, y, y.square() + 0.1),
+}
+
+CLASSES = {
+    "cross entropy": nn.CrossEntropyLoss(),
+    "weighted, smoothed": nn.CrossEntropyLoss(weight=CLASS_WEIGHT, label_smoothing=0.1),
+    "ignoring": nn.CrossEntropyLoss(ignore_index=1),
+    "sum": nn.CrossEntropyLoss(reduction="sum", weight=CLASS_WEIGHT),
+    "none": nn.CrossEntropyLoss(reduction="none", label_smoothing=0.2),
+    "nll": lambda x, y: F.nll_loss(F.log_softmax(x, 1), y, weight=CLASS_WEIGHT),
+}
+
+
+def _area_mean(x, y):
+    if isinstance(x, Tile):
+        return weighted_mean((x - y).square(), AREA)
+    return ((x - y).square() * AREA).sum() / (torch.ones_like(x) * AREA).sum()
+
+
+def _run(name, x, y):
+    return {**ELEMENTWISE, **CLASSES}[name](x, y)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_loss(name):
+    torch.manual_seed(0)
+    assert_same_on_every_mesh(functools.partial(_run, name), [torch.randn(2, 3, 7, 10), torch.randn(2, 3, 7, 10)], MESHES, spec=[SPACE, SPACE])
+
+
+@pytest.mark.parametrize("name", ["mse", "huber", "weighted mse", "area mean"])
+def test_a_target_with_another_halo_and_a_whole_target(name):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 3, 7, 10), torch.randn(2, 3, 7, 10)
+    assert_same_on_every_mesh(functools.partial(_run, name), [x, y], MESHES, spec=[SPACE, SPACE], halo={2: 2})
+    assert_same_on_every_mesh(functools.partial(_run, name), [x, y], MESHES, spec=[SPACE, None])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_class_loss(name):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 3, 7, 10), torch.randint(0, 3, (2, 7, 10))
+    assert_same_on_every_mesh(functools.partial(_run, name), [x, y], MESHES, spec=[SPACE, (None, "lat", "lon")])
+
+
+def test_probabilities_of_classes():
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 3, 7, 10), torch.randn(2, 3, 7, 10).softmax(1)
+    assert_same_on_every_mesh(functools.partial(_run, "weighted, smoothed"), [x, y], MESHES, spec=[SPACE, SPACE])
+
+
+@on_ranks(2)
+def test_what_losses_refuse():
+    mesh = world_mesh(lat=2)
+    x = shard(torch.randn(2, 4, 6), mesh, (None, "lat", None))
+    with pytest.raises(ShardingError, match="cross_entropy needs whole classes: dim 1"):
+        F.cross_entropy(x, torch.zeros(2, 6, dtype=torch.long))
+    with pytest.raises(ShardingError, match=r"input \(2, 4, 6\) and target \(2, 4, 1\)"):
+        F.mse_loss(x, torch.zeros(2, 4, 1))
+    with pytest.raises(ShardingError, match="torch drops the weight"):
+        F.l1_loss(x, x, weight=torch.ones(2, 4, 6))
+    with pytest.raises(ShardingError, match="use reduction="):
+        F.mse_loss(x, x, size_average=True)

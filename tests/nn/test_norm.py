@@ -1,0 +1,99 @@
+"""Norms: statistics, outputs, running statistics and every gradient are those of the whole tensor, whatever is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from jigsaw.layout import ShardingError
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.tile import shard
+
+MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
+
+
+class Permuted(nn.Module):
+    """A layer norm over channels of a channel-first image, as ConvNeXt does it."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+LAYERS = {
+    "layer norm over space": nn.LayerNorm((7, 10)),
+    "layer norm over channels": Permuted(nn.LayerNorm(4)),
+    "rms norm": Permuted(nn.RMSNorm(4)),
+    "rms norm over space": nn.RMSNorm((7, 10), eps=1e-5),
+    "group norm": nn.GroupNorm(2, 4),
+    "instance norm": nn.InstanceNorm2d(4, affine=True),
+    "batch norm": nn.BatchNorm2d(4),
+    "batch norm without affine": nn.BatchNorm2d(4, affine=False, momentum=0.3),
+    "batch norm in evaluation": nn.BatchNorm2d(4).eval(),
+}
+
+
+def _randomised(layer):
+    torch.manual_seed(1)
+    for p in layer.parameters():
+        nn.init.normal_(p, 1.0, 0.3)
+    return layer
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_norm(name):
+    torch.manual_seed(0)
+    assert_same_on_every_mesh(_randomised(LAYERS[name]), torch.randn(3, 4, 7, 10) * 3 + 5, MESHES, spec=(None, None, "lat", "lon"), rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_norm_of_a_tile_with_halo(name):
+    torch.manual_seed(0)
+    assert_same_on_every_mesh(
+        _randomised(LAYERS[name]), torch.randn(3, 4, 7, 10), MESHES[1:], spec=(None, None, "lat", "lon"), halo={2: 1, 3: 2}, periodic=(3,), rtol=1e-8
+    )
+
+
+@pytest.mark.parametrize("name", ["group norm", "batch norm", "layer norm over channels"])
+def test_norm_with_a_cut_batch(name):
+    torch.manual_seed(0)
+    assert_same_on_every_mesh(
+        _randomised(LAYERS[name]), torch.randn(3, 4, 7, 10), [{"data": 2, "lat": 2}, {"data": 3}], spec=("data", None, "lat", None), rtol=1e-8
+    )
+
+
+def test_norm_with_cut_channels():
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 7, 10)
+    spec = (None, "channel", "lat", None)
+    for name in ("group norm", "instance norm", "layer norm over channels", "batch norm in evaluation"):
+        assert_same_on_every_mesh(_randomised(LAYERS[name]), x, [{"channel": 2}, {"channel": 2, "lat": 2}], spec=spec, rtol=1e-8)
+
+
+@on_ranks(4)
+def test_large_means_lose_no_digits():
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 7, 10) + 3e4
+    norm = nn.GroupNorm(1, 4)
+    truth = norm.double()(x.double())
+    tile = shard(x, world_mesh(lat=2, lon=2), (None, None, "lat", "lon"))
+    ours, plain = norm.float()(tile).full_tensor(), norm(x)
+    assert (ours - truth).abs().max() <= (plain - truth).abs().max()
+
+
+@on_ranks(2)
+def test_what_norms_refuse():
+    mesh = world_mesh(channel=2)
+    x = shard(torch.randn(2, 4, 6), mesh, (None, "channel", None))
+    with pytest.raises(ShardingError, match="batch_norm with running statistics on cut channels"):
+        nn.BatchNorm1d(4)(x)
+    with pytest.raises(ShardingError, match=r"layer_norm over \(5,\).*\(6,\)"):
+        nn.LayerNorm(5)(x)
+    with pytest.raises(ShardingError, match="num_groups=3: 4 channels"):
+        nn.functional.group_norm(x, 3)
+    with pytest.raises(ShardingError, match="split a cut dim between its cut points"):
+        nn.functional.group_norm(shard(torch.randn(2, 4, 6), mesh, (None, "channel", None), split=(0, 1, 4)), 2)
