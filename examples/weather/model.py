@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
 
 class GlobeModel(nn.Module):
-    """forecast = damping * last input + increment, both predicted from all inputs, the season and the place.
+    """forecast = (1 - damping) * last input + increment, both predicted from all inputs, the season and the place.
 
     `size` is the whole grid. The stem and every width after the first halve it, so tiles should be cut at multiples of
     `stride`, as for any U-Net: then the decoder's rows lie where the encoder's do.
@@ -84,7 +84,7 @@ class GlobeModel(nn.Module):
         self.up = nn.ModuleList(GlobeConv(coarse, fine) for fine, coarse in pairs)
         self.decoder = nn.ModuleList(Block(width) for width in widths[:-1])
         self.head = GlobeConv(steps * channels + widths[0], 2 * channels)
-        nn.init.zeros_(self.head.weight)  # the first forecast is half of the last input
+        nn.init.zeros_(self.head.weight)  # the first forecast is persistence
         nn.init.zeros_(self.head.bias)
         self.stride = 2 ** len(widths)
         self.place = nn.Parameter(torch.zeros(1, widths[-1], *(-(-n // self.stride) for n in size)))
@@ -105,4 +105,4 @@ class GlobeModel(nn.Module):
             x = block(skip + up(F.interpolate(x, size=skip.shape[-2:])))
         x = self.head(torch.cat([inputs, F.interpolate(x, size=last.shape[-2:])], dim=1))
         damping, increment = x.chunk(2, dim=1)
-        return (torch.sigmoid(damping) * last + increment).unsqueeze(1)
+        return (last - damping * last + increment).unsqueeze(1)

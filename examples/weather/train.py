@@ -256,7 +256,8 @@ def picture(
     name = report["mesh"].replace(",", "_").replace("=", "")
     (out / f"loss_{name}.json").write_text(json.dumps(report))
     maps = {"forecast": forecast, "truth": truth, "error: forecast minus truth": forecast - truth}
-    title = f"{test.fields[0]} of {months[index]}, forecast on {report['ranks']} ranks: {report['mesh']}"
+    ranks = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}"
+    title = f"{test.fields[0]} of {months[index]}, forecast on {ranks} ({report['mesh']})"
     curves = plot.comparable(report, out)
     plot.save(out / "weather.png", title, maps, grid["lat"], grid["lon"], cuts, curves, report["skill"], unit)
     show(report, unit)

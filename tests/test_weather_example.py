@@ -1,0 +1,123 @@
+"""The weather example: its data are what they say, its baselines score what is published with them, its model is plain torch."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "weather"
+MODULES = ("data", "model", "plot", "train", "quarter_degree")
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The example's files as modules; their short names are forgotten again afterwards."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def air_store(tmp_path_factory):
+    return tmp_path_factory.mktemp("weather") / "air.zarr"
+
+
+def test_packed_copy_is_small_and_whole(example):
+    assert example.data.PACKED.stat().st_size <= 12_000_000
+    with xr.open_dataset(example.data.PACKED, mask_and_scale=False) as packed:
+        assert packed["air"].shape == (938, 73, 144)
+        assert packed["air"].dtype == np.int16
+        assert str(packed["time"].values[0])[:7] == "1948-01"
+        assert "NOAA" in packed.attrs["license"]
+
+
+def test_climatology_knows_nothing_of_the_test_years(example):
+    times = xr.date_range("1948-01-01", periods=938, freq="MS")
+    air = xr.DataArray(
+        np.random.default_rng(0).normal(size=(938, 2, 3)), dims=("time", "lat", "lon"), coords={"time": times}
+    )
+    other = air.where(air["time"].dt.year <= 2008, 1e6)
+    xr.testing.assert_identical(example.data.monthly_climatology(air), example.data.monthly_climatology(other))
+
+
+def test_store_is_chunked_by_step_and_its_anomaly_has_no_season(example, air_store):
+    path = example.data.store(air_store)
+    assert sorted(p.name for p in path.parent.iterdir()) == [path.name]  # no draft is left
+    with xr.open_zarr(path) as store:
+        assert store["air_anomaly"].dims == ("time", "latitude", "longitude")
+        assert store["air_anomaly"].encoding["chunks"] == (1, 73, 144)
+        anomaly = store["air_anomaly"].sel(time=slice("1948", "2008")).load()
+        assert float(abs(anomaly.groupby("time.month").mean()).max()) < 0.01
+        recent = store["air"].sel(time="2015-12").values - store["air_climatology"].sel(month=12).values
+        np.testing.assert_allclose(store["air_anomaly"].sel(time="2015-12").values, recent, atol=0.0101)
+
+
+def test_a_waiting_rank_says_who_failed(example, tmp_path):
+    with pytest.raises(TimeoutError, match="the rank that writes it has failed"):
+        example.data.once(tmp_path / "never", lambda path: None, writes=False, patience=0.1)
+
+
+def test_a_slower_writer_keeps_the_store_that_is_there(example, tmp_path):
+    def write_while_another_run_finishes(draft):
+        draft.mkdir()
+        (tmp_path / "store").mkdir()
+        (tmp_path / "store" / "theirs").touch()
+
+    store = example.data.once(tmp_path / "store", write_while_another_run_finishes, writes=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]
+    assert (store / "theirs").exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "pieces", "expected"), [(73, 2, [0, 40, 73]), (73, 1, [0, 73]), (721, 2, [0, 360, 721])]
+)
+def test_cut_points_are_multiples_of_the_stride(example, size, pieces, expected):
+    assert example.train.cut_points(size, pieces, 8) == expected
+
+
+def test_cell_areas_cover_the_sphere(example):
+    lats = np.linspace(90, -90, 73)
+    areas = example.train.cell_areas(lats)[:, 0]
+    edges = np.clip(np.linspace(91.25, -91.25, 74), -90, 90)
+    exact = -np.diff(np.sin(np.deg2rad(edges)))
+    np.testing.assert_allclose(areas, exact * 73 / 2, rtol=1e-5)
+
+
+def test_season_is_the_time_of_year_of_the_target(example):
+    times = np.array([["2000-01-01"], ["2001-07-02"]], dtype="datetime64[us]")
+    np.testing.assert_allclose(example.train.season(times), [[0, 1], [0, -1]], atol=0.02)
+
+
+def test_first_forecast_is_persistence_for_any_grid(example):
+    for size in ((9, 16), (13, 18)):
+        model = example.model.GlobeModel(3, 2, size, (4, 8))
+        x = torch.randn(2, 3, 2, *size)
+        torch.testing.assert_close(model(x, torch.randn(2, 2)), x[:, -1:])
+
+
+def test_model_does_not_know_where_longitude_begins(example):
+    torch.manual_seed(0)
+    model = example.model.GlobeModel(2, 1, (13, 32), (4, 8)).double()
+    torch.nn.init.normal_(model.head.weight)
+    x, season = torch.randn(1, 2, 1, 13, 32, dtype=torch.float64), torch.randn(1, 2, dtype=torch.float64)
+    turned = model(x.roll(model.stride, dims=-1), season).roll(-model.stride, dims=-1)
+    torch.testing.assert_close(turned, model(x, season))
+
+
+def test_map_shows_the_field_where_it_is(example):
+    lats, lons = np.linspace(90, -90, 73), np.arange(144) * 2.5
+    rows = np.broadcast_to(lats[:, None], (73, 144))
+    image = example.plot.raster(rows, lats, lons, rows=101)
+    assert abs(np.nanmax(image) - 90) < 2
+    assert abs(image[50, 100]) < 1e-6  # the middle of the map is on the equator
+    assert np.isnan(image[0, 0])
+    flipped = example.plot.raster(rows[::-1], lats[::-1], lons, rows=101)
+    np.testing.assert_allclose(flipped, image, atol=1e-9)
