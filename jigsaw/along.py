@@ -12,13 +12,14 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.layout import ShardingError, whole
+from jigsaw.pointwise import alike
 from jigsaw.reductions import amax, amin, finish, reduced_dims, reducing_axes
 from jigsaw.tile import Tile, implements, refuse
 
 
-def _along(function: Any, input: Tile, dim: int, *args: Any, **kwargs: Any) -> Any:
-    """Run on each rank; exact because `dim` is whole there.  Halo rows of other dims stay."""
-    (at,) = reduced_dims(input, dim)
+def _along(function: Any, input: Tile, along: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Run on each rank; exact because dim `along` is whole there.  Halo rows of other dims stay."""
+    (at,) = reduced_dims(input, along)
     if any(c.is_cut or c.has_halo for c in input.layout.dim(at)):
         if input.layout.is_cut(at):
             raise refuse(function, input, f"it works along dim {at}, which is cut", "redistribute the tile so that another dim is cut")
@@ -44,9 +45,7 @@ def _answer(function: Any, position: int, default: int | None) -> None:
         if not isinstance(dim, int):
             if input.layout.cut_dims:
                 raise refuse(function, input, f"without dim it works on the flattened tensor (dim={dim!r})", "pass a dim that nothing cuts")
-            dim = 0
-            if input.ndim != 1:
-                raise ShardingError(f"{function.__name__} on a Tile needs dim=, got {dim!r}")
+            return alike(function, (input, *args), kwargs, input)
         return _along(function, input, dim, *args, **kwargs)
 
     implements(function)(handler)

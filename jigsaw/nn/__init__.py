@@ -1,5 +1,5 @@
 """Layers: torch.nn signatures, exact on tiles.  Unmodified `torch.nn` modules run on tiles through the same functions."""
 
-from jigsaw.nn import loss, norm
+from jigsaw.nn import dropout, loss, norm
 
-__all__ = ["loss", "norm"]
+__all__ = ["dropout", "loss", "norm"]

@@ -1,0 +1,64 @@
+"""Dropout: the same mask on every mesh, halos included, and the rate that was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.tile import shard
+
+X = torch.ones(4, 6, 33, 20)
+
+
+def _dropped(layer, halo=None, **axes):
+    torch.manual_seed(3)
+    tile = shard(X, world_mesh(**axes), ("data", None, "lat", "lon"), halo=halo, periodic=(3,))
+    out = layer(tile)
+    if halo:  # what a rank drew for a halo row is what the row's owner drew
+        assert torch.equal(out.local, out.owned().with_layout(out.layout).local)
+    return out.full_tensor()
+
+
+LAYERS = {"elements": nn.Dropout(0.3), "channels": nn.Dropout2d(0.5), "tokens": lambda x: F.dropout(x.flatten(2), 0.3).unflatten(2, (33, 20))}
+
+
+@on_ranks(4)
+def _on_four(name):
+    masks = [_dropped(LAYERS[name], **axes) for axes in ({"lat": 4}, {"lat": 2, "lon": 2}, {"data": 2, "lon": 2})]
+    masks.append(_dropped(LAYERS[name], halo={2: 2, 3: (1, 2)}, lat=2, lon=2))
+    return masks
+
+
+@on_ranks(1)
+def _on_one(name):
+    return _dropped(LAYERS[name], lat=1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_mask_is_the_same_on_every_mesh(name):
+    (alone,) = _on_one(name)
+    for masks in _on_four(name):
+        assert all(torch.equal(mask, alone) for mask in masks)
+    kept = alone != 0
+    rate = 0.5 if name == "channels" else 0.7
+    assert abs(kept.double().mean() - rate) < (0.25 if name == "channels" else 0.02)
+    torch.testing.assert_close(alone[kept], torch.full((int(kept.sum()),), 1 / rate))
+    if name == "channels":
+        assert torch.equal(kept, kept[:, :, :1, :1].expand_as(kept))
+
+
+@on_ranks(2)
+def test_evaluation_and_gradient():
+    mesh = world_mesh(lat=2)
+    tile = shard(X, mesh, (None, None, "lat", None))
+    assert torch.equal(nn.Dropout(0.5).eval()(tile).local, tile.local)
+    tile.local.requires_grad_()
+    out = F.dropout(tile, 0.5)
+    out.sum().backward()
+    assert torch.equal(tile.local.grad, out.local)
+    assert F.dropout(tile, 1.0).sum() == 0
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        F.dropout(tile, 1.5)

@@ -1,0 +1,232 @@
+"""`Tile` itself: what it shows, what it refuses, and how it meets autocast, checkpointing, plain tensors and other meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.layout import ShardingError
+from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.tile import Tile, from_local, shard
+
+SPACE = (None, None, "lat", "lon")
+
+
+def _tile(mesh, shape=(2, 3, 7, 10), spec=SPACE, **options):
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    return x, shard(x, mesh, spec, **options)
+
+
+@on_ranks(4)
+def test_the_global_view():
+    mesh = world_mesh(lat=2, lon=2)
+    x, tile = _tile(mesh, halo={2: 1})
+    assert tile.shape == x.shape and tile.size(2) == 7 and tile.ndim == tile.dim() == 4 and tile.numel() == x.numel() and len(tile) == 2
+    assert tile.dtype == x.dtype and tile.device == x.device and not tile.requires_grad
+    assert torch.equal(tile.full_tensor(), x)
+    assert torch.equal(tile.owned().full_tensor(), x)
+    row, column = tile.coordinate
+    assert tile.local.shape == (2, 3, (5, 4)[row], 5)
+    text = repr(tile)
+    for part in ("(2, 3, 7, 10)", "float64", "dim 2 (7) by lat", f"lat={row}/2", f"lon={column}/2", ("0:4", "4:7")[row], "held (2, 3,"):
+        assert part in text
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tile.local = x
+
+
+@on_ranks(4)
+def test_redistribute_to_any_cut_and_back():
+    mesh = world_mesh(lat=2, lon=2)
+    x, tile = _tile(mesh)
+    for spec in [(None, None, "lon", "lat"), (None, None, None, ("lat", "lon")), ("lat", None, None, None), (None,) * 4, (None, "lon", None, None)]:
+        other = tile.redistribute(spec)
+        assert torch.equal(other.full_tensor(), x)
+        assert torch.equal(other.redistribute(SPACE).local, tile.local)
+    uneven = tile.redistribute(SPACE, split={2: (0, 1, 7), 3: (0, 10, 10)})
+    assert torch.equal(uneven.full_tensor(), x)
+    assert [c.points for c in uneven.layout.cuts][2:] == [(0, 1, 7), (0, 10, 10)]
+
+
+@on_ranks(3)
+def test_strict_means_no_silent_answer():
+    mesh = world_mesh(lat=3)
+    _, tile = _tile(mesh, spec=(None, None, "lat", None))
+    with comm.count() as c:
+        for call, words in [
+            (lambda: torch.sort(tile, dim=2), "sort on a Tile.*dim 2 .*cut.*redistribute"),
+            (lambda: torch.fft.rfft(tile, dim=2), "fft_rfft on a Tile.*does not answer.*full_tensor"),
+            (lambda: tile.cumsum(2), "cumsum.*dim 2, which is cut"),
+            (lambda: tile.flip(2), "flip.*reverses dim 2"),
+            (lambda: torch.cat([tile, tile], 2), "cat.*joins along dim 2"),
+            (lambda: tile.reshape(2, 3, 35, 2), "split a cut dim between its cut points"),
+            (lambda: tile[tile > 0], "advanced indices|advanced"),
+            (lambda: tile[:, :, [0, 1]], "index_select.*dim 2"),
+            (lambda: bool(tile), "ambiguous"),
+            (lambda: tile.item(), "only a tile of one element"),
+            (lambda: tile.argmax(), "argmax.*flattened"),
+            (lambda: torch.add(tile, tile, out=tile), "out=.*frozen"),
+            (lambda: F.rrelu(tile, training=True), "rrelu"),
+            (lambda: torch.bernoulli(tile), "bernoulli on a Tile"),
+            (lambda: tile + torch.ones(4, 10), r"shape \(4, 10\) does not broadcast.*whole"),
+            (lambda: tile.numpy(), "numpy on a Tile"),
+        ]:
+            with pytest.raises(ShardingError, match=words):
+                call()
+        with pytest.raises(ShardingError, match="frozen"):
+            tile[0] = 1
+    assert c.sent_bytes == 0
+
+
+@on_ranks(4)
+def test_tiles_of_different_cuts_or_meshes_do_not_meet():
+    mesh = world_mesh(lat=2, lon=2)
+    x, tile = _tile(mesh)
+    with pytest.raises(ShardingError, match="cut dim -1 differently.*redistribute"):
+        tile + tile.redistribute((None, None, "lat", None))
+    with pytest.raises(ShardingError, match="cut dim -2 differently"):
+        tile * shard(x, mesh, SPACE, split={2: (0, 3, 7), 3: "balanced"})
+    other = world_mesh(lat=4, lon=1)
+    with pytest.raises(ShardingError, match="different meshes"):
+        tile + shard(x, other, SPACE)
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_all_raise():
+    mesh = world_mesh(lat=2)
+    mine = mesh.get_local_rank()
+    with pytest.raises(ShardingError, match="shapes and dtypes differ"):
+        shard(torch.zeros(4 + mine, 3), mesh, ("lat", None))
+    with pytest.raises(ShardingError, match=r"rank at \(1,\) passed a local tensor of shape \(5, 3\).*\(3, 3\)"):
+        from_local(torch.zeros(4 + mine, 3), mesh, ("lat", None), (7, 3))
+    with pytest.raises(ShardingError, match="must agree"):
+        from_local(torch.zeros(4 - mine, 3), mesh, ("lat", None), (7 + mine, 3))
+    with pytest.raises(ShardingError, match="has 1 entries for 2 dims"):
+        shard(torch.zeros(4, 3), mesh, ("lat",))
+    with pytest.raises(ShardingError, match="'lat' more than once"):
+        shard(torch.zeros(4, 3), mesh, ("lat", "lat"))
+    with pytest.raises(ShardingError, match="init_mesh.lat=3.*2 ranks"):
+        jigsaw.init_mesh(lat=3)
+    tile = from_local(torch.full((4 - mine, 3), float(mine)), mesh, ("lat", None), (7, 3))
+    assert tile.full_tensor()[:, 0].tolist() == [0.0] * 4 + [1.0] * 3
+
+
+@on_ranks(4)
+def test_a_mesh_of_some_unordered_ranks():
+    places = torch.tensor([[3, 1]])
+    mesh = DeviceMesh("cpu", places, mesh_dim_names=("data", "lat"))
+    if torch.distributed.get_rank() in (1, 3):
+        x, tile = _tile(mesh, spec=(None, None, "lat", None))
+        assert tile.coordinate == ((0, 1) if torch.distributed.get_rank() == 1 else (0, 0))
+        assert torch.equal(tile.local, x[:, :, :4] if torch.distributed.get_rank() == 3 else x[:, :, 4:])
+        assert torch.equal(tile.roll(3, 2).full_tensor(), x.roll(3, 2))
+        torch.testing.assert_close(tile.mean(), x.mean())
+    else:
+        with pytest.raises(ShardingError, match="not part of the mesh"):
+            from jigsaw.mesh import coordinate
+
+            coordinate(mesh)
+
+
+@on_ranks(2)
+def test_the_loss_is_an_ordinary_scalar_equal_on_every_rank():
+    mesh = world_mesh(lat=2)
+    x, tile = _tile(mesh, spec=(None, None, "lat", None))
+    tile.local.requires_grad_()
+    loss = (tile * 2).square().mean()
+    assert type(loss) is torch.Tensor and loss.ndim == 0
+    assert len({float(v) for v in comm.agree(mesh, loss.item())}) == 1
+    loss.backward()
+    torch.testing.assert_close(tile.grad.full_tensor(), 8 * x / x.numel())
+
+
+@on_ranks(2)
+def test_a_whole_leaf_gets_its_whole_gradient():
+    mesh = world_mesh(lat=2)
+    x = torch.arange(14.0, dtype=torch.float64).reshape(7, 2).requires_grad_()
+    (shard(x, mesh, ("lat", None)).square()).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
+@on_ranks(2)
+def test_parameters_get_parts_that_sum_to_the_gradient():
+    mesh = world_mesh(lat=2)
+    x, tile = _tile(mesh, spec=(None, None, "lat", None))
+    scale, head = (torch.randn(3, 1, 1, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def model(y):
+        y = y * scale
+        return ((y.mean((2, 3), keepdim=True) * head).square() + y).mean()
+
+    model(tile).backward()
+    parts = [scale.grad, head.grad]
+    scale.grad = head.grad = None
+    model(x).backward()
+    for part, whole in zip(parts, (scale.grad, head.grad), strict=True):
+        torch.testing.assert_close(comm.all_reduce(part, mesh, ("lat",)), whole)
+
+
+@on_ranks(2)
+def test_a_gradient_that_would_be_counted_twice_is_refused():
+    mesh = world_mesh(lat=2)
+    _, tile = _tile(mesh, spec=(None, None, "lat", None))
+    tile.local.requires_grad_()
+    gain = torch.ones((), dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ShardingError, match="computed from a parameter and from a tensor that left a Tile"):
+        tile * (tile.std() * gain)
+
+
+@on_ranks(2)
+def test_autocast():
+    mesh = world_mesh(lat=2)
+    x = torch.randn(2, 4, 6)
+    tile = shard(x, mesh, (None, "lat", None))
+    layer = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, plain = layer(tile), layer(x)
+    assert out.dtype == plain.dtype == torch.bfloat16
+    torch.testing.assert_close(out.full_tensor(), plain, rtol=2e-2, atol=2e-2)
+
+
+@on_ranks(2)
+def test_checkpointing_recomputes_the_same():
+    mesh = world_mesh(lat=2)
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm((4, 8))).double()
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    grads = []
+    for run in (layer, lambda t: checkpoint(layer, t, use_reentrant=False)):
+        layer.zero_grad()
+        tile = shard(x, mesh, (None, "lat", None))
+        tile.local.requires_grad_()
+        run(tile).square().mean().backward()
+        grads.append([tile.local.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_in_place_pointwise_changes_the_local_tensor_only():
+    mesh = world_mesh(lat=2)
+    x, tile = _tile(mesh, spec=(None, None, "lat", None))
+    out = nn.ReLU(inplace=True)(tile)
+    assert out.local.data_ptr() == tile.local.data_ptr()
+    assert torch.equal(tile.add_(1).full_tensor(), x.relu() + 1)
+    with pytest.raises(ShardingError, match="in place"):
+        tile.mean(2, keepdim=True).add_(tile)
+
+
+def test_one_rank_without_torchrun_runs_everything():
+    mesh = jigsaw.init_mesh(lat=1, lon=1)
+    x, tile = _tile(mesh)
+    assert isinstance(torch.sort(tile, dim=2).values, Tile)
+    torch.testing.assert_close(torch.fft.rfft(tile, dim=2).full_tensor(), torch.fft.rfft(x, dim=2))
+    assert torch.equal(nn.Flatten()(tile).full_tensor(), x.flatten(1))
