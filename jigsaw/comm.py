@@ -175,6 +175,35 @@ def agree(mesh: DeviceMesh, value: object) -> list[Any]:
     return [by_rank[r] for r in submesh(mesh, names).mesh.flatten().tolist()]
 
 
+def start_sum(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Pending:
+    """Start summing the contiguous `x` in place over the ranks along `axes`; `wait()` before it is used.  Not differentiable.
+
+    *Sends*: 2 (P-1)/P of the bytes of `x`.
+    """
+    ranks = extent(mesh, axes)
+    if ranks == 1 or x.numel() == 0:
+        return Pending((), ())
+    moved = 2 * (ranks - 1) * x.nbytes // ranks
+    _record("all_reduce", moved, moved, 2 * (ranks - 1))
+    buffer = torch.view_as_real(x) if x.is_complex() else x
+    work = dist.all_reduce(buffer, group=group_along(mesh, axes), async_op=True)
+    return Pending((work,) if work is not None else (), (x,))
+
+
+def broadcast(x: Tensor, mesh: DeviceMesh, axes: Axes) -> None:
+    """Fill the contiguous `x` in place with that of the first rank along `axes`, in its own dtype.  Not differentiable.
+
+    *Sends*: the bytes of `x` once a rank (tree).
+    """
+    ranks = extent(mesh, axes)
+    if ranks == 1 or x.numel() == 0:
+        return
+    first = members(mesh, axes)[0]
+    mine = first == dist.get_rank()
+    _record("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
+    dist.broadcast(_as_bytes(x), first, group=group_along(mesh, axes))
+
+
 # -- adjoint pairs --------------------------------------------------------------------------------------------------------
 
 

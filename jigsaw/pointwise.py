@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.exchange import exchange
-from jigsaw.layout import Cut, Interval, Layout, ShardingError, whole
+from jigsaw.layout import Cut, Layout, ShardingError, whole
 from jigsaw.tile import LEAVE, Handler, Tile, check_mesh, implements, leave, otherwise, refuse, tiles_in
 
 # -- plain tensors enter ----------------------------------------------------------------------------------------------
@@ -24,43 +24,55 @@ from jigsaw.tile import LEAVE, Handler, Tile, check_mesh, implements, leave, oth
 
 class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, replicas: int) -> Tensor:
-        ctx.replicas = replicas
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.replicas, None
+        return grads[0] * ctx.scale, None
+
+
+AVERAGED = "_jigsaw_averaged_over"
+
+
+def averaged_over(leaf: Tensor) -> int:
+    """Over how many ranks the gradient of a leaf is going to be averaged (`jigsaw.parallelize` says so); 1: its parts are summed."""
+    return getattr(leaf, AVERAGED, 1)
 
 
 def part(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
     """A plain tensor as an operand of an op whose result has `layout` (by default that of `tile`), on the mesh of `tile`.
 
     Its gradient on each rank becomes this rank's part: the parts sum to the gradient over the whole mesh, also where
-    the result is replicated.  A plain tensor that itself came out of a tile (a global statistic) has a whole gradient
-    instead, for which the parts are summed.
+    the result is replicated.  Parts of a parameter that is going to be averaged over n ranks are n times as large, so
+    that their mean is the gradient.  A plain tensor that itself came out of a tile (a global statistic) has a whole
+    gradient instead, for which the parts are summed.
 
     *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile.
-    *Raises*: `ShardingError` for a tensor made of both a parameter and a global statistic, whose gradient cannot be both.
+    *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
     """
     mesh, layout = tile.mesh, layout or tile.layout
     if not (x.requires_grad and torch.is_grad_enabled()) or mesh.size() == 1:
         return x
-    if x.grad_fn is not None:
-        left, leaf = _origins(x)
-        if left and leaf:
-            raise ShardingError(
-                f"a plain tensor of shape {tuple(x.shape)} was computed from a parameter and from a tensor that left a Tile; its gradient would be "
-                f"counted twice; keep the reduction a Tile (keepdim=True) and multiply there"
-            )
-        if left:
-            return comm.enter(x, mesh, layout.cut_axes)
-    return x if layout.replicas == 1 else _Part.apply(x, layout.replicas)  # type: ignore[no-any-return]
+    left, leaves = (False, [x]) if x.grad_fn is None else _origins(x)
+    ranks = {averaged_over(leaf) for leaf in leaves}
+    if left and ranks <= {mesh.size()}:
+        # a whole gradient on every rank is right for what left a tile, and for parameters that are averaged
+        return comm.enter(x, mesh, layout.cut_axes)
+    if left or len(ranks) > 1:
+        raise ShardingError(
+            f"a plain tensor of shape {tuple(x.shape)} was computed from a parameter and from a tensor that left a Tile, or from leaves that are "
+            f"summed and leaves that are averaged over the ranks; its gradient would be counted wrongly; pass the model through "
+            f"jigsaw.parallelize, or keep the reduction a Tile (keepdim=True) and multiply there"
+        )
+    scale = max(ranks, default=1) / layout.replicas
+    return x if scale == 1 else _Part.apply(x, scale)  # type: ignore[no-any-return]
 
 
-def _origins(x: Tensor) -> tuple[bool, bool]:
-    """Whether the graph of `x` reaches a tensor that left a tile, and whether it reaches a leaf that needs a gradient."""
-    left = leaf = False
+def _origins(x: Tensor) -> tuple[bool, list[Tensor]]:
+    """Whether the graph of `x` reaches a tensor that left a tile, and the leaves that it reaches otherwise."""
+    left, leaves = False, list[Tensor]()
     seen: set[Any] = set()
     todo: list[Any] = [x.grad_fn]
     while todo:
@@ -68,13 +80,13 @@ def _origins(x: Tensor) -> tuple[bool, bool]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = node.name()
-        if name == LEAVE:
+        if node.name() == LEAVE:
             left = True
             continue
-        leaf = leaf or hasattr(node, "variable")
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
         todo.extend(next_node for next_node, _ in node.next_functions)
-    return left, leaf
+    return left, leaves
 
 
 def cut_whole(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:

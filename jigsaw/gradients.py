@@ -1,0 +1,239 @@
+"""From each rank's part of a gradient to the whole one: buckets of parameters, reduced while the backward pass goes on.
+
+A parameter whose gradient is going to be averaged is *marked*: where it meets a Tile its part is scaled up by the number of
+ranks (`jigsaw.pointwise.part`), so that the mean over the ranks is the gradient.  Where it meets only plain tensors, which
+every rank holds alike, each rank has the whole gradient, and the mean leaves it as it is.  A sum would count that P times, and
+would count again what an earlier backward pass had reduced already; the mean is right for both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from jigsaw import comm
+from jigsaw.layout import ShardingError
+from jigsaw.mesh import axes_of
+from jigsaw.pointwise import AVERAGED
+
+# -- marks ------------------------------------------------------------------------------------------------------------
+
+
+def mark(model: nn.Module, ranks: int) -> None:
+    """Mark the parameters of `model`, now and whenever a module of it runs: `fully_shard` swaps them for others meanwhile."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            _mark(parameter, ranks)
+        module.register_forward_pre_hook(partial(_before_forward, ranks))
+
+
+def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
+    if isinstance(module, FSDPModule):
+        # it has gathered the parameters of all modules in it, also of those whose forward is not called
+        for parameter in module.parameters():
+            _mark(parameter, ranks)
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.requires_grad and torch.is_grad_enabled() and not hasattr(parameter, AVERAGED):
+            raise ShardingError(
+                f"parameter {name!r} of {type(module).__name__} was replaced or added after jigsaw.parallelize, so nothing would reduce its "
+                f"gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
+            )
+
+
+def _mark(parameter: nn.Parameter, ranks: int) -> None:
+    cut = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+    setattr(parameter, AVERAGED, max(ranks // cut, 1))
+
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
+
+
+def local_of(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor, not differentiable; any other tensor as it is."""
+    with torch.no_grad():
+        return x.to_local() if isinstance(x, DTensor) else x.detach()
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters whose gradients travel together, along `axes`; ``late`` when one changed after the bucket had left."""
+
+    parameters: list[nn.Parameter]
+    axes: tuple[str, ...]
+    arrived: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
+    sent: list[nn.Parameter] = field(default_factory=list[nn.Parameter])
+    flat: Tensor | None = None
+    pending: comm.Pending | None = None
+    late: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return all(p in self.arrived or not p.requires_grad for p in self.parameters)
+
+    def launch(self, mesh: DeviceMesh) -> None:
+        """Start the sum of all gradients, zeros where this rank has none, and of one flag each that says which there are.
+
+        bfloat16 and float16 are summed in float32; frozen parameters stay behind.
+        """
+        self.sent = [p for p in self.parameters if p.requires_grad]
+        self.pending, self.flat, self.late = comm.Pending((), ()), None, False
+        if self.sent:
+            like = local_of(self.sent[0])
+            wide = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
+            flags = torch.tensor([p.grad is not None for p in self.sent], device=like.device)
+            self.flat = torch.cat([x.to(wide) for x in (*map(_flat_gradient, self.sent), flags)])
+            self.pending = comm.start_sum(self.flat, mesh, self.axes)
+
+    def finish(self, ranks: int) -> None:
+        """Wait for the sum and give every parameter its mean; one that no rank has a gradient for keeps none."""
+        if self.pending is not None and self.flat is not None:
+            self.pending.wait()
+            sizes = [local_of(p).numel() for p in self.sent]
+            *means, flags = self.flat.div_(ranks).split([*sizes, len(sizes)])
+            has = flags.tolist() if any(p.grad is None for p in self.sent) else [1.0] * len(sizes)
+            for p, mean, there in zip(self.sent, means, has, strict=True):
+                if there:
+                    _write(p, mean)
+        self.forget()
+
+    def settle(self) -> None:
+        """Wait for what is under way, if anything."""
+        if self.pending is not None:
+            self.pending.wait()
+
+    def forget(self) -> None:
+        self.arrived, self.sent, self.flat, self.pending, self.late = set(), [], None, None, False
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """The local part of the gradient, cut as its parameter, or zeros."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros_like(local_of(parameter)).reshape(-1)
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        grad = parameter.grad = grad.redistribute(placements=parameter.placements)
+    return local_of(grad).reshape(-1)
+
+
+def _write(parameter: nn.Parameter, mean: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    local = local_of(parameter.grad)
+    local.copy_(mean.view(local.shape))
+
+
+def buckets_of(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_bytes: int) -> list[Bucket]:
+    """Buckets of at most `most_bytes` (or one parameter), last parameters first, as the backward pass finds them."""
+    names = [name for name, _ in axes_of(mesh)]
+
+    def kind(p: nn.Parameter) -> tuple[Any, ...]:
+        cut = (p.device_mesh.mesh_dim_names or ()) if isinstance(p, DTensor) else ()
+        return p.dtype, p.device, tuple(n for n in names if n not in cut)
+
+    found: list[Bucket] = []
+    for (_, _, axes), group in groupby(reversed(parameters), kind):
+        size = most_bytes
+        for p in group:
+            mine = local_of(p).nbytes
+            if size + mine > most_bytes:
+                found.append(Bucket([], axes))
+                size = 0
+            found[-1].parameters.append(p)
+            size += mine
+    return found
+
+
+# -- the reducer ------------------------------------------------------------------------------------------------------
+
+
+def _current_task() -> int:
+    """Which backward pass is under way; -1 for none."""
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+
+
+class Reducer:
+    """Averages gradients over the mesh at the end of every backward pass: one all-reduce a bucket, begun as soon as it is full.
+
+    Buckets leave in one order on every rank, all of them in every backward pass that reaches any, so ranks cannot wait for
+    each other for ever over a parameter that one of them did not use.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, bucket_bytes: int) -> None:
+        self.enabled = True
+        self._mesh, self._bytes = mesh, bucket_bytes
+        self._parameters = dict(parameters)
+        self._buckets = buckets_of(
+            [p for p in self._parameters.values() if p.is_floating_point() or p.is_complex()], mesh, bucket_bytes
+        )
+        self._next = 0
+        self._task = -1
+        for bucket in self._buckets:
+            for p in bucket.parameters:
+                needs = p.requires_grad
+                p.requires_grad_()  # a frozen parameter may be trained later; a hook needs this
+                p.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+                p.requires_grad_(needs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reducer:
+        copied = {name: copy.deepcopy(p, memo) for name, p in self._parameters.items()}
+        for name, p in copied.items():
+            setattr(p, AVERAGED, getattr(self._parameters[name], AVERAGED))
+        return Reducer(copied, self._mesh, self._bytes)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model that went through jigsaw.parallelize cannot be pickled, its mesh is this process's own; save model.state_dict()"
+        )
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Forget what a backward pass that raised has left; called before the forward pass."""
+        if _current_task() == -1 and self._task != -1:
+            for bucket in self._buckets:
+                bucket.settle()
+                bucket.forget()
+            self._next, self._task = 0, -1
+
+    def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        if not self.enabled:
+            return
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ShardingError("a sparse gradient cannot be reduced in a bucket; use torch.nn.Embedding(sparse=False)")
+        task = _current_task()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
+        bucket.arrived.add(parameter)
+        bucket.late = bucket.pending is not None
+        while self._next < len(self._buckets) and self._buckets[self._next].is_full:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        with torch.no_grad():
+            self._buckets[self._next].launch(self._mesh)
+        self._next += 1
+
+    def _finish(self) -> None:
+        if self._next == 0 and not any(b.arrived for b in self._buckets):
+            return  # a backward pass inside this one has finished it all
+        while self._next < len(self._buckets):
+            self._launch_next()
+        with torch.no_grad():
+            for bucket in self._buckets:
+                if bucket.late:  # its own copy is out of date; the mean of means and further parts is exact
+                    bucket.settle()
+                    bucket.launch(self._mesh)
+            for bucket in self._buckets:
+                bucket.finish(comm.extent(self._mesh, bucket.axes))
+        self._next, self._task = 0, -1

@@ -1,0 +1,229 @@
+"""`parallelize`: a plain torch model gets the gradients of the whole batch on every mesh, with whole or with cut weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from jigsaw import comm
+from jigsaw.gradients import Reducer, local_of, mark
+from jigsaw.layout import ShardingError
+from jigsaw.mesh import axes_of, submesh
+
+M = TypeVar("M", bound=nn.Module)
+
+_REDUCER = "_jigsaw_reducer"
+_DONE = "_jigsaw_parallelized"
+_MIB = 2**20
+
+
+def parallelize(
+    model: M,
+    mesh: DeviceMesh,
+    *,
+    shard_weights: bool = False,
+    reduce: bool = True,
+    units: Sequence[nn.Module] | None = None,
+    unit_bytes: int = 4 * _MIB,
+    bucket_bytes: int = 25 * _MIB,
+) -> M:
+    """Make ``loss.backward()`` give the gradient of the whole batch on every rank: g = mean over ranks of (n x part).
+
+    Returns `model` itself, with the same parameter names and full shapes.  First all parameters and buffers become those of
+    the first rank.  Call it after the model is on its device and before the optimizer is made.
+
+    - By default every rank has whole weights, and the gradients are reduced in buckets of `bucket_bytes`, while the backward
+      pass goes on, into ordinary ``.grad``.
+    - ``shard_weights=True`` cuts weights, gradients and optimizer state into 1/P a rank by `fully_shard` over the flattened
+      mesh, in `units` (modules that are gathered at once; by default elements of ``Sequential`` and ``ModuleList`` of at least
+      `unit_bytes`, and the rest).  Parameters are then DTensors; scalars stay whole.
+    - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks: ``DistributedDataParallel(model)``.
+
+    Loss terms of parameters alone, several forward passes before one backward, accumulation with or without `no_sync`,
+    frozen, unused and tied parameters are all exact: see docs/gradients.md.
+
+    *Shapes*: unchanged; with ``shard_weights``, per rank ``ceil(shape[0] / P)`` of each parameter's first dim.
+    *Sends*: once, the parameters and buffers of the first rank.  A backward pass: one all-reduce a bucket, 2 (P-1)/P of the
+    bytes of all parameters; with ``shard_weights`` one all-gather a unit (two, but for the rest), one reduce-scatter a unit.
+    *Raises*: `ShardingError` when the model differs between ranks in names, shapes or dtypes, lies on another device than
+    the mesh, has sparse embeddings, or was parallelized before.
+    """
+    ranks = mesh.size()
+    _check(model, mesh)
+    setattr(model, _DONE, True)
+    if ranks == 1:
+        return model
+    _start_alike(model, mesh)
+    rest = dict(model.named_parameters())
+    if shard_weights:
+        rest = shard(model, mesh, units_of(model, unit_bytes) if units is None else units)
+    mark(model, ranks)
+    if rest and reduce:
+        reducer = Reducer(rest, mesh, bucket_bytes)
+        object.__setattr__(model, _REDUCER, reducer)
+        model.register_forward_pre_hook(reducer.begin)
+    return model
+
+
+# -- before -----------------------------------------------------------------------------------------------------------
+
+
+def _check(model: nn.Module, mesh: DeviceMesh) -> None:
+    if getattr(model, _DONE, False):
+        raise ShardingError(
+            f"{type(model).__name__} went through jigsaw.parallelize before; call it once, on the outermost module"
+        )
+    mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    for at, theirs in enumerate(comm.agree(mesh, mine)):
+        if theirs != mine:
+            wrong = sorted({str(x) for x in theirs} ^ {str(x) for x in mine}) or ["another order of parameters"]
+            raise ShardingError(
+                f"parallelize needs the same model on every rank, but rank {at} of the mesh differs from this one: {'; '.join(wrong[:4])}"
+            )
+    for name, p in model.named_parameters():
+        if p.device.type not in (mesh.device_type, "meta"):
+            raise ShardingError(
+                f"parameter {name!r} is on {p.device.type} but the mesh is of {mesh.device_type} devices; call model.to({mesh.device_type!r}) before parallelize"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ShardingError(
+                f"module {name!r} makes sparse gradients, which cannot be reduced in a bucket; make it with sparse=False"
+            )
+
+
+@torch.no_grad()
+def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Fill parameters and buffers with those of the first rank."""
+    axes = [name for name, _ in axes_of(mesh)]
+    for x in (*model.parameters(), *model.buffers()):
+        if x.device.type != "meta":
+            local = local_of(x)
+            whole = local.contiguous()
+            comm.broadcast(whole, mesh, axes)
+            if whole is not local:
+                local.copy_(whole)
+
+
+# -- cut weights ------------------------------------------------------------------------------------------------------
+
+
+def units_of(model: nn.Module, least_bytes: int) -> list[nn.Module]:
+    """Modules to gather at once, inner ones first: elements of ``Sequential`` and ``ModuleList`` that have `least_bytes` or
+    more beyond the units in them.  What holds a parameter that is also used outside it is none, for it is gathered alone.
+    """
+    uses = _uses(model)
+    found: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+
+    def visit(module: nn.Module, is_element: bool) -> None:
+        for child in module.children():
+            visit(child, isinstance(module, nn.Sequential | nn.ModuleList))
+        own = [p for p in module.parameters() if p not in taken]
+        inside = _uses(module)
+        closed = all(inside[p] == uses[p] for p in own)
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        if is_element and closed and has_forward and sum(p.nbytes for p in own) >= max(least_bytes, 1):
+            found.append(module)
+            taken.update(own)
+
+    visit(model, False)
+    return found
+
+
+def _uses(model: nn.Module) -> Counter[nn.Parameter]:
+    """How many modules in `model` hold each parameter."""
+    return Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Cut the weights of `model` over the flattened mesh with `fully_shard`; returns the parameters that it cannot cut.
+
+    Those are scalars, and dtypes other than that of most bytes (a unit has one).
+    """
+    named = dict(model.named_parameters())
+    weight = Counter[torch.dtype]()
+    for p in named.values():
+        weight[p.dtype] += p.nbytes
+    main = max(weight, key=lambda d: weight[d], default=None)
+    rest = {name: p for name, p in named.items() if p.ndim == 0 or p.dtype != main}
+    for p in named.values():
+        p.data = p.data.contiguous()
+    flat = submesh(mesh, [name for name, _ in axes_of(mesh)])
+    for unit in [*units, model]:
+        if not isinstance(unit, FSDPModule):
+            fully_shard(unit, mesh=flat, ignored_params=set(rest.values()))
+        if isinstance(unit, FSDPModule) and mesh.device_type == "cpu":
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    return rest
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Generator[None]:
+    """Within it, backward passes add up this rank's parts and send nothing; the first one after it reduces them all."""
+    reducer: Reducer | None = getattr(model, _REDUCER, None)
+    if reducer is not None:
+        reducer.enabled = False
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        if reducer is not None:
+            reducer.enabled = True
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(True)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """g <- g min(1, max_norm / |g|), where |g| is the norm of all whole gradients together; returns |g|, a plain tensor.
+
+    As `torch.nn.utils.clip_grad_norm_`, and also for a mix of plain parameters and DTensors of several meshes.
+
+    *Sends*: nothing for whole weights; else one all-reduce of a number a mesh that cuts parameters.
+    """
+    found = (
+        parameters.parameters()
+        if isinstance(parameters, nn.Module)
+        else [parameters]
+        if isinstance(parameters, Tensor)
+        else parameters
+    )
+    tensors = [p for p in found if p.grad is not None]
+    groups: dict[object, list[Tensor]] = {}
+    for p in tensors:
+        assert p.grad is not None
+        groups.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p.grad)
+    norms = [_whole(torch.nn.utils.get_total_norm(grads, norm_type)) for grads in groups.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the gradient norm of order {norm_type} is {total.item()}, so it cannot be clipped; set error_if_nonfinite=False to go on"
+        )
+    for grads in groups.values():
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for grad in grads:
+            local_of(grad).mul_(scale)
+    return total
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
