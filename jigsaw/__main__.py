@@ -9,6 +9,10 @@ from collections.abc import Sequence
 
 # name -> (module, one line of help); a module is loaded only when its command is the one that runs
 COMMANDS = {
+    "plan": (
+        "jigsaw.io.cli",
+        "what each rank of a mesh would read of a store: bytes stored, decoded and useful, and who decodes what",
+    ),
     "check": (
         "jigsaw.testing.check",
         "versions, backends, and a parity test of tiles against plain torch on real ranks",

@@ -1,0 +1,107 @@
+"""What a read plan means for a person: a table of ranks, and who decodes what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jigsaw.io.dataset import Dataset
+from jigsaw.io.plan import NOBODY, ReadPlan, Row, plan_read
+from jigsaw.layout import Interval
+
+_LISTED = 6
+
+
+def report(dataset: Dataset, plan: ReadPlan) -> str:
+    """The plan of some samples as text: the sample, a line a rank, amplification, and the chunks by who decodes them."""
+    return "\n".join([*_head(dataset, plan), "", *_table(dataset, plan), "", *_amplification(plan), "", *_chunks(plan)])
+
+
+def _head(dataset: Dataset, plan: ReadPlan) -> list[str]:
+    frame, layout = dataset.frame, plan.request.layout
+    steps, count = layout.shape[:2]
+    names = ", ".join(dataset.fields[:_LISTED]) + (f" and {count - _LISTED} more" if count > _LISTED else "")
+    space = " x ".join(f"{d} {n}" for d, n in zip(frame.dims, frame.sizes, strict=True))
+    mesh = ", ".join(f"{name}={size}" for name, size in frame.axes) or "one rank"
+    halos = [
+        f"{d} {below}" + (f"+{above}" if above != below else "") + (" (wraps round)" if periodic else "")
+        for d, (below, above), periodic in zip(frame.dims, frame.halo, frame.periodic, strict=True)
+        if below or above
+    ]
+    modes = sorted(set(plan.modes.values()))
+    return [
+        str(dataset.store.url),
+        f"reads {steps} steps of {count} channels ({names}), {space}",
+        f"mesh {mesh}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
+    ]
+
+
+def _table(dataset: Dataset, plan: ReadPlan) -> list[str]:
+    dims, axes = dataset.frame.dims, [name for name, _ in dataset.frame.domain]
+    layout = plan.request.layout
+    columns = ["chunks", "stored", "decoded", "useful", "sent"]
+    lines: list[list[str]] = [["rank", *axes, *dims, *columns]]
+    for rank, (coord, row) in enumerate(zip(layout.coords(), plan.rows, strict=True)):
+        boxes = zip(layout.owned(coord)[2:], layout.held(coord)[2:], strict=True)
+        lines.append([str(rank), *map(str, coord), *(_rows(*box) for box in boxes), *_figures(row)])
+    lines.append(["all", *[""] * (len(axes) + len(dims)), *_figures(plan.total)])
+    return _aligned(lines)
+
+
+def _rows(owned: Interval, held: Interval) -> str:
+    """Rows owned, and how many more are held below and above."""
+    below, above = owned[0] - held[0], held[1] - owned[1]
+    return f"{owned[0]}:{owned[1]}" + (f" -{below}+{above}" if below or above else "")
+
+
+def _figures(row: Row) -> list[str]:
+    return [str(row.chunks), *map(size, (row.stored_bytes, row.decoded_bytes, row.useful_bytes, row.sent_bytes))]
+
+
+def size(count: int) -> str:
+    """A number of bytes in the unit that shows it best."""
+    value, units = float(count), ("B", "kB", "MB", "GB", "TB")
+    for unit in units:
+        if value < 1000 or unit == units[-1]:
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+def _amplification(plan: ReadPlan) -> list[str]:
+    lines = [
+        f"amplification {plan.amplification:.2f}: bytes decoded by all ranks / bytes of the needed chunks, each once"
+    ]
+    for mode in ("independent", "cooperative"):
+        other = plan_read(plan.request, plan.tables, mode=mode)
+        total = other.total
+        lines.append(
+            f"  all {mode}: {other.amplification:.2f}, {total.chunks} chunks, {size(total.stored_bytes)} read, "
+            f"{size(total.decoded_bytes)} decoded, {size(total.sent_bytes)} sent"
+        )
+    return lines
+
+
+def _chunks(plan: ReadPlan) -> list[str]:
+    """A line an array and rank: how many of its chunks the rank decodes, and the first of them."""
+    owned: dict[str, dict[int, list[tuple[int, ...]]]] = {}
+    for job in plan.jobs:
+        owner = job.owner if plan.ref(job.array, job.chunk) is not None else NOBODY
+        owned.setdefault(job.array, {}).setdefault(owner, []).append(job.chunk)
+    lines = ["chunks decoded by whom"]
+    for array, by_rank in owned.items():
+        table = plan.tables[array]
+        lines.append(f"  {array}: {plan.modes[array]}, chunks of {table.chunks} = {size(table.chunk_bytes)}")
+        for rank in sorted(by_rank):
+            who = "missing (fill)" if rank == NOBODY else f"rank {rank}"
+            lines.append(f"    {who}, {len(by_rank[rank])}: {_first(sorted(set(by_rank[rank])))}")
+    return lines
+
+
+def _first(chunks: Iterable[tuple[int, ...]]) -> str:
+    listed = [str(c).replace(" ", "") for c in chunks]
+    return " ".join(listed[:_LISTED]) + (" …" if len(listed) > _LISTED else "")

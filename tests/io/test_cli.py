@@ -1,0 +1,107 @@
+"""``python -m jigsaw plan``: the table, the picture, and what it says to wrong arguments."""
+
+import re
+
+import numpy as np
+import pytest
+from globe_store import globe, write
+
+from jigsaw.__main__ import main
+
+
+def planned(capsys, *argv):
+    assert main(["plan", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_names_every_ranks_part(wb2, capsys):
+    out = planned(capsys, wb2, "--mesh", "lat=2,lon=2", "--halo", "2", "--fields", "t2m,z500,z850")
+    assert "reads 2 steps of 3 channels (t2m, z500, z850), lat 13 x lon 16" in out
+    assert "mesh lat=2, lon=2; halo lat 2, lon 2 (wraps round); cooperative reading" in out
+    rows = [line.split() for line in out.splitlines() if re.match(r"\s+[0-3]\s", line)]
+    assert [row[:7] for row in rows] == [
+        ["0", "0", "0", "0:7", "-0+2", "0:8", "-2+2"],
+        ["1", "0", "1", "0:7", "-0+2", "8:16", "-2+2"],
+        ["2", "1", "0", "7:13", "-2+0", "0:8", "-2+2"],
+        ["3", "1", "1", "7:13", "-2+0", "8:16", "-2+2"],
+    ]
+    assert sum(int(row[7]) for row in rows) == 4
+    assert "amplification 1.00" in out
+    assert re.search(r"all independent: 4\.00, 16 chunks", out)
+    assert re.search(r"all cooperative: 1\.00, 4 chunks", out)
+    assert re.search(r"geopotential: cooperative, chunks of \(1, 3, 13, 16\) = 2\.5 kB", out)
+    assert sum(len(found.split()) for found in re.findall(r"rank \d, \d+: (.*)", out)) == 4
+
+
+def test_one_rank_and_explicit_modes(wb2, capsys):
+    out = planned(
+        capsys, wb2, "--mesh", "lat=4", "--mode", "independent", "--fields", "t2m", "--inputs=-1,0", "--samples", "0,1"
+    )
+    assert "reads 4 steps of 1 channels" in out
+    assert "independent reading" in out
+    assert "amplification 4.00" in out
+    assert "mesh one rank; halo none" in planned(capsys, wb2)
+
+
+def test_a_region_does_not_wrap(tmp_path, capsys):
+    data = globe().isel(longitude=slice(0, 8))
+    path = write(tmp_path / "region.zarr", data)
+    assert "lon 2;" in planned(capsys, path, "--mesh", "lon=2", "--halo", "lon=2", "--fields", "t2m")
+    assert main(["plan", path, "--boundary", "lon=periodic"]) == 1
+    assert "GridError: boundary={'lon': 'periodic'} needs 'lon' to go round once" in capsys.readouterr().err
+
+
+def test_a_missing_chunk_is_fill_and_nobody_decodes_it(tmp_path, capsys):
+    data = globe()[["temperature"]]
+    data["temperature"].values[0] = np.nan
+    path = write(tmp_path / "sparse.zarr", data)
+    out = planned(capsys, path, "--mesh", "lat=2", "--fields", "temperature")
+    assert "missing (fill), 1: (0,0,0,0)" in out
+
+
+@pytest.mark.parametrize("chunk", [(1, None, None, None), (2, 1, 5, 7)])
+def test_the_picture_is_drawn(tmp_path, capsys, chunk):
+    path = write(tmp_path / "store.zarr", globe(), chunk=chunk)
+    picture = tmp_path / "plan.png"
+    out = planned(capsys, path, "--mesh", "lat=2,lon=2", "--halo", "2", "--plot", str(picture))
+    assert out.rstrip().endswith(f"drawn to {picture}")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["--fields", "t3m"], r"MissingArrayError: field 't3m' is not in the store; did you mean 't2m'"),
+        (
+            ["--mesh", "lat=2", "--halo", "lat=20"],
+            r"HaloError: halo=\{'lat': 20\} is larger than the domain: 'lat' has 13 rows",
+        ),
+        (["--targets", "99"], r"WindowError: a window from offset 0 to 99"),
+        (["--samples", "99"], r"IndexError: sample 99 of a dataset of 9"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_and_status_1(wb2, capsys, argv, match):
+    assert main(["plan", wb2, *argv]) == 1
+    err = capsys.readouterr().err
+    assert re.search(match, err)
+    assert err.count("\n") == 1
+
+
+def test_a_path_that_is_no_store(tmp_path, capsys):
+    assert main(["plan", str(tmp_path / "nothing.zarr")]) == 1
+    assert "UnsupportedStoreError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["--mesh", "lat"], "'lat' is not a list like lat=2"),
+        (["--mesh", "lat=x"], "with whole numbers"),
+        (["--samples", "a"], "not a list of whole numbers"),
+    ],
+)
+def test_options_are_checked(wb2, capsys, argv, match):
+    with pytest.raises(SystemExit):
+        main(["plan", wb2, *argv])
+    assert match in capsys.readouterr().err
