@@ -1,4 +1,4 @@
-"""The weather example: its data are what they say, its model is plain torch, its pictures show the field where it is."""
+"""The weather example: its data are what they say, its model is plain torch, its map shows the field where it is."""
 
 import importlib
 import sys
