@@ -6,7 +6,9 @@ Reading runs in a thread of its own beside the model's collectives, so it may no
 from __future__ import annotations
 
 import os
+import pickle
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.layout import ShardingError
@@ -27,12 +30,8 @@ class Peers:
     `hosts` says for each on which machine it runs: those on one machine read through shared memory.
     """
 
-    def __init__(self, me: int = 0, ranks: Sequence[int] = (0,), group: Any = None, host: str | None = None) -> None:
-        self.me, self.size = me, len(ranks)
-        self._group = group
-        if group is not None:
-            by_rank = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(group))}
-            self._slot = [by_rank[rank] for rank in ranks]
+    def __init__(self, me: int = 0, size: int = 1, group: Any = None, host: str | None = None) -> None:
+        self.me, self.size, self._group = me, size, group
         found = self.gather((host or this_host(), os.getpid()))
         self.hosts = tuple(h for h, _ in found)
         self.pids = tuple(pid for _, pid in found)
@@ -47,24 +46,42 @@ class Peers:
         """Whether they run on more than one machine."""
         return len(set(self.hosts)) > 1
 
+    def separate(self) -> None:
+        """Take every rank for a machine of its own: some cannot share memory."""
+        self.hosts = tuple(f"{host}#{m}" for m, host in enumerate(self.hosts))
+
     def gather(self, value: Any) -> list[Any]:
         """The picklable `value` of each."""
         if self._group is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
-        return [found[slot] for slot in self._slot]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([mine.numel()]))
+        room = torch.zeros(max(int(n) for n in sizes), dtype=torch.uint8)
+        room[: mine.numel()] = mine
+        parts = self._all_gather(room)
+        return [pickle.loads(x[: int(n)].numpy().tobytes()) for x, n in zip(parts, sizes, strict=True)]
+
+    def _all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        self._group.allgather([found], [x]).wait()
+        return found
 
     def swap(self, outgoing: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Give each its bytes of `outgoing`, and get `sizes` bytes from each."""
-        order = np.argsort(self._slot).tolist()
-        sent = torch.from_numpy(np.concatenate([outgoing[m] for m in order]))
+        """Give each its bytes of `outgoing`, and get `sizes` bytes from each.
+
+        *Sends*: `outgoing`, in one all-to-all.
+        """
+        sent = torch.from_numpy(np.concatenate(outgoing))
         room = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.all_to_all_single(
-            room, sent, [sizes[m] for m in order], [outgoing[m].size for m in order], group=self._group
-        )
-        parts = dict(zip(order, room.split([sizes[m] for m in order]), strict=True))
-        return [parts[m].numpy() for m in range(self.size)]
+        self._group.alltoall_base(room, sent, list(sizes), [x.size for x in outgoing], dist.AllToAllOptions()).wait()
+        return [part.numpy() for part in room.split(list(sizes))]
+
+    def close(self) -> None:
+        """Let go of the group."""
+        self._group = None
+
+
+_met: Counter[tuple[int, ...]] = Counter()
 
 
 def meet(
@@ -72,21 +89,23 @@ def meet(
 ) -> Peers:
     """The ranks that share this rank's samples: those that differ from it along other axes than `apart`.
 
-    Collective over the mesh: it makes a gloo group.  `host` overrides the name of this machine.
+    Collective over these ranks: it makes a gloo group that nobody else knows of.  `host` overrides the name of this
+    machine.
     """
     if mesh is None or mesh.size() == 1:
         return Peers(host=host)
-    axes = axes_of(mesh)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ShardingError(f"rank {dist.get_rank()} is not part of the mesh {mesh}; only its ranks may read")
-    mine = tuple(c if name in apart else slice(None) for (name, _), c in zip(axes, coordinate, strict=True))
-    ranks: list[int] = mesh.mesh[mine].flatten().tolist()
-    me = ranks.index(dist.get_rank())
+    names = [name for name, _ in axes_of(mesh)]
+    mine = tuple(c if name in apart else slice(None) for name, c in zip(names, coordinate, strict=True))
+    ranks = tuple(mesh.mesh[mine].flatten().tolist())
     if len(ranks) == 1:
         return Peers(host=host)
-    group = dist.new_group(ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=True)
-    return Peers(me, ranks, group, host)
+    _met[ranks] += 1  # a name of its own for each group: the ranks of one meet in the same order
+    store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_met[ranks]}", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+    me = ranks.index(dist.get_rank())
+    return Peers(me, len(ranks), dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout)), host)
 
 
 def this_host() -> str:

@@ -100,7 +100,7 @@ class Placing:
             self._check(out)
             return
         for t, c in np.ndindex(*out.shape[:2]):
-            self._planes(source[t, c], out[t, c], self.a[channels[c]], self.b[channels[c]])
+            self._planes(source[t, c, ...], out[t, c, ...], self.a[channels[c]], self.b[channels[c]])
 
     def _is_copy(self, channels: Sequence[int]) -> bool:
         plain = not self.masks and not isinstance(self.nan, float | int)
@@ -118,7 +118,7 @@ class Placing:
         direct = out.dtype == self.work
         y: Array = out if direct else np.empty(out.shape, self.work)
         scale, offset = self.work.type(a), self.work.type(b)
-        if source.dtype.kind == "f" and source.dtype.itemsize > self.work.itemsize or source.dtype.kind == "b":
+        if (source.dtype.kind == "f" and source.dtype.itemsize > self.work.itemsize) or source.dtype.kind == "b":
             np.copyto(y, source, casting="unsafe")
             source_or_y = y
         else:
@@ -150,3 +150,21 @@ class Placing:
 def _fill_of(table: ArrayTable) -> float:
     value = table.fill_value
     return float(value) if isinstance(value, int | float) else 0.0
+
+
+def pack(chunk: Array, box: Box) -> NDArray[np.uint8]:
+    """The bytes of what `box` takes of `chunk`, in the stored dtype: what travels to another machine."""
+    room = np.empty(box.extents, chunk.dtype)
+    for runs, packed in zip(product(*box.runs), product(*packed_box(box).runs), strict=True):
+        to = tuple(_slice(r.source, r.source_step, r.count) for r in packed)
+        room[to] = chunk[tuple(_slice(r.source, r.source_step, r.count) for r in runs)]
+    return room.reshape(-1).view(np.uint8)
+
+
+def packed_box(box: Box) -> Box:
+    """The same box, of a chunk that `pack` reduced to it."""
+    dims: list[tuple[Run, ...]] = []
+    for runs in box.runs:
+        starts = [sum(r.count for r in runs[:i]) for i in range(len(runs))]
+        dims.append(tuple(r._replace(source=start, source_step=1) for r, start in zip(runs, starts, strict=True)))
+    return box._replace(runs=tuple(dims))

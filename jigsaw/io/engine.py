@@ -1,49 +1,83 @@
-"""Carries a read plan out: this rank's chunks are loaded by a pool of threads and land in the local sample."""
+"""Carries a read plan out, together with the ranks that share the sample.
+
+A pool of threads loads this rank's chunks: a chunk that others need too into the arena, where every rank of the machine
+takes its boxes straight from, and one that only this rank needs into scratch memory.  Ranks on other machines get their
+boxes by one all-to-all.  A read ends well on all ranks, or raises on all of them.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.io._peers import Peers
-from jigsaw.io._scatter import FoundNaNError, Placing
-from jigsaw.io.errors import NaNError
-from jigsaw.io.plan import Box, Job, ReadPlan, Row
+from jigsaw.io._arena import SLOTS, attach, error_of, ticket
+from jigsaw.io._peers import Peers, meet
+from jigsaw.io._scatter import FoundNaNError, Placing, pack, packed_box
+from jigsaw.io.errors import NaNError, PeerError
+from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.table import Loaded, Store
 
 Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
 
 
 class Engine:
     """Reads samples of a store for one rank of a domain group.
 
-    `threads` load chunks at the same time.  `stats` adds up what was done, and equals the plans' rows of this rank.
+    Making one is collective over `mesh` (ranks along the axes `apart` read other samples).  `threads` load chunks at
+    the same time; by default the cores of this machine are shared among its ranks.  `budget` bounds the shared memory
+    of one machine, in bytes, down to one chunk; it must be the same on every rank.  `stats` adds up what this rank
+    did, and equals its row of the plans.
     """
 
-    def __init__(self, store: Store, peers: Peers | None = None, threads: int = 1) -> None:
+    def __init__(
+        self,
+        store: Store,
+        mesh: DeviceMesh | Peers | None = None,
+        threads: int | None = None,
+        *,
+        apart: tuple[str, ...] = ("data",),
+        budget: int = 1 << 29,
+        timeout: float = 300.0,
+    ) -> None:
         self.store = store
-        self.peers = peers or Peers()
-        self.stats = Row()
-        self._lock = threading.Lock()
+        self.peers = mesh if isinstance(mesh, Peers) else meet(mesh, apart, timeout=timeout)
+        self.arena = attach(self.peers, timeout)
+        self.budget, self.stats, self.reads = budget, Row(), 0
+        self.threads = threads or _fair_share(len(self.peers.neighbours))
+        self._busy, self._counting = threading.Lock(), threading.Lock()
         self._scratch = threading.local()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jigsaw-read")
+        self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
 
     def read(self, plan: ReadPlan, out: Array | None = None) -> Array:
-        """This rank's held box of the sample [T, C, \\*space], in `out` when given."""
-        work = _Reading(self, plan, out)
-        shared = [job for job in plan.shared if self.peers.me in job.readers]
-        list(self._pool.map(work.private, [*shared, *plan.private(self.peers.me)]))
-        return work.out
+        """This rank's held box of the sample [T, C, \\*space], in `out` when given.
+
+        Every rank of the domain group reads the same plans in the same order.
+
+        *Sends*: nothing on one machine; else one all-to-all of the boxes that other machines need, in the stored dtype.
+
+        Raises: a `ReadError` on every rank when it fails on any.
+        """
+        with self._busy:
+            self.reads += 1
+            return _Reading(self, plan, self.reads).run(out)
 
     def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
+        """End the threads and let go of the shared memory."""
+        self.pool.shutdown()
+        if self.arena is not None:
+            self.arena.close()
+        self.peers.close()
 
-    def room(self, size: int) -> NDArray[np.uint8]:
+    def room(self, size: int) -> Bytes:
         """Scratch memory of this thread."""
         found = getattr(self._scratch, "room", None)
         if found is None or found.size < size:
@@ -52,16 +86,75 @@ class Engine:
 
     def count(self, **more: int) -> None:
         """Add to the counters."""
-        with self._lock:
+        with self._counting:
             self.stats += Row(**more)
+
+
+def _fair_share(ranks: int) -> int:
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
+
+
+class _StoppedError(Exception):
+    """The read has failed elsewhere; a loading thread gives up."""
 
 
 class _Reading:
     """One plan under way on one rank."""
 
-    def __init__(self, engine: Engine, plan: ReadPlan, out: Array | None) -> None:
-        request = plan.request
-        self.engine, self.plan, self.me = engine, plan, engine.peers.me
+    def __init__(self, engine: Engine, plan: ReadPlan, number: int) -> None:
+        self.engine, self.plan, self.number = engine, plan, number
+        self.arena, self.peers, self.me = engine.arena, engine.peers, engine.peers.me
+        self._stop = threading.Event()
+        self._taking = threading.Lock()
+        self._parcels: dict[tuple[int, int], list[Bytes]] = {}
+
+    # -- the whole --------------------------------------------------------------------------------------------------------
+
+    def run(self, out: Array | None) -> Array:
+        """Read; every rank leaves with its part or with an error."""
+        try:
+            failure = self._tried(lambda: self._here(out))
+            if self.peers.is_spread:
+                failure = self._over_machines(failure)
+            if failure is None and self.arena is not None:
+                arena = self.arena
+                failure = self._tried(lambda: arena.finish(self.number))
+        finally:
+            if self.arena is not None:
+                self.arena.leave(self.number)
+        if failure is not None:
+            raise failure
+        return self.out
+
+    def _tried(self, step: Callable[[], None]) -> BaseException | None:
+        """What a step failed with; the ranks of this machine know it at once."""
+        try:
+            step()
+        except BaseException as e:
+            if self.arena is not None:
+                self.arena.fail(self.number, e)
+            return e
+        return None
+
+    def _here(self, out: Array | None) -> None:
+        self._begin(out)
+        self._load_and_take()
+
+    def _begin(self, out: Array | None) -> None:
+        plan, request = self.plan, self.plan.request
+        if plan.ranks != self.peers.size:
+            raise PeerError(f"the plan is for {plan.ranks} ranks and {self.peers.size} share this reader")
+        hosts, here = self.peers.hosts, self.peers.hosts[self.me]
+        near = self.peers.neighbours
+        self.local = {m: i for i, m in enumerate(near)}
+        # jobs whose chunk passes through this machine's arena, in the order of their slots
+        self.through = [
+            (n, job) for n, job in enumerate(plan.shared) if job.owner != NOBODY and hosts[job.owner] == here
+        ]
+        size = max((plan.tables[job.array].chunk_bytes for _, job in self.through), default=0)
+        self.slots = max(1, min(SLOTS, 2 * len(near), len(self.through), self.engine.budget // max(size, 1)))
+        if self.arena is not None:
+            self.arena.start(self.number, plan.digest, size, self.slots if self.through else 0)
         coord = list(request.layout.coords())[self.me]
         shape, dtype = request.layout.local_shape(coord), np.dtype(request.dtype)
         self.out = np.empty(shape, dtype) if out is None else out
@@ -70,32 +163,144 @@ class _Reading:
         channels = request.layout.held(coord)[1]
         self.placings = [Placing.of(part, plan.tables[part.array], request, channels) for part in request.parts]
 
-    def private(self, job: Job) -> None:
+    def _load_and_take(self) -> None:
+        todo = self._todo()
+        workers = [self.engine.pool.submit(self._work, todo) for _ in range(self.engine.threads)]
+        try:
+            for job in self.plan.shared:
+                if job.owner == NOBODY and self.me in job.readers:
+                    self.take(job, None)
+            self._take_published(workers)
+            while wait(workers, 0.01).not_done:
+                self._check(workers)
+            self._check(workers)
+        finally:
+            self._stop.set()
+            wait(workers)
+
+    def _check(self, workers: list[Future[None]]) -> None:
+        """Raise what a loading thread, or another rank, failed with."""
+        for each in workers:
+            if each.done():
+                each.result()
+        if self.arena is not None:
+            self.arena.check(self.number)
+
+    # -- loading: in the pool's threads -----------------------------------------------------------------------------------
+
+    def _todo(self) -> Iterator[Callable[[], None]]:
+        """What this rank loads; what others wait for comes first."""
+        for at, (number, job) in enumerate(self.through):
+            if job.owner == self.me:
+                yield lambda at=at, number=number, job=job: self._load_shared(at, number, job)
+        for job in self.plan.private(self.me):
+            yield lambda job=job: self._load_private(job)
+
+    def _work(self, todo: Iterator[Callable[[], None]]) -> None:
+        while not self._stop.is_set():
+            with self._taking:
+                step = next(todo, None)
+            if step is None:
+                return
+            step()
+
+    def _load_shared(self, at: int, number: int, job: Job) -> None:
+        """Load a chunk into its slot once the one before has been taken from it, and show it."""
+        table = self.plan.tables[job.array]
+        if self.arena is None:
+            room = np.empty(table.chunk_bytes, np.uint8)
+        else:
+            self._await_slot(at)
+            room = self.arena.memory(at % self.slots, table.chunk_bytes)
+        loaded = table.load(job.chunk, room)
+        if loaded.stored is None:
+            raise PeerError(
+                f"chunk {job.chunk} of array {job.array!r} vanished while it was read: {table.path(job.chunk)}"
+            )
+        self._count_load(job, loaded)
+        chunk = table.view(room)
+        for reader in job.readers:
+            boxes = self.plan.boxes(job, reader)
+            self.engine.count(sent_bytes=0 if reader == self.me else self.plan.box_bytes(job, reader))
+            if reader not in self.local:
+                self._parcels[reader, number] = [pack(chunk, box) for box in boxes]
+        if self.arena is not None:
+            self.arena.publish(at % self.slots, ticket(self.number, number))
+        elif self.me in job.readers:
+            self.take(job, chunk)
+
+    def _await_slot(self, at: int) -> None:
+        """Wait until everybody here has taken the chunk that lay in the slot before."""
+        if at < self.slots:
+            return
+        arena, (number, job) = self.arena, self.through[at - self.slots]
+        assert arena is not None
+        last, readers = ticket(self.number, number), [self.local[m] for m in job.readers if m in self.local]
+        slot = at % self.slots
+
+        def free() -> bool:
+            if self._stop.is_set():
+                raise _StoppedError
+            return arena.is_published(slot, last) and arena.is_free(slot, last, readers)
+
+        arena.wait(free, self.number)
+
+    def _load_private(self, job: Job) -> None:
         """Load a chunk that this rank alone reads, and take what it needs of it."""
         table = self.plan.tables[job.array]
         room = self.engine.room(table.chunk_bytes)
         loaded = table.load(job.chunk, room)
-        self.count_load(job, loaded)
+        self._count_load(job, loaded)
         self.take(job, None if loaded.stored is None else table.view(room))
 
-    def take(self, job: Job, chunk: Array | None) -> None:
-        """This rank's boxes of a chunk, of a missing one when it is None."""
-        for box in self.plan.boxes(job, self.me):
-            try:
-                if chunk is None:
-                    self.placings[box.part].place_fill(box, self.out)
-                else:
-                    self.placings[box.part].place(chunk, box, self.out)
-            except FoundNaNError:
-                raise self._nan(job, box) from None
-        self.engine.count(useful_bytes=self.plan.box_bytes(job, self.me))
-
-    def count_load(self, job: Job, loaded: Loaded) -> None:
+    def _count_load(self, job: Job, loaded: Loaded) -> None:
         if loaded.stored is not None:
-            size = self.plan.tables[job.array].chunk_bytes
-            self.engine.count(
-                requests=1, chunks=1, fallback=int(loaded.fallback), stored_bytes=loaded.stored, decoded_bytes=size
-            )
+            size, slow = self.plan.tables[job.array].chunk_bytes, int(loaded.fallback)
+            self.engine.count(requests=1, chunks=1, fallback=slow, stored_bytes=loaded.stored, decoded_bytes=size)
+
+    # -- taking: in the calling thread ------------------------------------------------------------------------------------
+
+    def _take_published(self, workers: list[Future[None]]) -> None:
+        """Take this rank's boxes out of the slots, whichever is shown first."""
+        if self.arena is None:
+            return
+        arena = self.arena
+        pending = [(at, number, job) for at, (number, job) in enumerate(self.through) if self.me in job.readers]
+
+        def shown() -> list[tuple[int, int, Job]]:
+            # a slot's next job is shown only after this one was taken, so looking at one job a slot suffices
+            window = pending[: self.slots]
+            return [p for p in window if arena.is_published(p[0] % self.slots, ticket(self.number, p[1]))]
+
+        def ready() -> bool:
+            self._check(workers)
+            return bool(shown())
+
+        while pending:
+            arena.wait(ready, self.number)
+            arena.check_digests(self.number)
+            for at, number, job in shown():
+                table = self.plan.tables[job.array]
+                self.take(job, table.view(arena.memory(at % self.slots, table.chunk_bytes)))
+                arena.release(at % self.slots, ticket(self.number, number))
+                pending.remove((at, number, job))
+
+    def take(self, job: Job, chunk: Array | None) -> None:
+        """This rank's boxes of a chunk, or of a missing one when it is None."""
+        for box in self.plan.boxes(job, self.me):
+            self._take_box(job, box, chunk, box)
+
+    def _take_box(self, job: Job, box: Box, values: Array | None, within: Box) -> None:
+        """Place `box` of a job's chunk, found as `within` in `values`."""
+        placing = self.placings[box.part]
+        try:
+            if values is None:
+                placing.place_fill(within, self.out)
+            else:
+                placing.place(values, within, self.out)
+        except FoundNaNError:
+            raise self._nan(job, box) from None
+        self.engine.count(useful_bytes=prod(box.extents) * self.plan.tables[job.array].itemsize)
 
     def _nan(self, job: Job, box: Box) -> NaNError:
         table = self.plan.tables[job.array]
@@ -109,3 +314,54 @@ class _Reading:
             f"array {job.array!r} has missing values at {', '.join(at) or 'its only step'} (chunk {job.chunk}) and "
             f'nan="raise" allows none; use nan="keep" or a number'
         )
+
+    # -- over machines ----------------------------------------------------------------------------------------------------
+
+    def _over_machines(self, failure: BaseException | None) -> BaseException | None:
+        """Exchange boxes with the ranks of other machines; what any rank failed with."""
+        failure = self._agree(failure)
+        hosts = self.peers.hosts
+        far = any(hosts[job.owner] != hosts[m] for job in self.plan.shared if job.owner != NOBODY for m in job.readers)
+        if failure is not None or not far:
+            return failure
+        return self._agree(self._tried(self._swap))
+
+    def _agree(self, failure: BaseException | None) -> BaseException | None:
+        """This rank's failure, else another's: every rank learns whether all went well."""
+        mine = None if failure is None else (type(failure).__name__, str(failure))
+        told = self.peers.gather((mine, self.plan.digest))
+        if failure is not None:
+            return failure
+        for m, (theirs, digest) in enumerate(told):
+            if theirs is not None:
+                return error_of(*theirs, m)
+            if digest != self.plan.digest:
+                return PeerError(f"rank {m} of the domain group reads another sample than rank {self.me}")
+        return None
+
+    def _swap(self) -> None:
+        nothing = np.empty(0, np.uint8)
+        outgoing = [
+            np.concatenate(
+                [nothing, *(part for (to, _), parts in sorted(self._parcels.items()) if to == m for part in parts)]
+            )
+            for m in range(self.peers.size)
+        ]
+        coming = [
+            [job for job in self.plan.shared if job.owner == m and self.me in job.readers and m not in self.local]
+            for m in range(self.peers.size)
+        ]
+        sizes = [sum(self.plan.box_bytes(job, self.me) for job in jobs) for jobs in coming]
+        for jobs, got in zip(coming, self.peers.swap(outgoing, sizes), strict=True):
+            self._take_parcels(jobs, got)
+
+    def _take_parcels(self, jobs: list[Job], got: Bytes) -> None:
+        done = 0
+        for job in jobs:
+            table = self.plan.tables[job.array]
+            dtype = np.dtype(table.dtype)
+            for box in self.plan.boxes(job, self.me):
+                size = prod(box.extents) * dtype.itemsize
+                values = got[done : done + size].view(dtype).reshape(box.extents)
+                self._take_box(job, box, values, packed_box(box))
+                done += size

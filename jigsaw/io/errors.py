@@ -6,7 +6,9 @@ from jigsaw.layout import ShardingError
 
 
 class ReadError(Exception):
-    """Reading failed; the base of all errors of `jigsaw.io`."""
+    """Reading failed; the base of all errors of `jigsaw.io`.  `heard` marks what another rank failed with."""
+
+    heard = False
 
 
 class MissingArrayError(ReadError, KeyError):
@@ -53,3 +55,7 @@ class WindowError(ReadError, ValueError):
 
 class StateError(ReadError, ValueError):
     """A loader state that is torn, or belongs to something else."""
+
+
+class PeerError(ReadError, RuntimeError):
+    """Another rank that reads the same samples has ended, reads something else, or does not answer."""

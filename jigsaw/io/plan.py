@@ -300,7 +300,7 @@ class ReadPlan:
         """Bytes that the ranks decode, over those of the needed chunks decoded once."""
         return self.total.decoded_bytes / self.union_bytes if self.union_bytes else 1.0
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """A number that ranks compare: equal when their plans are."""
         text = repr((self.request, self.modes, self.shared)).encode()

@@ -45,7 +45,7 @@ STEPS, LEVELS = 4, 3
 
 
 def write(folder, form=("v2", "blosc"), rows=(13, 10), chunk=(1, 3, 5, 4), seed=0):
-    """A store with `air` [time, level, lat, lon], `t2m` [time, lat, lon] and `mask` [lat, lon]; returns path and values."""
+    """A store with `air` [time, level, lat, lon], `t2m` [time, lat, lon] and `mask` [lat, lon]; returns path and the values as zarr reads them."""
     r = np.random.default_rng(seed)
     values = {
         "air": r.normal(size=(STEPS, LEVELS, *rows)).astype("f4"),
@@ -55,7 +55,7 @@ def write(folder, form=("v2", "blosc"), rows=(13, 10), chunk=(1, 3, 5, 4), seed=
     kind, name = form
     path = str(folder / f"{kind}-{name}.zarr")
     group = zarr.open_group(path, mode="w", zarr_format=2 if kind == "v2" else 3)
-    for array, x in values.items():
+    for array, x in list(values.items()):
         one = (chunk[0], *chunk[2:]) if array == "t2m" else chunk[2:] if array == "mask" else chunk
         options = dict((V2 if kind == "v2" else V3)[name])
         if kind == "sharded":
@@ -70,6 +70,7 @@ def write(folder, form=("v2", "blosc"), rows=(13, 10), chunk=(1, 3, 5, 4), seed=
         if kind == "v2":
             made.attrs["_ARRAY_DIMENSIONS"] = dims
         made[...] = x
+        values[array] = made[...]  # Delta rounds
     return path, values
 
 

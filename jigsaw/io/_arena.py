@@ -1,0 +1,263 @@
+"""Shared memory in which the ranks of one machine hand decoded chunks to each other, and tell each other of failures.
+
+One anonymous file (`memfd_create`) that every rank maps: it has no name, so nothing is left behind however a rank ends,
+and it does not count against the size of ``/dev/shm``.  A header of 64-bit words, each written by one rank only:
+
+- per rank: its process id, the read it has started, finished and left, the digest of its plan, the last read that
+  failed on it, and why;
+- per slot: which job's chunk lies in it, and for each rank the last job that it has taken out of it.
+
+A job's *ticket* is read * 2^20 + its number + 1, so words never need resetting.  Waiting is polling with short sleeps;
+every poll sees a rank that failed, and every tenth of a second one that died.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io import errors
+from jigsaw.io._peers import Peers
+from jigsaw.io.errors import PeerError, ReadError
+
+SLOTS = 64
+_MESSAGE = 4096
+_PAGE = 1 << 16
+_TICKETS = 1 << 20
+_STARTED, _FINISHED, _LEFT, _DIGEST, _FAILED, _LENGTH = range(6)
+_WORDS = 8
+_CLOSED = 2**62
+
+
+class Arena:
+    """The shared memory of the ranks of one machine; `me` counts among them."""
+
+    def __init__(self, fd: int, me: int, names: Sequence[int], pids: Sequence[int], timeout: float) -> None:
+        self._fd, self.me, self.size = fd, me, len(pids)
+        self._names, self._pids, self._timeout = names, pids, timeout
+        self._header_bytes = header_bytes(self.size)
+        self._map = mmap.mmap(fd, self._header_bytes)
+        self._words = memoryview(self._map).cast("q")
+        self._messages = 8 * (_WORDS * self.size + 1)
+        self._slots = self._messages // 8 + self.size * _MESSAGE // 8
+        self._data: mmap.mmap | None = None
+        self._slot_bytes = self.slots = 0
+        self._watch = select.poll()
+        self._deaths = {fd: m for m, pid in enumerate(pids) if m != me and (fd := _pidfd(pid)) is not None}
+        for each in self._deaths:
+            self._watch.register(each, select.POLLIN)
+
+    # -- where words lie --------------------------------------------------------------------------------------------------
+
+    def _of(self, member: int, word: int) -> int:
+        return member * _WORDS + word
+
+    def _slot(self, slot: int) -> int:
+        return self._slots + slot * (self.size + 1)
+
+    # -- a read's beginning and end ---------------------------------------------------------------------------------------
+
+    def start(self, read: int, digest: int, slot_bytes: int, slots: int) -> None:
+        """Begin a read once everybody has left the one before; the slots may then be laid out anew."""
+        words = self._words
+        self.wait(lambda: all(words[self._of(m, _LEFT)] >= read - 1 for m in range(self.size)), read - 1, _LEFT)
+        if slots:
+            self._lay_out(slot_bytes, slots)
+        words[self._of(self.me, _DIGEST)] = digest
+        words[self._of(self.me, _STARTED)] = read
+
+    def _lay_out(self, slot_bytes: int, slots: int) -> None:
+        self._slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
+        self.slots = slots
+        need = self._header_bytes + self._slot_bytes * slots
+        if os.fstat(self._fd).st_size < need:
+            os.ftruncate(self._fd, need)  # every rank asks for the same size
+        if self._data is None or len(self._data) < need:
+            self._data = mmap.mmap(self._fd, need)
+
+    def finish(self, read: int) -> None:
+        """End a read that went well here: wait until it has everywhere."""
+        words = self._words
+        words[self._of(self.me, _FINISHED)] = read
+        self.wait(lambda: all(words[self._of(m, _FINISHED)] >= read for m in range(self.size)), read)
+        self.check_digests(read)  # nobody begins the next read before this rank has left
+
+    def leave(self, read: int) -> None:
+        """Touch no slot any more for this read, whether it went well or not."""
+        self._words[self._of(self.me, _LEFT)] = read
+
+    # -- slots ------------------------------------------------------------------------------------------------------------
+
+    def memory(self, slot: int, size: int) -> NDArray[np.uint8]:
+        """The first `size` bytes of a slot."""
+        assert self._data is not None
+        return np.frombuffer(self._data, np.uint8, size, self._header_bytes + slot * self._slot_bytes)
+
+    def is_published(self, slot: int, ticket: int) -> bool:
+        """Whether the chunk of that ticket lies in the slot."""
+        return self._words[self._slot(slot)] == ticket
+
+    def publish(self, slot: int, ticket: int) -> None:
+        """Show the slot's chunk to everybody."""
+        self._words[self._slot(slot)] = ticket
+
+    def release(self, slot: int, ticket: int) -> None:
+        """Say that this rank has taken its part of the chunk of that ticket."""
+        self._words[self._slot(slot) + 1 + self.me] = ticket
+
+    def is_free(self, slot: int, ticket: int, readers: Sequence[int]) -> bool:
+        """Whether all `readers` have taken their part of the chunk of that ticket."""
+        at = self._slot(slot) + 1
+        return all(self._words[at + m] >= ticket for m in readers)
+
+    # -- failures ---------------------------------------------------------------------------------------------------------
+
+    def fail(self, read: int, error: BaseException) -> None:
+        """Tell the others that this rank failed in a read, and why; not when it failed because another one did."""
+        if getattr(error, "heard", False):
+            return
+        text = f"{type(error).__name__}\n{error}".encode(errors="replace")[:_MESSAGE]
+        at = self._messages + self.me * _MESSAGE
+        self._map[at : at + len(text)] = text
+        self._words[self._of(self.me, _LENGTH)] = len(text)
+        self._words[self._of(self.me, _FAILED)] = read
+        self._words[self._of(self.size, 0)] = read  # looked at in every poll; all failures of a read write the same
+
+    def check(self, read: int) -> None:
+        """Raise what another rank failed with in this read."""
+        if self._words[self._of(self.size, 0)] < read:
+            return
+        for m in range(self.size):
+            if m != self.me and self._words[self._of(m, _FAILED)] >= read:
+                at = self._messages + m * _MESSAGE
+                text = self._map[at : at + self._words[self._of(m, _LENGTH)]].decode(errors="replace")
+                kind, _, message = text.partition("\n")
+                raise error_of(kind, message, self._names[m])
+
+    def check_digests(self, read: int) -> None:
+        """Raise when another rank reads something else."""
+        mine = self._words[self._of(self.me, _DIGEST)]
+        for m in range(self.size):
+            if self._words[self._of(m, _STARTED)] == read and self._words[self._of(m, _DIGEST)] != mine:
+                raise PeerError(
+                    f"rank {self._names[m]} of the domain group reads another sample or sees other chunks than rank "
+                    f"{self._names[self.me]}; every rank must ask for the same samples in the same order"
+                )
+
+    def wait(self, ready: Callable[[], bool], read: int, word: int = _FINISHED) -> None:
+        """Poll until `ready`, which depends on ranks whose `word` has not reached `read` yet.
+
+        Raises: what another rank failed with in this read; `PeerError` when one died, or the time is over.
+        """
+        pause, slept, since = 2e-5, 0.0, time.monotonic()
+        while not ready():
+            if word == _FINISHED:
+                self.check(read)
+            if slept > 0.1:
+                self._look_around(read, word, since)
+                slept = 0.0
+            time.sleep(pause)
+            slept += pause
+            pause = min(2 * pause, 1e-3)
+
+    def _look_around(self, read: int, word: int, since: float) -> None:
+        if word == _FINISHED:
+            self.check_digests(read)
+        dead = {self._deaths[fd] for fd, _ in self._watch.poll(0)}
+        for m in range(self.size):
+            gone = (
+                "has ended"
+                if m in dead
+                else "has closed its reader"
+                if self._words[self._of(m, _LEFT)] == _CLOSED
+                else ""
+            )
+            if gone and self._words[self._of(m, word)] < read:
+                raise PeerError(
+                    f"rank {self._names[m]} of the domain group (process {self._pids[m]}) {gone} and is needed"
+                )
+        if time.monotonic() - since > self._timeout:
+            late = [self._names[m] for m in range(self.size) if m != self.me and self._words[self._of(m, word)] < read]
+            raise PeerError(f"waited {self._timeout:g} s for ranks {late} of the domain group to read their part")
+
+    def close(self) -> None:
+        """Let go of the memory; it goes when the last rank lets go."""
+        if self._fd < 0:
+            return
+        self.leave(_CLOSED)
+        for fd in self._deaths:
+            os.close(fd)
+        os.close(self._fd)
+        self._fd = -1
+
+
+def ticket(read: int, job: int) -> int:
+    """The number under which a job of a read is published."""
+    return read * _TICKETS + job + 1
+
+
+def header_bytes(size: int) -> int:
+    """The size of the header for a number of ranks."""
+    words = _WORDS * size + 1 + SLOTS * (size + 1)
+    return -(-(8 * words + size * _MESSAGE) // _PAGE) * _PAGE
+
+
+def error_of(kind: str, message: str, rank: int) -> ReadError:
+    """The error that another rank told of, as the same type where it is one of the reader's."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, ReadError):
+        error = found(f"{message} [rank {rank}]")
+    else:
+        error = PeerError(f"rank {rank} of the domain group failed: {kind}: {message}")
+    error.heard = True
+    return error
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def attach(peers: Peers, timeout: float) -> Arena | None:
+    """The arena of this rank's machine; collective over the peers.
+
+    None when this rank is alone on its machine.  Where some rank cannot map the memory of another, all of them are
+    taken for machines of their own, and chunks travel over the network.
+    """
+    near = peers.neighbours
+    fd = _create(len(near)) if peers.me == near[0] and len(near) > 1 else -1
+    offered = peers.gather(fd)[near[0]]
+    if peers.me != near[0] and offered >= 0:
+        fd = _open(f"/proc/{peers.pids[near[0]]}/fd/{offered}")
+    shares = all(peers.gather(fd >= 0 or len(near) == 1))
+    if shares and len(near) > 1:
+        return Arena(fd, near.index(peers.me), near, [peers.pids[m] for m in near], timeout)
+    if fd >= 0:
+        os.close(fd)
+    if not shares:
+        peers.separate()
+    return None
+
+
+def _create(size: int) -> int:
+    try:
+        fd = os.memfd_create("jigsaw", os.MFD_CLOEXEC)
+        os.ftruncate(fd, header_bytes(size))
+    except (AttributeError, OSError):
+        return -1
+    return fd
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1

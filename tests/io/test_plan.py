@@ -1,0 +1,201 @@
+"""The plan by itself: integers, the same everywhere, every value from exactly one place."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_store import layout, request, write
+
+from jigsaw.io.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
+from jigsaw.io.plan import NOBODY, plan_read
+from jigsaw.io.request import DROPPED, Part, Request, runs_of
+from jigsaw.io.table import open_store
+from jigsaw.layout import Layout, ShardingError
+
+MESHES = [{}, {"lat": 2}, {"lat": 3}, {"lon": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    path, _ = write(tmp_path_factory.mktemp("plan"), chunk=(1, 3, 13, 10))
+    return open_store(path).arrays
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory):
+    path, _ = write(tmp_path_factory.mktemp("plan"), rows=(64, 64), chunk=(1, 3, 16, 16))
+    return open_store(path).arrays
+
+
+@pytest.mark.parametrize("axes", MESHES)
+def test_cooperative_loads_each_chunk_once(tables, axes):
+    plan = plan_read(request(axes, halo=1), tables, "cooperative")
+    loaded = [(job.array, job.chunk) for job in plan.jobs]
+    assert len(loaded) == len(set(loaded)) == 2 + 2 + 1  # two steps of air and of t2m, one mask
+    assert plan.amplification == 1.0
+    assert plan.total.decoded_bytes == plan.union_bytes == 4 * 130 * (2 * 3 + 2 + 1)
+    assert plan.total.chunks == plan.total.requests == 5
+
+
+@pytest.mark.parametrize("axes", MESHES[1:])
+def test_independent_loads_what_each_needs(tables, axes):
+    plan = plan_read(request(axes), tables, "independent")
+    ranks = math.prod(axes.values())
+    assert plan.amplification == ranks
+    assert plan.total.sent_bytes == 0 and plan.shared == ()
+    assert all(job.is_private for job in plan.jobs)
+    assert (
+        plan.total.useful_bytes == plan_read(request(axes), tables, "cooperative").total.useful_bytes == 4 * 130 * 4 * 2
+    )
+
+
+def test_auto_is_by_redundancy_and_by_array(tables, tiles):
+    assert plan_read(request({"lat": 2, "lon": 2}), tables).mode == "cooperative"
+    bare = plan_read(request({"lat": 2, "lon": 2}, (64, 64)), tiles)
+    assert bare.mode == "independent" and bare.amplification == 1.0
+    wide = plan_read(request({"lat": 2, "lon": 2}, (64, 64), halo=2), tiles)
+    assert wide.mode == "cooperative" and wide.redundancy["air"] == (2 * 3 / 4) * (2 * 4 / 4)
+    mixed = {**tiles, "air": replace(tiles["air"], chunks=(1, 3, 64, 64))}
+    plan = plan_read(request({"lat": 2, "lon": 2}, (64, 64)), mixed)
+    assert plan.modes == {"air": "cooperative", "t2m": "independent", "mask": "independent"}
+
+
+def test_a_chunk_that_one_rank_reads_is_its_own(tiles):
+    plan = plan_read(request({"lat": 2, "lon": 2}, (64, 64), halo=2), tiles, "cooperative")
+    assert plan.amplification == 1.0
+    shared = {(job.array, job.chunk) for job in plan.shared}
+    assert ("t2m", (1, 1, 1)) in shared and ("t2m", (3, 0, 0)) in shared
+    inner = Request(
+        layout(1, 1, (64, 64), {"lat": 2, "lon": 2}), (Part("t2m", (((0, 0),), None, None), (0, 2, 3), at=((1, 0),)),)
+    )
+    own = plan_read(inner, tiles, "cooperative")
+    assert own.shared == () and len(own.jobs) == 16
+    assert [sum(1 for _ in own.private(m)) for m in range(4)] == [4] * 4
+
+
+def test_shared_jobs_are_balanced_by_stored_bytes(tmp_path):
+    path, _ = write(tmp_path, chunk=(1, 1, 13, 10))
+    plan = plan_read(request({"lat": 4}, steps=(0, 1, 2, 3), levels=(0, 1, 2)), open_store(path).arrays, "cooperative")
+    stored = [row.stored_bytes for row in plan.rows]
+    assert len(plan.shared) == 4 * 3 + 4 + 1
+    assert max(stored) - min(stored) <= max(plan.ref(j.array, j.chunk).length for j in plan.shared)
+
+
+def test_a_missing_chunk_is_nobodys_job(tmp_path):
+    import os
+
+    path, _ = write(tmp_path, chunk=(1, 3, 13, 10))
+    tables = open_store(path).arrays
+    os.remove(tables["air"].path((3, 0, 0, 0)))
+    plan = plan_read(request({"lat": 2}), tables)
+    missing = [job for job in plan.shared if job.owner == NOBODY]
+    assert [(job.array, job.chunk) for job in missing] == [("air", (3, 0, 0, 0))]
+    assert plan.total.chunks == 4
+
+
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("mode", ["independent", "cooperative"])
+def test_boxes_fill_every_held_row_once(tiles, axes, mode):
+    asked = request(axes, (64, 64), halo=3)
+    plan = plan_read(asked, tiles, mode)
+    for member, coord in enumerate(asked.layout.coords()):
+        filled = np.zeros(asked.layout.local_shape(coord), int)
+        for job in plan.jobs:
+            if member not in job.readers:
+                continue
+            for box in plan.boxes(job, member):
+                part = asked.parts[box.part]
+                where = [[0]] * 4
+                for dim, index in box.at:
+                    where[dim] = [index]
+                for to, runs in zip(part.to, box.runs, strict=True):
+                    where[to] = [r.target + i * r.target_step for r in runs for i in range(r.count)]
+                filled[np.ix_(*where)] += 1
+        assert (filled == 1).all()
+
+
+def test_levels_of_a_chunk_are_one_job_with_runs(tables):
+    plan = plan_read(request({"lat": 2}, levels=(0, 2)), tables)
+    job = next(job for job in plan.shared if job.array == "air")
+    (box,) = plan.boxes(job, 0)
+    assert [tuple(run) for run in box.runs[1]] == [(0, 2, 0, 1, 2)]
+
+
+def test_parts_of_one_array_share_a_job(tables):
+    lay = layout(2, 1, (13, 10), {"lat": 2})
+    one = [Part("air", (((1, 0),), ((k, c),), None, None), (0, 1, 2, 3)) for c, k in enumerate((2, 0))]
+    plan = plan_read(Request(lay, tuple(one)), tables)
+    assert len(plan.jobs) == 1 and len(plan.boxes(plan.jobs[0], 1)) == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8))
+@settings(deadline=None, max_examples=200)
+def test_runs_are_their_pairs(pairs):
+    unrolled = [(s + i * ds, t + i * dt) for s, ds, t, dt, n in runs_of(pairs) for i in range(n)]
+    assert unrolled == pairs
+
+
+def test_the_plan_is_the_same_everywhere(tables, tmp_path):
+    asked = request({"lat": 2, "lon": 2}, halo=1)
+    a, b = plan_read(asked, tables), plan_read(asked, tables)
+    assert a.shared == b.shared and a.digest == b.digest
+    assert a.digest != plan_read(request({"lat": 2, "lon": 2}, halo=2), tables).digest
+    assert a.digest != plan_read(asked, tables, "independent").digest
+
+
+def test_explain_adds_up(tables):
+    text = plan_read(request({"lat": 2, "lon": 2}), tables).explain()
+    assert "cooperative reading by 4 rank(s), amplification 1.00" in text
+    assert "air: 2 chunks of 0.00 MB (1, 3, 13, 10), cooperative, 4.00 readers a chunk" in text
+    assert len(text.splitlines()) == 1 + 3 + 1 + 4 + 1
+
+
+def test_the_plan_imports_no_torch():
+    """Without the package's own public names, which are torch's, it and what it imports are integers."""
+    code = """
+import sys, types, importlib.util
+root = importlib.util.find_spec("jigsaw").submodule_search_locations[0]
+for name, path in (("jigsaw", root), ("jigsaw.io", root + "/io")):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+import jigsaw.io.plan
+sys.exit("torch" in sys.modules or "numpy" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+TIMES = ((0, 0), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "match"),
+    [
+        (Part("sst", (TIMES, None, None), (0, 2, 3), ((1, 0),)), MissingArrayError, "no array 'sst'; it has air, mask, t2m"),
+        (Part("t2m", (TIMES, None), (0, 2), ((1, 0),)), FieldError, r"has dims \('time', 'lat', 'lon'\) and the part 2 picks"),
+        (Part("t2m", (TIMES, None, None), (0, 2, 3)), FieldError, r"land in \[0, 2, 3\] and the sample's are 0..3"),
+        (Part("t2m", (TIMES, None, None), (0, 3, 2), ((1, 0),)), GridError, "'lat' of array 't2m' has 13 rows .* which has 10"),
+        (Part("t2m", (((4, 0), (1, 1)), None, None), (0, 2, 3), ((1, 0),)), WindowError, "index 4 is outside dim 'time'"),
+        (Part("t2m", (((1, 0),), None, None), (0, 2, 3), ((1, 0),)), FieldError, r"\(1, 0\) of the sample comes from no array"),
+        (Part("t2m", (((1, 0), (2, 0)), None, None), (0, 2, 3), ((1, 0),)), FieldError, r"\(0, 0\) .* also comes from array 't2m'"),
+        (Part("t2m", (((1, 0), (2, 5)), None, None), (0, 2, 3), ((1, 0),)), FieldError, r"\(5, 0\) .* outside the sample's 2 x 1"),
+        (Part("air", (TIMES, ((0, 0), (1, 0)), None, None), (0, DROPPED, 2, 3), ((1, 0),)), FieldError, "exactly one index"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit(tables, part, error, match):
+    with pytest.raises(error, match=match):
+        plan_read(Request(layout(1, 2, (13, 10), {}), (part,)), tables)
+
+
+def test_other_refusals(tables):
+    with pytest.raises(ShardingError, match="mode='both' must be"):
+        plan_read(request({}), tables, "both")
+    with pytest.raises(ShardingError, match="no dims flattened together"):
+        plan_read(Request(Layout(layout(1, 1, (13, 10), {}).cuts, (), (1, 1, 2)), ()), tables)
+    words = {**tables, "t2m": replace(tables["t2m"], dtype="<U4")}
+    with pytest.raises(UnsupportedStoreError, match="'t2m' has dtype '<U4'"):
+        plan_read(request({}), words)
