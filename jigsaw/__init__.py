@@ -13,6 +13,7 @@ from jigsaw.tile import Tile, from_local, shard
 
 if TYPE_CHECKING:
     from jigsaw import io, testing
+    from jigsaw.parallel import parallelize
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "init_mesh",
     "io",
     "nn",
+    "parallelize",
     "pointwise",
     "reductions",
     "shapes",
