@@ -49,11 +49,12 @@ class Arena:
         self._data: mmap.mmap | None = None
         self._slot_bytes = self.slots = 0
         self._watch = select.poll()
-        self._deaths = {fd: m for m, pid in enumerate(pids) if m != me and (fd := _pidfd(pid)) is not None}
+        watched = [(_pidfd(pid), m) for m, pid in enumerate(pids) if m != me]
+        self._deaths = {each: m for each, m in watched if each is not None}
         for each in self._deaths:
             self._watch.register(each, select.POLLIN)
 
-    # -- where words lie --------------------------------------------------------------------------------------------------
+    # -- where words lie ---------------------------------------------------------------------------------------------
 
     def _of(self, member: int, word: int) -> int:
         return member * _WORDS + word
@@ -61,7 +62,7 @@ class Arena:
     def _slot(self, slot: int) -> int:
         return self._slots + slot * (self.size + 1)
 
-    # -- a read's beginning and end ---------------------------------------------------------------------------------------
+    # -- a read's beginning and end ----------------------------------------------------------------------------------
 
     def start(self, read: int, digest: int, slot_bytes: int, slots: int) -> None:
         """Begin a read once everybody has left the one before; the slots may then be laid out anew."""
@@ -92,7 +93,7 @@ class Arena:
         """Touch no slot any more for this read, whether it went well or not."""
         self._words[self._of(self.me, _LEFT)] = read
 
-    # -- slots ------------------------------------------------------------------------------------------------------------
+    # -- slots -------------------------------------------------------------------------------------------------------
 
     def memory(self, slot: int, size: int) -> NDArray[np.uint8]:
         """The first `size` bytes of a slot."""
@@ -116,7 +117,7 @@ class Arena:
         at = self._slot(slot) + 1
         return all(self._words[at + m] >= ticket for m in readers)
 
-    # -- failures ---------------------------------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------------------------
 
     def fail(self, read: int, error: BaseException) -> None:
         """Tell the others that this rank failed in a read, and why; not when it failed because another one did."""
@@ -171,17 +172,10 @@ class Arena:
             self.check_digests(read)
         dead = {self._deaths[fd] for fd, _ in self._watch.poll(0)}
         for m in range(self.size):
-            gone = (
-                "has ended"
-                if m in dead
-                else "has closed its reader"
-                if self._words[self._of(m, _LEFT)] == _CLOSED
-                else ""
-            )
-            if gone and self._words[self._of(m, word)] < read:
-                raise PeerError(
-                    f"rank {self._names[m]} of the domain group (process {self._pids[m]}) {gone} and is needed"
-                )
+            closed = self._words[self._of(m, _LEFT)] == _CLOSED
+            if (m in dead or closed) and self._words[self._of(m, word)] < read:
+                gone = "has ended" if m in dead else "has closed its reader"
+                raise PeerError(f"rank {self._names[m]} of the domain group (process {self._pids[m]}) {gone}")
         if time.monotonic() - since > self._timeout:
             late = [self._names[m] for m in range(self.size) if m != self.me and self._words[self._of(m, word)] < read]
             raise PeerError(f"waited {self._timeout:g} s for ranks {late} of the domain group to read their part")
@@ -233,10 +227,11 @@ def attach(peers: Peers, timeout: float) -> Arena | None:
     taken for machines of their own, and chunks travel over the network.
     """
     near = peers.neighbours
-    fd = _create(len(near)) if peers.me == near[0] and len(near) > 1 else -1
-    offered = peers.gather(fd)[near[0]]
-    if peers.me != near[0] and offered >= 0:
-        fd = _open(f"/proc/{peers.pids[near[0]]}/fd/{offered}")
+    leader = min(near)
+    fd = _create(len(near)) if peers.me == leader and len(near) > 1 else -1
+    offered = peers.gather(fd)[leader]
+    if peers.me != leader and offered >= 0:
+        fd = _open(f"/proc/{peers.pids[leader]}/fd/{offered}")
     shares = all(peers.gather(fd >= 0 or len(near) == 1))
     if shares and len(near) > 1:
         return Arena(fd, near.index(peers.me), near, [peers.pids[m] for m in near], timeout)

@@ -86,11 +86,11 @@ def _claims(claimed: int, out: Bytes) -> None:
 
 
 def _blosc(raw: Bytes, out: Bytes) -> None:
-    from numcodecs import blosc
+    from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
 
     if raw.size < 16:
         raise ShortChunkError(f"it has {raw.size} bytes, too few for a Blosc header")
-    claimed, _, stored = struct.unpack_from("<III", raw, 4)
+    claimed, _, stored = struct.unpack("<III", raw[4:16].tobytes())
     _claims(claimed, out)
     if stored != raw.size:  # Blosc itself decodes a cut buffer into rubbish
         kind = ShortChunkError if raw.size < stored else BadChunkError
@@ -114,7 +114,7 @@ def _zstd_size(raw: Bytes) -> int | None:
 
 
 def _zstd(raw: Bytes, out: Bytes) -> None:
-    from numcodecs import zstd
+    from numcodecs import zstd  # pyright: ignore[reportAttributeAccessIssue]
 
     size = _zstd_size(raw)
     if size is None:  # a streamed frame: the size is known after decoding only
@@ -127,17 +127,17 @@ def _zstd(raw: Bytes, out: Bytes) -> None:
 
 
 def _lz4(raw: Bytes, out: Bytes) -> None:
-    from numcodecs import lz4
+    from numcodecs import lz4  # pyright: ignore[reportAttributeAccessIssue]
 
     if raw.size < 4:
         raise ShortChunkError(f"it has {raw.size} bytes, too few for an LZ4 header")
-    _claims(struct.unpack_from("<I", raw, 0)[0], out)
+    _claims(int.from_bytes(raw[:4].tobytes(), "little"), out)
     lz4.decompress(raw, out)
 
 
 def _deflate(raw: Bytes, out: Bytes) -> None:
     """Zlib and gzip, several members included; never decodes more than the chunk's size."""
-    done, rest = 0, memoryview(raw)
+    done, rest = 0, memoryview(raw.data)
     while rest:
         engine = zlib.decompressobj(wbits=47)  # either header
         part = engine.decompress(rest, out.size - done + 1)

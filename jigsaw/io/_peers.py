@@ -31,7 +31,8 @@ class Peers:
     """
 
     def __init__(self, me: int = 0, size: int = 1, group: Any = None, host: str | None = None) -> None:
-        self.me, self.size, self._group = me, size, group
+        self.me, self.size = me, size
+        self._group: Any = group
         found = self.gather((host or this_host(), os.getpid()))
         self.hosts = tuple(h for h, _ in found)
         self.pids = tuple(pid for _, pid in found)

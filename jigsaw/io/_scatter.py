@@ -74,14 +74,14 @@ class Placing:
     def place(self, chunk: Array, box: Box, out: Array) -> None:
         """Put what `box` takes of `chunk` where it belongs in `out` [T, C, \\*space]."""
         for runs in product(*box.runs):
-            source = chunk[tuple(_slice(r.source, r.source_step, r.count) for r in runs)]
+            source = chunk[tuple(_slice(r.source, r.source_step, r.length) for r in runs)]
             self._place_run(source, runs, box, out)
 
     def place_fill(self, box: Box, out: Array) -> None:
         """The same for a missing chunk, which is its fill value everywhere."""
         for runs in product(*box.runs):
             # one value, seen as an array of the run's shape
-            source = np.broadcast_to(np.asarray(self.fill, np.float64), tuple(r.count for r in runs))
+            source = np.broadcast_to(np.asarray(self.fill, np.float64), tuple(r.length for r in runs))
             self._place_run(source, runs, box, out)
 
     def _place_run(self, source: Array, runs: Sequence[Run], box: Box, out: Array) -> None:
@@ -89,7 +89,7 @@ class Placing:
         for dim, index in box.at:
             where[dim] = slice(index, index + 1)
         for d in self.order:
-            where[self.to[d]] = _slice(runs[d].target, runs[d].target_step, runs[d].count)
+            where[self.to[d]] = _slice(runs[d].target, runs[d].target_step, runs[d].length)
         ordered = source.transpose(self.order + self.dropped)[(..., *(0 for _ in self.dropped))]
         ordered = np.expand_dims(ordered, tuple(dim for dim, _ in box.at))
         self._convert(ordered, out[tuple(where)], range(out.shape[1])[where[1]])
@@ -156,8 +156,8 @@ def pack(chunk: Array, box: Box) -> NDArray[np.uint8]:
     """The bytes of what `box` takes of `chunk`, in the stored dtype: what travels to another machine."""
     room = np.empty(box.extents, chunk.dtype)
     for runs, packed in zip(product(*box.runs), product(*packed_box(box).runs), strict=True):
-        to = tuple(_slice(r.source, r.source_step, r.count) for r in packed)
-        room[to] = chunk[tuple(_slice(r.source, r.source_step, r.count) for r in runs)]
+        to = tuple(_slice(r.source, r.source_step, r.length) for r in packed)
+        room[to] = chunk[tuple(_slice(r.source, r.source_step, r.length) for r in runs)]
     return room.reshape(-1).view(np.uint8)
 
 
@@ -165,6 +165,6 @@ def packed_box(box: Box) -> Box:
     """The same box, of a chunk that `pack` reduced to it."""
     dims: list[tuple[Run, ...]] = []
     for runs in box.runs:
-        starts = [sum(r.count for r in runs[:i]) for i in range(len(runs))]
+        starts = [sum(r.length for r in runs[:i]) for i in range(len(runs))]
         dims.append(tuple(r._replace(source=start, source_step=1) for r, start in zip(runs, starts, strict=True)))
     return box._replace(runs=tuple(dims))

@@ -37,8 +37,8 @@ def open_zarr(url: Any) -> Store:
         group = url if isinstance(url, zarr.Group) else zarr.open_group(url, mode="r")
     except (NodeNotFoundError, FileNotFoundError, ValueError, TypeError, ImportError) as e:
         raise UnsupportedStoreError(f"{url!r} is not a zarr group that can be opened: {e}") from e
-    tables = {name: table_of(name, array) for name, array in _arrays(group)}
-    sources = {name: array for name, array in _arrays(group)}
+    sources = dict(_arrays(group))
+    tables = {name: table_of(name, array) for name, array in sources.items()}
     return Store(str(group.store_path), tables, dict(group.attrs), lambda name: np.asarray(sources[name][...]))
 
 
@@ -156,7 +156,7 @@ def _through_zarr(array: Any, chunks: Sequence[int], index: Index) -> NDArray[An
     return np.asarray(array[region])
 
 
-# -- where chunks lie ---------------------------------------------------------------------------------------------------
+# -- where chunks lie ------------------------------------------------------------------------------------------------
 
 
 class Objects:
@@ -277,7 +277,7 @@ def read_range(fd: int, offset: int, length: int, room: Bytes | None) -> Bytes:
     if length > (size := os.fstat(fd).st_size):  # before allocating what a damaged index claims
         raise ShortChunkError(f"it should have {length} bytes at {offset} and the file has {size}")
     raw = room if room is not None and room.size == length else np.empty(length, np.uint8)
-    view, done = memoryview(raw), 0
+    view, done = raw.data, 0
     while done < length:
         got = os.preadv(fd, [view[done:]], offset + done)
         if got == 0:

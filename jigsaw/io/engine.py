@@ -108,7 +108,7 @@ class _Reading:
         self._taking = threading.Lock()
         self._parcels: dict[tuple[int, int], list[Bytes]] = {}
 
-    # -- the whole --------------------------------------------------------------------------------------------------------
+    # -- the whole ---------------------------------------------------------------------------------------------------
 
     def run(self, out: Array | None) -> Array:
         """Read; every rank leaves with its part or with an error."""
@@ -186,7 +186,7 @@ class _Reading:
         if self.arena is not None:
             self.arena.check(self.number)
 
-    # -- loading: in the pool's threads -----------------------------------------------------------------------------------
+    # -- loading: in the pool's threads ------------------------------------------------------------------------------
 
     def _todo(self) -> Iterator[Callable[[], None]]:
         """What this rank loads; what others wait for comes first."""
@@ -214,9 +214,7 @@ class _Reading:
             room = self.arena.memory(at % self.slots, table.chunk_bytes)
         loaded = table.load(job.chunk, room)
         if loaded.stored is None:
-            raise PeerError(
-                f"chunk {job.chunk} of array {job.array!r} vanished while it was read: {table.path(job.chunk)}"
-            )
+            raise PeerError(f"chunk {job.chunk} of array {job.array!r} vanished: {table.path(job.chunk)}")
         self._count_load(job, loaded)
         chunk = table.view(room)
         for reader in job.readers:
@@ -258,7 +256,7 @@ class _Reading:
             size, slow = self.plan.tables[job.array].chunk_bytes, int(loaded.fallback)
             self.engine.count(requests=1, chunks=1, fallback=slow, stored_bytes=loaded.stored, decoded_bytes=size)
 
-    # -- taking: in the calling thread ------------------------------------------------------------------------------------
+    # -- taking: in the calling thread -------------------------------------------------------------------------------
 
     def _take_published(self, workers: list[Future[None]]) -> None:
         """Take this rank's boxes out of the slots, whichever is shown first."""
@@ -315,7 +313,7 @@ class _Reading:
             f'nan="raise" allows none; use nan="keep" or a number'
         )
 
-    # -- over machines ----------------------------------------------------------------------------------------------------
+    # -- over machines -----------------------------------------------------------------------------------------------
 
     def _over_machines(self, failure: BaseException | None) -> BaseException | None:
         """Exchange boxes with the ranks of other machines; what any rank failed with."""
@@ -334,17 +332,16 @@ class _Reading:
             return failure
         for m, (theirs, digest) in enumerate(told):
             if theirs is not None:
-                return error_of(*theirs, m)
+                return error_of(theirs[0], theirs[1], m)
             if digest != self.plan.digest:
                 return PeerError(f"rank {m} of the domain group reads another sample than rank {self.me}")
         return None
 
     def _swap(self) -> None:
         nothing = np.empty(0, np.uint8)
+        parcels = [(to, self._parcels[to, number]) for to, number in sorted(self._parcels)]
         outgoing = [
-            np.concatenate(
-                [nothing, *(part for (to, _), parts in sorted(self._parcels.items()) if to == m for part in parts)]
-            )
+            np.concatenate([nothing, *(part for to, parts in parcels if to == m for part in parts)])
             for m in range(self.peers.size)
         ]
         coming = [

@@ -1,8 +1,8 @@
 """Which rank fetches and decodes which chunk, and who gets which box of it.  Integers only: the same on every rank.
 
 The ranks that share a sample hold overlapping boxes of it, and a stored chunk may lie in many of them.  *Independent*:
-every rank loads each chunk that it needs.  *Cooperative*: each chunk is loaded once, by one rank, and cut into the boxes
-of all that need it; a chunk that a single rank needs is that rank's own.
+every rank loads each chunk that it needs.  *Cooperative*: each chunk is loaded once, by one rank, and cut into the
+boxes of all that need it; a chunk that a single rank needs is that rank's own.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ REDUNDANCY = 1.2
 
 
 class Run(NamedTuple):
-    """`count` rows of a chunk, from `source` by `source_step`, and the local rows that they fill."""
+    """`length` rows of a chunk, from `source` by `source_step`, and the local rows that they fill."""
 
     source: int
     source_step: int
     target: int
     target_step: int
-    count: int
+    length: int
 
 
 class Box(NamedTuple):
@@ -49,7 +49,7 @@ class Box(NamedTuple):
     @property
     def extents(self) -> tuple[int, ...]:
         """The number of rows along each stored dim."""
-        return tuple(sum(run.count for run in runs) for runs in self.runs)
+        return tuple(sum(run.length for run in runs) for runs in self.runs)
 
 
 class Job(NamedTuple):
@@ -88,7 +88,7 @@ class Row:
         return Row(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-# -- from one dim's rows to runs ------------------------------------------------------------------------------------------
+# -- from one dim's rows to runs -------------------------------------------------------------------------------------
 
 ByChunk = dict[int, tuple[Run, ...]]
 
@@ -157,7 +157,7 @@ class _Geometry:
         return None if at is None or not all(runs) else Box(self._part, runs, at)
 
 
-# -- the plan -------------------------------------------------------------------------------------------------------------
+# -- the plan --------------------------------------------------------------------------------------------------------
 
 
 class ReadPlan:
@@ -264,7 +264,7 @@ class ReadPlan:
         size = sum(prod(box.extents) for box in self.boxes(job, member))
         return size * self.tables[job.array].itemsize
 
-    # -- what it will cost ------------------------------------------------------------------------------------------------
+    # -- what it will cost -------------------------------------------------------------------------------------------
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -348,12 +348,14 @@ def _check_part(part: Part, tables: Tables, request: Request) -> None:
         )
     if not len(part.picks) == len(part.to) == table.ndim:
         raise FieldError(
-            f"array {part.array!r} has dims {table.dims} and the part {len(part.picks)} picks and {len(part.to)} destinations"
+            f"array {part.array!r} has dims {table.dims} and the part {len(part.picks)} picks, "
+            f"{len(part.to)} destinations"
         )
     landing = [to for to in part.to if to != DROPPED] + [dim for dim, _ in part.at]
     if sorted(landing) != list(range(request.layout.ndim)):
         raise FieldError(
-            f"array {part.array!r}: its dims land in {sorted(landing)} and the sample's are 0..{request.layout.ndim - 1}, each once"
+            f"array {part.array!r}: its dims land in {sorted(landing)} and the sample's are "
+            f"0..{request.layout.ndim - 1}, each once"
         )
     for d, (picks, to) in enumerate(zip(part.picks, part.to, strict=True)):
         _check_dim(part, table, request, d, picks, to)
@@ -382,7 +384,8 @@ def _check_filled(request: Request) -> None:
         targets = {
             to: [t for _, t in picks] for picks, to in zip(part.picks, part.to, strict=True) if picks is not None
         }
-        for where in product(*([fixed[dim]] if dim in fixed else targets.get(dim, []) for dim in (0, 1))):
+        landing = [[fixed[dim]] if dim in fixed else targets.get(dim, []) for dim in (0, 1)]
+        for where in product(landing[0], landing[1]):
             if where in seen or not (0 <= where[0] < times and 0 <= where[1] < channels):
                 why = (
                     f"also comes from array {seen[where]!r}"

@@ -1,4 +1,4 @@
-"""Reading on real ranks: the same values on every mesh, counted bytes, failures told to everybody, nothing left behind."""
+"""Reading on real ranks: the same values on every mesh, bytes counted, failures told to all, nothing left behind."""
 
 import os
 import signal
@@ -144,7 +144,7 @@ def test_slots_grow(tmp_path):
     run_on_ranks(2, body_growing, *write(tmp_path, chunk=(1, 3, 13, 10)))
 
 
-# -- over machines ----------------------------------------------------------------------------------------------------------
+# -- over machines ---------------------------------------------------------------------------------------------------
 
 
 def body_far(path, values, axes, per_machine):
@@ -175,7 +175,7 @@ def test_over_machines(tmp_path, per_machine):
     run_on_ranks(4, body_far, path, values, {"lat": 2, "lon": 2}, per_machine)
 
 
-# -- conventions ------------------------------------------------------------------------------------------------------------
+# -- conventions -----------------------------------------------------------------------------------------------------
 
 
 def packed_store(path, version):
@@ -286,7 +286,7 @@ def test_volumes_and_series_without_space(tmp_path):
     engine.close()
 
 
-# -- failures -----------------------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------------------------
 
 
 def body_corrupt(path, values, damage, mode):

@@ -114,7 +114,7 @@ def test_boxes_fill_every_held_row_once(tiles, axes, mode):
                 for dim, index in box.at:
                     where[dim] = [index]
                 for to, runs in zip(part.to, box.runs, strict=True):
-                    where[to] = [r.target + i * r.target_step for r in runs for i in range(r.count)]
+                    where[to] = [r.target + i * r.target_step for r in runs for i in range(r.length)]
                 filled[np.ix_(*where)] += 1
         assert (filled == 1).all()
 
@@ -172,20 +172,33 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
 TIMES = ((0, 0), (1, 1))
 
 
-@pytest.mark.parametrize(
-    ("part", "error", "match"),
-    [
-        (Part("sst", (TIMES, None, None), (0, 2, 3), ((1, 0),)), MissingArrayError, "no array 'sst'; it has air, mask, t2m"),
-        (Part("t2m", (TIMES, None), (0, 2), ((1, 0),)), FieldError, r"has dims \('time', 'lat', 'lon'\) and the part 2 picks"),
-        (Part("t2m", (TIMES, None, None), (0, 2, 3)), FieldError, r"land in \[0, 2, 3\] and the sample's are 0..3"),
-        (Part("t2m", (TIMES, None, None), (0, 3, 2), ((1, 0),)), GridError, "'lat' of array 't2m' has 13 rows .* which has 10"),
-        (Part("t2m", (((4, 0), (1, 1)), None, None), (0, 2, 3), ((1, 0),)), WindowError, "index 4 is outside dim 'time'"),
-        (Part("t2m", (((1, 0),), None, None), (0, 2, 3), ((1, 0),)), FieldError, r"\(1, 0\) of the sample comes from no array"),
-        (Part("t2m", (((1, 0), (2, 0)), None, None), (0, 2, 3), ((1, 0),)), FieldError, r"\(0, 0\) .* also comes from array 't2m'"),
-        (Part("t2m", (((1, 0), (2, 5)), None, None), (0, 2, 3), ((1, 0),)), FieldError, r"\(5, 0\) .* outside the sample's 2 x 1"),
-        (Part("air", (TIMES, ((0, 0), (1, 0)), None, None), (0, DROPPED, 2, 3), ((1, 0),)), FieldError, "exactly one index"),
-    ],
-)  # fmt: skip
+T2M = (0, 2, 3)
+MISFITS = {
+    "name": (
+        Part("sst", (TIMES, None, None), T2M, ((1, 0),)),
+        MissingArrayError,
+        "no array 'sst'; it has air, mask, t2m",
+    ),
+    "dims": (Part("t2m", (TIMES, None), (0, 2), ((1, 0),)), FieldError, r"dims \('time', 'lat', 'lon'\) .* 2 picks"),
+    "twice": (Part("t2m", (TIMES, None, None), T2M), FieldError, r"land in \[0, 2, 3\] and the sample's are 0..3"),
+    "grid": (
+        Part("t2m", (TIMES, None, None), (0, 3, 2), ((1, 0),)),
+        GridError,
+        "'lat' of array 't2m' has 13 rows .* 10",
+    ),
+    "step": (Part("t2m", (((4, 0), (1, 1)), None, None), T2M, ((1, 0),)), WindowError, "index 4 is outside dim 'time'"),
+    "gap": (Part("t2m", (((1, 0),), None, None), T2M, ((1, 0),)), FieldError, r"\(1, 0\) .* comes from no array"),
+    "double": (Part("t2m", (((1, 0), (2, 0)), None, None), T2M, ((1, 0),)), FieldError, r"\(0, 0\) .* also comes from"),
+    "outside": (
+        Part("t2m", (((1, 0), (2, 5)), None, None), T2M, ((1, 0),)),
+        FieldError,
+        r"\(5, 0\) .* outside .* 2 x 1",
+    ),
+    "drop": (Part("air", (TIMES, TIMES, None, None), (0, DROPPED, 2, 3), ((1, 0),)), FieldError, "exactly one index"),
+}
+
+
+@pytest.mark.parametrize(("part", "error", "match"), MISFITS.values(), ids=MISFITS)
 def test_parts_that_do_not_fit(tables, part, error, match):
     with pytest.raises(error, match=match):
         plan_read(Request(layout(1, 2, (13, 10), {}), (part,)), tables)

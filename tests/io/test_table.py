@@ -3,11 +3,13 @@
 import os
 import shutil
 import struct
+import zlib
 
 import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from google_crc32c import value as crc32c
 from toy_store import FORMS, SLOW, write
 
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
@@ -119,8 +121,6 @@ def test_a_header_that_claims_another_size_is_refused(tmp_path, form):
 
 def test_a_deflate_bomb_is_not_inflated(tmp_path):
     path, _ = write(tmp_path, ("v2", "zlib"))
-    import zlib
-
     table = open_store(path).arrays["air"]
     with open(table.path((0, 0, 0, 0)), "wb") as f:
         f.write(zlib.compress(bytes(1 << 24)))
@@ -134,12 +134,12 @@ def test_a_shard_index_that_claims_too_much_allocates_nothing(tmp_path):
     made[...] = 1
     table = open_store(tmp_path / "s.zarr").arrays["a"]
     path = table.path((0,))
-    raw = open(path, "rb").read()
-    from google_crc32c import value
+    with open(path, "rb") as f:
+        raw = f.read()
 
     index = struct.pack("<4Q", 0, 2**60, 8, 8)
     with open(path, "wb") as f:
-        f.write(raw[:16] + index + value(index).to_bytes(4, "little"))
+        f.write(raw[:16] + index + crc32c(index).to_bytes(4, "little"))
     table = open_store(tmp_path / "s.zarr").arrays["a"]
     with pytest.raises(TruncatedError, match=r"chunk \(0,\) of array 'a'"):
         table.load((0,), np.empty(table.chunk_bytes, np.uint8))

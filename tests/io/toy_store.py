@@ -45,7 +45,7 @@ STEPS, LEVELS = 4, 3
 
 
 def write(folder, form=("v2", "blosc"), rows=(13, 10), chunk=(1, 3, 5, 4), seed=0):
-    """A store with `air` [time, level, lat, lon], `t2m` [time, lat, lon] and `mask` [lat, lon]; returns path and the values as zarr reads them."""
+    """A store of `air` [time, level, lat, lon], `t2m` [time, lat, lon], `mask` [lat, lon]: its path and values."""
     r = np.random.default_rng(seed)
     values = {
         "air": r.normal(size=(STEPS, LEVELS, *rows)).astype("f4"),
