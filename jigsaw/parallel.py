@@ -187,43 +187,59 @@ def no_sync(model: nn.Module) -> Generator[None]:
             model.set_requires_gradient_sync(True)
 
 
+Tensors = nn.Module | Tensor | Iterable[Tensor]
+
+
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: nn.Module | Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    parameters: Tensors, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """g <- g min(1, max_norm / |g|), where |g| is the norm of all whole gradients together; returns |g|, a plain tensor.
 
     As `torch.nn.utils.clip_grad_norm_`, and also for a mix of plain parameters and DTensors of several meshes.
 
-    *Sends*: nothing for whole weights; else one all-reduce of a number a mesh that cuts parameters.
+    *Sends*: nothing for whole weights; else one all-reduce of one number for each mesh axis that cuts parameters.
+    *Raises*: `ValueError` for a `norm_type` that is not positive, `RuntimeError` as torch does for `error_if_nonfinite`.
     """
-    found = (
-        parameters.parameters()
-        if isinstance(parameters, nn.Module)
-        else [parameters]
-        if isinstance(parameters, Tensor)
-        else parameters
-    )
-    tensors = [p for p in found if p.grad is not None]
-    groups: dict[object, list[Tensor]] = {}
-    for p in tensors:
-        assert p.grad is not None
-        groups.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p.grad)
-    norms = [_whole(torch.nn.utils.get_total_norm(grads, norm_type)) for grads in groups.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    if norm_type <= 0:
+        raise ValueError(f"norm_type={norm_type} must be positive: 2.0, 1.0, float('inf')")
+    if isinstance(parameters, nn.Module | Tensor):
+        parameters = parameters.parameters() if isinstance(parameters, nn.Module) else [parameters]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    total = _total_norm(grads, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"the gradient norm of order {norm_type} is {total.item()}, so it cannot be clipped; set error_if_nonfinite=False to go on"
+            f"the gradient norm of order {norm_type} is {total.item()}, so it cannot be clipped; "
+            f"set error_if_nonfinite=False to go on"
         )
-    for grads in groups.values():
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for grad in grads:
-            local_of(grad).mul_(scale)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        local_of(g).mul_(scale.to(g.device))
     return total
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
+    """(sum over all elements of all whole gradients of |g|^p)^(1/p)."""
+    groups: dict[tuple[DeviceMesh, tuple[str, ...]] | None, list[Tensor]] = {}
+    for g in grads:
+        where = None
+        if isinstance(g, DTensor):
+            names = g.device_mesh.mesh_dim_names or ()
+            where = g.device_mesh, tuple(n for n, how in zip(names, g.placements, strict=True) if not how.is_replicate())
+        groups.setdefault(where, []).append(local_of(g))
+    norms: list[Tensor] = []
+    for where, locals_ in groups.items():
+        filled = [x for x in locals_ if x.numel()]
+        norm = torch.nn.utils.get_total_norm(filled, p) if filled else locals_[0].new_zeros(())
+        if where is not None:
+            for axis in where[1]:
+                norm = _combined(norm, where[0], axis, p)
+        norms.append(norm)
+    return torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.tensor(0.0)
+
+
+def _combined(norm: Tensor, mesh: DeviceMesh, axis: str, p: float) -> Tensor:
+    """The norm of the norms of the ranks along `axis`."""
+    if p == float("inf"):
+        return comm.all_reduce(norm, mesh, [axis], "max")
+    return comm.all_reduce(norm**p, mesh, [axis]) ** (1 / p)

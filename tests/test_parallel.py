@@ -1,0 +1,555 @@
+"""`parallelize`: every step on every mesh is the step of one process, with whole weights and with cut ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.layout import ShardingError
+from jigsaw.mesh import submesh
+from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize, units_of
+from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh
+
+SPEC = ("data", None, "lat", "lon")
+MESHES = [
+    {"lat": 1},
+    {"lat": 2},
+    {"lon": 3},
+    {"data": 4},
+    {"lat": 4},
+    {"lat": 2, "lon": 2},
+    {"data": 2, "lat": 2},
+    {"data": 2, "spare": 2},
+]
+MODES = {"whole": {}, "cut": {"shard_weights": True, "unit_bytes": 1}}
+
+
+def _name(axes):
+    return "x".join(f"{name}{size}" for name, size in axes.items())
+
+
+def on_meshes(meshes=MESHES):
+    return pytest.mark.parametrize("axes", meshes, ids=_name)
+
+
+def on_modes():
+    return pytest.mark.parametrize("mode", list(MODES))
+
+
+def _ranks(axes):
+    n = 1
+    for size in axes.values():
+        n *= size
+    return n
+
+
+class Block(nn.Module):
+    """Norms and pointwise weights; two of the modules are only reached through their parameters."""
+
+    def __init__(self, channels, rows, columns):
+        super().__init__()
+        self.norm = nn.GroupNorm(1, channels)
+        self.gain = nn.Parameter(torch.randn(channels, 1, 1))
+        self.position = nn.Parameter(torch.randn(rows, columns))
+        self.layer_norm = nn.LayerNorm((rows, columns))
+
+    def forward(self, x):
+        x = self.norm(x) * self.gain + self.position
+        return x + torch.tanh(F.layer_norm(x, (7, 10), self.layer_norm.weight, self.layer_norm.bias))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(6, 7, 10), Block(6, 7, 10))
+        self.batch_norm = nn.BatchNorm2d(6)
+        self.noise = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.batch_norm(self.blocks(x))
+
+
+def _batch(dtype=torch.float64, samples=6):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(samples, 6, 7, 10, generator=generator, dtype=dtype) for _ in range(2)]
+
+
+def _full(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def plain_loss(model, x, y):
+    return (model(x) - y).square().mean()
+
+
+def learned_loss(model, x, y):
+    """A loss of all kinds: through tiles, of a scalar that left a tile times a parameter, of parameters alone."""
+    own = getattr(model, "module", model)
+    decay = sum(_full(block.gain).square().sum() + _full(block.position).abs().mean() for block in own.blocks)
+    return plain_loss(model, x, y) * torch.exp(-own.noise) + own.noise + 0.01 * decay
+
+
+def _train(model, batch, loss=learned_loss, steps=10, clip=1.0, optimizer=None):
+    """Losses and gradient norms of AdamW steps."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+    seen = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss(model, *batch)
+        value.backward()
+        norm = clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        seen.append((value.item(), norm.item()))
+    return torch.tensor(seen, dtype=torch.float64)
+
+
+def _assert_same_state(model, expected, rtol=1e-9):
+    found = {name: _full(x.detach()) for name, x in model.state_dict().items()}
+    wanted = expected.state_dict()
+    assert list(found) == list(wanted)
+    for name, x in wanted.items():
+        bound = rtol * max(x.abs().max().item(), 1.0)
+        torch.testing.assert_close(found[name], x, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _pair(make, axes, mode="whole", dtype=torch.float64, **options):
+    """The model as one process has it, and parallelized from another start on the other ranks."""
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(3)
+    expected = make()
+    model = copy.deepcopy(expected)
+    if dist.get_rank():
+        with torch.no_grad():
+            for x in model.parameters():
+                x.add_(1)
+    mesh = world_mesh(**axes)
+    names = [name for name, _ in model.named_parameters()]
+    found = parallelize(model, mesh, **(MODES[mode] | options))
+    assert found is model
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [p.shape for p in model.parameters()] == [p.shape for p in expected.parameters()]
+    return model, expected, mesh
+
+
+def _tiles(batch, mesh, spec=SPEC):
+    return [jigsaw.shard(x, mesh, spec) for x in batch]
+
+
+# -- ten steps --------------------------------------------------------------------------------------------------------
+
+
+def _ten_steps(axes, mode, dtype, rtol):
+    model, expected, mesh = _pair(Net, axes, mode, dtype)
+    batch = _batch(dtype)
+    torch.testing.assert_close(
+        _train(model, _tiles(batch, mesh)), _train(expected, batch), rtol=rtol, atol=0
+    )
+    _assert_same_state(model, expected, rtol)
+    if mode == "cut" and _ranks(axes) > 1:
+        assert all(isinstance(p, DTensor) for name, p in model.named_parameters() if name != "noise")
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["float64", "float32"])
+@on_modes()
+@on_meshes()
+def test_ten_steps_are_those_of_one_process(axes, mode, dtype, rtol):
+    run_on_ranks(_ranks(axes), _ten_steps, axes, mode, dtype, rtol)
+
+
+@pytest.mark.parametrize("reduce", [False, True], ids=["left to it", "twice"])
+@on_ranks(4)
+def test_ddp_around_it(reduce):
+    model, expected, mesh = _pair(Net, {"lat": 2, "lon": 2}, reduce=reduce)
+    wrapped = DistributedDataParallel(model)
+    batch = _batch()
+    torch.testing.assert_close(_train(wrapped, _tiles(batch, mesh)), _train(expected, batch), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected)
+
+
+@on_ranks(4)
+def test_fully_shard_around_it():
+    model, expected, mesh = _pair(Net, {"data": 2, "lat": 2}, reduce=False)
+    model.noise.requires_grad_(False)
+    flat = submesh(mesh, mesh.mesh_dim_names)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=flat, ignored_params={model.noise}).set_force_sum_reduction_for_comms(True)
+    batch = _batch()
+    expected.noise.requires_grad_(False)
+    torch.testing.assert_close(_train(model, _tiles(batch, mesh)), _train(expected, batch), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected)
+
+
+# -- memory and messages ----------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LayerNorm((64, 10)) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _local_bytes(tensors):
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
+
+
+@on_ranks(4)
+def test_weights_gradients_and_optimizer_state_are_one_part_in_p():
+    model, expected, mesh = _pair(Wide, {"data": 2, "lat": 2}, "cut")
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = [torch.randn(4, 3, 64, 10) for _ in range(2)]
+    _train(model, _tiles(batch, mesh), plain_loss, steps=1, optimizer=optimizer)
+    whole = _local_bytes(expected.parameters())
+    assert _local_bytes(model.parameters()) == whole // 4
+    assert _local_bytes(p.grad for p in model.parameters()) == whole // 4
+    state = [x for s in optimizer.state.values() for x in s.values() if x.ndim]
+    assert _local_bytes(state) == 2 * whole // 4
+
+
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(25 * 2**20, 1), (2 * 64 * 10 * 8, 4), (1, 8)])
+@on_ranks(4)
+def test_gradients_travel_in_buckets(bucket_bytes, buckets):
+    model, expected, mesh = _pair(Wide, {"data": 4}, bucket_bytes=bucket_bytes)
+    tile = jigsaw.shard(torch.randn(4, 3, 64, 10), mesh, SPEC)
+    loss = model(tile).square().mean()
+    with comm.count() as sent:
+        loss.backward()
+    assert [call.kind for call in sent.calls] == ["all_reduce"] * buckets
+    flags = 8  # one number a parameter says whether it has a gradient
+    numbers = sum(p.numel() for p in expected.parameters()) + flags
+    assert sent.sent_bytes == 2 * 3 * numbers * 8 // 4
+
+
+@on_ranks(2)
+def test_buckets_leave_while_the_backward_pass_goes_on():
+    model, _, mesh = _pair(Wide, {"data": 2}, bucket_bytes=1)
+    tile = jigsaw.shard(torch.randn(2, 3, 64, 10), mesh, SPEC)
+    left_before_first_block = []
+    with comm.count() as sent:
+        y = model.blocks[0](tile)
+        y.local.register_hook(lambda grad: left_before_first_block.append(len(sent.calls)))
+        for block in model.blocks[1:]:
+            y = block(y)
+        y.square().mean().backward()
+    assert left_before_first_block == [6 + 1]  # six weights and biases, and the sum of the loss
+
+
+# -- accumulation -----------------------------------------------------------------------------------------------------
+
+
+def _accumulate(axes, mode, synced):
+    model, expected, mesh = _pair(Net, axes, mode)
+    batches = [[x + k for x in _batch()] for k in range(3)]
+    for k, batch in enumerate(batches):
+        plain_loss(expected, *batch).backward()
+        if synced or k == 2:
+            plain_loss(model, *_tiles(batch, mesh)).backward()
+        else:
+            with no_sync(model):
+                plain_loss(model, *_tiles(batch, mesh)).backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        if q.grad is None:
+            assert p.grad is None
+        else:
+            torch.testing.assert_close(_full(p.grad), q.grad, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("synced", [True, False], ids=["reduced each time", "no_sync"])
+@on_modes()
+@pytest.mark.parametrize("axes", [{"lat": 2, "lon": 2}, {"data": 3}], ids=_name)
+def test_gradients_accumulate(axes, mode, synced):
+    run_on_ranks(_ranks(axes), _accumulate, axes, mode, synced)
+
+
+@on_ranks(2)
+def test_no_sync_sends_no_gradients():
+    model, _, mesh = _pair(Wide, {"data": 2})
+    tile = jigsaw.shard(torch.randn(2, 3, 64, 10), mesh, SPEC)
+    loss = model(tile).square().mean()
+    with comm.count() as sent, no_sync(model):
+        loss.backward()
+    assert sent.sent_bytes == 0
+
+
+# -- parameters of every kind -----------------------------------------------------------------------------------------
+
+
+@on_modes()
+@on_ranks(4)
+def test_several_forward_passes_before_one_backward(mode):
+    model, expected, mesh = _pair(Net, {"lat": 2, "lon": 2}, mode)
+
+    def rollout(model, x, y):
+        once = model(x)
+        twice = model(once)
+        return (once - y).square().mean() + (twice - y).square().mean()
+
+    batch = _batch()
+    found = _train(model, _tiles(batch, mesh), rollout, steps=3)
+    torch.testing.assert_close(found, _train(expected, batch, rollout, steps=3), rtol=1e-9, atol=0)
+
+
+class Head(nn.Module):
+    """Leaves the tiles in the middle: the rest of the model is plain torch on plain tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(6, 1, 1))
+        self.head = nn.Linear(6, 3)
+        self.back = nn.Linear(3, 6)
+
+    def forward(self, x):
+        x = x * self.gain
+        pooled = x.square().mean((2, 3))
+        pooled = pooled.full_tensor() if isinstance(pooled, jigsaw.Tile) else pooled
+        features = torch.tanh(self.back(torch.tanh(self.head(pooled))))
+        return x * features[:, :, None, None]  # a plain tensor of parameters and of a global statistic
+
+
+@on_modes()
+@pytest.mark.parametrize("spec", [SPEC, (None, None, "lat", "data")])
+@on_ranks(4)
+def test_a_head_on_plain_tensors(spec, mode):
+    model, expected, mesh = _pair(Head, {"data": 2, "lat": 2}, mode, unit_bytes=2**20)
+    batch = _batch()
+    found = _train(model, _tiles(batch, mesh, spec), plain_loss, steps=4)
+    torch.testing.assert_close(found, _train(expected, batch, plain_loss, steps=4), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected)
+
+
+@on_modes()
+@on_ranks(2)
+def test_frozen_unused_and_tied(mode):
+    def make():
+        net = Net()
+        net.blocks[1].position = net.blocks[0].position
+        net.blocks[0].gain.requires_grad_(False)
+        net.spare = nn.Parameter(torch.ones(3))
+        return net
+
+    model, expected, mesh = _pair(make, {"lat": 2}, mode)
+    batch = _batch()
+    found = _train(model, _tiles(batch, mesh), plain_loss, steps=3)
+    torch.testing.assert_close(found, _train(expected, batch, plain_loss, steps=3), rtol=1e-9, atol=0)
+    assert model.spare.grad is None
+    assert model.blocks[0].gain.grad is None
+    assert model.blocks[0].position is model.blocks[1].position
+    _assert_same_state(model, expected)
+
+
+@on_ranks(2)
+def test_a_parameter_can_be_unfrozen_later():
+    def make():
+        net = Net()
+        net.blocks[0].gain.requires_grad_(False)
+        return net
+
+    model, expected, mesh = _pair(make, {"lat": 2})
+    batch = _batch()
+    for net in (model, expected):
+        net.blocks[0].gain.requires_grad_()
+    torch.testing.assert_close(
+        _train(model, _tiles(batch, mesh), steps=2), _train(expected, batch, steps=2), rtol=1e-9, atol=0
+    )
+    _assert_same_state(model, expected)
+
+
+@on_ranks(2)
+def test_a_parameter_used_on_one_rank_only():
+    model, _, mesh = _pair(Net, {"lat": 2})
+    tiles = _tiles(_batch(), mesh)
+    loss = plain_loss(model, *tiles)
+    if dist.get_rank() == 1:
+        loss = loss + 0 * loss.detach() * model.noise
+    loss.backward()
+    assert model.noise.grad is not None  # on both
+
+
+@on_ranks(2)
+def test_a_copy_trains_too():
+    model, expected, mesh = _pair(Net, {"lat": 2})
+    twin = copy.deepcopy(model)
+    batch = _batch()
+    found = _train(twin, _tiles(batch, mesh), steps=3)
+    torch.testing.assert_close(found, _train(expected, batch, steps=3), rtol=1e-9, atol=0)
+
+
+@on_ranks(2)
+def test_after_a_backward_pass_that_raised():
+    model, expected, mesh = _pair(Net, {"lat": 2}, bucket_bytes=1)
+    tiles = _tiles(_batch(), mesh)
+
+    def fail(grad):
+        raise KeyError("on purpose")
+
+    y = model.blocks[0](tiles[0])
+    y.local.register_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        model.batch_norm(model.blocks[1](y)).square().mean().backward()
+    for net in (model, expected):
+        net.zero_grad()
+        net.batch_norm.reset_running_stats()
+    found = _train(model, tiles, steps=2)
+    torch.testing.assert_close(found, _train(expected, _batch(), steps=2), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected)
+
+
+# -- with the rest of torch -------------------------------------------------------------------------------------------
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.batch_norm(x)
+
+
+@on_modes()
+@on_ranks(4)
+def test_activation_checkpointing(mode):
+    model, expected, mesh = _pair(Checkpointed, {"lat": 2, "lon": 2}, mode)
+    batch = _batch()
+    found = _train(model, _tiles(batch, mesh), steps=3)
+    torch.testing.assert_close(found, _train(expected, batch, steps=3), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected)
+
+
+@on_modes()
+@on_ranks(4)
+def test_autocast(mode):
+    model, expected, mesh = _pair(Head, {"data": 2, "lat": 2}, mode, torch.float32, unit_bytes=2**20)
+    batch = _batch(torch.float32)
+
+    def loss(model, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain_loss(model, x, y)
+
+    found = _train(model, _tiles(batch, mesh), loss, steps=3)
+    torch.testing.assert_close(found, _train(expected, batch, loss, steps=3), rtol=2e-2, atol=0)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+# -- clipping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@on_modes()
+@on_ranks(4)
+def test_clipping_is_by_the_norm_of_the_whole_gradient(mode, norm_type):
+    model, expected, mesh = _pair(Net, {"lat": 2, "lon": 2}, mode)
+    batch = _batch()
+    learned_loss(expected, *batch).backward()
+    learned_loss(model, *_tiles(batch, mesh)).backward()
+    wanted = nn.utils.clip_grad_norm_(expected.parameters(), 0.1, norm_type)
+    torch.testing.assert_close(clip_grad_norm_(model, 0.1, norm_type), wanted, rtol=1e-12, atol=0)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(_full(p.grad), q.grad, rtol=1e-9, atol=1e-13)
+
+
+@on_modes()
+@on_ranks(2)
+def test_torch_clips_right_too(mode):
+    model, expected, mesh = _pair(Wide, {"lat": 2}, mode)
+    batch = [torch.randn(2, 3, 64, 10) for _ in range(2)]
+    plain_loss(expected, *batch).backward()
+    plain_loss(model, *_tiles(batch, mesh)).backward()
+    wanted = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    torch.testing.assert_close(_full(nn.utils.clip_grad_norm_(model.parameters(), 0.1)), wanted, rtol=1e-12, atol=0)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(_full(p.grad), q.grad, rtol=1e-9, atol=1e-13)
+
+
+def test_clipping_of_what_is_not_finite():
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.tensor([1.0, torch.inf])
+    with pytest.raises(RuntimeError, match="norm of order 2.0 is inf.*error_if_nonfinite=False"):
+        clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_(p, 1.0).isinf()
+    assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
+    with pytest.raises(ValueError, match="norm_type=0 must be positive"):
+        clip_grad_norm_([p], 1.0, 0)
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def test_units_are_elements_of_sequences_that_are_big_enough():
+    net = Net()
+    assert units_of(net, 1) == list(net.blocks)
+    assert units_of(net, 10**6) == []
+    net.blocks[1].position = net.blocks[0].position
+    assert units_of(net, 1) == []  # a tied parameter is gathered with all that use it
+    deep = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert units_of(deep, 1) == [*deep[0], deep[1]]
+    assert units_of(deep, 8 * 6) == [deep[0]]
+
+
+# -- misuse -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def _replaces_a_parameter():
+    model, _, mesh = _pair(Net, {"lat": 2})
+    model.blocks[0].gain = nn.Parameter(torch.ones(6, 1, 1))
+    model(jigsaw.shard(_batch()[0], mesh, SPEC))
+
+
+@on_ranks(2)
+def _different_models():
+    parallelize(nn.Linear(2, 2 + dist.get_rank()), world_mesh(lat=2))
+
+
+@on_ranks(2)
+def _twice():
+    mesh = world_mesh(lat=2)
+    parallelize(parallelize(nn.Linear(2, 2), mesh), mesh)
+
+
+@on_ranks(2)
+def _sparse():
+    parallelize(nn.Sequential(nn.Embedding(3, 2, sparse=True)), world_mesh(lat=2))
+
+
+@on_ranks(2)
+def _pickles():
+    pickle.dumps(parallelize(nn.Linear(2, 2), world_mesh(lat=2)))
+
+
+@on_ranks(2)
+def _mixes_summed_and_averaged():
+    model, _, mesh = _pair(Net, {"lat": 2})
+    stray = torch.ones(6, 1, 1, requires_grad=True)
+    _ = jigsaw.shard(_batch()[0], mesh, SPEC) * (model.blocks[0].gain * stray)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (_replaces_a_parameter, "'gain' of Block was replaced or added after jigsaw.parallelize.*call jigsaw.parallelize last"),
+        (_different_models, "same model on every rank, but rank 1 of the mesh.*weight"),
+        (_twice, "Linear went through jigsaw.parallelize before; call it once"),
+        (_sparse, "module '0' makes sparse gradients.*sparse=False"),
+        (_pickles, "cannot be pickled.*state_dict"),
+        (_mixes_summed_and_averaged, "leaves that are summed and leaves that are averaged"),
+    ],
+)
+def test_misuse_is_told(body, message):
+    with pytest.raises(RankFailure, match=f"(?s){message}") as caught:
+        body()
+    assert isinstance(caught.value.__cause__, ShardingError | TypeError)
