@@ -38,7 +38,7 @@ _DTYPES = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "f
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: `input` and `target` tiles [T, C, \\*space] (None without targets), and the times of their steps."""
+    r"""One sample: `input` and `target` tiles [T, C, \*space] (None without targets), and the times of their steps."""
 
     input: Tile
     target: Tile | None
@@ -94,12 +94,12 @@ class Dataset:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of a sample's input [T, C, \\*space], halo included."""
+        r"""The layout of a sample's input [T, C, \*space], halo included."""
         return self.frame.layout((len(self.inputs), len(self.channels)), (None, None))
 
     @cached_property
     def target_layout(self) -> Layout:
-        """The layout of a sample's target [T, C, \\*space]; targets have no halo."""
+        r"""The layout of a sample's target [T, C, \*space]; targets have no halo."""
         return self.frame.layout((len(self.targets), len(self.channels)), (None, None), halo=False)
 
     @property
@@ -110,7 +110,7 @@ class Dataset:
     @property
     def coords(self) -> dict[str, NDArray[Any]]:
         """The coordinates of the rows that this rank owns; `whole_coords` are those of the whole grid."""
-        owned = self.layout.owned(coordinate(self._needs_mesh()))[2:]
+        owned = self.layout.owned(coordinate(self.device_mesh()))[2:]
         return {d: self.whole_coords[d][a:b] for d, (a, b) in zip(self.frame.dims, owned, strict=True)}
 
     def sample_bytes(self) -> int:
@@ -160,7 +160,7 @@ class Dataset:
         return plan_read(reading.request, self.store.arrays, mode=self.mode)
 
     def __getitem__(self, sample: int) -> Sample:
-        mesh = self._needs_mesh()
+        mesh = self.device_mesh()
         index = self._index(sample)
         reading = self.reading([index])
         given, target = self.unpack(self._engine.read(self.plan_of(reading)), reading)
@@ -173,12 +173,12 @@ class Dataset:
         )
 
     def unpack(self, block: NDArray[Any], reading: Reading) -> tuple[Tensor, Tensor]:
-        """The local input [B, T, C, \\*held] and target [B, T, C, \\*owned] of a block [steps, C, \\*held].
+        r"""The local input [B, T, C, \*held] and target [B, T, C, \*owned] of a block [steps, C, \*held].
 
         Views of the block where no two samples share a step, else copies.
         """
         steps = torch.from_numpy(block)
-        inner = self.frame.inner(coordinate(self._needs_mesh()))
+        inner = self.frame.inner(coordinate(self.device_mesh()))
         given = _take(steps, reading.input_at)
         target = _take(steps, reading.target_at)[(..., *inner)]
         return given.to(self.dtype), target.to(self.dtype)
@@ -189,9 +189,10 @@ class Dataset:
 
     def new_engine(self, threads: int | None = None) -> Engine:
         """A reader of plans with process groups of its own; making one is collective over the mesh."""
-        return Engine(self.store, meet(self._needs_mesh(), (DATA,)), threads or _default_threads())
+        return Engine(self.store, meet(self.device_mesh(), (DATA,)), threads or _default_threads())
 
-    def _needs_mesh(self) -> DeviceMesh:
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh; raises `ReadError` when the dataset was opened with integers for one."""
         if self.mesh is None:
             raise ReadError(
                 "this dataset was opened with a mesh of plain integers, so it can plan, not read; pass a DeviceMesh"
@@ -218,7 +219,7 @@ def _take(x: Tensor, at: NDArray[np.int64]) -> Tensor:
     return picked.view(*at.shape, *x.shape[1:])
 
 
-# -- open -----------------------------------------------------------------------------------------------------------------
+# -- open --------------------------------------------------------------------------------------------------------------
 
 
 def open(
@@ -241,22 +242,26 @@ def open(
     align: int | Mapping[str, int] = 1,
     mode: str = "auto",
 ) -> Dataset:
-    """The samples of a store, cut over `mesh` while they are read.
+    r"""The samples of a store, cut over `mesh` while they are read.
 
-    A sample at anchor a is its input, the steps ``a + inputs``, and its target, the steps ``a + targets``; both are tiles
-    [T, C, \\*space] whose space is ``lat, lon`` on the globe and ``z, y, x`` or ``y, x`` elsewhere.
+    A sample at anchor a is its input, the steps ``a + inputs``, and its target, the steps ``a + targets``, both tiles
+    [T, C, \*space]: space is ``lat, lon`` on the globe and ``z, y, x`` or ``y, x`` elsewhere.
 
-    - `store`: a path or URL, or an opened store; `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
+    - `store`: a path or URL, or an opened store;
+    - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `fields`: names (see `jigsaw.io.fields`), in channel order; by default every variable on the first one's grid;
-    - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name. `data` cuts batches instead;
+    - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name. `data` cuts batches;
     - `halo`: rows of the input beyond those owned, a number or (below, above), for all spatial dims or by dim;
-      `boundary`: ``{"lon": "periodic"}`` lets it wrap round, elsewhere it ends with the domain; targets have none;
-    - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap in the series;
-    - `normalize`: (mean, std) by field, fused into the read; `nan`: ``"keep"``, ``"raise"`` or a number for missing values
-      (in the units of the result); `dtype` of the tiles;
-    - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``; `select`: the index in any other dim, such as members;
+      targets have none;
+    - `boundary`: ``{"lon": "periodic"}`` lets the halo wrap round; elsewhere it ends with the domain;
+    - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
+    - `normalize`: (mean, std) by field, fused into the read;
+    - `nan`: ``"keep"``, ``"raise"``, or the number that stands in the result for missing values;
+    - `dtype`: of the tiles;
+    - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
+    - `select`: the index in any other dim, such as members;
     - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
-    - `mode`: ``"cooperative"`` (each chunk decoded by one rank), ``"independent"``, or ``"auto"``, whichever is cheaper.
+    - `mode`: ``"cooperative"`` (each chunk decoded by one rank), ``"independent"``, or ``"auto"``, the cheaper one.
 
     *Sends*: nothing.
 

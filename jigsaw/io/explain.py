@@ -9,11 +9,13 @@ from jigsaw.io.plan import NOBODY, ReadPlan, Row, plan_read
 from jigsaw.layout import Interval
 
 _LISTED = 6
+_UNITS = ((3, "kB"), (6, "MB"), (9, "GB"))
 
 
 def report(dataset: Dataset, plan: ReadPlan) -> str:
-    """The plan of some samples as text: the sample, a line a rank, amplification, and the chunks by who decodes them."""
-    return "\n".join([*_head(dataset, plan), "", *_table(dataset, plan), "", *_amplification(plan), "", *_chunks(plan)])
+    """The plan of some samples as text: what is read, a line a rank, amplification, who decodes which chunks."""
+    blocks = (_head(dataset, plan), _table(dataset, plan), _amplification(plan), _chunks(plan))
+    return "\n\n".join("\n".join(lines) for lines in blocks)
 
 
 def _head(dataset: Dataset, plan: ReadPlan) -> list[str]:
@@ -59,12 +61,10 @@ def _figures(row: Row) -> list[str]:
 
 def size(count: int) -> str:
     """A number of bytes in the unit that shows it best."""
-    value, units = float(count), ("B", "kB", "MB", "GB", "TB")
-    for unit in units:
-        if value < 1000 or unit == units[-1]:
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+    if count < 1000:
+        return f"{count} B"
+    value, unit = next(((count / 10**p, u) for p, u in _UNITS if count < 999.5 * 10**p), (count / 1e12, "TB"))
+    return f"{value:.3g} {unit}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ _BATCHES_AHEAD = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """`input` and `target` tiles [B, T, C, \\*space] (None without targets), the samples, and their times [B, T]."""
+    r"""`input` and `target` tiles [B, T, C, \\*space] (None without targets), the samples, and their times [B, T]."""
 
     input: Tile
     target: Tile | None
@@ -54,8 +55,8 @@ class DataLoader:
     other axes share their samples; each reads its own tile of them.  The order depends on `seed` and epoch alone, never
     on the mesh.  Steps that windows of a batch share are read once.
 
-    A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches); `threads`
-    decode.  An iteration that is left early ends its epoch: the next one begins a new epoch, as `torch`'s loader does.
+    A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
+    `threads` decode.  An iteration that is left early ends its epoch: the next one begins a new epoch, as with torch's.
 
     Making one, and every step of an iteration, is collective over the mesh.
 
@@ -86,7 +87,7 @@ class DataLoader:
         self._order = Order(len(dataset), batch_size, shuffle, drop_last)
         self._state = State.from_dict(State(seed).as_dict(), len(dataset))
         self._resumed = False
-        self._mesh = dataset._needs_mesh()
+        self._mesh = dataset.device_mesh()
         self._coordinate = coordinate(self._mesh)
         self._alone = all(size == 1 for _, size in dataset.frame.domain)
         self._ahead = _ahead(self.batch_bytes, prefetch_bytes)
@@ -96,7 +97,7 @@ class DataLoader:
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
-        return -(-self._order.usable // self._order.batch_size)
+        return math.ceil(self._order.usable / self._order.batch_size)
 
     @property
     def batch_bytes(self) -> int:

@@ -17,9 +17,9 @@ Result = TypeVar("Result")
 class Prefetch(Generic[Job, Result]):
     """The results of ``read(job)`` in order, at most `ahead` of them ready or under way before they are asked for.
 
-    Reads of several ranks must pair up, so what a rank reads may depend only on how many results it took: after `stop`
-    the thread still does the reads that were due, unless the rank reads `alone`.  An error of the thread is raised, with
-    its own traceback, where its result would have been.
+    Reads of several ranks must pair up, so what a rank reads may depend only on how many results it took: after
+    `stop` the thread still does the reads that were due, unless the rank reads `alone`.  An error of the thread is
+    raised, with its own traceback, where its result would have been.
     """
 
     def __init__(self, read: Callable[[Job], Result], jobs: Iterator[Job], ahead: int, alone: bool) -> None:

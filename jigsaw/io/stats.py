@@ -17,8 +17,8 @@ def multiply_add(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Scale and offset of every channel, from ``{"t2m": (mean, std)}`` or ``{"t2m": {"mean": …, "std": …}}``.
 
-    A key is a channel (``geopotential@500``), a field as it was asked for, or an array of the store; for a field of several
-    levels mean and std may be sequences, a value a level.
+    A key is a channel (``geopotential@500``), a field as it was asked for, or an array of the store; for a field of
+    several levels mean and std may be sequences, a value a level.
 
     Raises: `FieldError` for a channel without statistics, statistics without a channel, or a std that is not positive.
     """
@@ -48,7 +48,8 @@ def _mean_std(channel: Channel, channels: Sequence[Channel], normalize: Mapping[
         ) from None
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise FieldError(
-            f"normalize[{key!r}] gives channel {channel.name!r} mean {mean:g} and std {std:g}; need finite numbers and std > 0"
+            f"normalize[{key!r}] gives channel {channel.name!r} mean {mean:g} and std {std:g}; "
+            "need finite numbers and std > 0"
         )
     return mean, std
 

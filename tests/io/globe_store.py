@@ -15,12 +15,13 @@ def globe(steps=STEPS, lat=LAT, lon=LON, gap=None):
     times = np.datetime64("2020-01-01", "ns") + np.arange(steps) * np.timedelta64(6, "h")
     if gap is not None:
         times[gap + 1 :] += np.timedelta64(24, "h")
+    upper, lower = ("time", "level", "latitude", "longitude"), ("time", "latitude", "longitude")
     space = {"latitude": np.linspace(90, -90, lat), "longitude": np.arange(lon) * (360.0 / lon)}
     return xr.Dataset(
         {
-            "geopotential": (("time", "level", "latitude", "longitude"), r.normal(5e4, 1e3, (steps, 3, lat, lon)).astype("f4")),
-            "temperature": (("time", "level", "latitude", "longitude"), r.normal(270, 10, (steps, 3, lat, lon)).astype("f4")),
-            "2m_temperature": (("time", "latitude", "longitude"), r.normal(280, 10, (steps, lat, lon)).astype("f4")),
+            "geopotential": (upper, r.normal(5e4, 1e3, (steps, 3, lat, lon)).astype("f4")),
+            "temperature": (upper, r.normal(270, 10, (steps, 3, lat, lon)).astype("f4")),
+            "2m_temperature": (lower, r.normal(280, 10, (steps, lat, lon)).astype("f4")),
             "land_sea_mask": (("latitude", "longitude"), r.uniform(0, 1, (lat, lon)).astype("f4")),
         },
         coords={"time": times, "level": list(LEVELS), **space},

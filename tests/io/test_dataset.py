@@ -1,4 +1,4 @@
-"""`open`: samples equal what xarray reads, on every mesh, for every layout on disk; each tile is the rank's own part."""
+"""`open`: samples equal what xarray reads, on every mesh, for every layout on disk; a tile is the rank's own part."""
 
 import numpy as np
 import pytest

@@ -197,7 +197,7 @@ def test_batch_sizes_that_make_no_batch(wb2, kwargs, match):
         jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), **kwargs)
 
 
-# -- reading ahead ------------------------------------------------------------------------------------------------------
+# -- reading ahead -----------------------------------------------------------------------------------------------------
 
 
 def test_the_budget_counts_batches_on_the_largest_rank(wb2):

@@ -1,0 +1,229 @@
+"""Bad input: every mistake is refused by its type, names what was asked and what there is, alike on every rank."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from globe_store import globe, stacked, write
+
+import jigsaw
+from jigsaw.io import (
+    CorruptChunkError,
+    DataLoader,
+    FieldError,
+    GridError,
+    HaloError,
+    MissingArrayError,
+    MissingLevelError,
+    NaNError,
+    ReadError,
+    StateError,
+    UnsupportedStoreError,
+    WindowError,
+)
+from jigsaw.layout import ShardingError
+from jigsaw.testing import on_ranks, world_mesh
+
+REFUSED = [
+    (
+        {"fields": ["sst"]},
+        MissingArrayError,
+        r"'sst' is not in the store.*searched as 'sea_surface_temperature'.*store has: 2m_temperature, geop",
+    ),
+    (
+        {"fields": ["z300"]},
+        MissingLevelError,
+        r"'geopotential' has no level 300; the nearest is 500. It has: 500, 700, 850",
+    ),
+    (
+        {"halo": {"lat": 14}},
+        HaloError,
+        r"halo=\{'lat': 14\} is larger than the domain: 'lat' has 13 rows; use at most 13",
+    ),
+    ({"halo": {"lat": -1}}, HaloError, r"halo=\{'lat': -1\} is negative"),
+    (
+        {"halo": {"latitude": 1}},
+        GridError,
+        r"halo=.* names 'latitude', but the fields' spatial dims are \['lat', 'lon'\]",
+    ),
+    ({"spec": {"level": "lat"}}, GridError, r"spec=.* names 'level', but the fields' spatial dims"),
+    ({"spec": {"lat": "data"}}, ShardingError, r"cuts space by 'data', which cuts the batch"),
+    ({"spec": {"lat": "lat", "lon": "lat"}}, ShardingError, r"uses axis 'lat' more than once"),
+    ({"boundary": {"lon": "wrap"}}, GridError, r"boundary=\{'lon': 'wrap'\} is not a rule: use 'periodic'"),
+    ({"inputs": range(-11, 1)}, WindowError, r"offset -11 to 0 needs 12 steps, but the series has 10"),
+    ({"inputs": []}, WindowError, r"inputs=\[\] names no step"),
+    ({"targets": [1, 1]}, WindowError, r"targets=\[1, 1\] names a step twice"),
+    ({"time": ("1990", "1991")}, WindowError, r"selects no step; the store has 10, 2020-01-01"),
+    (
+        {"normalize": {"z500": (0, 1)}},
+        FieldError,
+        r"normalize has 'z500', which is no field; the channels are \['t2m'\]",
+    ),
+    (
+        {"fields": ["t2m", "z500"], "normalize": {"t2m": (0, 1)}},
+        FieldError,
+        r"no mean and std for channel 'z500'; it has \['t2m'\]",
+    ),
+    ({"normalize": {"t2m": (280.0, 0.0)}}, FieldError, r"mean 280 and std 0; need finite numbers and std > 0"),
+    ({"normalize": {"t2m": 280.0}}, FieldError, r"normalize\['t2m'\]=280.0 must be \(mean, std\)"),
+    ({"nan": "drop"}, FieldError, r"nan='drop' must be 'keep', 'raise' or a number"),
+    ({"dtype": "int8"}, FieldError, r"dtype='int8' must be one of"),
+    ({"mode": "fast"}, FieldError, r"mode='fast' must be one of"),
+    ({"lat_order": "down"}, GridError, r"lat_order='down' must be one of"),
+    (
+        {"align": {"lat": 4}, "mesh": {"lat": 2}},
+        ShardingError,
+        r"cannot cut 13 rows into 2 pieces of whole 4-row blocks; pad to 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "match"), REFUSED, ids=[next(iter(asked)) + str(i) for i, (asked, _, _) in enumerate(REFUSED)]
+)
+def test_open_refuses(wb2, asked, error, match):
+    with pytest.raises(error, match=match):
+        jigsaw.io.open(wb2, **({"mesh": {"lat": 1}, "fields": ["t2m"]} | asked))
+
+
+@on_ranks(2)
+def test_open_refuses_on_every_rank_without_a_word_between_them(wb2):
+    with jigsaw.comm.count() as sent:
+        for asked, error, match in REFUSED:
+            with pytest.raises(error, match=match):
+                jigsaw.io.open(wb2, **({"mesh": world_mesh(lat=2), "fields": ["t2m"]} | asked))
+    assert sent.calls == []
+
+
+def test_no_store(tmp_path):
+    for path in (tmp_path / "nothing.zarr", tmp_path):
+        with pytest.raises(UnsupportedStoreError, match=str(tmp_path)):
+            jigsaw.io.open(str(path), mesh={"lat": 1})
+
+
+@on_ranks(2)
+def test_a_mesh_that_does_not_fit_the_ranks():
+    with pytest.raises(ShardingError, match=r"lat=3.*2"):
+        jigsaw.init_mesh(device="cpu", lat=3)
+
+
+def test_two_grids_and_two_time_axes(tmp_path):
+    coarse = globe(lat=7)[["2m_temperature"]].rename({"2m_temperature": "coarse", "latitude": "lat2"})
+    shifted = globe()[["2m_temperature"]].rename({"2m_temperature": "shifted", "longitude": "lon2"})
+    later = globe(steps=4)[["2m_temperature"]].rename({"2m_temperature": "later", "time": "time2"})
+    coarse["lat2"].attrs["units"] = "degrees_north"
+    shifted["lon2"].attrs["units"] = "degrees_east"
+    later["time2"].attrs["axis"] = "T"
+    data = globe().merge(coarse).merge(shifted.assign_coords(lon2=shifted.lon2 + 1)).merge(later)
+    path = str(tmp_path / "mixed.zarr")
+    data.to_zarr(path, consolidated=False)
+    for other, match in (
+        (
+            "coarse",
+            r"array '2m_temperature' \(lat 13, lon 16\) and array 'coarse' \(lat 7, lon 16\) lie on different grids",
+        ),
+        ("shifted", r"have different lon values \(0.0\.\.337.5 and 1.0\.\.338.5\)"),
+        ("later", r"'2m_temperature' \(10 steps\) and 'later' \(4 steps\) have different times"),
+    ):
+        with pytest.raises(GridError, match=match):
+            jigsaw.io.open(path, mesh={"lat": 1}, fields=["t2m", other])
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+def damaged(folder, how):
+    """A store whose chunk (3, 0, 0) of 2m_temperature is missing, empty, cut short, or scrambled."""
+    path = write(folder / f"{how}.zarr", globe())
+    chunk = Path(path) / "2m_temperature" / "c" / "3" / "0" / "0"
+    raw = chunk.read_bytes()
+    if how == "missing":
+        chunk.unlink()
+    else:
+        chunk.write_bytes({"empty": b"", "short": raw[: len(raw) // 2], "scrambled": bytes(255 - b for b in raw)}[how])
+    return path
+
+
+@pytest.mark.parametrize("how", ["empty", "short", "scrambled"])
+def test_a_corrupt_chunk_is_named_by_array_index_and_file(tmp_path, how):
+    ds = jigsaw.io.open(damaged(tmp_path, how), mesh=world_mesh(lat=1), fields=["t2m"])
+    with pytest.raises(
+        CorruptChunkError,
+        match=r"chunk \(3, 0, 0\) of array '2m_temperature' in .*/2m_temperature/c/3/0/0 cannot be read",
+    ):
+        ds[3]
+    want = globe()["2m_temperature"].values[4]
+    np.testing.assert_allclose(
+        ds[4].input.local[0, 0], want, atol=0.006
+    )  # the others stay readable; 0.01 is the packing
+
+
+@pytest.fixture(scope="module")
+def scrambled(tmp_path_factory):
+    return damaged(tmp_path_factory.mktemp("scrambled"), "scrambled")
+
+
+@on_ranks(4)
+def test_every_rank_of_a_cooperative_read_hears_of_a_corrupt_chunk(scrambled):
+    ds = jigsaw.io.open(scrambled, mesh=world_mesh(lat=2, lon=2), fields=["t2m"], mode="cooperative", halo=1)
+    with pytest.raises(ReadError, match=r"chunk \(3, 0, 0\) of array '2m_temperature'"):
+        for _ in DataLoader(ds, batch_size=1):
+            pass
+
+
+def test_a_missing_chunk_that_the_format_defines_as_fill_is_fill(tmp_path):
+    path = damaged(tmp_path, "missing")
+    ds = jigsaw.io.open(path, mesh=world_mesh(lat=1), fields=["t2m"], nan="raise")
+    torch.testing.assert_close(ds[3].input.local, torch.full((1, 1, 13, 16), 280.0))  # zarr's fill 0, unpacked
+    np.testing.assert_allclose(ds[3].input.local, stacked(path, ["2m_temperature"])[3:4])
+    floats = globe()[["temperature"]]
+    floats["temperature"].values[2] = np.nan  # zarr does not write a chunk that is all fill
+    holes = jigsaw.io.open(write(tmp_path / "floats.zarr", floats), mesh=world_mesh(lat=1), fields=["t500"])
+    assert holes.plan(2).total.chunks == 0
+    assert holes[2].input.local.isnan().all()
+
+
+# -- missing values ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def holes(tmp_path_factory):
+    """Missing values over "land": a masked int16 variable and a float one with NaN."""
+    data = globe()
+    data["2m_temperature"].values[:, 2:4, 5] = np.nan
+    data["temperature"].values[:, 1, 7, 9] = np.nan
+    return write(tmp_path_factory.mktemp("holes") / "holes.zarr", data)
+
+
+@pytest.mark.parametrize(("field", "long", "holes_at"), [("t2m", "2m_temperature", 2), ("t700", "temperature@700", 1)])
+def test_missing_values_are_kept_filled_or_refused(holes, field, long, holes_at):
+    want = stacked(holes, [long])[:1]
+    assert np.isnan(want).sum() == holes_at
+    options = {"mesh": world_mesh(lat=1), "fields": [field], "normalize": {field: (270.0, 10.0)}}
+    kept = jigsaw.io.open(holes, nan="keep", **options)[0].input.local
+    np.testing.assert_allclose(kept, (want - 270) / 10, rtol=1e-4, atol=1e-5)
+    filled = jigsaw.io.open(holes, nan=-3.0, **options)[0].input.local
+    torch.testing.assert_close(filled, kept.nan_to_num(nan=-3.0))
+    with pytest.raises(NaNError, match=rf"array '{long.partition('@')[0]}' has missing values"):
+        jigsaw.io.open(holes, nan="raise", **options)[0]
+
+
+def test_a_field_without_holes_passes_the_strict_policy(holes):
+    assert (
+        jigsaw.io.open(holes, mesh=world_mesh(lat=1), fields=["z500", "t500"], nan="raise")[0]
+        .input.local.isfinite()
+        .all()
+    )
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_torn_state_dict(wb2):
+    loader = DataLoader(jigsaw.io.open(wb2, mesh=world_mesh(lat=1), fields=["t2m"]))
+    whole = loader.state_dict()
+    for torn in (dict(list(whole.items())[:2]), whole | {"epoch": None}, whole | {"next_sample": 99}, [], None):
+        with pytest.raises(StateError):
+            loader.load_state_dict(torn)
+    loader.load_state_dict(whole)
