@@ -13,7 +13,7 @@ from jigsaw.tile import Tile, from_local, shard
 
 if TYPE_CHECKING:
     from jigsaw import io, testing
-    from jigsaw.parallel import parallelize
+    from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 
 __version__ = "0.1.0"
 
@@ -23,10 +23,12 @@ __all__ = [
     "ShardingError",
     "Tile",
     "along",
+    "clip_grad_norm_",
     "from_local",
     "init_mesh",
     "io",
     "nn",
+    "no_sync",
     "parallelize",
     "pointwise",
     "reductions",
@@ -36,7 +38,13 @@ __all__ = [
 ]
 
 # What loads more than torch (zarr, multiprocessing, FSDP) is loaded when it is first named.
-_LATER = {"io": "jigsaw.io", "testing": "jigsaw.testing", "parallelize": "jigsaw.parallel"}
+_LATER = {
+    "io": "jigsaw.io",
+    "testing": "jigsaw.testing",
+    "parallelize": "jigsaw.parallel",
+    "no_sync": "jigsaw.parallel",
+    "clip_grad_norm_": "jigsaw.parallel",
+}
 
 
 def __getattr__(name: str) -> Any:
