@@ -1,26 +1,30 @@
-"""The only file that calls collectives.  Each is one of an adjoint pair, runs on the mesh's own groups and counts its bytes.
+"""The only file that calls collectives.  They run on the mesh's own groups, and every byte that they send is counted.
 
-Gradients follow one convention (docs/design.md): the gradient of a value that several ranks hold alike is the same, whole
-gradient on each of them; a parameter is the exception, its gradient on a rank is that rank's *part*, and the parts sum to
-the whole over the mesh.  So `total` (sum of parts, held alike) and `enter` (held alike, used in parts) are adjoint.
+Gradients follow one convention (docs/design.md): the gradient of a value that several ranks hold alike is the same,
+whole gradient on each of them; a parameter is the exception, its gradient on a rank is that rank's *part*, and the
+parts sum to the whole over the mesh.  So `total` (sum of parts, held alike) and `enter` (held alike, used in parts)
+are adjoint.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.mesh import axes_of, group_along, members, rank_at, submesh
+from jigsaw.layout import ShardingError
+from jigsaw.mesh import axes_of, group_along, members, named, rank_at
 
-Axes = Sequence[str]
+Axes = str | Sequence[str]
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
@@ -59,7 +63,7 @@ _open_counts: list[Count] = []
 
 
 @contextmanager
-def count() -> Iterator[Count]:
+def count() -> Generator[Count]:
     """Count every byte and message that this rank sends and receives inside the block, in all threads."""
     mine = Count()
     _open_counts.append(mine)
@@ -75,7 +79,7 @@ def _record(kind: str, sent: int, received: int, messages: int) -> None:
         each.calls.append(Call(kind, sent, received, messages))
 
 
-# -- point to point -----------------------------------------------------------------------------------------------------
+# -- point to point ---------------------------------------------------------------------------------------------------
 
 
 class Pending:
@@ -91,19 +95,44 @@ class Pending:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """A flat byte view, so that any dtype travels as it is over any backend."""
-    return x.reshape(-1).view(torch.uint8)
+    """A flat byte view of contiguous memory, so that any dtype travels as it is over any backend."""
+    return x.view(-1).view(torch.uint8)
 
 
-def swap(mesh: DeviceMesh, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str = "swap") -> Pending:
+def _plain(x: Tensor) -> Tensor:
+    """Contiguous memory with the values of `x` in it: a lazy conjugate or negative is carried out."""
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def meet(mesh: DeviceMesh) -> None:
+    """Make the group of the whole mesh, once.  Every rank of the mesh calls this before any of them sends to another.
+
+    Some ranks have no message in an exchange, but all of them are needed to make a group.
+    """
+    if mesh.size() > 1:
+        group = group_along(mesh, [name for name, _ in axes_of(mesh)])
+        if mesh.device_type != "cpu" and group not in _met:
+            # NCCL connects a group on its first call, which must be everybody's
+            _met.add(group)
+            dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+
+
+_met: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def swap(
+    mesh: DeviceMesh, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str = "swap"
+) -> Pending:
     """Start one batch of messages to and from mesh positions; nothing is reduced or converted.
 
     A position is a row-major index into the mesh.  `receives` hold contiguous buffers that are filled in place.  Both
-    sides must list the same messages in the same order per pair; empty ones are left out on both sides.
+    sides must list the same messages in the same order per pair; empty ones are left out on both sides.  Every rank of
+    the mesh calls this, also one that has no message.
 
     *Sends*: the bytes of `sends`, one message each.
     """
-    outgoing = [(at, _as_bytes(x.detach().contiguous())) for at, x in sends if x.numel()]
+    meet(mesh)
+    outgoing = [(at, _as_bytes(_plain(x))) for at, x in sends if x.numel()]
     incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
     _record(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
     if not outgoing and not incoming:
@@ -114,35 +143,72 @@ def swap(mesh: DeviceMesh, sends: Sequence[tuple[int, Tensor]], receives: Sequen
     return Pending(dist.batch_isend_irecv(ops), [x for _, x in outgoing])
 
 
-# -- collectives ----------------------------------------------------------------------------------------------------------
+# -- collectives ------------------------------------------------------------------------------------------------------
 
 
 def extent(mesh: DeviceMesh, axes: Axes) -> int:
     """The number of ranks along `axes`."""
-    return math.prod(size for name, size in axes_of(mesh) if name in axes)
+    names = named(mesh, axes)
+    return math.prod(size for name, size in axes_of(mesh) if name in names)
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
+# What a backend cannot combine, or not well, travels as what it can: exact for max and min, less rounding for sums.
+_WIRE = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.int16: torch.int32,
+    **{t: t for t in (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)},
+}
+
+
+def _wire(dtype: torch.dtype, op: str) -> torch.dtype:
+    """The dtype in which `op` is taken over ranks."""
+    if op in _OPS and dtype in _WIRE:
+        return _WIRE[dtype]
+    if (dtype.is_complex and op == "sum") or (dtype == torch.bool and op in ("max", "min")):
+        return dtype
+    raise ShardingError(f"all_reduce cannot take op={op!r} of {dtype} over ranks; cast to int64 or float32 first")
+
+
+def _ordered(x: Tensor, nan_last: bool) -> Tensor:
+    """Integers in the order of the floats `x`, NaN above (or below) all: backends lose NaN in their max and min."""
+    bits = torch.where(x.isnan(), torch.nan, x).view(torch.int32 if x.dtype == torch.float32 else torch.int64)
+    rising = torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+    return rising if nan_last else torch.where(x.isnan(), torch.iinfo(bits.dtype).min, rising)
+
+
+def _unordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    # the integer below all others decodes to a NaN too, a negative one
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
 
 
 def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum") -> Tensor:
     """A new tensor: `x` combined over the ranks along `axes`, the same bits on each.  Not differentiable.
 
-    bfloat16 and float16 are summed in float32.
+    `op` is ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``; NaN wins in the last two, as it does in `torch.amax`.
+    bfloat16 and float16 are combined in float32.
 
     *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather).
+    *Raises*: `ShardingError` for an op that the dtype does not have.
     """
+    wire = _wire(x.dtype, op)
     ranks = extent(mesh, axes)
-    narrow = x.dtype in (torch.bfloat16, torch.float16) and op in ("sum", "prod")
-    wide = x.detach().to(torch.float32) if narrow else x.detach().clone()
+    mine = x.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
     if ranks == 1 or x.numel() == 0:
-        return x.detach().clone()
-    wide = wide.contiguous()
-    buffer = torch.view_as_real(wide) if wide.is_complex() else wide.view(torch.uint8) if wide.dtype == torch.bool else wide
+        return mine
+    wide = mine.to(wire)
+    ordered = op in ("max", "min") and wide.is_floating_point()
+    if wide.dtype == torch.bool:
+        buffer = wide.view(torch.uint8)
+    elif wide.is_complex():
+        buffer = torch.view_as_real(wide)
+    else:
+        buffer = _ordered(wide, op == "max") if ordered else wide
     dist.all_reduce(buffer, _OPS[op], group=group_along(mesh, axes))
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
     _record("all_reduce", moved, moved, 2 * (ranks - 1))
-    return wide.to(x.dtype)
+    return (_unordered(buffer, wide.dtype) if ordered else wide).to(x.dtype)
 
 
 def all_gather(x: Tensor, mesh: DeviceMesh, axes: Axes) -> list[Tensor]:
@@ -151,32 +217,42 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: Axes) -> list[Tensor]:
     *Sends*: the bytes of `x` to each of the other P-1 ranks.
     """
     ranks = extent(mesh, axes)
-    if ranks == 1:
-        return [x.detach()]
+    if ranks == 1 or x.numel() == 0:
+        return [x.detach()] * ranks
+    parts = _gather_bytes(_as_bytes(_plain(x)), mesh, axes, "all_gather")
+    return [part.view(x.dtype).view(x.shape) for part in parts]
+
+
+def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: Axes, kind: str) -> list[Tensor]:
     group = group_along(mesh, axes)
-    mine = _as_bytes(x.detach().contiguous())
-    parts = [torch.empty_like(mine) for _ in range(ranks)]
+    parts = [torch.empty_like(mine) for _ in range(extent(mesh, axes))]
     dist.all_gather(parts, mine, group=group)
-    _record("all_gather", (ranks - 1) * mine.nbytes, (ranks - 1) * mine.nbytes, ranks - 1)
+    moved = (len(parts) - 1) * mine.nbytes
+    _record(kind, moved, moved, len(parts) - 1)
     by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
-    return [by_rank[r].view(x.dtype).reshape(x.shape) for r in members(mesh, axes)]
+    return [by_rank[r] for r in members(mesh, axes)]
 
 
 def agree(mesh: DeviceMesh, value: object) -> list[Any]:
-    """The picklable `value` of every rank of the mesh, in mesh order: for checks whose outcome all ranks must share."""
-    names = [name for name, _ in axes_of(mesh)]
-    ranks = extent(mesh, names)
-    if ranks == 1:
+    """The picklable `value` of every rank of the mesh, in mesh order: for checks whose outcome all ranks must share.
+
+    *Sends*: 8 bytes, then the pickled value (padded to the longest), to each of the other P-1 ranks.
+    """
+    if mesh.size() == 1:
         return [value]
-    group = group_along(mesh, names)
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, value, group=group)
-    by_rank = dict(zip(dist.get_process_group_ranks(group), found, strict=True))
-    return [by_rank[r] for r in submesh(mesh, names).mesh.flatten().tolist()]
+    names = [name for name, _ in axes_of(mesh)]
+    mine = pickle.dumps(value)
+    length = torch.tensor([len(mine)], device=mesh.device_type).view(torch.uint8)
+    lengths = [int(n.view(torch.int64)) for n in _gather_bytes(length, mesh, names, "agree")]
+    padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(mesh.device_type)
+    parts = _gather_bytes(padded, mesh, names, "agree")
+    return [pickle.loads(part.cpu().numpy().tobytes()[:n]) for part, n in zip(parts, lengths, strict=True)]
 
 
 def start_sum(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Pending:
-    """Start summing the contiguous `x` in place over the ranks along `axes`; `wait()` before it is used.  Not differentiable.
+    """Start summing the contiguous `x` in place over the ranks along `axes`; `wait()` before it is used.
+
+    Not differentiable.
 
     *Sends*: 2 (P-1)/P of the bytes of `x`.
     """
@@ -204,17 +280,19 @@ def broadcast(x: Tensor, mesh: DeviceMesh, axes: Axes) -> None:
     dist.broadcast(_as_bytes(x), first, group=group_along(mesh, axes))
 
 
-# -- adjoint pairs --------------------------------------------------------------------------------------------------------
+# -- adjoint pairs ----------------------------------------------------------------------------------------------------
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: Axes) -> Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
         return all_reduce(x, mesh, axes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0], None, None
+        # the same values, but a gradient of this gradient has parts to sum
+        return _Enter.apply(grads[0], ctx.mesh, ctx.axes), None, None
 
 
 class _Enter(torch.autograd.Function):

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
+from typing import TypeVar, cast
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
@@ -21,10 +22,14 @@ Axes = tuple[tuple[str, int], ...]
 DimSpec = None | str | Sequence[str]
 Spec = Sequence[DimSpec]
 Split = str | Sequence[int]
+T = TypeVar("T")
 
 
 class ShardingError(ValueError):
-    """A layout, mesh or operation that cannot be answered exactly; raised alike on every rank, before any communication."""
+    """What cannot be answered exactly: a layout, a mesh, an operation.
+
+    Raised alike on every rank, before any communication.
+    """
 
 
 def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1) -> tuple[int, ...]:
@@ -39,12 +44,16 @@ def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1
     Raises: `ShardingError` naming the size, the pieces and the rule that they break.
     """
     if size < 0 or pieces < 1 or align < 1:
-        raise ShardingError(f"cannot cut {size} rows into {pieces} pieces of {align}-row blocks: need size >= 0, pieces >= 1, align >= 1")
+        raise ShardingError(
+            f"cannot cut {size} rows into {pieces} pieces of {align}-row blocks: "
+            f"need size >= 0, pieces >= 1, align >= 1"
+        )
     if not isinstance(split, str):
         return _explicit_points(size, pieces, tuple(int(p) for p in split), align)
     if size % align:
         raise ShardingError(
-            f"cannot cut {size} rows into {pieces} pieces of whole {align}-row blocks; pad to {-(-size // align) * align} rows or choose an align that divides {size}"
+            f"cannot cut {size} rows into {pieces} pieces of whole {align}-row blocks; "
+            f"pad to {-(-size // align) * align} rows or choose an align that divides {size}"
         )
     blocks = size // align
     if split == "balanced":
@@ -57,9 +66,11 @@ def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1
 
 
 def _explicit_points(size: int, pieces: int, points: tuple[int, ...], align: int) -> tuple[int, ...]:
-    rising = all(a <= b for a, b in zip(points, points[1:], strict=False))
+    rising = all(a <= b for a, b in pairwise(points))
     if len(points) != pieces + 1 or not rising or points[0] != 0 or points[-1] != size:
-        raise ShardingError(f"cut points {points} must be {pieces + 1} non-decreasing integers from 0 to {size}, for {pieces} pieces")
+        raise ShardingError(
+            f"cut points {points} must be {pieces + 1} non-decreasing integers from 0 to {size}, for {pieces} pieces"
+        )
     if any(p % align for p in points[1:-1]):
         raise ShardingError(f"cut points {points} must be multiples of align={align}")
     return points
@@ -79,8 +90,14 @@ class Cut:
     held: tuple[Interval, ...] = ()
 
     def __post_init__(self) -> None:
+        _explicit_points(self.size, self.pieces, self.points, 1)
         if not self.held:
-            object.__setattr__(self, "held", tuple(zip(self.points, self.points[1:], strict=False)))
+            object.__setattr__(self, "held", tuple(pairwise(self.points)))
+        if len(self.held) != self.pieces or any(start > stop for start, stop in self.held):
+            raise ShardingError(
+                f"held {self.held} must be one interval (start <= stop) for each of the {self.pieces} pieces "
+                f"that {self.points} make"
+            )
 
     @property
     def pieces(self) -> int:
@@ -114,7 +131,9 @@ class Cut:
         Raises: `ShardingError` when a margin is negative or wider than the dim.
         """
         if min(below, above) < 0 or max(below, above) > self.size:
-            raise ShardingError(f"halo ({below}, {above}) must lie within 0..{self.size}, the size of the dim that it extends")
+            raise ShardingError(
+                f"halo ({below}, {above}) must lie within 0..{self.size}, the size of the dim that it extends"
+            )
 
         def grow(start: int, stop: int) -> Interval:
             if start == stop:
@@ -151,6 +170,9 @@ class Layout:
     def __post_init__(self) -> None:
         if not self.groups:
             object.__setattr__(self, "groups", (1,) * len(self.cuts))
+        if sum(self.groups) != len(self.cuts) or min(self.groups, default=1) < 1:
+            raise ShardingError(f"groups {self.groups} must share out the {len(self.cuts)} cuts, at least one a dim")
+        _check_axes(self.cuts, dict(self.axes))
 
     @classmethod
     def of(
@@ -165,24 +187,26 @@ class Layout:
     ) -> Layout:
         """Cut `shape` by `spec`: for each dim None, an axis name, or several names (major to minor).
 
-        `split`, `align` and `halo` apply to every cut dim, or are mappings from dim to value; an axis that the mesh
-        lacks counts as size 1.
+        `split` and `align` apply to every dim that `spec` names, or are mappings from dim to value, as `halo` is; dims
+        may be negative.  An axis that the mesh lacks counts as size 1.
 
-        Raises: `ShardingError` for a spec of the wrong length, an axis used twice, or cuts that break their rule.
+        Raises: `ShardingError` for a spec of the wrong length, an axis used twice, a dim that does not exist, or cuts
+        that break their rule.
         """
         sizes = dict(axes)
         _check_spec(shape, spec)
+        splits, aligns = _by_dim("split", split, shape), _by_dim("align", align, shape)
+        halos, wraps = _by_dim("halo", halo or {}, shape), _by_dim("periodic", dict.fromkeys(periodic, True), shape)
         cuts: list[Cut] = []
         for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
-            named = tuple(a for a in _axes_of(entry) if sizes.get(a, 1) > 1)
-            pieces = math.prod(sizes[a] for a in named)
-            rule = split.get(dim, "balanced") if isinstance(split, Mapping) else split
-            block = align.get(dim, 1) if isinstance(align, Mapping) else align
-            cut = Cut(size, cut_points(size, pieces, rule, block), named) if named else whole(size)
-            if halo and dim in halo:
-                width = halo[dim]
-                below, above = (width, width) if isinstance(width, int) else width
-                cut = cut.with_halo(below, above, dim in periodic)
+            try:
+                cut = _cut(size, _axes_of(entry), sizes, splits.get(dim, "balanced"), aligns.get(dim, 1))
+                if dim in halos:
+                    width = halos[dim]
+                    below, above = (width, width) if isinstance(width, int) else width
+                    cut = cut.with_halo(below, above, dim in wraps)
+            except ShardingError as error:
+                raise ShardingError(f"dim {dim} of shape {tuple(shape)}, spec {entry!r}: {error}") from None
             cuts.append(cut)
         return cls(tuple(cuts), tuple(sizes.items()))
 
@@ -224,7 +248,7 @@ class Layout:
     def cut_axes(self) -> tuple[str, ...]:
         """The mesh axes that cut any dim, in mesh order."""
         used = {a for c in self.cuts for a in c.axes}
-        return tuple(name for name, _ in self.axes if name in used)
+        return tuple(name for name, size in self.axes if name in used and size > 1)
 
     @property
     def replicas(self) -> int:
@@ -232,7 +256,7 @@ class Layout:
         return math.prod(size for name, size in self.axes if name not in self.cut_axes)
 
     @property
-    def spec(self) -> tuple[None | str | tuple[str, ...], ...]:
+    def spec(self) -> tuple[str | tuple[str, ...] | None, ...]:
         """What `Layout.of` was asked for, an entry a dim."""
         named = (self.dim_axes(d) for d in range(self.ndim))
         return tuple(None if not a else a[0] if len(a) == 1 else a for a in named)
@@ -300,8 +324,9 @@ class Layout:
         return Layout.from_dims([self.dim(d) for d in order], self.axes)
 
     def drop(self, dims: Sequence[int], keepdim: bool = False) -> Layout:
-        """The layout after the dims were reduced away, or to size 1."""
-        kept = [(whole(1),) if d in dims else self.dim(d) for d in range(self.ndim) if keepdim or d not in dims]
+        """The layout after the dims (which may be negative) were reduced away, or to size 1."""
+        gone = {d % self.ndim for d in dims}
+        kept = [(whole(1),) if d in gone else self.dim(d) for d in range(self.ndim) if keepdim or d not in gone]
         return Layout.from_dims(kept, self.axes)
 
     def insert(self, dim: int, size: int = 1) -> Layout:
@@ -316,9 +341,51 @@ class Layout:
         return "[" + ", ".join(show(g) for g in self.dims()) + "]"
 
 
+def _cut(size: int, axes: tuple[str, ...], sizes: Mapping[str, int], split: Split, align: int) -> Cut:
+    """One dim, cut by those of `axes` that have more than one place."""
+    named = tuple(a for a in axes if sizes.get(a, 1) > 1)
+    if size < 0 or (axes and not named and not isinstance(split, str)):
+        cut_points(size, 1, split, align)  # raises: not an array, or points for other pieces
+    if not named:
+        return whole(size)
+    return Cut(size, cut_points(size, math.prod(sizes[a] for a in named), split, align), named)
+
+
+def _by_dim(what: str, value: T | Mapping[int, T], shape: Sequence[int]) -> dict[int, T]:
+    """`value` for each dim; a mapping's negative dims count from the last one."""
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(range(len(shape)), value)
+    given = cast(Mapping[int, T], value)
+    wrong = [d for d in given if not -len(shape) <= d < len(shape)]
+    if wrong:
+        raise ShardingError(
+            f"{what} names dim {wrong[0]}, but shape {tuple(shape)} has {len(shape)} dims, "
+            f"{-len(shape)} to {len(shape) - 1}"
+        )
+    return {d % len(shape): v for d, v in given.items()}
+
+
+def _check_axes(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> None:
+    used: set[str] = set()
+    for cut in cuts:
+        places = math.prod(sizes.get(a, 1) for a in cut.axes)
+        if cut.pieces != places:
+            raise ShardingError(
+                f"a cut at {cut.points} has {cut.pieces} pieces, but the axes {cut.axes} that cut it "
+                f"have {places} places on mesh {dict(sizes)}"
+            )
+        for axis in cut.axes:
+            if axis in used:
+                raise ShardingError(f"axis {axis!r} cuts two dims; an axis can cut one dim only")
+            used.add(axis)
+
+
 def _check_spec(shape: Sequence[int], spec: Spec) -> None:
     if len(spec) != len(shape):
-        raise ShardingError(f"spec {tuple(spec)} has {len(spec)} entries for {len(shape)} dims of shape {tuple(shape)}; give one entry a dim, None where nothing cuts")
+        raise ShardingError(
+            f"spec {tuple(spec)} has {len(spec)} entries for {len(shape)} dims of shape {tuple(shape)}; "
+            f"give one entry a dim, None where nothing cuts"
+        )
     named = [a for entry in spec for a in _axes_of(entry)]
     twice = sorted({a for a in named if named.count(a) > 1})
     if twice:

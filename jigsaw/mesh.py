@@ -6,12 +6,17 @@ import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jigsaw.layout import Axes, Coordinate, ShardingError
+
+
+# The ranks through this one along each choice of axes: asked for by every message, and slow to ask of a mesh tensor.
+_lines: WeakKeyDictionary[DeviceMesh, dict[tuple[str, ...], tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def init_mesh(*, device: str | None = None, timeout: float = 1800.0, **axes: int) -> DeviceMesh:
@@ -60,8 +65,11 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     """The names and sizes of the axes, in mesh order."""
     names = mesh.mesh_dim_names
     if names is None:
-        raise ShardingError(f"mesh of shape {tuple(mesh.mesh.shape)} has no axis names; make it with jigsaw.init_mesh(lat=2, ...) or pass mesh_dim_names")
-    return tuple(zip(names, mesh.mesh.shape, strict=True))
+        raise ShardingError(
+            f"mesh of shape {tuple(mesh.shape)} has no axis names; "
+            f"make it with jigsaw.init_mesh(lat=2, ...) or pass mesh_dim_names"
+        )
+    return tuple(zip(names, mesh.shape, strict=True))
 
 
 def coordinate(mesh: DeviceMesh) -> Coordinate:
@@ -72,31 +80,65 @@ def coordinate(mesh: DeviceMesh) -> Coordinate:
     return tuple(found)
 
 
+def named(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[str, ...]:
+    """Those of `axes` that the mesh has, in mesh order."""
+    wanted = (axes,) if isinstance(axes, str) else axes
+    return tuple(name for name, _ in axes_of(mesh) if name in wanted)
+
+
+def members(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
+    """The global ranks along `axes` through this rank, in mesh order."""
+    names = named(mesh, axes)
+    lines = _lines.setdefault(mesh, {})
+    if names not in lines:
+        here = coordinate(mesh)
+        line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of(mesh), here, strict=True))
+        lines[names] = tuple(mesh.mesh[line].flatten().tolist())
+    return lines[names]
+
+
 def rank_at(mesh: DeviceMesh, index: int) -> int:
     """The global rank at a row-major position of the mesh."""
-    return int(mesh.mesh.flatten()[index])
+    return members(mesh, [name for name, _ in axes_of(mesh)])[index]
 
 
-def submesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
-    """The 1-D mesh along `axes` (flattened when several), made once and kept by the mesh.
+def submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
+    """The 1-D mesh along `axes`, flattened when several; for what wants a `DeviceMesh`, such as FSDP2.
 
-    Making it is collective over the mesh: every rank must ask in the same order, which SPMD code does.
+    Making it is collective over all ranks of the job, not only those of the mesh.
     """
-    names = tuple(n for n, _ in axes_of(mesh) if n in axes)
+    names = named(mesh, axes)
     if len(names) == 1:
         return mesh if mesh.ndim == 1 else mesh[names[0]]
     return (mesh if len(names) == mesh.ndim else mesh[names])._flatten()
 
 
 def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """The process group along `axes`.  `torch` sorts its ranks; `members` gives the mesh's own order."""
-    return submesh(mesh, axes).get_group()
+    """The process group along `axes`.  `torch` sorts its ranks; `members` gives the mesh's order.
 
-
-def members(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[int, ...]:
-    """The global ranks along `axes` through this rank, in mesh order."""
-    return tuple(submesh(mesh, axes).mesh.flatten().tolist())
+    Groups that exist are used first: torch names a new one by how many a rank has made, so a rank that makes one alone
+    no longer finds its peers.  One is made, once, only along several axes that leave out a part of the mesh.
+    """
+    names = tuple(name for name, size in axes_of(mesh) if name in axes and size > 1) or tuple(axes)[:1]
+    if len(names) == 1:
+        return mesh.get_group(names[0])
+    ranks = members(mesh, names)
+    world = dist.get_world_size()
+    if len(ranks) == world and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    if mesh.size() == world:
+        return submesh(mesh, names).get_group()
+    groups: dict[tuple[str, ...], dist.ProcessGroup] = mesh.__dict__.setdefault("_jigsaw_groups", {})
+    if names not in groups:  # a mesh over a part of the job: only its ranks know of it
+        made = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        groups[names] = made
+    return groups[names]
 
 
 def same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:
-    return a is b or (a.device_type == b.device_type and a.mesh_dim_names == b.mesh_dim_names and torch.equal(a.mesh, b.mesh))
+    """Whether two meshes have the same ranks at the same coordinates of axes of the same names."""
+    if a is b or a == b:
+        return True
+    alike = a.device_type == b.device_type and a.mesh_dim_names == b.mesh_dim_names
+    return alike and torch.equal(a.mesh, b.mesh)

@@ -1,0 +1,253 @@
+"""Who sends which rows to whom: from the boxes that ranks own and the boxes that they need to messages.  No torch.
+
+Each rank owns the box ``source.owned(coord)`` and holds ``source.held(coord)``; it needs ``target.held(coord)``.
+Needed intervals may reach below 0 or beyond the size: rows wrap around, as on a longitude circle.  What a rank holds
+already is copied, everything else comes from its owner, in one message a pair of ranks.  The arithmetic is per dim, so
+boxes with several hops, several wraps, empty pieces and negative margins need no special case; a rank plans its own
+side alone, in steps that count its dims' pieces and its messages, never the ranks of the mesh.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, product
+
+from jigsaw.layout import Box, Coordinate, Cut, Interval, Layout, ShardingError
+
+Messages = tuple[tuple[int, tuple[Box, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows that one rank (mesh position `giver`) gives another: `taken` of its local tensor become `placed` there."""
+
+    giver: int
+    taken: Box
+    placed: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One rank's side of an exchange, in local rows.  Shapes have one entry a cut; those of tiles, one a tensor dim."""
+
+    source_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    kept: tuple[Move, ...]
+    sends: Messages
+    receives: Messages
+    source_tile: tuple[int, ...]
+    target_tile: tuple[int, ...]
+
+    @property
+    def is_local(self) -> bool:
+        return not self.sends and not self.receives
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether the target is one box of what this rank holds, and nobody needs anything else from it."""
+        return self.is_local and len(self.kept) == 1 and extents(self.kept[0].placed) == self.target_shape
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the whole source is kept, as one box: the gradient can then start as a slice."""
+        return len(self.kept) == 1 and extents(self.kept[0].taken) == self.source_shape
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Consecutive needed rows of one dim with one owner: `rows` of the global dim, `placed` in the needed interval."""
+
+    owner: int
+    rows: Interval
+    placed: Interval
+    mine: Interval | None  # the same rows in the needing rank's own local coordinates, where it holds them
+
+
+def _segments(cut: Cut, need: Interval, piece: int) -> list[_Segment]:
+    """Split what `piece` needs at wraps, at the owners' cut points and at the edges of what it holds."""
+    found: list[_Segment] = []
+    start = need[0]
+    while start < need[1]:
+        row = start % cut.size
+        owner = bisect_right(cut.points, row) - 1
+        stop = min(need[1], start - row + cut.points[owner + 1])
+        found += _split(cut, need, piece, owner, (start, stop))
+        start = stop
+    return found
+
+
+def _segments_of(cut: Cut, need: Interval, piece: int, owner: int) -> list[_Segment]:
+    """Those of `_segments` with that owner, without walking through the others."""
+    low, high = cut.owned(owner)
+    found: list[_Segment] = []
+    for wrap in _wraps(cut, need, owner):
+        span = max(need[0], low + wrap * cut.size), min(need[1], high + wrap * cut.size)
+        found += _split(cut, need, piece, owner, span)
+    return found
+
+
+def _wraps(cut: Cut, need: Interval, owner: int) -> range:
+    """How often the dim must be unrolled for the owner's rows to meet the needed interval."""
+    low, high = cut.owned(owner)
+    if low == high or need[0] >= need[1]:
+        return range(0)
+    return range((need[0] - high) // cut.size + 1, -((low - need[1]) // cut.size))
+
+
+def _split(cut: Cut, need: Interval, piece: int, owner: int, span: Interval) -> Iterator[_Segment]:
+    """The rows of one owner in one wrap, split where `piece` begins or ends to hold them itself."""
+    base = span[0] - span[0] % cut.size
+    edges = sorted({*span, *(e for e in (base + h % cut.size for h in cut.held[piece]) if span[0] < e < span[1])})
+    for start, stop in pairwise(edges):
+        mine = _held_at(cut, piece, start, stop - start)
+        yield _Segment(owner, (start - base, stop - base), (start - need[0], stop - need[0]), mine)
+
+
+def _held_at(cut: Cut, piece: int, start: int, length: int) -> Interval | None:
+    """Where `piece` holds the rows [start, start + length), tried as asked first, then any number of wraps away."""
+    low, high = cut.held[piece]
+    for wraps in (0, -((start - low) // cut.size)):
+        at = start + wraps * cut.size
+        if low <= at and at + length <= high:
+            return at - low, at - low + length
+    return None
+
+
+def _runs(segments: Sequence[_Segment]) -> list[tuple[Interval, Interval]]:
+    """(mine, placed) of the segments that this rank holds itself, consecutive ones merged."""
+    runs: list[tuple[Interval, Interval]] = []
+    for s in segments:
+        if s.mine is None:
+            continue
+        if runs and runs[-1][0][1] == s.mine[0] and runs[-1][1][1] == s.placed[0]:
+            (mine, placed) = runs.pop()
+            runs.append(((mine[0], s.mine[1]), (placed[0], s.placed[1])))
+        else:
+            runs.append((s.mine, s.placed))
+    return runs
+
+
+def moves(source: Layout, target: Layout, coord: Coordinate) -> tuple[Move, ...]:
+    """Everything that the rank at `coord` must gather to hold its target box; its own rows first."""
+    needs = target.held(coord)
+    if any(start >= stop for start, stop in needs):
+        return ()
+    pieces = [source.piece(c, coord) for c in source.cuts]
+    by_dim = [_segments(c, need, p) for c, need, p in zip(source.cuts, needs, pieces, strict=True)]
+    me = source.index(coord)
+    found = [Move(me, *_boxes(cell)) for cell in product(*map(_runs, by_dim))]
+    if all(s.mine is not None for segments in by_dim for s in segments):
+        return tuple(found)
+    for cell in product(*by_dim):
+        if any(s.mine is None for s in cell):
+            giver = _owner(source, coord, [s.owner for s in cell])
+            taken = tuple(_local(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
+            found.append(Move(giver, taken, tuple(s.placed for s in cell)))
+    return tuple(found)
+
+
+def _boxes(cell: Sequence[tuple[Interval, Interval]]) -> tuple[Box, Box]:
+    return tuple(mine for mine, _ in cell), tuple(placed for _, placed in cell)
+
+
+def _local(rows: Interval, cut: Cut, owner: int) -> Interval:
+    """Global rows as rows of the local tensor of the piece that owns them."""
+    low, _ = cut.held[owner]
+    return rows[0] - low, rows[1] - low
+
+
+def _owner(source: Layout, coord: Coordinate, pieces: Sequence[int]) -> int:
+    """The position of who owns the given piece of every cut; along axes that cut nothing, the asking rank's own."""
+    at = dict(zip((name for name, _ in source.axes), coord, strict=True))
+    for cut, piece in zip(source.cuts, pieces, strict=True):
+        at.update(_places(source, cut, piece))
+    return source.index(tuple(at.values()))
+
+
+def _places(layout: Layout, cut: Cut, piece: int) -> dict[str, int]:
+    """Where on its axes a piece of a cut is."""
+    at: dict[str, int] = {}
+    for axis in reversed(cut.axes):
+        piece, at[axis] = divmod(piece, layout.size_of(axis))
+    return at
+
+
+def _given(source: Layout, target: Layout, coord: Coordinate, other: Coordinate) -> tuple[Box, ...]:
+    """What the rank at `coord` gives the one at `other`, in the order of the `moves` of `other`."""
+    by_dim: list[list[_Segment]] = []
+    for cut, need in zip(source.cuts, target.held(other), strict=True):
+        by_dim.append(_segments_of(cut, need, source.piece(cut, other), source.piece(cut, coord)))
+    return tuple(
+        tuple(_local(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
+        for cell in product(*by_dim)
+        if any(s.mine is None for s in cell)
+    )
+
+
+def _askers(source: Layout, target: Layout, coord: Coordinate) -> list[Coordinate]:
+    """The others that may need rows that the rank at `coord` owns, found dim by dim without asking everybody."""
+    here = dict(zip((name for name, _ in source.axes), coord, strict=True))
+    cutting = source.cut_axes
+    options: list[list[dict[str, int]]] = []
+    for cut, wanted in zip(source.cuts, target.cuts, strict=True):
+        piece = source.piece(cut, coord)
+        askers = [_places(target, wanted, q) for q, need in enumerate(wanted.held) if _wraps(cut, need, piece)]
+        # a rank asks the owner that shares its place on the axes along which the source is replicated
+        options.append([at for at in askers if all(c == here[a] for a, c in at.items() if a not in cutting)])
+    settled = {a for cut in target.cuts for a in cut.axes}
+    for axis in cutting:
+        if axis not in settled:
+            options.append([{axis: c} for c in range(source.size_of(axis))])
+    found = {tuple({**here, **{a: c for at in chosen for a, c in at.items()}}.values()) for chosen in product(*options)}
+    return sorted(found - {coord})
+
+
+def _check(source: Layout, target: Layout) -> None:
+    """Raise, from what every rank knows alike, when no exchange can bring the source to the target."""
+    if source.axes != target.axes or [c.size for c in source.cuts] != [c.size for c in target.cuts]:
+        raise ShardingError(
+            f"cannot exchange between {source} on mesh {dict(source.axes)} and {target} on mesh {dict(target.axes)}: "
+            f"sizes and mesh must agree"
+        )
+    for cut, wanted in zip(source.cuts, target.cuts, strict=True):
+        owned = tuple(pairwise(cut.points))
+        if any(a < b and not (low <= a and b <= high) for (low, high), (a, b) in zip(cut.held, owned, strict=True)):
+            raise ShardingError(
+                f"the source holds {cut.held} of a dim whose pieces own {owned}: rows that their owner lacks cannot be "
+                f"exchanged; let every piece hold at least what it owns"
+            )
+        if cut.size == 0 and any(start < stop for start, stop in wanted.held):
+            raise ShardingError(f"the target needs rows {wanted.held} of a dim that has none; an empty dim cannot wrap")
+
+
+@lru_cache(maxsize=512)
+def plan(source: Layout, target: Layout, coord: Coordinate) -> Plan:
+    """The transfers that bring every rank from its source box to its target box, as the rank at `coord` sees them.
+
+    Raises: `ShardingError` when the layouts describe arrays of different shapes or meshes, or the source lacks rows.
+    """
+    _check(source, target)
+    me = source.index(coord)
+    mine = moves(source, target, coord)
+    receives: dict[int, list[Box]] = {}
+    for m in mine:
+        if m.giver != me:
+            receives.setdefault(m.giver, []).append(m.placed)
+    given = [(source.index(other), _given(source, target, coord, other)) for other in _askers(source, target, coord)]
+    return Plan(
+        extents(source.held(coord)),
+        extents(target.held(coord)),
+        tuple(m for m in mine if m.giver == me),
+        tuple((peer, boxes) for peer, boxes in given if boxes),
+        tuple((peer, tuple(boxes)) for peer, boxes in sorted(receives.items())),
+        source.local_shape(coord),
+        target.local_shape(coord),
+    )
