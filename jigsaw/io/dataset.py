@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io import coords, survey
-from jigsaw.io._peers import meet
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FieldError, GridError, ReadError, WindowError
 from jigsaw.io.fields import Channel, channels
@@ -189,7 +187,7 @@ class Dataset:
 
     def new_engine(self, threads: int | None = None) -> Engine:
         """A reader of plans with process groups of its own; making one is collective over the mesh."""
-        return Engine(self.store, meet(self.device_mesh(), (DATA,)), threads or _default_threads())
+        return Engine(self.store, self.device_mesh(), threads, apart=(DATA,))
 
     def device_mesh(self) -> DeviceMesh:
         """The mesh; raises `ReadError` when the dataset was opened with integers for one."""
@@ -203,12 +201,6 @@ class Dataset:
         if not -len(self) <= sample < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
         return int(sample) % len(self)
-
-
-def _default_threads() -> int:
-    """The cores that this rank may use, shared with the other ranks of the machine; at most 8 keep a disk busy."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _take(x: Tensor, at: NDArray[np.int64]) -> Tensor:

@@ -105,6 +105,11 @@ class DataLoader:
         pieces = dict(axes_of(self._mesh)).get(DATA, 1)
         return -(-self._order.batch_size // pieces) * self.dataset.sample_bytes()
 
+    def close(self) -> None:
+        """End the reading threads and let go of their memory; no iteration is possible afterwards."""
+        self._end_iteration()
+        self._engine.close()
+
     # -- counters -----------------------------------------------------------------------------------------------------
 
     @property
