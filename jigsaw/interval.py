@@ -154,6 +154,40 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """Output row o reads input row o - below, folded back into the dim at its ends: mirrored, or the end row itself."""
+
+    below: int
+    above: int
+    mirror: bool
+
+    def row(self, o: int, n: int) -> int:
+        """The one input row that output row `o` reads."""
+        at = o - self.below
+        if not self.mirror:
+            return min(max(at, 0), n - 1)
+        at = abs(at)
+        return at if at < n else 2 * (n - 1) - at
+
+    def size(self, n: int) -> int:
+        most = n - 1 if self.mirror else n + abs(self.below) + abs(self.above)
+        if n + self.below + self.above < 1 or max(self.below, self.above) > most or not n:
+            raise ShardingError(f"cannot pad {n} rows by ({self.below}, {self.above}): a reflection has at most {n - 1} rows")
+        return n + self.below + self.above
+
+    def need(self, out: Interval, n: int) -> Interval:
+        turns = (self.below, self.below + n - 1)
+        rows = [self.row(o, n) for o in (out[0], out[1] - 1, *(t for t in turns if out[0] <= t < out[1]))]
+        return min(rows), max(rows) + 1
+
+    def reach(self, held: Interval, n: int) -> Interval:
+        return held[0] + self.below, held[1] + self.below
+
+    def point(self, at: int, n: int) -> int:
+        return at + self.below
+
+
+@dataclass(frozen=True)
 class Derived:
     """What a rule makes of a cut dim: the output `cut`; for each piece the input rows that it needs and how many it lacks.
 

@@ -1,0 +1,199 @@
+"""Interpolation along cut dims: nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area, as torch has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw.interval import Table
+from jigsaw.layout import Layout, ShardingError, whole
+from jigsaw.nn.pool import adaptive_avg_pool
+from jigsaw.nn.stencil import Along, Step, gather, nothing, per_dim, single, step, touched
+from jigsaw.tile import Tile, implements, refuse
+
+_NEAREST = ("nearest", "nearest-exact")
+_LINEAR = ("linear", "bilinear", "trilinear")
+_BLOCK = 8  # the plain op runs on whole blocks of a ratio's denominator; rarer ratios are gathered row by row
+
+
+@dataclass(frozen=True)
+class Resample:
+    """One dim from `n` to `m` rows, which are n / m or, where a `scale` counts, 1 / scale input rows apart."""
+
+    n: int
+    m: int
+    mode: str
+    align_corners: bool = False
+    scale: float | None = None
+
+    @property
+    def pace(self) -> float:
+        """How many input rows an output row advances."""
+        if self.align_corners:
+            return (self.n - 1) / (self.m - 1) if self.m > 1 else 0.0
+        return self.n / self.m if self.scale is None else 1 / self.scale
+
+    @property
+    def ratio(self) -> tuple[int, int]:
+        """n / m in lowest terms."""
+        g = math.gcd(self.n, self.m)
+        return self.n // g, self.m // g
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether a block of the dim, cut out at a multiple of the ratio, interpolates by itself as it does in the whole."""
+        p, q = self.ratio
+        return self.scale is None and p <= _BLOCK and not (self.align_corners and self.n != self.m)
+
+
+@lru_cache(maxsize=512)
+def _reads(r: Resample, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """For every output row the first and last input row that it reads, and the weight of the second of two."""
+    if r.mode in _NEAREST:
+        # torch's own rounding decides: it finds the row in floating point
+        rows = torch.arange(r.n, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float32)
+        how = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
+        first = tuple(int(i) for i in F.interpolate(rows[None, None], mode=r.mode, **how)[0, 0])
+        return first, first, (0.0,) * r.m
+    source = [o * r.pace if r.align_corners else (o + 0.5) * r.pace - 0.5 for o in range(r.m)]
+    if r.mode == "bicubic":
+        at = [math.floor(s) for s in source]
+        return tuple(max(i - 1, 0) for i in at), tuple(min(i + 2, r.n - 1) for i in at), (0.0,) * r.m
+    source = [max(s, 0.0) for s in source]
+    first = tuple(min(int(s), r.n - 1) for s in source)
+    last = tuple(min(i + 1, r.n - 1) for i in first)
+    return first, last, tuple(min(s - i, 1.0) for s, i in zip(source, first, strict=True))
+
+
+@lru_cache(maxsize=512)
+def _table(r: Resample, dtype: torch.dtype) -> Table:
+    first, last, _ = _reads(r, dtype)
+    if not _runs_plain(r, dtype):
+        return Table(first, last)
+    p = r.ratio[0]
+    return Table(tuple(i - i % p for i in first), tuple(i - i % p + p - 1 for i in last))
+
+
+@lru_cache(maxsize=512)
+def _runs_plain(r: Resample, dtype: torch.dtype) -> bool:
+    """Whether the plain op on blocks gives the same; for nearest, whose rows are found in floating point, it is tried."""
+    if not r.is_regular or r.mode not in _NEAREST:
+        return r.is_regular
+    p, q = r.ratio
+    first, _, _ = _reads(r, dtype)
+    block, _, _ = _reads(Resample(p, q, r.mode), dtype)
+    return all(i == o // q * p + block[o % q] for o, i in enumerate(first))
+
+
+@implements(F.interpolate)
+def interpolate(
+    input: Tile,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tile:
+    """y[o] = `input` interpolated at (o + 0.5) n / m - 0.5 (or as torch has it for the mode), n rows to m along each dim.
+
+    *Shapes*: [batch, channel, *space], global as torch; per rank the output is cut at ceil(point m / n).
+    *Sends*: forward the one or two rows a side that the ends of a piece read, backward their gradients.
+    *Raises*: `ShardingError` along cut dims for antialias, and for bicubic unless n / m is a ratio of small integers.
+    """
+    dims = input.ndim - 2
+    if not any(touched(input.layout, d) for d in range(2, input.ndim)):
+        y = F.interpolate(input.local, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return Tile(y, _resized(input.layout, y.shape[2:]), input.mesh)
+    sizes, scales = _sizes(input, size, scale_factor, bool(recompute_scale_factor or align_corners) or mode == "area")
+    if mode == "area":
+        return adaptive_avg_pool(input, dims, sizes)
+    if antialias or mode not in (*_NEAREST, *_LINEAR, "bicubic"):
+        how = f"mode={mode!r}, antialias={antialias}"
+        raise refuse(interpolate, input, f"{how} is not answered on a cut dim", "redistribute so that the spatial dims are whole")
+    by_dim = {
+        d: Resample(input.shape[d], m, mode, bool(align_corners), scale)
+        for d, m, scale in zip(range(2, input.ndim), sizes, scales, strict=True)
+    }
+    return _resample(input, by_dim)
+
+
+def _resized(layout: Layout, sizes: Sequence[int]) -> Layout:
+    for d, m in enumerate(sizes, 2):
+        layout = layout.replace_dim(d, whole(m))
+    return layout
+
+
+def _sizes(
+    input: Tile, size: int | Sequence[int] | None, scale_factor: float | Sequence[float] | None, recompute: bool
+) -> tuple[list[int], list[float | None]]:
+    """The output size of every spatial dim, and its scale where that is not the ratio of the sizes, by torch's rules."""
+    rows = list(input.shape[2:])
+    if (size is None) == (scale_factor is None):
+        raise ShardingError(f"interpolate needs one of size and scale_factor, got size={size}, scale_factor={scale_factor}")
+    if size is not None:
+        sizes, scales = list(per_dim(size, len(rows), "size")), [None] * len(rows)
+    else:
+        given = [scale_factor] * len(rows) if isinstance(scale_factor, (int, float)) else list(scale_factor or ())
+        sizes = [int(n * s) for n, s in zip(rows, given, strict=True)]
+        scales = [None if recompute or m == n * s else s for n, m, s in zip(rows, sizes, given, strict=True)]
+    if min(sizes) < 1:
+        raise ShardingError(f"interpolate of spatial dims {tuple(rows)} to {tuple(sizes)}: every size must be at least 1")
+    return sizes, scales
+
+
+def _resample(input: Tile, by_dim: dict[int, Resample]) -> Tile:
+    along = tuple(Along(d, _table(r, input.dtype)) for d, r in by_dim.items())
+    for d, r in by_dim.items():
+        single(input.layout, d, "interpolate")
+        if r.mode == "bicubic" and not (_runs_plain(r, input.dtype) if touched(input.layout, d) else r.scale is None):
+            raise refuse(interpolate, input, f"bicubic from {r.n} to {r.m} rows is not answered", "choose a ratio of small integers, or bilinear")
+    to = step(input.layout, along, input.coordinate, "interpolate")
+    x = gather(input, to)
+    if to.is_empty:
+        return Tile(nothing(to.shape, x), to.out, input.mesh)
+    return Tile(_local(x, by_dim, to), to.out, input.mesh)
+
+
+def _local(x: Tensor, by_dim: dict[int, Resample], to: Step) -> Tensor:
+    """The gathered rows interpolated: by the plain op where that is exact, then row by row."""
+    touched_dims = {dim: (derived.needs[piece], derived.out.held[piece]) for dim, derived, piece in to.derived}
+    sizes = list(x.shape[2:])
+    crops: list[tuple[int, int, int]] = []
+    by_row: list[int] = []
+    for d, r in by_dim.items():
+        p, q = r.ratio
+        if d not in touched_dims and r.scale is None:
+            sizes[d - 2] = r.m
+        elif d in touched_dims and _runs_plain(r, x.dtype):
+            need, out = touched_dims[d]
+            sizes[d - 2] = (need[1] - need[0]) // p * q
+            crops.append((d, out[0] - need[0] // p * q, out[1] - out[0]))
+        else:
+            by_row.append(d)
+    if sizes != list(x.shape[2:]):
+        mode, align = next((r.mode, r.align_corners) for r in by_dim.values())
+        x = F.interpolate(x, sizes, mode=mode, align_corners=None if mode in _NEAREST else align)
+    for d, start, length in crops:
+        x = x.narrow(d, start, length)
+    for d in by_row:
+        need, out = touched_dims.get(d, ((0, by_dim[d].n), (0, by_dim[d].m)))
+        x = _by_row(x, d, by_dim[d], need[0], out)
+    return x
+
+
+def _by_row(x: Tensor, dim: int, r: Resample, low: int, out: tuple[int, int]) -> Tensor:
+    """y[o] = x[first] + w (x[last] - x[first]) along one dim."""
+    first, last, weights = (values[out[0] : out[1]] for values in _reads(r, x.dtype))
+    rows = torch.tensor(first, device=x.device) - low
+    y = x.index_select(dim, rows)
+    if r.mode in _NEAREST:
+        return y
+    w = torch.tensor(weights, dtype=x.dtype, device=x.device).reshape(-1, *(1,) * (x.ndim - dim - 1))
+    return y.lerp(x.index_select(dim, torch.tensor(last, device=x.device) - low), w)

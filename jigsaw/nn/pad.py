@@ -1,0 +1,87 @@
+"""Padding and cropping of any dims, by a constant, around the circle, by reflection, or by the end rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw.interval import Fold, Window
+from jigsaw.layout import ShardingError, whole
+from jigsaw.nn.stencil import Along, gather, nothing, step, touched
+from jigsaw.tile import Tile, implements
+
+Pads = dict[int, tuple[int, int]]
+
+
+@implements(F.pad)
+def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tile:
+    """y = `input` with rows added (or, where negative, cropped) below and above each of the last dims, as `torch.nn.functional.pad`.
+
+    *Shapes*: global as torch; per rank the rows of padding belong to the first and last pieces.  The modes that copy rows
+    make every rank hold the padding's width of its neighbours' rows too, so that the convolution that follows sends nothing.
+    *Sends*: for "constant" nothing; else forward `pad` rows a side of every cut, and backward their gradients.
+    *Raises*: `ShardingError` for an unknown mode, too many pads, or pads wider than the dim.
+    """
+    pads = _by_dim(input, pad)
+    if mode not in ("constant", "circular", "reflect", "replicate"):
+        raise ShardingError(f"pad with mode={mode!r}: use 'constant', 'circular', 'reflect' or 'replicate'")
+    if not any(touched(input.layout, d) for d in pads):
+        return _pad_whole(input, pads, F.pad(input.local, pad, mode, value))
+    if mode == "constant":
+        along = tuple(Along(d, Window(below=low, above=high), always=True) for d, (low, high) in pads.items())
+        return _gathered(input, along, value or 0.0)
+    if mode == "circular":
+        return _gathered(input, tuple(_circular(input, d, *p) for d, p in pads.items()))
+    return _folded(input, pads, mode)
+
+
+def _by_dim(input: Tile, pad: Sequence[int]) -> Pads:
+    """The pads of every dim that has any, last dim first, as torch lists them."""
+    if len(pad) % 2 or len(pad) // 2 > input.ndim:
+        raise ShardingError(f"pad={tuple(pad)} must have two entries a dim, for at most the {input.ndim} dims of {tuple(input.shape)}")
+    pairs = [(int(pad[2 * i]), int(pad[2 * i + 1])) for i in range(len(pad) // 2)]
+    return {input.ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
+
+
+def _pad_whole(input: Tile, pads: Pads, local: Tensor) -> Tile:
+    layout = input.layout
+    for d, (low, high) in pads.items():
+        layout = layout.replace_dim(d, whole(layout.shape[d] + low + high))
+    return Tile(local, layout, input.mesh)
+
+
+def _gathered(input: Tile, along: tuple[Along, ...], fill: float = 0.0) -> Tile:
+    to = step(input.layout, along, input.coordinate, "pad")
+    return Tile(gather(input, to, fill), to.out, input.mesh)
+
+
+def _circular(input: Tile, dim: int, low: int, high: int) -> Along:
+    n = input.shape[dim]
+    if max(low, high) > n:
+        raise ShardingError(f"circular pad ({low}, {high}) of dim {dim} is wider than its {n} rows; it may wrap around once")
+    return Along(dim, Window(below=low, above=high), wrap=True, grow=(max(low, 0), max(high, 0)), always=True)
+
+
+def _folded(input: Tile, pads: Pads, mode: str) -> Tile:
+    """Reflection and replication: the rows come by one exchange, then the ends are folded on the spot."""
+    along = tuple(
+        Along(d, Fold(low, high, mode == "reflect"), grow=(max(low, 0), max(high, 0))) for d, (low, high) in pads.items()
+    )
+    to = step(input.layout, along, input.coordinate, "pad")
+    x = gather(input, to)
+    if to.is_empty:
+        return Tile(nothing(to.shape, x), to.out, input.mesh)
+    rules = {a.dim: a.rule for a in along}
+    for dim, derived, piece in to.derived:
+        rule, low = rules.pop(dim), derived.needs[piece][0]
+        assert isinstance(rule, Fold)
+        rows = [rule.row(o, input.shape[dim]) - low for o in range(*derived.out.held[piece])]
+        if rows != list(range(x.shape[dim])):
+            x = x.index_select(dim, torch.tensor(rows, device=x.device))
+    if rules:
+        flat = [n for d in reversed(range(min(pads), input.ndim)) for n in (pads[d] if d in rules else (0, 0))]
+        x = F.pad(x, flat, mode)
+    return Tile(x, to.out, input.mesh)

@@ -1,0 +1,134 @@
+"""The one engine of all stencils: output cuts -> needed rows -> exchange -> a plain torch op without padding.
+
+Convolution, pooling, padding and interpolation say which `Rule` each of their dims follows; here those of a tile's cut dims
+become one exchange, so that every rank holds the input rows of its output rows, in one copy that includes the padding.
+Dims that nothing cuts are left to the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.exchange import Margins, exchange
+from jigsaw.interval import Derived, Rule, derive
+from jigsaw.layout import Coordinate, Cut, Layout, ShardingError, whole
+from jigsaw.tile import Tile
+
+
+@dataclass(frozen=True)
+class Along:
+    """A stencil along one tensor dim: its rule, whether the dim wraps, and how many more output rows a side to hold.
+
+    With `always`, the engine pads the dim also where nothing cuts it.
+    """
+
+    dim: int
+    rule: Rule
+    wrap: bool = False
+    grow: tuple[int, int] = (0, 0)
+    always: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank's side of a stencil.
+
+    `out` is the layout of the result, `target` what every rank needs of the input; `margins` the rows of padding around
+    this rank's part, an entry a cut; `derived` the arithmetic of every touched dim and `piece` this rank's place in it.
+    """
+
+    out: Layout
+    target: Layout
+    margins: Margins
+    shape: tuple[int, ...]
+    derived: tuple[tuple[int, Derived, int], ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has no output element."""
+        return 0 in self.shape
+
+
+def touched(layout: Layout, dim: int) -> bool:
+    """Whether the engine has work along `dim`: something cuts it, or it has halo rows."""
+    return any(c.is_cut or c.has_halo for c in layout.dim(dim))
+
+
+def single(layout: Layout, dim: int, name: str) -> Cut:
+    """The one cut of a dim that a stencil slides along.
+
+    Raises: `ShardingError` for dims that were flattened together.
+    """
+    cuts = layout.dim(dim)
+    if len(cuts) != 1:
+        raise ShardingError(
+            f"{name} slides along dim {dim} of {layout}, which is {len(cuts)} dims flattened together; "
+            f"unflatten it to {tuple(c.size for c in cuts)} first"
+        )
+    return cuts[0]
+
+
+@lru_cache(maxsize=4096)
+def step(layout: Layout, along: tuple[Along, ...], coord: Coordinate, name: str = "a stencil") -> Step:
+    """What the rank at `coord` needs, gets and gives; the dims that are not `touched` only change their size.
+
+    Raises: `ShardingError` for dims that were flattened together, or a window that does not fit.
+    """
+    out = target = layout
+    margins = {d: (0, 0) for d in range(layout.ndim)}
+    derived: list[tuple[int, Derived, int]] = []
+    for a in along:
+        cut = single(layout, a.dim, name)
+        if not (a.always or touched(layout, a.dim)):
+            out = out.replace_dim(a.dim, whole(a.rule.size(cut.size)))
+            continue
+        found = derive(cut, a.rule, a.wrap, a.grow)
+        piece = layout.piece(cut, coord)
+        out = out.replace_dim(a.dim, found.out)
+        target = target.replace_dim(a.dim, cut.holding(found.needs))
+        margins[a.dim] = found.margins[piece]
+        derived.append((a.dim, found, piece))
+    by_cut = tuple(m for d, group in enumerate(layout.dims()) for m in [margins[d]] * len(group))
+    return Step(out, target, by_cut, out.local_shape(coord), tuple(derived))
+
+
+def gather(x: Tile, to: Step, fill: float = 0.0) -> Tensor:
+    """The input rows of this rank's output rows, padding included.
+
+    *Sends*: forward the rows that neighbours need and do not hold, backward their gradients.
+    """
+    return exchange(x.local, x.layout, to.target, x.mesh, margins=to.margins, fill=fill)
+
+
+class _Nothing(torch.autograd.Function):
+    """An empty result that still hands (zero) gradients to its sources, whose exchanges other ranks wait for."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], *sources: Tensor) -> Tensor:
+        ctx.like = [(s.shape, s.dtype, s.device) for s in sources]
+        return sources[0].new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.like)
+
+
+def nothing(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
+    """The result of a stencil on a rank that has no output element."""
+    return _Nothing.apply(shape, *(s for s in sources if s is not None))  # type: ignore[no-any-return]
+
+
+def per_dim(value: int | Sequence[int], dims: int, name: str) -> tuple[int, ...]:
+    """An integer or a sequence as one entry a spatial dim, as torch reads it."""
+    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(values) == 1:
+        values *= dims
+    if len(values) != dims:
+        raise ShardingError(f"{name}={value} has {len(values)} entries for {dims} spatial dims; give one, or one a dim")
+    return values

@@ -1,0 +1,216 @@
+"""Convolutions on tiles are those of the whole tensor: outputs and every gradient, any kernel, any cuts, any padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from jigsaw import comm
+from jigsaw.layout import ShardingError
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.tile import shard
+
+SPACE = (None, None, "lat", "lon")
+MESHES = [{"lat": 1, "lon": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
+
+LAYERS = {
+    "3x3": nn.Conv2d(3, 4, 3, padding=1),
+    "1x1": nn.Conv2d(3, 4, 1, bias=False),
+    "valid": nn.Conv2d(3, 4, 3),
+    "wide": nn.Conv2d(3, 4, (5, 7), padding=(2, 3)),
+    "strided": nn.Conv2d(3, 4, 3, stride=2, padding=1),
+    "strided 7 by 4": nn.Conv2d(3, 4, 7, stride=4, padding=3),
+    "stride beyond the kernel": nn.Conv2d(3, 4, 2, stride=3),
+    "patches": nn.Conv2d(3, 4, 2, stride=2),
+    "dilated": nn.Conv2d(3, 4, 3, dilation=(2, 3), padding=(2, 3)),
+    "padded beyond the kernel": nn.Conv2d(3, 4, 3, padding=4),
+    "grouped": nn.Conv2d(4, 8, 3, padding=1, groups=2),
+    "depthwise": nn.Conv2d(4, 4, 3, padding=1, groups=4),
+    "same": nn.Conv2d(3, 4, 3, padding="same"),
+    "same, even kernel": nn.Conv2d(3, 4, (4, 2), padding="same"),
+    "circular": nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+    "circular, even and strided": nn.Conv2d(3, 4, 4, stride=2, padding=(1, 2), padding_mode="circular"),
+    "reflect": nn.Conv2d(3, 4, 5, padding=2, padding_mode="reflect"),
+    "replicate": nn.Conv2d(3, 4, 3, padding=(2, 1), padding_mode="replicate"),
+    "same and circular": nn.Conv2d(3, 4, (4, 3), padding="same", padding_mode="circular"),
+}
+TRANSPOSED = {
+    "doubling": nn.ConvTranspose2d(3, 4, 2, stride=2),
+    "overlapping": nn.ConvTranspose2d(3, 4, 4, stride=2, padding=1),
+    "odd, with output padding": nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1),
+    "stride 1": nn.ConvTranspose2d(3, 4, 3, padding=1),
+    "full": nn.ConvTranspose2d(3, 4, 3),
+    "stride beyond the kernel": nn.ConvTranspose2d(3, 4, 2, stride=4, output_padding=(3, 1)),
+    "dilated": nn.ConvTranspose2d(3, 4, 3, stride=2, dilation=2, padding=2, output_padding=1),
+    "grouped": nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=2),
+    "cropped": nn.ConvTranspose2d(3, 4, 5, stride=3, padding=3),
+}
+
+
+def channels(layer):
+    return layer.in_channels
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("shape", [(13, 10), (33, 7)])
+def test_conv2d(name, shape):
+    layer = LAYERS[name]
+    assert_same_on_every_mesh(layer, torch.randn(2, channels(layer), *shape), MESHES, spec=SPACE)
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+@pytest.mark.parametrize("shape", [(7, 10), (13, 5)])
+def test_conv_transpose2d(name, shape):
+    layer = TRANSPOSED[name]
+    assert_same_on_every_mesh(layer, torch.randn(2, channels(layer), *shape), MESHES, spec=SPACE)
+
+
+@pytest.mark.parametrize("points", [(0, 0, 7, 8, 13), (0, 1, 1, 12, 13), (0, 13, 13, 13, 13), (0, 2, 3, 4, 13)])
+@pytest.mark.parametrize("name", ["3x3", "wide", "strided", "padded beyond the kernel", "circular", "reflect", "same, even kernel"])
+def test_thin_and_empty_pieces(name, points):
+    layer = LAYERS[name]
+    x = torch.randn(2, channels(layer), 13, 10)
+    assert_same_on_every_mesh(layer, x, [{"lat": 4}], spec=SPACE, split={2: points})
+    assert_same_on_every_mesh(nn.ConvTranspose2d(3, 4, 4, stride=2, padding=1), x, [{"lat": 4}], spec=SPACE, split={2: points})
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
+@pytest.mark.parametrize("periodic", [(), (3,)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_halo_serves_any_padding(mode, periodic, stride):
+    layer = nn.Sequential(nn.Conv2d(2, 3, 3, stride=stride, padding=1, padding_mode=mode), nn.GELU(), nn.Conv2d(3, 2, 3, padding=1, padding_mode=mode))
+    halo = {2: (2, 1), 3: 3}
+    assert_same_on_every_mesh(layer, torch.randn(1, 2, 13, 10), MESHES, spec=SPACE, halo=halo, periodic=periodic)
+
+
+@pytest.mark.parametrize("mesh", [{"z": 2}, {"z": 2, "x": 2}, {"y": 3}])
+def test_conv3d(mesh):
+    x = torch.randn(1, 2, 7, 10, 5)
+    spec = (None, None, "z", "y", "x")
+    assert_same_on_every_mesh(nn.Conv3d(2, 3, 3, padding=1, stride=(1, 2, 1)), x, [mesh], spec=spec)
+    assert_same_on_every_mesh(nn.ConvTranspose3d(2, 3, 2, stride=2), x, [mesh], spec=spec)
+    assert_same_on_every_mesh(nn.Conv3d(2, 3, 3, padding=1, padding_mode="circular"), x, [mesh], spec=spec)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_conv1d_batched_and_not(ranks):
+    layer = nn.Sequential(nn.Conv1d(2, 3, 5, padding=2), nn.ConvTranspose1d(3, 2, 3, stride=2))
+    assert_same_on_every_mesh(layer, torch.randn(3, 2, 33), [{"lat": ranks}], spec=(None, None, "lat"))
+    assert_same_on_every_mesh(layer, torch.randn(2, 33), [{"lat": ranks}], spec=(None, "lat"))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "lat": 2}, {"data": 4}, {"data": 2, "spare": 2}])
+def test_a_cut_batch(mesh):
+    assert_same_on_every_mesh(LAYERS["3x3"], torch.randn(3, 3, 7, 10), [mesh], spec=("data", None, "lat", "lon"))
+
+
+class UNet(nn.Module):
+    """Down, up, skip: cuts must meet again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular")
+        self.down = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.last = nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x):
+        high = F.gelu(self.first(x))
+        return self.last(torch.cat([high, self.up(F.gelu(self.down(high)))], 1)) + x
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_unet(mesh):
+    assert_same_on_every_mesh(UNet(), torch.randn(2, 2, 16, 24), [mesh], spec=SPACE, align=2)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def gradient_bytes(tile, layer):
+    """The bytes sent by forward and by backward of a layer on a tile that requires grad."""
+    tile.local.requires_grad_()
+    with comm.count() as forward:
+        y = layer(tile)
+    loss = (y.local * torch.randn_like(y.local)).sum()
+    with comm.count() as backward:
+        loss.backward()
+    return forward, backward
+
+
+@on_ranks(4)
+def test_a_3x3_convolution_sends_one_row_a_side():
+    mesh = world_mesh(lat=4)
+    tile = shard(torch.randn(2, 3, 13, 10), mesh, SPACE)
+    forward, backward = gradient_bytes(tile, nn.Conv2d(3, 4, 3, padding=1))
+    row = 2 * 3 * 10 * 4
+    sides = 1 if tile.coordinate[0] in (0, 3) else 2
+    assert (forward.sent_bytes, backward.sent_bytes) == (sides * row, sides * row)
+    assert (forward.messages, backward.messages) == (sides, sides)
+
+
+@on_ranks(4)
+def test_bytes_on_a_square_mesh_include_the_corner():
+    tile = shard(torch.randn(1, 2, 8, 12), world_mesh(lat=2, lon=2), SPACE)
+    forward, backward = gradient_bytes(tile, nn.Conv2d(2, 4, 3, padding=1))
+    assert forward.sent_bytes == backward.sent_bytes == 2 * 4 * (4 + 6 + 1)
+
+
+@on_ranks(2)
+def test_a_halo_from_disk_makes_the_first_convolutions_silent():
+    tile = shard(torch.randn(1, 2, 24, 36), world_mesh(lat=2), SPACE, halo={2: 3})
+    with comm.count() as sent:
+        y = tile
+        for _ in range(3):
+            y = F.gelu(nn.Conv2d(2, 2, 3, padding=1)(y))
+    assert sent.messages == 0 and not y.layout.has_halo
+    with comm.count() as sent:
+        nn.Conv2d(2, 2, 3, padding=1)(y)
+    assert sent.sent_bytes == 2 * 36 * 4
+
+
+@on_ranks(2)
+def test_a_periodic_halo_serves_circular_and_zero_padding_in_silence():
+    tile = shard(torch.randn(1, 2, 12, 24), world_mesh(lon=2), SPACE, halo={3: 2}, periodic=(3,))
+    with comm.count() as sent:
+        nn.Conv2d(2, 3, 5, padding=2, padding_mode="circular")(tile)
+        nn.Conv2d(2, 3, 5, padding=2)(tile)
+    assert sent.messages == 0
+
+
+@on_ranks(2)
+def test_circular_padding_and_convolution_exchange_once():
+    tile = shard(torch.randn(1, 2, 12, 24), world_mesh(lon=2), SPACE)
+    with comm.count() as sent:
+        nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")(tile)
+    assert sent.messages == 1 and sent.sent_bytes == 2 * 2 * (12 + 2) * 4  # two columns with their corners, from the one neighbour
+
+
+@on_ranks(2)
+def test_aligned_patches_and_doubling_send_nothing():
+    tile = shard(torch.randn(1, 2, 12, 8), world_mesh(lat=2), SPACE, align={2: 2})
+    with comm.count() as sent:
+        nn.ConvTranspose2d(3, 2, 2, stride=2)(nn.Conv2d(2, 3, 2, stride=2)(tile))
+    assert sent.messages == 0
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_wrong_uses_name_the_rule():
+    tile = shard(torch.randn(1, 2, 12, 8), world_mesh(lat=2), SPACE)
+    with pytest.raises(ShardingError, match=r"takes 3 channels, but the Tile of shape \(1, 2, 12, 8\) has 2"):
+        nn.Conv2d(3, 4, 3)(tile)
+    with pytest.raises(ShardingError, match=r"window of 15 rows .* does not fit into 12 rows"):
+        nn.Conv2d(2, 4, (15, 1))(tile)
+    with pytest.raises(ShardingError, match="needs 3 or 4 dims"):
+        nn.Conv2d(2, 4, 3)(tile.unsqueeze(0))
+    with pytest.raises(ShardingError, match="needs a weight of 4 dims"):
+        F.conv2d(tile, torch.randn(3, 2, 3))
+    with pytest.raises(ShardingError, match="plain weight"):
+        F.conv2d(torch.randn(1, 2, 4, 4), tile)
+    with pytest.raises(ShardingError, match="flattened together; unflatten it to"):
+        nn.Conv1d(2, 3, 3)(tile.flatten(2))

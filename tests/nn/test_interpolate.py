@@ -1,0 +1,96 @@
+"""Interpolation on tiles is that of the whole tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from jigsaw import comm
+from jigsaw.layout import ShardingError
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.tile import shard
+
+SPACE = (None, None, "lat", "lon")
+MESHES = [{"lat": 1, "lon": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
+
+
+class Interpolate(torch.nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        return F.interpolate(x, **self.how)
+
+
+SIZES = [
+    {"scale_factor": 2},
+    {"scale_factor": 3.0},
+    {"scale_factor": (0.5, 2)},
+    {"scale_factor": 1.7},
+    {"scale_factor": 1.7, "recompute_scale_factor": True},
+    {"size": (25, 7)},
+    {"size": (13, 30)},
+    {"size": 6},
+]
+
+
+@pytest.mark.parametrize("how", SIZES, ids=str)
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "corners"])
+def test_interpolate(how, mode):
+    more = {"mode": "bilinear", "align_corners": True} if mode == "corners" else {"mode": mode}
+    layer = Interpolate(**how, **more)
+    assert_same_on_every_mesh(layer, torch.randn(2, 3, 13, 10), MESHES, spec=SPACE)
+    assert_same_on_every_mesh(layer, torch.randn(2, 3, 13, 10), [{"lat": 4}], spec=SPACE, split={2: (0, 1, 1, 12, 13)})
+    assert_same_on_every_mesh(layer, torch.randn(2, 3, 13, 10), MESHES, spec=SPACE, halo={2: 2, 3: 1}, periodic=(3,))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ratios_that_divide(mesh):
+    x = torch.randn(1, 2, 24, 36)
+    for how in [{"scale_factor": 0.5}, {"size": (36, 24)}, {"scale_factor": (0.25, 1.5)}]:
+        for mode in ("nearest", "bilinear", "bicubic", "area"):
+            if mode != "area" or how != {"size": (36, 24)} and how != {"scale_factor": (0.25, 1.5)}:
+                assert_same_on_every_mesh(Interpolate(mode=mode, **how), x, [mesh], spec=SPACE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_one_and_three_dims(ranks):
+    line, volume = torch.randn(2, 3, 33), torch.randn(1, 2, 10, 7, 5)
+    for mode, align in [("nearest", None), ("linear", False), ("linear", True)]:
+        assert_same_on_every_mesh(Interpolate(size=50, mode=mode, align_corners=align), line, [{"lat": ranks}], spec=(None, None, "lat"))
+    for mode, align in [("nearest-exact", None), ("trilinear", False), ("trilinear", True)]:
+        layer = Interpolate(scale_factor=2, mode=mode, align_corners=align)
+        assert_same_on_every_mesh(layer, volume, [{"z": ranks}], spec=(None, None, "z", None, None))
+
+
+def test_float32_agrees_where_positions_are_exact():
+    x = torch.randn(1, 2, 721, 8)
+    for mode in ("nearest", "bilinear"):
+        assert_same_on_every_mesh(Interpolate(scale_factor=2, mode=mode), x, [{"lat": 4}], spec=SPACE, dtype=torch.float32, rtol=1e-6)
+
+
+@on_ranks(2)
+def test_bytes_of_doubling():
+    tile = shard(torch.randn(1, 3, 12, 8), world_mesh(lat=2), SPACE)
+    with comm.count() as sent:
+        F.interpolate(tile, scale_factor=2)
+    assert sent.messages == 0
+    with comm.count() as sent:
+        y = F.interpolate(tile, scale_factor=2, mode="bilinear")
+    assert sent.sent_bytes == 3 * 8 * 4 and sent.messages == 1
+    assert y.layout.dim(2)[0].points == (0, 12, 24)
+
+
+@on_ranks(2)
+def test_wrong_uses_name_the_rule():
+    tile = shard(torch.randn(1, 2, 13, 8), world_mesh(lat=2), SPACE)
+    with pytest.raises(ShardingError, match="bicubic from 13 to 20 rows is not answered; choose a ratio of small integers, or bilinear"):
+        F.interpolate(tile, (20, 8), mode="bicubic")
+    with pytest.raises(ShardingError, match="antialias=True is not answered on a cut dim"):
+        F.interpolate(tile, (7, 4), mode="bilinear", antialias=True)
+    with pytest.raises(ShardingError, match="needs one of size and scale_factor"):
+        F.interpolate(tile)
+    with pytest.raises(ShardingError, match="every size must be at least 1"):
+        F.interpolate(tile, scale_factor=0.01)
