@@ -1,0 +1,254 @@
+"""The matmul core: ``Y = X Wᵀ``, ``G W`` and ``Gᵀ X`` are one engine that gathers, multiplies and reduces around rings.
+
+What is cut where, and what it costs, is a `jigsaw.grid.Grid`; this file moves the parts.  A gathered operand arrives part
+by part: the next is on its way while the present one is multiplied.  A reduced result leaves part by part: a partial sum
+travels while the next one is computed.  After Agarwal et al. (1995) and Kieckhefen et al. (arXiv 2507.05753); see
+`jigsaw.grid`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.grid import DIMS, Grid, Ring
+from jigsaw.layout import Box, Coordinate, Interval, Layout, ShardingError, cut_points
+from jigsaw.mesh import axes_of, coordinate
+
+CHUNK_BYTES = 8 << 20
+
+
+def matmul(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
+    """Y[M,N] = X[M,K] W[N,K]ᵀ on the grid; `x` and `w` are this rank's parts at rest, and so is the result.
+
+    bfloat16 and float16 are accumulated in float32, also between ranks; parts larger than `chunk_bytes` travel in chunks.
+
+    *Shapes*: global X [M,K], W [N,K], Y [M,N]; per rank the boxes of ``grid.x``, ``grid.w`` and ``grid.y``, 1/P of each.
+    *Sends*: forward X around its ring, ``(1-1/p3) MK/(p1 p2)`` elements received a rank, W likewise ``(1-1/p1) KN/(p2 p3)``, partial sums
+    of Y ``(1-1/p2) MN/(p1 p3)`` (in float32 for narrow types); backward G once, X and W again, and their gradients' partial
+    sums: ``grid.received`` and ``grid.received_backward`` are the exact integers for uneven blocks.
+    *Raises*: `ShardingError` when the grid does not fit the mesh, or a part its layout.
+
+    A tensor that the grid holds alike along axes of its third dim is not gathered over them; its gradient then stays this
+    rank's part along them: sum it with `comm.enter` where that is not meant.
+    """
+    here = coordinate(mesh)
+    coord = grid.coord(Layout((), axes_of(mesh)).index(here))
+    _check(x, w, grid, mesh, coord)
+    if all(grid.ring(name, coord).size == 1 for name in DIMS):
+        return torch.nn.functional.linear(x, w)
+    return _Matmul.apply(x, w, grid, mesh, coord, chunk_bytes)  # type: ignore[no-any-return]
+
+
+def _check(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, coord: Coordinate) -> None:
+    if grid.x.ranks != mesh.size():
+        raise ShardingError(f"a grid of {grid.p[0]} x {grid.p[1]} x {grid.p[2]} on axes {dict(grid.x.axes)} needs {grid.x.ranks} ranks, the mesh has {mesh.size()}")
+    for name, part, layout in (("x", x, grid.x), ("w", w, grid.w)):
+        if tuple(part.shape) != layout.local_shape(coord):
+            raise ShardingError(f"matmul: {name} has shape {tuple(part.shape)} here, but {layout} gives this rank {layout.local_shape(coord)}")
+    if x.dtype != w.dtype or not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise ShardingError(f"matmul: x is {x.dtype} and w is {w.dtype}; both must be of one floating or complex dtype")
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, coord: Coordinate, chunk: int) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.engine = engine = Engine(grid, mesh, coord, chunk)
+        return engine.product(engine.block("x", x), engine.block("w", w), "y")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        x, w = ctx.saved_tensors
+        engine: Engine = ctx.engine
+        for_x, for_w = ctx.needs_input_grad[:2]
+        g = engine.block("y", grads[0], keep=for_x and for_w)
+        dx = engine.product(g, engine.block("w", _conjugate(w)), "x") if for_x else None
+        dw = engine.product(g, engine.block("x", _conjugate(x)), "w") if for_w else None
+        return dx, dw, None, None, None, None
+
+
+def _conjugate(x: Tensor) -> Tensor:
+    return x.conj().resolve_conj() if x.is_complex() else x
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """One rank's side of the products of a grid."""
+
+    def __init__(self, grid: Grid, mesh: DeviceMesh, coord: Coordinate, chunk: int) -> None:
+        self.grid, self.mesh, self.coord, self.chunk = grid, mesh, coord, chunk
+
+    def block(self, name: str, local: Tensor, keep: bool = False) -> Block:
+        """The block of X, W or Y (or a gradient of that shape) that this rank's part belongs to."""
+        return Block(name, local.contiguous(), self.grid.ring(name, self.coord), self, keep)
+
+    def product(self, a: Block, b: Block, out: str) -> Tensor:
+        """out = a b, contracted over the dim that `out` lacks and reduced to this rank's part of `out`."""
+        ring = self.grid.ring(out, self.coord)
+        stream, kept = (a, b) if self.grid.stream(a.name, b.name) == a.name else (b, a)
+        kept.keep = True
+        stream.keep = stream.keep or ring.size > 1
+        dtype = a.local.dtype
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        with torch.autocast(a.local.device.type, enabled=False):
+            if ring.size == 1:
+                return _partial(a, b, stream, kept, out, ring.boxes[0], wide, finish=True).to(dtype)
+            return self._reduced(a, b, stream, kept, out, ring, wide).to(dtype)
+
+    def _reduced(self, a: Block, b: Block, stream: Block, kept: Block, out: str, ring: Ring, wide: torch.dtype) -> Tensor:
+        """The ring reduce-scatter: a sum starts one place after its owner and takes each rank's partial on the way there."""
+        pieces, chunks = _pieces(ring, self.chunk, wide.itemsize)
+        own: list[Tensor] = []
+        arriving: dict[int, tuple[Tensor, comm.Pending]] = {}
+        for i in range(ring.size * chunks):
+            step, t = divmod(i, chunks)
+            total = _partial(a, b, stream, kept, out, pieces[(ring.me - 1 - step) % ring.size][t], wide, finish=False)
+            if step:
+                arrived, pending = arriving.pop(i)
+                pending.wait()
+                total += arrived
+            if step == ring.size - 1:
+                own.append(total)
+                continue
+            buffer = total.new_empty(_extents(pieces[(ring.me - 2 - step) % ring.size][t]))
+            arriving[i + chunks] = buffer, self.pass_on(ring, total, buffer)
+        return own[0] if len(own) == 1 else torch.cat(own)
+
+    def pass_on(self, ring: Ring, given: Tensor, taken: Tensor) -> comm.Pending:
+        """Start one step of a ring."""
+        after, before = ring.peers[(ring.me + 1) % ring.size], ring.peers[(ring.me - 1) % ring.size]
+        return comm.swap(self.mesh, [(after, given)], [(before, taken)], "matmul")
+
+
+class Block:
+    """An operand of a product: this rank's part, and the others of its block as they come around the ring.
+
+    The first time its parts are asked for they travel; a kept block is whole afterwards and comes as one part.
+    """
+
+    def __init__(self, name: str, local: Tensor, ring: Ring, engine: Engine, keep: bool) -> None:
+        self.name, self.local, self.keep = name, local, keep
+        self.ring, self._engine = ring, engine
+        self._whole: Tensor | None = local if ring.size == 1 else None
+
+    def parts(self) -> Iterator[tuple[Box, Tensor]]:
+        """Every part with its box in the block, this rank's own first; the next ones are under way meanwhile."""
+        if self._whole is not None:
+            rows, columns = self._whole.shape
+            yield ((0, rows), (0, columns)), self._whole
+            return
+        ring = self.ring
+        pieces, chunks = _pieces(ring, self._engine.chunk, self.local.element_size())
+        whole = self.local.new_empty(ring.block) if self.keep else None
+        first = ring.boxes[ring.me][0][0]
+        arriving: dict[int, tuple[Tensor, comm.Pending]] = {}
+        for i in range(ring.size * chunks):
+            step, t = divmod(i, chunks)
+            box = pieces[(ring.me - step) % ring.size][t]
+            if step:
+                part, pending = arriving.pop(i)
+                pending.wait()
+            else:
+                part = self.local[box[0][0] - first : box[0][1] - first]
+            if step < ring.size - 1:
+                buffer = self._buffer(pieces[(ring.me - 1 - step) % ring.size][t], whole)
+                arriving[i + chunks] = buffer, self._engine.pass_on(ring, part, buffer)
+            if whole is not None:
+                place = _at(whole, box)
+                if place.data_ptr() != part.data_ptr():
+                    place.copy_(part)
+            yield box, part
+        self._whole = whole
+
+    def _buffer(self, box: Box, whole: Tensor | None) -> Tensor:
+        """Where a part arrives: in its place of the kept block where that is contiguous."""
+        place = None if whole is None else _at(whole, box)
+        return place if place is not None and place.is_contiguous() else self.local.new_empty(_extents(box))
+
+
+def _pieces(ring: Ring, chunk: int, itemsize: int) -> tuple[list[list[Box]], int]:
+    """The box of every member of a ring cut into chunks of rows, as many for each."""
+    largest = max((r[1] - r[0]) * (c[1] - c[0]) for r, c in ring.boxes) * itemsize
+    chunks = max(1, min(-(-largest // chunk), max(r[1] - r[0] for r, _ in ring.boxes)))
+
+    def rows(start: int, stop: int) -> list[Interval]:
+        points = cut_points(stop - start, chunks)
+        return [(start + p, start + q) for p, q in zip(points, points[1:], strict=False)]
+
+    return [[(part, columns) for part in rows(*box_rows)] for box_rows, columns in ring.boxes], chunks
+
+
+# -- products of parts ------------------------------------------------------------------------------------------------
+
+
+def _partial(a: Block, b: Block, stream: Block, kept: Block, out: str, box: Box, wide: torch.dtype, finish: bool) -> Tensor:
+    """This rank's partial sum of one box of the result, in `wide`; a `finish`-ed sum of one product keeps the operands' dtype."""
+    (r, c), shape = DIMS[out], _extents(box)
+    inner = next(d for d in DIMS[a.name] if d != r)
+    depth = _depth(stream, inner)
+    total: Tensor | None = None
+    for s_box, s in stream.parts():
+        for k_box, k in kept.parts():
+            (a_box, a_part), (b_box, b_part) = ((s_box, s), (k_box, k)) if stream is a else ((k_box, k), (s_box, s))
+            at_a, at_b = dict(zip(DIMS[a.name], a_box, strict=True)), dict(zip(DIMS[b.name], b_box, strict=True))
+            rows, columns, along = _meet(at_a[r], box[0]), _meet(at_b[c], box[1]), _meet(at_a[inner], at_b[inner])
+            if any(start >= stop for start, stop in (rows, columns, along)):
+                continue
+            left = _oriented(a_part, a.name, r, at_a, {r: rows, inner: along})
+            right = _oriented(b_part, b.name, inner, at_b, {c: columns, inner: along})
+            if (rows, columns) == box and total is None:
+                alone = finish and along == (0, depth)
+                total = torch.mm(left, right) if alone else _mm(left, right, wide)
+                continue
+            if total is None:
+                total = left.new_zeros(shape, dtype=wide)
+            target = _at(total, ((rows[0] - box[0][0], rows[1] - box[0][0]), (columns[0] - box[1][0], columns[1] - box[1][0])))
+            _add_product(target, left, right)
+    return a.local.new_zeros(shape, dtype=wide) if total is None else total
+
+
+def _depth(block: Block, dim: str) -> int:
+    """The extent of a block's dim."""
+    return block.ring.block[DIMS[block.name].index(dim)]
+
+
+def _oriented(part: Tensor, name: str, first: str, box: dict[str, Interval], wanted: dict[str, Interval]) -> Tensor:
+    """The wanted rows of a part as a matrix whose rows are the dim `first`."""
+    view = _at(part, tuple((wanted[d][0] - box[d][0], wanted[d][1] - box[d][0]) for d in DIMS[name]))
+    return view if DIMS[name][0] == first else view.t()
+
+
+def _mm(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+    if left.dtype == wide:
+        return torch.mm(left, right)
+    return torch.mm(left, right, out_dtype=wide) if left.is_cuda else torch.mm(left.to(wide), right.to(wide))
+
+
+def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == target.dtype:
+        torch.addmm(target, left, right, out=target)
+    else:
+        target += _mm(left, right, target.dtype)
+
+
+def _at(x: Tensor, box: Box) -> Tensor:
+    (top, bottom), (left, right) = box
+    return x[top:bottom, left:right]
+
+
+def _meet(a: Interval, b: Interval) -> Interval:
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+def _extents(box: Box) -> tuple[int, int]:
+    (top, bottom), (left, right) = box
+    return bottom - top, right - left
