@@ -87,7 +87,7 @@ def roles(array: ArrayTable, arrays: Mapping[str, ArrayTable]) -> tuple[str, ...
 
     Raises: `GridError` when two dims claim one role.
     """
-    found = [role_of(dim, arrays[dim].attrs if dim in arrays else {}) or dim for dim in array.dims]
+    found = [role_of(dim, attributes(array, dim, arrays)) or dim for dim in array.dims]
     globe = {"lat", "lon"} <= set(found)
     vertical = {"z": "level"} if globe else {"level": "z"} if {"y", "x"} <= set(found) and "time" not in found else {}
     named = tuple(vertical.get(role, role) for role in found)
@@ -101,12 +101,25 @@ def roles(array: ArrayTable, arrays: Mapping[str, ArrayTable]) -> tuple[str, ...
     return named
 
 
-def coordinate(store: _Store, dim: str, size: int) -> NDArray[Any]:
-    """The values along a stored dim: its coordinate variable, or 0, 1, 2… where it has none."""
-    table = store.arrays.get(dim)
+def name_of(array: ArrayTable, dim: str) -> str:
+    """The name of the coordinate variable of a dim of `array`: in the group where the array is."""
+    group, slash, _ = array.name.rpartition("/")
+    return group + slash + dim
+
+
+def attributes(array: ArrayTable, dim: str, arrays: Mapping[str, ArrayTable]) -> Mapping[str, Any]:
+    """The attributes of that coordinate variable; none where there is no such."""
+    found = arrays.get(name_of(array, dim))
+    return {} if found is None else found.attrs
+
+
+def values(store: _Store, array: ArrayTable, dim: str) -> NDArray[Any]:
+    """The values along a dim of `array`: its coordinate variable, or 0, 1, 2… where it has none."""
+    name, size = name_of(array, dim), array.shape[array.dims.index(dim)]
+    table = store.arrays.get(name)
     if table is None or tuple(table.shape) != (size,):
         return np.arange(size)
-    stored = store.read_small(dim)
+    stored = store.read_small(name)
     return stored if (table.scale, table.offset) == (1.0, 0.0) else stored * table.scale + table.offset
 
 

@@ -129,11 +129,13 @@ class DataLoader:
         return self._state.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved, on whatever mesh and batch size, in O(1).
+        """Go on where `state` was saved, on whatever mesh and batch size, in O(1); ends an iteration under way.
 
         Raises: `StateError` for a state that is torn or belongs to a longer dataset.
         """
-        self._state = self._order.settled(State.from_dict(state, self._order.count))
+        loaded = self._order.settled(State.from_dict(state, self._order.count))
+        self._end_iteration()
+        self._state = loaded
         self._resumed = True
 
     # -- iterating ----------------------------------------------------------------------------------------------------

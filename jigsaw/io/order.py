@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any
 
 from jigsaw.io.errors import StateError
@@ -67,17 +68,26 @@ class State:
                 f"a loader's state has the keys {names}, but got {shown}; save what loader.state_dict() returns"
             )
         values = {name: given[name] for name in names}
-        wrong = [f"{n}={v!r}" for n, v in values.items() if isinstance(v, bool) or not isinstance(v, int) or v < 0]
+        wrong = [f"{n}={v!r}" for n, v in values.items() if not _is_count(v)]
         if wrong:
             raise StateError(
                 f"a loader's state holds integers >= 0, but got {', '.join(wrong)}; the checkpoint is torn"
             )
+        values = {name: index(v) for name, v in values.items()}
         if values["next_sample"] > count:
             raise StateError(
                 f"state says next_sample={values['next_sample']}, but the dataset has {count} samples; "
                 "open it with the fields, offsets and time that the state was saved with"
             )
         return cls(**values)
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a value is a whole number >= 0 of any kind that a checkpoint may hand back."""
+    try:
+        return not isinstance(value, bool) and index(value) >= 0
+    except TypeError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Prefetch(Generic[Job, Result]):
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._stopped)
             if self._stopped:
-                raise ReadError("a newer iteration of this loader took over; iterate it once at a time")
+                raise ReadError("this iteration has ended: a newer one, or a loaded state, took over its loader")
             result, error = self._ready[0]
             if error is not None:
                 raise error

@@ -48,7 +48,7 @@ class Survey:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._values: dict[str, NDArray[Any]] = {}
+        self._values: dict[tuple[str, int], NDArray[Any]] = {}
         arrays = store.arrays
         self.variables: dict[str, Variable] = {}
         for name, table in arrays.items():
@@ -57,16 +57,14 @@ class Survey:
 
     def values(self, variable: Variable, role: str) -> NDArray[Any]:
         """The coordinate values along a dim of a variable, read once."""
-        dim, size = variable.dim(role), variable.size(role)
-        known = self._values.get(dim)
-        if known is None or len(known) != size:
-            known = self._values[dim] = coords.coordinate(self.store, dim, size)
-        return known
+        key = coords.name_of(variable.table, variable.dim(role)), variable.size(role)
+        if key not in self._values:
+            self._values[key] = coords.values(self.store, variable.table, variable.dim(role))
+        return self._values[key]
 
     def attrs(self, variable: Variable, role: str) -> Mapping[str, Any]:
         """The attributes of that coordinate."""
-        found = self.store.arrays.get(variable.dim(role))
-        return found.attrs if found is not None else {}
+        return coords.attributes(variable.table, variable.dim(role), self.store.arrays)
 
     @cached_property
     def levels(self) -> dict[str, Levels | None]:
@@ -126,7 +124,7 @@ class Survey:
 
 
 def _space(table: ArrayTable, arrays: Mapping[str, ArrayTable]) -> list[str]:
-    found = [coords.role_of(d, arrays[d].attrs if d in arrays else {}) for d in table.dims]
+    found = [coords.role_of(d, coords.attributes(table, d, arrays)) for d in table.dims]
     return [role for role in found if role in SPACE]
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from globe_store import LEVELS, globe, stacked, truth, write
 
 import jigsaw
@@ -204,3 +205,26 @@ def test_samples_end(wb2, index):
 def test_a_dataset_says_what_it_is(wb2):
     shown = repr(one_rank(wb2, fields=["t2m"], halo=1))
     assert "10 samples, 1 channels, lat 13, lon 16" in shown
+
+
+def test_a_group_inside_a_store_has_its_own_coordinates(tmp_path):
+    data = globe(gap=4)[["2m_temperature"]]
+    data.to_zarr(tmp_path / "nested.zarr", group="hourly", consolidated=False)
+    ds = one_rank(str(tmp_path / "nested.zarr"), fields=["hourly/2m_temperature"], targets=[1])
+    assert len(ds) == 8  # two runs of five steps
+    assert ds.whole_coords["lat"][0] == 90
+
+
+def test_a_volume_without_time_is_one_sample(tmp_path):
+    values = np.arange(7 * 10 * 13, dtype="f4").reshape(7, 10, 13)
+    xr.Dataset({"ct": (("z", "y", "x"), values)}).to_zarr(tmp_path / "ct.zarr", consolidated=False)
+    ds = jigsaw.io.open(str(tmp_path / "ct.zarr"), mesh=world_mesh(z=1, x=1), halo={"z": 1})
+    assert len(ds) == 1
+    assert ds.frame.dims == ("z", "y", "x")
+    np.testing.assert_array_equal(ds[0].input.local[0, 0], values)
+    planned = jigsaw.io.open(str(tmp_path / "ct.zarr"), mesh={"z": 2, "x": 3}, halo={"z": 1})
+    assert planned.layout.held((0, 1))[2:] == ((0, 5), (0, 10), (5, 9))
+    with pytest.raises(ReadError, match="needs 2 steps, but the series has 1"):
+        one_rank(str(tmp_path / "ct.zarr"), targets=[1])
+    with pytest.raises(ReadError, match=r"time=\('2000', '2001'\) selects steps, but the fields have no time dim"):
+        one_rank(str(tmp_path / "ct.zarr"), time=("2000", "2001"))

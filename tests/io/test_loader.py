@@ -111,7 +111,7 @@ def test_a_new_iteration_takes_over_from_one_that_is_left(wb2):
     next(old)
     new = iter(loader)
     assert next(new).samples == (0,)
-    with pytest.raises(ReadError, match="a newer iteration of this loader took over"):
+    with pytest.raises(ReadError, match="this iteration has ended: a newer one"):
         next(old)
     assert next(new).samples == (1,)
 
@@ -252,3 +252,15 @@ def test_batches_survive_the_ones_that_follow(wb2):
     again = [b.input.local.clone() for b in loader]
     for batch, want in zip(kept, again, strict=True):
         torch.testing.assert_close(batch.input.local, want, rtol=0, atol=0)
+
+
+def test_loading_a_state_ends_the_iteration_under_way(wb2):
+    loader = jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)))
+    running = iter(loader)
+    next(running)
+    loader.load_state_dict({"seed": np.int64(0), "epoch": torch.tensor(4), "next_sample": 6})
+    with pytest.raises(ReadError, match="or a loaded state, took over its loader"):
+        next(running)
+    assert loader.state_dict() == {"seed": 0, "epoch": 4, "next_sample": 6}
+    assert [batch.samples for batch in loader] == [(6,), (7,)]
+    loader.close()
