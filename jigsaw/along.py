@@ -1,4 +1,6 @@
-"""Functions that work along one dim: softmax along any dim, the others (sort, cumsum, argmax…) along a dim that nothing cuts."""
+"""Functions that work along one dim: softmax along any dim, the others (sort, cumsum, argmax…) along a dim that nothing
+cuts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ def _along(function: Any, input: Tile, along: int, /, *args: Any, **kwargs: Any)
     (at,) = reduced_dims(input, along)
     if any(c.is_cut or c.has_halo for c in input.layout.dim(at)):
         if input.layout.is_cut(at):
-            raise refuse(function, input, f"it works along dim {at}, which is cut", "redistribute the tile so that another dim is cut")
+            raise refuse(
+                function,
+                input,
+                f"it works along dim {at}, which is cut",
+                "redistribute the tile so that another dim is cut",
+            )
         input = input.owned()
     return _as_tiles(function(input.local, *args, **kwargs), input, at)
 
@@ -44,7 +51,12 @@ def _answer(function: Any, position: int, default: int | None) -> None:
         dim = kwargs.get("dim", args[position] if len(args) > position else default)
         if not isinstance(dim, int):
             if input.layout.cut_dims:
-                raise refuse(function, input, f"without dim it works on the flattened tensor (dim={dim!r})", "pass a dim that nothing cuts")
+                raise refuse(
+                    function,
+                    input,
+                    f"without dim it works on the flattened tensor (dim={dim!r})",
+                    "pass a dim that nothing cuts",
+                )
             return alike(function, (input, *args), kwargs, input)
         return _along(function, input, dim, *args, **kwargs)
 
@@ -77,7 +89,12 @@ def _flip(input: Tile, dims: Any, *more: int) -> Tile:
     wanted = (dims, *more) if isinstance(dims, int) else tuple(dims)
     for d in reduced_dims(input, wanted):
         if input.layout.is_cut(d) or any(c.has_halo for c in input.layout.dim(d)):
-            raise refuse(torch.flip, input, f"it reverses dim {d}, which is cut", "redistribute the tile so that another dim is cut")
+            raise refuse(
+                torch.flip,
+                input,
+                f"it reverses dim {d}, which is cut",
+                "redistribute the tile so that another dim is cut",
+            )
     return Tile(torch.flip(input.local, wanted), input.layout, input.mesh)
 
 
@@ -89,7 +106,8 @@ def _max_or_min(function: Any, whole_tensor: Callable[[Tile], Any]) -> None:
             return elementwise(input, *args, **kwargs)
         if not args and not kwargs:
             return whole_tensor(input)
-        return _along(function, input, kwargs.get("dim", args[0] if args else None), *args, **kwargs)
+        dim: Any = kwargs["dim"] if "dim" in kwargs else args[0]
+        return _along(function, input, dim, *args, **kwargs)
 
     implements(function)(answer)
 
@@ -106,8 +124,10 @@ def _shifted(input: Tile, dim: int, dtype: torch.dtype | None) -> tuple[Tile, Te
     own = input.owned().to(dtype) if dtype else input.owned()
     wide = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
     axes = reducing_axes(own.layout, (dim,))
-    local_top = wide.local.detach().amax(dim, keepdim=True) if wide.local.shape[dim] else wide.local.new_full(
-        [1 if d == dim else n for d, n in enumerate(wide.local.shape)], -math.inf
+    local_top = (
+        wide.local.detach().amax(dim, keepdim=True)
+        if wide.local.shape[dim]
+        else wide.local.new_full([1 if d == dim else n for d, n in enumerate(wide.local.shape)], -math.inf)
     )
     top = comm.all_reduce(local_top, own.mesh, axes, "max")
     shifted = wide.local - torch.where(top.isinf(), 0.0, top)

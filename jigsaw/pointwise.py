@@ -37,12 +37,15 @@ AVERAGED = "_jigsaw_averaged_over"
 
 
 def averaged_over(leaf: Tensor) -> int:
-    """Over how many ranks the gradient of a leaf is going to be averaged (`jigsaw.parallelize` says so); 1: its parts are summed."""
+    """Over how many ranks the gradient of a leaf is going to be averaged (`jigsaw.parallelize` says so); 1: its parts
+    are summed.
+    """
     return getattr(leaf, AVERAGED, 1)
 
 
 def part(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
-    """A plain tensor as an operand of an op whose result has `layout` (by default that of `tile`), on the mesh of `tile`.
+    """A plain tensor as an operand of an op whose result has `layout` (by default that of `tile`), on the mesh of
+    `tile`.
 
     Its gradient on each rank becomes this rank's part: the parts sum to the gradient over the whole mesh, also where
     the result is replicated.  Parts of a parameter that is going to be averaged over n ranks are n times as large, so
@@ -62,8 +65,10 @@ def part(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
         return comm.enter(x, mesh, layout.cut_axes)
     if left or len(ranks) > 1:
         raise ShardingError(
-            f"a plain tensor of shape {tuple(x.shape)} was computed from a parameter and from a tensor that left a Tile, or from leaves that are "
-            f"summed and leaves that are averaged over the ranks; its gradient would be counted wrongly; pass the model through "
+            f"a plain tensor of shape {tuple(x.shape)} was computed from a parameter and from a tensor that left a "
+            "Tile, or from leaves that are "
+            "summed and leaves that are averaged over the ranks; its gradient would be counted wrongly; pass the "
+            "model through "
             f"jigsaw.parallelize, or keep the reduction a Tile (keepdim=True) and multiply there"
         )
     scale = max(ranks, default=1) / layout.replicas
@@ -127,8 +132,8 @@ def _take(x: Tensor, dim: int, cuts: Sequence[Cut], tile: Tile, layout: Layout) 
 def align(tiles: Sequence[Tile]) -> tuple[Layout, list[Tensor]]:
     """The layout of a broadcast of tiles, and the local tensors to compute it from.
 
-    Halos are cropped to what all hold.  A tile that is replicated along an axis that cuts the result enters with its adjoint
-    (backward: one all-reduce).
+    Halos are cropped to what all hold.  A tile that is replicated along an axis that cuts the result enters with its
+    adjoint (backward: one all-reduce).
 
     *Raises*: `ShardingError` when two tiles cut a dim differently; it names `redistribute`.
     """
@@ -154,7 +159,10 @@ def _meet(tiles: Sequence[Tile], dim: int) -> tuple[Cut, ...]:
     for other in wide[1:]:
         if [c.bare() for c in other] != [c.bare() for c in first]:
             a, b = (Layout(g, tiles[0].layout.axes, (len(g),)) for g in (first, other))
-            raise ShardingError(f"tiles that cut dim {dim} differently cannot meet: {a} and {b}; bring one to the other's cuts with tile.redistribute")
+            raise ShardingError(
+                f"tiles that cut dim {dim} differently cannot meet: {a} and {b}; bring one to the other's cuts with "
+                "tile.redistribute"
+            )
     return tuple(_common([g[k] for g in wide]) for k in range(len(first)))
 
 
@@ -200,9 +208,11 @@ def wrap(out: Any, layout: Layout, tile: Tile) -> Any:
 # -- pointwise --------------------------------------------------------------------------------------------------------
 
 _OPERATORS = frozenset(
-    "__radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __add__ __sub__ __mul__ __truediv__ __div__ __floordiv__ __mod__ __pow__ "
+    "__radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __add__ __sub__ __mul__ __truediv__ "
+    "__div__ __floordiv__ __mod__ __pow__ "
     "__neg__ __abs__ __invert__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
-    "to float double half bfloat16 int long bool type type_as clone detach contiguous zeros_like ones_like full_like empty_like "
+    "to float double half bfloat16 int long bool type type_as clone detach contiguous zeros_like ones_like full_like "
+    "empty_like "
     "relu6 hardswish softplus nan_to_num isclose isfinite isnan isinf isreal square logit xlogy".split()
 )
 
@@ -223,7 +233,9 @@ def is_pointwise(function: Any) -> bool:
 def _pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
     tiles = list(tiles_in((args, kwargs)))
     if kwargs.get("out") is not None:
-        raise ShardingError(f"{function.__name__}(out=...) is not supported on tiles: a Tile is frozen; use the result instead")
+        raise ShardingError(
+            f"{function.__name__}(out=...) is not supported on tiles: a Tile is frozen; use the result instead"
+        )
     first = tiles[0]
     if len(tiles) == 1:
         layout, locals_ = first.layout, [first.local]
@@ -256,7 +268,9 @@ def _check_in_place(function: Any, args: Sequence[Any], layout: Layout) -> None:
     if name.endswith("_") and not name.endswith("__"):
         target = args[0]
         if not isinstance(target, Tile) or target.layout != layout:
-            raise ShardingError(f"{name} would change the layout of its target in place; use {name.rstrip('_')} instead")
+            raise ShardingError(
+                f"{name} would change the layout of its target in place; use {name.rstrip('_')} instead"
+            )
 
 
 @implements(Tensor.requires_grad_)
@@ -268,7 +282,10 @@ def _requires_grad_(tile: Tile, requires_grad: bool = True) -> Tile:
 @implements(Tensor.item)
 def _item(tile: Tile) -> Any:
     if tile.numel() != 1:
-        raise ShardingError(f"item() of a Tile of shape {tuple(tile.shape)}: only a tile of one element can be a number; reduce it first")
+        raise ShardingError(
+            f"item() of a Tile of shape {tuple(tile.shape)}: only a tile of one element can be a number; reduce it "
+            "first"
+        )
     return tile.full_tensor().item()
 
 
@@ -287,7 +304,9 @@ def _relu(input: Tile, inplace: bool = False) -> Any:
 
 def alike(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Tile) -> Any:
     """Any function on tiles that nothing cuts: every rank computes the same whole answer."""
-    args, kwargs = onto_local((tuple(args), dict(kwargs)), lambda t: t.owned().local, lambda x: part(x, first, Layout((), first.layout.axes)))
+    args, kwargs = onto_local(
+        (tuple(args), dict(kwargs)), lambda t: t.owned().local, lambda x: part(x, first, Layout((), first.layout.axes))
+    )
     return alike_tile(function(*args, **kwargs), first)
 
 
@@ -320,6 +339,6 @@ def _unknown(function: Any, *args: Any, **kwargs: Any) -> Any:
                 function,
                 tile,
                 "jigsaw does not answer this function on a cut dim",
-                "use tile.redistribute so that nothing is cut, tile.full_tensor(), or tile.local if a local answer is meant",
+                "use tile.redistribute so that nothing is cut, tile.full_tensor(), or tile.local for a local answer",
             )
     return alike(function, args, kwargs, tiles[0])

@@ -1,7 +1,7 @@
 """Reductions over cut dims: global, exact and differentiable.
 
-Each reduces the rows that this rank owns and combines the results over the axes that cut the reduced dims.  The result is
-a Tile cut by what is left, held alike along the axes that were reduced; when no dim is left it is an ordinary scalar
+Each reduces the rows that this rank owns and combines the results over the axes that cut the reduced dims.  The result
+is a Tile cut by what is left, held alike along the axes that were reduced; when no dim is left it is an ordinary scalar
 tensor, equal on every rank.
 """
 
@@ -29,7 +29,9 @@ def reduced_dims(tile: Tile, dim: Dims) -> tuple[int, ...]:
     dims = tuple((dim,) if isinstance(dim, int) else dim)
     for d in dims:
         if not -tile.ndim <= d < max(tile.ndim, 1):
-            raise IndexError(f"dim {d} is out of range for a Tile of {tile.ndim} dims (expected {-tile.ndim}..{tile.ndim - 1})")
+            raise IndexError(
+                f"dim {d} is out of range for a Tile of {tile.ndim} dims (expected {-tile.ndim}..{tile.ndim - 1})"
+            )
     return tuple(d % max(tile.ndim, 1) for d in dims)
 
 
@@ -58,7 +60,9 @@ def total_over(local: Tensor, tile: Tile, dims: Sequence[int]) -> Tensor:
 
 
 @implements(torch.sum)
-def reduce_sum(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Any:
+def reduce_sum(
+    input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
+) -> Any:
     """y = sum of `input` over `dim`.
 
     *Shapes*: global as in torch; per rank the dims that stay keep their cuts.
@@ -71,7 +75,9 @@ def reduce_sum(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: t
 
 
 @implements(torch.mean)
-def mean(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Any:
+def mean(
+    input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
+) -> Any:
     """y = global mean of `input` over `dim`; shapes and bytes as `reduce_sum`."""
     dims = reduced_dims(input, axis if dim is None else dim)
     if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
@@ -85,7 +91,8 @@ def mean(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.d
 
 
 def moments(input: Tile, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(mean, sum of squared deviations) over `dims`, local tensors with the dims kept at size 1, held alike along reduced axes.
+    """(mean, sum of squared deviations) over `dims`, local tensors with the dims kept at size 1, held alike along
+    reduced axes.
 
     Two passes, so that no digits cancel; `input` is without halo and wide enough (float32 or float64).
 
@@ -98,7 +105,9 @@ def moments(input: Tile, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
     return center, comm.total(squared.sum(tuple(dims), keepdim=True), input.mesh, axes)
 
 
-def _variance(input: Tile, dim: Any, unbiased: bool | None, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor, Tile, tuple[int, ...]]:
+def _variance(
+    input: Tile, dim: Any, unbiased: bool | None, correction: float | None, keepdim: bool
+) -> tuple[Tensor, Tensor, Tile, tuple[int, ...]]:
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     if correction is None:
@@ -115,28 +124,56 @@ def _variance(input: Tile, dim: Any, unbiased: bool | None, correction: float | 
 
 
 @implements(torch.var)
-def var(input: Tile, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None) -> Any:
+def var(
+    input: Tile,
+    dim: Any = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Any:
     """Global variance over `dim`, by two passes; *Sends*: two all-reduces forward, one backward."""
     spread, _, own, dims = _variance(input, dim, unbiased, correction, keepdim)
     return finish(spread, own, dims, keepdim)
 
 
 @implements(torch.std)
-def std(input: Tile, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None) -> Any:
+def std(
+    input: Tile,
+    dim: Any = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Any:
     """Global standard deviation over `dim`; see `var`."""
     spread, _, own, dims = _variance(input, dim, unbiased, correction, keepdim)
     return finish(spread.sqrt(), own, dims, keepdim)
 
 
 @implements(torch.var_mean)
-def var_mean(input: Tile, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None) -> Any:
+def var_mean(
+    input: Tile,
+    dim: Any = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Any:
     """(variance, mean); see `var`."""
     spread, center, own, dims = _variance(input, dim, unbiased, correction, keepdim)
     return finish(spread, own, dims, keepdim), finish(center, own, dims, keepdim)
 
 
 @implements(torch.std_mean)
-def std_mean(input: Tile, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None) -> Any:
+def std_mean(
+    input: Tile,
+    dim: Any = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Any:
     """(standard deviation, mean); see `var`."""
     spread, center, own, dims = _variance(input, dim, unbiased, correction, keepdim)
     return finish(spread.sqrt(), own, dims, keepdim), finish(center, own, dims, keepdim)
@@ -172,7 +209,9 @@ def stack_along(local: Tensor, tile: Tile, axes: tuple[str, ...]) -> Tensor:
 
 
 @implements(torch.linalg.vector_norm)
-def vector_norm(x: Tile, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def vector_norm(
+    x: Tile, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """y = (sum |x|^ord)^(1/ord) over `dim`: the norm of the ranks' norms.
 
     *Sends*: one all-gather of the local norms; backward nothing.
@@ -192,11 +231,24 @@ def vector_norm(x: Tile, ord: float = 2, dim: Dims = None, keepdim: bool = False
 
 
 @implements(torch.norm, torch.linalg.norm)
-def norm(input: Tile, p: Any = None, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, ord: Any = None) -> Any:
+def norm(
+    input: Tile,
+    p: Any = None,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    ord: Any = None,
+) -> Any:
     """The vector norm of the whole tensor or over `dim`; matrix norms other than Frobenius are refused."""
     order = p if p is not None else ord
     if isinstance(order, str) and order != "fro":
-        raise refuse(norm, input, f"the matrix norm {order!r} is no sum over elements", "use a vector norm, or tile.full_tensor()")
+        raise refuse(
+            norm,
+            input,
+            f"the matrix norm {order!r} is no sum over elements",
+            "use a vector norm, or tile.full_tensor()",
+        )
     return vector_norm(input, 2 if order is None or order == "fro" else order, dim, keepdim, dtype=dtype)
 
 
@@ -231,7 +283,9 @@ def _nothing(x: Tensor, dims: tuple[int, ...], op: str) -> Tensor:
 def _extreme(input: Tile, dim: Dims, keepdim: bool, op: str) -> Any:
     dims = reduced_dims(input, dim)
     if count_of(input, dims) == 0:
-        raise IndexError(f"a{op}(): cannot reduce dims {dims} of a Tile of shape {tuple(input.shape)}: there are no elements")
+        raise IndexError(
+            f"a{op}(): cannot reduce dims {dims} of a Tile of shape {tuple(input.shape)}: there are no elements"
+        )
     own = input.owned()
     axes = reducing_axes(own.layout, dims)
     local: Tensor = _Extreme.apply(own.local, own.mesh, axes, dims, op)
@@ -256,7 +310,7 @@ def amin(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
 @implements(torch.all)
 def reduce_all(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether every element (over `dim`) is true, globally."""
-    return reduce_sum(input.to(torch.bool).logical_not().to(torch.int64), dim, keepdim) == 0
+    return reduce_sum(input.to(torch.bool).logical_not().to(torch.int64), dim, keepdim).eq(0)
 
 
 @implements(torch.any)
@@ -268,13 +322,13 @@ def reduce_any(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
 @implements(torch.count_nonzero)
 def count_nonzero(input: Tile, dim: Dims = None) -> Any:
     """The global number of elements (over `dim`) that are not zero."""
-    return reduce_sum((input != 0).to(torch.int64), dim)
+    return reduce_sum(input.ne(0).to(torch.int64), dim)
 
 
 @implements(torch.equal)
 def equal(input: Tile, other: Tile) -> bool:
     """Whether two tiles are the same tensor, shape and elements."""
-    return input.shape == other.shape and bool((input == other).all())
+    return input.shape == other.shape and bool(input.eq(other).all())
 
 
 @implements(torch.allclose)
@@ -286,13 +340,13 @@ def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equ
 @implements(torch.nansum)
 def nansum(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """`reduce_sum` with NaN counted as zero."""
-    return reduce_sum(torch.where(torch.isnan(input), 0.0, input), dim, keepdim, dtype=dtype)
+    return reduce_sum(input.nan_to_num(0.0, math.inf, -math.inf), dim, keepdim, dtype=dtype)
 
 
 @implements(torch.nanmean)
 def nanmean(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """`mean` over the elements that are not NaN."""
-    return nansum(input, dim, keepdim, dtype=dtype) / reduce_sum(torch.isnan(input).logical_not(), dim, keepdim)
+    return nansum(input, dim, keepdim, dtype=dtype) / reduce_sum(input.isnan().logical_not(), dim, keepdim)
 
 
 @implements(torch.logsumexp)

@@ -1,4 +1,6 @@
-"""Shape functions: views, slices, flattening and joining.  None of them moves a row, except `roll` and picking one row of a cut dim."""
+"""Shape functions: views, slices, flattening and joining.  None of them moves a row, except `roll` and picking one row
+of a cut dim.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def _split(cut: Cut, inner: int) -> tuple[Cut, Cut] | None:
 
 
 def _merge(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
-    """The cuts of a flattened dim in canonical form: a cut followed by a whole one is one cut; whole dims of size 1 vanish."""
+    """The cuts of a flattened dim in canonical form: a cut followed by a whole one is one cut; whole dims of size 1
+    vanish.
+    """
     merged: list[Cut] = []
     for cut in cuts:
         if cut.size == 1 and not cut.is_cut and not cut.has_halo:
@@ -70,7 +74,9 @@ def _full_shape(tile: Tile, shape: Sequence[int]) -> tuple[int, ...]:
     if -1 in shape and known:
         shape = [tile.numel() // known if n == -1 else n for n in shape]
     if math.prod(shape) != tile.numel():
-        raise RuntimeError(f"shape {tuple(shape)} is invalid for a Tile of shape {tuple(tile.shape)} with {tile.numel()} elements")
+        raise RuntimeError(
+            f"shape {tuple(shape)} is invalid for a Tile of shape {tuple(tile.shape)} with {tile.numel()} elements"
+        )
     return tuple(shape)
 
 
@@ -90,13 +96,16 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
         return Tile(input.local.view(shape), input.layout, input.mesh)
     wanted = _full_shape(input, _sizes(shape, more))
     if 0 in wanted:
-        raise ShardingError(f"reshape of an empty Tile {tuple(input.shape)} to {wanted} is ambiguous; build the tile in its new shape")
+        raise ShardingError(
+            f"reshape of an empty Tile {tuple(input.shape)} to {wanted} is ambiguous; build the tile in its new shape"
+        )
     dims = _dims_of(input.layout, wanted)
     if dims is None:
         raise refuse(
             torch.reshape,
             input,
-            f"shape {wanted} would split a cut dim between its cut points {[c.points for c in input.layout.cuts if c.is_cut]}",
+            f"shape {wanted} would split a cut dim between its cut points "
+            f"{[c.points for c in input.layout.cuts if c.is_cut]}",
             "cut at multiples of the inner size (align=), redistribute, or keep the cut dim together",
         )
     layout = Layout.from_dims(dims, input.layout.axes)
@@ -205,7 +214,9 @@ def _repeat(input: Tile, sizes: Any, *more: int) -> Any:
     for d, n in enumerate(times):
         if n != 1:
             if layout.is_cut(d):
-                raise refuse(Tensor.repeat, input, f"it repeats dim {d}, which is cut", "repeat another dim, or redistribute")
+                raise refuse(
+                    Tensor.repeat, input, f"it repeats dim {d}, which is cut", "repeat another dim, or redistribute"
+                )
             layout = layout.replace_dim(d, whole(n * input.shape[d]))
     return Tile(input.local.repeat(times), layout, input.mesh)
 
@@ -221,7 +232,9 @@ def _sliced(cut: Cut, start: int, stop: int, step: int) -> Cut:
         return min(max(-(-(row - start) // step), 0), size)
 
     held = [(index(max(a, 0)), index(min(b, cut.size))) for a, b in cut.held]
-    return Cut(size, tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size), cut.axes, tuple(held))
+    return Cut(
+        size, tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size), cut.axes, tuple(held)
+    )
 
 
 def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Tile:
@@ -229,8 +242,10 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
     cuts = tile.layout.dim(dim)
     if (start, stop, step) == (0, tile.shape[dim], 1):
         return tile
-    if len(cuts) > 1:
-        raise refuse(Tensor.__getitem__, tile, f"dim {dim} is made of dims that were flattened together", "unflatten it first")
+    if len(cuts) != 1:
+        raise refuse(
+            Tensor.__getitem__, tile, f"dim {dim} is made of dims that were flattened together", "unflatten it first"
+        )
     cut = cuts[0]
     sliced = _sliced(cut, start, stop, step)
     piece = tile.layout.piece(cut, tile.coordinate)
@@ -243,7 +258,9 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
 
 
 def select_dim(tile: Tile, dim: int, index: int) -> Any:
-    """One row of a dim.  *Sends*: for a cut dim the row, from its owner to the ranks along the axes that cut the dim."""
+    """One row of a dim.  *Sends*: for a cut dim the row, from its owner to the ranks along the axes that cut the
+    dim.
+    """
     size = tile.shape[dim]
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of range for dim {dim} of size {size}")
@@ -283,7 +300,12 @@ def _take(tile: Tile, items: list[Any]) -> Any:
     where = [d for d, i in enumerate(items) if isinstance(i, (Tensor, list))]
     simple = all(isinstance(i, slice) and i == slice(None) for d, i in enumerate(items) if d not in where)
     if len(where) != 1 or not simple:
-        raise refuse(Tensor.__getitem__, tile, "of advanced indices only one index tensor among full slices is answered", "use torch.where, index_select or tile.full_tensor()")
+        raise refuse(
+            Tensor.__getitem__,
+            tile,
+            "of advanced indices only one index tensor among full slices is answered",
+            "use torch.where, index_select or tile.full_tensor()",
+        )
     return _index_select(tile, where[0], torch.as_tensor(items[where[0]], device=tile.device))
 
 
@@ -291,9 +313,16 @@ def _take(tile: Tile, items: list[Any]) -> Any:
 def _index_select(input: Tile, dim: int, index: Tensor) -> Tile:
     (at,) = reduced_dims(input, dim)
     if input.layout.is_cut(at) or index.ndim != 1 or index.dtype == torch.bool:
-        raise refuse(torch.index_select, input, f"it picks rows of dim {at} by a tensor {tuple(index.shape)} of {index.dtype}", "use a 1-d integer index on a dim that nothing cuts, or a slice")
+        raise refuse(
+            torch.index_select,
+            input,
+            f"it picks rows of dim {at} by a tensor {tuple(index.shape)} of {index.dtype}",
+            "use a 1-d integer index on a dim that nothing cuts, or a slice",
+        )
     own = input.owned() if any(c.has_halo for c in input.layout.dim(at)) else input
-    return Tile(own.local.index_select(at, index % input.shape[at]), own.layout.replace_dim(at, whole(len(index))), own.mesh)
+    return Tile(
+        own.local.index_select(at, index % input.shape[at]), own.layout.replace_dim(at, whole(len(index))), own.mesh
+    )
 
 
 @implements(torch.narrow)
@@ -311,7 +340,9 @@ def _select(input: Tile, dim: int, index: int) -> Any:
 
 
 @implements(torch.split, Tensor.split)
-def _torch_split(tensor: Tile, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> tuple[Tile, ...]:
+def _torch_split(
+    tensor: Tile, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None
+) -> tuple[Tile, ...]:
     sizes = split_size if split_size_or_sections is None else split_size_or_sections
     (at,) = reduced_dims(tensor, dim)
     n = tensor.shape[at]
@@ -339,15 +370,27 @@ def _unbind(input: Tile, dim: int = 0) -> tuple[Any, ...]:
 
 
 def _joined(function: Any, tensors: Sequence[Any], dim: int) -> tuple[list[Tensor], Layout, Tile]:
-    """The local tensors to join along `dim`, plain ones cut to the tile's box, and the layout they share in the other dims."""
+    """The local tensors to join along `dim`, plain ones cut to the tile's box, and the layout they share in the other
+    dims.
+    """
     first = next(t for t in tensors if isinstance(t, Tile))
     tiles = [t for t in tensors if isinstance(t, Tile)]
     at = dim % first.ndim
     for t in tiles:
         if t.layout.is_cut(at):
-            raise refuse(function, t, f"it joins along dim {at}, which is cut", "redistribute the tiles so that another dim is cut")
+            raise refuse(
+                function,
+                t,
+                f"it joins along dim {at}, which is cut",
+                "redistribute the tiles so that another dim is cut",
+            )
     tiles = [t.owned() if any(c.has_halo for c in t.layout.dim(at)) else t for t in tiles]
-    layout, locals_ = align([Tile(t.local.narrow(at, 0, 1) if t.shape[at] else t.local, t.layout.replace_dim(at, whole(1)), t.mesh) for t in tiles])
+    layout, locals_ = align(
+        [
+            Tile(t.local.narrow(at, 0, 1) if t.shape[at] else t.local, t.layout.replace_dim(at, whole(1)), t.mesh)
+            for t in tiles
+        ]
+    )
     for t in tiles:
         if [n for d, n in enumerate(t.shape) if d != at] != [n for d, n in enumerate(layout.shape) if d != at]:
             raise RuntimeError(f"tiles of shapes {[tuple(x.shape) for x in tiles]} must agree in every dim but {at}")
@@ -392,8 +435,10 @@ def _roll(input: Tile, shifts: Any, dims: Any = None) -> Any:
     for shift, dim in zip(_sizes(shifts, ()), _sizes(dims, ()), strict=True):
         (at,) = reduced_dims(own, dim)
         cuts = target.dim(at)
-        if len(cuts) > 1:
-            raise refuse(torch.roll, input, f"dim {at} is made of dims that were flattened together", "unflatten it first")
+        if len(cuts) != 1:
+            raise refuse(
+                torch.roll, input, f"dim {at} is made of dims that were flattened together", "unflatten it first"
+            )
         shifted = [(a - shift, b - shift) for a, b in cuts[0].held]
         target = target.replace_dim(at, cuts[0].holding(shifted))
     return Tile(exchange(own.local, own.layout, target, own.mesh), own.layout, own.mesh)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,9 @@ def implements(*functions: Any) -> Callable[[H], H]:
 
 
 def otherwise(find: Callable[[Any], Handler]) -> Callable[[Any], Handler]:
-    """Answer every function that no file of ops implements: `find` returns its handler (jigsaw.pointwise has the one)."""
+    """Answer every function that no file of ops implements: `find` returns its handler (jigsaw.pointwise has the
+    one).
+    """
     _otherwise[:] = [find]
     return find
 
@@ -53,6 +55,9 @@ def _handler(function: Any) -> Handler:
     if known is None:
         known = _table[function] = _otherwise[0](function)
     return known
+
+
+def _any_operator(self: Any, *others: Any) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -72,6 +77,12 @@ class Tile:
     local: Tensor
     layout: Layout
     mesh: DeviceMesh
+
+    if TYPE_CHECKING:  # what a type checker sees of the operators that are set below
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _any_operator
+        __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _any_operator
+        __neg__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = _any_operator
+        __lt__ = __le__ = __gt__ = __ge__ = _any_operator
 
     # -- the global view ----------------------------------------------------------------------------------------------
 
@@ -140,7 +151,9 @@ class Tile:
         bare = self.layout.without_halo()
         return Tile(redistribute(self.local, self.layout, bare, self.mesh), bare, self.mesh)
 
-    def redistribute(self, spec: Spec, split: Split | Mapping[int, Split] = "balanced", align: int | Mapping[int, int] = 1) -> Tile:
+    def redistribute(
+        self, spec: Spec, split: Split | Mapping[int, Split] = "balanced", align: int | Mapping[int, int] = 1
+    ) -> Tile:
         """The same tensor, cut by another `spec`.
 
         *Sends*: the rows that other ranks will hold and this rank owns; backward likewise, the other way.
@@ -158,12 +171,16 @@ class Tile:
         *Sends*: this rank's owned rows to every rank that lacks them; backward nothing (the gradient is held alike).
         """
         dims = [[c.uncut() for c in group] for group in self.layout.dims()]
-        return leave(redistribute(self.local, self.layout, Layout.from_dims(dims, self.layout.axes), self.mesh), self.mesh)
+        return leave(
+            redistribute(self.local, self.layout, Layout.from_dims(dims, self.layout.axes), self.mesh), self.mesh
+        )
 
     # -- dispatch -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         return _handler(func)(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -176,13 +193,19 @@ class Tile:
         return _handler(Tensor.__getitem__)(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise ShardingError(f"tile[{index!r}] = ... is not supported: a Tile is frozen; use torch.where or torch.cat, or write to tile.local")
+        raise ShardingError(
+            f"tile[{index!r}] = ... is not supported: a Tile is frozen; use torch.where or torch.cat, or write to "
+            "tile.local"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
 
     def __bool__(self) -> bool:
-        raise ShardingError(f"bool() of a Tile of shape {tuple(self.shape)} is ambiguous; reduce it first, e.g. tile.all() or tile.any()")
+        raise ShardingError(
+            f"bool() of a Tile of shape {tuple(self.shape)} is ambiguous; reduce it first, e.g. tile.all() or "
+            "tile.any()"
+        )
 
     def __hash__(self) -> int:
         return id(self)
@@ -232,7 +255,9 @@ def tiles_in(values: object) -> Iterator[Tile]:
 def refuse(function: Any, tile: Tile, why: str, remedy: str) -> ShardingError:
     """The error for an op that cannot be answered exactly: names the op, the dims, the rule and the remedy."""
     name = getattr(function, "__name__", str(function))
-    cut = ", ".join(f"dim {d} ({tile.shape[d]} rows, cut by {'+'.join(tile.layout.dim_axes(d))})" for d in tile.layout.cut_dims)
+    cut = ", ".join(
+        f"dim {d} ({tile.shape[d]} rows, cut by {'+'.join(tile.layout.dim_axes(d))})" for d in tile.layout.cut_dims
+    )
     return ShardingError(f"{name} on a Tile of shape {tuple(tile.shape)}, {cut or 'uncut'}: {why}; {remedy}")
 
 
@@ -240,7 +265,9 @@ def refuse(function: Any, tile: Tile, why: str, remedy: str) -> ShardingError:
 
 
 class _Leave(torch.autograd.Function):
-    """The mark, in the autograd graph, of a plain tensor that came out of a tile: its gradient is whole on every rank."""
+    """The mark, in the autograd graph, of a plain tensor that came out of a tile: its gradient is whole on every
+    rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -267,7 +294,9 @@ def check_mesh(tiles: Sequence[Tile]) -> DeviceMesh:
     mesh = tiles[0].mesh
     for other in tiles[1:]:
         if not same_mesh(mesh, other.mesh):
-            raise ShardingError(f"tiles on different meshes cannot meet: {mesh} and {other.mesh}; make both on one mesh")
+            raise ShardingError(
+                f"tiles on different meshes cannot meet: {mesh} and {other.mesh}; make both on one mesh"
+            )
     return mesh
 
 
@@ -282,15 +311,17 @@ def shard(
 ) -> Tile:
     """Cut a whole tensor, the same on every rank, into tiles.
 
-    *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus `halo`
-    rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.
-    *Sends*: nothing but one agreement on shape and dtype; backward, one exchange when `x` requires grad, so that its gradient
-    is whole on every rank.
+    *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus
+    `halo` rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.
+    *Sends*: nothing but one agreement on shape and dtype; backward, one exchange when `x` requires grad, so that its
+    gradient is whole on every rank.
     *Raises*: `ShardingError` for a spec that does not fit, or ranks that pass different shapes or dtypes.
 
     A leaf that does not require grad is copied, so that the whole tensor can be freed.
     """
-    _agree_alike(mesh, (tuple(x.shape), str(x.dtype)), "shard(x) needs the same x on every rank, but shapes and dtypes differ")
+    _agree_alike(
+        mesh, (tuple(x.shape), str(x.dtype)), "shard(x) needs the same x on every rank, but shapes and dtypes differ"
+    )
     layout = Layout.of(x.shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
     uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
     local = redistribute(x, uncut, layout, mesh)
@@ -316,10 +347,14 @@ def from_local(
     found = comm.agree(mesh, (tuple(local.shape), str(local.dtype), tuple(shape), layout.spec))
     for coord, (part, dtype, whole, named) in zip(layout.coords(), found, strict=True):
         if (dtype, whole, named) != (found[0][1], found[0][2], found[0][3]):
-            raise ShardingError(f"from_local: rank at {coord} passed {dtype}, shape {whole}, spec {named}; the first rank {found[0][1:]}: they must agree")
+            raise ShardingError(
+                f"from_local: rank at {coord} passed {dtype}, shape {whole}, spec {named}; the first rank "
+                f"{found[0][1:]}: they must agree"
+            )
         if part != layout.local_shape(coord):
             raise ShardingError(
-                f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it {layout.local_shape(coord)}; "
+                f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it "
+                f"{layout.local_shape(coord)}; "
                 f"pass that part, or the split= that cuts it so"
             )
     return Tile(local, layout, mesh)

@@ -1,4 +1,6 @@
-"""Every function of the closed table outside nn: the tile's answer and gradient are those of the whole tensor, on every mesh."""
+"""Every function of the closed table outside nn: the tile's answer and gradient are those of the whole tensor, on every
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ CASES = {
     "arithmetic": lambda x: (x * 2 + 1 - x / 3) ** 2 - (1 - x) * (2 / (x.abs() + 1)),
     "activations": lambda x: F.gelu(x) + F.silu(x) + F.relu(x) + torch.tanh(x) + F.softplus(x) + F.elu(x) + x.sigmoid(),
     "where": lambda x: torch.where(x > 0, x, 0.1 * x) + x.clamp(-0.5, 0.5) + torch.maximum(x, x.flip(0)),
-    "positional": lambda x: x + torch.arange(70, dtype=x.dtype).reshape(7, 10) / 70 + torch.ones(3, 1, 1, dtype=x.dtype),
+    "positional": lambda x: (
+        x + torch.arange(70, dtype=x.dtype).reshape(7, 10) / 70 + torch.ones(3, 1, 1, dtype=x.dtype)
+    ),
     "broadcast of tiles": lambda x: x * x.mean(2, keepdim=True) + x.mean((0, 3), keepdim=True),
     "lerp": lambda x: torch.lerp(x, x.square(), 0.3) + torch.addcmul(x, x, x, value=0.5),
     # reductions
@@ -32,7 +36,9 @@ CASES = {
     "max along": lambda x: x.max(1)[0] + x.min(1).values,
     "var": lambda x: x.var((2, 3), keepdim=True) + x.std((0, 2)).reshape(1, 3, 1, -1).mean(3, keepdim=True),
     "var of all": lambda x: x.var() + x.std(unbiased=False) + torch.var_mean(x, correction=0)[1],
-    "norm": lambda x: x.norm() + x.norm(dim=2).sum() + torch.linalg.vector_norm(x, 3) + torch.linalg.vector_norm(x, float("inf")),
+    "norm": lambda x: (
+        x.norm() + x.norm(dim=2).sum() + torch.linalg.vector_norm(x, 3) + torch.linalg.vector_norm(x, float("inf"))
+    ),
     "standardised by plain scalars": lambda x: (x - x.mean()) / x.std(),
     "logsumexp": lambda x: x.logsumexp(2) + x.logsumexp((0, 1, 2, 3)),
     "softmax along rows": lambda x: x.softmax(2),
@@ -81,16 +87,37 @@ def test_the_tile_answers_as_the_whole_tensor(name):
     assert_same_on_every_mesh(functools.partial(_run, name), x, MESHES, spec=SPACE)
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "positional", "broadcast of tiles", "var", "tokens", "slices", "roll", "norm", "cat", "squeeze and excite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "arithmetic",
+        "positional",
+        "broadcast of tiles",
+        "var",
+        "tokens",
+        "slices",
+        "roll",
+        "norm",
+        "cat",
+        "squeeze and excite",
+    ],
+)
 def test_a_halo_changes_nothing(name):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 7, 10)
-    assert_same_on_every_mesh(functools.partial(_run, name), x, MESHES, spec=SPACE, halo={2: 2, 3: (1, 3)}, periodic=(3,))
+    assert_same_on_every_mesh(
+        functools.partial(_run, name), x, MESHES, spec=SPACE, halo={2: 2, 3: (1, 3)}, periodic=(3,)
+    )
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "mean of rows", "norm", "tokens", "standardised by plain scalars", "roll"])
+@pytest.mark.parametrize(
+    "name", ["arithmetic", "mean of rows", "norm", "tokens", "standardised by plain scalars", "roll"]
+)
 def test_the_batch_is_a_dim_like_any_other(name):
     torch.manual_seed(0)
     assert_same_on_every_mesh(
-        functools.partial(_run, name), torch.randn(2, 3, 7, 10), [{"data": 2}, {"data": 2, "lat": 2}, {"data": 3}], spec=("data", None, "lat", None)
+        functools.partial(_run, name),
+        torch.randn(2, 3, 7, 10),
+        [{"data": 2}, {"data": 2, "lat": 2}, {"data": 3}],
+        spec=("data", None, "lat", None),
     )

@@ -1,8 +1,9 @@
 """Dropout whose mask is a function of the global position, so that it is the same on every mesh.
 
 A counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) with the finaliser of
-splitmix64 (Steele et al., OOPSLA 2014): each element hashes its global row-major index with a seed of the call.  The seed comes from
-torch's default generator of the mesh's first rank, so `torch.manual_seed` fixes the masks; they are not those of plain torch.
+splitmix64 (Steele et al., OOPSLA 2014): each element hashes its global row-major index with a seed of the call.  The
+seed comes from torch's default generator of the mesh's first rank, so `torch.manual_seed` fixes the masks; they are not
+those of plain torch.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _seed(tile: Tile) -> int:
 
 
 def uniform(tile: Tile, dims: int) -> Tensor:
-    """Numbers in [0, 1) for every local element (of the first `dims` dims), the same for a global position on every mesh.
+    """Numbers in [0, 1) for every local element (of the first `dims` dims), the same for a global position on every
+    mesh.
 
     *Sends*: one seed of 8 bytes from the first rank.
     """

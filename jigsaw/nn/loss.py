@@ -1,8 +1,10 @@
-"""Losses on tiles: one global number, an ordinary scalar tensor that is equal on every rank.  Area or voxel weights are plain whole tensors or tiles."""
+"""Losses on tiles: one global number, an ordinary scalar tensor that is equal on every rank.  Area or voxel weights are
+plain whole tensors or tiles.
+"""
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jigsaw.along import log_softmax
 from jigsaw.layout import ShardingError
 from jigsaw.pointwise import align, cut_whole
 from jigsaw.tile import Tile, implements
 
-Values = Tile | Tensor
+# A Tile or a plain whole Tensor: torch's stubs know only the latter, so this stays open.
+Values = Any
 
 
-def reduced(values: Tile, reduction: str) -> Any:
+def reduced(values: Any, reduction: str) -> Any:
     """Elementwise losses as torch reduces them: ``"none"``, ``"sum"`` or ``"mean"``."""
     if reduction == "none":
         return values
@@ -28,7 +32,7 @@ def reduced(values: Tile, reduction: str) -> Any:
     raise ValueError(f"{reduction!r} is not a valid value for reduction: use 'none', 'mean' or 'sum'")
 
 
-def weighted_mean(values: Tile, weight: Values) -> Tensor:
+def weighted_mean(values: Any, weight: Values) -> Tensor:
     """sum(weight * values) / sum(weight), both over all elements of `values`: the area or voxel mean.
 
     *Shapes*: `weight` broadcasts to `values`, e.g. cos(latitude) as [lat, 1].
@@ -40,19 +44,27 @@ def weighted_mean(values: Tile, weight: Values) -> Tensor:
 
 def _check_shapes(name: str, input: Values, target: Values) -> None:
     if tuple(input.shape) != tuple(target.shape):
-        raise ShardingError(f"{name}: input {tuple(input.shape)} and target {tuple(target.shape)} must have one shape; broadcast one explicitly")
+        raise ShardingError(
+            f"{name}: input {tuple(input.shape)} and target {tuple(target.shape)} must have one shape; broadcast one "
+            "explicitly"
+        )
 
 
-def _elementwise(function: Callable[..., Any], difference: Callable[..., Any], *names: str, mean_by_weight: bool = False) -> None:
+def _elementwise(
+    function: Callable[..., Any], difference: Callable[..., Any], *names: str, mean_by_weight: bool = False
+) -> None:
     """Answer a torch loss that is a pointwise function of input and target, then reduced.
 
-    With `mean_by_weight` the weighted mean is divided by the sum of weights, else by the number of elements: torch has both.
+    With `mean_by_weight` the weighted mean is divided by the sum of weights, else by the number of elements: torch has
+    both.
     """
 
     def answer(input: Values, target: Values, *args: Any, **kwargs: Any) -> Any:
         options = dict(zip(names, args, strict=False)) | kwargs
         if options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
-            raise ShardingError(f"{function.__name__}(size_average=, reduce=) on tiles is not supported: use reduction=")
+            raise ShardingError(
+                f"{function.__name__}(size_average=, reduce=) on tiles is not supported: use reduction="
+            )
         reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
         _check_shapes(function.__name__, input, target)
         values = difference(input, target, **options)
@@ -71,11 +83,14 @@ def _squared(input: Any, target: Any) -> Any:
 
 def _absolute(input: Any, target: Any) -> Any:
     # torch 2.13's l1_loss leaves its weight= out when it dispatches; what a caller passed can only be seen in its frame
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not F.l1_loss.__code__:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
-    if frame.f_code is F.l1_loss.__code__ and frame.f_locals.get("weight") is not None:
-        raise ShardingError("l1_loss(weight=...) on tiles: torch drops the weight on its way; use jigsaw.nn.loss.weighted_mean((input - target).abs(), weight)")
+    if frame is not None and frame.f_locals.get("weight") is not None:
+        raise ShardingError(
+            "l1_loss(weight=...) on tiles: torch drops the weight on its way; use jigsaw.nn.loss.weighted_mean((input "
+            "- target).abs(), weight)"
+        )
     return (input - target).abs()
 
 
@@ -114,11 +129,9 @@ def binary_cross_entropy_with_logits(
 ) -> Any:
     """y = max(x, 0) - x t + log(1 + exp(-|x|)), with `pos_weight` for the positive class, then reduced."""
     _check_shapes("binary_cross_entropy_with_logits", input, target)
-    anchor = input if isinstance(input, Tile) else target
     log_weight: Any = 1.0 if pos_weight is None else 1 + (pos_weight - 1) * target
     # softplus(-|x|) + max(-x, 0): no overflow on either side
-    stable = (-(torch.abs(input))).exp().log1p() + torch.relu(-input)
-    assert isinstance(anchor, Tile)
+    stable = (-input.abs()).exp().log1p() + (-input).relu()
     losses = (1 - target) * input + log_weight * stable
     return reduced(losses if weight is None else losses * weight, reduction)
 
@@ -134,21 +147,29 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """y = -log softmax(input)[target] over the class dim 1, averaged over the global positions (by class weight where given).
+    """y = -log softmax(input)[target] over the class dim 1, averaged over the global positions (by class weight where
+    given).
 
-    *Shapes*: input [batch, class, *space], target [batch, *space] of class indices, or of the input's shape of probabilities.
+    *Shapes*: input [batch, class, *space], target [batch, *space] of class indices, or of the input's shape of
+    probabilities.
     *Sends*: forward all-reduces of one or two numbers; backward nothing.
     *Raises*: `ShardingError` when the class dim is cut.
     """
     dim = 1 if input.ndim > 1 else 0
     if input.layout.is_cut(dim):
-        raise ShardingError(f"cross_entropy needs whole classes: dim {dim} ({input.shape[dim]} classes) is cut by {input.layout.dim_axes(dim)}; cut space or batch instead")
+        raise ShardingError(
+            f"cross_entropy needs whole classes: dim {dim} ({input.shape[dim]} classes) is cut by "
+            f"{input.layout.dim_axes(dim)}; cut space or batch instead"
+        )
     positions = input.layout.drop((dim,))
-    log_p = torch.log_softmax(input, dim)
+    log_p = log_softmax(input, dim)
     if tuple(target.shape) == tuple(input.shape):
         return _with_probabilities(log_p, target, weight, reduction, label_smoothing, dim)
     if tuple(target.shape) != positions.shape:
-        raise ShardingError(f"cross_entropy: target {tuple(target.shape)} must be the input's shape without classes {positions.shape}, or with them {tuple(input.shape)}")
+        raise ShardingError(
+            f"cross_entropy: target {tuple(target.shape)} must be the input's shape without classes {positions.shape}, "
+            f"or with them {tuple(input.shape)}"
+        )
     rows = log_p.owned()
     anchor = Tile(rows.local.select(dim, 0), rows.layout.drop((dim,)), rows.mesh)
     index = align([target, anchor])[1][0] if isinstance(target, Tile) else cut_whole(target, anchor)
@@ -159,7 +180,9 @@ def cross_entropy(
     return total if reduction == "sum" else total / Tile(weights, anchor.layout, anchor.mesh).sum()
 
 
-def _class_losses(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float) -> tuple[Tensor, Tensor]:
+def _class_losses(
+    log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
     """(losses, their weights in the mean) at the local positions."""
     dim = 1 if log_p.ndim > 1 else 0
     losses = F.nll_loss(log_p, index, weight, ignore_index=ignore, reduction="none")
@@ -171,7 +194,9 @@ def _class_losses(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: i
     return losses, weights
 
 
-def _with_probabilities(log_p: Tile, target: Values, weight: Tensor | None, reduction: str, smoothing: float, dim: int) -> Any:
+def _with_probabilities(
+    log_p: Tile, target: Values, weight: Tensor | None, reduction: str, smoothing: float, dim: int
+) -> Any:
     classes = log_p.shape[dim]
     soft = target * (1 - smoothing) + smoothing / classes if smoothing else target
     each = log_p * soft if weight is None else log_p * soft * weight.reshape(-1, *(1,) * (log_p.ndim - 1 - dim))
@@ -183,7 +208,15 @@ def _with_probabilities(log_p: Tile, target: Values, weight: Tensor | None, redu
 
 
 @implements(F.nll_loss)
-def nll_loss(input: Tile, target: Values, weight: Tensor | None = None, size_average: None = None, ignore_index: int = -100, reduce: None = None, reduction: str = "mean") -> Any:
+def nll_loss(
+    input: Tile,
+    target: Values,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+) -> Any:
     """y = -input[target] over the class dim 1, reduced as `cross_entropy`."""
     anchor_input = input.owned()
     dim = 1 if input.ndim > 1 else 0
@@ -199,7 +232,9 @@ def nll_loss(input: Tile, target: Values, weight: Tensor | None = None, size_ave
 
 
 @implements(F.gaussian_nll_loss)
-def gaussian_nll_loss(input: Values, target: Values, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
+def gaussian_nll_loss(
+    input: Values, target: Values, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Any:
     """y = (log var + (input - target)^2 / var) / 2, then reduced."""
     spread = torch.clamp(var, min=eps) if not isinstance(var, float) else max(var, eps)
     log = torch.log(spread) if not isinstance(spread, float) else torch.log(torch.tensor(spread))

@@ -1,7 +1,7 @@
 """Normalisation with exact global statistics: layer, group, instance, batch and RMS norm, whatever is cut.
 
-The statistics are those of the whole tensor, in float32 or better, by two passes.  They are held alike by the ranks that share
-them, and so are the running statistics of batch norm.
+The statistics are those of the whole tensor, in float32 or better, by two passes.  They are held alike by the ranks
+that share them, and so are the running statistics of batch norm.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _apply(wide: Tile, dims: Sequence[int], center: Tensor, inverse: Tensor) -> 
     return (wide.local - comm.enter(center, wide.mesh, axes)) * comm.enter(inverse, wide.mesh, axes)
 
 
-def _affine(x: Tensor, input: Tile, weight: Tensor | Tile | None, bias: Tensor | Tile | None, shape: Sequence[int]) -> Tile:
+def _affine(
+    x: Tensor, input: Tile, weight: Tensor | Tile | None, bias: Tensor | Tile | None, shape: Sequence[int]
+) -> Tile:
     """x * weight + bias, whose plain whole values are cut to the tile, in the dtype of the input."""
     out = Tile(x, input.layout, input.mesh)
     if weight is not None:
@@ -76,17 +78,27 @@ def layer_norm(
     """
     count = len(normalized_shape)
     if tuple(input.shape[input.ndim - count :]) != tuple(normalized_shape):
-        raise ShardingError(f"layer_norm over {tuple(normalized_shape)}: the last dims of the Tile are {tuple(input.shape[input.ndim - count :])}")
+        raise ShardingError(
+            f"layer_norm over {tuple(normalized_shape)}: the last dims of the Tile are "
+            f"{tuple(input.shape[input.ndim - count :])}"
+        )
     dims = range(input.ndim - count, input.ndim)
     return _affine(normalize(input, tuple(dims), eps), input, weight, bias, normalized_shape)
 
 
 @implements(F.rms_norm, torch.rms_norm)
-def rms_norm(input: Tile, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tile:
-    """y = x / sqrt(mean x^2 + eps) * weight over the last dims (Zhang and Sennrich, arXiv 1910.07467); bytes as `layer_norm`, once."""
+def rms_norm(
+    input: Tile, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tile:
+    """y = x / sqrt(mean x^2 + eps) * weight over the last dims (Zhang and Sennrich, arXiv 1910.07467); bytes as
+    `layer_norm`, once.
+    """
     count = len(normalized_shape)
     if tuple(input.shape[input.ndim - count :]) != tuple(normalized_shape):
-        raise ShardingError(f"rms_norm over {tuple(normalized_shape)}: the last dims of the Tile are {tuple(input.shape[input.ndim - count :])}")
+        raise ShardingError(
+            f"rms_norm over {tuple(normalized_shape)}: the last dims of the Tile are "
+            f"{tuple(input.shape[input.ndim - count :])}"
+        )
     wide = _wide(input)
     dims = tuple(range(input.ndim - count, input.ndim))
     power = wide.square().mean(dims, keepdim=True)
@@ -96,9 +108,15 @@ def rms_norm(input: Tile, normalized_shape: Sequence[int], weight: Tensor | None
 
 @implements(F.group_norm, torch.group_norm)
 def group_norm(
-    input: Tile, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, cudnn_enabled: bool = True
+    input: Tile,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Tile:
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over a group of channels and all positions (Wu and He, arXiv 1803.08494).
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over a group of channels and all positions (Wu and He, arXiv
+    1803.08494).
 
     *Shapes*: [batch, channel, *space], cut anywhere; channels may be cut where the cut points fall on groups.
     *Sends*: two all-reduces of one value a sample and group, backward two.
@@ -141,7 +159,8 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tile:
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the global batch and all positions (Ioffe and Szegedy, arXiv 1502.03167).
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the global batch and all positions (Ioffe and Szegedy,
+    arXiv 1502.03167).
 
     Synchronised by nature: the batch dim is cut like any other. Running statistics are updated alike on every rank.
 
@@ -155,7 +174,9 @@ def batch_norm(
         if running_mean is None or running_var is None:
             raise ShardingError("batch_norm in evaluation needs running_mean and running_var")
         centered = wide - running_mean.to(wide.dtype).reshape(shape)
-        return _affine((centered * torch.rsqrt(running_var.to(wide.dtype) + eps).reshape(shape)).local, input, weight, bias, shape)
+        return _affine(
+            (centered * torch.rsqrt(running_var.to(wide.dtype) + eps).reshape(shape)).local, input, weight, bias, shape
+        )
     dims = (0, *range(2, input.ndim))
     count = count_of(wide, dims)
     if count < 2:
@@ -163,7 +184,10 @@ def batch_norm(
     center, squares = moments(_owned_along(wide, dims), dims)
     if running_mean is not None and running_var is not None:
         if input.layout.is_cut(1):
-            raise ShardingError("batch_norm with running statistics on cut channels: the statistics are whole; cut another dim, or use track_running_stats=False")
+            raise ShardingError(
+                "batch_norm with running statistics on cut channels: the statistics are whole; cut another dim, or use "
+                "track_running_stats=False"
+            )
         _update(running_mean, center, momentum)
         _update(running_var, squares / (count - 1), momentum)
     return _affine(_apply(wide, dims, center, torch.rsqrt(squares / count + eps)), input, weight, bias, shape)
@@ -186,5 +210,3 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
         raise ShardingError("local_response_norm on cut channels is not answered: cut another dim")
     own = input.owned()
     return Tile(F.local_response_norm(own.local, size, alpha, beta, k), own.layout, own.mesh)
-
-

@@ -22,7 +22,11 @@ def _dropped(layer, halo=None, **axes):
     return out.full_tensor()
 
 
-LAYERS = {"elements": nn.Dropout(0.3), "channels": nn.Dropout2d(0.5), "tokens": lambda x: F.dropout(x.flatten(2), 0.3).unflatten(2, (33, 20))}
+LAYERS = {
+    "elements": nn.Dropout(0.3),
+    "channels": nn.Dropout2d(0.5),
+    "tokens": lambda x: F.dropout(x.flatten(2), 0.3).unflatten(2, (33, 20)),
+}
 
 
 @on_ranks(4)

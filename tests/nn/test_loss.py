@@ -19,6 +19,13 @@ SPACE = (None, None, "lat", "lon")
 AREA = torch.linspace(0.1, 1, 7, dtype=torch.float64)[:, None]
 CLASS_WEIGHT = torch.tensor([0.2, 1.0, 2.0], dtype=torch.float64)
 
+
+def _area_mean(x, y):
+    if isinstance(x, Tile):
+        return weighted_mean((x - y).square(), AREA)
+    return ((x - y).square() * AREA).sum() / (torch.ones_like(x) * AREA).sum()
+
+
 ELEMENTWISE = {
     "mse": nn.MSELoss(),
     "mse sum": nn.MSELoss(reduction="sum"),
@@ -28,9 +35,11 @@ ELEMENTWISE = {
     "huber": nn.HuberLoss(delta=0.4),
     "weighted mse": lambda x, y: F.mse_loss(x, y, weight=AREA.expand(2, 3, 7, 10)),
     "weighted huber": lambda x, y: F.huber_loss(x, y, weight=AREA.expand(2, 3, 7, 10)),
-    "area mean": lambda x, y: _area_mean(x, y),
+    "area mean": _area_mean,
     "logits": lambda x, y: F.binary_cross_entropy_with_logits(x, (y > 0).to(x.dtype)),
-    "logits by class": lambda x, y: F.binary_cross_entropy_with_logits(x, (y > 0).to(x.dtype), pos_weight=CLASS_WEIGHT[:, None, None]),
+    "logits by class": lambda x, y: F.binary_cross_entropy_with_logits(
+        x, (y > 0).to(x.dtype), pos_weight=CLASS_WEIGHT[:, None, None]
+    ),
     "probabilities": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid().detach()),
     "divergence": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="sum"),
     "gaussian": lambda x, y: F.gaussian_nll_loss(x, y, y.square() + 0.1),
@@ -46,12 +55,6 @@ CLASSES = {
 }
 
 
-def _area_mean(x, y):
-    if isinstance(x, Tile):
-        return weighted_mean((x - y).square(), AREA)
-    return ((x - y).square() * AREA).sum() / (torch.ones_like(x) * AREA).sum()
-
-
 def _run(name, x, y):
     return {**ELEMENTWISE, **CLASSES}[name](x, y)
 
@@ -59,7 +62,9 @@ def _run(name, x, y):
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_loss(name):
     torch.manual_seed(0)
-    assert_same_on_every_mesh(functools.partial(_run, name), [torch.randn(2, 3, 7, 10), torch.randn(2, 3, 7, 10)], MESHES, spec=[SPACE, SPACE])
+    assert_same_on_every_mesh(
+        functools.partial(_run, name), [torch.randn(2, 3, 7, 10), torch.randn(2, 3, 7, 10)], MESHES, spec=[SPACE, SPACE]
+    )
 
 
 @pytest.mark.parametrize("name", ["mse", "huber", "weighted mse", "area mean"])

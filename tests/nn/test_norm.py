@@ -47,14 +47,22 @@ def _randomised(layer):
 @pytest.mark.parametrize("name", LAYERS)
 def test_norm(name):
     torch.manual_seed(0)
-    assert_same_on_every_mesh(_randomised(LAYERS[name]), torch.randn(3, 4, 7, 10) * 3 + 5, MESHES, spec=(None, None, "lat", "lon"), rtol=1e-8)
+    assert_same_on_every_mesh(
+        _randomised(LAYERS[name]), torch.randn(3, 4, 7, 10) * 3 + 5, MESHES, spec=(None, None, "lat", "lon"), rtol=1e-8
+    )
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_norm_of_a_tile_with_halo(name):
     torch.manual_seed(0)
     assert_same_on_every_mesh(
-        _randomised(LAYERS[name]), torch.randn(3, 4, 7, 10), MESHES[1:], spec=(None, None, "lat", "lon"), halo={2: 1, 3: 2}, periodic=(3,), rtol=1e-8
+        _randomised(LAYERS[name]),
+        torch.randn(3, 4, 7, 10),
+        MESHES[1:],
+        spec=(None, None, "lat", "lon"),
+        halo={2: 1, 3: 2},
+        periodic=(3,),
+        rtol=1e-8,
     )
 
 
@@ -62,7 +70,11 @@ def test_norm_of_a_tile_with_halo(name):
 def test_norm_with_a_cut_batch(name):
     torch.manual_seed(0)
     assert_same_on_every_mesh(
-        _randomised(LAYERS[name]), torch.randn(3, 4, 7, 10), [{"data": 2, "lat": 2}, {"data": 3}], spec=("data", None, "lat", None), rtol=1e-8
+        _randomised(LAYERS[name]),
+        torch.randn(3, 4, 7, 10),
+        [{"data": 2, "lat": 2}, {"data": 3}],
+        spec=("data", None, "lat", None),
+        rtol=1e-8,
     )
 
 
@@ -71,7 +83,9 @@ def test_norm_with_cut_channels():
     x = torch.randn(3, 4, 7, 10)
     spec = (None, "channel", "lat", None)
     for name in ("group norm", "instance norm", "layer norm over channels", "batch norm in evaluation"):
-        assert_same_on_every_mesh(_randomised(LAYERS[name]), x, [{"channel": 2}, {"channel": 2, "lat": 2}], spec=spec, rtol=1e-8)
+        assert_same_on_every_mesh(
+            _randomised(LAYERS[name]), x, [{"channel": 2}, {"channel": 2, "lat": 2}], spec=spec, rtol=1e-8
+        )
 
 
 @on_ranks(4)
