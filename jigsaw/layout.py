@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import TypeVar, cast
 
@@ -82,12 +82,16 @@ class Cut:
 
     ``held[i]`` is in *unwrapped* coordinates: on a periodic dim row -1 is row ``size - 1`` and an interval may
     reach below 0 or beyond `size`.  Without a halo it equals the owned interval.
+
+    `source` remembers the cuts of the dim that a contraction made this one from, so that one that leads back to the
+    same size restores them (the tokens after a mixer's second linear lie where they did before its first).
     """
 
     size: int
     points: tuple[int, ...]
     axes: tuple[str, ...] = ()
     held: tuple[Interval, ...] = ()
+    source: tuple[Cut, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _explicit_points(self.size, self.pieces, self.points, 1)
@@ -117,7 +121,7 @@ class Cut:
 
     def bare(self) -> Cut:
         """The same cut without halo."""
-        return Cut(self.size, self.points, self.axes)
+        return replace(self, held=())
 
     def holding(self, held: Sequence[Interval]) -> Cut:
         return replace(self, held=tuple(held))
