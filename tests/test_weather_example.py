@@ -1,6 +1,9 @@
 """The weather example: its data are what they say, its model is plain torch, its map shows the field where it is."""
 
 import importlib
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,3 +124,31 @@ def test_map_shows_the_field_where_it_is(example):
     assert np.isnan(image[0, 0])
     flipped = example.plot.raster(rows[::-1], lats[::-1], lons, rows=101)
     np.testing.assert_allclose(flipped, image, atol=1e-9)
+
+
+def run_training(ranks: int, out: Path, *flags: str) -> dict:
+    """`train.py` as a user runs it; its report."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, str(EXAMPLE / "train.py"), "--steps", "3", "--out", str(out), *flags]
+    run = subprocess.run(
+        command, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "waiting for data" in run.stderr
+    assert "damped persistence" in run.stdout
+    (report,) = (
+        json.loads(path.read_text()) for path in out.glob("loss_*.json") if f'"ranks": {ranks},' in path.read_text()
+    )
+    return report
+
+
+def test_training_is_the_same_on_one_and_four_ranks(tmp_path):
+    alone, tiles = run_training(1, tmp_path), run_training(4, tmp_path)
+    assert len(alone["losses"]) == 3
+    np.testing.assert_allclose(tiles["losses"], alone["losses"], rtol=1e-5)
+    published = {"climatology": 1.715, "persistence": 1.602, "damped persistence": 1.443}
+    for name, error in published.items():
+        assert tiles["skill"][name] == pytest.approx(error, abs=1e-3)
+        assert tiles["skill"][name] == pytest.approx(alone["skill"][name], rel=1e-6)
+    assert tiles["skill"]["this model"] == pytest.approx(alone["skill"]["this model"], rel=1e-5)
+    assert (tmp_path / "weather.png").stat().st_size > 50_000

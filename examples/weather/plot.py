@@ -116,10 +116,14 @@ def label_tiles(ax: Any, lats: Array, lons: Array, cuts: Mapping[str, Sequence[i
 def loss_curves(ax: Any, curves: Mapping[str, Sequence[float]]) -> None:
     """Every mesh's loss, the first as a broad band under the others."""
     for k, (name, losses) in enumerate(curves.items()):
-        style = {"lw": 6.0, "alpha": 0.35} if k == 0 and len(curves) > 1 else {"lw": 1.2}
+        style = (
+            {"lw": 6.0, "alpha": 0.35}
+            if k == 0 and len(curves) > 1
+            else {"lw": 1.4, "ls": (3 * (k - 1), (9, 3 * (k - 1)))}
+        )
         ax.plot(range(1, len(losses) + 1), losses, color=PALETTE[k % 4], label=name, **style)
     ax.set(xlabel="step", ylabel="loss", xlim=(0, None))
-    ax.legend(frameon=False, loc="upper right")
+    ax.legend(loc="upper right", framealpha=0.85, edgecolor="none")
     first, *others = curves.values()
     steps = min(map(len, (first, *others)))
     gap = max((np.max(np.abs(np.divide(o[:steps], first[:steps]) - 1)) for o in others), default=None)

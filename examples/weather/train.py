@@ -33,6 +33,7 @@ import jigsaw
 OUT = Path(__file__).parent / "out"
 MESHES = {1: "data=1", 2: "data=1,lat=2", 4: "data=1,lat=2,lon=2"}  # by the number of ranks
 FIELDS, INPUTS, TARGETS = ["air_anomaly"], list(range(-11, 1)), [1]
+LABEL = "Anomaly of near-surface air temperature"
 TRAIN = data.TRAIN_YEARS
 TEST = ("2008-01", "2025-12")  # the first target is 2009-01: its inputs are the twelve months of 2008
 PICTURE = "2015-12"  # the held-out month that is drawn
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if test is not None:
         report["skill"] = skill(model, test, damping_factor(pairs, args.batch), weights, args.batch)
         report["total_s"] = time.monotonic() - started
-        picture(model, test, grid, cuts, report, what["unit"], args.out)
+        picture(model, test, grid, cuts, report, what, args.out)
     dist.destroy_process_group()
     return report
 
@@ -101,15 +102,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def air() -> dict[str, Any]:
     """The air temperature that comes along: one rank writes its store on first use."""
     store = data.store(writes=dist.get_rank() == 0)
-    return {
-        "store": store,
-        "fields": FIELDS,
-        "inputs": INPUTS,
-        "train": TRAIN,
-        "test": TEST,
-        "normalize": None,
-        "unit": "K",
-    }
+    what = {"store": store, "fields": FIELDS, "inputs": INPUTS, "train": TRAIN, "test": TEST}
+    return what | {"normalize": None, "unit": "K", "label": LABEL}
 
 
 def stored(args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
@@ -122,7 +116,7 @@ def stored(args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
     deviation = (x - mean[:, None, None]).square().mean(dim=(0, 2, 3)).sqrt().clamp(min=1e-12)
     normalize = dict(zip(opened.fields, zip(mean.tolist(), deviation.tolist(), strict=True), strict=True))
     what = {"store": args.store, "fields": list(opened.fields), "inputs": [0], "train": train, "test": test}
-    return what | {"normalize": normalize, "unit": "standard deviations"}
+    return what | {"normalize": normalize, "unit": "standard deviations", "label": opened.fields[0]}
 
 
 def open_samples(what: dict[str, Any], mesh: Any, cuts: dict[str, list[int]]) -> list[Any]:
@@ -242,7 +236,7 @@ def skill(model: torch.nn.Module, test: Any, damping: Any, weights: torch.Tensor
 
 @torch.no_grad()
 def picture(
-    model: torch.nn.Module, test: Any, grid: Any, cuts: Any, report: dict[str, Any], unit: str, out: Path
+    model: torch.nn.Module, test: Any, grid: Any, cuts: Any, report: dict[str, Any], what: dict[str, Any], out: Path
 ) -> None:
     """Forecast, truth and error of one held-out sample, and the loss curves of every mesh that has trained this way."""
     months = [str(test.target_times(i)[-1])[: len(PICTURE)] for i in range(len(test))]
@@ -257,10 +251,10 @@ def picture(
     (out / f"loss_{name}.json").write_text(json.dumps(report))
     maps = {"forecast": forecast, "truth": truth, "error: forecast minus truth": forecast - truth}
     ranks = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}"
-    title = f"{test.fields[0]} of {months[index]}, forecast on {ranks} ({report['mesh']})"
+    title = f"{what['label']}, {months[index]}: forecast on {ranks} ({report['mesh']})"
     curves = plot.comparable(report, out)
-    plot.save(out / "weather.png", title, maps, grid["lat"], grid["lon"], cuts, curves, report["skill"], unit)
-    show(report, unit)
+    plot.save(out / "weather.png", title, maps, grid["lat"], grid["lon"], cuts, curves, report["skill"], what["unit"])
+    show(report, what["unit"])
     print(f"picture: {out / 'weather.png'}")
 
 
