@@ -1,9 +1,9 @@
 """From each rank's part of a gradient to the whole one: buckets of parameters, reduced while the backward pass goes on.
 
-A parameter whose gradient is going to be averaged is *marked*: where it meets a Tile its part is scaled up by the number of
-ranks (`jigsaw.pointwise.part`), so that the mean over the ranks is the gradient.  Where it meets only plain tensors, which
-every rank holds alike, each rank has the whole gradient, and the mean leaves it as it is.  A sum would count that P times, and
-would count again what an earlier backward pass had reduced already; the mean is right for both.
+A parameter whose gradient is going to be averaged is *marked*: where it meets a Tile its part is scaled up by the
+number of ranks (`jigsaw.pointwise.part`), so that the mean over the ranks is the gradient.  Where it meets only plain
+tensors, which every rank holds alike, each rank has the whole gradient, and the mean leaves it as it is.  A sum would
+count that P times, and would count again what an earlier backward pass had reduced already; the mean is right for both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jigsaw.pointwise import AVERAGED
 
 
 def mark(model: nn.Module, ranks: int) -> None:
-    """Mark the parameters of `model`, now and whenever a module of it runs: `fully_shard` swaps them for others meanwhile."""
+    """Mark the parameters of `model`, now and whenever a module runs: `fully_shard` swaps them for others meanwhile."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             _mark(parameter, ranks)
@@ -47,8 +47,8 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad and torch.is_grad_enabled() and not hasattr(parameter, AVERAGED):
             raise ShardingError(
-                f"parameter {name!r} of {type(module).__name__} was replaced or added after jigsaw.parallelize, so nothing would reduce its "
-                f"gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
+                f"parameter {name!r} of {type(module).__name__} was replaced or added after jigsaw.parallelize, so "
+                f"nothing would reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
             )
 
 
@@ -83,7 +83,7 @@ class Bucket:
         return all(p in self.arrived or not p.requires_grad for p in self.parameters)
 
     def launch(self, mesh: DeviceMesh) -> None:
-        """Start the sum of all gradients, zeros where this rank has none, and of one flag each that says which there are.
+        """Start the sum of all gradients, zeros where this rank has none, and of one flag each: whether there is one.
 
         bfloat16 and float16 are summed in float32; frozen parameters stay behind.
         """
@@ -164,10 +164,10 @@ def _current_task() -> int:
 
 
 class Reducer:
-    """Averages gradients over the mesh at the end of every backward pass: one all-reduce a bucket, begun as soon as it is full.
+    """Averages gradients over the mesh in every backward pass: one all-reduce a bucket, begun as soon as it is full.
 
-    Buckets leave in one order on every rank, all of them in every backward pass that reaches any, so ranks cannot wait for
-    each other for ever over a parameter that one of them did not use.
+    Buckets leave in one order on every rank, all of them in every backward pass that reaches any, so ranks cannot wait
+    for each other for ever over a parameter that one of them did not use.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, bucket_bytes: int) -> None:
@@ -194,7 +194,8 @@ class Reducer:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a model that went through jigsaw.parallelize cannot be pickled, its mesh is this process's own; save model.state_dict()"
+            "a model that went through jigsaw.parallelize cannot be pickled, as its mesh is this process's own; "
+            "save model.state_dict()"
         )
 
     def begin(self, module: nn.Module, args: Any) -> None:

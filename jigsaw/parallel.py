@@ -1,8 +1,7 @@
-"""`parallelize`: a plain torch model gets the gradients of the whole batch on every mesh, with whole or with cut weights."""
+"""`parallelize`: a plain torch model gets the gradients of the whole batch on every mesh, weights whole or cut."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -10,13 +9,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
+from jigsaw.channel import cut_channels
 from jigsaw.gradients import Reducer, local_of, mark
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of, submesh
+from jigsaw.mesh import axes_of
+from jigsaw.sharding import shard_weights as cut_weights
+from jigsaw.sharding import units_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -31,30 +33,35 @@ def parallelize(
     *,
     shard_weights: bool = False,
     reduce: bool = True,
+    channel: str = "channel",
     units: Sequence[nn.Module] | None = None,
     unit_bytes: int = 4 * _MIB,
     bucket_bytes: int = 25 * _MIB,
 ) -> M:
     """Make ``loss.backward()`` give the gradient of the whole batch on every rank: g = mean over ranks of (n x part).
 
-    Returns `model` itself, with the same parameter names and full shapes.  First all parameters and buffers become those of
-    the first rank.  Call it after the model is on its device and before the optimizer is made.
+    Returns `model` itself, with the same parameter names and full shapes.  First all parameters and buffers become
+    those of the first rank.  Call it after the model is on its device and before the optimizer is made.
 
-    - By default every rank has whole weights, and the gradients are reduced in buckets of `bucket_bytes`, while the backward
-      pass goes on, into ordinary ``.grad``.
-    - ``shard_weights=True`` cuts weights, gradients and optimizer state into 1/P a rank by `fully_shard` over the flattened
-      mesh, in `units` (modules that are gathered at once; by default elements of ``Sequential`` and ``ModuleList`` of at least
-      `unit_bytes`, and the rest).  Parameters are then DTensors; scalars stay whole.
-    - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks: ``DistributedDataParallel(model)``.
+    - By default every rank has whole weights, and the gradients are reduced in buckets of `bucket_bytes`, while the
+      backward pass goes on, into ordinary ``.grad``.
+    - ``shard_weights=True`` cuts weights, gradients and optimizer state into 1/P a rank by `fully_shard` over the
+      flattened mesh, in `units` (modules that are gathered at once; by default elements of ``Sequential`` and
+      ``ModuleList`` of at least `unit_bytes`, and the rest).  Parameters are then DTensors; scalars stay whole.
+    - Where the mesh has the axis `channel`, linear, convolution and attention layers have their weights cut along it,
+      and compute in pieces, with either of the above for the other axes: see `jigsaw.channel`.
+    - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks:
+      ``DistributedDataParallel(model)``.
 
     Loss terms of parameters alone, several forward passes before one backward, accumulation with or without `no_sync`,
     frozen, unused and tied parameters are all exact: see docs/gradients.md.
 
     *Shapes*: unchanged; with ``shard_weights``, per rank ``ceil(shape[0] / P)`` of each parameter's first dim.
-    *Sends*: once, the parameters and buffers of the first rank.  A backward pass: one all-reduce a bucket, 2 (P-1)/P of the
-    bytes of all parameters; with ``shard_weights`` one all-gather a unit (two, but for the rest), one reduce-scatter a unit.
-    *Raises*: `ShardingError` when the model differs between ranks in names, shapes or dtypes, lies on another device than
-    the mesh, has sparse embeddings, or was parallelized before.
+    *Sends*: once, the parameters and buffers of the first rank.  A backward pass: one all-reduce a bucket, 2 (P-1)/P of
+    the bytes of all parameters; with ``shard_weights`` one all-gather a unit (two, but for the rest) and one
+    reduce-scatter.
+    *Raises*: `ShardingError` when the model differs between ranks in names, shapes or dtypes, lies on another device
+    than the mesh, has sparse embeddings, or was parallelized before.
     """
     ranks = mesh.size()
     _check(model, mesh)
@@ -62,9 +69,10 @@ def parallelize(
     if ranks == 1:
         return model
     _start_alike(model, mesh)
+    cut_channels(model, mesh, channel)
     rest = dict(model.named_parameters())
     if shard_weights:
-        rest = shard(model, mesh, units_of(model, unit_bytes) if units is None else units)
+        rest = cut_weights(model, mesh, units_of(model, unit_bytes) if units is None else units)
     mark(model, ranks)
     if rest and reduce:
         reducer = Reducer(rest, mesh, bucket_bytes)
@@ -87,17 +95,20 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
         if theirs != mine:
             wrong = sorted({str(x) for x in theirs} ^ {str(x) for x in mine}) or ["another order of parameters"]
             raise ShardingError(
-                f"parallelize needs the same model on every rank, but rank {at} of the mesh differs from this one: {'; '.join(wrong[:4])}"
+                f"parallelize needs the same model on every rank, but rank {at} of the mesh differs from this one: "
+                f"{'; '.join(wrong[:4])}"
             )
     for name, p in model.named_parameters():
         if p.device.type not in (mesh.device_type, "meta"):
             raise ShardingError(
-                f"parameter {name!r} is on {p.device.type} but the mesh is of {mesh.device_type} devices; call model.to({mesh.device_type!r}) before parallelize"
+                f"parameter {name!r} is on {p.device.type} but the mesh is of {mesh.device_type} devices; "
+                f"call model.to({mesh.device_type!r}) before parallelize"
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ShardingError(
-                f"module {name!r} makes sparse gradients, which cannot be reduced in a bucket; make it with sparse=False"
+                f"module {name!r} makes sparse gradients, which cannot be reduced in a bucket; "
+                f"make it with sparse=False"
             )
 
 
@@ -112,59 +123,6 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
             comm.broadcast(whole, mesh, axes)
             if whole is not local:
                 local.copy_(whole)
-
-
-# -- cut weights ------------------------------------------------------------------------------------------------------
-
-
-def units_of(model: nn.Module, least_bytes: int) -> list[nn.Module]:
-    """Modules to gather at once, inner ones first: elements of ``Sequential`` and ``ModuleList`` that have `least_bytes` or
-    more beyond the units in them.  What holds a parameter that is also used outside it is none, for it is gathered alone.
-    """
-    uses = _uses(model)
-    found: list[nn.Module] = []
-    taken: set[nn.Parameter] = set()
-
-    def visit(module: nn.Module, is_element: bool) -> None:
-        for child in module.children():
-            visit(child, isinstance(module, nn.Sequential | nn.ModuleList))
-        own = [p for p in module.parameters() if p not in taken]
-        inside = _uses(module)
-        closed = all(inside[p] == uses[p] for p in own)
-        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-        if is_element and closed and has_forward and sum(p.nbytes for p in own) >= max(least_bytes, 1):
-            found.append(module)
-            taken.update(own)
-
-    visit(model, False)
-    return found
-
-
-def _uses(model: nn.Module) -> Counter[nn.Parameter]:
-    """How many modules in `model` hold each parameter."""
-    return Counter(p for module in model.modules() for p in module.parameters(recurse=False))
-
-
-def shard(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Cut the weights of `model` over the flattened mesh with `fully_shard`; returns the parameters that it cannot cut.
-
-    Those are scalars, and dtypes other than that of most bytes (a unit has one).
-    """
-    named = dict(model.named_parameters())
-    weight = Counter[torch.dtype]()
-    for p in named.values():
-        weight[p.dtype] += p.nbytes
-    main = max(weight, key=lambda d: weight[d], default=None)
-    rest = {name: p for name, p in named.items() if p.ndim == 0 or p.dtype != main}
-    for p in named.values():
-        p.data = p.data.contiguous()
-    flat = submesh(mesh, [name for name, _ in axes_of(mesh)])
-    for unit in [*units, model]:
-        if not isinstance(unit, FSDPModule):
-            fully_shard(unit, mesh=flat, ignored_params=set(rest.values()))
-        if isinstance(unit, FSDPModule) and mesh.device_type == "cpu":
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-    return rest
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -194,12 +152,12 @@ Tensors = nn.Module | Tensor | Iterable[Tensor]
 def clip_grad_norm_(
     parameters: Tensors, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """g <- g min(1, max_norm / |g|), where |g| is the norm of all whole gradients together; returns |g|, a plain tensor.
+    """g <- g min(1, max_norm / |g|), where |g| is the norm of all whole gradients together; returns |g|.
 
     As `torch.nn.utils.clip_grad_norm_`, and also for a mix of plain parameters and DTensors of several meshes.
 
     *Sends*: nothing for whole weights; else one all-reduce of one number for each mesh axis that cuts parameters.
-    *Raises*: `ValueError` for a `norm_type` that is not positive, `RuntimeError` as torch does for `error_if_nonfinite`.
+    *Raises*: `ValueError` for a `norm_type` that is not positive, `RuntimeError` as torch for `error_if_nonfinite`.
     """
     if norm_type <= 0:
         raise ValueError(f"norm_type={norm_type} must be positive: 2.0, 1.0, float('inf')")
@@ -225,7 +183,10 @@ def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
         where = None
         if isinstance(g, DTensor):
             names = g.device_mesh.mesh_dim_names or ()
-            where = g.device_mesh, tuple(n for n, how in zip(names, g.placements, strict=True) if not how.is_replicate())
+            where = (
+                g.device_mesh,
+                tuple(n for n, how in zip(names, g.placements, strict=True) if not how.is_replicate()),
+            )
         groups.setdefault(where, []).append(local_of(g))
     norms: list[Tensor] = []
     for where, locals_ in groups.items():

@@ -19,7 +19,8 @@ import jigsaw
 from jigsaw import comm
 from jigsaw.layout import ShardingError
 from jigsaw.mesh import submesh
-from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize, units_of
+from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
+from jigsaw.sharding import units_of
 from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh
 
 SPEC = ("data", None, "lat", "lon")
@@ -153,9 +154,7 @@ def _tiles(batch, mesh, spec=SPEC):
 def _ten_steps(axes, mode, dtype, rtol):
     model, expected, mesh = _pair(Net, axes, mode, dtype)
     batch = _batch(dtype)
-    torch.testing.assert_close(
-        _train(model, _tiles(batch, mesh)), _train(expected, batch), rtol=rtol, atol=0
-    )
+    torch.testing.assert_close(_train(model, _tiles(batch, mesh)), _train(expected, batch), rtol=rtol, atol=0)
     _assert_same_state(model, expected, rtol)
     if mode == "cut" and _ranks(axes) > 1:
         assert all(isinstance(p, DTensor) for name, p in model.named_parameters() if name != "noise")
@@ -478,7 +477,7 @@ def test_torch_clips_right_too(mode):
 def test_clipping_of_what_is_not_finite():
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.tensor([1.0, torch.inf])
-    with pytest.raises(RuntimeError, match="norm of order 2.0 is inf.*error_if_nonfinite=False"):
+    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 is inf.*error_if_nonfinite=False"):
         clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
     assert clip_grad_norm_(p, 1.0).isinf()
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
@@ -541,7 +540,10 @@ def _mixes_summed_and_averaged():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (_replaces_a_parameter, "'gain' of Block was replaced or added after jigsaw.parallelize.*call jigsaw.parallelize last"),
+        (
+            _replaces_a_parameter,
+            "'gain' of Block was replaced or added after jigsaw.parallelize.*call jigsaw.parallelize last",
+        ),
         (_different_models, "same model on every rank, but rank 1 of the mesh.*weight"),
         (_twice, "Linear went through jigsaw.parallelize before; call it once"),
         (_sparse, "module '0' makes sparse gradients.*sparse=False"),

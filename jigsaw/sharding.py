@@ -1,0 +1,105 @@
+"""Weights, gradients and optimizer state in 1/P a rank: `fully_shard` over the flattened mesh, a unit at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from jigsaw import comm
+from jigsaw.mesh import axes_of, submesh
+
+
+def units_of(model: nn.Module, least_bytes: int) -> list[nn.Module]:
+    """Modules to gather at once, inner first: elements of ``Sequential`` and ``ModuleList`` of `least_bytes` or more
+    beyond the units in them.  One with a parameter that is also used outside it is none, for it is gathered alone.
+    """
+    uses = _uses(model)
+    found: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+
+    def visit(module: nn.Module, is_element: bool) -> None:
+        for child in module.children():
+            visit(child, isinstance(module, nn.Sequential | nn.ModuleList))
+        own = [p for p in module.parameters() if p not in taken]
+        inside = _uses(module)
+        closed = all(inside[p] == uses[p] for p in own)
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        if is_element and closed and has_forward and sum(p.nbytes for p in own) >= max(least_bytes, 1):
+            found.append(module)
+            taken.update(own)
+
+    visit(model, False)
+    return found
+
+
+def _uses(model: nn.Module) -> Counter[nn.Parameter]:
+    """How many modules in `model` hold each parameter."""
+    return Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+
+
+def shard_weights(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Cut the weights of `model` over the flattened mesh, each of `units` gathered at once; returns what stays whole.
+
+    That are scalars, and dtypes other than that of most bytes, as a unit has one.  A weight that another axis has cut
+    (a DTensor) is cut further over the axes that are left, along a dim that divides; without one it stays as it is.
+    """
+    named = dict(model.named_parameters())
+    main = _main_dtype(named.values())
+    others: dict[nn.Parameter, tuple[str, ...]] = {}
+    dims: dict[nn.Parameter, int | None] = {}
+    for p in named.values():
+        if isinstance(p, DTensor):
+            others[p] = _other_axes(p, mesh)
+            dims[p] = _dim(p, comm.extent(mesh, others[p]))
+    rest = {name: p for name, p in named.items() if p.ndim == 0 or p.dtype != main or dims.get(p, 0) is None}
+    for p in named.values():
+        if not isinstance(p, DTensor):
+            p.data = p.data.contiguous()
+    place = _placement({p: d for p, d in dims.items() if d is not None}, others, mesh)
+    flat = submesh(mesh, [name for name, _ in axes_of(mesh)])
+    for unit in [*units, model]:
+        if not isinstance(unit, FSDPModule):
+            fully_shard(unit, mesh=flat, ignored_params=set(rest.values()), shard_placement_fn=place)
+        if isinstance(unit, FSDPModule) and mesh.device_type == "cpu":
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    return rest
+
+
+def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
+    weight = Counter[torch.dtype]()
+    for p in parameters:
+        weight[p.dtype] += p.nbytes
+    return max(weight, key=lambda dtype: weight[dtype], default=None)
+
+
+def _other_axes(p: DTensor, mesh: DeviceMesh) -> tuple[str, ...]:
+    return tuple(name for name, _ in axes_of(mesh) if name not in (p.device_mesh.mesh_dim_names or ()))
+
+
+def _dim(p: DTensor, ranks: int) -> int | None:
+    """The dim to cut further: one that divides, rather not the one that is cut already."""
+    with torch.no_grad():
+        shape = p.to_local().shape
+    order = sorted(range(p.ndim), key=lambda d: (p.placements[0].is_shard(d), d))
+    return next((d for d in order if ranks > 1 and shape[d] % ranks == 0), None)
+
+
+def _placement(
+    dims: Mapping[Any, int], axes: Mapping[Any, Sequence[str]], mesh: DeviceMesh
+) -> Callable[[nn.Parameter], Any] | None:
+    """What tells `fully_shard` where to cut the parameters in `dims`: all over one group of ranks, as it asks."""
+    if not dims:
+        return None
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    (left,) = {tuple(axes[p]) for p in dims}
+    where = FSDPMeshInfo(submesh(mesh, left), shard_mesh_dim=0)
+    results = {p: ShardPlacementResult(Shard(d), where) for p, d in dims.items()}
+    return results.get
