@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jigsaw.interval import Rule, Spread, Window
 from jigsaw.layout import ShardingError, whole
+from jigsaw.nn.halo_conv import Convolution, halo_convolution, halo_of
 from jigsaw.nn.stencil import Along, Step, gather, nothing, per_dim, step, touched
 from jigsaw.pointwise import part
 from jigsaw.tile import Tile, implements
@@ -70,7 +71,8 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding) -> 
         y = convolve(batched, weight, bias, how)
         return Tile(y.local.squeeze(0), y.layout.drop((0,)), y.mesh)
     kernel = tuple(weight.shape[2:])
-    to = step(input.layout, _along(2, kernel, how), input.coordinate, "convolution")
+    along = _along(2, kernel, how)
+    to = step(input.layout, along, input.coordinate, "convolution")
     channels = weight.shape[1] * how.groups if how.transposed else weight.shape[0]
     out = to.out.replace_dim(1, whole(channels))
     x, weight, bias = _narrow(input.local, weight, bias)
@@ -78,8 +80,16 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding) -> 
     bias = None if bias is None else part(bias, input, out)
     if not to.derived:
         return Tile(_plain(x, weight, bias, how, [p for p, _ in how.padding], how.output_padding), out, input.mesh)
-    x = gather(Tile(x, input.layout, input.mesh), to)
     shape = out.local_shape(input.coordinate)
+    halo = None if how.transposed else halo_of(input.layout, along, input.coordinate)
+    if halo is not None and 0 not in shape:
+
+        def again(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _slide(gather(Tile(x, input.layout, input.mesh), to), weight, bias, how, to)
+
+        op = Convolution(how.stride, how.dilation, how.groups, again)
+        return Tile(halo_convolution(x, weight, bias, op, halo, input.layout, input.mesh), out, input.mesh)
+    x = gather(Tile(x, input.layout, input.mesh), to)
     if 0 in shape:
         return Tile(nothing(shape, x, weight, bias), out, input.mesh)
     spread = _spread if how.transposed else _slide

@@ -34,6 +34,11 @@ def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | 
         along = tuple(Along(d, Window(below=low, above=high), always=True) for d, (low, high) in pads.items())
         return _gathered(input, along, value or 0.0)
     if mode == "circular":
+        mixed = {d: (min(low, 0), min(high, 0)) for d, (low, high) in pads.items() if low * high < 0}
+        if mixed:  # torch crops first, and the circle is what is left
+            along = tuple(Along(d, Window(below=low, above=high), always=True) for d, (low, high) in mixed.items())
+            input = _gathered(input, along)
+            pads = {d: (max(low, 0), max(high, 0)) if d in mixed else (low, high) for d, (low, high) in pads.items()}
         return _gathered(input, tuple(_circular(input, d, *p) for d, p in pads.items()))
     return _folded(input, pads, mode)
 

@@ -213,4 +213,85 @@ def test_wrong_uses_name_the_rule():
     with pytest.raises(ShardingError, match="plain weight"):
         F.conv2d(torch.randn(1, 2, 4, 4), tile)
     with pytest.raises(ShardingError, match="flattened together; unflatten it to"):
-        nn.Conv1d(2, 3, 3)(tile.flatten(2))
+        nn.Conv1d(2, 3, 3)(shard(torch.randn(1, 2, 12, 8), world_mesh(lon=2), SPACE).flatten(2))
+
+
+# -- strips: pieces so tall that the input is not copied ----------------------------------------------------------------
+
+TALL = {
+    "5": nn.Conv1d(2, 3, 5, padding=2),
+    "4, same": nn.Conv1d(2, 3, 4, padding="same"),
+    "valid": nn.Conv1d(2, 3, 4),
+    "strided": nn.Conv1d(2, 3, 3, stride=2, padding=1),
+    "7 by 4": nn.Conv1d(2, 3, 7, stride=4, padding=3),
+    "asymmetric strides": nn.Conv1d(2, 3, 5, stride=3, padding=1),
+    "stride beyond the kernel": nn.Conv1d(2, 3, 2, stride=3, padding=1),
+    "dilated": nn.Conv1d(2, 4, 3, dilation=3, padding=3, groups=2),
+    "without bias": nn.Conv1d(2, 3, 3, padding=1, bias=False),
+}
+
+
+@pytest.mark.parametrize("name", TALL)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_strips(name, ranks):
+    layer, spec = TALL[name], (None, None, "lat")
+    assert_same_on_every_mesh(layer, torch.randn(2, 2, 401), [{"lat": ranks}], spec=spec)
+    for halo in [1, (0, 2), (3, 1)]:
+        assert_same_on_every_mesh(layer, torch.randn(2, 2, 401), [{"lat": ranks}], spec=spec, halo={2: halo}, periodic=(2,))
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (5, 3), (4, 2)])
+@pytest.mark.parametrize("mesh", [{"lat": 2}, {"lon": 3}, {"lat": 2, "lon": 2}])
+def test_strips_around_a_box(kernel, mesh):
+    x = torch.randn(2, 3, 110, 101)
+    assert_same_on_every_mesh(nn.Conv2d(3, 4, kernel, padding="same"), x, [mesh], spec=SPACE)
+    assert_same_on_every_mesh(nn.Conv2d(3, 4, kernel, padding=2, stride=(2, 1)), x, [mesh], spec=SPACE, halo={3: 1})
+
+
+def test_strips_around_a_box_of_three_dims():
+    layer, spec = nn.Conv3d(1, 2, 3, padding=1), (None, None, "z", "y", None)
+    assert_same_on_every_mesh(layer, torch.randn(1, 1, 35, 36, 5), [{"z": 2, "y": 2}], spec=spec)
+
+
+@on_ranks(2)
+def test_a_tall_convolution_neither_copies_nor_keeps_its_input_twice():
+    mesh = world_mesh(lat=2)
+    tile = shard(torch.randn(1, 4, 64, 32), mesh, SPACE)
+    tile.local.requires_grad_()
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
+        x = F.relu(tile)  # keeps its result
+        y = nn.Conv2d(4, 4, 3, padding=1)(x)
+    assert sum(t.nbytes for t in kept.values()) < 1.2 * x.local.nbytes
+    forward, backward = gradient_bytes(tile, nn.Conv2d(4, 4, 3, padding=1))
+    assert forward.sent_bytes == backward.sent_bytes == 4 * 32 * 4
+    assert y.layout.dim(2)[0].points == (0, 32, 64)
+
+
+@on_ranks(2)
+def test_strips_are_differentiable_twice():
+    mesh, layer = world_mesh(lat=2), nn.Conv2d(2, 2, 3, padding=1).double()
+    whole = torch.randn(1, 2, 64, 6, dtype=torch.float64, requires_grad=True)
+
+    def penalty(x):
+        out = layer(x).pow(3).sum()
+        (slope,) = torch.autograd.grad(out, whole, create_graph=True)
+        return slope.square().sum()
+
+    expected = torch.autograd.grad(penalty(whole), whole)[0]
+    # the gradient of shard is whole on every rank
+    found = torch.autograd.grad(penalty(shard(whole, mesh, SPACE)), whole)[0]
+    torch.testing.assert_close(found, expected)
+
+
+@on_ranks(2)
+def test_autocast_exchanges_in_its_dtype():
+    mesh, layer = world_mesh(lat=2), nn.Conv2d(4, 4, 3, padding=1)
+    x = torch.randn(1, 4, 64, 32)
+    with torch.autocast("cpu", torch.bfloat16), comm.count() as sent:
+        y = layer(shard(x, mesh, SPACE))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert sum(c.sent_bytes for c in sent.calls if c.kind == "exchange") == 4 * 32 * 2
+    torch.testing.assert_close(y.full_tensor(), expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,286 @@
+"""A convolution that never copies its input: that of the rows at hand, plus what the halo adds to the rows at the edges.
+
+A convolution is linear, so rows that a neighbour holds can be convolved by themselves, a strip a side, and added.  The
+large tensor is neither padded nor copied, forward or backward, nor kept alive twice; strips travel while it is convolved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.exchange import GiveBack, Strips
+from jigsaw.interval import Derived, Window, ceil_div
+from jigsaw.layout import Coordinate, Cut, Interval, Layout
+from jigsaw.nn.stencil import Along, step
+
+_WORTH = 8  # strips are worth it while the rows that they touch are less than one in so many
+
+
+# -- one dim: integers ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Rows of a neighbour: `rows` of the dim, padded by `pads`, add to `count` output rows from `first`."""
+
+    rows: Interval
+    pads: tuple[int, int]
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """One dim of one piece: the rows at hand (`box`) and the strips below and above.
+
+    The plain op pads the box by `padding` on both sides; `count` of its output rows, from `skip`, are wanted.
+    """
+
+    box: Interval
+    need: Interval
+    inside: Interval
+    padding: int
+    skip: int
+    count: int
+    low: Strip
+    high: Strip
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.box[0] < self.box[1] and _WORTH * (self.low.count + self.high.count) <= self.count
+
+
+@lru_cache(maxsize=4096)
+def split(cut: Cut, rule: Window, derived: Derived, piece: int, wrap: bool) -> Split:
+    """Divide what a piece needs into rows at hand and strips."""
+    inside, (below, above) = derived.needs[piece], derived.margins[piece]
+    need = inside[0] - below, inside[1] + above
+    held = cut.held[piece] if wrap else (max(cut.held[piece][0], 0), min(cut.held[piece][1], cut.size))
+    box = max(inside[0], held[0]), min(inside[1], held[1])
+    if box[0] >= box[1]:
+        box = inside[0], inside[0]
+    out = derived.out.held[piece]
+    count = out[1] - out[0]
+    padding, skip = _padding(rule, box, need)
+    if box[1] < held[1]:  # keep rows that no window reads, where they cost nothing, rather than cut them off
+        longer, more = (box[0], held[1]), _padding(rule, (box[0], held[1]), need)
+        if (held[1] - box[0] + 2 * more[0] - rule.span) // rule.stride + 1 - more[1] == count:
+            box, (padding, skip) = longer, more
+    return Split(box, need, inside, padding, skip, count, *_strips(rule, box, need, inside, count))
+
+
+def _padding(rule: Window, box: Interval, need: Interval) -> tuple[int, int]:
+    """The op's even padding that covers `need`, and how many output rows more that makes below."""
+    below, above = box[0] - need[0], need[1] - box[1]
+    skip = max(ceil_div(above - below, rule.stride), 0)
+    return below + skip * rule.stride, skip
+
+
+def _strips(rule: Window, box: Interval, need: Interval, inside: Interval, count: int) -> tuple[Strip, Strip]:
+    windows = min(ceil_div(box[0] - need[0], rule.stride), count)
+    rows = inside[0], box[0]
+    stop = need[0] + (windows - 1) * rule.stride + rule.span
+    low = Strip(rows, (rows[0] - need[0], stop - rows[1]), 0, windows)
+    first = min(max(ceil_div(box[1] - rule.span + 1 - need[0], rule.stride), 0), count)
+    rows = box[1], max(inside[1], box[1])
+    high = Strip(rows, (rows[0] - need[0] - first * rule.stride, need[1] - rows[1]), first, count - first)
+    none = Strip((box[1], box[1]), (0, 0), 0, 0)
+    return low if low.rows[0] < low.rows[1] else none, high if high.rows[0] < high.rows[1] else none
+
+
+# -- all dims of one rank ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A strip along one dim, as wide as the whole halo in the later dims and as the box in the earlier ones.
+
+    `shape` is that of this rank's strip, `pads` are as `torch.nn.functional.pad` takes them, `place` is where it adds in
+    the op's output; `adds` says whether there is any such row.
+    """
+
+    target: Layout
+    shape: tuple[int, ...]
+    pads: tuple[int, ...]
+    place: tuple[slice, ...]
+    adds: bool
+
+
+@dataclass(frozen=True)
+class Halo:
+    """A convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and the slabs."""
+
+    box: tuple[slice, ...]
+    padding: tuple[int, ...]
+    own: tuple[int, ...]
+    wanted: tuple[slice, ...]
+    slabs: tuple[Slab, ...]
+
+
+@lru_cache(maxsize=1024)
+def halo_of(layout: Layout, along: tuple[Along, ...], coord: Coordinate) -> Halo | None:
+    """How this rank convolves by strips; None where, on any rank, the strips would be as large as the rest."""
+    derived = {d: (found, piece) for d, found, piece in step(layout, along, coord).derived}
+    ways = {a.dim: a for a in along}
+    cuts = {d: layout.dim(d)[0] for d in derived}
+    splits: dict[int, list[Split]] = {}
+    for d, (found, _) in derived.items():
+        rule = cast(Window, ways[d].rule)
+        splits[d] = [split(cuts[d], rule, found, i, ways[d].wrap) for i in range(cuts[d].pieces)]
+        if not all(s.is_worth_it for s in splits[d]):
+            return None
+    mine = {d: splits[d][piece] for d, (_, piece) in derived.items()}
+    slabs = [_slab(layout, at, high, splits, mine, coord) for at in range(len(mine)) for high in (False, True)]
+    box, wanted = [slice(None)] * layout.ndim, [slice(None)] * layout.ndim
+    own = [0 if a.dim in mine else cast(Window, a.rule).below for a in along]
+    padding = [mine[a.dim].padding if a.dim in mine else p for a, p in zip(along, own, strict=True)]
+    for d, (_, piece) in derived.items():
+        low, s = cuts[d].held[piece][0], mine[d]
+        box[d] = slice(s.box[0] - low, s.box[1] - low)
+        wanted[d] = slice(s.skip, s.skip + s.count)
+    return Halo(tuple(box), tuple(padding), tuple(own), tuple(wanted), tuple(s for s in slabs if s is not None))
+
+
+def _slab(
+    layout: Layout, at: int, high: bool, splits: dict[int, list[Split]], mine: dict[int, Split], coord: Coordinate
+) -> Slab | None:
+    """The slab below or above along the `at`-th of the dims; None where no rank has any."""
+
+    def strip(s: Split) -> Strip:
+        return s.high if high else s.low
+
+    here = list(splits)[at]
+    if all(strip(s).rows[0] == strip(s).rows[1] for s in splits[here]):
+        return None
+    pads, place = [(0, 0)] * layout.ndim, [slice(None)] * layout.ndim
+    target = layout
+    for i, d in enumerate(splits):
+        s = mine[d]
+        rows = [strip(p).rows if i == at else p.box if i < at else p.inside for p in splits[d]]
+        target = target.replace_dim(d, layout.dim(d)[0].holding(rows))
+        if i == at:
+            pads[d] = strip(s).pads
+            place[d] = slice(s.skip + strip(s).first, s.skip + strip(s).first + strip(s).count)
+        else:
+            inner = s.box if i < at else s.inside
+            pads[d] = inner[0] - s.need[0], s.need[1] - inner[1]
+            place[d] = slice(s.skip, s.skip + s.count)
+    flat = tuple(p for d in reversed(range(2, layout.ndim)) for p in pads[d])
+    adds = strip(mine[here]).count > 0
+    return Slab(target, target.local_shape(coord), flat, tuple(place), adds)
+
+
+# -- carrying it out --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The plain op and its gradient, without padding; `again` is the same convolution by an exchange, differentiable."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    again: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
+        none = (0,) * len(self.stride)
+        return torch.convolution(x, weight, bias, self.stride, padding, self.dilation, False, none, self.groups)
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], mask: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of the input, the weight and the bias, where `mask` asks for them."""
+        none = (0,) * len(self.stride)
+        sizes = [weight.shape[0]]
+        return torch.ops.aten.convolution_backward(
+            grad, x, weight, sizes, self.stride, padding, self.dilation, False, none, self.groups, mask
+        )
+
+
+class _HaloConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, op: Convolution, halo: Halo, layout: Layout, mesh: DeviceMesh
+    ) -> Tensor:
+        strips = Strips(x, layout, [s.target for s in halo.slabs], mesh)
+        out = op(x[halo.box], weight, bias, halo.padding)
+        padded: list[Tensor | None] = []
+        for slab, strip in zip(halo.slabs, strips.wait(), strict=True):
+            padded.append(F.pad(strip, slab.pads) if slab.adds else None)
+            if slab.adds:
+                out[slab.place].add_(op(cast(Tensor, padded[-1]), weight, None, halo.own))
+        ctx.save_for_backward(x, weight, bias, *padded)
+        ctx.how = op, halo, layout, mesh
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, *padded = ctx.saved_tensors
+        op, halo, layout, mesh = cast(tuple[Convolution, Halo, Layout, DeviceMesh], ctx.how)
+        mask = list(ctx.needs_input_grad[:3])
+        if torch.is_grad_enabled():  # differentiable twice, at the price of another exchange
+            wanted = [v for v, needs in zip((x, weight, bias), mask, strict=True) if needs]
+            found = iter(torch.autograd.grad(op.again(x, weight, bias), wanted, grads[0][halo.wanted], create_graph=True))
+            return *(next(found) if needs else None for needs in mask), None, None, None, None
+        slabs = [
+            _slab_gradients(op, halo, slab, strip, grads[0], weight, mask)
+            for slab, strip in zip(halo.slabs, padded, strict=True)
+        ]
+        pending = None
+        if mask[0]:
+            pending = GiveBack([cast(Tensor, gx) for gx, _ in slabs], layout, [s.target for s in halo.slabs], mesh)
+        gx, gw, gb = op.gradients(grads[0], x[halo.box], weight, halo.padding, mask)
+        if pending is not None:
+            gx = _into_whole(cast(Tensor, gx), x, halo)
+            pending.wait(gx)
+        for _, more in slabs:
+            gw = gw.add_(more) if gw is not None and more is not None else gw
+        return gx, gw, gb, None, None, None, None
+
+
+def _slab_gradients(
+    op: Convolution,
+    halo: Halo,
+    slab: Slab,
+    strip: Tensor | None,
+    grad: Tensor,
+    weight: Tensor,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of the rows of a strip, and of the weight through it."""
+    if strip is None:
+        return grad.new_zeros(slab.shape), None
+    gx, gw, _ = op.gradients(grad[slab.place], strip, weight, halo.own, (*mask[:2], False))
+    return (None if gx is None else F.pad(gx, [-p for p in slab.pads])), gw
+
+
+def _into_whole(gx: Tensor, x: Tensor, halo: Halo) -> Tensor:
+    """The gradient of all local rows, from that of the box."""
+    if gx.shape == x.shape:
+        return gx
+    whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    whole[halo.box] = gx
+    return whole
+
+
+def halo_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, op: Convolution, halo: Halo, layout: Layout, mesh: DeviceMesh
+) -> Tensor:
+    """The convolution of the local rows `x` of `layout` and of the halo that this rank lacks.
+
+    *Sends*: forward the rows that neighbours lack, one message a strip and neighbour; backward their gradients.
+    """
+    out = cast(Tensor, _HaloConvolution.apply(x, weight, bias, op, halo, layout, mesh))
+    for d in range(2, x.ndim):
+        wanted = halo.wanted[d]
+        if wanted.start is not None and (wanted.start, wanted.stop) != (0, out.shape[d]):
+            out = out.narrow(d, wanted.start, wanted.stop - wanted.start)
+    return out
