@@ -218,11 +218,22 @@ def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
     Raises: `UnsupportedStoreError` for units that are no fixed length or a time zone, `GridError` for falling times.
     """
     units, calendar = str(attrs.get("units", "")), str(attrs.get("calendar", "standard")).lower()
+    if raw.dtype.kind == "O":
+        return _of_cftime(raw)
     if raw.dtype.kind != "M" and " since " not in units:
         numbers = raw.astype(np.float64)
         elapsed = np.rint(numbers * 1e6).astype(np.int64)
         return TimeAxis(raw, elapsed, None, _breaks(elapsed, None))
     stamps, elapsed = _stamps(raw, units, calendar)
+    digits = _stamp_digits(stamps)
+    return TimeAxis(stamps, elapsed, digits, _breaks(elapsed, digits))
+
+
+def _of_cftime(stamps: NDArray[Any]) -> TimeAxis:
+    """Times that were decoded to cftime objects."""
+    import cftime
+
+    elapsed = np.asarray(cftime.date2num(stamps, "microseconds since 1970-01-01", stamps[0].calendar), dtype=np.int64)
     digits = _stamp_digits(stamps)
     return TimeAxis(stamps, elapsed, digits, _breaks(elapsed, digits))
 

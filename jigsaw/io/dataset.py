@@ -239,7 +239,7 @@ def open(
     A sample at anchor a is its input, the steps ``a + inputs``, and its target, the steps ``a + targets``, both tiles
     [T, C, \*space]: space is ``lat, lon`` on the globe and ``z, y, x`` or ``y, x`` elsewhere.
 
-    - `store`: a path or URL, or an opened store;
+    - `store`: a path or URL, an `xarray.Dataset` (read through xarray, as it is), or an opened store;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `fields`: names (see `jigsaw.io.fields`), in channel order; by default every variable on the first one's grid;
     - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name. `data` cuts batches;
