@@ -12,7 +12,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import combinations, groupby
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of
+from jigsaw.mesh import axes_of, members
 from jigsaw.pointwise import AVERAGED
 
 # -- marks ------------------------------------------------------------------------------------------------------------
@@ -47,8 +47,8 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad and torch.is_grad_enabled() and not hasattr(parameter, AVERAGED):
             raise ShardingError(
-                f"parameter {name!r} of {type(module).__name__} was replaced or added after jigsaw.parallelize, so "
-                f"nothing would reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
+                f"parameter {name!r} of {type(module).__name__} was replaced or added after jigsaw.parallelize: nothing "
+                f"would reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
             )
 
 
@@ -134,13 +134,30 @@ def _write(parameter: nn.Parameter, mean: Tensor) -> None:
     local.copy_(mean.view(local.shape))
 
 
+def axes_without(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
+    """The axes along which the gradient of a parameter is reduced: all but those that cut it (a DTensor).
+
+    Raises: `ShardingError` for a DTensor over ranks that no axes of the mesh make up.
+    """
+    names = tuple(name for name, _ in axes_of(mesh))
+    if not isinstance(parameter, DTensor):
+        return names
+    there = set(parameter.device_mesh.mesh.flatten().tolist())
+    for count in range(1, len(names) + 1):
+        for some in combinations(names, count):
+            if set(members(mesh, some)) == there:
+                return tuple(n for n in names if n not in some)
+    raise ShardingError(
+        f"a DTensor parameter of shape {tuple(parameter.shape)} lies on ranks {sorted(there)}, which are no axes of "
+        f"the mesh {dict(axes_of(mesh))}; make it on a part of that mesh"
+    )
+
+
 def buckets_of(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_bytes: int) -> list[Bucket]:
     """Buckets of at most `most_bytes` (or one parameter), last parameters first, as the backward pass finds them."""
-    names = [name for name, _ in axes_of(mesh)]
 
     def kind(p: nn.Parameter) -> tuple[Any, ...]:
-        cut = (p.device_mesh.mesh_dim_names or ()) if isinstance(p, DTensor) else ()
-        return p.dtype, p.device, tuple(n for n in names if n not in cut)
+        return p.dtype, p.device, axes_without(p, mesh)
 
     found: list[Bucket] = []
     for (_, _, axes), group in groupby(reversed(parameters), kind):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from jigsaw import comm
+from jigsaw.gradients import axes_without
 from jigsaw.mesh import axes_of, submesh
 
 
@@ -56,7 +57,7 @@ def shard_weights(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module]
     dims: dict[nn.Parameter, int | None] = {}
     for p in named.values():
         if isinstance(p, DTensor):
-            others[p] = _other_axes(p, mesh)
+            others[p] = axes_without(p, mesh)
             dims[p] = _dim(p, comm.extent(mesh, others[p]))
     rest = {name: p for name, p in named.items() if p.ndim == 0 or p.dtype != main or dims.get(p, 0) is None}
     for p in named.values():
@@ -79,10 +80,6 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
     return max(weight, key=lambda dtype: weight[dtype], default=None)
 
 
-def _other_axes(p: DTensor, mesh: DeviceMesh) -> tuple[str, ...]:
-    return tuple(name for name, _ in axes_of(mesh) if name not in (p.device_mesh.mesh_dim_names or ()))
-
-
 def _dim(p: DTensor, ranks: int) -> int | None:
     """The dim to cut further: one that divides, rather not the one that is cut already."""
     with torch.no_grad():
@@ -92,14 +89,13 @@ def _dim(p: DTensor, ranks: int) -> int | None:
 
 
 def _placement(
-    dims: Mapping[Any, int], axes: Mapping[Any, Sequence[str]], mesh: DeviceMesh
+    dims: Mapping[Any, int], axes: Mapping[Any, tuple[str, ...]], mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Any] | None:
-    """What tells `fully_shard` where to cut the parameters in `dims`: all over one group of ranks, as it asks."""
+    """What tells `fully_shard` where to cut the parameters in `dims`: groups of ranks are made in one order."""
     if not dims:
         return None
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
-    (left,) = {tuple(axes[p]) for p in dims}
-    where = FSDPMeshInfo(submesh(mesh, left), shard_mesh_dim=0)
-    results = {p: ShardPlacementResult(Shard(d), where) for p, d in dims.items()}
+    where = {left: FSDPMeshInfo(submesh(mesh, left), shard_mesh_dim=0) for left in dict.fromkeys(axes[p] for p in dims)}
+    results = {p: ShardPlacementResult(Shard(d), where[axes[p]]) for p, d in dims.items()}
     return results.get

@@ -190,6 +190,113 @@ def test_fully_shard_around_it():
     _assert_same_state(model, expected)
 
 
+# -- a model of layers, and weights cut along channel -----------------------------------------------------------------
+
+
+class Forecast(nn.Module):
+    """A strided encoder, mixing of tokens, a decoder; channels that 2, 3 and 4 ranks can share."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Conv2d(6, 12, 3, padding=1, stride=2), nn.GELU(), nn.Conv2d(12, 12, 3, padding=1)
+        )
+        self.norm = nn.GroupNorm(3, 12)
+        self.token_norm = nn.LayerNorm(12)
+        self.mixer = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Identity(), nn.Linear(24, 12), nn.Tanh())
+        self.gate = nn.Linear(12, 12)
+        self.depthwise = nn.Conv2d(12, 12, 3, padding=1, groups=12)
+        self.batch_norm = nn.BatchNorm2d(12)
+        self.up = nn.ConvTranspose2d(12, 12, 2, stride=2)
+        self.head = nn.Conv2d(12, 7, 1)  # 7 channels: stays whole
+
+    def forward(self, x):
+        x = self.norm(self.encoder(x))
+        tokens = self.token_norm(x.flatten(2).transpose(1, 2))
+        tokens = tokens + self.mixer(tokens) * torch.sigmoid(self.gate(tokens))
+        x = x + tokens.transpose(1, 2).unflatten(2, x.shape[2:])
+        return self.head(self.up(self.batch_norm(self.depthwise(x))))
+
+
+CHANNEL_MESHES = [
+    {"channel": 2},
+    {"channel": 3},
+    {"channel": 4},
+    {"data": 2, "channel": 2},
+    {"lat": 2, "channel": 2},
+    {"channel": 2, "lon": 2},
+]
+
+
+def forecast_loss(model, x, y):
+    return (model(x) - y).square().mean() + 0.01 * _full(model.norm.weight).square().sum()
+
+
+def _forecast(axes, mode, dtype, rtol):
+    model, expected, mesh = _pair(Forecast, axes, mode, dtype)
+    x = _batch(dtype)[0]
+    y = torch.randn(6, 7, 8, 10, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    found = _train(model, [jigsaw.shard(x, mesh, SPEC), y], forecast_loss)
+    torch.testing.assert_close(found, _train(expected, [x, y], forecast_loss), rtol=rtol, atol=0)
+    _assert_same_state(model, expected, rtol)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["float64", "float32"])
+@on_modes()
+@on_meshes([*MESHES, *CHANNEL_MESHES])
+def test_ten_steps_of_a_forecast(axes, mode, dtype, rtol):
+    run_on_ranks(_ranks(axes), _forecast, axes, mode, dtype, rtol)
+
+
+@on_modes()
+@on_ranks(4)
+def test_weights_cut_along_channel_are_a_part_a_rank(mode):
+    model, expected, _ = _pair(Forecast, {"lat": 2, "channel": 2}, mode)
+    parts = 2 if mode == "whole" else 4
+    wanted = dict(expected.named_parameters())
+    for name in (
+        "encoder.0.weight",
+        "encoder.2.weight",
+        "mixer.0.weight",
+        "mixer.3.weight",
+        "gate.weight",
+        "up.weight",
+    ):
+        p = model.get_parameter(name)
+        assert isinstance(p, DTensor)
+        assert _local_bytes([p]) * parts == wanted[name].nbytes
+    assert isinstance(model.head.weight, DTensor) == (mode == "cut")
+
+
+@on_ranks(2)
+def test_a_pair_of_layers_sends_one_sum():
+    torch.manual_seed(3)
+    mesh = world_mesh(channel=2)
+    pair = parallelize(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), mesh)
+    alone = parallelize(nn.ModuleDict({"a": nn.Linear(8, 16)}), mesh)["a"]
+    tile = jigsaw.shard(torch.randn(5, 8), mesh, (None, None))
+    with comm.count() as sent:
+        pair(tile)
+    assert [(c.kind, c.sent_bytes) for c in sent.calls] == [("all_reduce", 5 * 8 * 4)]
+    with comm.count() as sent:
+        alone(tile)
+    assert [(c.kind, c.sent_bytes) for c in sent.calls] == [("all_gather", 5 * 8 * 4)]
+
+
+@on_ranks(2)
+def test_layers_cut_along_channel_take_plain_tensors():
+    model, expected, _ = _pair(Head, {"channel": 2}, unit_bytes=2**20)
+    assert isinstance(model.back.weight, DTensor)
+    pooled = torch.randn(4, 6)
+
+    def loss(model, x):
+        return torch.tanh(model.back(torch.tanh(model.head(x)))).square().mean()
+
+    found = _train(model, [pooled], loss, steps=3)
+    torch.testing.assert_close(found, _train(expected, [pooled], loss, steps=3), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected)
+
+
 # -- memory and messages ----------------------------------------------------------------------------------------------
 
 
@@ -537,6 +644,21 @@ def _mixes_summed_and_averaged():
     _ = jigsaw.shard(_batch()[0], mesh, SPEC) * (model.blocks[0].gain * stray)
 
 
+@on_ranks(2)
+def _cuts_channels_by_two_axes():
+    mesh = world_mesh(channel=2)
+    layer = parallelize(nn.Linear(4, 4), mesh)
+    layer(jigsaw.shard(torch.ones(4, 4), mesh, ("channel", None)))
+
+
+@on_ranks(2)
+def _weights_elsewhere():
+    other = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["a"]
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(DTensor.from_local(model.weight.detach(), other, [dist.tensor.Shard(0)]))
+    parallelize(model, world_mesh(lat=2), shard_weights=True)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -548,6 +670,8 @@ def _mixes_summed_and_averaged():
         (_twice, "Linear went through jigsaw.parallelize before; call it once"),
         (_sparse, "module '0' makes sparse gradients.*sparse=False"),
         (_pickles, "cannot be pickled.*state_dict"),
+        (_cuts_channels_by_two_axes, "weights are cut along 'channel' takes channels .dim 1.*use tile.redistribute"),
+        (_weights_elsewhere, "lies on ranks .*, which are no axes of the mesh"),
         (_mixes_summed_and_averaged, "leaves that are summed and leaves that are averaged"),
     ],
 )
