@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of, group_along, members, named, rank_at
+from jigsaw.mesh import axes_of, group_of, lines_along, named, rank_at
 
 Axes = str | Sequence[str]
 
@@ -105,16 +105,22 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def meet(mesh: DeviceMesh) -> None:
-    """Make the group of the whole mesh, once.  Every rank of the mesh calls this before any of them sends to another.
+    """Let the ranks of a mesh send to each other; all of them call this before any sends, also one that will not.
 
-    Some ranks have no message in an exchange, but all of them are needed to make a group.
+    NCCL connects a group on its first call, which must be everybody's; gloo has connected it already.
+
+    Raises: `ShardingError` for a mesh of several axes on some of the ranks of a job that does not run on CPUs.
     """
-    if mesh.size() > 1:
-        group = group_along(mesh, [name for name, _ in axes_of(mesh)])
-        if mesh.device_type != "cpu" and group not in _met:
-            # NCCL connects a group on its first call, which must be everybody's
-            _met.add(group)
-            dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+    if mesh.device_type == "cpu" or mesh.size() == 1:
+        return
+    group = group_of(mesh)
+    if group.size() > mesh.size():
+        raise ShardingError(
+            f"{mesh} of several axes leaves out ranks of the job; make it over all of them, or of one axis"
+        )
+    if group not in _met:
+        _met.add(group)
+        dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
 
 
 _met: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -137,7 +143,7 @@ def swap(
     _record(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
     if not outgoing and not incoming:
         return Pending((), ())
-    group = group_along(mesh, [name for name, _ in axes_of(mesh)])
+    group = group_of(mesh)
     ops = [dist.P2POp(dist.isend, x, rank_at(mesh, at), group) for at, x in outgoing]
     ops += [dist.P2POp(dist.irecv, x, rank_at(mesh, at), group) for at, x in incoming]
     return Pending(dist.batch_isend_irecv(ops), [x for _, x in outgoing])
@@ -183,6 +189,12 @@ def _unordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
 
 
+def _record_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    ranks = group.size()
+    moved = 2 * (ranks - 1) * buffer.nbytes // ranks
+    _record("all_reduce", moved, moved, 2 * (ranks - 1))
+
+
 def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum") -> Tensor:
     """A new tensor: `x` combined over the ranks along `axes`, the same bits on each.  Not differentiable.
 
@@ -205,9 +217,9 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum") -> Tens
         buffer = torch.view_as_real(wide)
     else:
         buffer = _ordered(wide, op == "max") if ordered else wide
-    dist.all_reduce(buffer, _OPS[op], group=group_along(mesh, axes))
-    moved = 2 * (ranks - 1) * buffer.nbytes // ranks
-    _record("all_reduce", moved, moved, 2 * (ranks - 1))
+    for group, _ in lines_along(mesh, axes):
+        dist.all_reduce(buffer, _OPS[op], group=group)
+        _record_reduce(buffer, group)
     return (_unordered(buffer, wide.dtype) if ordered else wide).to(x.dtype)
 
 
@@ -224,13 +236,15 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: Axes) -> list[Tensor]:
 
 
 def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: Axes, kind: str) -> list[Tensor]:
-    group = group_along(mesh, axes)
-    parts = [torch.empty_like(mine) for _ in range(extent(mesh, axes))]
-    dist.all_gather(parts, mine, group=group)
-    moved = (len(parts) - 1) * mine.nbytes
-    _record(kind, moved, moved, len(parts) - 1)
-    by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
-    return [by_rank[r] for r in members(mesh, axes)]
+    found = mine
+    for group, ranks in reversed(lines_along(mesh, axes)):
+        parts = [torch.empty_like(found) for _ in ranks]
+        dist.all_gather(parts, found, group=group)
+        moved = (len(ranks) - 1) * found.nbytes
+        _record(kind, moved, moved, len(ranks) - 1)
+        by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
+        found = torch.cat([by_rank[r] for r in ranks])
+    return list(found.split(mine.numel()))
 
 
 def agree(mesh: DeviceMesh, value: object) -> list[Any]:
@@ -256,14 +270,17 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Pending:
 
     *Sends*: 2 (P-1)/P of the bytes of `x`.
     """
-    ranks = extent(mesh, axes)
-    if ranks == 1 or x.numel() == 0:
+    if x.numel() == 0:
         return Pending((), ())
-    moved = 2 * (ranks - 1) * x.nbytes // ranks
-    _record("all_reduce", moved, moved, 2 * (ranks - 1))
     buffer = torch.view_as_real(x) if x.is_complex() else x
-    work = dist.all_reduce(buffer, group=group_along(mesh, axes), async_op=True)
-    return Pending((work,) if work is not None else (), (x,))
+    works: list[dist.Work] = []
+    for group, _ in lines_along(mesh, axes):
+        for work in works:
+            work.wait()
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        works = [] if work is None else [work]
+        _record_reduce(buffer, group)
+    return Pending(works, (x,))
 
 
 def broadcast(x: Tensor, mesh: DeviceMesh, axes: Axes) -> None:
@@ -271,13 +288,12 @@ def broadcast(x: Tensor, mesh: DeviceMesh, axes: Axes) -> None:
 
     *Sends*: the bytes of `x` once a rank (tree).
     """
-    ranks = extent(mesh, axes)
-    if ranks == 1 or x.numel() == 0:
+    if x.numel() == 0:
         return
-    first = members(mesh, axes)[0]
-    mine = first == dist.get_rank()
-    _record("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
-    dist.broadcast(_as_bytes(x), first, group=group_along(mesh, axes))
+    for group, ranks in lines_along(mesh, axes):
+        mine = ranks[0] == dist.get_rank()
+        _record("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
+        dist.broadcast(_as_bytes(x), ranks[0], group=group)
 
 
 # -- adjoint pairs ----------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jigsaw.layout import Axes, Coordinate, ShardingError
 
-
 # The ranks through this one along each choice of axes: asked for by every message, and slow to ask of a mesh tensor.
+# Weak, so that neither a mesh nor a job that ended is kept alive.
 _lines: WeakKeyDictionary[DeviceMesh, dict[tuple[str, ...], tuple[int, ...]]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def init_mesh(*, device: str | None = None, timeout: float = 1800.0, **axes: int) -> DeviceMesh:
@@ -110,30 +111,47 @@ def submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     names = named(mesh, axes)
     if len(names) == 1:
         return mesh if mesh.ndim == 1 else mesh[names[0]]
-    return (mesh if len(names) == mesh.ndim else mesh[names])._flatten()
+    whole = mesh if len(names) == mesh.ndim else mesh[names]
+    return whole._flatten()  # pyright: ignore[reportPrivateUsage]
 
 
-def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """The process group along `axes`.  `torch` sorts its ranks; `members` gives the mesh's order.
+def lines_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
+    """The groups that join the ranks along `axes`, each with its ranks in mesh order (`torch` sorts those of a group).
 
-    Groups that exist are used first: torch names a new one by how many a rank has made, so a rank that makes one alone
-    no longer finds its peers.  One is made, once, only along several axes that leave out a part of the mesh.
+    One group where there can be one: an axis has the mesh's own, all axes of a mesh over the whole job have the job's,
+    and for other axes of such a mesh one is made, for all its ranks at once, when they first ask.  A mesh that leaves
+    out ranks of the job cannot make a group without them: `torch` names a group by how many each rank knows.  There the
+    axes follow each other, major to minor.
     """
-    names = tuple(name for name, size in axes_of(mesh) if name in axes and size > 1) or tuple(axes)[:1]
-    if len(names) == 1:
-        return mesh.get_group(names[0])
-    ranks = members(mesh, names)
-    world = dist.get_world_size()
-    if len(ranks) == world and dist.group.WORLD is not None:
-        return dist.group.WORLD
-    if mesh.size() == world:
-        return submesh(mesh, names).get_group()
-    groups: dict[tuple[str, ...], dist.ProcessGroup] = mesh.__dict__.setdefault("_jigsaw_groups", {})
-    if names not in groups:  # a mesh over a part of the job: only its ranks know of it
-        made = dist.new_group(list(ranks), use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        groups[names] = made
-    return groups[names]
+    sizes = dict(axes_of(mesh))
+    long = tuple(name for name in named(mesh, axes) if sizes[name] > 1)
+    if len(long) > 1 and mesh.size() == dist.get_world_size():
+        ranks = members(mesh, long)
+        return [(_world() if len(ranks) == mesh.size() else _joined(mesh, long), ranks)]
+    return [(mesh.get_group(name), members(mesh, name)) for name in long]
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A group that every rank of the mesh is in, for messages between any two: an axis' own, or the job's."""
+    long = [name for name, size in axes_of(mesh) if size > 1]
+    return mesh.get_group(long[0]) if len(long) == 1 else _world()
+
+
+def _world() -> dist.ProcessGroup:
+    if dist.group.WORLD is None:
+        raise ShardingError(
+            "the process group that the mesh was made in has ended; make a mesh in the one that runs now"
+        )
+    return dist.group.WORLD
+
+
+def _joined(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """The group along several axes of a mesh over the whole job, made on the first call and kept as long as the job."""
+    made = _groups.setdefault(_world(), {})
+    key = members(mesh, [name for name, _ in axes_of(mesh)]), axes_of(mesh), axes
+    if key not in made:
+        made[key] = submesh(mesh, axes).get_group()
+    return made[key]
 
 
 def same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:
