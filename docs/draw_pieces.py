@@ -139,11 +139,7 @@ def volume(right: Array, down: Array, rank: int | None, chunks: bool) -> tuple[A
         for axis, upper in ((0, rank % 2), (1, rank // 2)):
             low[axis], high[axis] = (0.5 - HALO / SIDE, 1.0) if upper else (0.0, 0.5 + HALO / SIDE)
     u, v = right / SIDE + 0.5, down / SIDE + 0.5
-    faces = {
-        "top": ((v - low[1]) / INWARDS[1], 1.09),
-        "right": ((u - high[0]) / INWARDS[0], 0.87),
-        "front": (0 * u, 1.0),
-    }
+    top, right_side, front = (v - low[1]) / INWARDS[1], (u - high[0]) / INWARDS[0], np.zeros_like(u)
     seen, point, light = np.zeros(u.shape, bool), np.zeros((*u.shape, 3)), np.zeros(u.shape)
     for z, shade in ((top, 1.09), (right_side, 0.87), (front, 1.0)):
         at = np.stack([u - z * INWARDS[0], v - z * INWARDS[1], z], axis=-1)
