@@ -1,0 +1,168 @@
+"""Matrix products and einsum of tiles with tiles and with plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw import comm
+from jigsaw.layout import Layout, ShardingError, whole
+from jigsaw.nn.linear import Group, linear, take_rows
+from jigsaw.pointwise import part
+from jigsaw.tile import Tile, check_mesh, implements, leave
+
+Labels = Sequence[str]
+
+
+# -- products by label ------------------------------------------------------------------------------------------------
+
+
+def contract(name: str, function: Callable[..., Tensor], operands: Sequence[Any], labels: Sequence[Labels], out: Labels) -> Any:
+    """``function`` on the local parts of `operands`, whose dims have `labels`; sums over cut labels that `out` lacks are global.
+
+    *Shapes*: every label is cut as the tiles cut it; plain tensors are whole and cut to fit.
+    *Sends*: one all-reduce of the result over the axes that cut contracted labels (it is then held alike along them); backward one
+    all-reduce of the gradient of each tile that is held alike along an axis that cuts another operand.
+    *Raises*: `ShardingError` when tiles cut a label differently, or one axis cuts two labels.
+    """
+    tiles = [t for t in operands if isinstance(t, Tile)]
+    mesh = check_mesh(tiles)
+    cuts = _cuts(name, operands, labels)
+    axes = tiles[0].layout.axes
+    work = Layout.from_dims(list(cuts.values()), axes)
+    locals_ = [_local(t, by, cuts, work, tiles[0]) for t, by in zip(operands, labels, strict=True)]
+    summed = [a for label, group in cuts.items() if label not in out for c in group for a in c.axes]
+    y = comm.total(function(*locals_), mesh, summed)
+    layout = Layout.from_dims([cuts[label] for label in out], axes)
+    return Tile(y, layout, mesh) if out else leave(y, mesh)
+
+
+def _cuts(name: str, operands: Sequence[Any], labels: Sequence[Labels]) -> dict[str, Group]:
+    """The cuts of each label; a dim of size 1 broadcasts."""
+    found: dict[str, Group] = {}
+    sizes: dict[str, int] = {}
+    for t, by in zip(operands, labels, strict=True):
+        for d, label in enumerate(by):
+            size = t.shape[d]
+            if sizes.get(label, 1) != 1 and size not in (1, sizes[label]):
+                raise RuntimeError(f"{name}: dim {label!r} has sizes {sizes[label]} and {size}")
+            sizes[label] = max(size, sizes.get(label, 1)) if size else 0
+    for t, by in zip(operands, labels, strict=True):
+        if not isinstance(t, Tile):
+            continue
+        for d, label in enumerate(by):
+            group = tuple(c.bare() for c in t.layout.dim(d))
+            if t.shape[d] == 1 and sizes[label] != 1:
+                if t.layout.is_cut(d):
+                    raise ShardingError(f"{name}: dim {d} of size 1 of a Tile {tuple(t.shape)} is cut; redistribute it so that this dim is whole")
+                continue
+            if found.setdefault(label, group) != group:
+                raise ShardingError(f"{name}: two tiles cut dim {label!r} differently, {_show(found[label], t)} and {_show(group, t)}; use tile.redistribute")
+    _check_axes(name, found)
+    return {label: found.get(label, (whole(size),)) for label, size in sizes.items()}
+
+
+def _check_axes(name: str, cuts: dict[str, Group]) -> None:
+    taken: dict[str, str] = {}
+    for label, group in cuts.items():
+        for axis in (a for c in group for a in c.axes):
+            other = taken.setdefault(axis, label)
+            if other != label:
+                raise ShardingError(
+                    f"{name}: axis {axis!r} cuts both dim {other!r} and dim {label!r} of the operands, so their products are spread over the ranks; "
+                    f"redistribute one of them (attention over cut tokens: F.scaled_dot_product_attention)"
+                )
+
+
+def _show(group: Group, tile: Tile) -> str:
+    return str(Layout(group, tile.layout.axes, (len(group),)))
+
+
+def _local(operand: Any, labels: Labels, cuts: dict[str, Group], work: Layout, first: Tile) -> Tensor:
+    if isinstance(operand, Tile):
+        alike = [a for a in work.cut_axes if a not in operand.layout.cut_axes]
+        return comm.enter(operand.owned().local, operand.mesh, alike)
+    x = part(operand, first, work)
+    for d, label in enumerate(labels):
+        if x.shape[d] != 1:
+            x = take_rows(x, d, cuts[label], work, first.coordinate)
+    return x
+
+
+# -- matmul -----------------------------------------------------------------------------------------------------------
+
+
+@implements(torch.matmul, Tensor.__matmul__, torch.mm, torch.bmm, torch.mv)
+def matmul(input: Any, other: Any) -> Any:
+    """y = a b, batched as in torch.
+
+    Where one operand is a matrix it is a `jigsaw.nn.linear.linear`; both batched, each rank multiplies what it has and a cut
+    contraction is summed (see `contract`).
+    """
+    if input.ndim == 1 and other.ndim == 1:
+        return (input * other).sum()
+    if other.ndim == 1:
+        return linear(input, other.unsqueeze(0)).squeeze(-1) if isinstance(input, Tile) else matmul(other, input.mT)
+    if input.ndim == 1:
+        return matmul(other.mT, input) if isinstance(other, Tile) else linear(input, other.mT)
+    if other.ndim == 2 and isinstance(input, Tile):
+        return linear(input, other.t())
+    if input.ndim == 2 and isinstance(other, Tile):
+        return linear(other.mT, input).mT
+    lead = max(input.ndim, other.ndim) - 2
+    batch = [f"batch {d}" for d in range(lead)]
+    labels = [[*batch[lead - (t.ndim - 2) :], *last] for t, last in ((input, "mk"), (other, "kn"))]
+    return contract("matmul", torch.matmul, (input, other), labels, [*batch, "m", "n"])
+
+
+@implements(Tensor.__rmatmul__)
+def _rmatmul(input: Any, other: Any) -> Any:
+    return matmul(other, input)
+
+
+@implements(torch.addmm, torch.baddbmm)
+def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    """y = beta input + alpha mat1 mat2; see `matmul`."""
+    product = matmul(mat1, mat2)
+    product = product * alpha if alpha != 1 else product
+    return product if beta == 0 else product + (input * beta if beta != 1 else input)
+
+
+# -- einsum -----------------------------------------------------------------------------------------------------------
+
+
+@implements(torch.einsum)
+def einsum(equation: str, *operands: Any) -> Any:
+    """The sum of products that `equation` says; see `contract`.
+
+    *Raises*: `ShardingError` for a repeated label (a diagonal) of one tile.
+    """
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(operands):
+        raise RuntimeError(f"einsum {equation!r} has {len(terms)} terms for {len(operands)} operands")
+    labels = [_expand(term, t.ndim) for term, t in zip(terms, operands, strict=True)]
+    dots = max((by for by in ([x for x in term if x.isdigit()] for term in labels)), key=len)
+    out = _with_dots(right, dots) if arrow else [*dots, *sorted(x for x in set("".join(terms)) - {"."} if "".join(terms).count(x) == 1)]
+    for term, t in zip(labels, operands, strict=True):
+        if isinstance(t, Tile) and len(set(term)) != len(term):
+            raise ShardingError(f"einsum {equation!r} takes a diagonal of a Tile of shape {tuple(t.shape)}; multiply by a mask and sum instead")
+    return contract("einsum", lambda *locals_: torch.einsum(equation, *locals_), operands, labels, out)
+
+
+def _expand(term: str, ndim: int) -> list[str]:
+    """The labels of an operand's dims; those under the dots are numbered from the right."""
+    count = ndim - len(term.replace("...", ""))
+    if count < 0 or (count and "..." not in term):
+        raise RuntimeError(f"einsum term {term!r} does not fit an operand of {ndim} dims")
+    return _with_dots(term, [str(d) for d in reversed(range(count))])
+
+
+def _with_dots(term: str, dots: Sequence[str]) -> list[str]:
+    before, there, after = term.partition("...")
+    return [*before, *(dots if there else ()), *after]
