@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 from collections.abc import Sequence
@@ -54,12 +55,19 @@ def _default_device() -> str:
 def _init_process_group(device: str, timeout: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
+    atexit.register(_leave_process_group)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=limit)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+
+
+def _leave_process_group() -> None:
+    """End gloo's threads before Python goes; left running they abort a rank that had finished."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:

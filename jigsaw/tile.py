@@ -125,6 +125,10 @@ class Tile:
         return self.local.is_cuda
 
     @property
+    def is_nested(self) -> bool:
+        return False
+
+    @property
     def is_leaf(self) -> bool:
         return self.local.is_leaf
 

@@ -1,0 +1,239 @@
+"""Attention over cut tokens: every rank keeps its queries and sees all keys and values.
+
+The keys and values of the other ranks are a halo as wide as the dim, so the planner that fetches halos fetches them,
+and its adjoint brings their gradients back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw import comm
+from jigsaw.exchange import exchange
+from jigsaw.layout import Layout, ShardingError, whole
+from jigsaw.pointwise import align, cut_whole
+from jigsaw.tile import Tile, implements, refuse
+
+Mask = Tile | Tensor | None
+
+
+def _seen_whole(x: Tile, query: Layout) -> Tensor:
+    """The local part of keys or values with all tokens, in global order, for a result cut as `query`.
+
+    *Sends*: this rank's tokens to each rank that shares its batch and heads; backward their gradients, once back.
+    """
+    dim = x.ndim - 2
+    cuts = x.layout.dim(dim)
+    axes = [a for c in cuts for a in c.axes]
+    if any(a not in query.cut_axes for a in axes):
+        # the queries are alike along these axes, and so is what they are to see
+        layout = x.layout.replace_dim(dim, *(c.uncut() for c in cuts))
+        local = x.with_layout(layout).local
+    else:
+        layout = x.layout.replace_dim(dim, *(c.holding([(0, c.size)] * c.pieces) for c in cuts))
+        local = exchange(x.local, x.layout, layout, x.mesh)
+    return comm.enter(local, x.mesh, [a for a in query.cut_axes if a not in layout.cut_axes])
+
+
+def _scores_layout(query: Tile, keys: int) -> Layout:
+    """[..., queries, keys]: the rows are cut as the queries are."""
+    return query.layout.replace_dim(query.ndim - 1, whole(keys))
+
+
+def _rows(query: Tile) -> Tensor:
+    """The global positions of this rank's queries."""
+    length = query.shape[-2]
+    anchor = Layout.from_dims([query.layout.dim(query.ndim - 2)], query.layout.axes)
+    return cut_whole(torch.arange(length, device=query.device), query, anchor)
+
+
+def _local_mask(query: Tile, keys: int, mask: Mask, is_causal: bool) -> Tensor | None:
+    if is_causal and mask is not None:
+        raise RuntimeError("scaled_dot_product_attention: attn_mask must not be set when is_causal=True")
+    if is_causal:
+        return torch.arange(keys, device=query.device) <= _rows(query)[:, None]
+    if isinstance(mask, Tile):
+        scores = _scores_layout(query, keys)
+        shape = query.local.shape[:-1] + (keys,)
+        anchor = Tile(query.local.new_empty(()).expand(shape), scores, query.mesh)
+        return align([mask, anchor])[1][0]
+    return None if mask is None else cut_whole(mask, query, _scores_layout(query, keys))
+
+
+def _check(query: Tile, key: Any, value: Any, dropout_p: float) -> None:
+    for name, x in (("key", key), ("value", value)):
+        if not isinstance(x, Tile):
+            raise refuse(
+                F.scaled_dot_product_attention,
+                query,
+                f"{name} is a plain tensor of shape {tuple(x.shape)}",
+                "make it a Tile with jigsaw.shard (uncut, if every rank has it)",
+            )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.layout.is_cut(x.ndim - 1):
+            raise refuse(
+                F.scaled_dot_product_attention,
+                x,
+                f"{name} is cut along the features of a head",
+                "cut along heads, tokens or batch instead",
+            )
+    if dropout_p:
+        raise refuse(
+            F.scaled_dot_product_attention,
+            query,
+            f"dropout_p={dropout_p} would draw another mask on every mesh",
+            "use dropout_p=0 and drop the output instead",
+        )
+
+
+@implements(F.scaled_dot_product_attention)
+def scaled_dot_product_attention(
+    query: Tile,
+    key: Tile,
+    value: Tile,
+    attn_mask: Mask = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tile:
+    """y = softmax(q k^T scale + mask) v, exact over tokens that are cut by one axis or several.
+
+    *Shapes*: q [..., L, E], k [..., S, E], v [..., S, Ev], y [..., L, Ev]; L and S may be cut (flattened lat x lon
+    tokens too), heads and batch as well. Per rank y has its own queries' rows. A plain mask is whole, [..., L, S].
+    *Sends*: forward its own keys and values to each rank that shares batch and heads; backward the same, reversed. A
+    rank holds all S keys and values of its batch and heads meanwhile, and scores as torch's own kernel does.
+    *Raises*: `ShardingError` for features of a head that are cut, plain keys or values, or dropout.
+    """
+    if not isinstance(query, Tile):
+        tile = next(t for t in (key, value) if isinstance(t, Tile))
+        raise refuse(
+            F.scaled_dot_product_attention, tile, "query is a plain tensor", "make it a Tile with jigsaw.shard"
+        )
+    query = query.owned()
+    _check(query, key, value, dropout_p)
+    mask = _local_mask(query, key.shape[-2], attn_mask, is_causal)
+    k, v = (_seen_whole(x.owned(), query.layout) for x in (key, value))
+    out = F.scaled_dot_product_attention(query.local, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+    return Tile(out, query.layout.replace_dim(query.ndim - 1, whole(value.shape[-1])), query.mesh)
+
+
+def attention_weights(query: Tile, key: Tile, attn_mask: Mask = None, scale: float | None = None) -> Tile:
+    """softmax(q k^T scale + mask): [..., L, S], rows cut as the queries, columns whole. *Sends*: as the keys of
+    attention.
+    """
+    query = query.owned()
+    _check(query, key, key, 0.0)
+    scores = query.local @ _seen_whole(key.owned(), query.layout).mT
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    mask = _local_mask(query, key.shape[-2], attn_mask, False)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return Tile(scores.softmax(-1), _scores_layout(query, key.shape[-2]), query.mesh)
+
+
+# -- nn.MultiheadAttention --------------------------------------------------------------------------------------------
+
+
+def _heads(x: Tile, heads: int) -> Tile:
+    """[tokens, batch, features] -> [batch, heads, tokens, features of a head]."""
+    return x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3)
+
+
+def _joint_mask(mask: Any, padding: Any, heads: int, like: Tile, *, keep: bool) -> Any:
+    """torch's masks (True or -inf: may not attend) as one additive or boolean mask of scaled_dot_product_attention."""
+    if mask is not None and mask.ndim == 3:
+        mask = mask.unflatten(0, (-1, heads))
+    if padding is None:
+        return None if mask is None else ~mask if mask.dtype == torch.bool and keep else mask
+    columns = padding[..., None, None, :] if padding.ndim == 2 else padding[None, None, None, :]
+    return _additive(columns, like) if mask is None else _additive(mask, like) + _additive(columns, like)
+
+
+def _additive(mask: Any, like: Tile) -> Any:
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf) if mask.dtype == torch.bool else mask
+
+
+@implements(F.multi_head_attention_forward)
+def multi_head_attention_forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Any, Any]:
+    """What `nn.MultiheadAttention` calls: projections, attention over cut tokens, output projection.
+
+    *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut.
+    *Sends*: as `scaled_dot_product_attention`.
+    *Raises*: `ShardingError` for bias_k, bias_v, add_zero_attn, static_k, static_v and dropout in training.
+    """
+    if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
+        raise ShardingError(
+            "MultiheadAttention on tiles has no add_bias_kv, add_zero_attn, static_k or static_v: "
+            "they append a token to cut ones; append it to the input before it is cut"
+        )
+    if query.ndim == 2:
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        out, weights = multi_head_attention_forward(
+            query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v,
+            add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask, need_weights,
+            attn_mask, use_separate_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, static_k,
+            static_v, average_attn_weights, is_causal,
+        )  # fmt: skip
+        return out.squeeze(1), None if weights is None else weights.squeeze(0)
+    if query.shape[-1] != embed_dim_to_check:
+        raise ShardingError(f"MultiheadAttention was made for {embed_dim_to_check} features, not {query.shape[-1]}")
+    if in_proj_weight is None:
+        projections: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+    else:
+        projections = in_proj_weight.chunk(3)
+    biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    q, k, v = (
+        _heads(F.linear(x, w, b), num_heads) for x, w, b in zip((query, key, value), projections, biases, strict=True)
+    )
+    rate = dropout_p if training else 0.0
+    weights = None
+    if need_weights:
+        mask = _joint_mask(attn_mask, key_padding_mask, num_heads, q, keep=True)
+        weights = attention_weights(q, k, mask)
+        mixed = _mix(F.dropout(weights, rate, training), v)
+    else:
+        # torch passes is_causal as a hint beside the mask that it describes
+        hint = is_causal and attn_mask is not None and key_padding_mask is None
+        mask = None if hint else _joint_mask(attn_mask, key_padding_mask, num_heads, q, keep=True)
+        mixed = scaled_dot_product_attention(q, k, v, mask, rate, is_causal=hint)
+    out = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+    if weights is not None and average_attn_weights:
+        weights = weights.mean(1)
+    return out, weights
+
+
+def _mix(weights: Tile, value: Tile) -> Tile:
+    out = weights.local @ _seen_whole(value.owned(), weights.layout)
+    return Tile(out, weights.layout.replace_dim(weights.ndim - 1, whole(value.shape[-1])), weights.mesh)
