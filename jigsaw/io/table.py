@@ -174,6 +174,10 @@ def open_store(url: Any) -> Store:
     """
     if isinstance(url, Store):
         return url
+    if type(url).__module__.partition(".")[0] == "xarray" and hasattr(url, "variables"):
+        from jigsaw.io._xarray import open_xarray
+
+        return open_xarray(url)
     try:
         from jigsaw.io._zarr import open_zarr
     except ImportError as e:
