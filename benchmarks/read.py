@@ -2,13 +2,13 @@
 
     python benchmarks/read.py --ranks 4 --mesh lat=2,lon=2 --store wb2 --engine jigsaw
 
-Every engine gives every rank the same tile of two consecutive steps of four variables (432 MB over the globe), which the
-checksum shows.  The stores hold the same bits in other chunks: `wb2` the whole globe and all levels of a step,
-like WeatherBench2; `level` a level of the globe; `tiles` 91 x 180 rows of all levels; `shard` such tiles of one level inside
+Every engine gives every rank the same tile of two consecutive steps of four variables (432 MB over the globe), which
+the checksum shows.  The stores hold the same bits in other chunks: `wb2` the whole globe and all levels of a step, like
+WeatherBench2; `level` a level of the globe; `tiles` 91 x 180 rows of all levels; `shard` such tiles of one level inside
 a shard a step.  Interpreters, imports, opening and one read that warms the page cache come first and are not counted;
 then `--repeat` reads are.  `wall_s` and `cpu_s` (user and system, all threads of all ranks) are means of one read;
-`peak_rss_bytes` is that of the largest rank, shared memory that it touched included.  Bytes are sums over the ranks, and `amplification` is what they
-decode over the needed chunks decoded once.
+`peak_rss_bytes` is that of the largest rank, shared memory that it touched included.  Bytes are sums over the ranks,
+and `amplification` is what they decode over the needed chunks decoded once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHUNKS = {
 }
 
 
-# -- data -------------------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------------------------
 
 
 def field(rng: np.random.Generator, rows: tuple[int, int], mean: float) -> np.ndarray:
@@ -75,10 +75,11 @@ def make_store(path: Path, layout: str, small: bool) -> None:
     more: dict[str, Any] = {"compressors": Blosc("lz4", 5, Blosc.SHUFFLE)}  # zarr v2's default, WeatherBench2's
     if layout == "shard":
         tile = tuple(-(-n // c) * c for n, c in zip(rows, chunks[2:], strict=True))
-        more = {"compressors": zarr.codecs.BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"), "shards": (1, 13, *tile)}
+        blosc = zarr.codecs.BloscCodec(cname="lz4", clevel=5, shuffle="shuffle")
+        more = {"compressors": blosc, "shards": (1, 13, *tile)}
     for n, (name, mean) in enumerate(VARIABLES.items()):
         shape = (STEPS, LEVELS, *rows)
-        made = _array(group, name, shape, chunks, "f4", ("time", "level", "latitude", "longitude"), **more)
+        made = _array(group, name, shape, chunks, "f4", ("time", "level", "latitude", "longitude"), {}, **more)
         rng = np.random.default_rng(n)
         for t in range(STEPS):
             made[t] = np.stack([field(rng, rows, mean) for _ in range(LEVELS)])
@@ -93,25 +94,27 @@ def make_store(path: Path, layout: str, small: bool) -> None:
     half.rename(path)
 
 
-def _array(group: Any, name: str, shape: Any, chunks: Any, dtype: Any, dims: Any, attributes: Any = None, **more: Any) -> Any:
-    attributes = dict(attributes or {})
+def _array(group: Any, name: str, shape: Any, chunks: Any, dtype: Any, dims: Any, attrs: Any, **more: Any) -> Any:
+    """An array without a fill value, so that nobody looks for missing data."""
     if group.metadata.zarr_format == 2:
-        attributes["_ARRAY_DIMENSIONS"] = list(dims)
+        more |= {"attributes": {**attrs, "_ARRAY_DIMENSIONS": list(dims)}, "fill_value": None}
     else:
-        more["dimension_names"] = dims
-    # no fill value, so that nobody looks for missing data
-    fill = {"fill_value": None if group.metadata.zarr_format == 2 else 0}
-    return group.create_array(name, shape=shape, chunks=chunks, dtype=dtype, attributes=attributes, **fill, **more)
+        more |= {"attributes": attrs, "dimension_names": dims, "fill_value": 0}
+    return group.create_array(name, shape=shape, chunks=chunks, dtype=dtype, **more)
 
 
-# -- engines: each makes a function that reads this rank's tile [T, C, lat, lon] ------------------------------------------
+# -- engines: each makes a function that reads this rank's tile [T, C, lat, lon] -------------------------------------
 
 
 def jigsaw_reader(path: str, mesh: Any, mode: str) -> tuple[Callable[[], np.ndarray], Any]:
     import jigsaw
 
     ds = jigsaw.io.open(path, mesh=mesh, fields=list(VARIABLES), inputs=[0, 1], mode=mode)
-    return lambda: ds[0].input.local.numpy(), ds.plan(0)
+
+    def read() -> np.ndarray:
+        return ds[0].input.local.numpy()
+
+    return read, ds.plan(0)
 
 
 def tile_of(mesh: Any, rows: tuple[int, int]) -> tuple[slice, slice]:
@@ -169,7 +172,7 @@ def bytes_of(plan: Any, total: Any) -> dict[str, Any]:
     return {**sizes, "amplification": round(total.decoded_bytes / plan.union_bytes, 4)}
 
 
-# -- one case on its ranks --------------------------------------------------------------------------------------------------
+# -- one case on its ranks -------------------------------------------------------------------------------------------
 
 
 def on_rank(rank: int, ranks: int, folder: str, case: dict[str, Any]) -> None:
@@ -181,7 +184,17 @@ def on_rank(rank: int, ranks: int, folder: str, case: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
-    mesh = jigsaw.init_mesh(device="cpu", **case["mesh"])
+    result = run_case(case, jigsaw.init_mesh(device="cpu", **case["mesh"]))
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_case(case: dict[str, Any], mesh: Any) -> dict[str, Any]:
+    """Read on every rank of the mesh; the result, on each of them."""
+    import torch.distributed as dist
+
     read, sizes = reader(case["engine"], case["path"], mesh, ROWS[case["small"]])
     check = zlib.crc32(np.ascontiguousarray(read()))
     wall = cpu = 0.0
@@ -191,17 +204,13 @@ def on_rank(rank: int, ranks: int, folder: str, case: dict[str, Any]) -> None:
         tile = read()
         wall, cpu = wall + time.perf_counter() - since, cpu + cpu_seconds() - used
         del tile
-    # sums over sixteenths would differ by machine, so ranks hand in their own
-    found: list[Any] = [None] * ranks
+    found: list[Any] = [None] * mesh.size()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     dist.all_gather_object(found, (wall / case["repeat"], cpu / case["repeat"], peak, check))
-    if rank == 0:
-        walls, cpus, peaks, checks = zip(*found, strict=True)
-        result = {"wall_s": round(max(walls), 4), "cpu_s": round(sum(cpus), 4), **sizes}
-        result |= {"peak_rss_bytes": max(peaks), "checksum": f"{zlib.crc32(repr(checks).encode()):08x}"}
-        Path(folder, "result").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    walls, cpus, peaks, checks = zip(*found, strict=True)
+    result = {"engine": case["engine"], "store": case["store"], "ranks": mesh.size(), "mesh": case["mesh"]}
+    result |= {"wall_s": round(max(walls), 4), "cpu_s": round(sum(cpus), 4), **sizes}
+    return result | {"peak_rss_bytes": max(peaks), "checksum": f"{zlib.crc32(repr(checks).encode()):08x}"}
 
 
 def cpu_seconds() -> float:
@@ -209,19 +218,18 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measure(engine: str, store: str, path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    case = {"engine": engine, "path": str(path), "mesh": args.mesh, "repeat": args.repeat, "small": args.small}
+def measure(case: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """One case on processes of its own."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [spawn.Process(target=on_rank, args=(r, args.ranks, folder, case)) for r in range(args.ranks)]
-        for process in ranks:
+        processes = [spawn.Process(target=on_rank, args=(rank, ranks, folder, case)) for rank in range(ranks)]
+        for process in processes:
             process.start()
-        for process in ranks:
+        for process in processes:
             process.join()
-        if any(process.exitcode for process in ranks):
-            sys.exit(f"{engine} on {store}: ranks ended with {[process.exitcode for process in ranks]}")
-        result = json.loads(Path(folder, "result").read_text())
-    return {"engine": engine, "store": store, "ranks": args.ranks, "mesh": args.mesh, **result}
+        if any(process.exitcode for process in processes):
+            sys.exit(f"{case['engine']} on {case['store']}: exit codes {[process.exitcode for process in processes]}")
+        return json.loads(Path(folder, "result").read_text())
 
 
 def axes(text: str) -> dict[str, int]:
@@ -247,7 +255,8 @@ def main() -> None:
         if not path.exists():
             make_store(path, store, args.small)
         for engine in ENGINES if args.engine == "all" else [args.engine]:
-            print(json.dumps(measure(engine, store, path, args)), flush=True)
+            case = {"engine": engine, "store": store, "path": str(path), "mesh": args.mesh}
+            print(json.dumps(measure(case | {"repeat": args.repeat, "small": args.small}, args.ranks)), flush=True)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,12 @@ class Arena:
         """Whether the chunk of that ticket lies in the slot."""
         return self._words[self._slot(slot)] == ticket
 
+    def any_published(self, pairs: Sequence[tuple[int, int]]) -> Callable[[], bool]:
+        """A quick question, for polling: whether any of these (slot, ticket) is published."""
+        words, wanted = self._words, [(self._slot(slot), each) for slot, each in pairs]
+
+        return lambda: any(words[at] == each for at, each in wanted)
+
     def publish(self, slot: int, ticket: int) -> None:
         """Show the slot's chunk to everybody."""
         self._words[self._slot(slot)] = ticket
@@ -165,7 +171,7 @@ class Arena:
                 slept = 0.0
             time.sleep(pause)
             slept += pause
-            pause = min(2 * pause, 1e-3)
+            pause = min(1.5 * pause, 2e-3)
 
     def _look_around(self, read: int, word: int, since: float) -> None:
         if word == _FINISHED:

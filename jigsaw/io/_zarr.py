@@ -21,8 +21,9 @@ from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore
 
 from jigsaw.io._codecs import BadChunkError, Bytes, Decoder, ShortChunkError, decoder_of_v2, decoder_of_v3, without_crc
+from jigsaw.io._memory import fresh
 from jigsaw.io.errors import CorruptChunkError, UnsupportedStoreError
-from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
+from jigsaw.io.table import ArrayTable, ChunkRef, Index, Room, Store
 
 _MISSING = 2**64 - 1
 _SHARDS_KEPT = 128
@@ -176,8 +177,8 @@ class Objects:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def read(self, index: Index, room: Bytes | None) -> Bytes | None:
-        """The stored bytes, in `room` when they fit it exactly; None for a missing chunk."""
+    def read(self, index: Index, room: Room) -> Bytes | None:
+        """The stored bytes, in memory that `room` gives; None for a missing chunk."""
         try:
             fd = os.open(self.path(index), os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -194,7 +195,7 @@ class Remote(Objects):
     def locate(self, index: Index) -> ChunkRef | None:
         return ChunkRef(self.path(index), 0, 0)
 
-    def read(self, index: Index, room: Bytes | None) -> Bytes | None:
+    def read(self, index: Index, room: Room) -> Bytes | None:
         raise BadChunkError("it is not a local file")
 
 
@@ -206,7 +207,7 @@ class _Shard:
         size = os.fstat(self.fd).st_size
         if size < index_bytes:
             raise ShortChunkError(f"the shard has {size} bytes and its index alone {index_bytes}")
-        raw = read_range(self.fd, size - index_bytes if at_end else 0, index_bytes, None)
+        raw = read_range(self.fd, size - index_bytes if at_end else 0, index_bytes, fresh)
         if checked:
             raw = without_crc(raw)
         self.index = raw.view("<u8").reshape(-1, 2).tolist()
@@ -261,7 +262,7 @@ class Shards:
         found = self._find(index)
         return None if found is None else ChunkRef(self.path(index), found[1], found[2])
 
-    def read(self, index: Index, room: Bytes | None) -> Bytes | None:
+    def read(self, index: Index, room: Room) -> Bytes | None:
         found = self._find(index)
         return None if found is None else read_range(found[0].fd, found[1], found[2], room)
 
@@ -269,14 +270,14 @@ class Shards:
 Places = Objects | Shards
 
 
-def read_range(fd: int, offset: int, length: int, room: Bytes | None) -> Bytes:
-    """`length` bytes at `offset`, in `room` when they fit it exactly.
+def read_range(fd: int, offset: int, length: int, room: Room) -> Bytes:
+    """`length` bytes at `offset`, in memory that `room` gives.
 
     Raises: `ShortChunkError` when the file ends before.
     """
     if length > (size := os.fstat(fd).st_size):  # before allocating what a damaged index claims
         raise ShortChunkError(f"it should have {length} bytes at {offset} and the file has {size}")
-    raw = room if room is not None and room.size == length else np.empty(length, np.uint8)
+    raw = room(length)
     view, done = raw.data, 0
     while done < length:
         got = os.preadv(fd, [view[done:]], offset + done)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io._arena import SLOTS, attach, error_of, ticket
+from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
 from jigsaw.io._scatter import FoundNaNError, Placing, pack, packed_box
 from jigsaw.io.errors import NaNError, PeerError
@@ -51,10 +52,11 @@ class Engine:
         self.store = store
         self.peers = mesh if isinstance(mesh, Peers) else meet(mesh, apart, timeout=timeout)
         self.arena = attach(self.peers, timeout)
+        self.memory = Memory()
         self.budget, self.stats, self.reads = budget, Row(), 0
         self.threads = threads or _fair_share(len(self.peers.neighbours))
         self._busy, self._counting = threading.Lock(), threading.Lock()
-        self._scratch = threading.local()
+        self.scratch = Scratch()
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
 
     def read(self, plan: ReadPlan, out: Array | None = None) -> Array:
@@ -76,13 +78,6 @@ class Engine:
         if self.arena is not None:
             self.arena.close()
         self.peers.close()
-
-    def room(self, size: int) -> Bytes:
-        """Scratch memory of this thread."""
-        found = getattr(self._scratch, "room", None)
-        if found is None or found.size < size:
-            found = self._scratch.room = np.empty(size, np.uint8)
-        return found[:size]
 
     def count(self, **more: int) -> None:
         """Add to the counters."""
@@ -106,6 +101,7 @@ class _Reading:
         self.arena, self.peers, self.me = engine.arena, engine.peers, engine.peers.me
         self._stop = threading.Event()
         self._taking = threading.Lock()
+        self._failure: BaseException | None = None
         self._parcels: dict[tuple[int, int], list[Bytes]] = {}
 
     # -- the whole ---------------------------------------------------------------------------------------------------
@@ -157,7 +153,7 @@ class _Reading:
             self.arena.start(self.number, plan.digest, size, self.slots if self.through else 0)
         coord = list(request.layout.coords())[self.me]
         shape, dtype = request.layout.local_shape(coord), np.dtype(request.dtype)
-        self.out = np.empty(shape, dtype) if out is None else out
+        self.out = self.engine.memory.empty(shape, dtype) if out is None else out
         if self.out.shape != shape or self.out.dtype != dtype:
             raise ValueError(f"out is {self.out.dtype}{list(self.out.shape)}, this rank reads {dtype}{list(shape)}")
         channels = request.layout.held(coord)[1]
@@ -170,21 +166,21 @@ class _Reading:
             for job in self.plan.shared:
                 if job.owner == NOBODY and self.me in job.readers:
                     self.take(job, None)
-            self._take_published(workers)
+            self._take_published()
             while wait(workers, 0.01).not_done:
-                self._check(workers)
-            self._check(workers)
+                self._went_wrong()
+            self._went_wrong()
         finally:
             self._stop.set()
             wait(workers)
 
-    def _check(self, workers: list[Future[None]]) -> None:
-        """Raise what a loading thread, or another rank, failed with."""
-        for each in workers:
-            if each.done():
-                each.result()
+    def _went_wrong(self) -> bool:
+        """False; or raises what a loading thread, or another rank, failed with."""
+        if self._failure is not None:
+            raise self._failure
         if self.arena is not None:
             self.arena.check(self.number)
+        return False
 
     # -- loading: in the pool's threads ------------------------------------------------------------------------------
 
@@ -197,12 +193,18 @@ class _Reading:
             yield lambda job=job: self._load_private(job)
 
     def _work(self, todo: Iterator[Callable[[], None]]) -> None:
-        while not self._stop.is_set():
-            with self._taking:
-                step = next(todo, None)
-            if step is None:
-                return
-            step()
+        try:
+            while not self._stop.is_set():
+                with self._taking:
+                    step = next(todo, None)
+                if step is None:
+                    return
+                step()
+        except _StoppedError:
+            return
+        except BaseException as e:
+            self._failure = self._failure or e
+            self._stop.set()
 
     def _load_shared(self, at: int, number: int, job: Job) -> None:
         """Load a chunk into its slot once the one before has been taken from it, and show it."""
@@ -246,7 +248,7 @@ class _Reading:
     def _load_private(self, job: Job) -> None:
         """Load a chunk that this rank alone reads, and take what it needs of it."""
         table = self.plan.tables[job.array]
-        room = self.engine.room(table.chunk_bytes)
+        room = self.engine.scratch(table.chunk_bytes)
         loaded = table.load(job.chunk, room)
         self._count_load(job, loaded)
         self.take(job, None if loaded.stored is None else table.view(room))
@@ -258,30 +260,24 @@ class _Reading:
 
     # -- taking: in the calling thread -------------------------------------------------------------------------------
 
-    def _take_published(self, workers: list[Future[None]]) -> None:
+    def _take_published(self) -> None:
         """Take this rank's boxes out of the slots, whichever is shown first."""
         if self.arena is None:
             return
-        arena = self.arena
+        arena, slots = self.arena, self.slots
         pending = [(at, number, job) for at, (number, job) in enumerate(self.through) if self.me in job.readers]
-
-        def shown() -> list[tuple[int, int, Job]]:
-            # a slot's next job is shown only after this one was taken, so looking at one job a slot suffices
-            window = pending[: self.slots]
-            return [p for p in window if arena.is_published(p[0] % self.slots, ticket(self.number, p[1]))]
-
-        def ready() -> bool:
-            self._check(workers)
-            return bool(shown())
-
         while pending:
-            arena.wait(ready, self.number)
+            # a slot's next job is shown only after this one was taken, so looking at one job a slot suffices
+            window = [(at, ticket(self.number, number), job) for at, number, job in pending[:slots]]
+            shown = arena.any_published([(at % slots, mark) for at, mark, _ in window])
+            arena.wait(lambda shown=shown: self._went_wrong() or shown(), self.number)
             arena.check_digests(self.number)
-            for at, number, job in shown():
-                table = self.plan.tables[job.array]
-                self.take(job, table.view(arena.memory(at % self.slots, table.chunk_bytes)))
-                arena.release(at % self.slots, ticket(self.number, number))
-                pending.remove((at, number, job))
+            for at, mark, job in window:
+                if arena.is_published(at % slots, mark):
+                    table = self.plan.tables[job.array]
+                    self.take(job, table.view(arena.memory(at % slots, table.chunk_bytes)))
+                    arena.release(at % slots, mark)
+                    pending = [p for p in pending if p[0] != at]
 
     def take(self, job: Job, chunk: Array | None) -> None:
         """This rank's boxes of a chunk, or of a missing one when it is None."""

@@ -12,12 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io._codecs import BadChunkError, Bytes, Decoder, ShortChunkError
+from jigsaw.io._memory import Scratch
 from jigsaw.io.errors import CorruptChunkError, ReadError, TruncatedError, UnsupportedStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Index = tuple[int, ...]
+Room = Callable[[int], Bytes]
+"""Gives memory for so many bytes."""
+
+
+scratch = Scratch()
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Places(Protocol):
 
     def locate(self, index: Index) -> ChunkRef | None: ...
 
-    def read(self, index: Index, room: Bytes | None) -> Bytes | None: ...
+    def read(self, index: Index, room: Room) -> Bytes | None: ...
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,8 @@ class ArrayTable:
         if self.decoder is None:
             return self._load_slowly(index, out)
         try:
-            raw = self.places.read(index, out if self.decoder.is_plain else None)
+            plain = self.decoder.is_plain
+            raw = self.places.read(index, lambda size: out if plain and size == out.size else scratch(size))
             if raw is None:
                 return Loaded(None, False)
             if raw is not out:

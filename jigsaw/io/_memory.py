@@ -1,0 +1,65 @@
+"""Memory for samples, used again once nobody holds the sample that lay in it.
+
+Fresh memory costs as much as the copy into it: the kernel clears every page first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Scratch(threading.local):
+    """Memory of each thread that the next call overwrites."""
+
+    def __init__(self) -> None:
+        self._room = fresh(0)
+
+    def __call__(self, size: int) -> NDArray[np.uint8]:
+        if self._room.size < size:
+            self._room = fresh(size)
+        return self._room[:size]
+
+
+def fresh(size: int) -> NDArray[np.uint8]:
+    """Uninitialised memory of its own."""
+    return np.empty(size, np.uint8)
+
+
+class _Lease:
+    """What an array's memory belongs to; numpy and torch views keep it, and its end gives the memory back."""
+
+    def __init__(self, memory: NDArray[np.uint8], home: deque[NDArray[np.uint8]]) -> None:
+        self.__array_interface__ = memory.__array_interface__
+        self._memory, self._home = memory, home
+
+    def __del__(self) -> None:
+        self._home.append(self._memory)
+
+
+class Memory:
+    """Uninitialised arrays whose memory is used again; at most `kept` pieces lie idle."""
+
+    def __init__(self, kept: int = 4) -> None:
+        self._idle: deque[NDArray[np.uint8]] = deque(maxlen=kept)
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array of any contents; its memory returns when the last view of it is gone."""
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if size == 0:
+            return np.empty(shape, dtype)
+        return np.asarray(_Lease(self._find(size), self._idle)).view(dtype).reshape(shape)
+
+    def _find(self, size: int) -> NDArray[np.uint8]:
+        while True:
+            try:
+                memory = self._idle.popleft()
+            except IndexError:
+                return fresh(size)
+            if memory.size == size:
+                return memory  # others were for samples of another size
