@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
 from jigsaw.channel import cut_channels
-from jigsaw.gradients import Reducer, local_of, mark
+from jigsaw.gradients import Reducer, axes_without, local_of, mark
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of
 from jigsaw.sharding import shard_weights as cut_weights
 from jigsaw.sharding import units_of
 
@@ -114,13 +113,12 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Fill parameters and buffers with those of the first rank."""
-    axes = [name for name, _ in axes_of(mesh)]
+    """Fill parameters and buffers with those of the first rank; what is cut, of the first that has the part."""
     for x in (*model.parameters(), *model.buffers()):
         if x.device.type != "meta":
             local = local_of(x)
             whole = local.contiguous()
-            comm.broadcast(whole, mesh, axes)
+            comm.broadcast(whole, mesh, axes_without(x, mesh))
             if whole is not local:
                 local.copy_(whole)
 
