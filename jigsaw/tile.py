@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.exchange import redistribute
 from jigsaw.layout import Coordinate, Layout, ShardingError, Spec, Split
-from jigsaw.mesh import axes_of, coordinate, same_mesh
+from jigsaw.mesh import axes_of, coordinate, members, same_mesh
 
 Handler = Callable[..., Any]
 H = TypeVar("H", bound=Handler)
@@ -317,15 +317,14 @@ def shard(
 
     *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus
     `halo` rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.
-    *Sends*: nothing but one agreement on shape and dtype; backward, one exchange when `x` requires grad, so that its
+    *Sends*: nothing but one agreement on the arguments; backward, one exchange when `x` requires grad, so that its
     gradient is whole on every rank.
-    *Raises*: `ShardingError` for a spec that does not fit, or ranks that pass different shapes or dtypes.
+    *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes or other
+    arguments differ.
 
     A leaf that does not require grad is copied, so that the whole tensor can be freed.
     """
-    _agree_alike(
-        mesh, (tuple(x.shape), str(x.dtype)), "shard(x) needs the same x on every rank, but shapes and dtypes differ"
-    )
+    _agree("shard", mesh, x, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic)
     layout = Layout.of(x.shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
     uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
     local = redistribute(x, uncut, layout, mesh)
@@ -345,26 +344,32 @@ def from_local(
     """The tile whose local part this rank has already; `shape` is the global one.
 
     *Sends*: one agreement: every rank learns whether all parts fit.
-    *Raises*: `ShardingError` on every rank when one rank's part does not have the shape that the layout gives it.
+    *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, or
+    ranks pass different arguments.
     """
+    parts = _agree(
+        "from_local", mesh, local, shape=shape, spec=spec, split=split, align=align, halo=halo, periodic=periodic
+    )
     layout = Layout.of(shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
-    found = comm.agree(mesh, (tuple(local.shape), str(local.dtype), tuple(shape), layout.spec))
-    for coord, (part, dtype, whole, named) in zip(layout.coords(), found, strict=True):
-        if (dtype, whole, named) != (found[0][1], found[0][2], found[0][3]):
-            raise ShardingError(
-                f"from_local: rank at {coord} passed {dtype}, shape {whole}, spec {named}; the first rank "
-                f"{found[0][1:]}: they must agree"
-            )
+    for coord, part in zip(layout.coords(), parts, strict=True):
         if part != layout.local_shape(coord):
             raise ShardingError(
                 f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it "
-                f"{layout.local_shape(coord)}; "
-                f"pass that part, or the split= that cuts it so"
+                f"{layout.local_shape(coord)}; pass that part, or the split= that cuts it so"
             )
     return Tile(local, layout, mesh)
 
 
-def _agree_alike(mesh: DeviceMesh, value: object, rule: str) -> None:
-    found = comm.agree(mesh, value)
-    if any(f != found[0] for f in found):
-        raise ShardingError(f"{rule}: {found}")
+def _agree(what: str, mesh: DeviceMesh, x: Tensor, **arguments: object) -> list[tuple[int, ...]]:
+    """The shapes of all ranks' tensors, in mesh order, once everything else that they pass is known to be the same."""
+    alike = {"mesh": (axes_of(mesh), members(mesh, [n for n, _ in axes_of(mesh)])), "dtype": x.dtype, **arguments}
+    mine = {name: repr(value) for name, value in alike.items()} | {"requires_grad": repr(x.requires_grad)}
+    found = comm.agree(mesh, (mine, tuple(x.shape)))
+    for at, (theirs, _) in enumerate(found):
+        for name, value in theirs.items():
+            if value != found[0][0][name]:
+                raise ShardingError(
+                    f"{what}: the ranks must agree on {name}, but at place {at} of the mesh it is {value}, "
+                    f"at place 0 {found[0][0][name]}"
+                )
+    return [shape for _, shape in found]
