@@ -116,11 +116,8 @@ def label_tiles(ax: Any, lats: Array, lons: Array, cuts: Mapping[str, Sequence[i
 def loss_curves(ax: Any, curves: Mapping[str, Sequence[float]]) -> None:
     """Every mesh's loss, the first as a broad band under the others."""
     for k, (name, losses) in enumerate(curves.items()):
-        style = (
-            {"lw": 6.0, "alpha": 0.35}
-            if k == 0 and len(curves) > 1
-            else {"lw": 1.4, "ls": (3 * (k - 1), (9, 3 * (k - 1)))}
-        )
+        shift = 3 * max(k - 1, 0)  # dashes that leave the curves below visible
+        style = {"lw": 6.0, "alpha": 0.35} if k == 0 and len(curves) > 1 else {"lw": 1.4, "ls": (shift, (9, shift))}
         ax.plot(range(1, len(losses) + 1), losses, color=PALETTE[k % 4], label=name, **style)
     ax.set(xlabel="step", ylabel="loss", xlim=(0, None))
     ax.legend(loc="upper right", framealpha=0.85, edgecolor="none")
