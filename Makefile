@@ -27,7 +27,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[all,dev]"
 	@touch $@
 
-weather: setup ## train the weather example on 4 ranks of this machine (RANKS=2 for two)
+weather: setup ## train the weather example on one rank, then on 4 of this machine (RANKS=2 for two)
+	$(BIN)/python examples/weather/train.py
 	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/weather/train.py
 
 weather-025: setup ## one training step on generated 0.25 degree data, with the bytes read and the memory of each rank
