@@ -1,0 +1,107 @@
+"""Named meshes: made, asked for coordinates and ranks, and refused with words."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.layout import ShardingError
+from jigsaw.mesh import (
+    axes_of,
+    coordinate,
+    group_of,
+    init_mesh,
+    lines_along,
+    members,
+    named,
+    rank_at,
+    same_mesh,
+    submesh,
+)
+from jigsaw.testing import on_ranks, world_mesh
+
+
+@on_ranks(4)
+def test_init_mesh_is_a_named_device_mesh():
+    mesh = init_mesh(data=1, lat=2, lon=2)
+    assert isinstance(mesh, DeviceMesh)
+    assert axes_of(mesh) == (("data", 1), ("lat", 2), ("lon", 2))
+    assert coordinate(mesh) == (0, *divmod(dist.get_rank(), 2))
+    assert mesh.device_type == "cpu"
+
+
+@on_ranks(2)
+def test_a_mesh_that_does_not_fit_the_ranks():
+    with pytest.raises(ShardingError, match=r"init_mesh\(lat=3\) has 3 places but there are 2 ranks; start that many"):
+        init_mesh(lat=3)
+    for axes in ({}, {"lat": 0}, {"lat": -2, "lon": -1}):
+        with pytest.raises(ShardingError, match=r"needs at least one axis, each of size >= 1"):
+            init_mesh(**axes)
+
+
+@on_ranks(2)
+def test_a_mesh_without_names():
+    with pytest.raises(ShardingError, match=r"mesh of shape \(2,\) has no axis names; make it with jigsaw.init_mesh"):
+        axes_of(DeviceMesh("cpu", [0, 1]))
+
+
+@on_ranks(4)
+def test_ranks_along_axes_come_in_mesh_order():
+    mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("lat", "lon"))
+    lat, lon = coordinate(mesh)
+    assert [rank_at(mesh, i) for i in range(4)] == [3, 1, 0, 2]
+    assert members(mesh, "lon") == ((3, 1), (0, 2))[lat]
+    assert members(mesh, ["lat", "absent"]) == ((3, 0), (1, 2))[lon]
+    assert members(mesh, ["lon", "lat"]) == (3, 1, 0, 2)
+    assert members(mesh, ()) == (dist.get_rank(),)
+    assert named(mesh, ["lon", "lat", "absent"]) == ("lat", "lon")
+    assert named(mesh, "lat_lon") == ()
+
+
+@on_ranks(4)
+def test_groups_that_exist_are_used():
+    mesh = world_mesh(data=1, lat=2, lon=2)
+    before = dist.distributed_c10d.get_pg_count()
+    ((along_lat, _),) = lines_along(mesh, ["data", "lat"])
+    assert along_lat is mesh.get_group("lat")
+    ((along_both, ranks),) = lines_along(mesh, ["lon", "lat"])
+    assert along_both is group_of(mesh) is dist.group.WORLD
+    assert ranks == (0, 1, 2, 3)
+    assert lines_along(mesh, "data") == []
+    assert dist.distributed_c10d.get_pg_count() == before
+
+
+@on_ranks(4)
+def test_same_mesh_compares_ranks_and_names():
+    names = ("lat", "lon")
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
+    assert same_mesh(mesh, mesh)
+    assert same_mesh(mesh, world_mesh(lat=2, lon=2))
+    assert same_mesh(mesh, world_mesh(data=1, lat=2, lon=2)["lat", "lon"])
+    for ranks, other in (([[0, 2], [1, 3]], names), ([[0, 1], [2, 3]], ("lon", "lat")), ([[0, 1, 2, 3]], names)):
+        assert not same_mesh(mesh, DeviceMesh("cpu", ranks, mesh_dim_names=other))
+
+
+@on_ranks(4)
+def test_a_submesh_is_made_once():
+    mesh = world_mesh(data=1, lat=2, lon=2)
+    assert submesh(mesh, "lat").mesh_dim_names == ("lat",)
+    flat = submesh(mesh, ["lat", "lon"])
+    assert flat.mesh.tolist() == [0, 1, 2, 3]
+    assert submesh(mesh, ["lon", "lat"]) == flat
+
+
+@on_ranks(2)
+def test_asking_a_mesh_does_not_keep_it_alive():
+    mesh = DeviceMesh("cpu", torch.tensor([[1], [0]]), mesh_dim_names=("lat", "lon"))
+    members(mesh, "lat")
+    lines_along(mesh, "lat")
+    gone = weakref.ref(mesh)
+    del mesh
+    gc.collect()
+    assert gone() is None
