@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw import comm
 from jigsaw.interval import Rule, Spread, Window
-from jigsaw.layout import ShardingError, whole
+from jigsaw.layout import Layout, ShardingError, whole
+from jigsaw.nn.channels import Channels, add_up, channels_of, weight_of
 from jigsaw.nn.halo_conv import Convolution, halo_convolution, halo_of
-from jigsaw.nn.stencil import Along, Step, gather, nothing, per_dim, step, touched
-from jigsaw.pointwise import part
+from jigsaw.nn.stencil import Along, Step, gather, nothing, per_dim, step
+from jigsaw.nn.weights import cut_parameter, local_weight
 from jigsaw.tile import Tile, implements
 
 Ints = int | Sequence[int]
@@ -61,8 +65,10 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding) -> 
     *Shapes*: [batch, channel, *space] or [channel, *space], global as torch; per rank a spatial dim that is cut at p is cut at
     ceil(p / stride) afterwards (about p x stride, transposed), so multiples of the stride stay aligned.  What a halo makes
     computable is computed and held.
-    *Sends*: forward the rows of windows that reach into a neighbour, of `input` and one message a neighbour; backward
-    their gradients.  Nothing where a halo holds them.
+    *Sends*: forward the rows of windows that reach into a neighbour, one message each; backward their gradients.  Nothing
+    where a halo holds them.  Where P ranks cut the channels of `input`, each sends (P-1)/P of the smaller of the input and
+    the output, forward and backward; where only the weight is cut, nothing, and backward an all-reduce of the gradient of
+    `input`.
     *Raises*: `ShardingError` for channels that do not fit, windows larger than the padded input, flattened dims.
     """
     _check(input, weight, how)
@@ -70,30 +76,70 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding) -> 
         batched = Tile(input.local.unsqueeze(0), input.layout.insert(0), input.mesh)
         y = convolve(batched, weight, bias, how)
         return Tile(y.local.squeeze(0), y.layout.drop((0,)), y.mesh)
-    kernel = tuple(weight.shape[2:])
-    along = _along(2, kernel, how)
+    along = _along(2, tuple(weight.shape[2:]), how)
     to = step(input.layout, along, input.coordinate, "convolution")
-    channels = weight.shape[1] * how.groups if how.transposed else weight.shape[0]
-    out = to.out.replace_dim(1, whole(channels))
+    made = weight.shape[1] * how.groups if how.transposed else weight.shape[0]
+    out = to.out.replace_dim(1, whole(made))
+    ways = channels_of(input, weight, how.groups, how.transposed, (math.prod(input.shape), math.prod(out.shape)))
+    if ways is None:
+        local = None if bias is None else local_weight(bias, input, out)
+        return Tile(_run(input, local_weight(weight, input, out), local, how, along, out), out, input.mesh)
+    return _with_cut_channels(input, weight, bias, how, along, out.replace_dim(1, ways.out), ways)
+
+
+def _with_cut_channels(
+    input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding, along: tuple[Along, ...], out: Layout, ways: Channels
+) -> Tile:
+    """`convolve`, where the input's channels or the weight's output channels are cut."""
+    w, b, groups = weight_of(ways, input, weight, bias, out, how.groups, how.transposed)
+    how = replace(how, groups=groups)
+    if ways.row:
+        mine = input.owned() if input.layout.dim(1)[0].has_halo else input
+        mine = Tile(mine.local, mine.layout.replace_dim(1, whole(mine.local.shape[1])), mine.mesh)
+        sums = _run(mine, w, None, how, along, out.replace_dim(1, whole(ways.out.size)))
+        y = add_up(sums, out, input)
+        return Tile(y if b is None else y + b.to(y.dtype).reshape(-1, *[1] * how.dims), out, input.mesh)
+    if not input.layout.is_cut(1):
+        local = comm.enter(input.local, input.mesh, ways.out.axes)
+        low, high = ways.needs[input.layout.piece(ways.out, input.coordinate)]
+        local = local if high - low == local.shape[1] else local.narrow(1, low, high - low)
+        input = Tile(local, input.layout.replace_dim(1, whole(high - low)), input.mesh)
+    return Tile(_run(input, w, b, how, along, out, ways), out, input.mesh)
+
+
+def _run(
+    input: Tile,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: Sliding,
+    along: tuple[Along, ...],
+    out: Layout,
+    ways: Channels | None = None,
+) -> Tensor:
+    """This rank's rows of the result, with its own part of the weight; `ways` says which channels it needs."""
     x, weight, bias = _narrow(input.local, weight, bias)
-    weight = part(weight, input, out)
-    bias = None if bias is None else part(bias, input, out)
-    if not to.derived:
-        return Tile(_plain(x, weight, bias, how, [p for p, _ in how.padding], how.output_padding), out, input.mesh)
-    shape = out.local_shape(input.coordinate)
-    halo = None if how.transposed else halo_of(input.layout, along, input.coordinate)
-    if halo is not None and 0 not in shape:
-
-        def again(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return _slide(gather(Tile(x, input.layout, input.mesh), to), weight, bias, how, to)
-
-        op = Convolution(how.stride, how.dilation, how.groups, again)
-        return Tile(halo_convolution(x, weight, bias, op, halo, input.layout, input.mesh), out, input.mesh)
-    x = gather(Tile(x, input.layout, input.mesh), to)
+    shape, layout, mesh = out.local_shape(input.coordinate), input.layout, input.mesh
+    to = step(layout, along, input.coordinate, "convolution")
+    if ways is not None and layout.is_cut(1):
+        to = replace(to, target=ways.input(to.target))
+    elif not to.derived and 0 not in shape:
+        return _plain(x, weight, bias, how, [p for p, _ in how.padding], how.output_padding)
+    elif not how.transposed and 0 not in shape:
+        halo = halo_of(layout, along, input.coordinate)
+        if halo is not None:
+            op = Convolution(how.stride, how.dilation, how.groups, partial(_gathered, layout, mesh, to, how))
+            return halo_convolution(x, weight, bias, op, halo, layout, mesh)
     if 0 in shape:
-        return Tile(nothing(shape, x, weight, bias), out, input.mesh)
+        return nothing(shape, gather(Tile(x, layout, mesh), to), weight, bias)
+    return _gathered(layout, mesh, to, how, x, weight, bias)
+
+
+def _gathered(
+    layout: Layout, mesh: DeviceMesh, to: Step, how: Sliding, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The convolution of rows that one exchange has assembled, padding included."""
     spread = _spread if how.transposed else _slide
-    return Tile(spread(x, weight, bias, how, to), out, input.mesh)
+    return spread(gather(Tile(x, layout, mesh), to), weight, bias, how, to)
 
 
 def _check(input: Tile, weight: Tensor, how: Sliding) -> None:
@@ -231,3 +277,68 @@ implements(torch.conv3d)(_of_dims(3, conv, "conv3d"))
 implements(torch.conv_transpose1d)(_of_dims(1, conv_transpose, "conv_transpose1d"))
 implements(torch.conv_transpose2d)(_of_dims(2, conv_transpose, "conv_transpose2d"))
 implements(torch.conv_transpose3d)(_of_dims(3, conv_transpose, "conv_transpose3d"))
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+class _Cut(nn.Module):
+    """A convolution whose weight and bias are cut along `axis`: y is cut along it as the weight's output channels are.
+
+    The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, its gradient and its
+    optimizer state, as a DTensor with torch's names and full shapes; the sizes need not divide.  On a mesh without that
+    axis it is torch's layer.  Circular padding keeps a periodic halo, so that several layers can live on one.
+
+    *Shapes*: weight [out, in / groups, ...], per rank ceil(out / P) of the output channels; x whole or cut along `axis`.
+    *Sends*: see `convolve`; once, when it is made, the parts of the first rank's initial values.
+    *Raises*: `ShardingError` for a transposed layer with groups.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    groups: int
+
+    def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = "channel", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        transposed = isinstance(self, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+        if transposed and self.groups > 1:
+            raise ShardingError(f"{type(self).__name__} with groups={self.groups} cannot be cut; use torch.nn's")
+        self.weight = cut_parameter(self.weight.detach(), mesh, axis, int(transposed))
+        if self.bias is not None:
+            self.bias = cut_parameter(self.bias.detach(), mesh, axis)
+
+
+class _Sliding(_Cut):
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding_mode: str
+
+    def _conv_forward(self, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
+        if isinstance(input, Tile) and self.padding_mode == "circular":
+            return conv(input, weight, bias, self.stride, self.padding, self.dilation, self.groups, wrap=True)
+        return super()._conv_forward(input, weight, bias)  # type: ignore[misc]  # pyright: ignore
+
+
+class Conv1d(_Sliding, nn.Conv1d):
+    __doc__ = _Cut.__doc__
+
+
+class Conv2d(_Sliding, nn.Conv2d):
+    __doc__ = _Cut.__doc__
+
+
+class Conv3d(_Sliding, nn.Conv3d):
+    __doc__ = _Cut.__doc__
+
+
+class ConvTranspose1d(_Cut, nn.ConvTranspose1d):
+    __doc__ = _Cut.__doc__
+
+
+class ConvTranspose2d(_Cut, nn.ConvTranspose2d):
+    __doc__ = _Cut.__doc__
+
+
+class ConvTranspose3d(_Cut, nn.ConvTranspose3d):
+    __doc__ = _Cut.__doc__

@@ -1,0 +1,144 @@
+"""Convolutions whose channels are cut, in the input, in the weight, or in both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.layout import ShardingError
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.tile import shard
+
+CHANNEL = (None, "channel", "lat", None)
+MESHES = [{"channel": 2}, {"channel": 3}, {"channel": 4}, {"channel": 2, "lat": 2}]
+LAYERS = {
+    "fewer channels": nn.Conv2d(10, 3, 3, padding=1),
+    "more channels": nn.Conv2d(10, 13, 3, padding=1),
+    "as many": nn.Conv2d(10, 10, (3, 2), padding="same"),
+    "strided": nn.Conv2d(10, 7, 3, stride=2, padding=1, padding_mode="circular"),
+    "1x1": nn.Conv2d(10, 4, 1, bias=False),
+    "one": nn.Conv2d(10, 1, 3, padding=1),
+    "depthwise": nn.Conv2d(10, 10, 3, padding=1, groups=10),
+    "depthwise, twice": nn.Conv2d(10, 20, 3, padding=1, groups=10),
+    "grouped": nn.Conv2d(10, 15, 3, padding=1, groups=5),
+    "transposed": nn.ConvTranspose2d(10, 7, 2, stride=2),
+    "transposed, more channels": nn.ConvTranspose2d(10, 13, 3, padding=1),
+    "transposed, grouped": nn.ConvTranspose2d(10, 5, 4, stride=2, padding=1, groups=5),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_plain_weights_on_cut_channels(name, mesh):
+    assert_same_on_every_mesh(LAYERS[name], torch.randn(2, 10, 7, 5), [mesh], spec=CHANNEL)
+
+
+@pytest.mark.parametrize("mesh", [{"channel": 2}, {"channel": 2, "lat": 2}])
+def test_tall_pieces_of_cut_channels(mesh):
+    for layer in (nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)):
+        assert_same_on_every_mesh(layer, torch.randn(1, 4, 66, 5), [mesh], spec=CHANNEL)
+
+
+def cut_copy(model, mesh):
+    """The same layers of jigsaw.nn, with the same values."""
+    copies = []
+    for layer in model:
+        if not isinstance(layer, nn.modules.conv._ConvNd):
+            copies.append(layer)
+            continue
+        how = {k: getattr(layer, k) for k in ("stride", "padding", "dilation", "groups", "padding_mode")}
+        if layer.transposed:
+            how["output_padding"] = layer.output_padding
+        made = getattr(jigsaw.nn, type(layer).__name__)
+        copy = made(layer.in_channels, layer.out_channels, layer.kernel_size, **how, bias=layer.bias is not None, mesh=mesh).double()
+        with torch.no_grad():
+            for p, value in zip(copy.parameters(), layer.parameters(), strict=True):
+                if isinstance(p, DTensor):
+                    value = torch.distributed.tensor.distribute_tensor(value.contiguous(), p.device_mesh, p.placements)
+                p.copy_(value)
+        copies.append(copy)
+    return nn.Sequential(*copies)
+
+
+MODELS = {
+    "column and column": nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 5, 3, padding=1)),
+    "uneven": nn.Sequential(nn.Conv2d(3, 7, 3, padding=1, bias=False), nn.GELU(), nn.Conv2d(7, 5, 1)),
+    "down and up": nn.Sequential(nn.Conv2d(3, 8, 2, stride=2), nn.GELU(), nn.ConvTranspose2d(8, 4, 2, stride=2)),
+    "circular": nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.GELU(), nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", groups=4)
+    ),
+    "reflect": nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", [{"channel": 2}, {"channel": 3}, {"channel": 2, "lat": 2}, {"lat": 2}], ids=str)
+def test_cut_weights(name, mesh):
+    if name == "circular" and mesh.get("channel") == 3:
+        mesh = {"channel": 4}
+    spec = (None, None, "lat", None)
+    x = torch.randn(2, 3, 12, 6)
+    if "lat" in mesh:
+        assert_same_on_every_mesh(MODELS[name], x, [mesh], spec=spec, build=cut_copy, gradients="parts", align={2: 2})
+    else:
+        model = nn.Sequential(nn.Conv2d(4, 3, 1), *MODELS[name])
+        assert_same_on_every_mesh(model, torch.randn(2, 4, 12, 6), [mesh], spec=CHANNEL, build=cut_copy, gradients="parts")
+
+
+@on_ranks(2)
+def test_names_and_full_shapes_are_torchs():
+    layer = jigsaw.nn.Conv2d(3, 7, 3, mesh=world_mesh(channel=2))
+    plain = nn.Conv2d(3, 7, 3)
+    assert {n: p.shape for n, p in layer.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    assert layer.weight.to_local().shape[0] in (4, 3)
+    whole = jigsaw.nn.Conv2d(3, 7, 3, mesh=world_mesh(lat=2))
+    assert not isinstance(whole.weight, DTensor)
+
+
+@on_ranks(2)
+def test_the_smaller_side_travels():
+    x = shard(torch.randn(1, 10, 6, 6), world_mesh(channel=2), CHANNEL)
+    x.local.requires_grad_()
+    for made, moved in [(4, 4), (20, 10)]:
+        layer = nn.Conv2d(10, made, 1)
+        with comm.count() as forward:
+            y = layer(x)
+        with comm.count() as backward:
+            y.local.sum().backward()
+        assert y.layout.dim_axes(1) == ("channel",)
+        assert forward.sent_bytes == backward.sent_bytes == moved // 2 * 36 * 4
+    with comm.count() as depthwise:
+        nn.Conv2d(10, 20, 3, groups=10)(x)
+    assert depthwise.messages == 0
+
+
+@on_ranks(2)
+def test_a_periodic_halo_lives_through_several_circular_layers():
+    mesh = world_mesh(lon=2)
+    x = shard(torch.randn(1, 2, 6, 24), mesh, (None, None, None, "lon"), halo={3: 3}, periodic=(3,))
+    torch.manual_seed(0)
+    layers = [jigsaw.nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular", mesh=mesh) for _ in range(3)]
+    with comm.count() as sent:
+        y = x
+        for layer in layers:
+            y = layer(y)
+    assert sent.messages == 0
+    expected = nn.Sequential(*layers)(x.full_tensor())
+    torch.testing.assert_close(y.full_tensor(), expected)
+
+
+@on_ranks(2)
+def test_cuts_that_cannot_meet_are_named():
+    mesh = world_mesh(channel=2)
+    layer = jigsaw.nn.Conv2d(4, 6, 3, mesh=mesh)
+    with pytest.raises(ShardingError, match="weight is cut along channel, which cannot meet a Tile"):
+        layer(shard(torch.randn(1, 4, 8, 8), mesh, (None, None, "channel", None)))
+    grouped = jigsaw.nn.Conv2d(6, 6, 3, groups=3, mesh=mesh)
+    with pytest.raises(ShardingError, match=r"groups=3 makes 2 channels a group, but they are cut at \(0, 3, 6\)"):
+        grouped(shard(torch.randn(1, 6, 8, 8), mesh, (None, None, None, None)))
+    with pytest.raises(ShardingError, match="with groups=2 cannot be cut"):
+        jigsaw.nn.ConvTranspose2d(4, 4, 2, groups=2, mesh=mesh)
