@@ -155,25 +155,35 @@ def cross_entropy(
     *Sends*: forward all-reduces of one or two numbers; backward nothing.
     *Raises*: `ShardingError` when the class dim is cut.
     """
-    dim = 1 if input.ndim > 1 else 0
-    if input.layout.is_cut(dim):
-        raise ShardingError(
-            f"cross_entropy needs whole classes: dim {dim} ({input.shape[dim]} classes) is cut by "
-            f"{input.layout.dim_axes(dim)}; cut space or batch instead"
-        )
-    positions = input.layout.drop((dim,))
+    dim = _class_dim("cross_entropy", input)
     log_p = log_softmax(input, dim)
     if tuple(target.shape) == tuple(input.shape):
         return _with_probabilities(log_p, target, weight, reduction, label_smoothing, dim)
-    if tuple(target.shape) != positions.shape:
+    return _with_indices(log_p, target, weight, ignore_index, reduction, label_smoothing, dim)
+
+
+def _class_dim(name: str, input: Tile) -> int:
+    dim = 1 if input.ndim > 1 else 0
+    if input.layout.is_cut(dim):
         raise ShardingError(
-            f"cross_entropy: target {tuple(target.shape)} must be the input's shape without classes {positions.shape}, "
-            f"or with them {tuple(input.shape)}"
+            f"{name} needs whole classes: dim {dim} ({input.shape[dim]} classes) is cut by "
+            f"{input.layout.dim_axes(dim)}; cut space or batch instead"
         )
+    return dim
+
+
+def _with_indices(
+    log_p: Tile, target: Values, weight: Tensor | None, ignore: int, reduction: str, smoothing: float, dim: int
+) -> Any:
     rows = log_p.owned()
     anchor = Tile(rows.local.select(dim, 0), rows.layout.drop((dim,)), rows.mesh)
+    if tuple(target.shape) != tuple(anchor.shape):
+        raise ShardingError(
+            f"class losses: target {tuple(target.shape)} must be the input's shape without classes "
+            f"{tuple(anchor.shape)}, or, for cross_entropy, with them {tuple(log_p.shape)}"
+        )
     index = align([target, anchor])[1][0] if isinstance(target, Tile) else cut_whole(target, anchor)
-    losses, weights = _class_losses(rows.local, index, weight, ignore_index, label_smoothing)
+    losses, weights = _class_losses(rows.local, index, weight, ignore, smoothing)
     if reduction == "none":
         return Tile(losses, anchor.layout, anchor.mesh)
     total = Tile(losses, anchor.layout, anchor.mesh).sum()
@@ -218,17 +228,8 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """y = -input[target] over the class dim 1, reduced as `cross_entropy`."""
-    anchor_input = input.owned()
-    dim = 1 if input.ndim > 1 else 0
-    if input.layout.is_cut(dim):
-        raise ShardingError(f"nll_loss needs whole classes: dim {dim} is cut; cut space or batch instead")
-    anchor = Tile(anchor_input.local.select(dim, 0), anchor_input.layout.drop((dim,)), input.mesh)
-    index = align([target, anchor])[1][0] if isinstance(target, Tile) else cut_whole(target, anchor)
-    losses, weights = _class_losses(anchor_input.local, index, weight, ignore_index, 0.0)
-    if reduction == "none":
-        return Tile(losses, anchor.layout, anchor.mesh)
-    total = Tile(losses, anchor.layout, anchor.mesh).sum()
-    return total if reduction == "sum" else total / Tile(weights, anchor.layout, anchor.mesh).sum()
+    dim = _class_dim("nll_loss", input)
+    return _with_indices(input, target, weight, ignore_index, reduction, 0.0, dim)
 
 
 @implements(F.gaussian_nll_loss)
