@@ -13,6 +13,7 @@ from jigsaw.tile import Tile, from_local, shard
 
 if TYPE_CHECKING:
     from jigsaw import io, testing
+    from jigsaw.checkpoint import load, save
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 
 __version__ = "0.1.0"
@@ -27,11 +28,13 @@ __all__ = [
     "from_local",
     "init_mesh",
     "io",
+    "load",
     "nn",
     "no_sync",
     "parallelize",
     "pointwise",
     "reductions",
+    "save",
     "shapes",
     "shard",
     "testing",
@@ -44,6 +47,8 @@ _LATER = {
     "parallelize": "jigsaw.parallel",
     "no_sync": "jigsaw.parallel",
     "clip_grad_norm_": "jigsaw.parallel",
+    "save": "jigsaw.checkpoint",
+    "load": "jigsaw.checkpoint",
 }
 
 

@@ -296,6 +296,12 @@ def broadcast(x: Tensor, mesh: DeviceMesh, axes: Axes) -> None:
         dist.broadcast(_as_bytes(x), ranks[0], group=group)
 
 
+def barrier() -> None:
+    """Wait for every rank of the job."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
 # -- adjoint pairs ----------------------------------------------------------------------------------------------------
 
 
