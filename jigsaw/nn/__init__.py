@@ -1,23 +1,40 @@
-"""Layers: torch.nn signatures, exact on tiles.  Unmodified `torch.nn` modules run on tiles through the same functions."""
+"""Layers: torch.nn signatures, exact on tiles.  Unmodified `torch.nn` modules run through the same functions."""
 
-from jigsaw.nn import attention, conv, dropout, interpolate, linear, loss, norm, pad, pool, product
+# layers without weights are torch's own
+from torch.nn import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
+
+from jigsaw.nn import attention, conv, dropout, interpolate, linear, loss, mixing, norm, pad, pixel, pool, product
 from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from jigsaw.nn.heads import MultiheadAttention
+from jigsaw.nn.linear import Linear
+from jigsaw.nn.mixing import Mix
 
 __all__ = [
+    "AvgPool1d",
+    "AvgPool2d",
+    "AvgPool3d",
     "Conv1d",
     "Conv2d",
     "Conv3d",
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "Linear",
+    "MaxPool1d",
+    "MaxPool2d",
+    "MaxPool3d",
+    "Mix",
+    "MultiheadAttention",
     "attention",
     "conv",
     "dropout",
     "interpolate",
     "linear",
     "loss",
+    "mixing",
     "norm",
     "pad",
+    "pixel",
     "pool",
     "product",
 ]

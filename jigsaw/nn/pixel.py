@@ -1,0 +1,54 @@
+"""Pixel shuffle and unshuffle: channels become rows and columns, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from jigsaw.interval import Rule, Spread, Window
+from jigsaw.layout import Layout, ShardingError, whole
+from jigsaw.nn.stencil import Along, gather, nothing, step
+from jigsaw.tile import Tile, implements, refuse
+
+
+def _shuffled(input: Tile, rule: Rule, channels: int, name: str) -> tuple[Tile, Layout]:
+    """The rows that this rank needs, and the layout of the result."""
+    along = (Along(input.ndim - 2, rule), Along(input.ndim - 1, rule))
+    to = step(input.layout, along, input.coordinate, name)
+    out = to.out.replace_dim(input.ndim - 3, whole(channels))
+    return Tile(gather(input, to), to.target, input.mesh), out
+
+
+@implements(torch.pixel_shuffle)
+def pixel_shuffle(input: Tile, upscale_factor: int) -> Tile:
+    """[..., C r², H, W] -> [..., C, H r, W r], r = `upscale_factor`.
+
+    *Shapes*: global as torch; per rank rows and columns are cut at r times the points.
+    *Sends*: nothing.
+    *Raises*: `ShardingError` for channels that are cut, or no multiple of r².
+    """
+    channels, r = input.shape[-3], upscale_factor
+    if channels % r**2:
+        raise ShardingError(f"pixel_shuffle by {r} needs a multiple of {r**2} channels, got {channels}")
+    if input.layout.is_cut(input.ndim - 3):
+        raise refuse(torch.pixel_shuffle, input, "channels that become rows are cut", "cut another dim")
+    x, out = _shuffled(input, Spread(r, r), channels // r**2, "pixel_shuffle")
+    shape = out.local_shape(input.coordinate)
+    return Tile(nothing(shape, x.local) if 0 in shape else torch.pixel_shuffle(x.local, r), out, input.mesh)
+
+
+@implements(torch.pixel_unshuffle)
+def pixel_unshuffle(input: Tile, downscale_factor: int) -> Tile:
+    """[..., C, H r, W r] -> [..., C r², H, W], r = `downscale_factor`.
+
+    *Shapes*: global as torch; per rank rows and columns are cut at ceil(point / r).
+    *Sends*: nothing where the cut points are multiples of r; else the rows of blocks that reach into a neighbour.
+    *Raises*: `ShardingError` for channels that are cut, or rows or columns that are no multiple of r.
+    """
+    r = downscale_factor
+    if input.shape[-1] % r or input.shape[-2] % r:
+        raise ShardingError(f"pixel_unshuffle by {r} needs multiples of {r}, got {tuple(input.shape[-2:])} rows and columns")
+    if input.layout.is_cut(input.ndim - 3):
+        raise refuse(torch.pixel_unshuffle, input, "channels that rows join are cut", "cut another dim")
+    x, out = _shuffled(input, Window(r, r), input.shape[-3] * r**2, "pixel_unshuffle")
+    shape = out.local_shape(input.coordinate)
+    return Tile(nothing(shape, x.local) if 0 in shape else torch.pixel_unshuffle(x.local, r), out, input.mesh)
