@@ -205,6 +205,7 @@ class Forecast(nn.Module):
         self.token_norm = nn.LayerNorm(12)
         self.mixer = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Identity(), nn.Linear(24, 12), nn.Tanh())
         self.gate = nn.Linear(12, 12)
+        self.attention = nn.MultiheadAttention(12, 12, batch_first=True)
         self.depthwise = nn.Conv2d(12, 12, 3, padding=1, groups=12)
         self.batch_norm = nn.BatchNorm2d(12)
         self.up = nn.ConvTranspose2d(12, 12, 2, stride=2)
@@ -214,6 +215,7 @@ class Forecast(nn.Module):
         x = self.norm(self.encoder(x))
         tokens = self.token_norm(x.flatten(2).transpose(1, 2))
         tokens = tokens + self.mixer(tokens) * torch.sigmoid(self.gate(tokens))
+        tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
         x = x + tokens.transpose(1, 2).unflatten(2, x.shape[2:])
         return self.head(self.up(self.batch_norm(self.depthwise(x))))
 
@@ -261,6 +263,8 @@ def test_weights_cut_along_channel_are_a_part_a_rank(mode):
         "mixer.3.weight",
         "gate.weight",
         "up.weight",
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
     ):
         p = model.get_parameter(name)
         assert isinstance(p, DTensor)
