@@ -156,12 +156,20 @@ def _forward(layer: Any, input: Any, output_size: Sequence[int] | None = None) -
 
 
 class CutMultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` whose weights are cut at rest, and gathered when it runs."""
+    """`torch.nn.MultiheadAttention` whose weights are cut; each rank has its heads, where there are enough for all."""
 
     def forward(self, query: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch; *Sends*: its piece of the weights to the others, backward an all-reduce of their gradients."""
+        """As torch.
+
+        *Sends*: as `jigsaw.nn.heads`; without a head for each rank, or with weights of their own for keys and values,
+        its piece of the weights to the others, and backward an all-reduce of their gradients.
+        """
+        weight: Any = self.in_proj_weight
+        run: Any = super().forward
+        if isinstance(query, Tile) and isinstance(weight, DTensor) and weight.device_mesh.size() <= self.num_heads:
+            return run(query, *args, **kwargs)
         with _gathered_weights(self, query):
-            return super().forward(query, *args, **kwargs)
+            return run(query, *args, **kwargs)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad and torch.is_grad_enabled() and not hasattr(parameter, AVERAGED):
             raise ShardingError(
-                f"parameter {name!r} of {type(module).__name__} was replaced or added after jigsaw.parallelize: nothing "
+                f"parameter {name!r} of {type(module).__name__} was replaced or added after parallelize: nothing "
                 f"would reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
             )
 

@@ -39,8 +39,9 @@ def parallelize(
 ) -> M:
     """Make ``loss.backward()`` give the gradient of the whole batch on every rank: g = mean over ranks of (n x part).
 
-    Returns `model` itself, with the same parameter names and full shapes.  First all parameters and buffers become
-    those of the first rank.  Call it after the model is on its device and before the optimizer is made.
+    Returns `model` itself, with the same parameter names and full shapes; on one rank it is left as it is.  First all
+    parameters and buffers become those of the first rank.  Call it after the model is on its device and before the
+    optimizer is made.
 
     - By default every rank has whole weights, and the gradients are reduced in buckets of `bucket_bytes`, while the
       backward pass goes on, into ordinary ``.grad``.

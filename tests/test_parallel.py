@@ -287,6 +287,29 @@ def test_a_pair_of_layers_sends_one_sum():
     assert [(c.kind, c.sent_bytes) for c in sent.calls] == [("all_gather", 5 * 8 * 4)]
 
 
+class Attends(nn.Module):
+    def __init__(self, heads, kdim):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, heads, kdim=kdim, vdim=kdim, batch_first=True)
+
+    def forward(self, x):
+        keys = x[..., : self.attention.kdim]
+        return self.attention(x, keys, keys, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("heads", "kdim"), [(1, None), (4, None), (4, 6)])
+@on_modes()
+@on_ranks(4)
+def test_attention_cut_along_channel(mode, heads, kdim, plain):
+    model, expected, mesh = _pair(lambda: Attends(heads, kdim), {"lat": 2, "channel": 2}, mode)
+    x, y = torch.randn(2, 7, 12), torch.randn(2, 7, 12)
+    batch = [x, y] if plain else _tiles([x, y], mesh, (None, "lat", None))
+    found = _train(model, batch, plain_loss, steps=3)
+    torch.testing.assert_close(found, _train(expected, [x, y], plain_loss, steps=3), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected)
+
+
 class Own(nn.Module):
     """Layers that cut their weights by themselves: over the axes of the data, too."""
 
@@ -602,6 +625,29 @@ def test_autocast(mode):
     found = _train(model, _tiles(batch, mesh), loss, steps=3)
     torch.testing.assert_close(found, _train(expected, batch, loss, steps=3), rtol=2e-2, atol=0)
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+class OfDtype(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(3, 1, 1, dtype=dtype))
+        self.offset = nn.Parameter(torch.randn(7, 10, dtype=dtype))
+
+    def forward(self, x):
+        return (x * self.gain + self.offset).abs()
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.complex128, 1e-9)], ids=str)
+@on_modes()
+@on_ranks(3)
+def test_gradients_of_other_dtypes(mode, dtype, rtol):
+    model, expected, mesh = _pair(lambda: OfDtype(dtype), {"lat": 3}, mode)
+    x = torch.randn(2, 3, 7, 10, dtype=dtype)
+    expected(x).square().mean().backward()
+    model(jigsaw.shard(x, mesh, (None, None, "lat", None))).square().mean().backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert p.grad.dtype == dtype
+        torch.testing.assert_close(_full(p.grad), q.grad, rtol=rtol, atol=rtol * q.grad.abs().max().item())
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------------
