@@ -96,7 +96,10 @@ class Pending:
 
 def _as_bytes(x: Tensor) -> Tensor:
     """A flat byte view of contiguous memory, so that any dtype travels as it is over any backend."""
-    return x.view(-1).view(torch.uint8)
+    if not x.is_contiguous():
+        raise ShardingError(f"a buffer of shape {tuple(x.shape)} and strides {x.stride()} must be contiguous")
+    # a single element counts as contiguous with any stride, but only stride 1 is viewed as bytes
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _plain(x: Tensor) -> Tensor:

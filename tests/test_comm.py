@@ -275,9 +275,20 @@ def test_swap_leaves_out_what_is_empty():
     assert (counted.messages, counted.sent_bytes) == ((1, 8) if rank == 0 else (0, 0))
 
 
+@on_ranks(2)
+def test_swap_carries_out_lazy_views():
+    mesh = world_mesh(lat=2)
+    rank = dist.get_rank()
+    z = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128) * (rank + 1)
+    for view in (lambda t: t.conj(), lambda t: t.conj().imag, lambda t: t[:1].conj().imag, lambda t: t.real):
+        got = torch.empty_like(view(z).clone())
+        comm.swap(mesh, [(1 - rank, view(z))], [(1 - rank, got)]).wait()
+        torch.testing.assert_close(got, view(z / (rank + 1) * (2 - rank)).clone(), rtol=0, atol=0)
+
+
 @on_ranks(1)
 def test_a_buffer_that_could_not_be_filled_in_place_is_refused():
-    with pytest.raises(RuntimeError, match="view"):
+    with pytest.raises(ShardingError, match=r"a buffer of shape \(4, 2\) and strides \(4, 1\) must be contiguous"):
         comm.swap(world_mesh(lat=1), [], [(0, torch.ones(4, 4)[:, :2])])
 
 
