@@ -322,13 +322,16 @@ def shard(
     *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes or other
     arguments differ.
 
-    A leaf that does not require grad is copied, so that the whole tensor can be freed.
+    A tensor that does not require grad is never shared with the tile, so that the whole one can be freed or changed.
     """
     _agree("shard", mesh, x, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic)
     layout = Layout.of(x.shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
     uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
     local = redistribute(x, uncut, layout, mesh)
-    return Tile(local if x.requires_grad else local.clone(memory_format=torch.contiguous_format), layout, mesh)
+    shared = local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    if shared and not x.requires_grad:
+        local = local.clone(memory_format=torch.contiguous_format)
+    return Tile(local, layout, mesh)
 
 
 def from_local(
