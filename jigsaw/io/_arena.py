@@ -162,7 +162,7 @@ class Arena:
 
         Raises: what another rank failed with in this read; `PeerError` when one died, or the time is over.
         """
-        pause, slept, since = 2e-5, 0.0, time.monotonic()
+        pause, slept, since = 2e-4, 0.0, time.monotonic()
         while not ready():
             if word == _FINISHED:
                 self.check(read)

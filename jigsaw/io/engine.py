@@ -22,7 +22,7 @@ from jigsaw.io._arena import SLOTS, attach, error_of, ticket
 from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
 from jigsaw.io._scatter import FoundNaNError, Placing, pack, packed_box
-from jigsaw.io.errors import NaNError, PeerError
+from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.table import Loaded, Store
 
@@ -82,7 +82,8 @@ class Engine:
     def count(self, **more: int) -> None:
         """Add to the counters."""
         with self._counting:
-            self.stats += Row(**more)
+            for name, value in more.items():
+                setattr(self.stats, name, getattr(self.stats, name) + value)
 
 
 def _fair_share(ranks: int) -> int:
@@ -216,18 +217,18 @@ class _Reading:
             room = self.arena.memory(at % self.slots, table.chunk_bytes)
         loaded = table.load(job.chunk, room)
         if loaded.stored is None:
-            raise PeerError(f"chunk {job.chunk} of array {job.array!r} vanished: {table.path(job.chunk)}")
+            path = table.path(job.chunk)
+            raise CorruptChunkError(f"chunk {job.chunk} of array {job.array!r} in {path} vanished while it was read")
         self._count_load(job, loaded)
         chunk = table.view(room)
         for reader in job.readers:
-            boxes = self.plan.boxes(job, reader)
-            self.engine.count(sent_bytes=0 if reader == self.me else self.plan.box_bytes(job, reader))
             if reader not in self.local:
-                self._parcels[reader, number] = [pack(chunk, box) for box in boxes]
+                self._parcels[reader, number] = [pack(chunk, box) for box in self.plan.boxes(job, reader)]
         if self.arena is not None:
             self.arena.publish(at % self.slots, ticket(self.number, number))
         elif self.me in job.readers:
             self.take(job, chunk)
+        self.engine.count(sent_bytes=sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me))
 
     def _await_slot(self, at: int) -> None:
         """Wait until everybody here has taken the chunk that lay in the slot before."""
@@ -265,19 +266,25 @@ class _Reading:
         if self.arena is None:
             return
         arena, slots = self.arena, self.slots
-        pending = [(at, number, job) for at, (number, job) in enumerate(self.through) if self.me in job.readers]
+        pending = [
+            (at % slots, ticket(self.number, number), job)
+            for at, (number, job) in enumerate(self.through)
+            if self.me in job.readers
+        ]
         while pending:
             # a slot's next job is shown only after this one was taken, so looking at one job a slot suffices
-            window = [(at, ticket(self.number, number), job) for at, number, job in pending[:slots]]
-            shown = arena.any_published([(at % slots, mark) for at, mark, _ in window])
-            arena.wait(lambda shown=shown: self._went_wrong() or shown(), self.number)
+            window = pending[:slots]
+            shown = [each for each in window if arena.is_published(each[0], each[1])]
+            if not shown:
+                asked = arena.any_published([(slot, mark) for slot, mark, _ in window])
+                arena.wait(lambda asked=asked: self._went_wrong() or asked(), self.number)
+                continue
             arena.check_digests(self.number)
-            for at, mark, job in window:
-                if arena.is_published(at % slots, mark):
-                    table = self.plan.tables[job.array]
-                    self.take(job, table.view(arena.memory(at % slots, table.chunk_bytes)))
-                    arena.release(at % slots, mark)
-                    pending = [p for p in pending if p[0] != at]
+            for slot, mark, job in shown:
+                table = self.plan.tables[job.array]
+                self.take(job, table.view(arena.memory(slot, table.chunk_bytes)))
+                arena.release(slot, mark)
+            pending = [each for each in window if each not in shown] + pending[slots:]
 
     def take(self, job: Job, chunk: Array | None) -> None:
         """This rank's boxes of a chunk, or of a missing one when it is None."""

@@ -365,6 +365,20 @@ def body_closed(path):
 
 
 @on_ranks(2)
+def body_vanished(path):
+    engine = Engine(open_store(path), world_mesh(lat=2))
+    plan = plan_read(request({"lat": 2}), engine.store.arrays)
+    assert plan.shared
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.remove(engine.store.arrays["air"].path((3, 0, 0, 0)))
+    dist.barrier()
+    with pytest.raises(CorruptChunkError, match=r"chunk \(3, 0, 0, 0\) of array 'air' in .* vanished"):
+        engine.read(plan)
+    engine.close()
+
+
+@on_ranks(2)
 def body_late(path):
     engine = Engine(open_store(path), world_mesh(lat=2), timeout=0.3)
     plan = plan_read(request({"lat": 2}), engine.store.arrays)
@@ -375,7 +389,10 @@ def body_late(path):
     engine.close()
 
 
-@pytest.mark.parametrize("body", [body_other_error, body_differs, body_closed, body_late], ids=lambda b: b.__name__)
+BODIES = [body_other_error, body_differs, body_closed, body_vanished, body_late]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda b: b.__name__)
 def test_nothing_hangs(tmp_path, body):
     body(write(tmp_path, chunk=(1, 3, 13, 10))[0])
 
