@@ -1,4 +1,5 @@
-"""The grid of a matmul: ``Y[M,N] = X[M,K] W[N,K]ᵀ`` on p1 x p2 x p3 ranks over (M, K, N), and what it costs.  Integers only.
+"""The grid of a matmul: ``Y[M,N] = X[M,K] W[N,K]ᵀ`` on p1 x p2 x p3 ranks over (M, K, N), and what it costs.
+Integers only.
 
 Every tensor is stored 1/P at rest.  X is gathered over the axes that cut N, W over those that cut M, Y is
 reduce-scattered over those that cut K; the two backward products are the same with the roles turned.  Elements that a
@@ -9,8 +10,8 @@ parallelism, (q,1,q) SUMMA.
 
 Sources: Agarwal, Balle, Gustavson, Joshi and Palkar, "A three-dimensional approach to parallel matrix multiplication",
 IBM J. Res. Dev. 39 (1995); Al Daas, Ballard, Grigori, Kumar and Rouse, "Tight memory-independent parallel matrix
-multiplication communication lower bounds", arXiv 2205.13407; Kieckhefen et al., "Jigsaw: training multi-billion-parameter
-AI weather models with optimized model parallelism", arXiv 2507.05753.
+multiplication communication lower bounds", arXiv 2205.13407; Kieckhefen et al., "Jigsaw: training
+multi-billion-parameter AI weather models with optimized model parallelism", arXiv 2507.05753.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ DIMS = {"x": "mk", "w": "nk", "y": "mn"}
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks that hold the parts of one block, in order: mesh positions, the box of each within the block, and my place."""
+    """The ranks that hold the parts of one block, in order: mesh positions, the box of each within the block, and my
+    place.
+    """
 
     peers: tuple[int, ...]
     boxes: tuple[Box, ...]
@@ -50,7 +53,9 @@ class Ring:
 
     @property
     def scattered(self) -> int:
-        """Elements that this rank receives when the block is reduce-scattered: every part but the one that it starts."""
+        """Elements that this rank receives when the block is reduce-scattered: every part but the one that it
+        starts.
+        """
         return sum(map(_area, self.boxes)) - _area(self.boxes[(self.me - 1) % self.size])
 
 
@@ -63,8 +68,9 @@ class Grid:
     """Which axes cut M, K and N into blocks, and how X [M,K], W [N,K] and Y [M,N] are cut at rest.
 
     `m`, `k` and `n` are the block cuts; their pieces are p1, p2 and p3.  A layout at rest has the block cuts of its two
-    dims, refined by axes of the third (each axis is cut into one dim of the block).  Where it is not refined, the tensor is
-    held alike along these axes: nothing is gathered, and what would be reduced over them stays each rank's part.
+    dims, refined by axes of the third (each axis is cut into one dim of the block).  Where it is not refined, the
+    tensor is held alike along these axes: nothing is gathered, and what would be reduced over them stays each rank's
+    part.
 
     Raises: `ShardingError` when an axis has two roles or a layout at rest does not refine its block.
     """
@@ -79,7 +85,9 @@ class Grid:
     def __post_init__(self) -> None:
         used = [*self.m.axes, *self.k.axes, *self.n.axes]
         if len(set(used)) != len(used):
-            raise ShardingError(f"grid over M by {self.m.axes}, K by {self.k.axes}, N by {self.n.axes}: an axis has one role only")
+            raise ShardingError(
+                f"grid over M by {self.m.axes}, K by {self.k.axes}, N by {self.n.axes}: an axis has one role only"
+            )
         for name in DIMS:
             self._check(name)
 
@@ -87,14 +95,18 @@ class Grid:
         layout: Layout = getattr(self, name)
         blocks = self.blocks(name)
         if layout.axes != self.x.axes or layout.shape != tuple(b.size for b in blocks) or len(layout.cuts) != 2:
-            raise ShardingError(f"grid: {name.upper()} at rest, {layout}, must have shape {tuple(b.size for b in blocks)} on the axes {dict(self.x.axes)}")
+            raise ShardingError(
+                f"grid: {name.upper()} at rest, {layout}, must have shape {tuple(b.size for b in blocks)} on the "
+                f"axes {dict(self.x.axes)}"
+            )
         spare = set(self.spare(name).axes)
         for cut, block in zip(layout.cuts, blocks, strict=True):
             every = math.prod(layout.size_of(a) for a in cut.axes[len(block.axes) :])
             refines = cut.axes[: len(block.axes)] == block.axes and cut.points[::every] == block.points
             if not refines or not set(cut.axes[len(block.axes) :]) <= spare:
                 raise ShardingError(
-                    f"grid: {name.upper()} at rest, {layout}, must refine blocks cut by {block.axes} at {block.points}, by axes among {sorted(spare)} only"
+                    f"grid: {name.upper()} at rest, {layout}, must refine blocks cut by {block.axes} at "
+                    f"{block.points}, by axes among {sorted(spare)} only"
                 )
 
     @classmethod
@@ -107,8 +119,9 @@ class Grid:
     ) -> Grid:
         """The grid p1 x p2 x p3 over all ranks of a mesh, row-major, whatever its axes are called.
 
-        `rest` says which dim of X, W and Y their 1/P parts are cut from (``"m"`` or ``"k"`` of X, ``"n"`` or ``"k"`` of W,
-        ``"m"`` or ``"n"`` of Y); `split` gives cut points of M, K and N other than balanced ones, by ``"m"``, ``"k"``, ``"n"``.
+        `rest` says which dim of X, W and Y their 1/P parts are cut from (``"m"`` or ``"k"`` of X, ``"n"`` or ``"k"``
+        of W, ``"m"`` or ``"n"`` of Y); `split` gives cut points of M, K and N other than balanced ones, by ``"m"``,
+        ``"k"``, ``"n"``.
         """
         return cls.by(shape, tuple(zip("mkn", p, strict=True)), "m", "k", "n", rest, split)
 
@@ -123,7 +136,9 @@ class Grid:
         rest: str = "mnm",
         split: Mapping[str, Split] | None = None,
     ) -> Grid:
-        """The grid whose M, K and N are cut by the named axes of a mesh; an axis that is not named holds everything alike."""
+        """The grid whose M, K and N are cut by the named axes of a mesh; an axis that is not named holds everything
+        alike.
+        """
         sizes = dict(axes)
         _check_rest(rest)
         blocks: dict[str, Cut] = {}
@@ -153,7 +168,12 @@ class Grid:
     def name(self) -> str:
         """What the literature calls it."""
         p1, p2, p3 = self.p
-        names = {(False, False, False): "local", (True, False, False): "domain", (False, True, False): "row", (False, False, True): "column"}
+        names = {
+            (False, False, False): "local",
+            (True, False, False): "domain",
+            (False, True, False): "row",
+            (False, False, True): "column",
+        }
         summa = "SUMMA" if p2 == 1 and p1 == p3 else "2-D" if min(self.p) == 1 else "3-D"
         return names.get((p1 > 1, p2 > 1, p3 > 1), summa)
 
@@ -181,7 +201,11 @@ class Grid:
 
     def received(self, coord: Coordinate) -> dict[str, int]:
         """Elements of X, W and Y that a rank receives in the forward pass, exactly."""
-        return {"x": self.ring("x", coord).gathered, "w": self.ring("w", coord).gathered, "y": self.ring("y", coord).scattered}
+        return {
+            "x": self.ring("x", coord).gathered,
+            "w": self.ring("w", coord).gathered,
+            "y": self.ring("y", coord).scattered,
+        }
 
     def received_backward(self, coord: Coordinate) -> dict[str, int]:
         """Elements of X, W and Y (or their gradients) that a rank receives in the backward pass, exactly.
@@ -206,7 +230,9 @@ class Grid:
         return sum(map(bool, map(_area, x.boxes))) * sum(map(bool, map(_area, w.boxes)))
 
     def stream(self, a: str, b: str) -> str:
-        """Which of two operands passes through in parts while the other's block is kept: the one that moves, else the larger."""
+        """Which of two operands passes through in parts while the other's block is kept: the one that moves, else the
+        larger.
+        """
         moving = [name for name in (a, b) if self._moves(name)]
         return max(moving or (a, b), key=lambda name: math.prod(c.size / c.pieces for c in self.blocks(name)))
 
@@ -240,8 +266,11 @@ class Grid:
         """The grid, bytes, work and transient memory that it predicts for each rank, as a table."""
         p1, p2, p3 = self.p
         m, k, n = self.shape
-        head = f"Y[{m},{n}] = X[{m},{k}] W[{n},{k}]ᵀ on {p1} x {p2} x {p3} ranks ({self.name}), {itemsize} bytes an element"
-        rows = [("rank", "X received", "W received", "Y received", "backward", "products", "multiply-adds", "transient")]
+        product = f"Y[{m},{n}] = X[{m},{k}] W[{n},{k}]ᵀ on {p1} x {p2} x {p3} ranks"
+        head = f"{product} ({self.name}), {itemsize} bytes an element"
+        rows: list[tuple[str, ...]] = [
+            ("rank", "X received", "W received", "Y received", "backward", "products", "multiply-adds", "transient")
+        ]
         for position, coord in enumerate(self.coords()):
             forward, backward = self.received(coord), sum(self.received_backward(coord).values())
             moved = (*(forward[name] * itemsize for name in DIMS), backward * itemsize)
@@ -257,7 +286,9 @@ def _largest(ring: Ring) -> int:
 
 def _check_rest(rest: str) -> None:
     if len(rest) != 3 or any(d not in dims for d, dims in zip(rest, DIMS.values(), strict=True)):
-        raise ShardingError(f"rest={rest!r} must name a dim of X ('m' or 'k'), of W ('n' or 'k') and of Y ('m' or 'n'), as in 'mnm'")
+        raise ShardingError(
+            f"rest={rest!r} must name a dim of X ('m' or 'k'), of W ('n' or 'k') and of Y ('m' or 'n'), as in 'mnm'"
+        )
 
 
 def _unravel(position: int, sizes: Sequence[int]) -> Coordinate:
@@ -268,14 +299,14 @@ def _unravel(position: int, sizes: Sequence[int]) -> Coordinate:
     return tuple(reversed(coord))
 
 
-def refine(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], align: int = 1) -> Cut:
-    """`cut` with every piece cut again, balanced, by `axes`, which become its minor axes."""
+def refine(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: str = "balanced") -> Cut:
+    """`cut` with every piece cut again by `axes`, which become its minor axes."""
     parts = math.prod(sizes[a] for a in axes)
     if parts == 1:
         return cut
     points = [0]
     for start, stop in zip(cut.points, cut.points[1:], strict=False):
-        points += [start + p for p in cut_points(stop - start, parts, align=align)[1:]]
+        points += [start + p for p in cut_points(stop - start, parts, split)[1:]]
     return Cut(cut.size, tuple(points), (*cut.axes, *axes))
 
 
@@ -306,7 +337,7 @@ def candidates(shape: tuple[int, int, int], ranks: int | Mapping[str, int]) -> l
     axes = tuple(ranks.items())
     roles = product("mkn", repeat=len(axes))
     named = ({d: tuple(a for (a, _), r in zip(axes, role, strict=True) if r == d) for d in "mkn"} for role in roles)
-    return [Grid.by(shape, axes, **by) for by in named]
+    return [Grid.by(shape, axes, by["m"], by["k"], by["n"]) for by in named]
 
 
 def _divisors(n: int) -> list[int]:
@@ -314,10 +345,11 @@ def _divisors(n: int) -> list[int]:
 
 
 def choose(grids: Iterable[Grid], memory: int | None = None) -> Grid:
-    """The grid that moves the fewest elements in a training step on the busiest rank, then needs the least transient memory.
+    """The grid that moves the fewest elements in a training step on the busiest rank, then needs the least transient
+    memory.
 
-    `memory` is the most transient elements a rank may hold.  Among equals the one wins that leaves the largest of X, W and Y
-    where it lies.
+    `memory` is the most transient elements a rank may hold.  Among equals the one wins that leaves the largest of X,
+    W and Y where it lies.
 
     Raises: `ShardingError` when no grid fits in `memory`.
     """
@@ -325,12 +357,17 @@ def choose(grids: Iterable[Grid], memory: int | None = None) -> Grid:
     fitting = [g for g in every if memory is None or g.most_transient <= memory]
     if not fitting:
         least = min((g.most_transient for g in every), default=0)
-        raise ShardingError(f"memory={memory} elements: every one of {len(every)} grids needs more; the least is {least}; raise memory or use more ranks")
+        raise ShardingError(
+            f"memory={memory} elements: every one of {len(every)} grids needs more; the least is {least}; raise "
+            "memory or use more ranks"
+        )
     return min(fitting, key=lambda g: (_imbalance(g), g.worst, _moves_largest(g), g.most_transient))
 
 
 def _imbalance(grid: Grid) -> int:
-    """How often the busiest rank's work exceeds the mean, in whole times: ranks without work are worse than any traffic."""
+    """How often the busiest rank's work exceeds the mean, in whole times: ranks without work are worse than any
+    traffic.
+    """
     mean = math.prod(grid.shape) / max(grid.x.ranks, 1)
     return int(max(grid.work(c) for c in grid.coords()) / mean) if mean else 0
 

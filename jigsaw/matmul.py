@@ -1,14 +1,15 @@
 """The matmul core: ``Y = X Wᵀ``, ``G W`` and ``Gᵀ X`` are one engine that gathers, multiplies and reduces around rings.
 
-What is cut where, and what it costs, is a `jigsaw.grid.Grid`; this file moves the parts.  A gathered operand arrives part
-by part: the next is on its way while the present one is multiplied.  A reduced result leaves part by part: a partial sum
-travels while the next one is computed.  After Agarwal et al. (1995) and Kieckhefen et al. (arXiv 2507.05753); see
-`jigsaw.grid`.
+What is cut where, and what it costs, is a `jigsaw.grid.Grid`; this file moves the parts.  A gathered operand arrives
+part by part: the next is on its way while the present one is multiplied.  A reduced result leaves part by part: a
+partial sum travels while the next one is computed.  After Agarwal et al. (1995) and Kieckhefen et al. (arXiv
+2507.05753); see `jigsaw.grid`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,16 +27,19 @@ CHUNK_BYTES = 8 << 20
 def matmul(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
     """Y[M,N] = X[M,K] W[N,K]ᵀ on the grid; `x` and `w` are this rank's parts at rest, and so is the result.
 
-    bfloat16 and float16 are accumulated in float32, also between ranks; parts larger than `chunk_bytes` travel in chunks.
+    bfloat16 and float16 are accumulated in float32, also between ranks; parts larger than `chunk_bytes` travel in
+    chunks.
 
-    *Shapes*: global X [M,K], W [N,K], Y [M,N]; per rank the boxes of ``grid.x``, ``grid.w`` and ``grid.y``, 1/P of each.
-    *Sends*: forward X around its ring, ``(1-1/p3) MK/(p1 p2)`` elements received a rank, W likewise ``(1-1/p1) KN/(p2 p3)``, partial sums
-    of Y ``(1-1/p2) MN/(p1 p3)`` (in float32 for narrow types); backward G once, X and W again, and their gradients' partial
-    sums: ``grid.received`` and ``grid.received_backward`` are the exact integers for uneven blocks.
+    *Shapes*: global X [M,K], W [N,K], Y [M,N]; per rank the boxes of ``grid.x``, ``grid.w`` and ``grid.y``, 1/P of
+    each.
+    *Sends*: forward X around its ring, ``(1-1/p3) MK/(p1 p2)`` elements received a rank, W likewise ``(1-1/p1) KN/(p2
+    p3)``, partial sums of Y ``(1-1/p2) MN/(p1 p3)`` (in float32 for narrow types); backward G once, X and W again,
+    and their gradients' partial sums: ``grid.received`` and ``grid.received_backward`` are the exact integers for
+    uneven blocks.
     *Raises*: `ShardingError` when the grid does not fit the mesh, or a part its layout.
 
-    A tensor that the grid holds alike along axes of its third dim is not gathered over them; its gradient then stays this
-    rank's part along them: sum it with `comm.enter` where that is not meant.
+    A tensor that the grid holds alike along axes of its third dim is not gathered over them; its gradient then stays
+    this rank's part along them: sum it with `comm.enter` where that is not meant.
     """
     here = coordinate(mesh)
     coord = grid.coord(Layout((), axes_of(mesh)).index(here))
@@ -47,10 +51,16 @@ def matmul(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, chunk_bytes: int 
 
 def _check(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, coord: Coordinate) -> None:
     if grid.x.ranks != mesh.size():
-        raise ShardingError(f"a grid of {grid.p[0]} x {grid.p[1]} x {grid.p[2]} on axes {dict(grid.x.axes)} needs {grid.x.ranks} ranks, the mesh has {mesh.size()}")
+        raise ShardingError(
+            f"a grid of {grid.p[0]} x {grid.p[1]} x {grid.p[2]} on axes {dict(grid.x.axes)} needs {grid.x.ranks} "
+            f"ranks, the mesh has {mesh.size()}"
+        )
     for name, part, layout in (("x", x, grid.x), ("w", w, grid.w)):
         if tuple(part.shape) != layout.local_shape(coord):
-            raise ShardingError(f"matmul: {name} has shape {tuple(part.shape)} here, but {layout} gives this rank {layout.local_shape(coord)}")
+            raise ShardingError(
+                f"matmul: {name} has shape {tuple(part.shape)} here, but {layout} gives this rank "
+                f"{layout.local_shape(coord)}"
+            )
     if x.dtype != w.dtype or not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise ShardingError(f"matmul: x is {x.dtype} and w is {w.dtype}; both must be of one floating or complex dtype")
 
@@ -64,7 +74,9 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, w = ctx.saved_tensors
         engine: Engine = ctx.engine
         for_x, for_w = ctx.needs_input_grad[:2]
@@ -104,8 +116,12 @@ class Engine:
                 return _partial(a, b, stream, kept, out, ring.boxes[0], wide, finish=True).to(dtype)
             return self._reduced(a, b, stream, kept, out, ring, wide).to(dtype)
 
-    def _reduced(self, a: Block, b: Block, stream: Block, kept: Block, out: str, ring: Ring, wide: torch.dtype) -> Tensor:
-        """The ring reduce-scatter: a sum starts one place after its owner and takes each rank's partial on the way there."""
+    def _reduced(
+        self, a: Block, b: Block, stream: Block, kept: Block, out: str, ring: Ring, wide: torch.dtype
+    ) -> Tensor:
+        """The ring reduce-scatter: a sum starts one place after its owner and takes each rank's partial on the way
+        there.
+        """
         pieces, chunks = _pieces(ring, self.chunk, wide.itemsize)
         own: list[Tensor] = []
         arriving: dict[int, tuple[Tensor, comm.Pending]] = {}
@@ -182,7 +198,7 @@ def _pieces(ring: Ring, chunk: int, itemsize: int) -> tuple[list[list[Box]], int
 
     def rows(start: int, stop: int) -> list[Interval]:
         points = cut_points(stop - start, chunks)
-        return [(start + p, start + q) for p, q in zip(points, points[1:], strict=False)]
+        return [(start + p, start + q) for p, q in pairwise(points)]
 
     return [[(part, columns) for part in rows(*box_rows)] for box_rows, columns in ring.boxes], chunks
 
@@ -190,8 +206,12 @@ def _pieces(ring: Ring, chunk: int, itemsize: int) -> tuple[list[list[Box]], int
 # -- products of parts ------------------------------------------------------------------------------------------------
 
 
-def _partial(a: Block, b: Block, stream: Block, kept: Block, out: str, box: Box, wide: torch.dtype, finish: bool) -> Tensor:
-    """This rank's partial sum of one box of the result, in `wide`; a `finish`-ed sum of one product keeps the operands' dtype."""
+def _partial(
+    a: Block, b: Block, stream: Block, kept: Block, out: str, box: Box, wide: torch.dtype, finish: bool
+) -> Tensor:
+    """This rank's partial sum of one box of the result, in `wide`; a `finish`-ed sum of one product keeps the
+    operands' dtype.
+    """
     (r, c), shape = DIMS[out], _extents(box)
     inner = next(d for d in DIMS[a.name] if d != r)
     depth = _depth(stream, inner)
@@ -211,7 +231,9 @@ def _partial(a: Block, b: Block, stream: Block, kept: Block, out: str, box: Box,
                 continue
             if total is None:
                 total = left.new_zeros(shape, dtype=wide)
-            target = _at(total, ((rows[0] - box[0][0], rows[1] - box[0][0]), (columns[0] - box[1][0], columns[1] - box[1][0])))
+            target = _at(
+                total, ((rows[0] - box[0][0], rows[1] - box[0][0]), (columns[0] - box[1][0], columns[1] - box[1][0]))
+            )
             _add_product(target, left, right)
     return a.local.new_zeros(shape, dtype=wide) if total is None else total
 

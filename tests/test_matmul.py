@@ -55,10 +55,20 @@ def _same_as_whole(grid, shape, chunk=1 << 20, dtype=torch.float64, rtol=1e-12):
     assert xp.grad is not None
     assert wp.grad is not None
     x, w, g = (t.double() for t in (x, w, g))
-    for name, got, whole, layout in (("y", y, x @ w.T, grid.y), ("dx", xp.grad, g @ w, grid.x), ("dw", wp.grad, g.T @ x, grid.w)):
+    for name, got, whole, layout in (
+        ("y", y, x @ w.T, grid.y),
+        ("dx", xp.grad, g @ w, grid.x),
+        ("dw", wp.grad, g.T @ x, grid.w),
+    ):
         expected = _part(whole, layout, coord)
         assert got.shape == expected.shape, name
-        torch.testing.assert_close(got.detach().double(), expected, rtol=rtol, atol=rtol * max(1.0, whole.abs().max().item()), msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            got.detach().double(),
+            expected,
+            rtol=rtol,
+            atol=rtol * max(1.0, whole.abs().max().item()),
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
     return grid, coord, forward, backward
 
 
@@ -133,7 +143,9 @@ def test_uneven_work_differs_by_less_than_the_blocks_do(p):
     m, k, n = shape = 33, 13, 10
     found = _work(p, shape)
     assert sum(flops for flops, _, _ in found) == 6 * m * k * n
-    assert max(flops for flops, _, _ in found) == 6 * math.prod(-(-size // parts) for size, parts in zip(shape, p, strict=True))
+    assert max(flops for flops, _, _ in found) == 6 * math.prod(
+        -(-size // parts) for size, parts in zip(shape, p, strict=True)
+    )
     assert all(flops == 6 * work for flops, work, _ in found)
 
 
@@ -188,7 +200,6 @@ def _named_axes():
     """Axes by name, not contiguous in the mesh, one of them holding everything alike."""
     mesh = world_mesh(lat=2, channel=2)
     shape = (9, 10, 7)
-    m, k, n = shape
     grid = Grid.by(shape, {"lat": 2, "channel": 2}, n="lat", m="channel")
     (x, w, _), (xp, wp, _), coord = _parts(grid, shape)
     y = matmul(xp, wp, grid, mesh)
@@ -231,7 +242,7 @@ def test_what_is_held_alike_does_not_move():
 def _transient(p, shape):
     """The most that is held at once of what the ranks move, by the engine's own buffers."""
     grid = Grid.of(shape, p)
-    _, (x, w, g), coord = _parts(grid, shape)
+    _, (x, w, _), coord = _parts(grid, shape)
     sizes = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -323,7 +334,7 @@ def test_a_grid_checks_itself():
         Grid.by((4, 4, 4), {"lat": 2}, m="lat", n="lat")
     good = Grid.of((4, 4, 4), (2, 1, 2))
     other = Layout((Cut(4, (0, 1, 4), ("m",)), good.k), good.x.axes)
-    with pytest.raises(ShardingError, match="X at rest, .* must refine blocks cut by"):
+    with pytest.raises(ShardingError, match=r"X at rest, .* must refine blocks cut by"):
         Grid(good.m, good.k, good.n, other, good.w, good.y)
     with pytest.raises(ShardingError, match="rest='nnn' must name a dim of X"):
         Grid.of((4, 4, 4), (2, 1, 2), rest="nnn")

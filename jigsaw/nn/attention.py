@@ -7,7 +7,7 @@ and its adjoint brings their gradients back.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 from jigsaw import comm
 from jigsaw.exchange import exchange
 from jigsaw.layout import Layout, ShardingError, whole
+from jigsaw.nn.heads import axes_of_heads, project_in, project_out
 from jigsaw.pointwise import align, cut_whole
 from jigsaw.tile import Tile, implements, refuse
 
@@ -93,7 +94,7 @@ def _check(query: Tile, key: Any, value: Any, dropout_p: float) -> None:
 
 @implements(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
-    query: Tile,
+    query: Tile | Tensor,
     key: Tile,
     value: Tile,
     attn_mask: Mask = None,
@@ -189,8 +190,9 @@ def multi_head_attention_forward(
 ) -> tuple[Any, Any]:
     """What `nn.MultiheadAttention` calls: projections, attention over cut tokens, output projection.
 
-    *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut.
-    *Sends*: as `scaled_dot_product_attention`.
+    *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut. Where E or the
+    rows of the weights are cut, the heads are (`jigsaw.nn.heads`).
+    *Sends*: as `scaled_dot_product_attention`, and as the projections do.
     *Raises*: `ShardingError` for bias_k, bias_v, add_zero_attn, static_k, static_v and dropout in training.
     """
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
@@ -209,26 +211,34 @@ def multi_head_attention_forward(
         return out.squeeze(1), None if weights is None else weights.squeeze(0)
     if query.shape[-1] != embed_dim_to_check:
         raise ShardingError(f"MultiheadAttention was made for {embed_dim_to_check} features, not {query.shape[-1]}")
-    if in_proj_weight is None:
-        projections: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+    axes = () if in_proj_weight is None else axes_of_heads(query, in_proj_weight)
+    if in_proj_weight is not None and axes:
+        projected: Any = project_in((query, key, value), in_proj_weight, in_proj_bias, num_heads, axes)
     else:
-        projections = in_proj_weight.chunk(3)
-    biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    q, k, v = (
-        _heads(F.linear(x, w, b), num_heads) for x, w, b in zip((query, key, value), projections, biases, strict=True)
-    )
+        weights_in: Any = (
+            in_proj_weight.chunk(3) if in_proj_weight is not None else (q_proj_weight, k_proj_weight, v_proj_weight)
+        )
+        biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+        projected = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights_in, biases, strict=True))
+    q, k, v = (_heads(x, num_heads) for x in projected)
     rate = dropout_p if training else 0.0
     weights = None
     if need_weights:
         mask = _joint_mask(attn_mask, key_padding_mask, num_heads, q, keep=True)
         weights = attention_weights(q, k, mask)
-        mixed = _mix(F.dropout(weights, rate, training), v)
+        dropped: Any = F.dropout(cast(Any, weights), rate, training)
+        mixed = _mix(dropped, v)
     else:
         # torch passes is_causal as a hint beside the mask that it describes
         hint = is_causal and attn_mask is not None and key_padding_mask is None
         mask = None if hint else _joint_mask(attn_mask, key_padding_mask, num_heads, q, keep=True)
         mixed = scaled_dot_product_attention(q, k, v, mask, rate, is_causal=hint)
-    out = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+    mixed = mixed.permute(2, 0, 1, 3).flatten(2)
+    out = (
+        project_out(mixed, out_proj_weight, out_proj_bias, query)
+        if axes
+        else F.linear(mixed, out_proj_weight, out_proj_bias)
+    )
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)
     return out, weights

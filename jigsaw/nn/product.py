@@ -10,7 +10,8 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.layout import Layout, ShardingError, whole
-from jigsaw.nn.linear import Group, linear, take_rows
+from jigsaw.nn.linear import linear
+from jigsaw.nn.rows import Group, take_rows
 from jigsaw.pointwise import part
 from jigsaw.tile import Tile, check_mesh, implements, leave
 
@@ -20,12 +21,15 @@ Labels = Sequence[str]
 # -- products by label ------------------------------------------------------------------------------------------------
 
 
-def contract(name: str, function: Callable[..., Tensor], operands: Sequence[Any], labels: Sequence[Labels], out: Labels) -> Any:
-    """``function`` on the local parts of `operands`, whose dims have `labels`; sums over cut labels that `out` lacks are global.
+def contract(
+    name: str, function: Callable[..., Tensor], operands: Sequence[Any], labels: Sequence[Labels], out: Labels
+) -> Any:
+    """``function`` on the local parts of `operands`, whose dims have `labels`; sums over cut labels that `out` lacks
+    are global.
 
     *Shapes*: every label is cut as the tiles cut it; plain tensors are whole and cut to fit.
-    *Sends*: one all-reduce of the result over the axes that cut contracted labels (it is then held alike along them); backward one
-    all-reduce of the gradient of each tile that is held alike along an axis that cuts another operand.
+    *Sends*: one all-reduce of the result over the axes that cut contracted labels (it is then held alike along them);
+    backward one all-reduce of the gradient of each tile that is held alike along an axis that cuts another operand.
     *Raises*: `ShardingError` when tiles cut a label differently, or one axis cuts two labels.
     """
     tiles = [t for t in operands if isinstance(t, Tile)]
@@ -57,10 +61,16 @@ def _cuts(name: str, operands: Sequence[Any], labels: Sequence[Labels]) -> dict[
             group = tuple(c.bare() for c in t.layout.dim(d))
             if t.shape[d] == 1 and sizes[label] != 1:
                 if t.layout.is_cut(d):
-                    raise ShardingError(f"{name}: dim {d} of size 1 of a Tile {tuple(t.shape)} is cut; redistribute it so that this dim is whole")
+                    raise ShardingError(
+                        f"{name}: dim {d} of size 1 of a Tile {tuple(t.shape)} is cut; redistribute it so that this "
+                        "dim is whole"
+                    )
                 continue
             if found.setdefault(label, group) != group:
-                raise ShardingError(f"{name}: two tiles cut dim {label!r} differently, {_show(found[label], t)} and {_show(group, t)}; use tile.redistribute")
+                raise ShardingError(
+                    f"{name}: two tiles cut dim {label!r} differently, {_show(found[label], t)} and "
+                    f"{_show(group, t)}; use tile.redistribute"
+                )
     _check_axes(name, found)
     return {label: found.get(label, (whole(size),)) for label, size in sizes.items()}
 
@@ -72,7 +82,8 @@ def _check_axes(name: str, cuts: dict[str, Group]) -> None:
             other = taken.setdefault(axis, label)
             if other != label:
                 raise ShardingError(
-                    f"{name}: axis {axis!r} cuts both dim {other!r} and dim {label!r} of the operands, so their products are spread over the ranks; "
+                    f"{name}: axis {axis!r} cuts both dim {other!r} and dim {label!r} of the operands, so their "
+                    "products are spread over the ranks; "
                     f"redistribute one of them (attention over cut tokens: F.scaled_dot_product_attention)"
                 )
 
@@ -99,8 +110,8 @@ def _local(operand: Any, labels: Labels, cuts: dict[str, Group], work: Layout, f
 def matmul(input: Any, other: Any) -> Any:
     """y = a b, batched as in torch.
 
-    Where one operand is a matrix it is a `jigsaw.nn.linear.linear`; both batched, each rank multiplies what it has and a cut
-    contraction is summed (see `contract`).
+    Where one operand is a matrix it is a `jigsaw.nn.linear.linear`; both batched, each rank multiplies what it has
+    and a cut contraction is summed (see `contract`).
     """
     if input.ndim == 1 and other.ndim == 1:
         return (input * other).sum()
@@ -148,10 +159,17 @@ def einsum(equation: str, *operands: Any) -> Any:
         raise RuntimeError(f"einsum {equation!r} has {len(terms)} terms for {len(operands)} operands")
     labels = [_expand(term, t.ndim) for term, t in zip(terms, operands, strict=True)]
     dots = max((by for by in ([x for x in term if x.isdigit()] for term in labels)), key=len)
-    out = _with_dots(right, dots) if arrow else [*dots, *sorted(x for x in set("".join(terms)) - {"."} if "".join(terms).count(x) == 1)]
+    out = (
+        _with_dots(right, dots)
+        if arrow
+        else [*dots, *sorted(x for x in set("".join(terms)) - {"."} if "".join(terms).count(x) == 1)]
+    )
     for term, t in zip(labels, operands, strict=True):
         if isinstance(t, Tile) and len(set(term)) != len(term):
-            raise ShardingError(f"einsum {equation!r} takes a diagonal of a Tile of shape {tuple(t.shape)}; multiply by a mask and sum instead")
+            raise ShardingError(
+                f"einsum {equation!r} takes a diagonal of a Tile of shape {tuple(t.shape)}; multiply by a mask and "
+                "sum instead"
+            )
     return contract("einsum", lambda *locals_: torch.einsum(equation, *locals_), operands, labels, out)
 
 

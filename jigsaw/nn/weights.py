@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from jigsaw import comm
-from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole
-from jigsaw.mesh import axes_of, submesh
+from jigsaw.grid import refine
+from jigsaw.layout import Layout, ShardingError, whole
+from jigsaw.mesh import axes_of
 from jigsaw.pointwise import part
 from jigsaw.tile import Tile
 
@@ -33,34 +32,31 @@ def layout_of(weight: Weight, tile: Tile) -> Layout:
         for name, size, placement in zip(names, mesh.mesh.shape, weight.placements, strict=True):
             if isinstance(placement, Replicate) or size == 1:
                 continue
-            if type(placement) is not Shard or cuts[placement.dim].is_cut:
+            if type(placement) is not Shard:
                 raise ShardingError(
-                    f"a DTensor weight of shape {tuple(weight.shape)} is placed as {weight.placements}; jigsaw takes Replicate and one Shard a dim"
+                    f"a DTensor weight of shape {tuple(weight.shape)} is placed as {weight.placements}; "
+                    f"jigsaw takes Replicate and Shard"
                 )
-            rows = weight.shape[placement.dim]
-            cuts[placement.dim] = Cut(rows, cut_points(rows, size, "chunk"), _axes_named(name, size, tile))
+            dim = placement.dim % weight.ndim
+            _check_axis(name, size, tile)
+            cuts[dim] = refine(cuts[dim], (name,), {name: size}, "chunk")
     return Layout(tuple(cuts), tile.layout.axes)
 
 
-def _axes_named(name: str, size: int, tile: Tile) -> tuple[str, ...]:
-    """The axes of the tile's mesh that make up an axis of the weight's mesh: itself, or several that were flattened."""
-    axes = tile.layout.axes
-    for count in range(1, len(axes) + 1):
-        for some in combinations(axes, count):
-            product = torch.Size(n for _, n in some).numel()
-            if "_".join(n for n, _ in some) == name and product == size:
-                return tuple(n for n, _ in some)
-    raise ShardingError(
-        f"a DTensor weight is cut along the axis {name!r} of size {size}, but the Tile's mesh has axes {dict(axes)}; "
-        f"make the weight on a part of that mesh"
-    )
+def _check_axis(name: str, size: int, tile: Tile) -> None:
+    axes = dict(tile.layout.axes)
+    if axes.get(name) != size:
+        raise ShardingError(
+            f"a DTensor weight is cut along the axis {name!r} of size {size}, but the Tile's mesh has axes {axes}; "
+            f"make the weight on a part of that mesh, not flattened"
+        )
 
 
 def local_weight(weight: Weight, tile: Tile, work: Layout) -> Tensor:
     """This rank's part of `weight`, as an operand of work that is cut over the mesh as `work` is.
 
-    Its gradient is complete along the axes that cut it; along the others it becomes this rank's part for a parameter, and
-    is summed (backward: one all-reduce) for a Tile, which every rank there holds alike.
+    Its gradient is complete along the axes that cut it; along the others it becomes this rank's part for a parameter,
+    and is summed (backward: one all-reduce) for a Tile, which every rank there holds alike.
     """
     if isinstance(weight, Tile):
         alike = [a for a in work.cut_axes if a not in weight.layout.cut_axes]
@@ -70,11 +66,13 @@ def local_weight(weight: Weight, tile: Tile, work: Layout) -> Tensor:
 
 
 def cut_parameter(whole_value: Tensor, mesh: DeviceMesh, axis: str | Sequence[str], dim: int = 0) -> nn.Parameter:
-    """A parameter that the axis cuts along `dim`; a plain one where the mesh has no such axis or it has size 1.
+    """A parameter cut along `dim` by the axes (major to minor as in the mesh); a plain one where none has size > 1.
 
     *Sends*: once, the parts of the first rank's values.
     """
-    names = [n for n, size in axes_of(mesh) if n in ((axis,) if isinstance(axis, str) else axis) and size > 1]
+    asked = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = tuple(name for name, size in axes_of(mesh) if name in asked and size > 1)
     if not names:
         return nn.Parameter(whole_value)
-    return nn.Parameter(distribute_tensor(whole_value, submesh(mesh, names), [Shard(dim)]))
+    part_of_mesh = mesh if len(names) == mesh.ndim else mesh[names]
+    return nn.Parameter(distribute_tensor(whole_value, part_of_mesh, [Shard(dim)] * len(names)))

@@ -49,7 +49,9 @@ def _nothing_is_sent():
 
 
 def test_rows_of_the_halo_are_computed_too():
-    assert_same_on_every_mesh(_mlp(), torch.randn(1, 12, 10), ROWS[:3], spec=(None, "lat", None), halo={1: 2}, periodic=(1,))
+    assert_same_on_every_mesh(
+        _mlp(), torch.randn(1, 12, 10), ROWS[:3], spec=(None, "lat", None), halo={1: 2}, periodic=(1,)
+    )
 
 
 @pytest.mark.parametrize("channels", [7, 10, 13, 33])
@@ -94,7 +96,14 @@ class Cut(nn.Module):
             if not isinstance(layer, nn.Linear):
                 self.add_module(name, layer)
                 continue
-            cut = Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype, mesh=mesh, axis=axis)
+            cut = Linear(
+                layer.in_features,
+                layer.out_features,
+                layer.bias is not None,
+                dtype=layer.weight.dtype,
+                mesh=mesh,
+                axis=axis,
+            )
             cut.load_state_dict(_distributed(layer.state_dict(), cut))
             self.add_module(name, cut)
 
@@ -110,7 +119,9 @@ def _distributed(state, like):
     found = {}
     for name, target in like.state_dict().items():
         value = state[name]
-        found[name] = distribute_tensor(value, target.device_mesh, target.placements) if isinstance(target, DTensor) else value
+        found[name] = (
+            distribute_tensor(value, target.device_mesh, target.placements) if isinstance(target, DTensor) else value
+        )
     return found
 
 
@@ -122,24 +133,47 @@ def _cut_along_lat(model, mesh):
     return Cut(model, mesh, "lat")
 
 
-@pytest.mark.parametrize("spec", [(None, "lat", None), (None, "lat", "channel")], ids=["whole channels", "cut channels"])
+@pytest.mark.parametrize(
+    "spec", [(None, "lat", None), (None, "lat", "channel")], ids=["whole channels", "cut channels"]
+)
 @pytest.mark.parametrize("sizes", [(10, 7), (7, 13), (4, 33)], ids=str)
 def test_cut_weights(sizes, spec):
-    meshes = [{"channel": 2}, {"channel": 3}, {"lat": 2, "channel": 2}] if "channel" in spec else [{"lat": 2, "channel": 2}, {"channel": 2, "lat": 2}]
+    meshes = (
+        [{"channel": 2}, {"channel": 3}, {"lat": 2, "channel": 2}]
+        if "channel" in spec
+        else [{"lat": 2, "channel": 2}, {"channel": 2, "lat": 2}]
+    )
     # chunks, as torch cuts a DTensor
-    assert_same_on_every_mesh(_mlp(*sizes), torch.randn(2, 5, sizes[0]), meshes, spec=spec, build=_cut_along_channel, gradients="parts", split="chunk")
+    assert_same_on_every_mesh(
+        _mlp(*sizes),
+        torch.randn(2, 5, sizes[0]),
+        meshes,
+        spec=spec,
+        build=_cut_along_channel,
+        gradients="parts",
+        split="chunk",
+    )
 
 
 @pytest.mark.parametrize("sizes", [(10, 7), (7, 13)], ids=str)
 def test_weights_at_rest_along_the_axis_that_cuts_the_rows(sizes):
     meshes = [{"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2}, {"lat": 2, "channel": 2}]
     layers = nn.Sequential(nn.Linear(*sizes, bias=False), nn.Tanh(), nn.Linear(sizes[1], 4, bias=False))
-    assert_same_on_every_mesh(layers, torch.randn(2, 9, 6, sizes[0]), meshes, spec=(None, "lat", "lon", "channel"), build=_cut_along_lat, gradients="parts")
+    assert_same_on_every_mesh(
+        layers,
+        torch.randn(2, 9, 6, sizes[0]),
+        meshes,
+        spec=(None, "lat", "lon", "channel"),
+        build=_cut_along_lat,
+        gradients="parts",
+    )
 
 
 @on_ranks(4)
 def _weight_bytes():
-    """A weight stored 1/P travels to the rows: what the other ranks hold of it is received, forward; and again, backward."""
+    """A weight stored 1/P travels to the rows: what the other ranks hold of it is received, forward; and again,
+    backward.
+    """
     mesh = world_mesh(lat=4)
     layer = Linear(6, 8, bias=False, mesh=mesh, axis="lat")
     assert layer.weight.to_local().shape == (2, 6)
@@ -181,7 +215,8 @@ def test_a_cut_layer_on_a_mesh_without_the_axis_is_plain():
     assert set(dict(layer.named_parameters())) == {"weight", "bias"}
 
 
-# -- products -----------------------------------------------------------------------------------------------------------
+# -- products
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _matmul(x, w):
@@ -234,7 +269,9 @@ def test_products_of_tiles(function, x, w, spec_x, spec_w):
 
 
 def test_addmm():
-    assert_same_on_every_mesh(_addmm, [torch.randn(13), torch.randn(7, 10), torch.randn(10, 13)], ROWS, spec=[None, ("lat", "lon"), None])
+    assert_same_on_every_mesh(
+        _addmm, [torch.randn(13), torch.randn(7, 10), torch.randn(10, 13)], ROWS, spec=[None, ("lat", "lon"), None]
+    )
 
 
 def _spectral(x, w):
@@ -258,7 +295,9 @@ EINSUMS = [(_spectral, (3, 4, 7, 10)), (_dots, (7,)), (_implicit, (7,)), (_to_sc
 
 @pytest.mark.parametrize(("function", "w"), EINSUMS)
 def test_einsum(function, w):
-    assert_same_on_every_mesh(function, [torch.randn(2, 3, 7, 10), torch.randn(w)], ROWS, spec=[(None, None, "lat", "lon"), None])
+    assert_same_on_every_mesh(
+        function, [torch.randn(2, 3, 7, 10), torch.randn(w)], ROWS, spec=[(None, None, "lat", "lon"), None]
+    )
 
 
 @on_ranks(2)
@@ -291,7 +330,7 @@ WRONG = {
     "diagonal": "takes a diagonal of a Tile",
     "plain input": "the input is a plain tensor of shape .2, 3, 6..*jigsaw.shard",
     "both dims of the weight": "must refine blocks",
-    "bias": "the bias is cut as .* cut the bias like the rows of the weight",
+    "bias": "the bias is cut by .'lat',., but the last dim of the output by nothing; cut the bias as",
 }
 
 

@@ -1,0 +1,130 @@
+"""Attention heads cut along a mesh axis: projections to them and from them, and the module whose weights lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.layout import Cut, ShardingError, cut_points, whole
+from jigsaw.nn.contraction import contraction
+from jigsaw.nn.linear import linear_onto, with_bias
+from jigsaw.nn.rows import Group, rearrange
+from jigsaw.nn.weights import Weight, cut_parameter, layout_of, local_weight
+from jigsaw.tile import Tile
+
+
+def axes_of_heads(query: Tile, in_weight: Weight) -> tuple[str, ...]:
+    """The axes that are to cut the heads: those along which the projection is stored, or the features arrive."""
+    return layout_of(in_weight, query).dim_axes(0) or query.layout.dim_axes(query.ndim - 1)
+
+
+def project_in(
+    inputs: Sequence[Tile], weight: Weight, bias: Weight | None, heads: int, axes: tuple[str, ...]
+) -> tuple[Tile, ...]:
+    """q, k and v [..., E] of x W[:E]ᵀ, x W[E:2E]ᵀ and x W[2E:]ᵀ, each cut between whole heads along `axes`.
+
+    *Sends*: the rows of the weight and bias that belong to heads of other ranks; else as `jigsaw.nn.linear.linear`,
+    once for inputs that are one.
+    *Raises*: `ShardingError` when there are fewer heads than ranks along the axes.
+    """
+    first = inputs[0]
+    embed = weight.shape[0] // 3
+    ranks = comm.extent(first.mesh, axes)
+    if heads < ranks:
+        raise ShardingError(
+            f"MultiheadAttention cuts {heads} heads along {axes}, which have {ranks} ranks; use more heads or fewer "
+            "ranks"
+        )
+    of_heads = Cut(embed, tuple(p * (embed // heads) for p in cut_points(heads, ranks)), axes)
+    packed = (whole(3), of_heads)
+    if all(x is first for x in inputs):
+        y = linear_onto(first, weight, bias, packed).unflatten(-1, (3, embed))
+        return tuple(y.select(-2, i) for i in range(3))
+    return tuple(_third(x, i, weight, bias, packed) for i, x in enumerate(inputs))
+
+
+def _third(x: Tile, i: int, weight: Weight, bias: Weight | None, packed: Group) -> Tile:
+    """Row block `i` of three of the projection."""
+    if not layout_of(weight, x).is_cut(0):
+        embed = packed[1].size
+        part_of_bias = None if bias is None else bias[i * embed : (i + 1) * embed]
+        return linear_onto(x, weight[i * embed : (i + 1) * embed], part_of_bias, packed[1:])
+    stored = layout_of(weight, x)
+    job = contraction(x.layout, stored.replace_dim(0, packed[1]), packed[1:])
+    out = job.result(x.layout)
+    w = rearrange(local_weight(weight, x, out), stored.dim(0), packed, x)
+    y = job.run(x, w.unflatten(0, (3, -1))[i])
+    if bias is None:
+        return y
+    b = rearrange(local_weight(bias, y, out), layout_of(bias, y).dim(0), packed, y).unflatten(0, (3, -1))[i]
+    return Tile(y.local + b.to(y.dtype), y.layout, y.mesh)
+
+
+def project_out(mixed: Tile, weight: Weight, bias: Weight | None, query: Tile) -> Tile:
+    """y = x Wᵀ + b, cut along the features as the query is; a whole query gets a whole y.
+
+    *Sends*: as `jigsaw.nn.linear.linear`; then, for a whole query, each rank's part of y to the others along the axes.
+    """
+    last = query.layout.dim(query.ndim - 1)
+    y = with_bias(linear_onto(mixed, weight, None, last), bias)
+    if tuple(y.layout.dim(y.ndim - 1)) == tuple(last):
+        return y
+    return y.with_layout(y.layout.replace_dim(y.ndim - 1, *last))
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` whose heads and weights are cut along `axis`; tokens and batch may be cut by
+    others.
+
+    Each rank holds 1/P of the weights, as DTensors with torch's names and full shapes, and works on its own heads.
+    Query, key and value have whole features, or features cut along `axis`; so has the output.  On a mesh without that
+    axis it is `torch.nn.MultiheadAttention`.
+
+    *Shapes*: in_proj_weight [3 E, E] and out_proj.weight [E, E], per rank 1/P of their rows, E / P features of heads.
+    *Sends*: the rows of in_proj_weight whose heads lie elsewhere, at most its part; keys and values around the ranks
+    that cut their tokens (`jigsaw.nn.attention`); heads' outputs and y along `axis`, ``(1-1/P)`` of each, forward,
+    and their gradients, backward.
+    *Raises*: `ShardingError` for kdim, vdim, add_bias_kv and add_zero_attn, and fewer heads than ranks along the axis.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mesh: DeviceMesh,
+        axis: str | Sequence[str] = "channel",
+    ) -> None:
+        if add_bias_kv or add_zero_attn or kdim not in (None, embed_dim) or vdim not in (None, embed_dim):
+            raise ShardingError(
+                f"MultiheadAttention(add_bias_kv={add_bias_kv}, add_zero_attn={add_zero_attn}, kdim={kdim}, "
+                f"vdim={vdim}) cannot be cut "
+                f"along heads: keys and values need {embed_dim} features and no extra token; use "
+                "torch.nn.MultiheadAttention"
+            )
+        super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype)
+        ranks = comm.extent(mesh, (axis,) if isinstance(axis, str) else axis)
+        if num_heads < ranks:
+            raise ShardingError(
+                f"MultiheadAttention has {num_heads} heads for {ranks} ranks along {axis!r}; use more heads or fewer "
+                "ranks"
+            )
+        assert self.in_proj_weight is not None
+        self.in_proj_weight = cut_parameter(self.in_proj_weight.detach(), mesh, axis)
+        self.out_proj.weight = cut_parameter(self.out_proj.weight.detach(), mesh, axis)
+        if bias:
+            self.in_proj_bias = cut_parameter(self.in_proj_bias.detach(), mesh, axis)
+            self.out_proj.bias = cut_parameter(self.out_proj.bias.detach(), mesh, axis)

@@ -1,0 +1,78 @@
+"""Token mixing: a linear whose contraction runs along dims that may be cut, the tokens of a lat x lon tile for example.
+
+An unmodified MLP-Mixer (Tolstikhin et al., arXiv 2105.01601) needs nothing of this file: `F.linear` on a transposed
+tile does the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.layout import ShardingError
+from jigsaw.nn.linear import Linear, linear
+from jigsaw.nn.weights import Weight
+from jigsaw.tile import Tile
+
+
+def mix(input: Tile, weight: Weight, bias: Weight | None = None, dims: int | Sequence[int] = -2) -> Tile:
+    """y[..., m, ...] = sum_n x[..., n, ...] W[m, n] + b[m], where n runs over `dims` flattened together.
+
+    *Shapes*: x [..., *dims, ...] with N tokens, W [M, N], b [M]; y has M in place of the dims, or the same dims, cut
+    as before, when M = N.
+    *Sends*: when the P ranks that cut the tokens hold R other elements each, the fewer of: partial sums of y,
+    ``(1-1/P) R M`` elements received a rank forward and as much backward; or the parts of x, ``(1-1/P) R N`` forward
+    and twice that backward.  A W stored 1/P by rows adds its rows that lie elsewhere, at most ``N M / P``.
+    *Raises*: `ShardingError` for dims that are not consecutive.
+    """
+    (first, *rest) = order = _consecutive(input, dims)
+    back = [d for d in range(input.ndim) if d not in order]
+    shape = [input.shape[d] for d in order]
+    x = input.permute([*back, *order]).flatten(-len(order)) if rest else input.movedim(first, -1)
+    y = linear(x, weight, bias)
+    if rest and y.shape[-1] == math.prod(shape):
+        y = y.unflatten(-1, shape)
+        return y.permute([*range(first), *range(len(back), y.ndim), *range(first, len(back))])
+    return y.movedim(-1, first)
+
+
+def _consecutive(input: Tile, dims: int | Sequence[int]) -> list[int]:
+    order = [d % input.ndim for d in ((dims,) if isinstance(dims, int) else dims)]
+    if not order or order != list(range(order[0], order[0] + len(order))):
+        raise ShardingError(
+            f"mix over dims {dims} of a Tile of shape {tuple(input.shape)}: they must be consecutive; permute the "
+            "tile first"
+        )
+    return order
+
+
+class Mix(Linear):
+    """`mix` as a module: `torch.nn.Linear` over the tokens of `dims`; names and full shapes of its parameters are
+    those.
+
+    With an `axis` (or several, those that cut the tokens) each rank holds 1/P of the rows of the weight at rest; see
+    `mix`.
+    """
+
+    def __init__(
+        self,
+        in_tokens: int,
+        out_tokens: int,
+        bias: bool = True,
+        dims: int | Sequence[int] = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mesh: DeviceMesh,
+        axis: str | Sequence[str] = (),
+    ) -> None:
+        super().__init__(in_tokens, out_tokens, bias, device, dtype, mesh=mesh, axis=axis)
+        self.dims = dims
+
+    def forward(self, input: Any) -> Any:
+        """`mix` of the tile `input`."""
+        return mix(input, self.weight, self.bias, self.dims)
