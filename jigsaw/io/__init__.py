@@ -17,7 +17,7 @@ from jigsaw.io.errors import (
     WindowError,
 )
 from jigsaw.io.loader import Batch, DataLoader
-from jigsaw.io.table import open_store
+from jigsaw.io.store import open_store
 
 __all__ = [
     "Batch",

@@ -21,8 +21,9 @@ from jigsaw.io.frame import DATA, Frame, Width
 from jigsaw.io.plan import ReadPlan, plan_read
 from jigsaw.io.request import Request
 from jigsaw.io.stats import multiply_add
+from jigsaw.io.store import open_store
 from jigsaw.io.survey import Survey, Variable
-from jigsaw.io.table import Store, open_store
+from jigsaw.io.table import Store
 from jigsaw.io.windows import anchors, offsets
 from jigsaw.layout import DimSpec, Layout, Split
 from jigsaw.mesh import axes_of, coordinate

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jigsaw.io._codecs import BadChunkError, Bytes, Decoder, ShortChunkError
 from jigsaw.io._memory import Scratch
-from jigsaw.io.errors import CorruptChunkError, ReadError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.errors import CorruptChunkError, ReadError, TruncatedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,21 +172,3 @@ class Store:
     def read_small(self, name: str) -> NDArray[Any]:
         """A whole array as it is stored: for coordinates."""
         return self._read(name)
-
-
-def open_store(url: Any) -> Store:
-    """Open a store: a path, a URL, or an object of the format's own library.
-
-    Raises: `UnsupportedStoreError` for what no format of jigsaw's claims.
-    """
-    if isinstance(url, Store):
-        return url
-    if type(url).__module__.partition(".")[0] == "xarray" and hasattr(url, "variables"):
-        from jigsaw.io._xarray import open_xarray
-
-        return open_xarray(url)
-    try:
-        from jigsaw.io._zarr import open_zarr
-    except ImportError as e:
-        raise UnsupportedStoreError(f"reading {url!r} needs zarr: pip install 'jigsaw-torch[zarr]'") from e
-    return open_zarr(url)

@@ -18,7 +18,7 @@ from jigsaw.io.engine import Engine
 from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError, TruncatedError
 from jigsaw.io.plan import plan_read
 from jigsaw.io.request import DROPPED, Part, Request
-from jigsaw.io.table import open_store
+from jigsaw.io.store import open_store
 from jigsaw.layout import Layout
 from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh
 

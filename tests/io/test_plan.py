@@ -14,7 +14,7 @@ from toy_store import layout, request, write
 from jigsaw.io.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
 from jigsaw.io.plan import NOBODY, plan_read
 from jigsaw.io.request import DROPPED, Part, Request, runs_of
-from jigsaw.io.table import open_store
+from jigsaw.io.store import open_store
 from jigsaw.layout import Layout, ShardingError
 
 MESHES = [{}, {"lat": 2}, {"lat": 3}, {"lon": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]

@@ -13,7 +13,7 @@ from google_crc32c import value as crc32c
 from toy_store import FORMS, SLOW, write
 
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
-from jigsaw.io.table import open_store
+from jigsaw.io.store import open_store
 
 
 @pytest.fixture(params=FORMS, ids="-".join)
