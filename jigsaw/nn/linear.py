@@ -43,8 +43,8 @@ def linear(input: Tile | Tensor, weight: Weight, bias: Weight | None = None) -> 
             f"linear: input {tuple(input.shape)} and weight {tuple(weight.shape)} cannot be multiplied "
             f"({input.shape[-1]} and {k})"
         )
-    stored = layout_of(weight, input)
-    if not input.layout.is_cut(input.ndim - 1) and not stored.cut_axes:
+    is_whole = not isinstance(weight, (DTensor, Tile)) or not layout_of(weight, input).cut_axes
+    if is_whole and not input.layout.is_cut(input.ndim - 1):
         return _by_itself(input, weight, bias, n)
     return linear_onto(input, weight, bias)
 
@@ -85,8 +85,10 @@ def _by_itself(input: Tile, weight: Weight, bias: Weight | None, n: int) -> Tile
 def _without_halo_along_last(input: Tile) -> Tile:
     """The tile without halo rows along the contracted dim; those of other dims stay."""
     last = input.ndim - 1
-    layout = input.layout.replace_dim(last, *(c.bare() for c in input.layout.dim(last)))
-    return input if layout == input.layout else input.with_layout(layout)
+    cuts = input.layout.dim(last)
+    if not any(c.has_halo for c in cuts):
+        return input
+    return input.with_layout(input.layout.replace_dim(last, *bare(cuts)))
 
 
 def with_bias(y: Tile, bias: Weight | None) -> Tile:
