@@ -193,7 +193,7 @@ def test_after_a_failure_the_next_test_has_a_fresh_world():
 
 
 def test_groups_left_behind_are_closed_in_time():
-    told = [_makes_a_group()[0] for _ in range(70)]
+    told = [_makes_a_group()[0] for _ in range(100)]
     assert all(total == 2.0 for total, _ in told)
     files = [count for _, count in told]
     assert files[-1] < max(files)

@@ -70,7 +70,6 @@ class Job:
     body: Body
     arguments: bytes
     path: tuple[str, ...]
-    regroup: bool
 
 
 @dataclass(frozen=True)
@@ -90,19 +89,13 @@ def serve(connection: Connection, rank: int, size: int, folder: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     _be_one_cpu_rank(rank, size)
     store = dist.FileStore(str(Path(folder) / "store"), size)
-    _join(store, 0, rank, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
     connection.send_bytes(pickle.dumps(Report()))
-    generation = 0
     while True:
         try:
             job: Job = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        if job.regroup:
-            generation += 1
-            _meshes.clear()
-            dist.destroy_process_group()
-            _join(store, generation, rank, size)
         report = _run(job, rank)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -143,11 +136,6 @@ def _be_one_cpu_rank(rank: int, size: int) -> None:
     if "lo" in (name for _, name in socket.if_nameindex()):  # a host name that does not resolve must not stop a test
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-
-
-def _join(store: dist.Store, generation: int, rank: int, size: int) -> None:
-    store = dist.PrefixStore(str(generation), store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
 
 
 def _die_with_parent() -> None:

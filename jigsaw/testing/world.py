@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _START_SECONDS = 180.0  # importing torch on every rank of a busy machine
 _GRACE_SECONDS = 1.0  # after a rank failed, the others may still tell their part
-_MOST_GROUPS = 64  # gloo keeps sockets and threads for each process group that tests leave behind
+_MOST_GROUPS = 96  # gloo keeps sockets and threads for each process group that tests leave behind
 
 _worlds: dict[int, World] = {}
 
@@ -96,6 +96,14 @@ class World:
         return bool(self._processes) and all(p.is_alive() for p in self._processes)
 
     @property
+    def is_worn(self) -> bool:
+        """Whether tests have left so many groups that a fresh world is better.
+
+        Joining anew in the same processes is not enough: DTensor's caches keep meshes, and with them the names of groups.
+        """
+        return self._groups > _MOST_GROUPS
+
+    @property
     def pids(self) -> list[int]:
         """The process id of each rank."""
         return [p.pid or 0 for p in self._processes]
@@ -103,7 +111,7 @@ class World:
     def run(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
         """Run one body on every rank; what each returned, in rank order."""
         __tracebackhide__ = True
-        job = Job(body, _pickled(body, args, kwargs), tuple(sys.path), self._groups > _MOST_GROUPS)
+        job = Job(body, _pickled(body, args, kwargs), tuple(sys.path))
         message = pickle.dumps(job)
         try:
             for connection in self._connections:
@@ -200,7 +208,7 @@ def _world(size: int) -> World:
             f"on_ranks({size}) was called inside a rank or another child process; call it from the test's own process"
         )
     world = _worlds.get(size)
-    if world is None or not world.alive:
+    if world is None or not world.alive or world.is_worn:
         if world is not None:
             world.kill()
         world = _worlds[size] = World(size)
