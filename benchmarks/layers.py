@@ -1,0 +1,240 @@
+"""One training step of four small models: plain torch, jigsaw on one rank, jigsaw on several; one JSON object a line.
+
+    python benchmarks/layers.py --ranks 2 --case conv
+
+The total work is the same for all, each rank has one thread, and the contenders take turns.  `step_s` is the median
+over `--rounds` of a forward and a backward pass, gradients of all parameters whole on every rank; of several ranks it
+is the slowest's.  `speedup` is against plain torch, whose `step_s` is the first line's.  `sent_bytes` is the most that
+a rank sends in a step.  `peak_bytes_per_rank` is the highest sum of live allocations that a step makes (torch's
+profiler, profile_memory), so activations, gradients and temporaries, but not the input and the weights.  `max_abs_err`
+is against plain torch in the same precision (float32), over the output and all gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.testing import run_on_ranks, world_mesh
+
+TIMEOUT = 3600.0
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    """Two levels of strided convolutions and back, with group norm and skips."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+        def block(ins: int, outs: int, stride: int = 1) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(ins, outs, 3, stride, 1), nn.GroupNorm(4, outs), nn.GELU())
+
+        self.first = block(8, width)
+        self.down = nn.ModuleList([block(width, 2 * width, 2), block(2 * width, 4 * width, 2)])
+        ups = [nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)]
+        self.up = nn.ModuleList(ups)
+        self.merge = nn.ModuleList([block(4 * width, 2 * width), block(2 * width, width)])
+        self.last = nn.Conv2d(width, 8, 3, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        skips = [self.first(x)]
+        for down in self.down:
+            skips.append(down(skips[-1]))
+        y = skips.pop()
+        for up, merge in zip(self.up, self.merge, strict=True):
+            y = merge(torch.cat([up(y), skips.pop()], 1))
+        return x + self.last(y)
+
+
+class Mixer(nn.Module):
+    """An MLP over the tokens of the whole grid, then one over channels (Tolstikhin et al., arXiv 2105.01601)."""
+
+    def __init__(self, tokens: int, channels: int, hidden: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(channels), nn.LayerNorm(channels)])
+        self.tokens = nn.Sequential(nn.Linear(tokens, hidden), nn.GELU(), nn.Linear(hidden, tokens))
+        self.channels = nn.Sequential(nn.Linear(channels, 4 * channels), nn.GELU(), nn.Linear(4 * channels, channels))
+
+    def forward(self, x: Any) -> Any:
+        x = x.flatten(2).transpose(1, 2)
+        x = x + self.tokens(self.norms[0](x).transpose(1, 2)).transpose(1, 2)
+        return x + self.channels(self.norms[1](x))
+
+
+def convolutions(width: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Conv2d(width, width, 3, padding=1), nn.GELU()]
+    return nn.Sequential(*layers)
+
+
+def linears(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its input and how that is cut; `align` keeps cut points at multiples of the strides."""
+
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    spec: tuple[str | None, ...]
+    align: int = 1
+
+
+SPACE = (None, None, "lat", None)
+CASES = {
+    "conv": Case(lambda: convolutions(32), (1, 32, 721, 1440), SPACE),
+    "unet": Case(lambda: UNet(16), (1, 8, 720, 1440), SPACE, 4),
+    "mixer": Case(lambda: Mixer(90 * 180, 256, 512), (1, 256, 90, 180), SPACE),
+    "linear": Case(lambda: linears(512), (1, 64800, 512), (None, "lat", None)),
+}
+SMALL = {
+    "conv": Case(lambda: convolutions(4), (1, 4, 73, 144), SPACE),
+    "unet": Case(lambda: UNet(4), (1, 8, 72, 144), SPACE, 4),
+    "mixer": Case(lambda: Mixer(9 * 18, 16, 32), (1, 16, 9, 18), SPACE),
+    "linear": Case(lambda: linears(16), (1, 648, 16), (None, "lat", None)),
+}
+
+
+# -- on every rank ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Contender:
+    """A model with its input, ready to step."""
+
+    model: nn.Module
+    input: Any
+
+    def step(self) -> Any:
+        self.model.zero_grad()
+        y = self.model(self.input)
+        y.square().mean().backward()
+        return y
+
+
+_made: dict[tuple[str, bool, str], Contender] = {}
+
+
+def _contender(name: str, small: bool, system: str, ranks: int) -> Contender:
+    case = (SMALL if small else CASES)[name]
+    torch.manual_seed(0)
+    model, x = case.model(), torch.randn(case.shape)
+    if system == "torch":
+        return Contender(model, x)
+    mesh = world_mesh(lat=ranks)
+    tile = jigsaw.shard(x, mesh, case.spec, align=case.align)
+    return Contender(jigsaw.parallelize(model, mesh), tile)
+
+
+def prepare(name: str, small: bool, system: str, ranks: int) -> dict[str, float]:
+    """Make the contender, warm it up, and measure all but its time."""
+    mine = _contender(name, small, system, ranks)
+    error = 0.0
+    if system != "torch":
+        error = _error(mine, _contender(name, small, "torch", 1))
+    for key in [k for k in _made if k[:2] != (name, small)]:
+        del _made[key]
+    _made[name, small, system] = mine
+    mine.step()
+    with comm.count() as sent:
+        mine.step()
+    return {"sent_bytes": sent.sent_bytes, "peak_bytes_per_rank": _peak(mine), "max_abs_err": error}
+
+
+def _error(mine: Contender, plain: Contender) -> float:
+    with torch.no_grad():  # the plain output is freed before gradients are made
+        expected = jigsaw.shard(plain.model(plain.input), mine.input.mesh, mine.model(mine.input).layout.spec)
+        got = mine.model(mine.input)
+        worst = [(got.local - expected.with_layout(got.layout).local).abs().max().item()]
+        del got, expected
+    mine.step()
+    plain.step()
+    for a, b in zip(mine.model.parameters(), plain.model.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        worst.append((a.grad - b.grad).abs().max().item())
+    return max(worst)
+
+
+def _peak(mine: Contender) -> int:
+    """The highest sum of live allocations during a step."""
+    mine.model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        mine.step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    return max(e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]")
+
+
+def timed(name: str, small: bool, system: str, ranks: int) -> float:
+    """The seconds of one step, begun by all ranks together."""
+    mine = _made[name, small, system]
+    mine.model.zero_grad()
+    if ranks > 1:
+        comm.agree(mine.input.mesh, None)
+    start = time.perf_counter()
+    mine.step()
+    return time.perf_counter() - start
+
+
+# -- taking turns ----------------------------------------------------------------------------------------------------
+
+
+def run(name: str, ranks: int, rounds: int, small: bool) -> list[dict[str, Any]]:
+    contenders = [("torch", 1), ("jigsaw", 1), ("jigsaw", ranks)]
+    found = [run_on_ranks(n, prepare, name, small, system, n, timeout=TIMEOUT) for system, n in contenders]
+    times: list[list[float]] = [[] for _ in contenders]
+    for _ in range(rounds):
+        for seconds, (system, n) in zip(times, contenders, strict=True):
+            seconds.append(max(run_on_ranks(n, timed, name, small, system, n, timeout=TIMEOUT)))
+    step_s = [statistics.median(seconds) for seconds in times]
+    return [
+        {
+            "case": name,
+            "system": system,
+            "ranks": n,
+            "step_s": round(seconds, 5),
+            "speedup": round(step_s[0] / seconds, 3),
+            **{field: max(one[field] for one in facts) for field in facts[0]},
+            "rounds": rounds,
+            "shape": (SMALL if small else CASES)[name].shape,
+        }
+        for (system, n), seconds, facts in zip(contenders, step_s, found, strict=True)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--case", choices=sorted(CASES), help="all of them without it")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="toy sizes, as the tests run it")
+    chosen = parser.parse_args()
+    for name in [chosen.case] if chosen.case else CASES:
+        for line in run(name, chosen.ranks, chosen.rounds, chosen.small):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
