@@ -3,12 +3,14 @@
     python benchmarks/read.py --ranks 4 --mesh lat=2,lon=2 --store wb2 --engine jigsaw
 
 Every engine gives every rank the same tile of two consecutive steps of four variables (432 MB over the globe), which
-the checksum shows.  The stores hold the same bits in other chunks: `wb2` the whole globe and all levels of a step, like
-WeatherBench2; `level` a level of the globe; `tiles` 91 x 180 rows of all levels; `shard` such tiles of one level inside
-a shard a step.  Interpreters, imports, opening and one read that warms the page cache come first and are not counted;
-then `--repeat` reads are.  `wall_s` and `cpu_s` (user and system, all threads of all ranks) are means of one read;
-`peak_rss_bytes` is that of the largest rank, shared memory that it touched included.  Bytes are sums over the ranks,
-and `amplification` is what they decode over the needed chunks decoded once.
+the checksum shows.  `jigsaw` reads cooperatively, each chunk decoded once; left to itself it reads `tiles` and `shard`
+as `jigsaw-independent` does, which is cheaper where few chunks are shared.  The stores hold the same bits in other
+chunks: `wb2` the whole globe and all levels of a step, like WeatherBench2; `level` a level of the globe; `tiles` 91 x
+180 rows of all levels; `shard` such tiles of one level inside a shard a step.  Interpreters, imports, opening and one
+read that warms the page cache come first and are not counted; then `--repeat` reads are.  `wall_s` and `cpu_s` (user
+and system, all threads of all ranks) are means of one read; `peak_rss_bytes` is that of the largest rank, shared memory
+that it touched included.  Bytes are sums over the ranks, and `amplification` is what they decode over the needed chunks
+decoded once.
 """
 
 from __future__ import annotations
@@ -156,7 +158,7 @@ def full_reader(path: str, mesh: Any, rows: tuple[int, int]) -> Callable[[], np.
 def reader(engine: str, path: str, mesh: Any, rows: tuple[int, int]) -> tuple[Callable[[], np.ndarray], dict[str, Any]]:
     """The read function of an engine, and the bytes that it reads on all ranks."""
     if engine in ("jigsaw", "jigsaw-independent"):
-        read, plan = jigsaw_reader(path, mesh, "auto" if engine == "jigsaw" else "independent")
+        read, plan = jigsaw_reader(path, mesh, "cooperative" if engine == "jigsaw" else "independent")
         return read, bytes_of(plan, plan.total)
     read = {"zarr": zarr_reader, "xarray": xarray_reader, "full-read-then-slice": full_reader}[engine](path, mesh, rows)
     _, plan = jigsaw_reader(path, mesh, "independent")  # a library decodes every chunk that a tile touches

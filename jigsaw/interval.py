@@ -1,8 +1,8 @@
 """The interval rule: which input rows a box of output rows needs, and which output rows a box of input rows gives.
 
-One rule a dim: `Window` (convolution, pooling, padding), `Spread` (transposed convolution), `Table` (interpolation).  From
-it `derive` makes, for every piece of a cut dim, the output rows that it owns and holds and the input rows that it needs.
-Integers only.
+One rule a dim: `Window` (convolution, pooling, padding), `Spread` (transposed convolution), `Table` (interpolation).
+From it `derive` makes, for every piece of a cut dim, the output rows that it owns and holds and the input rows that it
+needs. Integers only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Rule(Protocol):
         ...
 
     def point(self, at: int, n: int) -> int:
-        """Where the output is cut when the input is cut at row `at`: least margins, multiples of a stride stay aligned."""
+        """Where the output is cut when the input is cut at row `at`: least margins, multiples of a stride stay
+        aligned.
+        """
         ...
 
 
@@ -69,7 +71,8 @@ class Window:
             count = room // self.stride + 1
         if count < 1:
             raise ShardingError(
-                f"a window of {self.span} rows (kernel {self.kernel}, dilation {self.dilation}) does not fit into {n} rows padded by "
+                f"a window of {self.span} rows (kernel {self.kernel}, dilation {self.dilation}) does not fit into {n} "
+                "rows padded by "
                 f"({self.below}, {self.above}); pad more or take a smaller kernel"
             )
         return count
@@ -88,7 +91,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Spread:
-    """Input row i adds to the output rows ``i * stride - crop + k * dilation``, 0 <= k < kernel: a transposed convolution.
+    """Input row i adds to the output rows ``i * stride - crop + k * dilation``, 0 <= k < kernel: a transposed
+    convolution.
 
     `crop` is torch's ``padding``, `extra` its ``output_padding``.
     """
@@ -107,7 +111,8 @@ class Spread:
         count = (n - 1) * self.stride - 2 * self.crop + self.span + self.extra
         if count < 1:
             raise ShardingError(
-                f"a transposed window of {self.span} rows on {n} rows, stride {self.stride}, cropped by {self.crop} a side leaves no output row; "
+                f"a transposed window of {self.span} rows on {n} rows, stride {self.stride}, cropped by {self.crop} a "
+                "side leaves no output row; "
                 f"lower padding"
             )
         return count
@@ -172,7 +177,9 @@ class Fold:
     def size(self, n: int) -> int:
         most = n - 1 if self.mirror else n + abs(self.below) + abs(self.above)
         if n + self.below + self.above < 1 or max(self.below, self.above) > most or not n:
-            raise ShardingError(f"cannot pad {n} rows by ({self.below}, {self.above}): a reflection has at most {n - 1} rows")
+            raise ShardingError(
+                f"cannot pad {n} rows by ({self.below}, {self.above}): a reflection has at most {n - 1} rows"
+            )
         return n + self.below + self.above
 
     def need(self, out: Interval, n: int) -> Interval:
@@ -189,7 +196,8 @@ class Fold:
 
 @dataclass(frozen=True)
 class Derived:
-    """What a rule makes of a cut dim: the output `cut`; for each piece the input rows that it needs and how many it lacks.
+    """What a rule makes of a cut dim: the output `cut`; for each piece the input rows that it needs and how many it
+    lacks.
 
     `needs` lie in [0, n) unless the dim wraps; `margins` are the rows below 0 and beyond n that a window also covers.
     """
@@ -203,8 +211,9 @@ class Derived:
 def derive(cut: Cut, rule: Rule, wrap: bool = False, grow: tuple[int, int] = (0, 0)) -> Derived:
     """The output cut of a stencil along a cut dim, and what each piece needs.
 
-    A piece holds, beyond the output rows that it owns, all that its input rows (halo included) suffice for, and `grow` rows a
-    side if asked.  With `wrap` the input rows are those of a circle, and so are the output's where the strides close it.
+    A piece holds, beyond the output rows that it owns, all that its input rows (halo included) suffice for, and `grow`
+    rows a side if asked.  With `wrap` the input rows are those of a circle, and so are the output's where the strides
+    close it.
 
     Raises: `ShardingError` when the rule leaves no output row.
     """
@@ -216,7 +225,7 @@ def derive(cut: Cut, rule: Rule, wrap: bool = False, grow: tuple[int, int] = (0,
     margins: list[tuple[int, int]] = []
     for piece in range(cut.pieces):
         out = _held(cut, piece, (points[piece], points[piece + 1]), rule, wrap, closed, grow)
-        need = rule.need(out, n) if out[0] < out[1] else (cut.points[piece],) * 2
+        need = rule.need(out, n) if out[0] < out[1] else (cut.points[piece], cut.points[piece])
         inside, margin = (need, (0, 0)) if wrap else _split(need, n)
         held.append(out)
         needs.append(inside)
@@ -224,7 +233,9 @@ def derive(cut: Cut, rule: Rule, wrap: bool = False, grow: tuple[int, int] = (0,
     return Derived(Cut(m, points, cut.axes, tuple(held)), tuple(needs), tuple(margins))
 
 
-def _held(cut: Cut, piece: int, owned: Interval, rule: Rule, wrap: bool, closed: bool, grow: tuple[int, int]) -> Interval:
+def _held(
+    cut: Cut, piece: int, owned: Interval, rule: Rule, wrap: bool, closed: bool, grow: tuple[int, int]
+) -> Interval:
     """The output rows that a piece holds: owned and grown ones, joined with what its input rows give."""
     n, m = cut.size, rule.size(cut.size)
     if owned[0] >= owned[1]:
@@ -245,5 +256,6 @@ def _split(need: Interval, n: int) -> tuple[Interval, tuple[int, int]]:
     inside = min(max(start, 0), n), max(min(stop, n), 0)
     if inside[0] >= inside[1]:
         low = max(min(stop, 0) - start, 0)
-        return (min(max(start, 0), n),) * 2, (low, stop - start - low)
+        at = min(max(start, 0), n)
+        return (at, at), (low, stop - start - low)
     return inside, (inside[0] - start, stop - inside[1])

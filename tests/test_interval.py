@@ -92,7 +92,9 @@ def test_reach_is_the_largest_interval_that_held_rows_give(rule: Rule, n: int, d
 
 @given(st.one_of(windows, spreads), st.integers(1, 33), st.integers(1, 6), st.data())
 @settings(max_examples=300)
-def test_derived_cuts_partition_the_output_and_needs_cover_it(rule: Rule, n: int, pieces: int, data: st.DataObject) -> None:
+def test_derived_cuts_partition_the_output_and_needs_cover_it(
+    rule: Rule, n: int, pieces: int, data: st.DataObject
+) -> None:
     m = size_or_none(rule, n)
     assume(m is not None)
     inner = sorted(data.draw(st.lists(st.integers(0, n), min_size=pieces - 1, max_size=pieces - 1)))
@@ -107,7 +109,7 @@ def test_derived_cuts_partition_the_output_and_needs_cover_it(rule: Rule, n: int
         if owned[0] == owned[1]:
             assert held == owned and found.needs[piece][0] == found.needs[piece][1]
             continue
-        assert held[0] <= owned[0] and owned[1] <= held[1] and 0 <= held[0] and held[1] <= m
+        assert held[0] <= owned[0] and owned[1] <= held[1] and held[0] >= 0 and held[1] <= m
         need, (below, above) = found.needs[piece], found.margins[piece]
         assert 0 <= need[0] <= need[1] <= n
         assert below + need[1] - need[0] + above == rule.need(held, n)[1] - rule.need(held, n)[0]
@@ -144,7 +146,10 @@ def test_circular_padding_then_a_valid_window_cuts_like_zero_padding() -> None:
         above = kernel - 1 - below
         padded = derive(cut, Window(1, 1, 1, below, above), grow=(below, above)).out
         assert padded.points == (0, 7 + below, 20 + below, 33 + below + above)
-        assert derive(padded, Window(kernel, stride)).out.points == derive(cut, Window(kernel, stride, 1, below, above)).out.points
+        assert (
+            derive(padded, Window(kernel, stride)).out.points
+            == derive(cut, Window(kernel, stride, 1, below, above)).out.points
+        )
         assert derive(padded, Window(kernel, stride)).needs[1][0] >= padded.held[1][0]  # nothing is left to fetch
 
 

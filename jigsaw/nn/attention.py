@@ -111,8 +111,9 @@ def scaled_dot_product_attention(
     rank holds all S keys and values of its batch and heads meanwhile, and scores as torch's own kernel does.
     *Raises*: `ShardingError` for features of a head that are cut, plain keys or values, or dropout.
     """
-    if not isinstance(query, Tile):
-        tile = next(t for t in (key, value) if isinstance(t, Tile))
+    if not isinstance(query, Tile):  # pyright: ignore[reportUnnecessaryIsInstance]
+        others: tuple[Any, ...] = (key, value)
+        tile = next(t for t in others if isinstance(t, Tile))
         raise refuse(
             F.scaled_dot_product_attention, tile, "query is a plain tensor", "make it a Tile with jigsaw.shard"
         )

@@ -58,7 +58,8 @@ def channels_of(input: Tile, weight: Tensor, groups: int, transposed: bool, size
     other = [a for d in range(input.ndim) if d != 1 for a in input.layout.dim_axes(d)]
     if made.is_cut and (set(made.axes) & set(other) or cut.axes not in ((), made.axes)):
         raise ShardingError(
-            f"a convolution's weight is cut along {'+'.join(made.axes)}, which cannot meet a Tile cut as {input.layout}; "
+            f"a convolution's weight is cut along {'+'.join(made.axes)}, which cannot meet a Tile cut as "
+            f"{input.layout}; "
             f"cut the Tile's channels along that axis or not at all, and its other dims along other axes"
         )
     return _meet(cut, made, groups, sizes[1] < sizes[0])
@@ -132,7 +133,9 @@ class _AddUp(torch.autograd.Function):
     """Partial sums of all channels -> the sum of those that this rank owns."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, out: Layout, every: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
+    def forward(
+        ctx: Any, partial: Tensor, out: Layout, every: Layout, mesh: DeviceMesh, shape: Sequence[int]
+    ) -> Tensor:
         ctx.how = out, every, mesh
         y = partial.new_zeros(tuple(shape))
         GiveBack([partial], out, [every], mesh).wait(y)

@@ -54,21 +54,19 @@ class Sliding:
 
 @lru_cache(maxsize=4096)
 def _along(first: int, kernel: tuple[int, ...], how: Sliding) -> tuple[Along, ...]:
-    return tuple(
-        Along(first + i, how.rule(i, k), how.wrap, always=not how.even(i)) for i, k in enumerate(kernel)
-    )
+    return tuple(Along(first + i, how.rule(i, k), how.wrap, always=not how.even(i)) for i, k in enumerate(kernel))
 
 
 def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding) -> Tile:
     """y = `input` convolved with `weight`, plus `bias`; the functions and modules of this file are its names.
 
-    *Shapes*: [batch, channel, *space] or [channel, *space], global as torch; per rank a spatial dim that is cut at p is cut at
-    ceil(p / stride) afterwards (about p x stride, transposed), so multiples of the stride stay aligned.  What a halo makes
-    computable is computed and held.
-    *Sends*: forward the rows of windows that reach into a neighbour, one message each; backward their gradients.  Nothing
-    where a halo holds them.  Where P ranks cut the channels of `input`, each sends (P-1)/P of the smaller of the input and
-    the output, forward and backward; where only the weight is cut, nothing, and backward an all-reduce of the gradient of
-    `input`.
+    *Shapes*: [batch, channel, *space] or [channel, *space], global as torch; per rank a spatial dim that is cut at p is
+    cut at ceil(p / stride) afterwards (about p x stride, transposed), so multiples of the stride stay aligned.  What a
+    halo makes computable is computed and held.
+    *Sends*: forward the rows of windows that reach into a neighbour, one message each; backward their gradients.
+    Nothing where a halo holds them.  Where P ranks cut the channels of `input`, each sends (P-1)/P of the smaller of
+    the input and the output, forward and backward; where only the weight is cut, nothing, and backward an all-reduce of
+    the gradient of `input`.
     *Raises*: `ShardingError` for channels that do not fit, windows larger than the padded input, flattened dims.
     """
     _check(input, weight, how)
@@ -88,7 +86,13 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding) -> 
 
 
 def _with_cut_channels(
-    input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding, along: tuple[Along, ...], out: Layout, ways: Channels
+    input: Tile,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: Sliding,
+    along: tuple[Along, ...],
+    out: Layout,
+    ways: Channels,
 ) -> Tile:
     """`convolve`, where the input's channels or the weight's output channels are cut."""
     w, b, groups = weight_of(ways, input, weight, bias, out, how.groups, how.transposed)
@@ -147,7 +151,8 @@ def _check(input: Tile, weight: Tensor, how: Sliding) -> None:
         raise ShardingError("a convolution takes a Tile and a plain weight: make the input a Tile with jigsaw.shard")
     if input.ndim not in (how.dims + 1, how.dims + 2):
         raise ShardingError(
-            f"a {how.dims}-d convolution of a Tile of shape {tuple(input.shape)}: it needs {how.dims + 1} or {how.dims + 2} dims"
+            f"a {how.dims}-d convolution of a Tile of shape {tuple(input.shape)}: it needs {how.dims + 1} or "
+            f"{how.dims + 2} dims"
         )
     channels = input.shape[input.ndim - how.dims - 1]
     expected = weight.shape[0] if how.transposed else weight.shape[1] * how.groups
@@ -210,7 +215,9 @@ def _spread(x: Tensor, weight: Tensor, bias: Tensor | None, how: Sliding, to: St
 # -- torch's functions ------------------------------------------------------------------------------------------------
 
 
-def _padding(padding: str | Ints, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _padding(
+    padding: str | Ints, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
     if not isinstance(padding, str):
         return tuple((p, p) for p in per_dim(padding, len(kernel), "padding"))
     if padding == "valid":
@@ -233,7 +240,9 @@ def conv(
     groups: int = 1,
     wrap: bool = False,
 ) -> Tile:
-    """`convolve` with the arguments of `torch.conv2d`, for any number of spatial dims; with `wrap`, padding is circular."""
+    """`convolve` with the arguments of `torch.conv2d`, for any number of spatial dims; with `wrap`, padding is
+    circular.
+    """
     kernel = weight.shape[2:]
     dims = len(kernel)
     strides, dilations = per_dim(stride, dims, "stride"), per_dim(dilation, dims, "dilation")
@@ -285,60 +294,55 @@ implements(torch.conv_transpose3d)(_of_dims(3, conv_transpose, "conv_transpose3d
 class _Cut(nn.Module):
     """A convolution whose weight and bias are cut along `axis`: y is cut along it as the weight's output channels are.
 
-    The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, its gradient and its
-    optimizer state, as a DTensor with torch's names and full shapes; the sizes need not divide.  On a mesh without that
-    axis it is torch's layer.  Circular padding keeps a periodic halo, so that several layers can live on one.
+    The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, its gradient and
+    its optimizer state, as a DTensor with torch's names and full shapes; the sizes need not divide.  On a mesh without
+    that axis it is torch's layer.  Circular padding keeps a periodic halo, so that several layers can live on one.
 
-    *Shapes*: weight [out, in / groups, ...], per rank ceil(out / P) of the output channels; x whole or cut along `axis`.
+    *Shapes*: weight [out, in / groups, ...], per rank ceil(out / P) of the output channels; x whole or cut along
+    `axis`.
     *Sends*: see `convolve`; once, when it is made, the parts of the first rank's initial values.
     *Raises*: `ShardingError` for a transposed layer with groups.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    groups: int
-
     def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = "channel", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        layer: Any = self  # torch's layer, of which this class is a part
         transposed = isinstance(self, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
-        if transposed and self.groups > 1:
-            raise ShardingError(f"{type(self).__name__} with groups={self.groups} cannot be cut; use torch.nn's")
-        self.weight = cut_parameter(self.weight.detach(), mesh, axis, int(transposed))
-        if self.bias is not None:
-            self.bias = cut_parameter(self.bias.detach(), mesh, axis)
+        if transposed and layer.groups > 1:
+            raise ShardingError(f"{type(self).__name__} with groups={layer.groups} cannot be cut; use torch.nn's")
+        layer.weight = cut_parameter(layer.weight.detach(), mesh, axis, int(transposed))
+        if layer.bias is not None:
+            layer.bias = cut_parameter(layer.bias.detach(), mesh, axis)
 
 
 class _Sliding(_Cut):
-    stride: tuple[int, ...]
-    padding: str | tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding_mode: str
-
     def _conv_forward(self, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
-        if isinstance(input, Tile) and self.padding_mode == "circular":
-            return conv(input, weight, bias, self.stride, self.padding, self.dilation, self.groups, wrap=True)
-        return super()._conv_forward(input, weight, bias)  # type: ignore[misc]  # pyright: ignore
+        layer: Any = self
+        if isinstance(input, Tile) and layer.padding_mode == "circular":
+            return conv(input, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups, wrap=True)
+        plain: Any = super()
+        return plain._conv_forward(input, weight, bias)
 
 
 class Conv1d(_Sliding, nn.Conv1d):
-    __doc__ = _Cut.__doc__
+    """`torch.nn.Conv1d` whose output channels are cut along `axis` of `mesh`."""
 
 
 class Conv2d(_Sliding, nn.Conv2d):
-    __doc__ = _Cut.__doc__
+    """`torch.nn.Conv2d` whose output channels are cut along `axis` of `mesh`."""
 
 
 class Conv3d(_Sliding, nn.Conv3d):
-    __doc__ = _Cut.__doc__
+    """`torch.nn.Conv3d` whose output channels are cut along `axis` of `mesh`."""
 
 
 class ConvTranspose1d(_Cut, nn.ConvTranspose1d):
-    __doc__ = _Cut.__doc__
+    """`torch.nn.ConvTranspose1d` whose output channels are cut along `axis` of `mesh`."""
 
 
 class ConvTranspose2d(_Cut, nn.ConvTranspose2d):
-    __doc__ = _Cut.__doc__
+    """`torch.nn.ConvTranspose2d` whose output channels are cut along `axis` of `mesh`."""
 
 
 class ConvTranspose3d(_Cut, nn.ConvTranspose3d):
-    __doc__ = _Cut.__doc__
+    """`torch.nn.ConvTranspose3d` whose output channels are cut along `axis` of `mesh`."""

@@ -1,7 +1,9 @@
-"""A convolution that never copies its input: that of the rows at hand, plus what the halo adds to the rows at the edges.
+"""A convolution that never copies its input: that of the rows at hand, plus what the halo adds to the rows at the
+edges.
 
 A convolution is linear, so rows that a neighbour holds can be convolved by themselves, a strip a side, and added.  The
-large tensor is neither padded nor copied, forward or backward, nor kept alive twice; strips travel while it is convolved.
+large tensor is neither padded nor copied, forward or backward, nor kept alive twice; strips travel while it is
+convolved.
 """
 
 from __future__ import annotations
@@ -103,8 +105,8 @@ def _strips(rule: Window, box: Interval, need: Interval, inside: Interval, count
 class Slab:
     """A strip along one dim, as wide as the whole halo in the later dims and as the box in the earlier ones.
 
-    `shape` is that of this rank's strip, `pads` are as `torch.nn.functional.pad` takes them, `place` is where it adds in
-    the op's output; `adds` says whether there is any such row.
+    `shape` is that of this rank's strip, `pads` are as `torch.nn.functional.pad` takes them, `place` is where it adds
+    in the op's output; `adds` says whether there is any such row.
     """
 
     target: Layout
@@ -116,7 +118,9 @@ class Slab:
 
 @dataclass(frozen=True)
 class Halo:
-    """A convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and the slabs."""
+    """A convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and the
+    slabs.
+    """
 
     box: tuple[slice, ...]
     padding: tuple[int, ...]
@@ -183,7 +187,9 @@ def _slab(
 
 @dataclass(frozen=True)
 class Convolution:
-    """The plain op and its gradient, without padding; `again` is the same convolution by an exchange, differentiable."""
+    """The plain op and its gradient, without padding; `again` is the same convolution by an exchange,
+    differentiable.
+    """
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -208,7 +214,14 @@ class Convolution:
 class _HaloConvolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, op: Convolution, halo: Halo, layout: Layout, mesh: DeviceMesh
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        op: Convolution,
+        halo: Halo,
+        layout: Layout,
+        mesh: DeviceMesh,
     ) -> Tensor:
         strips = Strips(x, layout, [s.target for s in halo.slabs], mesh)
         out = op(x[halo.box], weight, bias, halo.padding)
@@ -228,7 +241,9 @@ class _HaloConvolution(torch.autograd.Function):
         mask = list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # differentiable twice, at the price of another exchange
             wanted = [v for v, needs in zip((x, weight, bias), mask, strict=True) if needs]
-            found = iter(torch.autograd.grad(op.again(x, weight, bias), wanted, grads[0][halo.wanted], create_graph=True))
+            found = iter(
+                torch.autograd.grad(op.again(x, weight, bias), wanted, grads[0][halo.wanted], create_graph=True)
+            )
             return *(next(found) if needs else None for needs in mask), None, None, None, None
         slabs = [
             _slab_gradients(op, halo, slab, strip, grads[0], weight, mask)

@@ -1,4 +1,6 @@
-"""Interpolation along cut dims: nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area, as torch has them."""
+"""Interpolation along cut dims: nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area, as torch has
+them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +50,8 @@ class Resample:
 
     @property
     def is_regular(self) -> bool:
-        """Whether a block of the dim, cut out at a multiple of the ratio, interpolates by itself as it does in the whole."""
-        p, q = self.ratio
+        """Whether a block, cut out at a multiple of the ratio, interpolates by itself as it does in the whole."""
+        p, _ = self.ratio
         return self.scale is None and p <= _BLOCK and not (self.align_corners and self.n != self.m)
 
 
@@ -58,7 +61,7 @@ def _reads(r: Resample, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int,
     if r.mode in _NEAREST:
         # torch's own rounding decides: it finds the row in floating point
         rows = torch.arange(r.n, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float32)
-        how = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
+        how: dict[str, Any] = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
         first = tuple(int(i) for i in F.interpolate(rows[None, None], mode=r.mode, **how)[0, 0])
         return first, first, (0.0,) * r.m
     source = [o * r.pace if r.align_corners else (o + 0.5) * r.pace - 0.5 for o in range(r.m)]
@@ -82,7 +85,9 @@ def _table(r: Resample, dtype: torch.dtype) -> Table:
 
 @lru_cache(maxsize=512)
 def _runs_plain(r: Resample, dtype: torch.dtype) -> bool:
-    """Whether the plain op on blocks gives the same; for nearest, whose rows are found in floating point, it is tried."""
+    """Whether the plain op on blocks gives the same; for nearest, whose rows are found in floating point, it is
+    tried.
+    """
     if not r.is_regular or r.mode not in _NEAREST:
         return r.is_regular
     p, q = r.ratio
@@ -101,7 +106,8 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tile:
-    """y[o] = `input` interpolated at (o + 0.5) n / m - 0.5 (or as torch has it for the mode), n rows to m along each dim.
+    """y[o] = `input` interpolated at (o + 0.5) n / m - 0.5 (or as torch has it for the mode), n rows to m along each
+    dim.
 
     *Shapes*: [batch, channel, *space], global as torch; per rank the output is cut at ceil(point m / n).
     *Sends*: forward the one or two rows a side that the ends of a piece read, backward their gradients.
@@ -116,7 +122,9 @@ def interpolate(
         return adaptive_avg_pool(input, dims, sizes)
     if antialias or mode not in (*_NEAREST, *_LINEAR, "bicubic"):
         how = f"mode={mode!r}, antialias={antialias}"
-        raise refuse(interpolate, input, f"{how} is not answered on a cut dim", "redistribute so that the spatial dims are whole")
+        raise refuse(
+            interpolate, input, f"{how} is not answered on a cut dim", "redistribute so that the spatial dims are whole"
+        )
     by_dim = {
         d: Resample(input.shape[d], m, mode, bool(align_corners), scale)
         for d, m, scale in zip(range(2, input.ndim), sizes, scales, strict=True)
@@ -133,18 +141,23 @@ def _resized(layout: Layout, sizes: Sequence[int]) -> Layout:
 def _sizes(
     input: Tile, size: int | Sequence[int] | None, scale_factor: float | Sequence[float] | None, recompute: bool
 ) -> tuple[list[int], list[float | None]]:
-    """The output size of every spatial dim, and its scale where that is not the ratio of the sizes, by torch's rules."""
+    """The output size of every spatial dim, and its scale where it is not the ratio of the sizes, by torch's rules."""
     rows = list(input.shape[2:])
     if (size is None) == (scale_factor is None):
-        raise ShardingError(f"interpolate needs one of size and scale_factor, got size={size}, scale_factor={scale_factor}")
+        raise ShardingError(
+            f"interpolate needs one of size and scale_factor, got size={size}, scale_factor={scale_factor}"
+        )
+    scales: list[float | None] = [None] * len(rows)
     if size is not None:
-        sizes, scales = list(per_dim(size, len(rows), "size")), [None] * len(rows)
+        sizes = list(per_dim(size, len(rows), "size"))
     else:
         given = [scale_factor] * len(rows) if isinstance(scale_factor, (int, float)) else list(scale_factor or ())
         sizes = [int(n * s) for n, s in zip(rows, given, strict=True)]
         scales = [None if recompute or m == n * s else s for n, m, s in zip(rows, sizes, given, strict=True)]
     if min(sizes) < 1:
-        raise ShardingError(f"interpolate of spatial dims {tuple(rows)} to {tuple(sizes)}: every size must be at least 1")
+        raise ShardingError(
+            f"interpolate of spatial dims {tuple(rows)} to {tuple(sizes)}: every size must be at least 1"
+        )
     return sizes, scales
 
 
@@ -153,7 +166,12 @@ def _resample(input: Tile, by_dim: dict[int, Resample]) -> Tile:
     for d, r in by_dim.items():
         single(input.layout, d, "interpolate")
         if r.mode == "bicubic" and not (_runs_plain(r, input.dtype) if touched(input.layout, d) else r.scale is None):
-            raise refuse(interpolate, input, f"bicubic from {r.n} to {r.m} rows is not answered", "choose a ratio of small integers, or bilinear")
+            raise refuse(
+                interpolate,
+                input,
+                f"bicubic from {r.n} to {r.m} rows is not answered",
+                "choose a ratio of small integers, or bilinear",
+            )
     to = step(input.layout, along, input.coordinate, "interpolate")
     x = gather(input, to)
     if to.is_empty:

@@ -18,10 +18,12 @@ Pads = dict[int, tuple[int, int]]
 
 @implements(F.pad)
 def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tile:
-    """y = `input` with rows added (or, where negative, cropped) below and above each of the last dims, as `torch.nn.functional.pad`.
+    """y = `input` with rows added (or, where negative, cropped) below and above each of the last dims, as
+    `torch.nn.functional.pad`.
 
-    *Shapes*: global as torch; per rank the rows of padding belong to the first and last pieces.  The modes that copy rows
-    make every rank hold the padding's width of its neighbours' rows too, so that the convolution that follows sends nothing.
+    *Shapes*: global as torch; per rank the rows of padding belong to the first and last pieces.  The modes that copy
+    rows make every rank hold the padding's width of its neighbours' rows too, so that the convolution that follows
+    sends nothing.
     *Sends*: for "constant" nothing; else forward `pad` rows a side of every cut, and backward their gradients.
     *Raises*: `ShardingError` for an unknown mode, too many pads, or pads wider than the dim.
     """
@@ -46,7 +48,9 @@ def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | 
 def _by_dim(input: Tile, pad: Sequence[int]) -> Pads:
     """The pads of every dim that has any, last dim first, as torch lists them."""
     if len(pad) % 2 or len(pad) // 2 > input.ndim:
-        raise ShardingError(f"pad={tuple(pad)} must have two entries a dim, for at most the {input.ndim} dims of {tuple(input.shape)}")
+        raise ShardingError(
+            f"pad={tuple(pad)} must have two entries a dim, for at most the {input.ndim} dims of {tuple(input.shape)}"
+        )
     pairs = [(int(pad[2 * i]), int(pad[2 * i + 1])) for i in range(len(pad) // 2)]
     return {input.ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
 
@@ -66,14 +70,17 @@ def _gathered(input: Tile, along: tuple[Along, ...], fill: float = 0.0) -> Tile:
 def _circular(input: Tile, dim: int, low: int, high: int) -> Along:
     n = input.shape[dim]
     if max(low, high) > n:
-        raise ShardingError(f"circular pad ({low}, {high}) of dim {dim} is wider than its {n} rows; it may wrap around once")
+        raise ShardingError(
+            f"circular pad ({low}, {high}) of dim {dim} is wider than its {n} rows; it may wrap around once"
+        )
     return Along(dim, Window(below=low, above=high), wrap=True, grow=(max(low, 0), max(high, 0)), always=True)
 
 
 def _folded(input: Tile, pads: Pads, mode: str) -> Tile:
     """Reflection and replication: the rows come by one exchange, then the ends are folded on the spot."""
     along = tuple(
-        Along(d, Fold(low, high, mode == "reflect"), grow=(max(low, 0), max(high, 0))) for d, (low, high) in pads.items()
+        Along(d, Fold(low, high, mode == "reflect"), grow=(max(low, 0), max(high, 0)))
+        for d, (low, high) in pads.items()
     )
     to = step(input.layout, along, input.coordinate, "pad")
     x = gather(input, to)

@@ -46,7 +46,9 @@ def pixel_unshuffle(input: Tile, downscale_factor: int) -> Tile:
     """
     r = downscale_factor
     if input.shape[-1] % r or input.shape[-2] % r:
-        raise ShardingError(f"pixel_unshuffle by {r} needs multiples of {r}, got {tuple(input.shape[-2:])} rows and columns")
+        raise ShardingError(
+            f"pixel_unshuffle by {r} needs multiples of {r}, got {tuple(input.shape[-2:])} rows and columns"
+        )
     if input.layout.is_cut(input.ndim - 3):
         raise refuse(torch.pixel_unshuffle, input, "channels that rows join are cut", "cut another dim")
     x, out = _shuffled(input, Window(r, r), input.shape[-3] * r**2, "pixel_unshuffle")

@@ -18,9 +18,13 @@ from jigsaw.tile import Tile, implements, refuse
 Ints = int | Sequence[int]
 
 
-def _windows(input: Tile, dims: int, kernel: Ints, stride: Ints | None, padding: Ints, dilation: Ints, ceil_mode: bool) -> tuple[Window, ...]:
+def _windows(
+    input: Tile, dims: int, kernel: Ints, stride: Ints | None, padding: Ints, dilation: Ints, ceil_mode: bool
+) -> tuple[Window, ...]:
     if input.ndim not in (dims + 1, dims + 2):
-        raise ShardingError(f"{dims}-d pooling of a Tile of shape {tuple(input.shape)}: it needs {dims + 1} or {dims + 2} dims")
+        raise ShardingError(
+            f"{dims}-d pooling of a Tile of shape {tuple(input.shape)}: it needs {dims + 1} or {dims + 2} dims"
+        )
     sizes = per_dim(kernel, dims, "kernel_size")
     strides = per_dim(kernel if stride is None or stride == () else stride, dims, "stride")
     pads, spacings = per_dim(padding, dims, "padding"), per_dim(dilation, dims, "dilation")
@@ -45,7 +49,9 @@ def _own_padding(input: Tile, windows: Sequence[Window]) -> tuple[int, ...]:
 # -- maxima -----------------------------------------------------------------------------------------------------------
 
 
-def max_pool(input: Tile, dims: int, kernel: Ints, stride: Ints | None, padding: Ints, dilation: Ints, ceil_mode: bool) -> Tile:
+def max_pool(
+    input: Tile, dims: int, kernel: Ints, stride: Ints | None, padding: Ints, dilation: Ints, ceil_mode: bool
+) -> Tile:
     """y[o] = max over the window of o; padding never wins.
 
     *Shapes*: as torch, globally; per rank the output is cut at ceil(point / stride), the centre of windows decides.
@@ -75,7 +81,9 @@ def _max_pool_handler(dims: int) -> Callable[..., Any]:
         return_indices: bool = False,
     ) -> Any:
         if return_indices:
-            raise refuse(handler, input, "return_indices=True: flat positions in a cut dim are not answered", "leave it out")
+            raise refuse(
+                handler, input, "return_indices=True: flat positions in a cut dim are not answered", "leave it out"
+            )
         return max_pool(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
 
     handler.__name__ = f"max_pool{dims}d"
@@ -91,7 +99,12 @@ def _with_indices(dims: int, function: Callable[..., Any]) -> Callable[..., Any]
     def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
         """Maxima and their flat positions, where no spatial dim is cut."""
         if any(touched(input.layout, d) for d in range(input.ndim - dims, input.ndim)):
-            raise refuse(function, input, "return_indices=True gives flat positions, which a cut dim has not", "leave it out, or cut other dims")
+            raise refuse(
+                function,
+                input,
+                "return_indices=True gives flat positions, which a cut dim has not",
+                "leave it out, or cut other dims",
+            )
         values, indices = function(input.local, *args, **kwargs)
         layout = input.layout
         for d in range(input.ndim - dims, input.ndim):
@@ -178,7 +191,7 @@ implements(F.avg_pool3d)(_avg_pool_handler(3))
 # -- adaptive means ---------------------------------------------------------------------------------------------------
 
 
-def adaptive_avg_pool(input: Tile, dims: int, output_size: int | None | Sequence[int | None]) -> Tile:
+def adaptive_avg_pool(input: Tile, dims: int, output_size: int | Sequence[int | None] | None) -> Tile:
     """y[o] = mean of the rows from floor(o n / m) to ceil((o + 1) n / m), n rows to m = `output_size`.
 
     *Shapes*: as torch, globally; a dim of output size 1 is held whole by every rank, others stay cut.
@@ -193,7 +206,8 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: int | None | Sequence
         n, m = input.shape[first + i], wanted[i]
         if m != 1 and n % m:
             raise ShardingError(
-                f"adaptive_avg_pool to {m} rows along dim {first + i} ({n} rows, cut by {'+'.join(input.layout.dim_axes(first + i))}): "
+                f"adaptive_avg_pool to {m} rows along dim {first + i} ({n} rows, cut by "
+                f"{'+'.join(input.layout.dim_axes(first + i))}): "
                 f"{n} is no multiple of {m}; use a size that divides {n}, or redistribute so that the dim is whole"
             )
     ones = [first + i for i in cut if wanted[i] == 1]
@@ -223,10 +237,10 @@ def _adaptive_avg_pool1d(input: Tile, output_size: int | Sequence[int]) -> Tile:
 
 
 @implements(F.adaptive_avg_pool2d)
-def _adaptive_avg_pool2d(input: Tile, output_size: int | None | Sequence[int | None]) -> Tile:
+def _adaptive_avg_pool2d(input: Tile, output_size: int | Sequence[int | None] | None) -> Tile:
     return adaptive_avg_pool(input, 2, output_size)
 
 
 @implements(F.adaptive_avg_pool3d)
-def _adaptive_avg_pool3d(input: Tile, output_size: int | None | Sequence[int | None]) -> Tile:
+def _adaptive_avg_pool3d(input: Tile, output_size: int | Sequence[int | None] | None) -> Tile:
     return adaptive_avg_pool(input, 3, output_size)

@@ -1,8 +1,8 @@
 """The one engine of all stencils: output cuts -> needed rows -> exchange -> a plain torch op without padding.
 
-Convolution, pooling, padding and interpolation say which `Rule` each of their dims follows; here those of a tile's cut dims
-become one exchange, so that every rank holds the input rows of its output rows, in one copy that includes the padding.
-Dims that nothing cuts are left to the op.
+Convolution, pooling, padding and interpolation say which `Rule` each of their dims follows; here those of a tile's cut
+dims become one exchange, so that every rank holds the input rows of its output rows, in one copy that includes the
+padding. Dims that nothing cuts are left to the op.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def step(layout: Layout, along: tuple[Along, ...], coord: Coordinate, name: str 
     Raises: `ShardingError` for dims that were flattened together, or a window that does not fit.
     """
     out = target = layout
-    margins = {d: (0, 0) for d in range(layout.ndim)}
+    margins: dict[int, tuple[int, int]] = dict.fromkeys(range(layout.ndim), (0, 0))
     derived: list[tuple[int, Derived, int]] = []
     for a in along:
         cut = single(layout, a.dim, name)

@@ -99,7 +99,8 @@ class World:
     def is_worn(self) -> bool:
         """Whether tests have left so many groups that a fresh world is better.
 
-        Joining anew in the same processes is not enough: DTensor's caches keep meshes, and with them the names of groups.
+        Joining anew in the same processes is not enough: DTensor's caches keep meshes, and with them the names of
+        groups.
         """
         return self._groups > _MOST_GROUPS
 

@@ -54,7 +54,9 @@ def cut_copy(model, mesh):
         if layer.transposed:
             how["output_padding"] = layer.output_padding
         made = getattr(jigsaw.nn, type(layer).__name__)
-        copy = made(layer.in_channels, layer.out_channels, layer.kernel_size, **how, bias=layer.bias is not None, mesh=mesh).double()
+        copy = made(
+            layer.in_channels, layer.out_channels, layer.kernel_size, **how, bias=layer.bias is not None, mesh=mesh
+        ).double()
         with torch.no_grad():
             for p, value in zip(copy.parameters(), layer.parameters(), strict=True):
                 if isinstance(p, DTensor):
@@ -69,7 +71,9 @@ MODELS = {
     "uneven": nn.Sequential(nn.Conv2d(3, 7, 3, padding=1, bias=False), nn.GELU(), nn.Conv2d(7, 5, 1)),
     "down and up": nn.Sequential(nn.Conv2d(3, 8, 2, stride=2), nn.GELU(), nn.ConvTranspose2d(8, 4, 2, stride=2)),
     "circular": nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.GELU(), nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", groups=4)
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.GELU(),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", groups=4),
     ),
     "reflect": nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")),
 }
@@ -86,7 +90,9 @@ def test_cut_weights(name, mesh):
         assert_same_on_every_mesh(MODELS[name], x, [mesh], spec=spec, build=cut_copy, gradients="parts", align={2: 2})
     else:
         model = nn.Sequential(nn.Conv2d(4, 3, 1), *MODELS[name])
-        assert_same_on_every_mesh(model, torch.randn(2, 4, 12, 6), [mesh], spec=CHANNEL, build=cut_copy, gradients="parts")
+        assert_same_on_every_mesh(
+            model, torch.randn(2, 4, 12, 6), [mesh], spec=CHANNEL, build=cut_copy, gradients="parts"
+        )
 
 
 @on_ranks(2)

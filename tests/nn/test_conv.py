@@ -1,4 +1,6 @@
-"""Convolutions on tiles are those of the whole tensor: outputs and every gradient, any kernel, any cuts, any padding."""
+"""Convolutions on tiles are those of the whole tensor: outputs and every gradient, any kernel, any cuts, any
+padding.
+"""
 
 from __future__ import annotations
 
@@ -68,19 +70,27 @@ def test_conv_transpose2d(name, shape):
 
 
 @pytest.mark.parametrize("points", [(0, 0, 7, 8, 13), (0, 1, 1, 12, 13), (0, 13, 13, 13, 13), (0, 2, 3, 4, 13)])
-@pytest.mark.parametrize("name", ["3x3", "wide", "strided", "padded beyond the kernel", "circular", "reflect", "same, even kernel"])
+@pytest.mark.parametrize(
+    "name", ["3x3", "wide", "strided", "padded beyond the kernel", "circular", "reflect", "same, even kernel"]
+)
 def test_thin_and_empty_pieces(name, points):
     layer = LAYERS[name]
     x = torch.randn(2, channels(layer), 13, 10)
     assert_same_on_every_mesh(layer, x, [{"lat": 4}], spec=SPACE, split={2: points})
-    assert_same_on_every_mesh(nn.ConvTranspose2d(3, 4, 4, stride=2, padding=1), x, [{"lat": 4}], spec=SPACE, split={2: points})
+    assert_same_on_every_mesh(
+        nn.ConvTranspose2d(3, 4, 4, stride=2, padding=1), x, [{"lat": 4}], spec=SPACE, split={2: points}
+    )
 
 
 @pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
 @pytest.mark.parametrize("periodic", [(), (3,)])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_halo_serves_any_padding(mode, periodic, stride):
-    layer = nn.Sequential(nn.Conv2d(2, 3, 3, stride=stride, padding=1, padding_mode=mode), nn.GELU(), nn.Conv2d(3, 2, 3, padding=1, padding_mode=mode))
+    layer = nn.Sequential(
+        nn.Conv2d(2, 3, 3, stride=stride, padding=1, padding_mode=mode),
+        nn.GELU(),
+        nn.Conv2d(3, 2, 3, padding=1, padding_mode=mode),
+    )
     halo = {2: (2, 1), 3: 3}
     assert_same_on_every_mesh(layer, torch.randn(1, 2, 13, 10), MESHES, spec=SPACE, halo=halo, periodic=periodic)
 
@@ -185,7 +195,9 @@ def test_circular_padding_and_convolution_exchange_once():
     tile = shard(torch.randn(1, 2, 12, 24), world_mesh(lon=2), SPACE)
     with comm.count() as sent:
         nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")(tile)
-    assert sent.messages == 1 and sent.sent_bytes == 2 * 2 * (12 + 2) * 4  # two columns with their corners, from the one neighbour
+    assert (
+        sent.messages == 1 and sent.sent_bytes == 2 * 2 * (12 + 2) * 4
+    )  # two columns with their corners, from the one neighbour
 
 
 @on_ranks(2)
@@ -216,7 +228,7 @@ def test_wrong_uses_name_the_rule():
         nn.Conv1d(2, 3, 3)(shard(torch.randn(1, 2, 12, 8), world_mesh(lon=2), SPACE).flatten(2))
 
 
-# -- strips: pieces so tall that the input is not copied ----------------------------------------------------------------
+# -- strips: pieces so tall that the input is not copied ---------------------------------------------------------------
 
 TALL = {
     "5": nn.Conv1d(2, 3, 5, padding=2),
@@ -237,7 +249,9 @@ def test_strips(name, ranks):
     layer, spec = TALL[name], (None, None, "lat")
     assert_same_on_every_mesh(layer, torch.randn(2, 2, 401), [{"lat": ranks}], spec=spec)
     for halo in [1, (0, 2), (3, 1)]:
-        assert_same_on_every_mesh(layer, torch.randn(2, 2, 401), [{"lat": ranks}], spec=spec, halo={2: halo}, periodic=(2,))
+        assert_same_on_every_mesh(
+            layer, torch.randn(2, 2, 401), [{"lat": ranks}], spec=spec, halo={2: halo}, periodic=(2,)
+        )
 
 
 @pytest.mark.parametrize("kernel", [(3, 3), (5, 3), (4, 2)])
@@ -259,7 +273,9 @@ def test_a_tall_convolution_neither_copies_nor_keeps_its_input_twice():
     tile = shard(torch.randn(1, 4, 64, 32), mesh, SPACE)
     tile.local.requires_grad_()
     kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+    ):
         x = F.relu(tile)  # keeps its result
         y = nn.Conv2d(4, 4, 3, padding=1)(x)
     assert sum(t.nbytes for t in kept.values()) < 1.2 * x.local.nbytes

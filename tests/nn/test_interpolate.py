@@ -51,7 +51,7 @@ def test_ratios_that_divide(mesh):
     x = torch.randn(1, 2, 24, 36)
     for how in [{"scale_factor": 0.5}, {"size": (36, 24)}, {"scale_factor": (0.25, 1.5)}]:
         for mode in ("nearest", "bilinear", "bicubic", "area"):
-            if mode != "area" or how != {"size": (36, 24)} and how != {"scale_factor": (0.25, 1.5)}:
+            if mode != "area" or (how != {"size": (36, 24)} and how != {"scale_factor": (0.25, 1.5)}):
                 assert_same_on_every_mesh(Interpolate(mode=mode, **how), x, [mesh], spec=SPACE)
 
 
@@ -59,7 +59,9 @@ def test_ratios_that_divide(mesh):
 def test_one_and_three_dims(ranks):
     line, volume = torch.randn(2, 3, 33), torch.randn(1, 2, 10, 7, 5)
     for mode, align in [("nearest", None), ("linear", False), ("linear", True)]:
-        assert_same_on_every_mesh(Interpolate(size=50, mode=mode, align_corners=align), line, [{"lat": ranks}], spec=(None, None, "lat"))
+        assert_same_on_every_mesh(
+            Interpolate(size=50, mode=mode, align_corners=align), line, [{"lat": ranks}], spec=(None, None, "lat")
+        )
     for mode, align in [("nearest-exact", None), ("trilinear", False), ("trilinear", True)]:
         layer = Interpolate(scale_factor=2, mode=mode, align_corners=align)
         assert_same_on_every_mesh(layer, volume, [{"z": ranks}], spec=(None, None, "z", None, None))
@@ -69,7 +71,15 @@ def test_float32_agrees_where_positions_are_exact():
     torch.manual_seed(0)
     x = torch.randn(1, 2, 721, 8)
     for mode in ("nearest", "bilinear"):
-        assert_same_on_every_mesh(Interpolate(scale_factor=2, mode=mode), x, [{"lat": 4}], spec=SPACE, dtype=torch.float32, rtol=1e-6, atol=2e-4)
+        assert_same_on_every_mesh(
+            Interpolate(scale_factor=2, mode=mode),
+            x,
+            [{"lat": 4}],
+            spec=SPACE,
+            dtype=torch.float32,
+            rtol=1e-6,
+            atol=2e-4,
+        )
 
 
 @on_ranks(2)
@@ -87,7 +97,9 @@ def test_bytes_of_doubling():
 @on_ranks(2)
 def test_wrong_uses_name_the_rule():
     tile = shard(torch.randn(1, 2, 13, 8), world_mesh(lat=2), SPACE)
-    with pytest.raises(ShardingError, match="bicubic from 13 to 20 rows is not answered; choose a ratio of small integers, or bilinear"):
+    with pytest.raises(
+        ShardingError, match="bicubic from 13 to 20 rows is not answered; choose a ratio of small integers, or bilinear"
+    ):
         F.interpolate(tile, (20, 8), mode="bicubic")
     with pytest.raises(ShardingError, match="antialias=True is not answered on a cut dim"):
         F.interpolate(tile, (7, 4), mode="bilinear", antialias=True)

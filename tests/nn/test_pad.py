@@ -30,20 +30,26 @@ def test_pad(pads, mode):
     if mode != "constant" and len(pads) == 2:
         pads = (*pads, 0, 0)
     assert_same_on_every_mesh(Pad(pads, mode), torch.randn(2, 3, 13, 10), MESHES, spec=SPACE)
-    assert_same_on_every_mesh(Pad(pads, mode), torch.randn(2, 3, 13, 10), MESHES, spec=SPACE, halo={2: 2, 3: (1, 3)}, periodic=(3,))
+    assert_same_on_every_mesh(
+        Pad(pads, mode), torch.randn(2, 3, 13, 10), MESHES, spec=SPACE, halo={2: 2, 3: (1, 3)}, periodic=(3,)
+    )
 
 
 @pytest.mark.parametrize("points", [(0, 0, 7, 8, 13), (0, 1, 1, 12, 13), (0, 13, 13, 13, 13), (0, 2, 3, 4, 13)])
 @pytest.mark.parametrize("mode", ["constant", "circular", "reflect", "replicate"])
 def test_pad_of_thin_and_empty_pieces(points, mode):
     for pads in [(1, 2, 3, 4), (0, 0, 12, 12), (0, 0, -6, -6)]:
-        assert_same_on_every_mesh(Pad(pads, mode), torch.randn(2, 3, 13, 10), [{"lat": 4}], spec=SPACE, split={2: points})
+        assert_same_on_every_mesh(
+            Pad(pads, mode), torch.randn(2, 3, 13, 10), [{"lat": 4}], spec=SPACE, split={2: points}
+        )
 
 
 def test_pad_of_batch_channel_and_by_a_value():
     x = torch.randn(2, 3, 7, 10)
     meshes = [{"data": 2}, {"lat": 2}, {"data": 2, "lat": 2}]
-    assert_same_on_every_mesh(Pad((1, 0, 2, 1, 1, 1, 3, 0), "constant", 1.5), x, meshes, spec=("data", None, "lat", None))
+    assert_same_on_every_mesh(
+        Pad((1, 0, 2, 1, 1, 1, 3, 0), "constant", 1.5), x, meshes, spec=("data", None, "lat", None)
+    )
     assert_same_on_every_mesh(Pad((0, 0, 0, 0, 1, 2), "constant", -2.0), x, meshes, spec=("data", None, "lat", None))
 
 

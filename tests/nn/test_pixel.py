@@ -19,13 +19,19 @@ MESHES = [{"lat": 1, "lon": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "
 def test_there_and_back(mesh):
     assert_same_on_every_mesh(nn.PixelShuffle(2), torch.randn(2, 8, 7, 10), [mesh], spec=SPACE)
     assert_same_on_every_mesh(nn.PixelUnshuffle(3), torch.randn(2, 2, 33, 12), [mesh], spec=SPACE)
-    assert_same_on_every_mesh(nn.PixelUnshuffle(2), torch.randn(2, 2, 14, 10), [mesh], spec=SPACE, halo={2: 1, 3: 3}, periodic=(3,))
-    assert_same_on_every_mesh(nn.PixelShuffle(2), torch.randn(2, 4, 7, 10), [mesh], spec=SPACE, halo={2: 1, 3: 3}, periodic=(3,))
+    assert_same_on_every_mesh(
+        nn.PixelUnshuffle(2), torch.randn(2, 2, 14, 10), [mesh], spec=SPACE, halo={2: 1, 3: 3}, periodic=(3,)
+    )
+    assert_same_on_every_mesh(
+        nn.PixelShuffle(2), torch.randn(2, 4, 7, 10), [mesh], spec=SPACE, halo={2: 1, 3: 3}, periodic=(3,)
+    )
 
 
 def test_empty_pieces():
     for layer in (nn.PixelShuffle(2), nn.PixelUnshuffle(2)):
-        assert_same_on_every_mesh(layer, torch.randn(4, 14, 6), [{"lat": 4}], spec=(None, "lat", None), split={1: (0, 1, 1, 13, 14)})
+        assert_same_on_every_mesh(
+            layer, torch.randn(4, 14, 6), [{"lat": 4}], spec=(None, "lat", None), split={1: (0, 1, 1, 13, 14)}
+        )
 
 
 @on_ranks(2)

@@ -24,7 +24,9 @@ POOLS = {
     "mean 3 by 2": nn.AvgPool2d(3, stride=2, padding=1),
     "mean of what is there": nn.AvgPool2d(3, stride=2, padding=1, count_include_pad=False),
     "mean, ceil": nn.AvgPool2d(3, stride=2, padding=1, ceil_mode=True),
-    "mean, ceil, of what is there": nn.AvgPool2d((4, 3), stride=3, padding=(2, 0), ceil_mode=True, count_include_pad=False),
+    "mean, ceil, of what is there": nn.AvgPool2d(
+        (4, 3), stride=3, padding=(2, 0), ceil_mode=True, count_include_pad=False
+    ),
     "mean, own divisor": nn.AvgPool2d(3, stride=1, padding=1, divisor_override=5),
     "global mean": nn.AdaptiveAvgPool2d(1),
     "mean of rows": nn.AdaptiveAvgPool2d((1, None)),
@@ -41,7 +43,9 @@ def test_pool2d(name, shape):
 def test_pool2d_of_thin_pieces_and_halos(name):
     x = torch.randn(2, 3, 13, 10)
     assert_same_on_every_mesh(POOLS[name], x, [{"lat": 4}], spec=SPACE, split={2: (0, 1, 1, 12, 13)})
-    assert_same_on_every_mesh(POOLS[name], x, [{"lat": 1}, {"lat": 2, "lon": 2}], spec=SPACE, halo={2: 2, 3: 1}, periodic=(3,))
+    assert_same_on_every_mesh(
+        POOLS[name], x, [{"lat": 1}, {"lat": 2, "lon": 2}], spec=SPACE, halo={2: 2, 3: 1}, periodic=(3,)
+    )
 
 
 @pytest.mark.parametrize("size", [(4, 3), (6, 3), (2, 1), (None, 9)])
@@ -53,7 +57,12 @@ def test_adaptive_mean(size):
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_pools_in_one_and_three_dims(ranks):
     line, volume = torch.randn(2, 3, 33), torch.randn(1, 2, 10, 7, 5)
-    for pool in (nn.MaxPool1d(3, 2, 1), nn.AvgPool1d(3, 2, 1), nn.AvgPool1d(4, 3, 2, True, False), nn.AdaptiveAvgPool1d(1)):
+    for pool in (
+        nn.MaxPool1d(3, 2, 1),
+        nn.AvgPool1d(3, 2, 1),
+        nn.AvgPool1d(4, 3, 2, True, False),
+        nn.AdaptiveAvgPool1d(1),
+    ):
         assert_same_on_every_mesh(pool, line, [{"lat": ranks}], spec=(None, None, "lat"))
         assert_same_on_every_mesh(pool, line[0], [{"lat": ranks}], spec=(None, "lat"))
     for pool in (nn.MaxPool3d(3, 2, 1), nn.AvgPool3d(3, 2, 1), nn.AdaptiveAvgPool3d(1)):
@@ -88,7 +97,9 @@ def test_wrong_uses_name_the_rule():
     tile = shard(torch.randn(1, 2, 12, 8), world_mesh(lat=2), SPACE)
     with pytest.raises(ShardingError, match="flat positions, which a cut dim has not; leave it out"):
         nn.MaxPool2d(2, return_indices=True)(tile)
-    with pytest.raises(ShardingError, match=r"adaptive_avg_pool to 5 rows along dim 2 \(12 rows, cut by lat\): 12 is no multiple of 5"):
+    with pytest.raises(
+        ShardingError, match=r"adaptive_avg_pool to 5 rows along dim 2 \(12 rows, cut by lat\): 12 is no multiple of 5"
+    ):
         nn.AdaptiveAvgPool2d(5)(tile)
     with pytest.raises(ShardingError, match=r"padding=2 of a pool must lie within 0\.\.1"):
         nn.MaxPool2d(2, padding=2)(tile)
