@@ -7,14 +7,17 @@ that share them, and so are the running statistics of batch norm.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from jigsaw import comm
 from jigsaw.layout import ShardingError
-from jigsaw.reductions import count_of, moments, reducing_axes
+from jigsaw.nn.standardize import is_whole, standardize
+from jigsaw.pointwise import cut_whole, part
+from jigsaw.reductions import count_of
 from jigsaw.tile import Tile, implements
 
 
@@ -22,43 +25,33 @@ def _wide(tile: Tile) -> Tile:
     return tile.float() if tile.dtype in (torch.bfloat16, torch.float16) else tile
 
 
-def _owned_along(tile: Tile, dims: Sequence[int]) -> Tile:
-    """The tile without halo rows along `dims`, so that a statistic over them counts each row once; nothing is sent."""
-    layout = tile.layout
-    for d in dims:
-        layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))
-    return tile if layout == tile.layout else tile.with_layout(layout)
+def _plain(*values: Any) -> bool:
+    """Whether weight and bias are ordinary tensors (or missing), not tiles."""
+    return not any(isinstance(v, (Tile, DTensor)) for v in values)
 
 
-def normalize(input: Tile, dims: Sequence[int], eps: float) -> Tensor:
-    """The local rows of (x - mean) / sqrt(var + eps), statistics over the global `dims`; halo rows included.
+def _parts(input: Tile, *values: Tensor | None) -> list[Tensor | None]:
+    return [None if v is None else part(v, input) for v in values]
 
-    *Sends*: forward two all-reduces of one value a kept element, over the axes that cut `dims`; backward two.
-    """
+
+def _cut(value: Tensor | None, shape: Sequence[int], input: Tile) -> Tensor | None:
+    """A plain whole weight or bias as this rank's operand, broadcast to the local tensor."""
+    return None if value is None else cut_whole(value.reshape(tuple(shape)), input)
+
+
+def _standardized(
+    input: Tile, dims: Sequence[int], eps: float, weight: Any, bias: Any, shape: Sequence[int]
+) -> tuple[Tile, Tensor, Tensor]:
+    """(y, mean, sum of squared deviations), y in the dtype of the input."""
     wide = _wide(input)
-    center, squares = moments(_owned_along(wide, dims), dims)
-    return _apply(wide, dims, center, torch.rsqrt(squares / count_of(wide, dims) + eps))
-
-
-def _apply(wide: Tile, dims: Sequence[int], center: Tensor, inverse: Tensor) -> Tensor:
-    axes = reducing_axes(wide.layout, dims)
-    return (wide.local - comm.enter(center, wide.mesh, axes)) * comm.enter(inverse, wide.mesh, axes)
-
-
-def _affine(
-    x: Tensor, input: Tile, weight: Tensor | Tile | None, bias: Tensor | Tile | None, shape: Sequence[int]
-) -> Tile:
-    """x * weight + bias, whose plain whole values are cut to the tile, in the dtype of the input."""
-    out = Tile(x, input.layout, input.mesh)
-    if weight is not None:
-        out = out * _shaped(weight, shape)
-    if bias is not None:
-        out = out + _shaped(bias, shape)
-    return out.to(input.dtype)
-
-
-def _shaped(value: Tensor | Tile, shape: Sequence[int]) -> Tensor | Tile:
-    return value.reshape(tuple(shape))
+    if isinstance(weight, (Tile, DTensor)) or isinstance(bias, (Tile, DTensor)):
+        y, mean, squares = standardize(wide, dims, eps)
+        out = Tile(y, input.layout, input.mesh)
+        out = out if weight is None else out * weight.reshape(tuple(shape))
+        out = out if bias is None else out + bias.reshape(tuple(shape))
+        return out.to(input.dtype), mean, squares
+    y, mean, squares = standardize(wide, dims, eps, _cut(weight, shape, input), _cut(bias, shape, input))
+    return Tile(y.to(input.dtype), input.layout, input.mesh), mean, squares
 
 
 @implements(F.layer_norm, torch.layer_norm)
@@ -82,8 +75,11 @@ def layer_norm(
             f"layer_norm over {tuple(normalized_shape)}: the last dims of the Tile are "
             f"{tuple(input.shape[input.ndim - count :])}"
         )
-    dims = range(input.ndim - count, input.ndim)
-    return _affine(normalize(input, tuple(dims), eps), input, weight, bias, normalized_shape)
+    dims = tuple(range(input.ndim - count, input.ndim))
+    if is_whole(input, dims) and _plain(weight, bias):
+        w, b = _parts(input, weight, bias)
+        return Tile(F.layer_norm(input.local, list(normalized_shape), w, b, eps), input.layout, input.mesh)
+    return _standardized(input, dims, eps, weight, bias, normalized_shape)[0]
 
 
 @implements(F.rms_norm, torch.rms_norm)
@@ -125,9 +121,13 @@ def group_norm(
     channels = input.shape[1]
     if channels % num_groups:
         raise ShardingError(f"group_norm with num_groups={num_groups}: {channels} channels do not divide into groups")
+    shape = (channels, *(1,) * (input.ndim - 2))
+    if is_whole(input, range(1, input.ndim)) and _plain(weight, bias):
+        w, b = _parts(input, weight, bias)
+        return Tile(F.group_norm(input.local, num_groups, w, b, eps), input.layout, input.mesh)
     grouped: Tile = input.unflatten(1, (num_groups, channels // num_groups))
-    flat = Tile(normalize(grouped, tuple(range(2, grouped.ndim)), eps), grouped.layout, input.mesh).flatten(1, 2)
-    return _affine(flat.local, input, weight, bias, (channels, *(1,) * (input.ndim - 2)))
+    by_group = (num_groups, channels // num_groups, *shape[1:])
+    return _standardized(grouped, range(2, grouped.ndim), eps, weight, bias, by_group)[0].flatten(1, 2)
 
 
 @implements(F.instance_norm, torch.instance_norm)
@@ -145,7 +145,7 @@ def instance_norm(
     if running_mean is not None or not use_input_stats:
         raise ShardingError("instance_norm on a Tile keeps no running statistics: use track_running_stats=False")
     dims = tuple(range(2, input.ndim))
-    return _affine(normalize(input, dims, eps), input, weight, bias, (input.shape[1], *(1,) * (input.ndim - 2)))
+    return _standardized(input, dims, eps, weight, bias, (input.shape[1], *(1,) * (input.ndim - 2)))[0]
 
 
 @implements(F.batch_norm, torch.batch_norm)
@@ -169,28 +169,32 @@ def batch_norm(
     *Raises*: `ShardingError` for cut channels with running statistics.
     """
     shape = (input.shape[1], *(1,) * (input.ndim - 2))
-    wide = _wide(input)
-    if not training:
-        if running_mean is None or running_var is None:
-            raise ShardingError("batch_norm in evaluation needs running_mean and running_var")
-        centered = wide - running_mean.to(wide.dtype).reshape(shape)
-        return _affine(
-            (centered * torch.rsqrt(running_var.to(wide.dtype) + eps).reshape(shape)).local, input, weight, bias, shape
-        )
     dims = (0, *range(2, input.ndim))
-    count = count_of(wide, dims)
+    if not training and (running_mean is None or running_var is None):
+        raise ShardingError("batch_norm in evaluation needs running_mean and running_var")
+    if _plain(weight, bias) and is_whole(input, (1,)) and (not training or is_whole(input, dims)):
+        w, b = _parts(input, weight, bias)
+        y = F.batch_norm(input.local, running_mean, running_var, w, b, training, momentum, eps)
+        return Tile(y, input.layout, input.mesh)
+    if not training:
+        wide = _wide(input)
+        centered = wide - cast(Tensor, running_mean).to(wide.dtype).reshape(shape)
+        out = centered * torch.rsqrt(cast(Tensor, running_var).to(wide.dtype) + eps).reshape(shape)
+        out = out if weight is None else out * weight.reshape(shape)
+        return (out if bias is None else out + bias.reshape(shape)).to(input.dtype)
+    count = count_of(input, dims)
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
-    center, squares = moments(_owned_along(wide, dims), dims)
+    if running_mean is not None and input.layout.is_cut(1):
+        raise ShardingError(
+            "batch_norm with running statistics on cut channels: the statistics are whole; cut another dim, or use "
+            "track_running_stats=False"
+        )
+    y, mean, squares = _standardized(input, dims, eps, weight, bias, shape)
     if running_mean is not None and running_var is not None:
-        if input.layout.is_cut(1):
-            raise ShardingError(
-                "batch_norm with running statistics on cut channels: the statistics are whole; cut another dim, or use "
-                "track_running_stats=False"
-            )
-        _update(running_mean, center, momentum)
+        _update(running_mean, mean, momentum)
         _update(running_var, squares / (count - 1), momentum)
-    return _affine(_apply(wide, dims, center, torch.rsqrt(squares / count + eps)), input, weight, bias, shape)
+    return y
 
 
 def _update(running: Tensor, value: Tensor, momentum: float) -> None:

@@ -111,3 +111,21 @@ def test_what_norms_refuse():
         nn.functional.group_norm(x, 3)
     with pytest.raises(ShardingError, match="split a cut dim between its cut points"):
         nn.functional.group_norm(shard(torch.randn(2, 4, 6), mesh, (None, "channel", None), split=(0, 1, 4)), 2)
+
+
+@on_ranks(2)
+def test_norms_are_differentiable_twice():
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 7, dtype=torch.float64)
+    norm = _randomised(nn.GroupNorm(2, 4)).double()
+    tile = shard(x, world_mesh(lat=2), (None, None, "lat"))
+    whole = x.clone().requires_grad_()
+    tile.local.requires_grad_()
+    seconds = []
+    for leaf, value in ((whole, whole), (tile.local, tile)):
+        (first,) = torch.autograd.grad(norm(value).pow(3).sum(), leaf, create_graph=True)
+        first = first if value is whole else type(tile)(first, tile.layout, tile.mesh)
+        (second,) = torch.autograd.grad(first.pow(2).sum(), leaf)
+        seconds.append(second)
+    found = type(tile)(seconds[1], tile.layout, tile.mesh).full_tensor()
+    torch.testing.assert_close(found, seconds[0])

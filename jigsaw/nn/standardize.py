@@ -1,0 +1,146 @@
+"""(x - mean) / sqrt(var + eps) * weight + bias over cut dims: the core of the norms, with one tensor kept for the way
+back.
+
+The statistics of the ranks are combined as Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for
+computing sample variances", 1979), so no digits cancel; the gradient is the closed formula of Ioffe and Szegedy (arXiv
+1502.03167) with its two sums taken over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.reductions import count_of, moments, reducing_axes
+from jigsaw.tile import Tile
+
+
+def is_whole(tile: Tile, dims: Sequence[int]) -> bool:
+    """Whether each rank has all rows of `dims` once, so that plain torch's own norm is exact there."""
+    return not any(c.is_cut or c.has_halo for d in dims for c in tile.layout.dim(d))
+
+
+def owned_along(tile: Tile, dims: Sequence[int]) -> Tile:
+    """The tile without halo rows along `dims`, so that a statistic over them counts each row once; nothing is sent."""
+    layout = tile.layout
+    for d in dims:
+        layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))
+    return tile if layout == tile.layout else tile.with_layout(layout)
+
+
+def standardize(
+    x: Tile, dims: Sequence[int], eps: float, weight: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, sum of squared deviations): local tensors; y for all rows of x, halo included, statistics of owned
+    ones.
+
+    *Shapes*: y as x.local, which is float32 or wider; the statistics with size 1 along `dims`, held alike by the ranks
+    that the axes of `dims` join; `weight` and `bias` broadcast to x.local.
+    *Sends*: forward two all-reduces of one value a statistic, backward one of two values.
+    """
+    dims = tuple(dims)
+    if any(c.has_halo for d in dims for c in x.layout.dim(d)):
+        return _composed(x, dims, eps, weight, bias)
+    axes = reducing_axes(x.layout, dims)
+    return cast(
+        "tuple[Tensor, Tensor, Tensor]",
+        _Standardize.apply(x.local, weight, bias, x.mesh, axes, dims, eps, count_of(x, dims)),
+    )
+
+
+def _composed(
+    x: Tile, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from differentiable pieces, for halo rows along `dims`."""
+    mean, squares = moments(owned_along(x, dims), dims)
+    axes = reducing_axes(x.layout, dims)
+    return _pieces(x.local, mean, squares, weight, bias, (x.mesh, axes, dims, eps, count_of(x, dims))), mean, squares
+
+
+def _pieces(
+    x: Tensor, mean: Tensor, squares: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]
+) -> Tensor:
+    mesh, axes, _, eps, count = how
+    inverse = torch.rsqrt(squares / count + eps)
+    y = (x - comm.enter(mean, mesh, axes)) * comm.enter(inverse, mesh, axes)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _statistics(
+    x: Tensor, mesh: DeviceMesh, axes: Sequence[str], dims: tuple[int, ...], count: int
+) -> tuple[Tensor, Tensor]:
+    """(mean, sum of squared deviations) over the rows of all ranks along `axes`."""
+    rows = math.prod(x.shape[d] for d in dims)
+    if rows:
+        spread, own = torch.var_mean(x, dims, correction=0, keepdim=True)
+    else:
+        own = x.new_zeros([1 if d in dims else n for d, n in enumerate(x.shape)])
+        spread = own
+    mean = comm.all_reduce(own * rows, mesh, axes) / count
+    return mean, comm.all_reduce((spread + (own - mean).square()) * rows, mesh, axes)
+
+
+class _Standardize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mesh: DeviceMesh,
+        axes: Sequence[str],
+        dims: tuple[int, ...],
+        eps: float,
+        count: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean, squares = _statistics(x, mesh, axes, dims, count)
+        inverse = torch.rsqrt(squares / count + eps)
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        ctx.how = mesh, axes, dims, eps, count
+        ctx.mark_non_differentiable(mean, squares)
+        y = x - mean
+        scale = inverse if weight is None else inverse * weight
+        return (y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)), mean, squares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, mean, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # differentiable twice, from the pieces
+            return *_differentiable(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), *(None,) * 5
+        mesh, axes, dims, _, count = ctx.how
+        unit = (x - mean).mul_(inverse)
+        along = grads[0] * unit
+        of_weight = along.sum_to_size(weight.shape) if weight is not None and ctx.needs_input_grad[1] else None
+        of_bias = grads[0].sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, of_bias, *(None,) * 5
+        grad = grads[0] if weight is None else grads[0] * weight
+        along = along if weight is None else along.mul_(weight)
+        sums = torch.stack([along.sum(dims, keepdim=True), grad.sum(dims, keepdim=True)])
+        tilt, shift = (comm.all_reduce(sums, mesh, axes) / count).unbind()
+        del along
+        # (grad - shift - unit * tilt) / sqrt(var + eps), in the memory of `unit`
+        of_x = torch.sub(grad, unit.mul_(tilt).add_(shift), out=unit).mul_(inverse)
+        return of_x, of_weight, of_bias, *(None,) * 5
+
+
+def _differentiable(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...], grad: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients as functions that can be differentiated again."""
+    mesh, axes, dims, _, count = how
+    mean = comm.total(x.sum(dims, keepdim=True), mesh, axes) / count
+    squares = comm.total((x - comm.enter(mean, mesh, axes)).square().sum(dims, keepdim=True), mesh, axes)
+    y = _pieces(x, mean, squares, weight, bias, how)
+    asked = [v for v, needed in zip((x, weight, bias), needs, strict=False) if needed and v is not None]
+    found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
+    return [
+        next(found) if needed and v is not None else None for v, needed in zip((x, weight, bias), needs, strict=False)
+    ]
