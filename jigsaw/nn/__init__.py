@@ -8,6 +8,7 @@ from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspos
 from jigsaw.nn.heads import MultiheadAttention
 from jigsaw.nn.linear import Linear
 from jigsaw.nn.mixing import Mix
+from jigsaw.nn.norm import GroupNorm, LayerNorm, RMSNorm
 
 __all__ = [
     "AvgPool1d",
@@ -19,12 +20,15 @@ __all__ = [
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "GroupNorm",
+    "LayerNorm",
     "Linear",
     "MaxPool1d",
     "MaxPool2d",
     "MaxPool3d",
     "Mix",
     "MultiheadAttention",
+    "RMSNorm",
     "attention",
     "conv",
     "dropout",

@@ -6,18 +6,22 @@ that share them, and so are the running statistics of batch norm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from jigsaw.layout import ShardingError
-from jigsaw.nn.standardize import is_whole, standardize
+from jigsaw import comm
+from jigsaw.layout import Coordinate, ShardingError
+from jigsaw.nn.standardize import is_whole, owned_along, standardize
+from jigsaw.nn.weights import cut_parameter, layout_of, local_weight
 from jigsaw.pointwise import cut_whole, part
-from jigsaw.reductions import count_of
+from jigsaw.reductions import count_of, reducing_axes
 from jigsaw.tile import Tile, implements
 
 
@@ -35,8 +39,23 @@ def _parts(input: Tile, *values: Tensor | None) -> list[Tensor | None]:
 
 
 def _cut(value: Tensor | None, shape: Sequence[int], input: Tile) -> Tensor | None:
-    """A plain whole weight or bias as this rank's operand, broadcast to the local tensor."""
-    return None if value is None else cut_whole(value.reshape(tuple(shape)), input)
+    """A weight or bias as this rank's operand, broadcast to the last dims of the local tensor.
+
+    Raises: `ShardingError` for a DTensor that is not cut as the input is.
+    """
+    if not isinstance(value, DTensor):
+        return None if value is None else cut_whole(value.reshape(tuple(shape)), input)
+    stored, last = layout_of(value, input), range(input.ndim - len(shape), input.ndim)
+
+    def at(coord: Coordinate) -> list[int]:
+        return [1 if n == 1 else input.layout.local_shape(coord)[d] for d, n in zip(last, shape, strict=True)]
+
+    if any(math.prod(at(c)) != math.prod(stored.local_shape(c)) for c in input.layout.coords()):
+        raise ShardingError(
+            f"a norm whose weight is cut as {stored} takes a Tile whose channels are cut so, not {input.layout}; "
+            f"redistribute the tile, or use torch.nn's layer with its whole weight"
+        )
+    return local_weight(value, input, input.layout).reshape(at(input.coordinate))
 
 
 def _standardized(
@@ -44,7 +63,7 @@ def _standardized(
 ) -> tuple[Tile, Tensor, Tensor]:
     """(y, mean, sum of squared deviations), y in the dtype of the input."""
     wide = _wide(input)
-    if isinstance(weight, (Tile, DTensor)) or isinstance(bias, (Tile, DTensor)):
+    if isinstance(weight, Tile) or isinstance(bias, Tile):
         y, mean, squares = standardize(wide, dims, eps)
         out = Tile(y, input.layout, input.mesh)
         out = out if weight is None else out * weight.reshape(tuple(shape))
@@ -97,9 +116,15 @@ def rms_norm(
         )
     wide = _wide(input)
     dims = tuple(range(input.ndim - count, input.ndim))
-    power = wide.square().mean(dims, keepdim=True)
-    scaled = wide * torch.rsqrt(power + (torch.finfo(input.dtype).eps if eps is None else eps))
-    return (scaled if weight is None else scaled * weight).to(input.dtype)
+    axes = reducing_axes(wide.layout, dims)
+    squares = owned_along(wide, dims).local.square().sum(dims, keepdim=True)
+    power = comm.total(squares, input.mesh, axes) / count_of(wide, dims)
+    scale = torch.rsqrt(power + (torch.finfo(input.dtype).eps if eps is None else eps))
+    out = wide.local * comm.enter(scale, input.mesh, axes)
+    if isinstance(weight, Tile):
+        return (Tile(out, input.layout, input.mesh) * weight).to(input.dtype)
+    operand = _cut(weight, normalized_shape, input)
+    return Tile((out if operand is None else out * operand).to(input.dtype), input.layout, input.mesh)
 
 
 @implements(F.group_norm, torch.group_norm)
@@ -214,3 +239,35 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
         raise ShardingError("local_response_norm on cut channels is not answered: cut another dim")
     own = input.owned()
     return Tile(F.local_response_norm(own.local, size, alpha, beta, k), own.layout, own.mesh)
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+class _Cut(nn.Module):
+    """A norm whose weight and bias are cut along `axis`, for tiles whose channels are cut so (after a column layer).
+
+    The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, as a DTensor with
+    torch's names and full shapes.  On a mesh without that axis it is torch's layer.
+
+    *Raises*: `ShardingError` for a `normalized_shape` of several dims.
+    """
+
+    def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = "channel", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, value in list(self.named_parameters(recurse=False)):
+            if value.ndim != 1:
+                raise ShardingError(f"{type(self).__name__} with a weight of shape {tuple(value.shape)} cannot be cut")
+            setattr(self, name, cut_parameter(value.detach(), mesh, axis))
+
+
+class LayerNorm(_Cut, nn.LayerNorm):
+    """`torch.nn.LayerNorm` whose weight and bias are cut along `axis` of `mesh`."""
+
+
+class RMSNorm(_Cut, nn.RMSNorm):
+    """`torch.nn.RMSNorm` whose weight is cut along `axis` of `mesh`."""
+
+
+class GroupNorm(_Cut, nn.GroupNorm):
+    """`torch.nn.GroupNorm` whose weight and bias are cut along `axis` of `mesh`."""

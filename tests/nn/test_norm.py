@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
+import jigsaw
+from jigsaw import comm
 from jigsaw.layout import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile import shard
@@ -129,3 +132,50 @@ def test_norms_are_differentiable_twice():
         seconds.append(second)
     found = type(tile)(seconds[1], tile.layout, tile.mesh).full_tensor()
     torch.testing.assert_close(found, seconds[0])
+
+
+class Pair(nn.Module):
+    """A column layer and a norm over its cut channels."""
+
+    def __init__(self, layer, norm):
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, x):
+        return self.norm(self.layer(x))
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "group"])
+@on_ranks(4)
+def test_norms_with_cut_weights(kind):
+    torch.manual_seed(0)
+    mesh = world_mesh(channel=2, lat=2)
+    names = {"layer": "LayerNorm", "rms": "RMSNorm", "group": "GroupNorm"}
+    arguments = {"layer": (6,), "rms": (6,), "group": (2, 6)}[kind]
+    plain = Pair(
+        nn.Conv2d(3, 6, 1) if kind == "group" else nn.Linear(3, 6), getattr(nn, names[kind])(*arguments)
+    ).double()
+    for p in plain.parameters():
+        nn.init.normal_(p)
+    make = jigsaw.nn.Conv2d if kind == "group" else jigsaw.nn.Linear
+    ours = Pair(
+        make(3, 6, *((1,) if kind == "group" else ()), mesh=mesh),
+        getattr(jigsaw.nn, names[kind])(*arguments, mesh=mesh),
+    ).double()
+    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        with torch.no_grad():
+            mine.copy_(distribute_tensor(theirs.detach(), mine.device_mesh, mine.placements))
+    x = torch.randn(2, 3, 7, 5, dtype=torch.float64) if kind == "group" else torch.randn(2, 7, 3, dtype=torch.float64)
+    tile = shard(x, mesh, (None, None, "lat", None) if kind == "group" else (None, "lat", None))
+    out = ours(tile)
+    assert out.layout.is_cut(1 if kind == "group" else 2)
+    torch.testing.assert_close(out.full_tensor(), plain(x))
+    out.pow(3).mean().backward()
+    plain(x).pow(3).mean().backward()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        part = comm.all_reduce(mine.grad.to_local(), mesh, ("lat",))
+        whole = distribute_tensor(theirs.grad, mine.device_mesh, mine.placements).to_local()
+        torch.testing.assert_close(part, whole)
+    with pytest.raises(ShardingError, match="takes a Tile whose channels are cut so"):
+        ours.norm(out.redistribute((None,) * out.ndim))

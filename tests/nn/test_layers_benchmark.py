@@ -1,0 +1,26 @@
+"""The benchmark of layers runs at toy size, and its numbers that are no times are right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "layers.py"
+
+
+@pytest.mark.parametrize("case", ["conv", "unet", "mixer", "linear"])
+def test_toy_run(case):
+    command = [sys.executable, str(SCRIPT), "--ranks", "2", "--case", case, "--small", "--rounds", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    plain, alone, both = (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{"))
+    assert [(c["system"], c["ranks"]) for c in (plain, alone, both)] == [("torch", 1), ("jigsaw", 1), ("jigsaw", 2)]
+    assert {"case", "step_s", "speedup", "sent_bytes", "peak_bytes_per_rank", "max_abs_err"} <= set(both)
+    assert plain["sent_bytes"] == alone["sent_bytes"] == 0 < both["sent_bytes"]
+    assert both["max_abs_err"] < 1e-4
+    if case == "conv":
+        assert alone["max_abs_err"] == 0.0
+        assert both["peak_bytes_per_rank"] < 0.55 * plain["peak_bytes_per_rank"]
