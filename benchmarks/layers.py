@@ -2,12 +2,13 @@
 
     python benchmarks/layers.py --ranks 2 --case conv
 
-The total work is the same for all, each rank has one thread, and the contenders take turns.  `step_s` is the median
-over `--rounds` of a forward and a backward pass, gradients of all parameters whole on every rank; of several ranks it
-is the slowest's.  `speedup` is against plain torch, whose `step_s` is the first line's.  `sent_bytes` is the most that
-a rank sends in a step.  `peak_bytes_per_rank` is the highest sum of live allocations that a step makes (torch's
-profiler, profile_memory), so activations, gradients and temporaries, but not the input and the weights.  `max_abs_err`
-is against plain torch in the same precision (float32), over the output and all gradients.
+The total work is the same for all, each rank has one thread, and the contenders take turns.  `step_s` is the median over
+`--rounds` of a forward and a backward pass, gradients of all parameters whole on every rank; of several ranks it is the
+slowest's, and so is `cpu_s`, the processor time of the same step.  `speedup` is against plain torch, whose `step_s` is
+the first line's.  `sent_bytes` is the most that a rank sends in a step.  `peak_bytes_per_rank` is the highest sum of live
+allocations that a step makes (torch's profiler, profile_memory), so activations, gradients and temporaries, but not the
+input and the weights.  `max_abs_err` is against plain torch in the same precision (float32), over the output and all
+gradients.
 """
 
 from __future__ import annotations
@@ -187,15 +188,15 @@ def _peak(mine: Contender) -> int:
     return max(e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]")
 
 
-def timed(name: str, small: bool, system: str, ranks: int) -> float:
-    """The seconds of one step, begun by all ranks together."""
+def timed(name: str, small: bool, system: str, ranks: int) -> tuple[float, float]:
+    """The wall and the processor seconds of one step, begun by all ranks together."""
     mine = _made[name, small, system]
     mine.model.zero_grad()
     if ranks > 1:
         comm.agree(mine.input.mesh, None)
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     mine.step()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - busy
 
 
 # -- taking turns ----------------------------------------------------------------------------------------------------
@@ -204,23 +205,26 @@ def timed(name: str, small: bool, system: str, ranks: int) -> float:
 def run(name: str, ranks: int, rounds: int, small: bool) -> list[dict[str, Any]]:
     contenders = [("torch", 1), ("jigsaw", 1), ("jigsaw", ranks)]
     found = [run_on_ranks(n, prepare, name, small, system, n, timeout=TIMEOUT) for system, n in contenders]
-    times: list[list[float]] = [[] for _ in contenders]
+    times: list[list[tuple[float, float]]] = [[] for _ in contenders]
     for _ in range(rounds):
-        for seconds, (system, n) in zip(times, contenders, strict=True):
-            seconds.append(max(run_on_ranks(n, timed, name, small, system, n, timeout=TIMEOUT)))
-    step_s = [statistics.median(seconds) for seconds in times]
+        for seen, (system, n) in zip(times, contenders, strict=True):
+            of_ranks = run_on_ranks(n, timed, name, small, system, n, timeout=TIMEOUT)
+            seen.append((max(wall for wall, _ in of_ranks), max(busy for _, busy in of_ranks)))
+    step_s = [statistics.median(wall for wall, _ in seen) for seen in times]
+    cpu_s = [statistics.median(busy for _, busy in seen) for seen in times]
     return [
         {
             "case": name,
             "system": system,
             "ranks": n,
-            "step_s": round(seconds, 5),
-            "speedup": round(step_s[0] / seconds, 3),
+            "step_s": round(wall, 5),
+            "speedup": round(step_s[0] / wall, 3),
+            "cpu_s": round(busy, 5),
             **{field: max(one[field] for one in facts) for field in facts[0]},
             "rounds": rounds,
             "shape": (SMALL if small else CASES)[name].shape,
         }
-        for (system, n), seconds, facts in zip(contenders, step_s, found, strict=True)
+        for (system, n), wall, busy, facts in zip(contenders, step_s, cpu_s, found, strict=True)
     ]
 
 
