@@ -297,8 +297,9 @@ def open(
 
 
 def _default_fields(found: Survey) -> list[str]:
-    """Every numeric variable on the grid of the first."""
-    numeric = [v for v in found.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
+    """Every numeric variable on the grid of the first; those that need a `select` only where there are no others."""
+    every = [v for v in found.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
+    numeric = [v for v in every if all(role in survey.ROLES for role in v.roles)] or every
     if not numeric:
         raise FieldError(f"the store {found.store.url} has no variable on a lat-lon grid or in a volume")
     first = {d: numeric[0].size(d) for d in numeric[0].space}

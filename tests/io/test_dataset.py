@@ -228,3 +228,16 @@ def test_a_volume_without_time_is_one_sample(tmp_path):
         one_rank(str(tmp_path / "ct.zarr"), targets=[1])
     with pytest.raises(ReadError, match=r"time=\('2000', '2001'\) selects steps, but the fields have no time dim"):
         one_rank(str(tmp_path / "ct.zarr"), time=("2000", "2001"))
+
+
+def test_a_variable_that_needs_a_choice_is_no_default_field(tmp_path):
+    """A climatology by month, beside the series, is read only when it is named."""
+    grid = {"lat": np.arange(3.0), "lon": np.arange(4.0)}
+    series = xr.DataArray(
+        np.zeros((5, 3, 4), "float32"), dims=("time", "lat", "lon"), coords={"time": np.arange(5), **grid}
+    )
+    by_month = xr.DataArray(np.ones((12, 3, 4), "float32"), dims=("month", "lat", "lon"), coords=grid)
+    xr.Dataset({"air": series, "normal": by_month}).to_zarr(tmp_path / "s.zarr")
+    assert jigsaw.io.open(tmp_path / "s.zarr", mesh={"lat": 1}).fields == ("air",)
+    chosen = jigsaw.io.open(tmp_path / "s.zarr", mesh={"lat": 1}, fields=["normal"], select={"month": 2})
+    assert chosen.fields == ("normal",)
