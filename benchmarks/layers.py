@@ -2,13 +2,13 @@
 
     python benchmarks/layers.py --ranks 2 --case conv
 
-The total work is the same for all, each rank has one thread, and the contenders take turns.  `step_s` is the median over
-`--rounds` of a forward and a backward pass, gradients of all parameters whole on every rank; of several ranks it is the
-slowest's, and so is `cpu_s`, the processor time of the same step.  `speedup` is against plain torch, whose `step_s` is
-the first line's.  `sent_bytes` is the most that a rank sends in a step.  `peak_bytes_per_rank` is the highest sum of live
-allocations that a step makes (torch's profiler, profile_memory), so activations, gradients and temporaries, but not the
-input and the weights.  `max_abs_err` is against plain torch in the same precision (float32), over the output and all
-gradients.
+The total work is the same for all, each rank has one thread, and the contenders take turns.  `step_s` is the median
+over `--rounds` of a forward and a backward pass, gradients of all parameters whole on every rank; of several ranks it
+is the slowest's, and so is `cpu_s`, the processor time of the same step.  `speedup` is against plain torch, whose
+`step_s` is the first line's.  `sent_bytes` is the most that a rank sends in a step.  `peak_bytes_per_rank` is the
+highest sum of live allocations that a step makes (torch's profiler, profile_memory), so activations, gradients and
+temporaries, but not the input and the weights.  `max_abs_err` is against plain torch in the same precision (float32),
+over the output and all gradients.
 """
 
 from __future__ import annotations
