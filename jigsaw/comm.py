@@ -336,7 +336,7 @@ def total(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Tensor:
 
     *Sends*: forward one all-reduce of `x`; backward nothing (the gradient of y is held alike already).
     """
-    return x if extent(mesh, axes) == 1 else _Total.apply(x, mesh, axes)  # type: ignore[no-any-return]
+    return x if extent(mesh, axes) == 1 else _Total.apply(x, mesh, axes)
 
 
 def enter(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Tensor:
@@ -346,4 +346,4 @@ def enter(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Tensor:
     """
     if extent(mesh, axes) == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _Enter.apply(x, mesh, axes)  # type: ignore[no-any-return]
+    return _Enter.apply(x, mesh, axes)

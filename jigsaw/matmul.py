@@ -46,7 +46,7 @@ def matmul(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, chunk_bytes: int 
     _check(x, w, grid, mesh, coord)
     if all(grid.ring(name, coord).size == 1 for name in DIMS):
         return torch.nn.functional.linear(x, w)
-    return _Matmul.apply(x, w, grid, mesh, coord, chunk_bytes)  # type: ignore[no-any-return]
+    return _Matmul.apply(x, w, grid, mesh, coord, chunk_bytes)
 
 
 def _check(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, coord: Coordinate) -> None:

@@ -72,7 +72,7 @@ def part(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
             f"jigsaw.parallelize, or keep the reduction a Tile (keepdim=True) and multiply there"
         )
     scale = max(ranks, default=1) / layout.replicas
-    return x if scale == 1 else _Part.apply(x, scale)  # type: ignore[no-any-return]
+    return x if scale == 1 else _Part.apply(x, scale)
 
 
 def _origins(x: Tensor) -> tuple[bool, list[Tensor]]:

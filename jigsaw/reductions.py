@@ -205,7 +205,7 @@ def stack_along(local: Tensor, tile: Tile, axes: tuple[str, ...]) -> Tensor:
     flat = 0
     for (name, size), at in zip(tile.layout.axes, tile.coordinate, strict=True):
         flat = flat * size + at if name in axes else flat
-    return _Gather.apply(local, tile.mesh, axes, flat)  # type: ignore[no-any-return]
+    return _Gather.apply(local, tile.mesh, axes, flat)
 
 
 @implements(torch.linalg.vector_norm)

@@ -287,7 +287,7 @@ LEAVE = "_LeaveBackward"
 
 def leave(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """An ordinary tensor, held alike by every rank of the mesh, out of a tile."""
-    return _Leave.apply(x) if x.requires_grad and mesh.size() > 1 else x  # type: ignore[no-any-return]
+    return _Leave.apply(x) if x.requires_grad and mesh.size() > 1 else x
 
 
 def check_mesh(tiles: Sequence[Tile]) -> DeviceMesh:

@@ -14,7 +14,7 @@ the wind at 10 hPa is ``u@10``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -194,7 +194,7 @@ def _missing(field: str, name: str, arrays: Mapping[str, Levels | None]) -> str:
 
 
 def _available(arrays: Mapping[str, Levels | None], most: int = 60) -> str:
-    names: Iterable[str] = sorted(arrays)
-    listed = ", ".join(n if arrays[n] is None else f"{n} ({len(arrays[n].values)} levels)" for n in list(names)[:most])  # type: ignore[union-attr]
+    shown = [(name, arrays[name]) for name in sorted(arrays)[:most]]
+    listed = ", ".join(n if levels is None else f"{n} ({len(levels.values)} levels)" for n, levels in shown)
     more = f" and {len(arrays) - most} more" if len(arrays) > most else ""
     return f"The store has: {listed or 'no variable'}{more}"

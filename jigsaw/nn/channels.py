@@ -165,4 +165,4 @@ def add_up(partial: Tensor, out: Layout, tile: Tile) -> Tensor:
     """
     cut = out.dim(1)[0]
     every = out.replace_dim(1, cut.holding([(0, cut.size)] * cut.pieces))
-    return _AddUp.apply(partial, out, every, tile.mesh, out.local_shape(tile.coordinate))  # type: ignore[no-any-return]
+    return _AddUp.apply(partial, out, every, tile.mesh, out.local_shape(tile.coordinate))

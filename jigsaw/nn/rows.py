@@ -133,4 +133,4 @@ def rearrange(w: Tensor, source: Group, target: Group, tile: Tile) -> Tensor:
     if source == target:
         return w
     gives, takes = _trades(source, target, Layout((), tile.layout.axes), tile.coordinate)
-    return _Rearranged.apply(w, gives, takes, tile)  # type: ignore[no-any-return]
+    return _Rearranged.apply(w, gives, takes, tile)
