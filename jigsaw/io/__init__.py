@@ -1,6 +1,6 @@
 """Reading: stores of any format as samples that are cut while they are read."""
 
-from jigsaw.io.dataset import Dataset, Sample, open
+from jigsaw.io.dataset import Dataset, Sample
 from jigsaw.io.errors import (
     CorruptChunkError,
     FieldError,
@@ -17,6 +17,7 @@ from jigsaw.io.errors import (
     WindowError,
 )
 from jigsaw.io.loader import Batch, DataLoader
+from jigsaw.io.opening import open
 from jigsaw.io.store import open_store
 
 __all__ = [

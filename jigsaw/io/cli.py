@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 from jigsaw.io import coords
-from jigsaw.io.dataset import Dataset, open
+from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import GridError, ReadError
 from jigsaw.io.explain import report
+from jigsaw.io.opening import open
 from jigsaw.io.picture import draw
 from jigsaw.layout import ShardingError
 

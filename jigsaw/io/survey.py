@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io import coords
-from jigsaw.io.coords import SPACE, TimeAxis
+from jigsaw.io.coords import SPACE
 from jigsaw.io.errors import GridError
 from jigsaw.io.fields import Channel, Levels
 from jigsaw.io.request import DROPPED, Part, Picks
+from jigsaw.io.times import TimeAxis, decode_times
 
 if TYPE_CHECKING:
     from jigsaw.io.table import ArrayTable, Store
@@ -120,7 +121,7 @@ class Survey:
                     f"arrays {first.table.name!r} ({first.size('time')} steps) and {other.table.name!r} "
                     f"({other.size('time')} steps) have different times; open them one at a time"
                 )
-        return coords.decode_times(raw, self.attrs(first, "time"))
+        return decode_times(raw, self.attrs(first, "time"))
 
 
 def _space(table: ArrayTable, arrays: Mapping[str, ArrayTable]) -> list[str]:
