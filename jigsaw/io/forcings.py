@@ -1,0 +1,266 @@
+"""Forcings: channels that follow from time and place alone, computed on a rank's own rows; nothing is read or sent.
+
+- ``cos_zenith``: the cosine of the solar zenith angle, 0 at night;
+- ``toa_radiation``: solar radiation on a horizontal plane at the top of the atmosphere, W m-2;
+- ``day_progress``: ``day_progress_sin, day_progress_cos`` of the local mean solar time, the fraction of the UTC day plus
+  longitude / 360;
+- ``year_progress``: ``year_progress_sin, year_progress_cos`` of the fraction of the tropical year since 1970;
+- ``latlon``: ``sin_lat, cos_lat, sin_lon, cos_lon``.
+
+``cos_zenith@6h`` and ``toa_radiation@1h`` are means over the hours (``h``, ``min``, ``d``) *before* the time, as
+accumulated fields are stamped; times 3600 s, the latter is ERA5's ``tisr`` but for its solar constant.  The progress
+of day and year is GraphCast's (Lam et al., Science 382, 2023); on a calendar of 360, 365 or 366 days a year it is that
+of the calendar's year.  The sun is that of `jigsaw.io.solar`.
+
+Static fields of the store (land-sea mask, orography) need no forcing: they are fields like others, at every step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jigsaw.io import solar
+from jigsaw.io.errors import FieldError, GridError
+from jigsaw.io.fields import Channel
+from jigsaw.io.solar import Instant, Places, Sun
+from jigsaw.io.stats import multiply_add
+
+Array = NDArray[np.float64]
+
+SOLAR_CONSTANT = 1361.0
+"""W m-2 at the mean distance of the sun: Kopp and Lean, Geophys. Res. Lett. 38, 2011."""
+
+NAMES = ("cos_zenith", "toa_radiation", "day_progress", "year_progress", "latlon")
+_AVERAGED = ("cos_zenith", "toa_radiation")
+_INTERVAL = re.compile(r"^(?P<count>\d+(?:\.\d+)?)(?P<unit>min|h|d)$")
+_PER_DAY = {"min": 1440.0, "h": 24.0, "d": 1.0}
+_ROWS = 64  # rows computed at a time, so that the intermediate values stay in cache
+
+
+@dataclass(frozen=True)
+class Forcing:
+    """A forcing as it was asked for; `days` is the interval of a mean, 0 for the instant."""
+
+    asked: str
+    name: str
+    days: float = 0.0
+
+    @classmethod
+    def parse(cls, asked: str) -> Forcing:
+        """Raises: `FieldError` for a name or interval that does not exist."""
+        name, at, interval = str(asked).partition("@")
+        if name not in NAMES:
+            raise FieldError(f"forcings has {asked!r}, which is none of {', '.join(NAMES)}")
+        if at and name not in _AVERAGED:
+            raise FieldError(f"forcings has {asked!r}, but only {' and '.join(_AVERAGED)} have means over an interval")
+        return cls(asked, name, _days(interval, f"forcings has {asked!r}, whose interval") if at else 0.0)
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The names of its channels."""
+        if self.name == "latlon":
+            return "sin_lat", "cos_lat", "sin_lon", "cos_lon"
+        progress = self.name in ("day_progress", "year_progress")
+        return (f"{self.name}_sin", f"{self.name}_cos") if progress else (self.asked,)
+
+    @property
+    def is_static(self) -> bool:
+        return self.name == "latlon"
+
+    def at(self, instant: Instant, places: Places) -> tuple[Array, ...]:
+        """The values of its channels, each of a shape that broadcasts to [lat, lon]."""
+        return _FUNCTIONS[self.name](instant, self.days, places)
+
+
+def _days(interval: str, what: str) -> float:
+    match = _INTERVAL.match(interval)
+    days = float(match["count"]) / _PER_DAY[match["unit"]] if match else 0.0
+    if not days > 0:
+        raise FieldError(f"{what} {interval!r} is not a positive number of min, h or d, like '6h'")
+    return days
+
+
+# -- one instant, some rows -------------------------------------------------------------------------------------------
+
+
+def _cos_zenith(instant: Instant, days: float, at: Places) -> tuple[Array, ...]:
+    return (solar.mean_cos_zenith(instant, days, at) if days else solar.cos_zenith(Sun.at(instant), at),)
+
+
+def _toa_radiation(instant: Instant, days: float, at: Places) -> tuple[Array, ...]:
+    if days:
+        return (solar.mean_insolation(instant, days, at) * SOLAR_CONSTANT,)
+    sun = Sun.at(instant)
+    return (solar.cos_zenith(sun, at) * (SOLAR_CONSTANT / sun.distance**2),)
+
+
+def _day_progress(instant: Instant, days: float, at: Places) -> tuple[Array, ...]:
+    sine, cosine = math.sin(math.tau * instant.clock), math.cos(math.tau * instant.clock)
+    return (
+        (sine * at.cos_lon + cosine * at.sin_lon)[None, :],
+        (cosine * at.cos_lon - sine * at.sin_lon)[None, :],
+    )
+
+
+def _year_progress(instant: Instant, days: float, at: Places) -> tuple[Array, ...]:
+    angle = math.tau * instant.year
+    return np.full((1, 1), math.sin(angle)), np.full((1, 1), math.cos(angle))
+
+
+def _latlon(instant: Instant, days: float, at: Places) -> tuple[Array, ...]:
+    return at.sin_lat[:, None], at.cos_lat[:, None], at.sin_lon[None, :], at.cos_lon[None, :]
+
+
+_FUNCTIONS: Mapping[str, Callable[[Instant, float, Places], tuple[Array, ...]]] = {
+    "cos_zenith": _cos_zenith,
+    "toa_radiation": _toa_radiation,
+    "day_progress": _day_progress,
+    "year_progress": _year_progress,
+    "latlon": _latlon,
+}
+
+
+# -- anywhere ---------------------------------------------------------------------------------------------------------
+
+
+def cos_zenith(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> Array:
+    """The cosine of the solar zenith angle [T, lat, lon], 0 at night; or its mean over the `interval` before each time.
+
+    `times` are UTC: datetime64, `datetime`, ISO strings or cftime objects; `lat` and `lon` 1-d, in degrees.
+
+    Raises: `GridError`, `UnsupportedStoreError` for coordinates that are no degrees or dates, `FieldError` for an
+    interval that is none.
+    """
+    return _everywhere("cos_zenith", times, lat, lon, interval)[:, 0]
+
+
+def toa_radiation(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> Array:
+    """Solar radiation on a horizontal plane at the top of the atmosphere [T, lat, lon], W m-2; else as `cos_zenith`."""
+    return _everywhere("toa_radiation", times, lat, lon, interval)[:, 0]
+
+
+def day_progress(times: ArrayLike, lon: ArrayLike) -> Array:
+    """Sine and cosine of local mean solar time as an angle, 0 at midnight: [T, 2, lon]."""
+    return _everywhere("day_progress", times, [0.0], lon)[:, :, 0]
+
+
+def year_progress(times: ArrayLike) -> Array:
+    """Sine and cosine of the fraction of the year as an angle: [T, 2]."""
+    return _everywhere("year_progress", times, [0.0], [0.0])[:, :, 0, 0]
+
+
+def latlon(lat: ArrayLike, lon: ArrayLike) -> Array:
+    """Sine and cosine of latitude, then of longitude: [4, lat, lon]."""
+    return _everywhere("latlon", "1970-01-01", lat, lon)[0]
+
+
+def _everywhere(name: str, times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> Array:
+    forcings = Forcings.of([name if interval is None else f"{name}@{interval}"], Places.of(lat, lon))
+    out = np.empty((np.size(np.asarray(times)), len(forcings.names), *forcings.places.shape))
+    forcings.write(out, np.asarray(times))
+    return out
+
+
+# -- in a sample ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Forcings:
+    """The forcings of a dataset over its whole grid, as channels with a scale and offset each."""
+
+    forcings: tuple[Forcing, ...]
+    places: Places
+    scale: tuple[float, ...] = field(default=())
+    offset: tuple[float, ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls,
+        asked: Sequence[str],
+        places: Places,
+        fields: Sequence[str] = (),
+        normalize: Mapping[str, Any] | None = None,
+    ) -> Forcings:
+        """`normalize` may name forcings or their channels, each (mean, std); one that it does not name stays as it is.
+
+        Raises: `FieldError` for a string, an unknown forcing, one that comes twice, or one that is a field's name.
+        """
+        if isinstance(asked, str):
+            raise FieldError(f"forcings={asked!r} is one string; give a list: forcings=[{asked!r}]")
+        parsed = tuple(Forcing.parse(name) for name in asked)
+        names = [name for forcing in parsed for name in forcing.channels]
+        for name in names:
+            if names.count(name) > 1 or name in fields:
+                raise FieldError(f"forcings={list(asked)} makes channel {name!r} a second time; name it once")
+        pairs = [_moments(f, channel, normalize or {}) for f in parsed for channel in f.channels]
+        return cls(parsed, places, tuple(scale for scale, _ in pairs), tuple(offset for _, offset in pairs))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each channel."""
+        return tuple(name for forcing in self.forcings for name in forcing.channels)
+
+    def taken(self, rows: Sequence[int], columns: Sequence[int]) -> Forcings:
+        """The same over some rows and columns of the grid: those that a rank holds, wrapped ones included."""
+        return Forcings(self.forcings, self.places.taken(rows, columns), self.scale, self.offset)
+
+    def write(self, out: NDArray[Any], times: NDArray[Any]) -> None:
+        """The values at `times` into `out` [T, C, lat, lon], rounded to its dtype.
+
+        Raises: `UnsupportedStoreError` for times that are no dates, unless the forcings do not depend on them.
+        """
+        static = all(forcing.is_static for forcing in self.forcings)
+        when = [Instant(0.0, 0.0, 0.0)] * len(out) if static else solar.instants(times)
+        rows, columns = self.places.shape
+        for first in range(0, rows, _ROWS):
+            block = range(first, min(first + _ROWS, rows))
+            places = self.places.taken(block, range(columns))
+            for t, instant in enumerate(when):
+                self._write(out[t, :, block.start : block.stop], instant, places)
+
+    def _write(self, out: NDArray[Any], instant: Instant, places: Places) -> None:
+        values = [value for forcing in self.forcings for value in forcing.at(instant, places)]
+        for channel, (value, scale, offset) in enumerate(zip(values, self.scale, self.offset, strict=True)):
+            out[channel] = value if (scale, offset) == (1.0, 0.0) else value * scale + offset
+
+
+def _moments(forcing: Forcing, channel: str, normalize: Mapping[str, Any]) -> tuple[float, float]:
+    mine = {key: normalize[key] for key in (channel, forcing.asked) if key in normalize}
+    if not mine:
+        return 1.0, 0.0
+    scale, offset = multiply_add([Channel(channel, forcing.asked, forcing.asked)], mine)
+    return scale[0], offset[0]
+
+
+_ROTATED = ("grid_latitude", "grid_longitude")
+
+
+def geographic(grid: Mapping[str, ArrayLike], attrs: Mapping[str, Mapping[str, Any]], asked: Sequence[str]) -> Places:
+    """The places of a grid, from the coordinates along its spatial dims and their attributes.
+
+    Raises: `GridError` for a grid that is not cut along geographic latitudes and longitudes: a projection, a volume,
+    a rotated pole, dims without coordinates.
+    """
+    if tuple(grid) != ("lat", "lon"):
+        raise GridError(
+            f"forcings={list(asked)} need a lat-lon grid, but the fields' spatial dims are {list(grid)}; "
+            "leave the forcings out, or compute them from 2-d coordinates yourself"
+        )
+    for dim in grid:
+        found = attrs.get(dim)
+        if found is None:
+            raise GridError(f"forcings={list(asked)} need the degrees of {dim!r}, but the store has no such coordinate")
+        standard, units = (str(found.get(key, "")).lower() for key in ("standard_name", "units"))
+        if standard in _ROTATED or units in ("radian", "radians", "rad"):
+            raise GridError(
+                f"forcings={list(asked)} need geographic degrees, but {dim!r} has standard_name {standard!r} and "
+                f"units {units!r}; leave the forcings out, or store true latitudes and longitudes"
+            )
+    return Places.of(grid["lat"], grid["lon"])
