@@ -13,6 +13,10 @@ COMMANDS = {
         "jigsaw.io.cli",
         "what each rank of a mesh would read of a store: bytes stored, decoded and useful, and who decodes what",
     ),
+    "stats": (
+        "jigsaw.io.stats_cli",
+        "mean, standard deviation and range of each channel and of its differences between steps, in one pass",
+    ),
     "check": (
         "jigsaw.testing.check",
         "versions, backends, and a parity test of tiles against plain torch on real ranks",

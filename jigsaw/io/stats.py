@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,20 +11,26 @@ import numpy as np
 
 from jigsaw.io.errors import FieldError
 from jigsaw.io.fields import Channel
+from jigsaw.io.stats_table import Statistics
+
+Normalize = Mapping[str, Any] | Statistics | str | os.PathLike[str] | None
 
 
-def multiply_add(
-    channels: Sequence[Channel], normalize: Mapping[str, Any] | None
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def multiply_add(channels: Sequence[Channel], normalize: Normalize) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Scale and offset of every channel, from ``{"t2m": (mean, std)}`` or ``{"t2m": {"mean": …, "std": …}}``.
 
     A key is a channel (``geopotential@500``), a field as it was asked for, or an array of the store; for a field of
-    several levels mean and std may be sequences, a value a level.
+    several levels mean and std may be sequences, a value a level.  Or from a file of statistics, or `Statistics`, which
+    may have more channels than are read.
 
     Raises: `FieldError` for a channel without statistics, statistics without a channel, or a std that is not positive.
     """
     if normalize is None:
         return (1.0,) * len(channels), (0.0,) * len(channels)
+    if isinstance(normalize, str | os.PathLike):
+        normalize = Statistics.read(normalize)
+    if isinstance(normalize, Statistics):
+        normalize = normalize.mean_std(channels)
     named = {name for c in channels for name in (c.name, c.field, c.array)}
     unknown = sorted(set(normalize) - named)
     if unknown:

@@ -1,0 +1,103 @@
+"""Count, mean, variance and range of values that come in pieces, a number a channel, in float64.
+
+A piece is reduced in two passes; pieces are merged by Chan, Golub and LeVeque's formula (The American Statistician 37,
+1983), which for a piece of one value is Welford's.  Sums of squares are never formed, so nothing cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Float = NDArray[np.float64]
+
+ROWS = ("count", "missing", "weight", "mean", "m2", "min", "max")
+_COUNT, _MISSING, _WEIGHT, _MEAN, _M2, _MIN, _MAX = range(len(ROWS))
+_NOTHING = np.array([0, 0, 0, 0, 0, np.inf, -np.inf])
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What is known of the values seen so far: `table` is [7, C] float64, a row for each of `ROWS`.
+
+    `count` values and `missing` NaN, the sum of weights, the weighted mean, the weighted sum of squared deviations from
+    it (`m2`), and the range.  It holds numbers only, so that it travels and is stored as one array.
+    """
+
+    table: Float
+
+    @classmethod
+    def nothing(cls, channels: int) -> Moments:
+        """Of no values at all."""
+        return cls(np.repeat(_NOTHING[:, None], channels, axis=1))
+
+    @classmethod
+    def of(cls, tile: Array, weights: Float | None = None, minus: Array | None = None) -> Moments:
+        r"""Of a tile [C, \*space], or of its difference to the tile `minus`; NaN counts as missing.
+
+        `weights` [\*space] weigh the rows; without them each value counts alike.
+        """
+        flat = None if weights is None else weights.reshape(-1)
+        earlier = [None] * len(tile) if minus is None else minus
+        columns = [_column(_wide(x, less), flat) for x, less in zip(tile, earlier, strict=True)]
+        return cls(np.stack(columns, axis=1)) if columns else cls.nothing(0)
+
+    def merge(self, other: Moments) -> Moments:
+        """Of the values of both: exact but for rounding, in either order."""
+        a, b = self.table, other.table
+        out = a + b
+        share = np.divide(b[_WEIGHT], out[_WEIGHT], out=np.zeros_like(out[_WEIGHT]), where=out[_WEIGHT] > 0)
+        apart = b[_MEAN] - a[_MEAN]
+        out[_MEAN] = a[_MEAN] + apart * share
+        out[_M2] += apart * apart * a[_WEIGHT] * share
+        out[_MIN], out[_MAX] = np.minimum(a[_MIN], b[_MIN]), np.maximum(a[_MAX], b[_MAX])
+        return Moments(out)
+
+    def add(self, others: Iterable[Moments]) -> Moments:
+        """Merged with others one after the other: the order decides the last bits."""
+        found = self
+        for each in others:
+            found = found.merge(each)
+        return found
+
+    def summary(self) -> dict[str, Float]:
+        """Count, missing, mean, std (of the population: divided by the weight), min and max, each [C]; NaN of nothing.
+
+        With area weights mean and std are those over the sphere.
+        """
+        t = self.table
+        seen = t[_COUNT] > 0
+        variance = np.divide(t[_M2], t[_WEIGHT], out=np.full_like(t[_M2], np.nan), where=t[_WEIGHT] > 0)
+        found = {"mean": t[_MEAN], "std": np.sqrt(variance), "min": t[_MIN], "max": t[_MAX]}
+        blank = {name: np.where(seen, values, np.nan) for name, values in found.items()}
+        return {"count": t[_COUNT].copy(), "missing": t[_MISSING].copy(), **blank}
+
+
+def _wide(x: Array, less: Array | None) -> Float:
+    wide = x.reshape(-1).astype(np.float64)
+    return wide if less is None else wide - less.reshape(-1).astype(np.float64)
+
+
+def _column(x: Float, weights: Float | None) -> Float:
+    """The column of one channel.  Sums are numpy's pairwise ones, whose bits no number of threads changes."""
+    missing = np.isnan(x)
+    lost = int(np.count_nonzero(missing))
+    if lost:
+        x, weights = x[~missing], None if weights is None else weights[~missing]
+    weight = float(x.size if weights is None else weights.sum())
+    if not x.size or weight <= 0:
+        return np.array([x.size, lost, 0, 0, 0, *(_range(x))])
+    mean = float((x if weights is None else x * weights).sum()) / weight
+    apart = x - mean
+    squares = apart * apart
+    m2 = float((squares if weights is None else squares * weights).sum())
+    return np.array([x.size, lost, weight, mean, m2, *_range(x)])
+
+
+def _range(x: Float) -> tuple[float, float]:
+    return (float(x.min()), float(x.max())) if x.size else (np.inf, -np.inf)

@@ -1,0 +1,280 @@
+"""`statistics`: on every mesh what numpy gives over the whole array; resumed, thinned, weighted, with missing values."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+from globe_store import globe, stacked, write
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.io.errors import FieldError, GridError, StateError, WindowError
+from jigsaw.io.moments import Moments
+from jigsaw.io.stats_run import statistics
+from jigsaw.io.stats_series import area
+from jigsaw.testing import on_ranks, world_mesh
+
+LONG = ["geopotential@500", "2m_temperature", "land_sea_mask", "temperature@850"]
+PLAIN = ("mean", "std", "min", "max", "count", "missing")
+
+
+@pytest.fixture(scope="module")
+def holed(tmp_path_factory):
+    """Missing values: a tenth of one variable, a whole level of another, one whole step of a third."""
+    data, r = globe(), np.random.default_rng(1)
+    geopotential, temperature = data.geopotential.values, data.temperature.values
+    geopotential[r.uniform(size=geopotential.shape) < 0.1] = np.nan
+    geopotential[4] = np.nan
+    temperature[:, 2] = np.nan
+    return write(tmp_path_factory.mktemp("holed") / "holed.zarr", data, chunk=(3, 2, 5, 7))
+
+
+def opened(path, mesh, fields=LONG, **more):
+    return jigsaw.io.open(path, mesh=mesh, fields=fields, **{"dtype": "float64", **more})
+
+
+def expected(whole, follows=None, weights=None):
+    """What numpy says of [steps, C, lat, lon]."""
+    follows = np.ones(len(whole), bool) if follows is None else follows
+    apart = np.diff(whole, axis=0)[follows[1:]]
+    return {**_of(whole, weights), **{f"diff_{k}": v for k, v in _of(apart, weights).items()}}
+
+
+def _of(x, weights):
+    columns = np.moveaxis(x, 1, 0).reshape(x.shape[1], -1)
+    w = np.broadcast_to(1.0 if weights is None else weights[:, None], x[:, 0].shape).reshape(-1)
+    found = {name: np.full(len(columns), np.nan) for name in PLAIN}
+    for c, column in enumerate(columns):
+        valid = ~np.isnan(column)
+        found["count"][c], found["missing"][c] = valid.sum(), (~valid).sum()
+        if valid.any():
+            v, u = column[valid], w[valid]
+            found["mean"][c] = mean = np.average(v, weights=u)
+            found["std"][c] = np.sqrt(np.average((v - mean) ** 2, weights=u))
+            found["min"][c], found["max"][c] = v.min(), v.max()
+    return found
+
+
+def check(found, want):
+    assert set(found.columns) == set(want)
+    for name, values in want.items():
+        exact = name.split("_")[-1] in ("min", "max", "count", "missing")
+        np.testing.assert_allclose(found.columns[name], values, rtol=0 if exact else 1e-11, atol=1e-12, err_msg=name)
+
+
+def on_mesh(path, axes, **more):
+    mesh = world_mesh(**axes)
+    found = statistics(opened(path, mesh, **{k: more.pop(k) for k in ("time", "halo") if k in more}), **more)
+    everybody = comm.agree(mesh, found.columns)
+    for other in everybody:
+        for name, values in other.items():
+            np.testing.assert_array_equal(values, found.columns[name])
+    return found
+
+
+def test_one_rank_gives_what_numpy_gives(tiled):
+    found = on_mesh(tiled, {"lat": 1}, block=4)
+    check(found, expected(stacked(tiled, LONG)))
+    assert found.fields == tuple(LONG)
+    assert found["2m_temperature"]["missing"] == 0
+    assert found.columns["diff_std"][2] == 0  # nothing changes in a field without time
+    assert found.attrs["first"].startswith("2020-01-01T00") and found.attrs["steps"] == 10
+
+
+@on_ranks(2)
+def test_two_ranks(holed):
+    want = expected(stacked(holed, LONG))
+    for axes, block in (({"lat": 2}, 3), ({"data": 2}, 3), ({"data": 2}, 1), ({"lon": 1, "lat": 2}, None)):
+        check(on_mesh(holed, axes, block=block), want)
+
+
+@on_ranks(4)
+def test_four_ranks_missing_values_and_ranks_with_the_same_tile(holed):
+    want = expected(stacked(holed, LONG))
+    assert want["missing"].tolist()[3] == 10 * 13 * 16 and np.isnan(want["mean"][3])
+    meshes = ({"lat": 2, "lon": 2}, {"lat": 4}, {"data": 2, "lon": 2}, {"data": 4}, {"channel": 2, "lat": 2})
+    for axes in meshes:
+        check(on_mesh(holed, axes, block=2), want)
+    check(on_mesh(holed, {"lat": 2, "lon": 2}, halo={"lat": 2}, block=4), want)
+
+
+@on_ranks(3)
+def test_more_ranks_along_data_than_steps_are_left(holed):
+    check(on_mesh(holed, {"data": 3}, block=3), expected(stacked(holed, LONG)))
+    check(on_mesh(holed, {"data": 3}, block=1, time=(0, 4)), expected(stacked(holed, LONG)[:4]))
+
+
+def test_the_sizes_of_blocks_do_not_change_a_bit(holed):
+    first, *others = (on_mesh(holed, {"lat": 1}, block=block) for block in (1, 3, 10))
+    for other in others:
+        for name, values in first.columns.items():
+            np.testing.assert_array_equal(other.columns[name], values)
+
+
+@on_ranks(2)
+def test_only_the_last_tile_of_a_block_travels(wb2):
+    mesh = world_mesh(data=2)
+    ds = opened(wb2, mesh)
+    with comm.count() as counted:
+        statistics(ds, block=2)
+    tile = 8 * 4 * 13 * 16
+    carried = sum(c.sent_bytes for c in counted.calls if c.kind == "carry")
+    # 10 steps in blocks of 2 x 2, 2 x 2 and 1 x 2: rank 0 hands on in each, and so does rank 1
+    assert carried == 3 * tile
+    gathered = [c.sent_bytes for c in counted.calls if c.kind == "all_gather"]
+    assert gathered == [112 * 4]
+
+
+def test_every_step_is_read_once(wb2, monkeypatch):
+    loaders = []
+    real = jigsaw.io.DataLoader
+    monkeypatch.setattr("jigsaw.io.stats_tiles.DataLoader", lambda *a, **k: loaders.append(real(*a, **k)) or loaders[0])
+    ds = opened(wb2, world_mesh(lat=1), ["geopotential@500", "2m_temperature"])
+    statistics(ds, block=3)
+    assert loaders[0].bytes_read == ds.plan(range(10)).total.stored_bytes > 0
+
+
+def test_area_weights_are_the_cells_of_the_sphere(tiled):
+    rows = np.linspace(90, -90, 13)
+    edges = np.clip(np.concatenate([rows + 7.5, [-90]]), -90, 90)
+    cells = -np.diff(np.sin(np.deg2rad(edges)))
+    np.testing.assert_allclose(area(rows), cells / cells.mean(), rtol=1e-12)
+    want = expected(stacked(tiled, LONG), weights=cells / cells.mean())
+    check(on_mesh(tiled, {"lat": 1}, weights="area", block=3), want)
+
+
+@on_ranks(4)
+def test_area_weights_on_tiles(holed):
+    want = expected(stacked(holed, LONG), weights=area(np.linspace(90, -90, 13)))
+    check(on_mesh(holed, {"lat": 2, "lon": 2}, weights="area", block=3), want)
+
+
+def test_no_difference_over_a_gap(gappy):
+    follows = np.arange(10) != 5
+    check(on_mesh(gappy, {"lat": 1}, block=2), expected(stacked(gappy, LONG), follows))
+
+
+@pytest.mark.parametrize("every", ["12h", 2, np.timedelta64(12, "h")])
+def test_every_other_step(tiled, every):
+    found = on_mesh(tiled, {"lat": 1}, every=every, time=("2020-01-01T06", "2020-01-03"))
+    check(found, expected(stacked(tiled, LONG)[1::2]))
+
+
+def test_large_offsets_do_not_cancel():
+    r = np.random.default_rng(0)
+    values = 1e9 + r.normal(size=(20, 1, 50))
+    whole = Moments.nothing(1).add(Moments.of(tile) for tile in values)
+    np.testing.assert_allclose(whole.summary()["std"], values.std(), rtol=1e-7)
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+import jigsaw
+from jigsaw.io.stats_run import statistics
+
+def report(done, steps):
+    if done == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ds = jigsaw.io.open(sys.argv[1], mesh=jigsaw.init_mesh(lat=1), fields=sys.argv[3].split(","), dtype="float64")
+statistics(ds, block=2, checkpoint=sys.argv[2], progress=report)
+"""
+
+
+def same_bits(found, want):
+    for name, values in want.columns.items():
+        np.testing.assert_array_equal(found.columns[name], values)
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(holed, tmp_path):
+    at = tmp_path / "s.part"
+    killed = subprocess.run([sys.executable, "-c", KILLED, holed, str(at), ",".join(LONG)], check=False)
+    assert killed.returncode == -9 and [p.name for p in tmp_path.iterdir()] == ["s.part"]
+    seen = []
+    ds = opened(holed, world_mesh(lat=1))
+    found = statistics(ds, block=2, checkpoint=at, resume=True, progress=lambda done, steps: seen.append((done, steps)))
+    assert seen == [(8, 10), (10, 10)]
+    assert not at.exists()
+    same_bits(found, statistics(ds, block=2))
+
+
+class StopHereError(Exception):
+    pass
+
+
+def stopped(ds, at, after, **more):
+    def report(done, steps):
+        if done == after:
+            raise StopHereError
+
+    with pytest.raises(StopHereError):
+        statistics(ds, checkpoint=at, progress=report, **more)
+
+
+@on_ranks(4)
+def test_ranks_go_on_with_the_same_bits(holed, folder):
+    at = Path(folder) / "ranks.part"
+    for axes, after in (({"lat": 2, "lon": 2}, 4), ({"data": 2, "lat": 2}, 8)):
+        mesh = world_mesh(**axes)
+        ds = opened(holed, mesh)
+        want = statistics(ds, block=2)
+        stopped(ds, at, after, block=2)
+        same_bits(statistics(ds, block=2, checkpoint=at, resume=True), want)
+        comm.barrier()
+        assert not at.exists()
+        stopped(ds, at, after, block=2)
+        with pytest.raises(StateError, match=r"is of mesh .* this run of \[\['lat', 4\]\]; run it as before"):
+            statistics(opened(holed, world_mesh(lat=4)), block=2, checkpoint=at, resume=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tmp_path)
+
+
+def test_a_checkpoint_of_something_else_is_refused(holed, tmp_path):
+    at, mesh = tmp_path / "c", world_mesh(lat=1)
+    stopped(opened(holed, mesh), at, 4, block=2)
+    with pytest.raises(StateError, match=r"is of weights 'none', this run of 'area'"):
+        statistics(opened(holed, mesh), checkpoint=at, resume=True, weights="area")
+    with pytest.raises(StateError, match=r"is of fields .*, this run of \['t2m'\]"):
+        statistics(opened(holed, mesh, ["t2m"]), checkpoint=at, resume=True)
+    with pytest.raises(StateError, match=r"is of steps '10 .*, this run of '5 "):
+        statistics(opened(holed, mesh), checkpoint=at, resume=True, every=2)
+    at.write_bytes(at.read_bytes()[:100])
+    with pytest.raises(StateError, match=r"cannot be read .* remove it to begin anew"):
+        statistics(opened(holed, mesh), checkpoint=at, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("opening", "asked", "error", "match"),
+    [
+        ({"inputs": [-1, 0]}, {}, FieldError, r"inputs=\[-1, 0\] and targets=\[\]; open it with inputs=\[0\]"),
+        ({}, {"weights": "cos"}, FieldError, r"weights='cos' must be one of"),
+        ({}, {"block": 0}, FieldError, r"block=0 must be at least 1"),
+        ({}, {"resume": True}, FieldError, r"resume=True needs checkpoint="),
+        ({}, {"every": "7h"}, WindowError, r"every='7h' is no whole number of the store's steps of 6 h"),
+        ({}, {"every": "1h"}, WindowError, r"every='1h' is no whole number"),
+        ({}, {"every": "often"}, WindowError, r"every='often' is no duration like '6h'"),
+        ({}, {"every": 0}, WindowError, r"every=0 must be at least 1 step"),
+    ],
+)
+def test_what_cannot_be_asked(wb2, opening, asked, error, match):
+    with pytest.raises(error, match=match):
+        statistics(opened(wb2, world_mesh(lat=1), **opening), **asked)
+
+
+def test_volumes_have_no_area(tmp_path):
+    data = xr.Dataset({"ct": (("z", "y", "x"), np.random.default_rng(0).normal(size=(5, 7, 9)).astype("f4"))})
+    data.to_zarr(tmp_path / "v.zarr", consolidated=False)
+    ds = jigsaw.io.open(str(tmp_path / "v.zarr"), mesh=world_mesh(lat=1), fields=["ct"])
+    with pytest.raises(GridError, match=r"weights='area' needs a lat dim, and the fields have \('z', 'y', 'x'\)"):
+        statistics(ds, weights="area")
+    found = statistics(ds)
+    np.testing.assert_allclose(found["ct"]["std"], data.ct.values.astype("f8").std(), rtol=1e-12)
+    assert np.isnan(found["ct"]["diff_mean"]) and found["ct"]["diff_count"] == 0
