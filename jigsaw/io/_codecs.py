@@ -40,12 +40,17 @@ class Decoder:
     checked: bool = False
 
     @property
+    def splits(self) -> bool:
+        """Whether a part of a chunk can be decoded without the rest."""
+        return not self.checked and self.compression in (None, "blosc")
+
+    @property
     def is_plain(self) -> bool:
         """Whether the stored bytes are the values, so that they can be read in place."""
         return self.compression is None and not self.checked
 
-    def decode(self, raw: Bytes, out: Bytes) -> None:
-        """Fill `out`, which has exactly the chunk's size.
+    def decode(self, raw: Bytes, out: Bytes, mask: int = 0) -> None:
+        """Fill `out`, which has exactly the chunk's size; Zarr leaves no filter out, so `mask` is 0.
 
         Raises: `BadChunkError` for what is cut short, damaged, or claims another size.
         """
@@ -61,11 +66,6 @@ class Decoder:
             _STEPS[self.compression](raw, out)
         except (RuntimeError, ValueError, struct.error, zlib.error) as e:
             raise BadChunkError(str(e)) from e
-
-    def view(self, out: Bytes, chunk: Sequence[int]) -> NDArray[Any]:
-        """The decoded bytes as an array of the chunk's shape, without copying."""
-        stored = out.view(self.dtype).reshape([chunk[d] for d in self.order])
-        return stored.transpose(np.argsort(self.order))
 
 
 def without_crc(raw: Bytes) -> Bytes:
@@ -96,6 +96,17 @@ def _blosc(raw: Bytes, out: Bytes) -> None:
         kind = ShortChunkError if raw.size < stored else BadChunkError
         raise kind(f"it has {raw.size} bytes and its header says {stored}")
     blosc.decompress(raw, out)
+
+
+def blosc_decode(frame: Bytes, out: Bytes) -> None:
+    """Decode a Blosc frame that fills `out`.
+
+    Raises: `BadChunkError` when it is damaged.
+    """
+    try:
+        _blosc(frame, out)
+    except (RuntimeError, ValueError) as e:
+        raise BadChunkError(str(e)) from e
 
 
 def _zstd_size(raw: Bytes) -> int | None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io._codecs import BadChunkError, Bytes
+from jigsaw.io._files import Files, Local
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
+
+from jigsaw.layout import Box
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -24,11 +26,10 @@ def open_xarray(dataset: xr.Dataset) -> Store:
 
 
 def _table(name: str, variable: xr.Variable) -> ArrayTable:
-    chunks = _chunks(variable)
+    chunks, lengths = _chunks(variable)
 
-    def load(index: Index) -> NDArray[Any]:
-        box = tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunks, strict=True))
-        return np.asarray(variable[box].values)
+    def load(box: Box) -> NDArray[Any]:
+        return np.asarray(variable[tuple(slice(*rows) for rows in box)].values)
 
     return ArrayTable(
         name=name,
@@ -42,18 +43,29 @@ def _table(name: str, variable: xr.Variable) -> ArrayTable:
         decoder=None,
         places=_Places(name),
         load_slowly=load,
+        lengths=lengths,
+        slices=not variable.chunksizes,
     )
 
 
-def _chunks(variable: xr.Variable) -> tuple[int, ...]:
-    """What is read as one: dask's chunks, else those on disk, else one step of the first dim."""
+def _chunks(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """What is read as one: dask's chunks, else those on disk, else one step of the first dim.
+
+    With them the lengths along each dim whose chunks differ.
+    """
     on_disk = variable.encoding.get("preferred_chunks", {})
     lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes
     sizes = [
         max(lazy[dim]) if dim in lazy else on_disk.get(dim, 1 if i == 0 and variable.ndim > 2 else size)
         for i, (dim, size) in enumerate(zip(variable.dims, variable.shape, strict=True))
     ]
-    return tuple(max(1, min(chunk, size)) for chunk, size in zip(sizes, variable.shape, strict=True))
+    lengths = {i: tuple(lazy[dim]) for i, dim in enumerate(variable.dims) if dim in lazy and _differ(lazy[dim])}
+    return tuple(max(1, min(chunk, size)) for chunk, size in zip(sizes, variable.shape, strict=True)), lengths
+
+
+def _differ(lengths: tuple[int, ...]) -> bool:
+    """Whether chunks other than the last are not all as long as the first, or the last is longer."""
+    return len(set(lengths[:-1])) > 1 or lengths[-1] > lengths[0]
 
 
 class _Places:
@@ -65,8 +77,9 @@ class _Places:
     def path(self, index: Index) -> str:
         return f"xarray variable {self._name!r}"
 
-    def locate(self, index: Index) -> ChunkRef | None:
-        return ChunkRef(self.path(index), 0, 0)
+    @property
+    def files(self) -> Files:
+        return Local()
 
-    def read(self, index: Index, room: Any) -> Bytes | None:
-        raise BadChunkError("it is read through xarray")
+    def locate(self, index: Index) -> ChunkRef | None:
+        return ChunkRef(self.path(index), 0, None)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,12 @@ from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore
 
-from jigsaw.io._codecs import BadChunkError, Bytes, Decoder, ShortChunkError, decoder_of_v2, decoder_of_v3, without_crc
+from jigsaw.io._codecs import BadChunkError, Decoder, ShortChunkError, decoder_of_v2, decoder_of_v3, without_crc
+from jigsaw.io._files import Files, Local
+from jigsaw.io._keys import Keys
 from jigsaw.io._memory import fresh
-from jigsaw.io.errors import CorruptChunkError, UnsupportedStoreError
-from jigsaw.io.table import ArrayTable, ChunkRef, Index, Room, Store
+from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
 
 _MISSING = 2**64 - 1
 _SHARDS_KEPT = 128
@@ -54,15 +55,14 @@ def table_of(name: str, array: Any) -> ArrayTable:
     """The chunk table of one zarr array."""
     meta = array.metadata
     dtype = _stored_dtype(array)
+    files = files_of(array.store, isinstance(meta, ArrayV3Metadata))
     if isinstance(meta, ArrayV2Metadata):
         chunks = tuple(meta.chunks)
         dims: Any = meta.attributes.get("_ARRAY_DIMENSIONS")
         decoder = decoder_of_v2(dtype, meta.order, len(chunks), meta.filters or (), meta.compressor)
-        places: Places = Objects(array)
+        places: Places = Objects(array, files)
     else:
-        chunks, dims, decoder, places = _of_v3(array, meta, dtype)
-    if not isinstance(array.store, LocalStore):
-        decoder, places = None, Remote(array)
+        chunks, dims, decoder, places = _of_v3(array, meta, dtype, files)
     return ArrayTable(
         name=name,
         shape=tuple(array.shape),
@@ -74,12 +74,12 @@ def table_of(name: str, array: Any) -> ArrayTable:
         masks=_masks(meta, dtype),
         decoder=decoder,
         places=places,
-        load_slowly=lambda index: _through_zarr(array, chunks, index),
+        load_slowly=lambda box: np.asarray(array[tuple(slice(*rows) for rows in box)]),
     )
 
 
 def _of_v3(
-    array: Any, meta: ArrayV3Metadata, dtype: np.dtype[Any]
+    array: Any, meta: ArrayV3Metadata, dtype: np.dtype[Any], files: Files
 ) -> tuple[tuple[int, ...], Any, Decoder | None, Places]:
     grid = meta.chunk_grid
     if not isinstance(grid, RegularChunkGrid):
@@ -87,16 +87,27 @@ def _of_v3(
             f"array {array.name!r} has a {type(grid).__name__}; only regular chunk grids can be read"
         )
     outer = tuple(grid.chunk_shape)
-    codecs = meta.codecs
+    codecs, names = meta.codecs, meta.dimension_names
     if len(codecs) == 1 and isinstance(codecs[0], ShardingCodec):
         sharding = codecs[0]
         inner = tuple(sharding.chunk_shape)
         decoder = decoder_of_v3(dtype, len(inner), sharding.codecs)
-        names = [c.to_dict()["name"] for c in sharding.index_codecs]
-        if decoder and names in (["bytes"], ["bytes", "crc32c"]):
-            return inner, meta.dimension_names, decoder, Shards(array, inner, outer, sharding, checked=len(names) == 2)
-        return outer, meta.dimension_names, None, Objects(array)
-    return outer, meta.dimension_names, decoder_of_v3(dtype, len(outer), codecs), Objects(array)
+        index_codecs = [c.to_dict()["name"] for c in sharding.index_codecs]
+        if decoder and index_codecs in (["bytes"], ["bytes", "crc32c"]):
+            checked = len(index_codecs) == 2
+            return inner, names, decoder, Shards(array, inner, outer, sharding, checked, files)
+        return outer, names, None, Objects(array, files)
+    return outer, names, decoder_of_v3(dtype, len(outer), codecs), Objects(array, files)
+
+
+def files_of(store: Any, keep: bool) -> Files:
+    """How the objects of a zarr store are read; `keep` open those on disk, which then may not change."""
+    return Local(keep) if isinstance(store, LocalStore) else Keys(store)
+
+
+def _prefix(array: Any) -> str:
+    path = f"{array.path}/" if array.path else ""
+    return f"{array.store.root}/{path}" if isinstance(array.store, LocalStore) else path
 
 
 def _attributes(meta: ArrayV2Metadata | ArrayV3Metadata) -> dict[str, Any]:
@@ -152,136 +163,98 @@ def _decoded(value: Any, dtype: np.dtype[Any]) -> Any:
     return value
 
 
-def _through_zarr(array: Any, chunks: Sequence[int], index: Index) -> NDArray[Any]:
-    region = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(index, chunks, array.shape, strict=True))
-    return np.asarray(array[region])
-
-
 # -- where chunks lie ------------------------------------------------------------------------------------------------
 
 
 class Objects:
-    """A file a chunk, named by the store's own key encoding."""
+    """An object a chunk, named by the store's own key encoding."""
 
-    def __init__(self, array: Any) -> None:
-        self._root = str(Path(array.store.root) / array.path) if isinstance(array.store, LocalStore) else array.path
+    def __init__(self, array: Any, files: Files) -> None:
+        self._prefix = _prefix(array)
         self._key = array.metadata.encode_chunk_key
+        self.files = files
 
     def path(self, index: Index) -> str:
-        return f"{self._root}/{self._key(index)}"
+        return f"{self._prefix}{self._key(index)}"
 
     def locate(self, index: Index) -> ChunkRef | None:
         path = self.path(index)
-        try:
-            return ChunkRef(path, 0, os.stat(path).st_size)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def read(self, index: Index, room: Room) -> Bytes | None:
-        """The stored bytes, in memory that `room` gives; None for a missing chunk."""
-        try:
-            fd = os.open(self.path(index), os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        try:
-            return read_range(fd, 0, os.fstat(fd).st_size, room)
-        finally:
-            os.close(fd)
+        if self.files.far:  # to ask for its size costs as much as to fetch it
+            return ChunkRef(path, 0, None)
+        size = self.files.size(path)
+        return None if size is None else ChunkRef(path, 0, size)
 
 
-class Remote(Objects):
-    """Chunks of a store that only zarr can read: their sizes are not known."""
-
-    def locate(self, index: Index) -> ChunkRef | None:
-        return ChunkRef(self.path(index), 0, 0)
-
-    def read(self, index: Index, room: Room) -> Bytes | None:
-        raise BadChunkError("it is not a local file")
-
-
+@dataclass(frozen=True)
 class _Shard:
-    """An open shard and its index: (offset, length) of every inner chunk.  Closed when nobody uses it any more."""
+    """A shard's size, and (offset, length) of every inner chunk."""
 
-    def __init__(self, path: str, index_bytes: int, at_end: bool, checked: bool) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        size = os.fstat(self.fd).st_size
-        if size < index_bytes:
-            raise ShortChunkError(f"the shard has {size} bytes and its index alone {index_bytes}")
-        raw = read_range(self.fd, size - index_bytes if at_end else 0, index_bytes, fresh)
-        if checked:
-            raw = without_crc(raw)
-        self.index = raw.view("<u8").reshape(-1, 2).tolist()
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
+    size: int
+    index: list[list[int]]
 
 
 class Shards:
     """Chunks inside shards; a shard's index is read once and kept."""
 
     def __init__(
-        self, array: Any, inner: Sequence[int], outer: Sequence[int], codec: ShardingCodec, checked: bool
+        self,
+        array: Any,
+        inner: Sequence[int],
+        outer: Sequence[int],
+        codec: ShardingCodec,
+        checked: bool,
+        files: Files,
     ) -> None:
-        self._files = Objects(array)
+        self.files = files
+        self._objects = Objects(array, files)
         self._per_shard = tuple(o // i for o, i in zip(outer, inner, strict=True))
         self._index_bytes = 16 * prod(self._per_shard) + 4 * checked
         self._at_end = codec.index_location.value == "end"
         self._checked = checked
-        self._open: OrderedDict[str, _Shard | None] = OrderedDict()
+        self._known: OrderedDict[str, _Shard | None] = OrderedDict()
         self._lock = threading.Lock()
 
     def path(self, index: Index) -> str:
-        return self._files.path(tuple(i // n for i, n in zip(index, self._per_shard, strict=True)))
+        return self._objects.path(tuple(i // n for i, n in zip(index, self._per_shard, strict=True)))
 
     def _shard(self, path: str) -> _Shard | None:
         with self._lock:
-            if path in self._open:
-                self._open.move_to_end(path)
-                return self._open[path]
-            try:
-                shard = _Shard(path, self._index_bytes, self._at_end, self._checked)
-            except (FileNotFoundError, NotADirectoryError):
-                shard = None
-            except BadChunkError as e:
-                raise CorruptChunkError(f"shard {path} cannot be read: the index: {e}") from e
-            self._open[path] = shard
-            if len(self._open) > _SHARDS_KEPT:
-                self._open.popitem(last=False)
-            return shard
+            if path not in self._known:
+                try:
+                    self._known[path] = self._read(path)
+                except BadChunkError as e:
+                    kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
+                    raise kind(f"shard {path} cannot be read: the index: {e}") from e
+                if len(self._known) > _SHARDS_KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(path)
+            return self._known[path]
 
-    def _find(self, index: Index) -> tuple[_Shard, int, int] | None:
-        shard = self._shard(self.path(index))
+    def _read(self, path: str) -> _Shard | None:
+        size = self.files.size(path)
+        if size is None:
+            return None
+        if size < self._index_bytes:
+            raise ShortChunkError(f"the shard has {size} bytes and its index alone {self._index_bytes}")
+        raw = fresh(self._index_bytes)
+        if not self.files.ranges(path, [(size - raw.size if self._at_end else 0, raw)]):
+            return None
+        if self._checked:
+            raw = without_crc(raw)
+        return _Shard(size, raw.view("<u8").reshape(-1, 2).tolist())
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        path = self.path(index)
+        shard = self._shard(path)
         flat = 0
         for i, n in zip(index, self._per_shard, strict=True):
             flat = flat * n + i % n
         offset, length = shard.index[flat] if shard else (_MISSING, _MISSING)
-        return None if shard is None or offset == length == _MISSING else (shard, offset, length)
-
-    def locate(self, index: Index) -> ChunkRef | None:
-        found = self._find(index)
-        return None if found is None else ChunkRef(self.path(index), found[1], found[2])
-
-    def read(self, index: Index, room: Room) -> Bytes | None:
-        found = self._find(index)
-        return None if found is None else read_range(found[0].fd, found[1], found[2], room)
+        if shard is None or offset == length == _MISSING:
+            return None
+        if offset + length > shard.size:  # before anybody allocates what a damaged index claims
+            raise ShortChunkError(f"the index says {length} bytes at {offset} and the shard has {shard.size}")
+        return ChunkRef(path, offset, length)
 
 
 Places = Objects | Shards
-
-
-def read_range(fd: int, offset: int, length: int, room: Room) -> Bytes:
-    """`length` bytes at `offset`, in memory that `room` gives.
-
-    Raises: `ShortChunkError` when the file ends before.
-    """
-    if length > (size := os.fstat(fd).st_size):  # before allocating what a damaged index claims
-        raise ShortChunkError(f"it should have {length} bytes at {offset} and the file has {size}")
-    raw = room(length)
-    view, done = raw.data, 0
-    while done < length:
-        got = os.preadv(fd, [view[done:]], offset + done)
-        if got == 0:
-            raise ShortChunkError(f"the file ends after {done} of its {length} bytes")
-        done += got
-    return raw

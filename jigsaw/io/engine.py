@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.io._ahead import IN_FLIGHT, Ahead
 from jigsaw.io._arena import SLOTS, attach, error_of, ticket
 from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
@@ -57,6 +58,7 @@ class Engine:
         self.threads = threads or _fair_share(len(self.peers.neighbours))
         self._busy, self._counting = threading.Lock(), threading.Lock()
         self.scratch = Scratch()
+        self._fetching: ThreadPoolExecutor | None = None
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
 
     def read(self, plan: ReadPlan, out: Array | None = None) -> Array:
@@ -72,9 +74,20 @@ class Engine:
             self.reads += 1
             return _Reading(self, plan, self.reads).run(out)
 
+    def fetch_ahead(self, plan: ReadPlan, jobs: Sequence[Job]) -> Ahead | None:
+        """What fetches the chunks of far stores before they are decoded; None where there are none."""
+        far = [job for job in jobs if plan.tables[job.array].far]
+        if not far:
+            return None
+        if self._fetching is None:
+            self._fetching = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="jigsaw-fetch")
+        return Ahead(self._fetching, plan, far, self.budget)
+
     def close(self) -> None:
         """End the threads and let go of the shared memory."""
         self.pool.shutdown()
+        if self._fetching is not None:
+            self._fetching.shutdown()
         if self.arena is not None:
             self.arena.close()
         self.peers.close()
@@ -103,6 +116,7 @@ class _Reading:
         self._stop = threading.Event()
         self._taking = threading.Lock()
         self._failure: BaseException | None = None
+        self._ahead: Ahead | None = None
         self._parcels: dict[tuple[int, int], list[Bytes]] = {}
 
     # -- the whole ---------------------------------------------------------------------------------------------------
@@ -161,6 +175,8 @@ class _Reading:
         self.placings = [Placing.of(part, plan.tables[part.array], request, channels) for part in request.parts]
 
     def _load_and_take(self) -> None:
+        jobs = [job for _, job in self.through if job.owner == self.me] + list(self.plan.private(self.me))
+        self._ahead = self.engine.fetch_ahead(self.plan, jobs)
         todo = self._todo()
         workers = [self.engine.pool.submit(self._work, todo) for _ in range(self.engine.threads)]
         try:
@@ -173,6 +189,8 @@ class _Reading:
             self._went_wrong()
         finally:
             self._stop.set()
+            if self._ahead is not None:
+                self._ahead.stop()
             wait(workers)
 
     def _went_wrong(self) -> bool:
@@ -215,12 +233,10 @@ class _Reading:
         else:
             self._await_slot(at)
             room = self.arena.memory(at % self.slots, table.chunk_bytes)
-        loaded = table.load(job.chunk, room)
+        loaded = self._load(job, room)
         if loaded.stored is None:
-            path = table.path(job.chunk)
-            raise CorruptChunkError(f"chunk {job.chunk} of array {job.array!r} in {path} vanished while it was read")
-        self._count_load(job, loaded)
-        chunk = table.view(room)
+            self._fill_missing(job, room)
+        chunk = table.view(room, job.chunk)
         for reader in job.readers:
             if reader not in self.local:
                 self._parcels[reader, number] = [pack(chunk, box) for box in self.plan.boxes(job, reader)]
@@ -229,6 +245,15 @@ class _Reading:
         elif self.me in job.readers:
             self.take(job, chunk)
         self.engine.count(sent_bytes=sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me))
+
+    def _fill_missing(self, job: Job, room: Bytes) -> None:
+        """A far store does not say beforehand that a chunk is missing; a near one did."""
+        table, ref = self.plan.tables[job.array], self.plan.ref(job.array, job.chunk)
+        if ref is not None and ref.length is not None:
+            raise CorruptChunkError(
+                f"chunk {job.chunk} of array {job.array!r} in {ref.path} vanished while it was read"
+            )
+        table.fill(room, job.chunk)
 
     def _await_slot(self, at: int) -> None:
         """Wait until everybody here has taken the chunk that lay in the slot before."""
@@ -249,15 +274,28 @@ class _Reading:
     def _load_private(self, job: Job) -> None:
         """Load a chunk that this rank alone reads, and take what it needs of it."""
         table = self.plan.tables[job.array]
-        room = self.engine.scratch(table.chunk_bytes)
-        loaded = table.load(job.chunk, room)
-        self._count_load(job, loaded)
-        self.take(job, None if loaded.stored is None else table.view(room))
+        room = self.engine.scratch(table.bytes_of(job.chunk))
+        loaded = self._load(job, room)
+        self.take(job, None if loaded.stored is None else table.view(room, job.chunk))
 
-    def _count_load(self, job: Job, loaded: Loaded) -> None:
+    def _load(self, job: Job, room: Bytes) -> Loaded:
+        """Load what is needed of a job's chunk, and count it."""
+        table, ahead = self.plan.tables[job.array], self._ahead
+        room = room[: table.bytes_of(job.chunk)]
+        if ahead is None or not table.far:
+            loaded = table.load(job.chunk, room, self.plan.part_of(job))
+        else:
+            fetched = ahead.take(job)
+            loaded = Loaded(None, False) if fetched is None else table.decode(job.chunk, fetched, room)
         if loaded.stored is not None:
-            size, slow = self.plan.tables[job.array].chunk_bytes, int(loaded.fallback)
-            self.engine.count(requests=1, chunks=1, fallback=slow, stored_bytes=loaded.stored, decoded_bytes=size)
+            self.engine.count(
+                requests=loaded.requests,
+                chunks=1,
+                fallback=int(loaded.fallback),
+                stored_bytes=loaded.stored,
+                decoded_bytes=loaded.decoded,
+            )
+        return loaded
 
     # -- taking: in the calling thread -------------------------------------------------------------------------------
 
@@ -282,7 +320,7 @@ class _Reading:
             arena.check_digests(self.number)
             for slot, mark, job in shown:
                 table = self.plan.tables[job.array]
-                self.take(job, table.view(arena.memory(slot, table.chunk_bytes)))
+                self.take(job, table.view(arena.memory(slot, table.chunk_bytes), job.chunk))
                 arena.release(slot, mark)
             pending = [each for each in window if each not in shown] + pending[slots:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jigsaw.io.dataset import Dataset
-from jigsaw.io.plan import NOBODY, ReadPlan, Row, plan_read
+from jigsaw.io.plan import MODES, NOBODY, ReadPlan, Row, plan_read
 from jigsaw.layout import Interval
 
 _LISTED = 6
@@ -76,7 +76,7 @@ def _amplification(plan: ReadPlan) -> list[str]:
     lines = [
         f"amplification {plan.amplification:.2f}: bytes decoded by all ranks / bytes of the needed chunks, each once"
     ]
-    for mode in ("independent", "cooperative"):
+    for mode in MODES:
         other = plan_read(plan.request, plan.tables, mode=mode)
         total = other.total
         lines.append(

@@ -92,8 +92,7 @@ def _chunk_lines(axes: Any, dataset: Dataset, height: int, width: int) -> None:
     lines: dict[str, set[int]] = {"h": {0, height}, "v": {0, width}}
     for variable in dataset.variables:
         for key, dim, size in (("h", dataset.frame.dims[-2], height), ("v", dataset.frame.dims[-1], width)):
-            chunk = variable.table.chunks[variable.roles.index(dim)]
-            edges = range(0, size, chunk)
+            edges = variable.table.along[variable.roles.index(dim)].edges()
             lines[key] |= {size - e for e in edges} if dim in dataset.flipped else set(edges)
     axes.hlines(sorted(lines["h"]), 0, width, colors="black", linestyles="dashed", lw=0.8)
     axes.vlines(sorted(lines["v"]), 0, height, colors="black", linestyles="dashed", lw=0.8)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,55 +14,103 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io._codecs import BadChunkError, Bytes, Decoder, ShortChunkError
-from jigsaw.io._memory import Scratch
+from jigsaw.io import _blosc, portion
+from jigsaw.io._codecs import BadChunkError, Bytes, ShortChunkError
+from jigsaw.io._files import Files, Room
+from jigsaw.io._memory import Scratch, fresh
+from jigsaw.io.chunk_grid import Along
 from jigsaw.io.errors import CorruptChunkError, ReadError, TruncatedError
+from jigsaw.io.portion import Portion, Rect
+from jigsaw.layout import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Index = tuple[int, ...]
-Room = Callable[[int], Bytes]
-"""Gives memory for so many bytes."""
 
+SMALL = 1 << 18
+"""Chunks of fewer bytes are decoded whole: the bookkeeping of a part costs as much."""
+WORTH = 0.75
+"""A part that needs more than this share of a chunk is decoded as the whole."""
+_FRAMES_KEPT = 1024
 
 scratch = Scratch()
 
 
 @dataclass(frozen=True)
 class ChunkRef:
-    """Where a chunk's stored bytes lie: `length` bytes at `offset` of the file."""
+    """Where a chunk's stored bytes lie: `length` bytes at `offset` of an object.
+
+    `length` is None where the store does not tell, and the whole object is meant.  `mask` has bit k set where HDF5 left
+    out filter k for this chunk.
+    """
 
     path: str
     offset: int
-    length: int
+    length: int | None
+    mask: int = 0
 
 
 class Places(Protocol):
     """Where an array's chunks lie, in one format."""
 
+    @property
+    def files(self) -> Files: ...
+
     def path(self, index: Index) -> str: ...
 
     def locate(self, index: Index) -> ChunkRef | None: ...
 
-    def read(self, index: Index, room: Room) -> Bytes | None: ...
+
+class Codec(Protocol):
+    """From the stored bytes of a chunk to its values; `jigsaw.io._codecs.Decoder` is Zarr's.
+
+    `is_plain`: the stored bytes are the values.  `splits`: a part can be decoded alone (plain bytes and Blosc frames).
+    """
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+
+    @property
+    def is_plain(self) -> bool: ...
+
+    @property
+    def splits(self) -> bool: ...
+
+    def decode(self, raw: Bytes, out: Bytes, mask: int = 0) -> None: ...
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What loading one chunk took; `stored` is None for a missing chunk."""
+    """What loading a chunk took; `stored` is None for a missing chunk."""
 
     stored: int | None
     fallback: bool
+    requests: int = 1
+    decoded: int = 0
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The stored bytes of a chunk, or of a part of it; `raw` is None when they are already where they belong."""
+
+    raw: Bytes | None
+    ref: ChunkRef
+    portion: Portion | None
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayTable:
     """One array as a table of chunks.
 
-    `chunks` is the shape of what is fetched and decoded as one (the inner chunk of a shard); `dtype` the stored numpy
-    dtype with its byte order; `masks` the stored values that mean "missing".  `decoder` is None for an array that only
-    the format's own library can decode.
+    `chunks` is the shape of what is fetched and decoded as one (the inner chunk of a shard), the largest where `lengths`
+    gives those along a dim one by one; `clipped` says that the last chunk along a dim holds no padding.  `dtype` is the
+    stored numpy dtype with its byte order; `masks` the stored values that mean "missing".  `decoder` is None for an
+    array that only its library can read: `load_slowly` gives the values of a box, and reads no more than the box where
+    `slices` says so.
     """
 
     name: str
@@ -70,27 +121,76 @@ class ArrayTable:
     fill_value: Any
     attrs: Mapping[str, Any]
     masks: tuple[float, ...]
-    decoder: Decoder | None = field(repr=False)
+    decoder: Codec | None = field(repr=False)
     places: Places = field(repr=False)
-    load_slowly: Callable[[Index], NDArray[Any]] = field(repr=False)
+    load_slowly: Callable[[Box], NDArray[Any]] | None = field(repr=False, default=None)
+    lengths: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]], repr=False)
+    clipped: bool = False
+    slices: bool = False
+    _frames: OrderedDict[Index, _blosc.Frame] = field(
+        default_factory=OrderedDict[Index, _blosc.Frame], repr=False, init=False
+    )
+    _lock: Any = field(default_factory=threading.Lock, repr=False, init=False)
+
+    # -- geometry ----------------------------------------------------------------------------------------------------
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         return np.dtype(self.dtype).itemsize
 
+    @cached_property
+    def along(self) -> tuple[Along, ...]:
+        """The chunks along each dim."""
+        return tuple(
+            Along(n, c, self.lengths.get(d), self.clipped)
+            for d, (n, c) in enumerate(zip(self.shape, self.chunks, strict=True))
+        )
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether every chunk is stored with the same shape."""
+        return not self.lengths and not self.clipped
+
     @property
     def chunk_bytes(self) -> int:
-        """The decoded size of a chunk; those at the end of a dim are stored whole."""
+        """The decoded size of the largest chunk."""
         return prod(self.chunks) * self.itemsize
+
+    def shape_of(self, index: Index) -> tuple[int, ...]:
+        """The stored shape of a chunk, padding included."""
+        if self.is_uniform:
+            return self.chunks
+        return tuple(a.length(i) for a, i in zip(self.along, index, strict=True))
+
+    def bytes_of(self, index: Index) -> int:
+        """The decoded size of a chunk."""
+        return prod(self.shape_of(index)) * self.itemsize
+
+    @cached_property
+    def is_divisible(self) -> bool:
+        """Whether less than a chunk can be read, and chunks are large enough for that to pay."""
+        if self.chunk_bytes < SMALL:
+            return False
+        return self.slices if self.decoder is None else self.decoder.splits
 
     @property
     def grid(self) -> tuple[int, ...]:
         """The number of chunks along each dim."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunks, strict=True))
+        return tuple(a.count for a in self.along)
+
+    def indices(self) -> Iterator[Index]:
+        """The index of every chunk, in C order."""
+        return product(*(range(n) for n in self.grid))
+
+    def box_of(self, index: Index) -> Box:
+        """The rows of the array that a chunk covers."""
+        return tuple(a.inside(i) for a, i in zip(self.along, index, strict=True))
+
+    # -- attributes --------------------------------------------------------------------------------------------------
 
     @property
     def scale(self) -> float:
@@ -100,9 +200,12 @@ class ArrayTable:
     def offset(self) -> float:
         return float(self.attrs.get("add_offset", 0.0))
 
-    def indices(self) -> Iterator[Index]:
-        """The index of every chunk, in C order."""
-        return product(*(range(n) for n in self.grid))
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    @property
+    def far(self) -> bool:
+        """Whether fetching a chunk costs a round trip over a network."""
+        return self.decoder is not None and self.places.files.far
 
     def path(self, index: Index) -> str:
         """The file that holds a chunk, or would."""
@@ -110,54 +213,174 @@ class ArrayTable:
 
     def locate(self, index: Index) -> ChunkRef | None:
         """Where a chunk lies; None when it is missing, which the format defines as the fill value."""
-        return self.places.locate(index)
+        return self._tried(index, lambda: self.places.locate(index))
 
     def stored_bytes(self, index: Index) -> int:
         """The stored size of a chunk: 0 when it is missing, or when the store does not tell."""
         found = self.locate(index)
-        return 0 if found is None else found.length
+        return 0 if found is None else found.length or 0
 
-    def load(self, index: Index, out: Bytes) -> Loaded:
-        """Fetch and decode one chunk into `out`, `chunk_bytes` long; a missing chunk leaves it alone.
+    def portion(self, index: Index, rects: Sequence[Rect]) -> Portion | None:
+        """What to fetch and decode of a chunk of which these boxes are needed; None for all of it.
+
+        Raises: `CorruptChunkError` for a Blosc frame whose header is damaged.
+        """
+        if not self.is_divisible or portion.share(rects, self.shape_of(index)) > WORTH:
+            return None
+        if self.decoder is None:
+            rows = portion.hull(rects)
+            return Portion((), (), rows, prod(b - a for a, b in rows) * self.itemsize)
+        ref = self.locate(index)
+        return None if ref is None or ref.mask else self._portion(index, ref, rects)
+
+    def _portion(self, index: Index, ref: ChunkRef, rects: Sequence[Rect]) -> Portion | None:
+        assert self.decoder is not None
+        plain, files = self.decoder.is_plain, self.places.files
+        order, size = self.decoder.order, self.bytes_of(index)
+        spans = portion.byte_spans(rects, self.shape_of(index), order, self.itemsize, files.gap if plain else 0)
+        if plain:
+            found = portion.plain(spans)
+        else:
+            found = self._tried(index, lambda: self._frame(index, ref).portion(spans, files.gap))
+        return None if found.decoded > WORTH * size else found
+
+    def _frame(self, index: Index, ref: ChunkRef) -> _blosc.Frame:
+        """The block table of a Blosc chunk, read once and kept."""
+        with self._lock:
+            if index in self._frames:
+                return self._frames[index]
+        files = self.places.files
+        head = fresh(_blosc.HEADER)
+        files.ranges(ref.path, [(ref.offset, head)])
+        _, count = _blosc.head_of(head.tobytes(), self.bytes_of(index), ref.length)
+        table = fresh(0 if head[2] & 0x2 else 4 * count)
+        if ref.length is not None and table.size > ref.length:
+            raise ShortChunkError(f"it has {ref.length} bytes, too few for its table of {count} blocks")
+        files.ranges(ref.path, [(ref.offset + _blosc.HEADER, table)])
+        made = _blosc.frame_of(head.tobytes(), table)
+        with self._lock:
+            self._frames[index] = made
+            if len(self._frames) > _FRAMES_KEPT:
+                self._frames.popitem(last=False)
+        return made
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def load(self, index: Index, out: Bytes, part: Portion | None = None) -> Loaded:
+        """Fetch and decode one chunk, or a part of it, into `out`, which has the chunk's size; a missing chunk leaves it.
 
         Raises: `CorruptChunkError` or `TruncatedError`, naming array, index and file.
         """
         if self.decoder is None:
-            return self._load_slowly(index, out)
-        try:
-            plain = self.decoder.is_plain
-            raw = self.places.read(index, lambda size: out if plain and size == out.size else scratch(size))
-            if raw is None:
-                return Loaded(None, False)
-            if raw is not out:
-                self.decoder.decode(raw, out)
-            return Loaded(raw.size, False)
-        except BadChunkError as e:
-            raise self._refused(
-                TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError, index, e
-            ) from e
-        except OSError as e:
-            raise self._refused(CorruptChunkError, index, e) from e
+            return self._load_slowly(index, out, part)
+        fetched = self.fetch(index, scratch, part, out)
+        return Loaded(None, False) if fetched is None else self.decode(index, fetched, out)
 
-    def _load_slowly(self, index: Index, out: Bytes) -> Loaded:
-        found = self.locate(index)
+    def fetch(self, index: Index, room: Room, part: Portion | None = None, out: Bytes | None = None) -> Fetched | None:
+        """The stored bytes of a chunk or of a part of it, in memory that `room` gives; None for a missing chunk.
+
+        Where the stored bytes are the values, and `out` is given, they are read to where they belong in it.
+        """
+        return self._tried(index, lambda: self._fetch(index, room, part, out))
+
+    def _fetch(self, index: Index, room: Room, part: Portion | None, out: Bytes | None) -> Fetched | None:
+        assert self.decoder is not None
+        files, ref = self.places.files, self.places.locate(index)
+        if ref is None:
+            return None
+        plain = self.decoder.is_plain and out is not None
+        if part is not None:
+            raw = None if plain else room(part.stored)
+            targets = self._targets(ref, part, out if plain else raw, plain)
+            return Fetched(raw, ref, part) if files.ranges(ref.path, targets) else None
+        if ref.length is None:
+            raw = files.whole(ref.path, room)
+            return None if raw is None else Fetched(raw, ref, None)
+        if plain and ref.length == self.bytes_of(index):
+            return Fetched(None, ref, None) if files.ranges(ref.path, [(ref.offset, out)]) else None
+        raw = room(ref.length)
+        return Fetched(raw, ref, None) if files.ranges(ref.path, [(ref.offset, raw)]) else None
+
+    def _targets(self, ref: ChunkRef, part: Portion, memory: Bytes | None, plain: bool) -> list[tuple[int, Bytes]]:
+        assert memory is not None
+        if plain:
+            starts = [start for start, _ in part.spans]
+        else:
+            starts = np.cumsum([0, *(length for _, length in part.ranges)]).tolist()
+        return [
+            (ref.offset + offset, memory[at : at + length])
+            for (offset, length), at in zip(part.ranges, starts, strict=False)
+        ]
+
+    def decode(self, index: Index, fetched: Fetched, out: Bytes) -> Loaded:
+        """Decode what was fetched into `out`."""
+        self._tried(index, lambda: self._decode(index, fetched, out))
+        part, raw = fetched.portion, fetched.raw
+        if part is not None:
+            return Loaded(part.stored, False, len(part.ranges), part.decoded)
+        stored = fetched.ref.length if raw is None else raw.size
+        return Loaded(stored, False, 1, self.bytes_of(index))
+
+    def _decode(self, index: Index, fetched: Fetched, out: Bytes) -> None:
+        assert self.decoder is not None
+        raw, part = fetched.raw, fetched.portion
+        if raw is None:
+            return
+        if part is None:
+            self.decoder.decode(raw, out, fetched.ref.mask)
+        elif self.decoder.is_plain:
+            at = 0
+            for start, stop in part.spans:
+                out[start:stop] = raw[at : at + stop - start]
+                at += stop - start
+        else:
+            self._frame(index, fetched.ref).decode(part, raw, out)
+
+    def _load_slowly(self, index: Index, out: Bytes, part: Portion | None) -> Loaded:
+        assert self.load_slowly is not None
+        found, box = self.locate(index), self.box_of(index)
         if found is None:
             return Loaded(None, True)
+        rows = part.rows if part else tuple((0, b - a) for a, b in box)
+        wanted = tuple((a + low, min(a + high, b)) for (a, b), (low, high) in zip(box, rows, strict=True))
         try:
-            values = self.load_slowly(index)
+            values = self.load_slowly(wanted)
+        except ReadError:
+            raise
         except Exception as e:  # a library's decoder may raise anything
             raise self._refused(CorruptChunkError, index, e) from e
-        self.view(out)[tuple(slice(n) for n in values.shape)] = values
-        return Loaded(found.length, True)
+        if values.shape != tuple(b - a for a, b in wanted):
+            why = BadChunkError(f"its library gave values of shape {values.shape} for the box {wanted}")
+            raise self._refused(CorruptChunkError, index, why)
+        at = tuple(slice(low, low + n) for (low, _), n in zip(rows, values.shape, strict=True))
+        self.view(out, index)[at] = values
+        return Loaded(found.length or 0, True, 1, part.decoded if part else self.bytes_of(index))
+
+    def _tried(self, index: Index, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except BadChunkError as e:
+            kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
+            raise self._refused(kind, index, e) from e
+        except OSError as e:
+            raise self._refused(CorruptChunkError, index, e) from e
 
     def _refused(self, kind: type[ReadError], index: Index, why: Exception) -> ReadError:
         return kind(f"chunk {index} of array {self.name!r} in {self.path(index)} cannot be read: {why}")
 
-    def view(self, out: Bytes) -> NDArray[Any]:
-        """The loaded bytes as an array of the chunk's shape."""
+    def view(self, out: Bytes, index: Index) -> NDArray[Any]:
+        """The loaded bytes as an array of the chunk's shape, without copying."""
+        shape, values = self.shape_of(index), out[: self.bytes_of(index)]
         if self.decoder is None:
-            return out.view(self.dtype).reshape(self.chunks)
-        return self.decoder.view(out, self.chunks)
+            return values.view(self.dtype).reshape(shape)
+        order = self.decoder.order
+        stored = values.view(self.decoder.dtype).reshape([shape[d] for d in order])
+        return stored.transpose(np.argsort(order))
+
+    def fill(self, out: Bytes, index: Index) -> None:
+        """Make a chunk of fill values: of one that turned out to be missing."""
+        value = self.fill_value
+        self.view(out, index)[...] = value if isinstance(value, int | float) else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ def expected(values, asked, member, **chosen):
     return held(whole, asked.layout, list(asked.layout.coords())[member]).astype(asked.dtype)
 
 
-def read_once(engine, asked, mode="auto"):
+def read_once(engine, asked, mode="cooperative"):
     """Read, and check the counters against the plan."""
     plan = plan_read(asked, engine.store.arrays, mode)
     before = replace(engine.stats)
@@ -97,7 +97,7 @@ def test_ranks_that_replicate_and_ranks_apart(tmp_path):
     asked = request({"channel": 2}, steps=steps)
     got = read_once(engine, asked)
     np.testing.assert_array_equal(got, expected(values, asked, engine.peers.me, steps=steps))
-    assert plan_read(asked, engine.store.arrays).amplification == 1.0
+    assert plan_read(asked, engine.store.arrays, "cooperative").amplification == 1.0
     engine.close()
 
 
@@ -163,7 +163,7 @@ def body_far(path, values, axes, per_machine):
             f.write(b"rubbish")
     dist.barrier()
     with pytest.raises(CorruptChunkError, match=r"chunk \(0, 0, 0, 0\) of array 'air'"):
-        engine.read(plan_read(request(axes, steps=(0,)), engine.store.arrays))
+        engine.read(plan_read(request(axes, steps=(0,)), engine.store.arrays, "cooperative"))
     asked = request(axes, steps=(1,))
     np.testing.assert_array_equal(read_once(engine, asked), expected(values, asked, engine.peers.me, steps=(1,)))
     engine.close()
@@ -214,7 +214,7 @@ def body_packed(path, truth, dtype):
     with pytest.raises(
         NaNError, match=r"array 't' has missing values at time 1 \(chunk \(1, 0, 0\)\) .* use nan=\"keep\""
     ):
-        engine.read(plan_read(replace(asked, nan="raise"), engine.store.arrays))
+        engine.read(plan_read(replace(asked, nan="raise"), engine.store.arrays, "cooperative"))
     clean = read_once(engine, packed_request({"lat": 2}, (0, 2), nan="raise", dtype=dtype))
     np.testing.assert_array_equal(clean, got[[0, 2]])
     engine.close()
@@ -251,7 +251,7 @@ def test_missing_chunk_of_a_masked_array_is_nan(tmp_path):
     made[0] = 4
     engine = Engine(open_store(group))
     part = Part("a", (((0, 0), (1, 1)), None, None), (0, 2, 3), at=((1, 0),))
-    got = engine.read(plan_read(Request(layout(1, 2, (4, 4), {}), (part,)), engine.store.arrays))
+    got = engine.read(plan_read(Request(layout(1, 2, (4, 4), {}), (part,)), engine.store.arrays, "cooperative"))
     assert (got[0] == 2.0).all() and np.isnan(got[1]).all()
     engine.close()
 
@@ -335,7 +335,7 @@ def body_one_bad(path, mode):
 @on_ranks(2)
 def body_other_error(path):
     engine = Engine(open_store(path), world_mesh(lat=2))
-    plan = plan_read(request({"lat": 2}), engine.store.arrays)
+    plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     wrong = np.empty((1, 2, 3)) if dist.get_rank() == 0 else None
     with pytest.raises((ValueError, PeerError), match=r"out is float64\[1, 2, 3\], this rank reads float32"):
         engine.read(plan, wrong)
@@ -347,14 +347,14 @@ def body_differs(path):
     engine = Engine(open_store(path), world_mesh(lat=2))
     steps = (0, 1) if dist.get_rank() == 0 else (2, 3)
     with pytest.raises(PeerError, match="reads another sample or sees other chunks"):
-        engine.read(plan_read(request({"lat": 2}, steps=steps), engine.store.arrays))
+        engine.read(plan_read(request({"lat": 2}, steps=steps), engine.store.arrays, "cooperative"))
     engine.close()
 
 
 @on_ranks(2)
 def body_closed(path):
     engine = Engine(open_store(path), world_mesh(lat=2))
-    plan = plan_read(request({"lat": 2}), engine.store.arrays)
+    plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     engine.read(plan)
     if dist.get_rank() == 0:
         engine.close()
@@ -367,7 +367,7 @@ def body_closed(path):
 @on_ranks(2)
 def body_vanished(path):
     engine = Engine(open_store(path), world_mesh(lat=2))
-    plan = plan_read(request({"lat": 2}), engine.store.arrays)
+    plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     assert plan.shared
     dist.barrier()
     if dist.get_rank() == 0:
@@ -381,7 +381,7 @@ def body_vanished(path):
 @on_ranks(2)
 def body_late(path):
     engine = Engine(open_store(path), world_mesh(lat=2), timeout=0.3)
-    plan = plan_read(request({"lat": 2}), engine.store.arrays)
+    plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     if dist.get_rank() == 0:
         with pytest.raises(PeerError, match=r"waited 0.3 s for ranks \[1\] of the domain group"):
             engine.read(plan)
@@ -406,7 +406,7 @@ def test_a_plan_for_other_ranks(tmp_path):
 def body_killed(path, told):
     """Rank 1 dies in the middle of a read; the others say so, and then the world is gone."""
     engine = Engine(open_store(path), world_mesh(lat=3))
-    plan = plan_read(request({"lat": 3}), engine.store.arrays)
+    plan = plan_read(request({"lat": 3}), engine.store.arrays, "cooperative")
     engine.read(plan)
     dist.barrier()
     if dist.get_rank() == 1:

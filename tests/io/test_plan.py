@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_store import layout, request, write
 
+from jigsaw.io._codecs import Decoder
 from jigsaw.io.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
-from jigsaw.io.plan import NOBODY, plan_read
+from jigsaw.io.plan import MODES, NOBODY, plan_read
 from jigsaw.io.request import DROPPED, Part, Request, runs_of
 from jigsaw.io.store import open_store
 from jigsaw.layout import Layout, ShardingError
@@ -54,15 +55,36 @@ def test_independent_loads_what_each_needs(tables, axes):
     )
 
 
-def test_auto_is_by_redundancy_and_by_array(tables, tiles):
-    assert plan_read(request({"lat": 2, "lon": 2}), tables).mode == "cooperative"
-    bare = plan_read(request({"lat": 2, "lon": 2}, (64, 64)), tiles)
+def test_auto_takes_the_cheapest_mode_of_each_array(tables, tiles):
+    """A shared chunk costs every rank a wait, so that few and large ones are shared, and small ones decoded again."""
+    cut = {"lat": 2, "lon": 2}
+    assert plan_read(request(cut), tables).mode == "independent"
+    bare = plan_read(request(cut, (64, 64)), tiles)
     assert bare.mode == "independent" and bare.amplification == 1.0
-    wide = plan_read(request({"lat": 2, "lon": 2}, (64, 64), halo=2), tiles)
-    assert wide.mode == "cooperative" and wide.redundancy["air"] == (2 * 3 / 4) * (2 * 4 / 4)
-    mixed = {**tiles, "air": replace(tiles["air"], chunks=(1, 3, 64, 64))}
-    plan = plan_read(request({"lat": 2, "lon": 2}, (64, 64)), mixed)
-    assert plan.modes == {"air": "cooperative", "t2m": "independent", "mask": "independent"}
+    wide = plan_read(request(cut, (64, 64), halo=2), tiles)
+    assert wide.redundancy["air"] == (2 * 3 / 4) * (2 * 4 / 4)
+    rows, zstd = (2000, 1000), Decoder(np.dtype("f4"), (0, 1, 2), "zstd")
+    large = {
+        name: replace(t, shape=(*t.shape[:-2], *rows), chunks=(*t.chunks[:-2], *rows), decoder=zstd)
+        for name, t in tables.items()
+    }
+    large["mask"] = replace(large["mask"], chunks=(500, 500))
+    plan = plan_read(request(cut, rows, halo=1), large)
+    assert plan.modes == {"air": "cooperative", "t2m": "cooperative", "mask": "independent"}
+    for name, mode in plan.modes.items():
+        assert plan.cost(name, mode) == min(plan.cost(name, each) for each in MODES)
+
+
+@pytest.mark.parametrize("axes", MESHES[1:])
+def test_neighbours_hand_over_the_halo(tiles, axes):
+    plan = plan_read(request(axes, (64, 64), halo=2), tiles, "neighbours")
+    bare = plan_read(request(axes, (64, 64)), tiles, "independent")
+    assert plan.total.chunks == bare.total.chunks  # nothing is read for the halo alone
+    assert plan.total.sent_bytes == plan.total.useful_bytes - sum(
+        plan.box_bytes(job, job.owner) for job in plan.jobs if job.owner != NOBODY
+    )
+    for job in plan.shared:
+        assert job.owner == NOBODY or job.owner in job.readers
 
 
 def test_a_chunk_that_one_rank_reads_is_its_own(tiles):
@@ -92,14 +114,14 @@ def test_a_missing_chunk_is_nobodys_job(tmp_path):
     path, _ = write(tmp_path, chunk=(1, 3, 13, 10))
     tables = open_store(path).arrays
     os.remove(tables["air"].path((3, 0, 0, 0)))
-    plan = plan_read(request({"lat": 2}), tables)
+    plan = plan_read(request({"lat": 2}), tables, "cooperative")
     missing = [job for job in plan.shared if job.owner == NOBODY]
     assert [(job.array, job.chunk) for job in missing] == [("air", (3, 0, 0, 0))]
     assert plan.total.chunks == 4
 
 
 @pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize("mode", ["independent", "cooperative"])
+@pytest.mark.parametrize("mode", MODES)
 def test_boxes_fill_every_held_row_once(tiles, axes, mode):
     asked = request(axes, (64, 64), halo=3)
     plan = plan_read(asked, tiles, mode)
@@ -120,7 +142,7 @@ def test_boxes_fill_every_held_row_once(tiles, axes, mode):
 
 
 def test_levels_of_a_chunk_are_one_job_with_runs(tables):
-    plan = plan_read(request({"lat": 2}, levels=(0, 2)), tables)
+    plan = plan_read(request({"lat": 2}, levels=(0, 2)), tables, "cooperative")
     job = next(job for job in plan.shared if job.array == "air")
     (box,) = plan.boxes(job, 0)
     assert [tuple(run) for run in box.runs[1]] == [(0, 2, 0, 1, 2)]
@@ -129,7 +151,7 @@ def test_levels_of_a_chunk_are_one_job_with_runs(tables):
 def test_parts_of_one_array_share_a_job(tables):
     lay = layout(2, 1, (13, 10), {"lat": 2})
     one = [Part("air", (((1, 0),), ((k, c),), None, None), (0, 1, 2, 3)) for c, k in enumerate((2, 0))]
-    plan = plan_read(Request(lay, tuple(one)), tables)
+    plan = plan_read(Request(lay, tuple(one)), tables, "cooperative")
     assert len(plan.jobs) == 1 and len(plan.boxes(plan.jobs[0], 1)) == 2
 
 
@@ -145,11 +167,11 @@ def test_the_plan_is_the_same_everywhere(tables, tmp_path):
     a, b = plan_read(asked, tables), plan_read(asked, tables)
     assert a.shared == b.shared and a.digest == b.digest
     assert a.digest != plan_read(request({"lat": 2, "lon": 2}, halo=2), tables).digest
-    assert a.digest != plan_read(asked, tables, "independent").digest
+    assert a.digest != plan_read(asked, tables, "cooperative").digest
 
 
 def test_explain_adds_up(tables):
-    text = plan_read(request({"lat": 2, "lon": 2}), tables).explain()
+    text = plan_read(request({"lat": 2, "lon": 2}), tables, "cooperative").explain()
     assert "cooperative reading by 4 rank(s), amplification 1.00" in text
     assert "air: 2 chunks of 0.00 MB (1, 3, 13, 10), cooperative, 4.00 readers a chunk" in text
     assert len(text.splitlines()) == 1 + 3 + 1 + 4 + 1

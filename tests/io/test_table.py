@@ -30,7 +30,9 @@ def whole(table):
         room = np.empty(table.chunk_bytes, np.uint8)
         loaded = table.load(index, room)
         assert loaded.stored == table.stored_bytes(index) > 0
-        full[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, table.chunks, strict=True))] = table.view(room)
+        full[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, table.chunks, strict=True))] = table.view(
+            room, index
+        )
     return full[tuple(slice(n) for n in table.shape)]
 
 

@@ -1,0 +1,139 @@
+"""Which rows of which chunks a rank takes, and where in its sample they land.  Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from jigsaw.io.request import DROPPED, Part, Picks, Request, runs_of
+from jigsaw.layout import Cut, Interval
+
+if TYPE_CHECKING:
+    from jigsaw.io.chunk_grid import Along
+    from jigsaw.io.portion import Rect
+    from jigsaw.io.table import ArrayTable
+
+Index = tuple[int, ...]
+
+
+class Run(NamedTuple):
+    """`length` rows of a chunk, from `source` by `source_step`, and the local rows that they fill."""
+
+    source: int
+    source_step: int
+    target: int
+    target_step: int
+    length: int
+
+    @property
+    def rows(self) -> Interval:
+        """The interval of the chunk's rows that it spans."""
+        last = self.source + self.source_step * (self.length - 1)
+        return min(self.source, last), max(self.source, last) + 1
+
+
+class Box(NamedTuple):
+    """What one rank takes of a chunk for one part: the product of the runs of each stored dim."""
+
+    part: int
+    runs: tuple[tuple[Run, ...], ...]
+    at: tuple[tuple[int, int], ...]
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The number of rows along each stored dim."""
+        return tuple(sum(run.length for run in runs) for runs in self.runs)
+
+    @property
+    def rect(self) -> Rect:
+        """The rows of the chunk that it takes."""
+        return tuple(tuple(run.rows for run in runs) for runs in self.runs)
+
+
+# -- from one dim's rows to runs -------------------------------------------------------------------------------------
+
+ByChunk = dict[int, tuple[Run, ...]]
+
+
+def _by_chunk(pairs: Sequence[tuple[int, int]], along: Along) -> ByChunk:
+    split: dict[int, list[tuple[int, int]]] = {}
+    for source, target in pairs:
+        chunk = along.find(source)
+        split.setdefault(chunk, []).append((source - along.start(chunk), target))
+    return {c: tuple(Run(*run) for run in runs_of(rows)) for c, rows in split.items()}
+
+
+@lru_cache(maxsize=4096)
+def _space_runs(held: Interval, size: int, first: int, along: Along, flip: bool) -> ByChunk:
+    """The runs of a spatial dim, whose `size` rows begin at the stored row `first`.
+
+    Rows beyond its ends wrap, since only periodic dims hold such.
+    """
+    rows = ((x % size, x - held[0]) for x in range(*held))
+    return _by_chunk([(first + (size - 1 - row if flip else row), target) for row, target in rows], along)
+
+
+@lru_cache(maxsize=4096)
+def _pick_runs(picks: Picks, held: Interval, along: Along) -> ByChunk:
+    start, stop = held
+    return _by_chunk([(source, target - start) for source, target in picks if start <= target < stop], along)
+
+
+class Geometry:
+    """Of one part: for each rank and stored dim the chunks that it needs, and which rows of them."""
+
+    def __init__(self, number: int, part: Part, table: ArrayTable, request: Request) -> None:
+        self._part, self._at = number, [request.layout.cuts[dim] for dim, _ in part.at]
+        self._fixed = part.at
+        self._dims: list[tuple[Cut | None, list[ByChunk]]] = []
+        self._owned: list[list[ByChunk]] = []
+        for d, (picks, to) in enumerate(zip(part.picks, part.to, strict=True)):
+            cut = None if to == DROPPED else request.layout.cuts[to]
+            along = table.along[d]
+            if picks is None:
+                assert cut is not None
+                first = part.first[d] if part.first else 0
+                runs = [_space_runs(held, cut.size, first, along, d in part.flip) for held in cut.held]
+                owned = [_space_runs(cut.owned(i), cut.size, first, along, d in part.flip) for i in range(cut.pieces)]
+            elif cut is None:
+                runs = owned = [_pick_runs(((picks[0][0], 0),), (0, 1), along)]
+            else:
+                runs = owned = [_pick_runs(picks, held, along) for held in cut.held]
+            self._dims.append((cut, runs))
+            self._owned.append(owned)
+        coords = list(request.layout.coords())
+        self._rows = [[runs[piece] for (_, runs), piece in self._pieces(request, coord)] for coord in coords]
+        self._inner = [
+            [owned[piece] for owned, (_, piece) in zip(self._owned, self._pieces(request, coord), strict=True)]
+            for coord in coords
+        ]
+        self._fixed_at = [self._fix(request, coord) for coord in coords]
+
+    def _pieces(self, request: Request, coord: Index) -> Iterator[tuple[tuple[Cut | None, list[ByChunk]], int]]:
+        for dim in self._dims:
+            yield dim, request.layout.piece(dim[0], coord) if dim[0] else 0
+
+    def _fix(self, request: Request, coord: Index) -> tuple[tuple[int, int], ...] | None:
+        found: list[tuple[int, int]] = []
+        for (dim, index), cut in zip(self._fixed, self._at, strict=True):
+            start, stop = cut.held[request.layout.piece(cut, coord)]
+            if not start <= index < stop:
+                return None
+            found.append((dim, index - start))
+        return tuple(found)
+
+    def chunks(self, member: int) -> Iterator[Index]:
+        """The chunks that a rank needs."""
+        return iter(()) if self._fixed_at[member] is None else product(*self._rows[member])
+
+    def owns(self, chunk: Index, member: int) -> bool:
+        """Whether a rank owns rows of a chunk, rather than only holding some as its halo."""
+        return all(c in rows for rows, c in zip(self._inner[member], chunk, strict=True))
+
+    def box(self, chunk: Index, member: int) -> Box | None:
+        """What a rank takes of a chunk; None for nothing."""
+        at = self._fixed_at[member]
+        runs = tuple(row.get(c, ()) for row, c in zip(self._rows[member], chunk, strict=True))
+        return None if at is None or not all(runs) else Box(self._part, runs, at)
