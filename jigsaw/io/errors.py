@@ -1,4 +1,4 @@
-"""Everything that the reader refuses, as types.  Each message names what was asked, what there is, and the remedy."""
+"""All that reading and writing refuse, as types.  Each message names what was asked, what there is, and the remedy."""
 
 from __future__ import annotations
 
@@ -59,3 +59,7 @@ class StateError(ReadError, ValueError):
 
 class PeerError(ReadError, RuntimeError):
     """Another rank that reads the same samples has ended, reads something else, or does not answer."""
+
+
+class WriteError(Exception):
+    """Writing failed or was refused, on whichever rank: raised alike on every rank, naming that rank and its reason."""

@@ -1,0 +1,160 @@
+"""Coordinates as they are stored: numbers with CF units, calendar, standard_name and axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import GridError, UnsupportedStoreError
+from jigsaw.io.times import decode_times
+
+_LAT = {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}
+_LON = {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "lat": _LAT,
+    "latitude": _LAT,
+    "lon": _LON,
+    "longitude": _LON,
+    "time": {"standard_name": "time", "axis": "T"},
+    "prediction_timedelta": {"standard_name": "forecast_period"},
+    "level": {"axis": "Z"},
+    "z": {"axis": "Z"},
+    "y": {"axis": "Y"},
+    "x": {"axis": "X"},
+}
+_NANOSECONDS = {"hours": 3_600_000_000_000, "seconds": 1_000_000_000, "microseconds": 1_000, "nanoseconds": 1}
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinate:
+    """A small array that every rank knows: `values` as stored, and its attributes."""
+
+    name: str
+    dims: tuple[str, ...]
+    values: NDArray[Any]
+    attrs: Mapping[str, Any]
+
+
+def coordinate_of(name: str, given: Any, stored: Mapping[str, Any] | None = None) -> Coordinate:
+    """What a user gives for a coordinate, encoded.
+
+    `given` is an array along the dim of that name, ``(array, attrs)``, ``(dims, array)``, ``(dims, array, attrs)`` or
+    an xarray variable.  Dates, durations and cftime objects become numbers: in the units among its attributes, or those
+    that a store has already (`stored`), else in the coarsest that is exact.  Without attributes those of the CF
+    conventions for its name are set.
+
+    Raises: `GridError` for a shape that does not fit its dims, or dates that the units do not express exactly.
+    """
+    dims, values, attrs = _taken_apart(name, given)
+    if values.ndim != len(dims):
+        raise GridError(f"coords[{name!r}] has dims {dims} but shape {values.shape}; give (dims, values)")
+    known = dict(_DEFAULTS.get(name, {}) if attrs is None else attrs)
+    units = stored if stored is not None else known
+    if values.dtype.kind in "mMO" and values.size and not isinstance(values.flat[0], str):
+        values, time = _encoded(name, values, units)
+        known |= time
+    elif values.dtype.kind in "OU":
+        values = values.astype(str)
+    return Coordinate(name, dims, values, known if stored is None else dict(stored))
+
+
+def _taken_apart(name: str, given: Any) -> tuple[tuple[str, ...], NDArray[Any], Mapping[str, Any] | None]:
+    if hasattr(given, "dims") and hasattr(given, "attrs"):
+        encoding: Mapping[str, Any] = getattr(given, "encoding", {})
+        units = {k: encoding[k] for k in ("units", "calendar") if k in encoding}
+        return tuple(map(str, given.dims)), np.asarray(given.values), {**dict(given.attrs), **units}
+    if not isinstance(given, tuple):
+        return _one_dim(name, given)
+    parts: tuple[Any, ...] = given
+    if len(parts) == 2 and isinstance(parts[1], Mapping):
+        return (name,), np.asarray(parts[0]), parts[1]
+    named = parts and (isinstance(parts[0], str) or all(isinstance(d, str) for d in np.ravel(parts[0]).tolist()))
+    if len(parts) in (2, 3) and named and not isinstance(parts[1], str | Mapping):
+        dims = (parts[0],) if isinstance(parts[0], str) else tuple(parts[0])
+        return dims, np.asarray(parts[1]), parts[2] if len(parts) == 3 else None
+    return _one_dim(name, list(parts))
+
+
+def _one_dim(name: str, values: Any) -> tuple[tuple[str, ...], NDArray[Any], None]:
+    array = np.asarray(values)
+    return (name,) if array.ndim else (), array, None
+
+
+def _encoded(name: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
+    if values.dtype.kind == "m":
+        return _durations(name, values, attrs)
+    return _dates(name, values, attrs) if values.dtype.kind == "M" else _calendar_dates(name, values, attrs)
+
+
+def _coarsest(nanoseconds: NDArray[np.int64]) -> str:
+    return next(unit for unit, n in _NANOSECONDS.items() if not (nanoseconds % n).any())
+
+
+def _durations(name: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
+    exact = values.astype("timedelta64[ns]").astype(np.int64)
+    units = str(attrs.get("units", _coarsest(exact)))
+    if units not in _NANOSECONDS | {"days": 0, "minutes": 0}:
+        raise GridError(f"coords[{name!r}] has units {units!r}; durations are stored in {', '.join(_NANOSECONDS)}")
+    step = {**_NANOSECONDS, "days": 86_400_000_000_000, "minutes": 60_000_000_000}[units]
+    if (exact % step).any():
+        raise GridError(
+            f"coords[{name!r}] is not whole {units}, the units that it is stored in; store it in finer ones"
+        )
+    # the attribute by which xarray knows durations from plain numbers
+    return exact // step, {"units": units, "dtype": "timedelta64[ns]"}
+
+
+def _dates(name: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
+    exact = values.astype("datetime64[ns]").astype(np.int64)
+    units = str(attrs.get("units", f"{_coarsest(exact)} since 1970-01-01"))
+    calendar = str(attrs.get("calendar", "proleptic_gregorian"))
+    if "units" not in attrs and units.startswith("nano"):
+        return exact, {"units": units, "calendar": calendar}
+    try:  # where the reader sees 0 and 1 is where these units put them
+        origin, one = decode_times(np.array([0, 1]), {"units": units, "calendar": calendar}).stamps
+    except UnsupportedStoreError as error:
+        raise GridError(f"coords[{name!r}]: {error}") from error
+    if not isinstance(origin, np.datetime64):
+        raise GridError(f"coords[{name!r}] holds datetime64, which calendar {calendar!r} lacks; give cftime dates")
+    step = int((one - origin).astype("timedelta64[ns]").astype(np.int64))
+    since = exact - origin.astype("datetime64[ns]").astype(np.int64)
+    if step == 0 or (since % step).any():
+        raise GridError(
+            f"coords[{name!r}]: {values.ravel()[:2]}… are not whole {units!r}, the units that they are stored in; "
+            "give finer units when the store is made: (values, {'units': 'seconds since 1970-01-01'})"
+        )
+    return since // step, {"units": units, "calendar": calendar}
+
+
+def _calendar_dates(name: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
+    import cftime
+
+    first: Any = values.flat[0]
+    calendar = str(getattr(first, "calendar", ""))
+    if not calendar or calendar != attrs.get("calendar", calendar):
+        raise GridError(
+            f"coords[{name!r}] holds {type(first).__name__} of calendar {calendar!r}, and the calendar to store is "
+            f"{attrs.get('calendar', 'not given')!r}; give datetime64 or cftime dates of one calendar"
+        )
+    units = str(attrs.get("units", "seconds since 1970-01-01"))
+    numbers = np.asarray(cftime.date2num(values, units, calendar))
+    if not np.array_equal(np.asarray(cftime.num2date(numbers, units, calendar)), values):
+        raise GridError(f"coords[{name!r}] are not expressed exactly by {units!r}; give finer units")
+    return numbers, {"units": units, "calendar": calendar}
+
+
+def plain(value: Any) -> Any:
+    """An attribute as JSON and NetCDF hold it: numpy scalars and arrays as Python's own."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(v) for v in value]
+    return value
