@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,16 +17,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io import survey
+from jigsaw.io.choices import Choices
 from jigsaw.io.engine import Engine
-from jigsaw.io.errors import ReadError
+from jigsaw.io.errors import MissingArrayError, ReadError, WindowError
 from jigsaw.io.fields import Channel
+from jigsaw.io.forcings import Forcings
 from jigsaw.io.frame import DATA, Frame
 from jigsaw.io.plan import ReadPlan, plan_read
 from jigsaw.io.request import Request
-from jigsaw.io.survey import Variable
+from jigsaw.io.source import Source
+from jigsaw.io.survey import Turn, Variable
 from jigsaw.io.table import Store
+from jigsaw.io.times import later
 from jigsaw.layout import Layout
-from jigsaw.mesh import coordinate
+from jigsaw.mesh import coordinate, init_mesh
 from jigsaw.tile import Tile
 
 # numpy reads into these; bfloat16 is rounded from float32 once it is a torch tensor
@@ -37,21 +44,30 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    r"""One sample: `input` and `target` tiles [T, C, \*space] (None without targets), and the times of their steps."""
+    r"""One sample: `input` and `target` tiles [T, C, \*space] (None without targets), and the times of their steps.
+
+    With forcings, they are the last channels of the input, and `target_forcings` [T, C, \*space] are those of the
+    target's times, with the input's halo: what a rollout puts beside the state that it has predicted.
+    """
 
     input: Tile
     target: Tile | None
     index: int
     input_times: NDArray[Any]
     target_times: NDArray[Any]
+    target_forcings: Tile | None = None
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read for some samples: each step once, and where a sample's steps lie in the block that comes back."""
+    """What is read for some samples: each step once, and where a sample's steps lie in the block that comes back.
+
+    `steps` are the store's, `times` what they are valid at.
+    """
 
     request: Request
     steps: tuple[int, ...]
+    times: NDArray[Any]
     input_at: NDArray[np.int64]
     target_at: NDArray[np.int64]
 
@@ -61,50 +77,101 @@ class Dataset:
     """The samples of a store, cut by a mesh; made by `jigsaw.io.open`.
 
     ``len(ds)`` samples; ``ds[i]`` reads one (every rank of the mesh must ask for it, in the same order), a
-    `jigsaw.io.DataLoader` reads batches in the background.
+    `jigsaw.io.DataLoader` reads batches in the background.  Samples count anchors, and those again for each choice
+    along further dims (members, lead times), the last dim fastest.
+
+    It pickles as what it describes: unpickled in another process, it opens the store and joins the mesh when it first
+    reads.
     """
 
-    store: Store
+    source: Source
     mesh: DeviceMesh | None
+    device: str | None
     frame: Frame
     channels: tuple[Channel, ...]
-    variables: tuple[Variable, ...]
+    input_channels: tuple[int, ...]
+    target_channels: tuple[int, ...]
+    roles: Mapping[str, tuple[str, ...]]
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
     anchors: NDArray[np.int64]
     times: NDArray[Any]
+    stored_steps: NDArray[np.int64]
+    choices: Choices
+    origins: Mapping[str, NDArray[Any]]
     whole_coords: Mapping[str, NDArray[Any]]
     scale: tuple[float, ...]
     offset: tuple[float, ...]
     dtype: torch.dtype
     nan: str | float
     mode: str
-    select: Mapping[str, int]
-    flipped: tuple[str, ...]
+    turn: Turn
+    forcings: Forcings | None = None
 
     def __len__(self) -> int:
-        return len(self.anchors)
+        return len(self.anchors) * self._chosen
 
     def __repr__(self) -> str:
         cut = ", ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))
-        return f"Dataset({self.store.url}: {len(self)} samples, {len(self.channels)} channels, {cut}; {self.layout})"
+        return f"Dataset({self.store.url}: {len(self)} samples, {len(self.fields)} channels, {cut}; {self.layout})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: None if f.name == "mesh" else getattr(self, f.name) for f in dataclass_fields(self)}
+
+    @property
+    def store(self) -> Store:
+        """The opened store."""
+        return self.source.store
+
+    @cached_property
+    def variables(self) -> tuple[Variable, ...]:
+        """The stored arrays that are read, and the roles of their dims."""
+        gone = [name for name in self.roles if name not in self.store.arrays]
+        if gone:
+            raise MissingArrayError(f"the store {self.store.url} had an array {gone[0]!r} and has it no more")
+        return tuple(Variable(self.store.arrays[name], roles) for name, roles in self.roles.items())
+
+    @property
+    def select(self) -> dict[str, Any]:
+        """What is picked along each further dim, as `jigsaw.io.open` takes it."""
+        return {dim: at[0] if len(at) == 1 else list(at) for dim, at in self.choices.items()}
+
+    @property
+    def forcing_names(self) -> tuple[str, ...]:
+        """The name of each channel of the forcings."""
+        return self.forcings.names if self.forcings else ()
+
+    @property
+    def flipped(self) -> tuple[str, ...]:
+        """The spatial dims whose rows run against those stored."""
+        return self.turn.flipped
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def layout(self) -> Layout:
-        r"""The layout of a sample's input [T, C, \*space], halo included."""
-        return self.frame.layout((len(self.inputs), len(self.channels)), (None, None))
+        r"""The layout of a sample's input [T, C, \*space], halo and forcings included."""
+        return self.frame.layout((len(self.inputs), len(self.fields) + len(self.forcing_names)), (None, None))
 
     @cached_property
     def target_layout(self) -> Layout:
         r"""The layout of a sample's target [T, C, \*space]; targets have no halo."""
-        return self.frame.layout((len(self.targets), len(self.channels)), (None, None), halo=False)
+        return self.frame.layout((len(self.targets), len(self.target_channels)), (None, None), halo=False)
+
+    @cached_property
+    def forcing_layout(self) -> Layout:
+        r"""The layout of a sample's `target_forcings` [T, C, \*space], halo included."""
+        return self.frame.layout((len(self.targets), len(self.forcing_names)), (None, None))
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The name of each channel."""
-        return tuple(c.name for c in self.channels)
+        """The name of each channel of the input."""
+        return tuple(self.channels[c].name for c in self.input_channels)
+
+    @property
+    def target_fields(self) -> tuple[str, ...]:
+        """The name of each channel of the target."""
+        return tuple(self.channels[c].name for c in self.target_channels)
 
     @property
     def coords(self) -> dict[str, NDArray[Any]]:
@@ -114,41 +181,93 @@ class Dataset:
 
     def sample_bytes(self) -> int:
         """The most bytes that any rank holds of one sample, input and target."""
-        item = self.dtype.itemsize
-        sizes = [
-            np.prod(self.layout.local_shape(c)) + np.prod(self.target_layout.local_shape(c))
-            for c in self.layout.coords()
-        ]
-        return int(max(sizes)) * item
+        layouts = (self.layout, self.target_layout, self.forcing_layout)
+        sizes = [sum(prod(layout.local_shape(c)) for layout in layouts) for c in self.layout.coords()]
+        return max(sizes) * self.dtype.itemsize
+
+    # -- what samples are ---------------------------------------------------------------------------------------------
+
+    @property
+    def _chosen(self) -> int:
+        return math.prod(len(at) for at in self.choices.values())
+
+    def choice(self, sample: int) -> dict[str, int]:
+        """The position of a sample along each further dim, by the store's own name."""
+        return self._choice(self._index(sample) // len(self.anchors))
+
+    def _choice(self, number: int) -> dict[str, int]:
+        places = np.unravel_index(number, [len(at) for at in self.choices.values()])
+        return {dim: at[int(p)] for (dim, at), p in zip(self.choices.items(), places, strict=True)}
 
     def input_times(self, sample: int) -> NDArray[Any]:
-        return self.times[self.anchors[sample] + np.array(self.inputs, dtype=np.int64)]
+        """The times that the steps of a sample's input are valid at: of a forecast, when it began and its lead time."""
+        return self._times(sample, self.inputs)
 
     def target_times(self, sample: int) -> NDArray[Any]:
-        return self.times[self.anchors[sample] + np.array(self.targets, dtype=np.int64)]
+        """The same of its target."""
+        return self._times(sample, self.targets)
+
+    def _times(self, sample: int, steps: tuple[int, ...]) -> NDArray[Any]:
+        anchor = self.anchors[self._index(sample) % len(self.anchors)]
+        times = self.times[anchor + np.array(steps, dtype=np.int64)]
+        return self._valid(times, self.choice(sample))
+
+    def _valid(self, times: NDArray[Any], choice: Mapping[str, int]) -> NDArray[Any]:
+        for dim, values in self.origins.items():
+            times = later(times, values[choice[dim]])
+        return times
+
+    def rollout(self, steps: int) -> Dataset:
+        """The same samples with the first `steps` targets.
+
+        Raises: `WindowError` when there are not so many.
+        """
+        if not 1 <= steps <= len(self.targets):
+            raise WindowError(
+                f"a rollout of {steps} steps needs as many targets, but the dataset was opened with "
+                f"targets={list(self.targets)}"
+            )
+        return self if steps == len(self.targets) else replace(self, targets=self.targets[:steps])
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def reading(self, samples: Sequence[int]) -> Reading:
         """What to read for these samples: every step once, inputs before targets."""
-        at = self.anchors[np.array([self._index(s) for s in samples], dtype=np.int64)][:, None]
-        input_steps = at + np.array(self.inputs, dtype=np.int64)
-        target_steps = at + np.array(self.targets, dtype=np.int64)
-        steps = tuple(dict.fromkeys([*input_steps.ravel().tolist(), *target_steps.ravel().tolist()]))
-        place = {step: i for i, step in enumerate(steps)}
+        places = np.array([self._index(s) for s in samples], dtype=np.int64)
+        chosen, at = places // len(self.anchors), self.anchors[places % len(self.anchors)]
+        # one number for a step of a choice
+        first = (chosen * len(self.stored_steps) + at)[:, None]
+        wanted = [first + np.array(steps, dtype=np.int64) for steps in (self.inputs, self.targets)]
+        keys = list(dict.fromkeys([*wanted[0].ravel().tolist(), *wanted[1].ravel().tolist()]))
+        place = {key: i for i, key in enumerate(keys)}
+        moments = self._moments(keys)
+        steps = [int(self.stored_steps[key % len(self.stored_steps)]) for key in keys]
         request = Request(
             layout=self.frame.layout((len(steps), len(self.channels)), (None, None), axes=self.frame.domain),
-            parts=survey.parts(self.channels, self.variables, tuple(place.items()), self.select, self.flipped),
+            parts=survey.parts(self.channels, self.variables, moments, self.turn),
             scale=self.scale,
             offset=self.offset,
             dtype=DTYPES[dtype_name(self.dtype)],
             nan=self.nan,
         )
+        given, target = (
+            np.array([place[key] for key in w.ravel().tolist()], dtype=np.int64).reshape(w.shape) for w in wanted
+        )
+        return Reading(request, tuple(steps), self._block_times(keys), given, target)
 
-        def places(wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-            return np.array([place[s] for s in wanted.ravel().tolist()], dtype=np.int64).reshape(wanted.shape)
+    def _moments(self, keys: Sequence[int]) -> survey.Moments:
+        """The stored steps of each choice, and where they land."""
+        picks: dict[int, list[tuple[int, int]]] = {}
+        for i, key in enumerate(keys):
+            chosen, step = divmod(key, len(self.stored_steps))
+            picks.setdefault(chosen, []).append((int(self.stored_steps[step]), i))
+        return [(self._choice(chosen), tuple(pairs)) for chosen, pairs in picks.items()]
 
-        return Reading(request, steps, places(input_steps), places(target_steps))
+    def _block_times(self, keys: Sequence[int]) -> NDArray[Any]:
+        found: list[NDArray[Any]] = []
+        for chosen, step in (divmod(key, len(self.stored_steps)) for key in keys):
+            found.append(self._valid(self.times[step : step + 1], self._choice(chosen)))
+        return np.concatenate(found)
 
     def plan(self, sample: int | Sequence[int] = 0) -> ReadPlan:
         """The read plan of one sample, or of several read together: bytes, chunks, who decodes what, amplification."""
@@ -162,25 +281,51 @@ class Dataset:
         mesh = self.device_mesh()
         index = self._index(sample)
         reading = self.reading([index])
-        given, target = self.unpack(self._engine.read(self.plan_of(reading)), reading)
+        given, target, forced = self.unpack(self.read(self._engine, reading), reading)
         return Sample(
-            Tile(given[0], self.layout, mesh),
-            Tile(target[0], self.target_layout, mesh) if self.targets else None,
+            Tile(given[0].to(mesh.device_type), self.layout, mesh),
+            Tile(target[0].to(mesh.device_type), self.target_layout, mesh) if self.targets else None,
             index,
             self.input_times(index),
             self.target_times(index),
+            Tile(forced[0].to(mesh.device_type), self.forcing_layout, mesh) if self.targets and self.forcings else None,
         )
 
-    def unpack(self, block: NDArray[Any], reading: Reading) -> tuple[Tensor, Tensor]:
-        r"""The local input [B, T, C, \*held] and target [B, T, C, \*owned] of a block [steps, C, \*held].
+    def read(self, engine: Engine, reading: Reading) -> NDArray[Any]:
+        r"""The block [steps, C, \*held] of a reading: what is stored, then the forcings.
 
-        Views of the block where no two samples share a step, else copies.
+        *Sends*: what `plan_of` says; nothing for the forcings.
+        """
+        plan, stored = self.plan_of(reading), len(self.channels)
+        if self._forcings_here is None:
+            return engine.read(plan)
+        shape = len(reading.steps), stored + len(self.forcing_names), *self._forcings_here.places.shape
+        block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
+        engine.read(plan, block[:, :stored])
+        self._forcings_here.write(block[:, stored:], reading.times)
+        return block
+
+    @cached_property
+    def _forcings_here(self) -> Forcings | None:
+        """The forcings over the rows that this rank holds; rows beyond the ends of a periodic dim are wrapped."""
+        if self.forcings is None:
+            return None
+        held = self.layout.held(coordinate(self.device_mesh()))[2:]
+        rows, columns = ([x % n for x in range(*span)] for span, n in zip(held, self.frame.sizes, strict=True))
+        return self.forcings.taken(rows, columns)
+
+    def unpack(self, block: NDArray[Any], reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
+        r"""The local input [B, T, C, \*held], target [B, T, C, \*owned], target forcings [B, T, C, \*held] of a block.
+
+        Views of the block where no two samples share a step and the channels follow each other, else copies.
         """
         steps = torch.from_numpy(block)
         inner = self.frame.inner(coordinate(self.device_mesh()))
-        given = _take(steps, reading.input_at)
-        target = _take(steps, reading.target_at)[(..., *inner)]
-        return given.to(self.dtype), target.to(self.dtype)
+        computed = tuple(range(len(self.channels), block.shape[1]))
+        given = _channels(_take(steps, reading.input_at), (*self.input_channels, *computed))
+        after = _take(steps, reading.target_at)
+        target, forced = _channels(after, self.target_channels)[(..., *inner)], _channels(after, computed)
+        return given.to(self.dtype), target.to(self.dtype), forced.to(self.dtype)
 
     @cached_property
     def _engine(self) -> Engine:
@@ -191,12 +336,19 @@ class Dataset:
         return Engine(self.store, self.device_mesh(), threads, apart=(DATA,))
 
     def device_mesh(self) -> DeviceMesh:
-        """The mesh; raises `ReadError` when the dataset was opened with integers for one."""
-        if self.mesh is None:
+        """The mesh; of an unpickled dataset it is made now, over all ranks.
+
+        Raises: `ReadError` when the dataset was opened with integers for one.
+        """
+        if self.device is None:
             raise ReadError(
                 "this dataset was opened with a mesh of plain integers, so it can plan, not read; pass a DeviceMesh"
             )
-        return self.mesh
+        return self._joined if self.mesh is None else self.mesh
+
+    @cached_property
+    def _joined(self) -> DeviceMesh:
+        return init_mesh(device=self.device, **dict(self.frame.axes))
 
     def _index(self, sample: int) -> int:
         if not -len(self) <= sample < len(self):
@@ -204,9 +356,17 @@ class Dataset:
         return int(sample) % len(self)
 
 
+def _channels(x: Tensor, picked: tuple[int, ...]) -> Tensor:
+    r"""Channels of [B, T, C, \*space]; a view where they follow each other."""
+    first = picked[0] if picked else 0
+    if picked == tuple(range(first, first + len(picked))):
+        return x.narrow(2, first, len(picked))
+    return x.index_select(2, torch.tensor(picked))
+
+
 def _take(x: Tensor, at: NDArray[np.int64]) -> Tensor:
     """``x[at]``; a view where `at` counts up by one."""
     flat, first = at.ravel(), int(at.flat[0]) if at.size else 0
     rising = bool((flat == np.arange(first, first + at.size)).all())
     picked = x.narrow(0, first, at.size) if rising else x.index_select(0, torch.from_numpy(flat))
-    return picked.view(*at.shape, *x.shape[1:])
+    return picked.unflatten(0, at.shape)

@@ -26,13 +26,17 @@ _BATCHES_AHEAD = 2
 
 @dataclass(frozen=True)
 class Batch:
-    r"""`input` and `target` tiles [B, T, C, \\*space] (None without targets), the samples, and their times [B, T]."""
+    r"""`input` and `target` tiles [B, T, C, \\*space] (None without targets), the samples, and their times [B, T].
+
+    With forcings, they are the last channels of the input, and `target_forcings` those of the target's times.
+    """
 
     input: Tile
     target: Tile | None
     samples: tuple[int, ...]
     input_times: NDArray[Any]
     target_times: NDArray[Any]
+    target_forcings: Tile | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class _Read:
     job: _Job
     input: Tensor
     target: Tensor
+    forced: Tensor
 
 
 class DataLoader:
@@ -161,25 +166,32 @@ class DataLoader:
             self._waited_s += self._current.waited_s
             self._current = None
 
-    def _layout(self, samples: int, target: bool) -> Layout:
-        one = self.dataset.target_layout if target else self.dataset.layout
-        return self.dataset.frame.layout((samples, *one.shape[:2]), (DATA, None, None), halo=not target)
+    def _layouts(self, samples: int) -> tuple[Layout, Layout, Layout]:
+        """Of a batch's input, target and target forcings."""
+        ds = self.dataset
+
+        def batched(one: Layout, halo: bool) -> Layout:
+            return ds.frame.layout((samples, *one.shape[:2]), (DATA, None, None), halo=halo)
+
+        return batched(ds.layout, True), batched(ds.target_layout, False), batched(ds.forcing_layout, True)
 
     def _read(self, job: _Job) -> _Read:
-        layouts = [self._layout(len(job.samples), target) for target in (False, True)]
+        layouts = self._layouts(len(job.samples))
         first, stop = layouts[0].owned(self._coordinate)[0]
         if first == stop:  # fewer samples than ranks along `data`
-            given, target = (torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts)
-            return _Read(job, given, target)
+            return _Read(
+                job, *(torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts)
+            )
         reading = self.dataset.reading(job.samples[first:stop])
-        block = self._engine.read(self.dataset.plan_of(reading))
+        block = self.dataset.read(self._engine, reading)
         return _Read(job, *self.dataset.unpack(block, reading))
 
     def _batch(self, read: _Read) -> Batch:
         samples, device = read.job.samples, self._mesh.device_type
+        locals_ = (read.input, read.target, read.forced)
         tiles = [
-            Tile(local.to(device), self._layout(len(samples), target), self._mesh)
-            for local, target in ((read.input, False), (read.target, True))
+            Tile(local.to(device), layout, self._mesh)
+            for local, layout in zip(locals_, self._layouts(len(samples)), strict=True)
         ]
         return Batch(
             tiles[0],
@@ -187,6 +199,7 @@ class DataLoader:
             samples,
             np.stack([self.dataset.input_times(s) for s in samples]),
             np.stack([self.dataset.target_times(s) for s in samples]),
+            tiles[2] if self.dataset.targets and self.dataset.forcings else None,
         )
 
 

@@ -10,14 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.io import coords, survey
+from jigsaw.io import coords
+from jigsaw.io.choices import choose, origins
 from jigsaw.io.dataset import DTYPES, Dataset, dtype_name
 from jigsaw.io.errors import FieldError, GridError, WindowError
-from jigsaw.io.fields import channels
+from jigsaw.io.fields import Channel, channels
+from jigsaw.io.forcings import Forcings, geographic
 from jigsaw.io.frame import Frame, Width
-from jigsaw.io.stats import multiply_add
-from jigsaw.io.store import open_store
-from jigsaw.io.survey import Survey, Variable
+from jigsaw.io.source import Source
+from jigsaw.io.stats import Normalize, multiply_add
+from jigsaw.io.survey import Survey, Turn, Variable
+from jigsaw.io.times import TimeAxis, is_int
 from jigsaw.io.windows import anchors, offsets
 from jigsaw.layout import DimSpec, Split
 from jigsaw.mesh import axes_of
@@ -31,20 +34,26 @@ def open(
     *,
     mesh: DeviceMesh | Mapping[str, int],
     fields: Sequence[str] | None = None,
+    target_fields: Sequence[str] | None = None,
     spec: Mapping[str, DimSpec] | None = None,
     halo: Width | Mapping[str, Width] | None = None,
     boundary: Mapping[str, str] | None = None,
-    inputs: Sequence[int] = (0,),
-    targets: Sequence[int] = (),
+    inputs: Sequence[Any] = (0,),
+    targets: Sequence[Any] = (),
     time: slice | tuple[Any, Any] | None = None,
-    normalize: Mapping[str, Any] | None = None,
+    every: Any = 1,
+    along: str = "time",
+    select: Mapping[str, Any] | None = None,
+    dims: Mapping[str, str] | None = None,
+    normalize: Normalize = None,
     nan: str | float = "keep",
     dtype: str | torch.dtype = "float32",
     lat_order: str = "store",
-    select: Mapping[str, int] | None = None,
+    lon: str = "store",
     split: Split | Mapping[str, Split] = "balanced",
     align: int | Mapping[str, int] = 1,
     mode: str = "auto",
+    forcings: Sequence[str] = (),
 ) -> Dataset:
     r"""The samples of a store, cut over `mesh` while they are read.
 
@@ -54,73 +63,136 @@ def open(
     - `store`: a path or URL, an `xarray.Dataset` (read through xarray, as it is), or an opened store;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `fields`: names (see `jigsaw.io.fields`), in channel order; by default every variable on the first one's grid;
+    - `target_fields`: those of the target, where they differ; the union is read for every step;
     - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name. `data` cuts batches;
     - `halo`: rows of the input beyond those owned, a number or (below, above), for all spatial dims or by dim;
       targets have none;
     - `boundary`: ``{"lon": "periodic"}`` lets the halo wrap round; elsewhere it ends with the domain;
+    - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
     - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
+    - `every`: the distance of the steps that make up the series, from its first on: ``"6h"``, or a number of steps;
+    - `along`: the dim that windows run along; ``"lead"`` (or its own name, such as ``"prediction_timedelta"``) for the
+      lead times of a forecast;
+    - `select`: what is picked along any further dim (members, lead or initial times), by its name or as `member`,
+      `lead`, `init`: an integer is a position; a float, string, date or duration is a value (``"24h"``); a list, a
+      slice or pair of ends, or ``"all"`` makes samples of each;
+    - `dims`: what the store's dims are, where that is not found: ``{"time": "valid_time", "lat": "j"}``;
     - `normalize`: (mean, std) by field, fused into the read;
     - `nan`: ``"keep"``, ``"raise"``, or the number that stands in the result for missing values;
     - `dtype`: of the tiles;
     - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
-    - `select`: the index in any other dim, such as members;
+    - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, the grid is rolled;
     - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
-    - `mode`: ``"cooperative"`` (each chunk decoded by one rank), ``"independent"``, or ``"auto"``, the cheaper one.
+    - `mode`: ``"cooperative"`` (each chunk decoded by one rank), ``"independent"``, or ``"auto"``, the cheaper one;
+    - `forcings`: names (see `jigsaw.io.forcings`), such as ``["cos_zenith", "day_progress", "latlon"]``: computed, not
+      read, as the last channels of the input, and at the target's times as `target_forcings`.
+
+    Missing values are those that ``_FillValue`` and ``missing_value`` name; ``valid_min``, ``valid_max`` and
+    ``valid_range`` change nothing, as in xarray.
 
     *Sends*: nothing.
 
     Raises: a `ReadError` of `jigsaw.io.errors` naming what was asked and what there is, alike on every rank.
     """
-    opened = open_store(store)
-    found = Survey(opened)
-    chosen = channels(_default_fields(found) if fields is None else fields, found.levels)
+    source = Source(store)
+    found = Survey(source.store, dims, along)
+    wanted = _default_fields(found, select) if fields is None else fields
+    chosen, given_channels, target_channels = _union(found, wanted, target_fields, targets)
     variables = found.of(chosen)
     grid = found.grid(variables)
-    axis = found.time(variables)
-    start, stop = axis.select(time) if axis else _untimed(time)
+    axis = _series(found.time(variables), time, every)
     device_mesh, axes = _axes(mesh)
     frame = Frame.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
-    _check_periodic(grid, frame)
-    flipped = _flipped(grid, lat_order)
-    scale, offset = multiply_add(chosen, normalize)
-    given, wanted = offsets("inputs", inputs), offsets("targets", targets)
+    turn, whole_coords = _turned(grid, lat_order, lon)
+    _check_periodic(whole_coords, frame)
+    forced = _forced(forcings, whole_coords, found, variables[0], chosen, normalize)
+    scale, offset = multiply_add(chosen, forced.unnamed(normalize) if forced else normalize)
+    before, after = offsets("inputs", inputs, axis), offsets("targets", targets, axis)
+    steps = len(axis) if axis else 1
     made = Dataset(
-        store=opened,
+        source=source,
         mesh=device_mesh,
+        device=device_mesh.device_type if device_mesh else None,
         frame=frame,
         channels=chosen,
-        variables=variables,
-        inputs=given,
-        targets=wanted,
-        anchors=anchors(start, stop, given, wanted, axis.breaks if axis else ()),
+        input_channels=given_channels,
+        target_channels=target_channels,
+        roles={v.table.name: v.roles for v in variables},
+        inputs=before,
+        targets=after,
+        anchors=anchors(0, steps, before, after, axis.breaks if axis else ()),
         times=axis.stamps if axis else np.arange(1),
-        whole_coords={d: v[::-1] if d in flipped else v for d, v in grid.items()},
+        stored_steps=axis.at if axis else np.arange(1),
+        choices=choose(found, variables, select),
+        origins=origins(found, variables),
+        whole_coords=whole_coords,
         scale=scale,
         offset=offset,
         dtype=_dtype(dtype),
         nan=_nan_policy(nan),
         mode=_mode(mode),
-        select=_selection(select, variables),
-        flipped=flipped,
+        turn=turn,
+        forcings=forced,
     )
+    if forced:
+        forced.check(made.input_times(0))
     made.plan(0)  # what cannot be planned is refused here, not at the first batch
     return made
 
 
-def _default_fields(found: Survey) -> list[str]:
-    """Every numeric variable on the grid of the first; those that need a `select` only where there are no others."""
+def _union(
+    found: Survey, fields: Sequence[str], target_fields: Sequence[str] | None, targets: Sequence[Any]
+) -> tuple[tuple[Channel, ...], tuple[int, ...], tuple[int, ...]]:
+    """The channels that are read, and which of them make up input and target."""
+    given = channels(fields, found.levels)
+    if target_fields is None:
+        return given, tuple(range(len(given))), tuple(range(len(given)))
+    if not targets:
+        raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
+    wanted = channels(target_fields, found.levels)
+    place = {(c.array, c.level): i for i, c in reversed([*enumerate(given)])}
+    more = [c for c in wanted if (c.array, c.level) not in place]
+    place |= {(c.array, c.level): len(given) + i for i, c in enumerate(more)}
+    return (*given, *more), tuple(range(len(given))), tuple(place[c.array, c.level] for c in wanted)
+
+
+def _forced(
+    asked: Sequence[str],
+    whole_coords: Mapping[str, NDArray[Any]],
+    found: Survey,
+    first: Variable,
+    chosen: Sequence[Channel],
+    normalize: Normalize,
+) -> Forcings | None:
+    if not asked:
+        return None
+    places = geographic(whole_coords, {dim: found.attrs(first, dim) for dim in whole_coords}, asked)
+    return Forcings.of(asked, places, [c.name for c in chosen], normalize)
+
+
+def _series(axis: TimeAxis | None, time: Any, every: Any) -> TimeAxis | None:
+    """The steps that windows are made of."""
+    if axis is None:
+        for name, value, default in (("time", time, None), ("every", every, 1)):
+            if value != default:
+                raise WindowError(f"{name}={value!r} selects steps, but the fields have no time dim")
+        return None
+    selected = axis.take(slice(*axis.select(time)))
+    return selected if is_int(every) and every == 1 else selected.every(every)
+
+
+def _default_fields(found: Survey, select: Mapping[str, Any] | None) -> list[str]:
+    """Every numeric variable on the grid of the first; those that need a choice only where there are no others."""
     every = [v for v in found.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
-    numeric = [v for v in every if all(role in survey.ROLES for role in v.roles)] or every
+    numeric = [v for v in every if _is_chosen(v, select or {})] or every
     if not numeric:
         raise FieldError(f"the store {found.store.url} has no variable on a lat-lon grid or in a volume")
     first = {d: numeric[0].size(d) for d in numeric[0].space}
     return [v.table.name for v in numeric if {d: v.size(d) for d in v.space} == first]
 
 
-def _untimed(time: Any) -> tuple[int, int]:
-    if time is not None:
-        raise WindowError(f"time={time!r} selects steps, but the fields have no time dim")
-    return 0, 1
+def _is_chosen(variable: Variable, select: Mapping[str, Any]) -> bool:
+    return all(variable.table.dims[d] in select or variable.roles[d] in select for d in variable.further)
 
 
 def _axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, tuple[tuple[str, int], ...]]:
@@ -131,6 +203,18 @@ def _check_periodic(grid: Mapping[str, NDArray[Any]], frame: Frame) -> None:
     for dim, periodic in zip(frame.dims, frame.periodic, strict=True):
         if periodic and dim == "lon":
             coords.check_periodic(grid[dim])
+
+
+def _turned(grid: Mapping[str, NDArray[Any]], lat_order: str, lon: str) -> tuple[Turn, Mapping[str, NDArray[Any]]]:
+    """How rows run, and their coordinates then."""
+    flipped = _flipped(grid, lat_order)
+    values = {d: v[::-1] if d in flipped else v for d, v in grid.items()}
+    if lon != "store" and "lon" not in grid:
+        raise GridError(f"lon={lon!r} turns longitudes, but the fields' spatial dims are {list(grid)}")
+    if "lon" not in grid:
+        return Turn(flipped), values
+    shift, values["lon"] = coords.turned(grid["lon"], lon)
+    return Turn(flipped, {"lon": shift} if shift else {}), values
 
 
 def _flipped(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...]:
@@ -159,12 +243,3 @@ def _mode(mode: str) -> str:
     if mode not in _MODES:
         raise FieldError(f"mode={mode!r} must be one of {_MODES}")
     return mode
-
-
-def _selection(select: Mapping[str, int] | None, variables: Sequence[Variable]) -> Mapping[str, int]:
-    dims = {d: role for v in variables for d, role in zip(v.table.dims, v.roles, strict=True)}
-    for dim in select or {}:
-        if dims.get(dim) != dim:
-            rest = sorted(d for d, role in dims.items() if d == role and role not in survey.ROLES)
-            raise GridError(f"select names {dim!r}, which is no further dim of the fields; there are {rest}")
-    return dict(select or {})

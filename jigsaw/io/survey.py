@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io import coords
-from jigsaw.io.coords import SPACE
+from jigsaw.io.coords import SPACE, Coords, Naming
 from jigsaw.io.errors import GridError
 from jigsaw.io.fields import Channel, Levels
 from jigsaw.io.request import DROPPED, Part, Picks
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 TIME, CHANNEL = 0, 1
 ROLES = ("time", "level", *SPACE)
+"""The roles of dims that are read whole, or picked by field and step; of any other dim a place must be chosen."""
 
 
 @dataclass(frozen=True)
@@ -43,29 +43,44 @@ class Variable:
         """What the store calls a dim."""
         return self.table.dims[self.roles.index(role)]
 
+    @property
+    def further(self) -> tuple[int, ...]:
+        """The dims of which a place must be chosen: members, lead times, and what has no role."""
+        return tuple(d for d, role in enumerate(self.roles) if role not in ROLES)
+
 
 class Survey:
     """What a store has for a reader of fields: its data variables, and what their dims mean."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, dims: Mapping[str, str] | None = None, along: str = "time") -> None:
         self.store = store
-        self._values: dict[tuple[str, int], NDArray[Any]] = {}
-        arrays = store.arrays
-        self.variables: dict[str, Variable] = {}
-        for name, table in arrays.items():
-            if len(_space(table, arrays)) >= 2 and not _describes_space(table):
-                self.variables[name] = Variable(table, coords.roles(table, arrays))
+        self.coords = Coords(store.arrays, Naming.of(dims, along, store.arrays))
+        self._values: dict[tuple[str, str, int], NDArray[Any]] = {}
+        self.variables = {
+            name: Variable(table, self.coords.roles(table))
+            for name, table in store.arrays.items()
+            if self.coords.is_field(table)
+        }
 
     def values(self, variable: Variable, role: str) -> NDArray[Any]:
-        """The coordinate values along a dim of a variable, read once."""
-        key = coords.name_of(variable.table, variable.dim(role)), variable.size(role)
+        """The coordinate values along the dim of a role, read once."""
+        return self.values_along(variable, variable.dim(role))
+
+    def values_along(self, variable: Variable, dim: str) -> NDArray[Any]:
+        """The coordinate values along a dim, by the store's name of it, read once."""
+        table = variable.table
+        key = self.coords.name(table, dim) or table.name, dim, table.shape[table.dims.index(dim)]
         if key not in self._values:
-            self._values[key] = coords.values(self.store, variable.table, variable.dim(role))
+            self._values[key] = self.coords.values(self.store, table, dim)
         return self._values[key]
 
     def attrs(self, variable: Variable, role: str) -> Mapping[str, Any]:
         """The attributes of that coordinate."""
-        return coords.attributes(variable.table, variable.dim(role), self.store.arrays)
+        return self.attrs_along(variable, variable.dim(role))
+
+    def attrs_along(self, variable: Variable, dim: str) -> Mapping[str, Any]:
+        """The attributes of the coordinate along a dim, by the store's name of it."""
+        return self.coords.attrs(variable.table, dim)
 
     @cached_property
     def levels(self) -> dict[str, Levels | None]:
@@ -124,42 +139,40 @@ class Survey:
         return decode_times(raw, self.attrs(first, "time"))
 
 
-def _space(table: ArrayTable, arrays: Mapping[str, ArrayTable]) -> list[str]:
-    found = [coords.role_of(d, coords.attributes(table, d, arrays)) for d in table.dims]
-    return [role for role in found if role in SPACE]
-
-
-def _describes_space(table: ArrayTable) -> bool:
-    """Whether an array holds coordinates itself: the latitudes of a curvilinear grid."""
-    return str(table.attrs.get("standard_name", "")).lower() in ("latitude", "longitude")
-
-
 def _grid_of(variable: Variable) -> str:
     return f"array {variable.table.name!r} ({', '.join(f'{role} {variable.size(role)}' for role in variable.space)})"
 
 
-def parts(
-    channels: Sequence[Channel],
-    variables: Iterable[Variable],
-    steps: Picks,
-    select: Mapping[str, int],
-    flipped: Sequence[str],
-) -> tuple[Part, ...]:
-    """One part an array: its time steps (`steps`, pairs of stored and destination step) and all its levels.
+@dataclass(frozen=True)
+class Turn:
+    """How rows run against those stored: the spatial dims that are `flipped`, and where each of `rolled` begins."""
+
+    flipped: tuple[str, ...] = ()
+    rolled: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+Moments = Sequence[tuple[Mapping[str, int], Picks]]
+"""For each choice along further dims, the pairs of stored and destination step."""
+
+
+def parts(channels: Sequence[Channel], variables: Iterable[Variable], moments: Moments, turn: Turn) -> tuple[Part, ...]:
+    """One part an array and choice: its time steps and all its levels.
 
     A variable without time fills every destination step, a part each.
     """
-    return tuple(part for v in variables for part in _parts(v, channels, steps, select, flipped))
+    return tuple(
+        part for v in variables for choice, steps in moments for part in _parts(v, channels, choice, steps, turn)
+    )
 
 
 def _parts(
-    variable: Variable, channels: Sequence[Channel], steps: Picks, select: Mapping[str, int], flipped: Sequence[str]
+    variable: Variable, channels: Sequence[Channel], choice: Mapping[str, int], steps: Picks, turn: Turn
 ) -> list[Part]:
     mine = [(i, c.level) for i, c in enumerate(channels) if c.array == variable.table.name]
     levels: Picks = tuple((level, i) for i, level in mine if level is not None)
     picks: list[Picks | None] = []
     to: list[int] = []
-    for role, dim, size in zip(variable.roles, variable.table.dims, variable.table.shape, strict=True):
+    for role, dim in zip(variable.roles, variable.table.dims, strict=True):
         if role in variable.space:
             picks.append(None)
             to.append(2 + variable.space.index(role))
@@ -167,23 +180,12 @@ def _parts(
             picks.append(steps if role == "time" else levels)
             to.append(TIME if role == "time" else CHANNEL)
         else:
-            picks.append(((_selected(variable, dim, size, select), 0),))
+            picks.append(((choice[dim], 0),))
             to.append(DROPPED)
-    flip = tuple(d for d, role in enumerate(variable.roles) if role in flipped)
+    flip = tuple(d for d, role in enumerate(variable.roles) if role in turn.flipped)
+    first = tuple(turn.rolled.get(role, 0) for role in variable.roles) if any(turn.rolled.values()) else ()
     fixed = () if levels else ((CHANNEL, mine[0][0]),)
-    moments = [()] if "time" in variable.roles else [((TIME, step),) for _, step in steps]
-    return [Part(variable.table.name, tuple(picks), tuple(to), (*moment, *fixed), flip) for moment in moments]
-
-
-def _selected(variable: Variable, dim: str, size: int, select: Mapping[str, int]) -> int:
-    index = select.get(dim, 0 if size == 1 else None)
-    if index is None:
-        raise GridError(
-            f"array {variable.table.name!r} has a dim {dim!r} of {size} that is no time, level or space; "
-            f"choose one with select={{{dim!r}: 0}}"
-        )
-    if not 0 <= index < size:
-        raise GridError(
-            f"select={{{dim!r}: {index}}} is outside array {variable.table.name!r}, whose {dim!r} has {size}"
-        )
-    return index
+    landing = [()] if "time" in variable.roles else [((TIME, step),) for _, step in steps]
+    return [
+        Part(variable.table.name, tuple(picks), tuple(to), (*moment, *fixed), flip, first=first) for moment in landing
+    ]

@@ -1,11 +1,12 @@
-"""The times of a store's steps: CF units and calendars, selections of dates, gaps."""
+"""The times of a store's steps: CF units and calendars, selections of dates, frequencies, gaps."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import date, datetime
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ _MICROSECONDS = {
     **dict.fromkeys(("minute", "minutes", "min", "mins"), 60_000_000),
     **dict.fromkeys(("hour", "hours", "hr", "hrs", "h"), 3_600_000_000),
     **dict.fromkeys(("day", "days", "d"), 86_400_000_000),
+    **dict.fromkeys(("week", "weeks", "w"), 604_800_000_000),
 }
 _SINCE = re.compile(
     r"^\s*(?P<unit>\w+)\s+since\s+(?P<year>\d{1,4})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"
@@ -27,29 +29,85 @@ _SINCE = re.compile(
     r"\s*(?:Z|UTC|GMT|[+-]?0{1,2}(?::?00)?)?\s*$",
     re.IGNORECASE,
 )
+_MONTHS = {
+    **dict.fromkeys(("mo", "mon", "month", "months"), 1),
+    **dict.fromkeys(("y", "yr", "yrs", "year", "years"), 12),
+}
+_DURATION = re.compile(r"^\s*(?P<count>[+-]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z]+)\s*$", re.IGNORECASE)
+_DAY = 86_400_000_000
 _GREGORIAN = ("standard", "gregorian", "proleptic_gregorian")
 
 
 @dataclass(frozen=True, eq=False)
 class TimeAxis:
-    """The times of a store's steps.
+    """The times of a series of steps.
 
-    `stamps` are datetime64 on a Gregorian calendar, cftime objects on another, plain numbers without units;
-    `elapsed` are microseconds (or those numbers) on one scale; `digits` are YYYYMMDDhhmmss, None without units.
-    `breaks` holds each i such that a gap lies between the steps i and i + 1.
+    `stamps` are datetime64 on a Gregorian calendar, cftime objects on another, timedelta64 for durations (lead times),
+    plain numbers without units; `elapsed` are microseconds (or a million times those numbers) on one scale; `digits`
+    are YYYYMMDDhhmmss, None where there are no dates.  `at` says which step of the store each is.
+
+    `ticks` rise by `usual` from step to step: microseconds, or months where the steps are `monthly`.
     """
 
     stamps: NDArray[Any]
     elapsed: NDArray[np.int64]
     digits: NDArray[np.int64] | None
-    breaks: tuple[int, ...]
+    at: NDArray[np.int64]
+    ticks: NDArray[np.int64]
+    usual: int
+    monthly: bool
+
+    @classmethod
+    def of(cls, stamps: NDArray[Any], elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None) -> TimeAxis:
+        """Raises `GridError` for times that do not rise."""
+        months = _months(elapsed, digits)
+        ticks = elapsed if months is None else months
+        steps = np.diff(ticks)
+        usual = _most_common(steps) if len(steps) else 0
+        if len(steps) and usual <= 0:
+            raise GridError("the time coordinate does not rise; sort the store by time")
+        return cls(stamps, elapsed, digits, np.arange(len(stamps)), ticks, usual, months is not None)
 
     def __len__(self) -> int:
         return len(self.stamps)
 
+    @cached_property
+    def breaks(self) -> tuple[int, ...]:
+        """Each i such that a gap lies between the steps i and i + 1: they are not a usual step apart."""
+        off = np.abs(np.diff(self.ticks) - self.usual) > self._slack
+        return tuple(int(i) for i in np.flatnonzero(off))
+
+    @property
+    def _slack(self) -> int:
+        """How far rounded times may be off."""
+        exact = self.digits is None and self.stamps.dtype.kind != "m"
+        return 0 if self.monthly else max(0 if exact else 1_000_000, self.usual // 1000)
+
+    def take(self, steps: slice | NDArray[Any]) -> TimeAxis:
+        """Some of the steps; what is a gap stays one."""
+        digits = None if self.digits is None else self.digits[steps]
+        return replace(
+            self,
+            stamps=self.stamps[steps],
+            elapsed=self.elapsed[steps],
+            digits=digits,
+            at=self.at[steps],
+            ticks=self.ticks[steps],
+        )
+
+    def shifted(self, by: np.timedelta64) -> TimeAxis:
+        """The same steps, some time later."""
+        moved = later(self.stamps, by)
+        microseconds = int(by.astype("timedelta64[us]").astype(np.int64))
+        digits = None if self.digits is None else _stamp_digits(moved)
+        return replace(self, stamps=moved, elapsed=self.elapsed + microseconds, digits=digits)
+
+    # -- selections ---------------------------------------------------------------------------------------------------
+
     def select(self, wanted: slice | tuple[Any, Any] | None) -> tuple[int, int]:
         """The half-open range of steps inside `wanted`: a slice or pair of dates (both ends included, ``"2008"`` is the
-        whole year), or of integers (step positions, the end excluded).
+        whole year), of durations such as ``"24h"`` where the steps are durations (both ends included), or of integers
+        (step positions, the end excluded).
 
         Raises: `WindowError` when nothing is inside, or dates are asked of a store without time units.
         """
@@ -57,10 +115,8 @@ class TimeAxis:
             return 0, len(self)
         first, last = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
         if isinstance(wanted, slice) and wanted.step not in (None, 1):
-            raise WindowError(
-                f"time={wanted} has a step; thin a series with inputs and targets (offsets in steps) instead"
-            )
-        if all(end is None or isinstance(end, int | np.integer) for end in (first, last)):
+            raise WindowError(f"time={wanted} has a step; thin the series with every={wanted.step} instead")
+        if all(end is None or is_int(end) for end in (first, last)):
             start, stop, _ = slice(first, last).indices(len(self))
         else:
             start, stop = self._between(first, last)
@@ -69,45 +125,141 @@ class TimeAxis:
         return start, stop
 
     def _between(self, first: Any, last: Any) -> tuple[int, int]:
-        if self.digits is None:
+        if self.stamps.dtype.kind == "m":
+            values = self.elapsed
+            low, high = (None if end is None else self._microseconds(end) for end in (first, last))
+        elif self.digits is not None:
+            values = self.digits
+            low, high = date_range(first, last)
+        else:
             raise WindowError(
                 f"time=({first!r}, {last!r}) asks for dates, but the store's time has no units; use step positions"
             )
-        low = 0 if first is None else _digits(first, "0")
-        high = 99991231235959 if last is None else _digits(last, "9")
-        inside = np.flatnonzero((self.digits >= low) & (self.digits <= high))
+        above = values >= (values[0] if low is None else low)
+        inside = np.flatnonzero(above & (values <= (values[-1] if high is None else high)))
         return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+
+    def _microseconds(self, duration: Any) -> int:
+        count, months = duration_of(duration)
+        if months:
+            raise WindowError(f"{duration!r} has no fixed length; write it in days or hours")
+        return count
 
     def _span(self) -> str:
         return f"{self.stamps[0]} to {self.stamps[-1]}" if len(self) else "none at all"
 
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def every(self, frequency: Any) -> TimeAxis:
+        """The steps that lie whole multiples of `frequency` (``"6h"``, or a number of usual steps) after the first.
+
+        Raises: `WindowError` for what is no whole number of steps.
+        """
+        count = self.steps_in("every", frequency)
+        if count < 1:
+            raise WindowError(f"every={frequency!r} must be at least one step of the series, {self._step()}")
+        wide = count * self.usual
+        after = self.ticks - self.ticks[0]
+        off = np.abs(after - np.rint(after / wide).astype(np.int64) * wide) if wide else after
+        return replace(self.take(np.flatnonzero(off <= self._slack)), usual=wide)
+
+    def steps_in(self, name: str, wanted: Any) -> int:
+        """A number of steps: an integer, or a duration such as ``"-6h"``, ``"3 months"`` or a timedelta.
+
+        Raises: `WindowError` for a duration that is no whole number of steps, or of a series without units.
+        """
+        if is_int(wanted):
+            return int(wanted)
+        microseconds, months = duration_of(wanted)
+        if self.digits is None and self.stamps.dtype.kind != "m":
+            raise WindowError(f"{name}={wanted!r} is a duration, but the store's time has no units; use steps")
+        if self.usual == 0:
+            raise WindowError(f"{name}={wanted!r} is a duration, but the series has one step, so no step length")
+        length, other = (months, microseconds) if self.monthly else (microseconds, months)
+        count = round(length / self.usual)
+        if other or abs(length - count * self.usual) > self._slack:
+            raise WindowError(f"{name}={wanted!r} is no whole number of the series' steps, which are {self._step()}")
+        return count
+
+    def _step(self) -> str:
+        if self.monthly:
+            return f"{self.usual} month(s)"
+        hours = self.usual / 3_600_000_000
+        return f"{hours / 24:g} day(s)" if hours >= 24 else f"{hours:g} hour(s)"
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value is a whole number, and no truth value."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+
+
+def later(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
+    """`stamps`, each by a duration later, on any calendar; either may be the times and the other the duration."""
+    if isinstance(by, np.timedelta64) and stamps.dtype.kind == "O":
+        return np.asarray(stamps + by.astype("timedelta64[us]").item(), dtype=object)
+    if stamps.dtype.kind == "m" and not isinstance(by, np.generic):  # durations after a cftime date
+        return np.array([by + span for span in stamps.astype("timedelta64[us]").tolist()], dtype=object)
+    return stamps + by
+
+
+def duration_of(wanted: Any) -> tuple[int, int]:
+    """A duration as (microseconds, months), one of which is 0.
+
+    Raises: `WindowError` for what is no duration.
+    """
+    if isinstance(wanted, np.timedelta64):
+        unit = np.datetime_data(wanted)[0]
+        if unit in ("Y", "M"):
+            return 0, int(wanted.astype("timedelta64[M]").astype(np.int64))
+        return int(wanted.astype("timedelta64[us]").astype(np.int64)), 0
+    if isinstance(wanted, timedelta):
+        return round(wanted.total_seconds() * 1e6), 0
+    match = _DURATION.match(wanted) if isinstance(wanted, str) else None
+    unit = match["unit"].lower() if match else ""
+    if match is None or unit not in {**_MICROSECONDS, **_MONTHS}:
+        raise WindowError(f"{wanted!r} is no number of steps, nor a duration like '6h', '-30min', '1 day', '3 months'")
+    if unit in _MONTHS:
+        return 0, round(float(match["count"]) * _MONTHS[unit])
+    return round(float(match["count"]) * _MICROSECONDS[unit]), 0
+
+
+def date_range(first: Any, last: Any) -> tuple[int, int]:
+    """The YYYYMMDDhhmmss that dates include, ``"2008"`` the whole year; None is no limit."""
+    return (0 if first is None else _digits(first, "0")), (10**15 if last is None else _digits(last, "9"))
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
 
 def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
-    """Times of numbers with CF ``units`` ("hours since 1900-01-01") and ``calendar``, or of datetime64.
+    """Times of numbers with CF ``units`` ("hours since 1900-01-01") and ``calendar``, or of datetime64; durations of
+    numbers with units alone ("hours"), or of timedelta64.
 
     A step that differs from the usual one is a gap; steps of calendar months or years are equal steps.
 
-    Raises: `UnsupportedStoreError` for units that are no fixed length or a time zone, `GridError` for falling times.
+    Raises: `UnsupportedStoreError` for units that have no fixed length on their calendar, or a time zone, `GridError`
+    for falling times.
     """
     units, calendar = str(attrs.get("units", "")), str(attrs.get("calendar", "standard")).lower()
     if raw.dtype.kind == "O":
-        return _of_cftime(raw)
+        return _of_dates(raw, _cftime_elapsed(raw))
+    if raw.dtype.kind == "m" or units.lower() in _MICROSECONDS or units.lower() in ("nanoseconds", "ns"):
+        elapsed = _elapsed(raw, units.lower()) if raw.dtype.kind != "m" else raw.astype("timedelta64[us]").astype("i8")
+        return TimeAxis.of(elapsed.astype("timedelta64[us]"), elapsed, None)
     if raw.dtype.kind != "M" and " since " not in units:
-        numbers = raw.astype(np.float64)
-        elapsed = np.rint(numbers * 1e6).astype(np.int64)
-        return TimeAxis(raw, elapsed, None, _breaks(elapsed, None))
-    stamps, elapsed = _stamps(raw, units, calendar)
-    digits = _stamp_digits(stamps)
-    return TimeAxis(stamps, elapsed, digits, _breaks(elapsed, digits))
+        return TimeAxis.of(raw, np.rint(raw.astype(np.float64) * 1e6).astype(np.int64), None)
+    return _of_dates(*_stamps(raw, units, calendar))
 
 
-def _of_cftime(stamps: NDArray[Any]) -> TimeAxis:
-    """Times that were decoded to cftime objects."""
+def _of_dates(stamps: NDArray[Any], elapsed: NDArray[np.int64]) -> TimeAxis:
+    return TimeAxis.of(stamps, elapsed, _stamp_digits(stamps))
+
+
+def _cftime_elapsed(stamps: NDArray[Any]) -> NDArray[np.int64]:
+    """Microseconds of cftime objects."""
     import cftime
 
-    elapsed = np.asarray(cftime.date2num(stamps, "microseconds since 1970-01-01", stamps[0].calendar), dtype=np.int64)
-    digits = _stamp_digits(stamps)
-    return TimeAxis(stamps, elapsed, digits, _breaks(elapsed, digits))
+    return np.asarray(cftime.date2num(stamps, "microseconds since 1970-01-01", stamps[0].calendar), dtype=np.int64)
 
 
 def _stamps(raw: NDArray[Any], units: str, calendar: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -115,12 +267,13 @@ def _stamps(raw: NDArray[Any], units: str, calendar: str) -> tuple[NDArray[Any],
         stamps = raw.astype("datetime64[us]")
         return stamps, stamps.astype(np.int64)
     match = _SINCE.match(units)
-    if match is None or (match["unit"].lower() not in _MICROSECONDS and "nano" not in match["unit"].lower()):
-        raise UnsupportedStoreError(
-            f"time units {units!r} are not 'microseconds|…|hours|days since YYYY-MM-DD [hh:mm:ss] [UTC]'; "
-            "rewrite the time coordinate"
-        )
-    since = _elapsed(raw, match["unit"].lower())
+    if match is None:
+        raise _unknown_units(units, calendar)
+    unit = match["unit"].lower()
+    if unit not in _MICROSECONDS and "nano" not in unit:
+        stamps = _cftime(raw, units, calendar)
+        return stamps, _cftime_elapsed(stamps)
+    since = _elapsed(raw, unit)
     # the mixed Julian/Gregorian calendar differs from numpy's proleptic one before its reform in 1582
     if calendar in _GREGORIAN and (calendar == "proleptic_gregorian" or int(match["year"]) >= 1583):
         stamps = _reference(match) + since.astype("timedelta64[us]")
@@ -128,8 +281,15 @@ def _stamps(raw: NDArray[Any], units: str, calendar: str) -> tuple[NDArray[Any],
     return _cftime(raw, units, calendar), since
 
 
+def _unknown_units(units: str, calendar: str) -> UnsupportedStoreError:
+    return UnsupportedStoreError(
+        f"time units {units!r} are not 'microseconds|…|hours|days since YYYY-MM-DD [hh:mm:ss] [UTC]' (nor months of "
+        f"the 360_day, common_years of the noleap calendar), the calendar is {calendar!r}; rewrite the time coordinate"
+    )
+
+
 def _elapsed(raw: NDArray[Any], unit: str) -> NDArray[np.int64]:
-    if "nano" in unit:
+    if "nano" in unit or unit == "ns":
         return raw.astype(np.int64) // 1000
     if raw.dtype.kind in "iu":
         return raw.astype(np.int64) * _MICROSECONDS[unit]
@@ -150,7 +310,10 @@ def _cftime(raw: NDArray[Any], units: str, calendar: str) -> NDArray[Any]:
         raise UnsupportedStoreError(
             f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime"
         ) from missing
-    return np.asarray(cftime.num2date(raw, units, calendar), dtype=object)
+    try:
+        return np.asarray(cftime.num2date(raw, units, calendar), dtype=object)
+    except ValueError as e:
+        raise _unknown_units(units, calendar) from e
 
 
 def _stamp_digits(stamps: NDArray[Any]) -> NDArray[np.int64]:
@@ -176,25 +339,14 @@ def _digits(when: Any, pad: str) -> int:
 
 # -- gaps ------------------------------------------------------------------------------------------------------------
 
-_DAY = 86_400_000_000
 
-
-def _breaks(elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None) -> tuple[int, ...]:
-    if len(elapsed) < 3:
-        return ()
-    steps = np.diff(elapsed)
-    usual = _most_common(steps)
-    if usual <= 0:
-        raise GridError("the time coordinate does not rise; sort the store by time")
-    off = np.abs(steps - usual) > max(1_000_000 if digits is not None else 0, usual // 1000)
-    if off.any() and digits is not None and np.median(steps) >= 28 * _DAY:
-        months = digits // 10**10 * 12 + digits // 10**8 % 100
-        days = digits // 10**6 % 100
-        # stamps that keep their place in the month are calendar steps, whatever the months' lengths
-        if int(days.max() - days.min()) <= 3:
-            counts = np.diff(months)
-            off = counts != _most_common(counts)
-    return tuple(int(i) for i in np.flatnonzero(off))
+def _months(elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+    """The number of each step's month, where the steps are calendar months or years; else None."""
+    if digits is None or len(elapsed) < 2 or np.median(np.diff(elapsed)) < 28 * _DAY:
+        return None
+    days = digits // 10**6 % 100
+    # stamps that keep their place in the month are calendar steps, whatever the months' lengths
+    return digits // 10**10 * 12 + digits // 10**8 % 100 if int(days.max() - days.min()) <= 3 else None
 
 
 def _most_common(steps: NDArray[np.int64]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -10,21 +11,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import WindowError
+from jigsaw.io.times import TimeAxis, is_int
 
 
-def offsets(name: str, given: Sequence[int]) -> tuple[int, ...]:
-    """The steps of a window relative to its anchor, checked.
+def offsets(name: str, given: Sequence[Any], axis: TimeAxis | None = None) -> tuple[int, ...]:
+    """The steps of a window relative to its anchor, checked: integers, or durations such as ``"-6h"`` along `axis`.
 
-    Raises: `WindowError` for what is no integer, or comes twice.
+    Raises: `WindowError` for what is neither, is no whole number of steps, or comes twice.
     """
-    if not all(_is_int(o) for o in given):
+    if isinstance(given, str):
+        raise WindowError(f"{name}={given!r} is one string; give a list: {name}=[{given!r}]")
+    wrong = [o for o in given if not (is_int(o) or isinstance(o, str | timedelta | np.timedelta64))]
+    if wrong:
         raise WindowError(
-            f"{name}={list(given)} must be integers: steps relative to the sample's anchor, 0 is the anchor itself"
+            f"{name}={list(given)} must be integers: steps relative to the sample's anchor, 0 is the anchor itself; "
+            "or durations like '-6h'"
         )
-    whole = tuple(int(o) for o in given)
+    whole = tuple(_steps(name, o, axis) for o in given)
     if len(set(whole)) != len(whole):
-        raise WindowError(f"{name}={list(whole)} names a step twice")
+        raise WindowError(f"{name}={list(given)} names a step twice")
     return whole
+
+
+def _steps(name: str, offset: Any, axis: TimeAxis | None) -> int:
+    if axis is not None:
+        return axis.steps_in(name, offset)
+    if not is_int(offset):
+        raise WindowError(f"{name} has {offset!r}, a duration, but the fields have no time; use steps")
+    return int(offset)
 
 
 def anchors(
@@ -55,10 +69,6 @@ def anchors(
             f"{len(runs)} runs has {longest}; use fewer offsets"
         )
     return np.concatenate(found)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _runs(start: int, stop: int, breaks: Sequence[int]) -> list[tuple[int, int]]:

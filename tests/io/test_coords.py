@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jigsaw.io import coords
-from jigsaw.io.coords import role_of, roles
+from jigsaw.io.coords import Coords, role_of
 from jigsaw.io.errors import GridError
 
 
@@ -31,7 +31,7 @@ class Array:
         ("isobaricInhPa", {}, "level"),
         ("longitude", {}, "lon"),
         ("z", {}, "z"),
-        ("number", {}, None),
+        ("number", {}, "member"),
         ("lat", {"standard_name": "projection_y_coordinate"}, "y"),
     ],
 )
@@ -46,17 +46,17 @@ def test_a_role_is_found_by_attributes_first_then_by_name(dim, attrs, role):
         (("time", "longitude", "latitude"), ("time", "lon", "lat")),
         (("time", "depth", "lat", "lon"), ("time", "level", "lat", "lon")),
         (("z", "y", "x"), ("z", "y", "x")),
-        (("number", "time", "lat", "lon"), ("number", "time", "lat", "lon")),
+        (("number", "time", "lat", "lon"), ("member", "time", "lat", "lon")),
         (("level", "y", "x"), ("z", "y", "x")),
     ],
 )
 def test_roles_of_a_whole_array(dims, want):
-    assert roles(Array("v", dims), {}) == want
+    assert Coords({}).roles(Array("v", dims)) == want
 
 
 def test_two_dims_with_one_role_are_refused():
     with pytest.raises(GridError, match=r"array 'v' has dims \['lat', 'latitude'\] that both look like 'lat'"):
-        roles(Array("v", ("lat", "latitude")), {})
+        Coords({}).roles(Array("v", ("lat", "latitude")))
 
 
 def test_only_a_grid_that_goes_round_once_is_periodic():

@@ -186,8 +186,9 @@ def test_721_rows_just_work(tmp_path):
 
 
 def test_integers_plan_without_ranks_but_do_not_read(wb2):
+    fields, round_ = ["t2m", "z500"], {"lon": "periodic"}
     ds = jigsaw.io.open(
-        wb2, mesh={"lat": 2, "lon": 2}, fields=["t2m", "z500"], halo=2, boundary={"lon": "periodic"}, targets=[1]
+        wb2, mesh={"lat": 2, "lon": 2}, fields=fields, halo=2, boundary=round_, targets=[1], mode="cooperative"
     )
     plan = ds.plan([0, 1])
     assert plan.ranks == 4

@@ -1,0 +1,147 @@
+"""What is picked along the further dims of fields: ensemble members, lead times, initial times.
+
+A choice along a dim is
+
+- an integer: a position; ``-1`` is the last;
+- a value of the dim's coordinate: a number with a point, a label, a date, or a duration such as ``"24h"``;
+- a list of those, a slice, a pair (first, last) of dates or durations, or ``"all"``: a sample for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date, timedelta
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import GridError, WindowError
+from jigsaw.io.survey import Survey, Variable
+from jigsaw.io.times import TimeAxis, decode_times, is_int
+
+Choices = Mapping[str, tuple[int, ...]]
+"""The picked positions along each further dim, by the store's own name."""
+
+
+def choose(found: Survey, variables: Sequence[Variable], select: Mapping[str, Any] | None) -> Choices:
+    """The positions that `select` picks, named by the store's dims or by role (`member`, `lead`, `init`).
+
+    Raises: `GridError` for a dim that the fields lack, a value that it has not, or a dim of several left open.
+    """
+    further = {v.table.dims[d]: v for v in variables for d in v.further}
+    wanted = {_dim_of(name, further, select or {}): value for name, value in (select or {}).items()}
+    made: dict[str, tuple[int, ...]] = {}
+    for variable in variables:
+        for d in variable.further:
+            dim, size = variable.table.dims[d], variable.table.shape[d]
+            if dim in wanted:
+                made[dim] = _positions(found, variable, dim, wanted[dim])
+            elif size == 1:
+                made.setdefault(dim, (0,))
+            else:
+                raise GridError(
+                    f"array {variable.table.name!r} has a dim {dim!r} of {size} that is no time, level or space; "
+                    f"choose one with select={{{dim!r}: 0}}, or a sample for each with select={{{dim!r}: 'all'}}"
+                )
+    return made
+
+
+def origins(found: Survey, variables: Sequence[Variable]) -> dict[str, NDArray[Any]]:
+    """What the position along a dim adds to the times of a sample: the lead time, or when the forecast began."""
+    made: dict[str, NDArray[Any]] = {}
+    for variable in (v for v in variables if "time" in v.roles):
+        for d in variable.further:
+            axis = _axis(found, variable, d) if variable.roles[d] in ("lead", "init") else None
+            if axis is not None:
+                made[variable.table.dims[d]] = axis.stamps
+    return made
+
+
+def _dim_of(name: str, further: Mapping[str, Variable], select: Mapping[str, Any]) -> str:
+    if name in further:
+        return name
+    meant = [dim for dim, v in further.items() if v.roles[v.table.dims.index(dim)] == name]
+    if len(meant) != 1:
+        raise GridError(f"select names {name!r}, which is no further dim of the fields; there are {sorted(further)}")
+    if meant[0] in select:
+        raise GridError(f"select names {meant[0]!r} twice, also as {name!r}")
+    return meant[0]
+
+
+def _axis(found: Survey, variable: Variable, d: int) -> TimeAxis | None:
+    """The times or durations along a dim; None where its coordinate says neither."""
+    dim = variable.table.dims[d]
+    values = found.values_along(variable, dim)
+    if variable.roles[d] not in ("lead", "init") and values.dtype.kind not in "mM":
+        return None
+    axis = decode_times(values, found.attrs_along(variable, dim))
+    return axis if axis.digits is not None or axis.stamps.dtype.kind == "m" else None
+
+
+def _positions(found: Survey, variable: Variable, dim: str, wanted: Any) -> tuple[int, ...]:
+    d = variable.table.dims.index(dim)
+    size = variable.table.shape[d]
+    if isinstance(wanted, str) and wanted == "all":
+        return tuple(range(size))
+    if isinstance(wanted, slice | tuple):
+        return tuple(range(*_range(found, variable, d, wanted)))
+    given: list[Any] = list(wanted) if isinstance(wanted, list | np.ndarray | range) else [wanted]
+    positions = tuple(_position(variable, dim, w) if is_int(w) else _place(found, variable, d, w) for w in given)
+    if not positions or len(set(positions)) != len(positions):
+        raise GridError(f"select={{{dim!r}: {wanted!r}}} picks nothing, or one place twice")
+    return positions
+
+
+def _position(variable: Variable, dim: str, index: Any) -> int:
+    size = variable.table.shape[variable.table.dims.index(dim)]
+    if not -size <= index < size:
+        raise GridError(
+            f"select={{{dim!r}: {index}}} is outside array {variable.table.name!r}, whose {dim!r} has {size}"
+        )
+    return int(index) % size
+
+
+def _range(found: Survey, variable: Variable, d: int, wanted: slice | tuple[Any, ...]) -> tuple[int, int]:
+    dim = variable.table.dims[d]
+    ends = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
+    axis = _axis(found, variable, d)
+    if len(ends) != 2 or (axis is None and not all(e is None or is_int(e) for e in ends)):
+        raise GridError(
+            f"select={{{dim!r}: {wanted!r}}} is no range: give positions (start, stop), dates or durations "
+            "(first, last), or a list"
+        )
+    try:
+        plain = axis or decode_times(np.arange(variable.table.shape[d]), {})
+        return plain.select(wanted)
+    except WindowError as e:
+        raise GridError(f"select={{{dim!r}: {wanted!r}}}: {e}") from e
+
+
+def _place(found: Survey, variable: Variable, d: int, value: Any) -> int:
+    """The position of a coordinate's value."""
+    dim = variable.table.dims[d]
+    there = found.values_along(variable, dim)
+    axis = _axis(found, variable, d) if isinstance(value, str | date | timedelta | np.generic) else None
+    at = _times_at(axis, value) if axis is not None else _values_at(there, value)
+    if len(at) != 1:
+        shown = there if axis is None else axis.stamps
+        listed = ", ".join(str(v) for v in shown[:8]) + (" …" if len(shown) > 8 else "")
+        raise GridError(
+            f"select={{{dim!r}: {value!r}}} is {len(at)} values of {dim!r} of array {variable.table.name!r}, "
+            f"which has {listed}"
+        )
+    return int(at[0])
+
+
+def _times_at(axis: TimeAxis, value: Any) -> Sequence[int]:
+    try:
+        return range(*axis.select((value, value)))
+    except WindowError:
+        return ()
+
+
+def _values_at(there: NDArray[Any], value: Any) -> NDArray[Any]:
+    if isinstance(value, str) or there.dtype.kind not in "fiu":
+        return np.flatnonzero(there.astype(str) == str(value))
+    return np.flatnonzero(np.isclose(there.astype(np.float64), float(value), rtol=1e-6, atol=0))

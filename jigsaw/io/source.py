@@ -1,0 +1,31 @@
+"""Where a dataset's store comes from: what was given to open it, and how it is opened again in another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jigsaw.io.errors import ReadError
+from jigsaw.io.store import open_store
+from jigsaw.io.table import Store
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a store was opened from.  It pickles as that, and is opened when it is first asked for."""
+
+    given: Any
+
+    @cached_property
+    def store(self) -> Store:
+        """The opened store.  Raises what `open_store` raises."""
+        return open_store(self.given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self.given, Store):
+            raise ReadError(
+                f"a dataset of an opened Store ({self.given.url}) cannot be pickled: its files are open in this "
+                "process; give jigsaw.io.open the path or URL instead"
+            )
+        return {"given": self.given}
