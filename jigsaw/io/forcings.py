@@ -2,7 +2,7 @@
 
 - ``cos_zenith``: the cosine of the solar zenith angle, 0 at night;
 - ``toa_radiation``: solar radiation on a horizontal plane at the top of the atmosphere, W m-2;
-- ``day_progress``: ``day_progress_sin, day_progress_cos`` of the local mean solar time, the fraction of the UTC day plus
+- ``day_progress``: ``day_progress_sin, day_progress_cos`` of local mean solar time, the fraction of the UTC day plus
   longitude / 360;
 - ``year_progress``: ``year_progress_sin, year_progress_cos`` of the fraction of the tropical year since 1970;
 - ``latlon``: ``sin_lat, cos_lat, sin_lon, cos_lon``.
@@ -30,7 +30,7 @@ from jigsaw.io import solar
 from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.fields import Channel
 from jigsaw.io.solar import Instant, Places, Sun
-from jigsaw.io.stats import multiply_add
+from jigsaw.io.stats import Normalize, multiply_add
 
 Array = NDArray[np.float64]
 
@@ -186,9 +186,10 @@ class Forcings:
         asked: Sequence[str],
         places: Places,
         fields: Sequence[str] = (),
-        normalize: Mapping[str, Any] | None = None,
+        normalize: Normalize = None,
     ) -> Forcings:
         """`normalize` may name forcings or their channels, each (mean, std); one that it does not name stays as it is.
+        A file of statistics is for the fields alone.
 
         Raises: `FieldError` for a string, an unknown forcing, one that comes twice, or one that is a field's name.
         """
@@ -199,13 +200,32 @@ class Forcings:
         for name in names:
             if names.count(name) > 1 or name in fields:
                 raise FieldError(f"forcings={list(asked)} makes channel {name!r} a second time; name it once")
-        pairs = [_moments(f, channel, normalize or {}) for f in parsed for channel in f.channels]
+        given = normalize if isinstance(normalize, Mapping) else {}
+        pairs = [_moments(f, channel, given) for f in parsed for channel in f.channels]
         return cls(parsed, places, tuple(scale for scale, _ in pairs), tuple(offset for _, offset in pairs))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The name of each channel."""
         return tuple(name for forcing in self.forcings for name in forcing.channels)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether they are the same at all times."""
+        return all(forcing.is_static for forcing in self.forcings)
+
+    def check(self, times: ArrayLike) -> None:
+        """Raises: `UnsupportedStoreError` for times that `write` could not use."""
+        if not self.is_static:
+            solar.instants(times)
+
+    def unnamed(self, normalize: Normalize) -> Normalize:
+        """What of `normalize` is for the fields; None when all of it is for the forcings."""
+        if not isinstance(normalize, Mapping):
+            return normalize
+        mine = {*self.names, *(forcing.asked for forcing in self.forcings)}
+        rest = {key: value for key, value in normalize.items() if key not in mine}
+        return rest if rest or not normalize else None
 
     def taken(self, rows: Sequence[int], columns: Sequence[int]) -> Forcings:
         """The same over some rows and columns of the grid: those that a rank holds, wrapped ones included."""
@@ -216,8 +236,7 @@ class Forcings:
 
         Raises: `UnsupportedStoreError` for times that are no dates, unless the forcings do not depend on them.
         """
-        static = all(forcing.is_static for forcing in self.forcings)
-        when = [Instant(0.0, 0.0, 0.0)] * len(out) if static else solar.instants(times)
+        when = [Instant(0.0, 0.0, 0.0)] * len(out) if self.is_static else solar.instants(times)
         rows, columns = self.places.shape
         for first in range(0, rows, _ROWS):
             block = range(first, min(first + _ROWS, rows))
@@ -239,28 +258,32 @@ def _moments(forcing: Forcing, channel: str, normalize: Mapping[str, Any]) -> tu
     return scale[0], offset[0]
 
 
-_ROTATED = ("grid_latitude", "grid_longitude")
-
-
 def geographic(grid: Mapping[str, ArrayLike], attrs: Mapping[str, Mapping[str, Any]], asked: Sequence[str]) -> Places:
     """The places of a grid, from the coordinates along its spatial dims and their attributes.
 
-    Raises: `GridError` for a grid that is not cut along geographic latitudes and longitudes: a projection, a volume,
+    Raises: `GridError` for a grid that does not lie along geographic latitudes and longitudes: a projection, a volume,
     a rotated pole, dims without coordinates.
     """
     if tuple(grid) != ("lat", "lon"):
         raise GridError(
             f"forcings={list(asked)} need a lat-lon grid, but the fields' spatial dims are {list(grid)}; "
-            "leave the forcings out, or compute them from 2-d coordinates yourself"
+            "leave the forcings out, or store them as fields"
         )
-    for dim in grid:
-        found = attrs.get(dim)
-        if found is None:
-            raise GridError(f"forcings={list(asked)} need the degrees of {dim!r}, but the store has no such coordinate")
-        standard, units = (str(found.get(key, "")).lower() for key in ("standard_name", "units"))
-        if standard in _ROTATED or units in ("radian", "radians", "rad"):
-            raise GridError(
-                f"forcings={list(asked)} need geographic degrees, but {dim!r} has standard_name {standard!r} and "
-                f"units {units!r}; leave the forcings out, or store true latitudes and longitudes"
-            )
+    for dim, values in grid.items():
+        _check_degrees(dim, np.asarray(values), attrs.get(dim, {}), asked)
     return Places.of(grid["lat"], grid["lon"])
+
+
+def _check_degrees(dim: str, values: NDArray[Any], attrs: Mapping[str, Any], asked: Sequence[str]) -> None:
+    counted = values.dtype.kind in "iu" and np.array_equal(values, np.arange(values.size))
+    if counted and not attrs:
+        raise GridError(
+            f"forcings={list(asked)} need the degrees of {dim!r}, but it only counts from 0 to {values.size - 1}; "
+            "give the store a coordinate with units"
+        )
+    standard, units = (str(attrs.get(key, "")).lower() for key in ("standard_name", "units"))
+    if standard.startswith("grid_") or units.startswith("rad"):
+        raise GridError(
+            f"forcings={list(asked)} need geographic degrees, but {dim!r} has standard_name {standard!r} and units "
+            f"{units!r}; leave the forcings out, or store true latitudes and longitudes"
+        )
