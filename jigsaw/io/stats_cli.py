@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jigsaw.io.dataset import Dataset
@@ -48,6 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file and print what is in it; 1 with the reason when there is none."""
+    checkpoint = args.checkpoint or f"{args.output}.part"
     try:
         check_suffix(args.output)
         with _cluster(args) as client:
@@ -57,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
                 every=args.every,
                 weights=args.weights,
                 block=args.block,
-                checkpoint=args.checkpoint or f"{args.output}.part",
+                checkpoint=checkpoint,
                 resume=args.resume,
                 progress=not args.no_progress,
                 client=client,
             )
         if client is not None or not any(coordinate(dataset.device_mesh())):
             found.write(args.output)
+            Path(checkpoint).unlink(missing_ok=True)
             print(report(found) + f"\n\nwritten to {args.output}")
     except (ReadError, ShardingError, OSError) as refused:
         print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
@@ -139,10 +142,11 @@ def _span(text: str) -> tuple[Any, Any]:
     first, dots, last = text.partition("..")
     if not dots:
         raise argparse.ArgumentTypeError(f"{text!r} is no span like 1979..2015, 2020-01-01..2020-06-30 or 0..100")
-    # four digits are a year
-    steps = all(not end or (end.isdecimal() and len(end) != 4) for end in (first, last))
-    ends = [(int(end) if steps else end) if end else None for end in (first, last)]
-    return ends[0], ends[1]
+    given = [end for end in (first, last) if end]
+    # four digits are a year, unless the other end is a step
+    steps = all(end.isdecimal() for end in given) and any(len(end) != 4 for end in given)
+    start, stop = ((int(end) if steps else end) if end else None for end in (first, last))
+    return start, stop
 
 
 def _every(text: str) -> str | int:

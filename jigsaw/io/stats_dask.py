@@ -7,6 +7,7 @@ has one of them, so that every step is read once and only moments come back.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from jigsaw.io.dataset import Dataset
@@ -53,7 +55,7 @@ class Recipe:
             )
         if any(s != 1.0 for s in dataset.scale) or any(o != 0.0 for o in dataset.offset):
             raise FieldError("client= takes statistics of the store's values; open the dataset without normalize")
-        if not os.path.exists(dataset.store.url) and "://" not in dataset.store.url:
+        if not os.path.exists(dataset.store.url) and not re.match(r"[a-z][a-z0-9+.-]*://", dataset.store.url):
             raise FieldError(
                 f"client= needs a store that workers open by its path or URL, not {dataset.store.url!r}; "
                 "leave the client out, or open the file itself"
@@ -91,7 +93,7 @@ def blocks(series: Series, start: int, client: Client) -> Iterator[Block]:
             yield Block(stop, *future.result())
     finally:
         client.cancel([future for _, future in running])
-        client.run(_forget, work)
+        client.run(_forget, work, on_error="ignore")
 
 
 # -- on a worker ------------------------------------------------------------------------------------------------------
@@ -140,8 +142,8 @@ class _Reader:
         r"""The steps [n, C, \*space] of the store."""
         reading = self.dataset.reading(np.searchsorted(self.dataset.anchors, steps).tolist())
         block = self.engine.read(self.dataset.plan_of(reading))
-        given, _ = self.dataset.unpack(block, reading)
-        return plain(given)[(..., *self.inner)]
+        rounded = torch.from_numpy(block).to(self.dataset.dtype)  # numpy has no bfloat16 to read into
+        return plain(rounded[:, None])[(..., *self.inner)]
 
 
 _readers: dict[_Work, _Reader] = {}

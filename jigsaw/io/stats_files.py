@@ -199,8 +199,10 @@ def _named_by(found: Statistics, fields: Fields | None) -> Statistics:
         return found
     if found.fields:
         raise FieldError(f"fields={list(fields)} names channels, but {found.source} has names of its own; leave it out")
-    if len(fields) != len(found):
-        raise FieldError(f"fields={list(fields)} are {len(fields)} names and {found.source} has {len(found)} channels")
+    if len(fields) != found.channels:
+        raise FieldError(
+            f"fields={list(fields)} are {len(fields)} names and {found.source} has {found.channels} channels"
+        )
     return Statistics(fields, found.columns, found.attrs, found.source)
 
 

@@ -47,8 +47,8 @@ def statistics(
     - `every`: a duration (``"6h"``) or a number of steps to thin the series by, differences included;
     - `weights`: ``"area"`` weighs latitude rows by their share of the sphere, ``"none"`` counts each value alike;
     - `block`: steps that a rank reads together, by default 128 MiB of them;
-    - `checkpoint`: a file that is replaced whole after each block, and removed at the end; with `resume` the run goes
-      on from it, if it is there, with the same bits as a run that was never interrupted;
+    - `checkpoint`: a file that is replaced whole after each block, and yours to remove once the result is safe; with
+      `resume` the run goes on from it, if it is there, with the same bits as a run that was never interrupted;
     - `progress`: a bar (tqdm) on the first rank, or a function of the steps done and their number;
     - `client`: a `dask.distributed.Client`: its workers open the store by its path and read blocks of steps, and
       the result has the same bits as on one rank.
@@ -72,7 +72,6 @@ def statistics(
             spread.save(state)
             report(state.done, len(series))
     total = spread.merged(state)
-    spread.end()
     columns = {**total.values.summary(), **{f"diff_{n}": v for n, v in total.differences.summary().items()}}
     return Statistics(dataset.fields, columns, series.attrs(), f"statistics of {dataset.store.url}")
 
@@ -152,11 +151,6 @@ class _Spread:
             if not any(alike):
                 total = total.merge(State.of(state.done, tables))
         return total
-
-    def end(self) -> None:
-        """The checkpoint has served."""
-        if self.checkpoint is not None and self.is_first:
-            self.checkpoint.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -139,7 +139,8 @@ def _follows(times: Float) -> NDArray[np.bool_]:
 
 def _thinned(dataset: Dataset, every: Any) -> Dataset:
     """Every n-th step, or those a whole number of durations after the first, as ``"6h"``."""
-    if isinstance(every, int | np.integer) and not isinstance(every, bool):
+    # numpy counts its timedeltas among the integers
+    if isinstance(every, int | np.integer) and not isinstance(every, np.timedelta64):
         if every < 1:
             raise WindowError(f"every={every} must be at least 1 step")
         return replace(dataset, anchors=dataset.anchors[::every])

@@ -55,8 +55,13 @@ class Statistics(Mapping[str, dict[str, float]]):
             named = f" for the {len(self.fields)} fields {_listed(self.fields)}" if self.fields else ""
             raise FieldError(f"{self.source} has {lengths} channels{named}; every statistic needs a number a channel")
 
-    def __len__(self) -> int:
+    @property
+    def channels(self) -> int:
+        """The number of channels, named or not."""
         return len(next(iter(self.columns.values())))
+
+    def __len__(self) -> int:
+        return len(self.fields)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.fields)
@@ -105,9 +110,9 @@ class Statistics(Mapping[str, dict[str, float]]):
 
     def _place(self, position: int, channel: Channel, channels: int) -> int:
         if not self.fields:
-            if len(self) != channels:
+            if self.channels != channels:
                 raise FieldError(
-                    f"{self.source} has {len(self)} channels without names and the dataset has {channels}; "
+                    f"{self.source} has {self.channels} channels without names and the dataset has {channels}; "
                     "name them: Statistics.read(path, fields=[…])"
                 )
             return position

@@ -1,4 +1,4 @@
-"""`statistics`: on every mesh what numpy gives over the whole array; resumed, thinned, weighted, with missing values."""
+"""`statistics`: on every mesh what numpy gives over the whole array; resumed, thinned, weighted, with gaps."""
 
 import subprocess
 import sys
@@ -87,7 +87,7 @@ def test_one_rank_gives_what_numpy_gives(tiled):
 @on_ranks(2)
 def test_two_ranks(holed):
     want = expected(stacked(holed, LONG))
-    for axes, block in (({"lat": 2}, 3), ({"data": 2}, 3), ({"data": 2}, 1), ({"lon": 1, "lat": 2}, None)):
+    for axes, block in (({"lat": 2}, None), ({"data": 2}, 3)):
         check(on_mesh(holed, axes, block=block), want)
 
 
@@ -95,16 +95,16 @@ def test_two_ranks(holed):
 def test_four_ranks_missing_values_and_ranks_with_the_same_tile(holed):
     want = expected(stacked(holed, LONG))
     assert want["missing"].tolist()[3] == 10 * 13 * 16 and np.isnan(want["mean"][3])
-    meshes = ({"lat": 2, "lon": 2}, {"lat": 4}, {"data": 2, "lon": 2}, {"data": 4}, {"channel": 2, "lat": 2})
-    for axes in meshes:
+    for axes in ({"lat": 2, "lon": 2}, {"data": 2, "lon": 2}, {"channel": 2, "lat": 2}):
         check(on_mesh(holed, axes, block=2), want)
-    check(on_mesh(holed, {"lat": 2, "lon": 2}, halo={"lat": 2}, block=4), want)
+    check(on_mesh(holed, {"lat": 4}, halo={"lat": 2}, block=4), want)
 
 
-@on_ranks(3)
+@on_ranks(4)
 def test_more_ranks_along_data_than_steps_are_left(holed):
-    check(on_mesh(holed, {"data": 3}, block=3), expected(stacked(holed, LONG)))
-    check(on_mesh(holed, {"data": 3}, block=1, time=(0, 4)), expected(stacked(holed, LONG)[:4]))
+    check(on_mesh(holed, {"data": 4}, block=3), expected(stacked(holed, LONG)))
+    for steps in (5, 1):
+        check(on_mesh(holed, {"data": 4}, block=1, time=(0, steps)), expected(stacked(holed, LONG)[:steps]))
 
 
 def test_the_sizes_of_blocks_do_not_change_a_bit(holed):
@@ -199,7 +199,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(holed, tmp_path):
     ds = opened(holed, world_mesh(lat=1))
     found = statistics(ds, block=2, checkpoint=at, resume=True, progress=lambda done, steps: seen.append((done, steps)))
     assert seen == [(8, 10), (10, 10)]
-    assert not at.exists()
+    again = statistics(ds, block=2, checkpoint=at, resume=True, progress=lambda done, steps: seen.append(done))
+    assert len(seen) == 2  # nothing was left to read
+    same_bits(again, found)
     same_bits(found, statistics(ds, block=2))
 
 
@@ -225,8 +227,6 @@ def test_ranks_go_on_with_the_same_bits(holed, folder):
         want = statistics(ds, block=2)
         stopped(ds, at, after, block=2)
         same_bits(statistics(ds, block=2, checkpoint=at, resume=True), want)
-        comm.barrier()
-        assert not at.exists()
         stopped(ds, at, after, block=2)
         with pytest.raises(StateError, match=r"is of mesh .* this run of \[\['lat', 4\]\]; run it as before"):
             statistics(opened(holed, world_mesh(lat=4)), block=2, checkpoint=at, resume=True)
