@@ -163,6 +163,21 @@ def test_every_other_step(tiled, every):
     check(found, expected(stacked(tiled, LONG)[1::2]))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_tiles_of_many_pieces(weighted):
+    r = np.random.default_rng(2)
+    whole = r.normal(3, 2, (1, 2, 300, 500)).astype("f4")
+    whole[0, 0][r.uniform(size=(300, 500)) < 0.2] = np.nan
+    whole[0, 1, 100:250] = np.nan  # whole pieces
+    rows = r.uniform(0.1, 2, 300) if weighted else None
+    weights = None if rows is None else np.repeat(rows[:, None], 500, axis=1)
+    found, want = Moments.of(whole[0], weights).summary(), _of(whole.astype("f8"), rows)
+    apart = Moments.of(whole[0], weights, minus=whole[0][:, ::-1]).summary()
+    for got, by_numpy in ((found, want), (apart, _of((whole - whole[:, :, ::-1].astype("f8")), rows))):
+        for name, values in by_numpy.items():
+            np.testing.assert_allclose(got[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
 def test_large_offsets_do_not_cancel():
     r = np.random.default_rng(0)
     values = 1e9 + r.normal(size=(20, 1, 50))
