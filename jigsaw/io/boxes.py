@@ -69,10 +69,11 @@ def _by_chunk(pairs: Sequence[tuple[int, int]], along: Along) -> ByChunk:
 def _space_runs(held: Interval, size: int, first: int, along: Along, flip: bool) -> ByChunk:
     """The runs of a spatial dim, whose `size` rows begin at the stored row `first`.
 
-    Rows beyond its ends wrap, since only periodic dims hold such.
+    Rows beyond its ends wrap, since only periodic dims hold such; so do stored rows, where a whole dim is rolled.
     """
     rows = ((x % size, x - held[0]) for x in range(*held))
-    return _by_chunk([(first + (size - 1 - row if flip else row), target) for row, target in rows], along)
+    pairs = [((first + (size - 1 - row if flip else row)) % along.size, target) for row, target in rows]
+    return _by_chunk(pairs, along)
 
 
 @lru_cache(maxsize=4096)

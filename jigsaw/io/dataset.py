@@ -335,6 +335,11 @@ class Dataset:
         """A reader of plans with process groups of its own; making one is collective over the mesh."""
         return Engine(self.store, self.device_mesh(), threads, apart=(DATA,))
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it belongs to this process: a dataset that was unpickled does not before it first reads."""
+        return self.mesh is not None or self.device is None
+
     def device_mesh(self) -> DeviceMesh:
         """The mesh; of an unpickled dataset it is made now, over all ranks.
 

@@ -64,7 +64,7 @@ def _check_dim(part: Part, table: ArrayTable, request: Request, d: int, picks: P
 
 
 def _check_window(first: int, rows: int, size: int, name: str) -> None:
-    if first < 0 or first + rows > size:
+    if first < 0 or (first + rows > size and not (rows == size and first < size)):  # a whole dim may be rolled
         raise WindowError(f"rows {first}..{first + rows} are outside {name}, which has {size}")
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io.dataset import Dataset
+from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FieldError
 from jigsaw.io.frame import DATA
-from jigsaw.io.order import Order, State
+from jigsaw.io.order import Order, Rollout, State
 from jigsaw.io.prefetch import Prefetch
-from jigsaw.layout import Layout
-from jigsaw.mesh import axes_of, coordinate
+from jigsaw.layout import Coordinate, Layout
+from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
 
 _BATCHES_AHEAD = 2
@@ -41,6 +44,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Job:
+    dataset: Dataset
     samples: tuple[int, ...]
     after: State
 
@@ -60,15 +64,21 @@ class DataLoader:
     other axes share their samples; each reads its own tile of them.  The order depends on `seed` and epoch alone, never
     on the mesh.  Steps that windows of a batch share are read once.
 
+    `rollout` says how many of the dataset's targets an epoch gives: ``{0: 1, 5: 4, 10: 12}`` is one in the epochs 0 to
+    4, four from 5 on, twelve from 10 on.  The samples are those of the longest, so that epochs are equally long and a
+    state means the same place.
+
     A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
     `threads` decode.  An iteration that is left early ends its epoch: the next one begins a new epoch, as with torch's.
 
-    Making one, and every step of an iteration, is collective over the mesh.
+    Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
+    state; one that was unpickled joins the mesh when it first reads.
 
     *Sends*: what `Dataset.plan` says, on process groups of its own.
 
-    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; while iterating, the
-    `ReadError` of the read that failed, with its traceback.
+    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; `WindowError` for a
+    `rollout` that the targets cannot give; while iterating, the `ReadError` of the read that failed, with its
+    traceback.
     """
 
     def __init__(
@@ -79,6 +89,7 @@ class DataLoader:
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        rollout: Mapping[int, int] | int | None = None,
         prefetch_bytes: int | None = None,
         threads: int | None = None,
     ) -> None:
@@ -89,16 +100,40 @@ class DataLoader:
                 f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {len(dataset)} samples"
             )
         self.dataset = dataset
+        self._rollout = Rollout.of(rollout, len(dataset.targets))
         self._order = Order(len(dataset), batch_size, shuffle, drop_last)
         self._state = State.from_dict(State(seed).as_dict(), len(dataset))
         self._resumed = False
-        self._mesh = dataset.device_mesh()
-        self._coordinate = coordinate(self._mesh)
+        self._prefetch_bytes, self._threads = prefetch_bytes, threads
         self._alone = all(size == 1 for _, size in dataset.frame.domain)
         self._ahead = _ahead(self.batch_bytes, prefetch_bytes)
-        self._engine = dataset.new_engine(threads)
         self._current: Prefetch[_Job, _Read] | None = None
         self._waited_s = 0.0
+        if dataset.is_live:
+            _ = self._engine  # made by all ranks now; what was unpickled joins them later
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        return self.dataset.device_mesh()
+
+    @cached_property
+    def _coordinate(self) -> Coordinate:
+        return coordinate(self._mesh)
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return self.dataset.new_engine(self._threads)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made_of = {
+            "batch_size": self._order.batch_size,
+            "shuffle": self._order.shuffle,
+            "drop_last": self._order.drop_last,
+            "rollout": dict(self._rollout.lengths) or None,
+            "prefetch_bytes": self._prefetch_bytes,
+            "threads": self._threads,
+        }
+        return _revived, (self.dataset, made_of, self._state.as_dict())
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
@@ -107,13 +142,14 @@ class DataLoader:
     @property
     def batch_bytes(self) -> int:
         """The most bytes that any rank holds of one batch."""
-        pieces = dict(axes_of(self._mesh)).get(DATA, 1)
+        pieces = dict(self.dataset.frame.axes).get(DATA, 1)
         return -(-self._order.batch_size // pieces) * self.dataset.sample_bytes()
 
     def close(self) -> None:
         """End the reading threads and let go of their memory; no iteration is possible afterwards."""
         self._end_iteration()
-        self._engine.close()
+        if "_engine" in vars(self):
+            self._engine.close()
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +161,7 @@ class DataLoader:
     @property
     def bytes_read(self) -> int:
         """Stored bytes that this rank has fetched, over all iterations."""
-        return self._engine.stats.stored_bytes
+        return self._engine.stats.stored_bytes if "_engine" in vars(self) else 0
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -150,7 +186,9 @@ class DataLoader:
         if self._state.next_sample and not self._resumed:
             self._state = State(self._state.seed, self._state.epoch + 1)
         self._resumed = False
-        jobs = (_Job(samples, after) for samples, after in self._order.batches(self._state))
+        _ = self._engine  # an unpickled loader joins the mesh here, before there are threads
+        dataset = self._of(self._order.settled(self._state).epoch)
+        jobs = (_Job(dataset, samples, after) for samples, after in self._order.batches(self._state))
         current = self._current = Prefetch(self._read, jobs, self._ahead, self._alone)
         try:
             for read in current:
@@ -166,41 +204,54 @@ class DataLoader:
             self._waited_s += self._current.waited_s
             self._current = None
 
-    def _layouts(self, samples: int) -> tuple[Layout, Layout, Layout]:
-        """Of a batch's input, target and target forcings."""
-        ds = self.dataset
-
-        def batched(one: Layout, halo: bool) -> Layout:
-            return ds.frame.layout((samples, *one.shape[:2]), (DATA, None, None), halo=halo)
-
-        return batched(ds.layout, True), batched(ds.target_layout, False), batched(ds.forcing_layout, True)
+    def _of(self, epoch: int) -> Dataset:
+        """The dataset with as many targets as the epoch has."""
+        steps = self._rollout.at(epoch)
+        return self.dataset if steps == len(self.dataset.targets) else self.dataset.rollout(steps)
 
     def _read(self, job: _Job) -> _Read:
-        layouts = self._layouts(len(job.samples))
+        layouts = _layouts(job)
         first, stop = layouts[0].owned(self._coordinate)[0]
         if first == stop:  # fewer samples than ranks along `data`
             return _Read(
                 job, *(torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts)
             )
-        reading = self.dataset.reading(job.samples[first:stop])
-        block = self.dataset.read(self._engine, reading)
-        return _Read(job, *self.dataset.unpack(block, reading))
+        reading = job.dataset.reading(job.samples[first:stop])
+        block = job.dataset.read(self._engine, reading)
+        return _Read(job, *job.dataset.unpack(block, reading))
 
     def _batch(self, read: _Read) -> Batch:
-        samples, device = read.job.samples, self._mesh.device_type
+        samples, dataset, device = read.job.samples, read.job.dataset, self._mesh.device_type
         locals_ = (read.input, read.target, read.forced)
         tiles = [
             Tile(local.to(device), layout, self._mesh)
-            for local, layout in zip(locals_, self._layouts(len(samples)), strict=True)
+            for local, layout in zip(locals_, _layouts(read.job), strict=True)
         ]
         return Batch(
             tiles[0],
-            tiles[1] if self.dataset.targets else None,
+            tiles[1] if dataset.targets else None,
             samples,
-            np.stack([self.dataset.input_times(s) for s in samples]),
-            np.stack([self.dataset.target_times(s) for s in samples]),
-            tiles[2] if self.dataset.targets and self.dataset.forcings else None,
+            np.stack([dataset.input_times(s) for s in samples]),
+            np.stack([dataset.target_times(s) for s in samples]),
+            tiles[2] if dataset.targets and dataset.forcings else None,
         )
+
+
+def _layouts(job: _Job) -> tuple[Layout, Layout, Layout]:
+    """Of a batch's input, target and target forcings."""
+    ds = job.dataset
+
+    def batched(one: Layout, halo: bool) -> Layout:
+        return ds.frame.layout((len(job.samples), *one.shape[:2]), (DATA, None, None), halo=halo)
+
+    return batched(ds.layout, True), batched(ds.target_layout, False), batched(ds.forcing_layout, True)
+
+
+def _revived(dataset: Dataset, made_of: Mapping[str, Any], state: Mapping[str, int]) -> DataLoader:
+    """An unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
+    loader = DataLoader(dataset, **made_of)
+    loader.load_state_dict(state)
+    return loader
 
 
 def _ahead(batch_bytes: int, budget: int | None) -> int:

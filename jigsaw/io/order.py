@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from operator import index
 from typing import Any
 
-from jigsaw.io.errors import StateError
+from jigsaw.io.errors import StateError, WindowError
 
 _ROUNDS = 6
 _WORD = (1 << 64) - 1
@@ -123,3 +123,33 @@ class Order:
 
     def sample(self, position: int, state: State) -> int:
         return shuffled(position, self.count, state.seed, state.epoch) if self.shuffle else position
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How many targets an epoch has: pairs (first epoch, targets), or all of them without any."""
+
+    lengths: tuple[tuple[int, int], ...]
+    longest: int
+
+    @classmethod
+    def of(cls, given: Mapping[int, int] | int | None, targets: int) -> Rollout:
+        """From ``{0: 1, 5: 4, 10: 12}``, or a number for all epochs; `targets` is what there is.
+
+        Raises: `WindowError` for a schedule that does not begin at epoch 0, or asks for more or fewer than there are.
+        """
+        lengths = {} if given is None else {0: given} if isinstance(given, int) else dict(given)
+        wrong = [n for pair in lengths.items() for n in pair if not _is_count(n)]
+        if wrong or (given is not None and 0 not in lengths):
+            raise WindowError(f"rollout={given!r} must be targets by first epoch, from 0 on, like {{0: 1, 5: 4}}")
+        over = [n for n in lengths.values() if not 1 <= n <= targets]
+        if over:
+            raise WindowError(
+                f"rollout={given!r} asks for {over[0]} targets, but the dataset was opened with {targets}; "
+                "open it with the targets of the longest rollout"
+            )
+        return cls(tuple(sorted((index(e), index(n)) for e, n in lengths.items())), targets)
+
+    def at(self, epoch: int) -> int:
+        """The number of targets of an epoch."""
+        return next((n for first, n in reversed(self.lengths) if first <= epoch), self.longest)

@@ -25,7 +25,8 @@ class Part:
     `at` fixes the destination dims that the array lacks, as pairs (dim, index): ``((1, 3),)`` puts a variable without
     levels into channel 3; a static field is one part a destination step.  `flip` lists the stored dims that run
     against the layout's rows.  `first` is where a window begins that is smaller than the array: for each stored dim the
-    row that is the layout's row 0 (its last one along a flipped dim; 0 for dims that are picked from).
+    row that is the layout's row 0 (its last one along a flipped dim; 0 for dims that are picked from).  A window as
+    long as the array wraps: it is rolled.
     """
 
     array: str

@@ -99,7 +99,7 @@ class TimeAxis:
         """The same steps, some time later."""
         moved = later(self.stamps, by)
         microseconds = int(by.astype("timedelta64[us]").astype(np.int64))
-        digits = None if self.digits is None else _stamp_digits(moved)
+        digits = None if self.digits is None else stamp_digits(moved)
         return replace(self, stamps=moved, elapsed=self.elapsed + microseconds, digits=digits)
 
     # -- selections ---------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
 
 
 def _of_dates(stamps: NDArray[Any], elapsed: NDArray[np.int64]) -> TimeAxis:
-    return TimeAxis.of(stamps, elapsed, _stamp_digits(stamps))
+    return TimeAxis.of(stamps, elapsed, stamp_digits(stamps))
 
 
 def _cftime_elapsed(stamps: NDArray[Any]) -> NDArray[np.int64]:
@@ -316,7 +316,8 @@ def _cftime(raw: NDArray[Any], units: str, calendar: str) -> NDArray[Any]:
         raise _unknown_units(units, calendar) from e
 
 
-def _stamp_digits(stamps: NDArray[Any]) -> NDArray[np.int64]:
+def stamp_digits(stamps: NDArray[Any]) -> NDArray[np.int64]:
+    """YYYYMMDDhhmmss of dates on any calendar."""
     if stamps.dtype.kind != "M":
         whole = np.array([(t.year * 100 + t.month) * 100 + t.day for t in stamps], dtype=np.int64)
         clock = np.array([(t.hour * 100 + t.minute) * 100 + t.second for t in stamps], dtype=np.int64)
