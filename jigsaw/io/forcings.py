@@ -7,7 +7,7 @@
 - ``year_progress``: ``year_progress_sin, year_progress_cos`` of the fraction of the tropical year since 1970;
 - ``latlon``: ``sin_lat, cos_lat, sin_lon, cos_lon``.
 
-``cos_zenith@6h`` and ``toa_radiation@1h`` are means over the hours (``h``, ``min``, ``d``) *before* the time, as
+``cos_zenith@6h`` and ``toa_radiation@1h`` are means over the hours, minutes or days *before* the time, as
 accumulated fields are stamped; times 3600 s, the latter is ERA5's ``tisr`` but for its solar constant.  The progress
 of day and year is GraphCast's (Lam et al., Science 382, 2023); on a calendar of 360, 365 or 366 days a year it is that
 of the calendar's year.  The sun is that of `jigsaw.io.solar`.
@@ -18,7 +18,6 @@ Static fields of the store (land-sea mask, orography) need no forcing: they are 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +26,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jigsaw.io import solar
-from jigsaw.io.errors import FieldError, GridError
+from jigsaw.io.errors import FieldError, GridError, WindowError
 from jigsaw.io.fields import Channel
 from jigsaw.io.solar import Instant, Places, Sun
 from jigsaw.io.stats import Normalize, multiply_add
+from jigsaw.io.times import duration_of
 
 Array = NDArray[np.float64]
 
@@ -39,8 +39,7 @@ SOLAR_CONSTANT = 1361.0
 
 NAMES = ("cos_zenith", "toa_radiation", "day_progress", "year_progress", "latlon")
 _AVERAGED = ("cos_zenith", "toa_radiation")
-_INTERVAL = re.compile(r"^(?P<count>\d+(?:\.\d+)?)(?P<unit>min|h|d)$")
-_PER_DAY = {"min": 1440.0, "h": 24.0, "d": 1.0}
+_DAY_US = 86_400_000_000
 _ROWS = 64  # rows computed at a time, so that the intermediate values stay in cache
 
 
@@ -80,11 +79,13 @@ class Forcing:
 
 
 def _days(interval: str, what: str) -> float:
-    match = _INTERVAL.match(interval)
-    days = float(match["count"]) / _PER_DAY[match["unit"]] if match else 0.0
-    if not days > 0:
-        raise FieldError(f"{what} {interval!r} is not a positive number of min, h or d, like '6h'")
-    return days
+    try:
+        microseconds, months = duration_of(interval)
+    except WindowError:
+        microseconds, months = 0, 0
+    if months or microseconds <= 0:
+        raise FieldError(f"{what} {interval!r} is not a positive number of minutes, hours or days, like '6h'")
+    return microseconds / _DAY_US
 
 
 # -- one instant, some rows -------------------------------------------------------------------------------------------

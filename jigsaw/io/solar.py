@@ -70,7 +70,7 @@ def instants(times: ArrayLike) -> tuple[Instant, ...]:
     try:
         stamps = given.astype("datetime64[us]")
     except (ValueError, TypeError) as error:
-        raise UnsupportedStoreError(f"times from {given[0]!r} on are no dates: {error}") from None
+        raise UnsupportedStoreError(f"times from {str(given[0])!r} on are no dates: {error}") from None
     if np.isnat(stamps).any():
         raise UnsupportedStoreError("a time is missing (NaT), so the sun's place is unknown; drop it")
     return tuple(_of_microseconds(t) for t in stamps.astype(np.int64).tolist())
