@@ -1,4 +1,4 @@
-"""Roles of dims, and what may be periodic."""
+"""Roles of dims by attributes, names and the user; coordinates of one and two dims; longitudes that turn and wrap."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jigsaw.io import coords
-from jigsaw.io.coords import Coords, role_of
+from jigsaw.io.coords import Coords, Naming, role_of
 from jigsaw.io.errors import GridError
 
 
@@ -32,6 +32,13 @@ class Array:
         ("longitude", {}, "lon"),
         ("z", {}, "z"),
         ("number", {}, "member"),
+        ("ens", {"standard_name": "realization"}, "member"),
+        ("step", {"standard_name": "forecast_period", "units": "hours"}, "lead"),
+        ("init_time", {"units": "hours since 1900-01-01"}, "init"),
+        ("time", {"standard_name": "forecast_reference_time", "units": "hours since 1900-01-01"}, "init"),
+        ("layer", {"positive": "down"}, "z"),
+        ("rlat", {"standard_name": "grid_latitude", "units": "degrees", "axis": "Y"}, "y"),
+        ("bnds", {}, None),
         ("lat", {"standard_name": "projection_y_coordinate"}, "y"),
     ],
 )
@@ -48,6 +55,8 @@ def test_a_role_is_found_by_attributes_first_then_by_name(dim, attrs, role):
         (("z", "y", "x"), ("z", "y", "x")),
         (("number", "time", "lat", "lon"), ("member", "time", "lat", "lon")),
         (("level", "y", "x"), ("z", "y", "x")),
+        (("init_time", "lead_time", "lat", "lon"), ("time", "lead", "lat", "lon")),
+        (("time", "init_time", "lat", "lon"), ("time", "init", "lat", "lon")),
     ],
 )
 def test_roles_of_a_whole_array(dims, want):
@@ -57,6 +66,99 @@ def test_roles_of_a_whole_array(dims, want):
 def test_two_dims_with_one_role_are_refused():
     with pytest.raises(GridError, match=r"array 'v' has dims \['lat', 'latitude'\] that both look like 'lat'"):
         Coords({}).roles(Array("v", ("lat", "latitude")))
+
+
+def table(name, *dims, **attrs):
+    return Array(name, dims, attrs)
+
+
+def coords_of(*tables, dims=None, along="time"):
+    arrays = {t.name: t for t in tables}
+    return Coords(arrays, Naming.of(dims, along, arrays))
+
+
+@pytest.mark.parametrize(
+    ("dims", "along", "want"),
+    [
+        ({"lat": "j", "lon": "i"}, "time", ("time", "lead", "lat", "lon")),
+        ({"lat": "j", "lon": "i", "time": "step"}, "time", ("init", "time", "lat", "lon")),
+        ({"y": "j", "x": "i"}, "lead", ("init", "time", "y", "x")),
+        ({"y": "j", "x": "i"}, "step", ("init", "time", "y", "x")),
+        ({"y": "j", "x": "i", "member": "time"}, "time", ("member", "lead", "y", "x")),
+    ],
+)
+def test_what_the_user_says_wins(dims, along, want):
+    v = table("v", "time", "step", "j", "i")
+    assert coords_of(v, dims=dims, along=along).roles(v) == want
+
+
+@pytest.mark.parametrize(
+    ("dims", "match"),
+    [
+        ({"latitude": "j"}, "names 'latitude', which is no role; there are .*'lat'"),
+        ({"lat": "k"}, r"dims=\{'lat': 'k'\}: the store has no such dim; it has \['i', 'j'\]"),
+    ],
+)
+def test_dims_that_do_not_exist(dims, match):
+    with pytest.raises(GridError, match=match):
+        coords_of(table("v", "j", "i"), dims=dims)
+
+
+def test_a_coordinate_of_another_name_is_found_or_given():
+    v, lat = table("v", "t", "j", "i"), table("latitude", "j", units="degrees_north")
+    valid = table("valid", "t", units="hours since 2000-01-01")
+    found = coords_of(v, lat, valid, table("lon_of_i", "i", standard_name="longitude"))
+    assert found.roles(v) == ("time", "lat", "lon")
+    assert found.name(v, "j") == "latitude"
+    given = coords_of(v, lat, valid, dims={"time": "valid", "lon": "i"})
+    assert given.name(v, "t") == "valid"
+    assert given.roles(v) == ("time", "lat", "lon")
+
+
+@pytest.mark.parametrize("dims", [("j", "i"), ("south_north", "west_east"), ("lat", "lon")])
+def test_latitudes_of_two_dims_make_a_grid_of_y_and_x(dims):
+    lat, lon = table("lat", *dims, units="degrees_north"), table("lon", *dims, units="degrees_east")
+    v, corners = table("v", "time", "depth", *dims), table("lat_vertices", *dims, "nv")
+    lat.attrs["bounds"] = "lat_vertices"
+    found = coords_of(v, lat, lon, corners)
+    assert found.roles(v) == ("time", "level", "y", "x")
+    assert [found.is_field(t) for t in (v, lat, lon, corners)] == [True, False, False, False]
+
+
+def test_a_regular_grid_may_have_latitudes_of_two_dims_beside():
+    plain = [table("lat", "lat", units="degrees_north"), table("lon", "lon", units="degrees_east")]
+    v, both = table("v", "time", "lat", "lon"), table("lat2d", "lat", "lon", standard_name="latitude")
+    assert coords_of(v, *plain, both).roles(v) == ("time", "lat", "lon")
+
+
+@pytest.mark.parametrize(
+    ("values", "convention", "shift", "first"),
+    [
+        (np.arange(0.0, 360, 45), "-180..180", 4, -180),
+        (np.arange(-180.0, 180, 45), "0..360", 4, 0),
+        (np.arange(0, 360, 120, dtype="f4"), "-180..180", 2, -120),
+        (np.arange(0.0, 360, 45), "0..360", 0, 0),
+        (np.arange(-180.0, 180, 45), "store", 0, -180),
+    ],
+)
+def test_longitudes_turn_to_a_convention(values, convention, shift, first):
+    by, turned = coords.turned(values, convention)
+    assert (by, turned[0]) == (shift, first)
+    np.testing.assert_allclose((turned - np.roll(values, -shift)) % 360, 0)
+    assert (np.diff(turned) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "convention", "match"),
+    [
+        (np.arange(-20.0, 30, 10), "0..360", "cannot be had by rolling the 5 stored longitudes -20..20"),
+        (np.arange(350.0, 0, -10), "0..360", "cannot be had by rolling"),
+        (np.arange(4.0), "east", "must be 'store', '0..360' or '-180..180'"),
+    ],
+)
+def test_longitudes_that_would_tear(values, convention, match):
+    with pytest.raises(GridError, match=match):
+        coords.turned(values, convention)
 
 
 def test_only_a_grid_that_goes_round_once_is_periodic():

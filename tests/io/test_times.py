@@ -1,7 +1,8 @@
 """Calendars, gaps and the selection of times."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
+import cftime
 import numpy as np
 import pytest
 
@@ -109,3 +110,102 @@ def test_selections_that_find_nothing(wanted, match):
 def test_dates_need_units():
     with pytest.raises(WindowError, match="the store's time has no units"):
         decode_times(np.arange(9), {}).select(("2000", None))
+
+
+# -- durations and frequencies -----------------------------------------------------------------------------------------
+
+
+def six_hourly(*missing):
+    return decode_times(np.delete(np.arange(0, 240, 6), missing), {"units": "hours since 2000-01-01"})
+
+
+@pytest.mark.parametrize(
+    ("axis", "wanted", "steps"),
+    [
+        (six_hourly(), "-6h", -1),
+        (six_hourly(), "1 day", 4),
+        (six_hourly(), timedelta(hours=12), 2),
+        (six_hourly(), np.timedelta64(18, "h"), 3),
+        (six_hourly(), -2, -2),
+        (six_hourly(5), "0.25d", 1),
+        (monthly(months("1948-01", "1952-01")), "3 months", 3),
+        (monthly(months("1948-01", "1952-01")), "-1y", -12),
+        (monthly(months("1948-01", "1952-01")), np.timedelta64(2, "M"), 2),
+        (decode_times(np.array([0, 12, 24]), {"units": "hours"}), "24h", 2),
+    ],
+)
+def test_durations_are_steps(axis, wanted, steps):
+    assert axis.steps_in("inputs", wanted) == steps
+
+
+@pytest.mark.parametrize(
+    ("axis", "wanted", "match"),
+    [
+        (six_hourly(), "7h", r"inputs='7h' is no whole number of the series' steps, which are 6 hour\(s\)"),
+        (six_hourly(), "1 month", "is no whole number of the series' steps"),
+        (monthly(months("1948-01", "1952-01")), "30 days", r"steps, which are 1 month\(s\)"),
+        (six_hourly(), "soon", "'soon' is no number of steps, nor a duration"),
+        (six_hourly(), "6m", "'6m' is no number of steps"),
+        (decode_times(np.arange(9), {}), "6h", "the store's time has no units"),
+        (decode_times(np.arange(1), {"units": "days since 2000-01-01"}), "6h", "the series has one step"),
+    ],
+)
+def test_durations_that_are_no_steps(axis, wanted, match):
+    with pytest.raises(WindowError, match=match):
+        axis.steps_in("inputs", wanted)
+
+
+def test_a_frequency_keeps_the_hours_of_the_first_step_across_gaps():
+    axis = six_hourly(3, 4, 5)
+    thin = axis.every("12h")
+    assert thin.stamps.astype("datetime64[h]").astype(object)[1].hour == 12
+    assert thin.at.tolist() == [0, 2, *range(3, 37, 2)]
+    assert thin.breaks == (1,)
+    assert thin.steps_in("targets", "1d") == 2
+    assert axis.every(4).every("2 days").at.tolist() == [0, 5, 13, 21, 29]
+    seasons = monthly(months("1948-01", "1952-01")).every("3 months")
+    assert seasons.stamps[:3].astype("datetime64[M]").astype(str).tolist() == ["1948-01", "1948-04", "1948-07"]
+    with pytest.raises(WindowError, match="every=0 must be at least one step"):
+        axis.every(0)
+
+
+def test_a_gap_stays_a_gap_in_a_selection_around_it():
+    assert six_hourly(3).take(slice(2, 4)).breaks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("raw", "attrs"),
+    [
+        (np.array([0, 6, 12]), {"units": "hours"}),
+        (np.array([0.0, 0.25, 0.5]), {"units": "days"}),
+        (np.array([0, 6, 12]) * 3_600_000_000_000, {"units": "nanoseconds"}),
+        (np.array([0, 6, 12]).astype("timedelta64[h]"), {}),
+    ],
+)
+def test_lead_times_are_durations(raw, attrs):
+    axis = decode_times(raw, attrs)
+    assert axis.stamps.tolist() == [timedelta(hours=h) for h in (0, 6, 12)]
+    assert axis.select(("6h", None)) == (1, 3)
+    assert axis.select((None, timedelta(hours=6))) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("units", "calendar", "steps"),
+    [("months since 2000-01-01", "360_day", 24), ("common_years since 2000-01-01", "noleap", 2)],
+)
+def test_months_and_years_on_the_calendars_that_have_them(units, calendar, steps):
+    axis = decode_times(np.arange(30), {"units": units, "calendar": calendar})
+    want = cftime.num2date(np.arange(30), units, calendar)
+    assert (axis.stamps == want).all()
+    assert axis.breaks == ()
+    start, stop = axis.select(("2000", "2001"))
+    assert stop - start == steps
+
+
+def test_dates_that_were_decoded_to_cftime():
+    stamps = cftime.num2date(np.arange(100), "days since 2001-02-01", "noleap")
+    axis = decode_times(stamps, {})
+    assert axis.select(("2001-03", "2001-03")) == (28, 59)
+    later_by_a_day = axis.shifted(np.timedelta64(1, "D"))
+    assert (later_by_a_day.stamps[:-1] == stamps[1:]).all()
+    assert later_by_a_day.digits[0] == 20010202000000

@@ -1,0 +1,158 @@
+"""Members, lead times and initial times: chosen, made samples, or what windows run along; xarray is the oracle."""
+
+import re
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import jigsaw
+from jigsaw.io.errors import GridError, WindowError
+from jigsaw.testing import on_ranks, world_mesh
+
+INITS, LEADS, MEMBERS = 5, 4, 3
+
+
+def forecasts():
+    """Five forecasts a day apart, of four 6-hourly leads and three members, labelled 1 to 3."""
+    shape = INITS, LEADS, MEMBERS, 7, 8
+    r = np.random.default_rng(1)
+    dims = ("time", "prediction_timedelta", "number", "latitude", "longitude")
+    return xr.Dataset(
+        {
+            "2m_temperature": (dims, r.normal(size=shape).astype("f4")),
+            "land_sea_mask": (dims[3:], r.normal(size=shape[3:]).astype("f4")),
+        },
+        coords={
+            "time": np.datetime64("2020-01-01", "ns") + np.arange(INITS) * np.timedelta64(24, "h"),
+            "prediction_timedelta": np.arange(LEADS) * np.timedelta64(6, "h").astype("timedelta64[ns]"),
+            "number": [1, 2, 3],
+            "latitude": np.linspace(90, -90, 7),
+            "longitude": np.arange(8) * 45.0,
+        },
+    )
+
+
+@pytest.fixture(scope="module", params=["zarr", "xarray"])
+def store(request, tmp_path_factory):
+    data = forecasts()
+    if request.param == "xarray":
+        return data
+    path = str(tmp_path_factory.mktemp("forecasts") / "f.zarr")
+    chunks = {"2m_temperature": {"chunks": (1, 2, 3, 7, 8)}}
+    data.to_zarr(path, consolidated=False, encoding=chunks)
+    return path
+
+
+def opened(store, select, fields=("t2m",), **kwargs):
+    return jigsaw.io.open(store, mesh=world_mesh(lat=1), fields=list(fields), select=select, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("select", "place"),
+    [
+        ({"number": 1, "prediction_timedelta": 2}, {"number": 1, "prediction_timedelta": 2}),
+        ({"member": -1, "lead": 0}, {"number": 2, "prediction_timedelta": 0}),
+        ({"member": "3", "lead": "12h"}, {"number": 2, "prediction_timedelta": 2}),
+        ({"number": 1.0, "lead": np.timedelta64(18, "h")}, {"number": 0, "prediction_timedelta": 3}),
+    ],
+)
+def test_a_choice_is_a_position_or_a_value_by_either_name(store, select, place):
+    ds = opened(store, select)
+    want = forecasts()["2m_temperature"].isel(place)
+    assert len(ds) == INITS
+    for i in range(INITS):
+        np.testing.assert_array_equal(ds[i].input.local[0, 0], want.values[i])
+    lead = forecasts().prediction_timedelta.values[place["prediction_timedelta"]]
+    assert ds.input_times(1)[0] == np.datetime64("2020-01-02") + lead
+
+
+@pytest.mark.parametrize(
+    ("member", "numbers"), [("all", [0, 1, 2]), ([2, 0], [2, 0]), (["2", "1"], [1, 0]), (slice(1, None), [1, 2])]
+)
+def test_several_choices_are_samples_each(store, member, numbers):
+    ds = opened(store, {"member": member, "lead": 1}, fields=["t2m", "land_sea_mask"], inputs=[0], targets=[1])
+    data = forecasts().isel(prediction_timedelta=1)
+    assert len(ds) == len(numbers) * (INITS - 1)
+    for i in range(len(ds)):
+        number, step = numbers[i // (INITS - 1)], i % (INITS - 1)
+        assert ds.choice(i) == {"prediction_timedelta": 1, "number": number}
+        sample = ds[i]
+        np.testing.assert_array_equal(sample.input.local[0, 0], data["2m_temperature"].values[step, number])
+        np.testing.assert_array_equal(sample.target.local[0, 0], data["2m_temperature"].values[step + 1, number])
+        np.testing.assert_array_equal(sample.input.local[0, 1], data["land_sea_mask"].values)
+
+
+def test_windows_run_along_the_lead_time(store):
+    ds = opened(store, {"init": "all", "number": 0}, along="lead", inputs=["-6h", "0h"], targets=["6h"])
+    data = forecasts()["2m_temperature"].isel(number=0)
+    assert len(ds) == INITS * 2
+    for i in range(len(ds)):
+        init, anchor = i // 2, i % 2 + 1
+        sample = ds[i]
+        np.testing.assert_array_equal(sample.input.local[:, 0], data.values[init, anchor - 1 : anchor + 1])
+        np.testing.assert_array_equal(sample.target.local[:, 0], data.values[init, [anchor + 1]])
+        valid = data.time.values[init] + data.prediction_timedelta.values[anchor - 1 : anchor + 2]
+        np.testing.assert_array_equal(np.concatenate([sample.input_times, sample.target_times]), valid)
+
+
+def test_leads_and_initial_times_are_selected_by_time(store):
+    ds = opened(
+        store, {"time": ("2020-01-02", "2020-01-03"), "number": 0}, along="prediction_timedelta", time=("6h", "12h")
+    )
+    assert len(ds) == 4
+    want = forecasts()["2m_temperature"].values[1:3, 1:3, 0].reshape(4, 7, 8)
+    for i in range(4):
+        np.testing.assert_array_equal(ds[i].input.local[0, 0], want[i])
+    one = opened(store, {"init": "2020-01-04", "number": 0}, along="lead")
+    assert one.choice(0)["time"] == 3
+
+
+@on_ranks(2)
+def test_a_batch_over_members_on_two_ranks(store):
+    ds = jigsaw.io.open(
+        store, mesh=world_mesh(lat=2), fields=["t2m"], select={"member": "all", "lead": 0}, halo=1, targets=[1]
+    )
+    whole = forecasts()["2m_temperature"].isel(prediction_timedelta=0).values
+    seen = []
+    for batch in jigsaw.io.DataLoader(ds, batch_size=5, shuffle=True, seed=2):
+        member, step = np.array(batch.samples) // 4, np.array(batch.samples) % 4
+        np.testing.assert_array_equal(batch.input.full_tensor()[:, 0, 0], whole[step, member])
+        np.testing.assert_array_equal(batch.target.full_tensor()[:, 0, 0], whole[step + 1, member])
+        seen += batch.samples
+    assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.parametrize("store", ["zarr"], indirect=True)
+def test_a_chunk_that_members_share_is_decoded_once(store):
+    plan = opened(store, {"member": "all", "lead": 0}).plan([0, INITS, 2 * INITS])
+    assert plan.total.chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("select", "match"),
+    [
+        ({"lead": 0}, r"has a dim 'number' of 3 .* with select=\{'number': 'all'\}"),
+        ({"lead": 0, "number": "7"}, r"'7'\} is 0 values of 'number' .* which has 1, 2, 3"),
+        ({"lead": "5h", "number": 0}, r"'5h'\} is 0 values of 'prediction_timedelta'"),
+        ({"lead": 4, "number": 0}, "is outside array"),
+        ({"lead": 0, "number": [1, 1]}, "picks nothing, or one place twice"),
+        ({"lead": 0, "number": ("1", "2")}, "is no range"),
+        ({"lead": ("30h", "60h"), "number": 0}, "selects no step"),
+        ({"lead": 0, "prediction_timedelta": 0, "number": 0}, "twice"),
+        ({"lead": 0, "number": 0, "level": 0}, r"select names 'level'.*\['number', 'prediction_timedelta'\]"),
+    ],
+)
+def test_choices_that_cannot_be_made(store, select, match):
+    with pytest.raises(GridError, match=match):
+        opened(store, select)
+
+
+def test_a_dim_to_run_along_must_exist(store):
+    with pytest.raises(GridError, match=re.escape("along='step_time' is no dim of the store")):
+        opened(store, {}, along="step_time")
+
+
+def test_a_window_of_leads_ends_with_the_forecast(store):
+    with pytest.raises(WindowError, match="needs 5 steps, but the series has 4"):
+        opened(store, {"init": 0, "number": 0}, along="lead", targets=["24h"])
