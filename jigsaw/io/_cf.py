@@ -59,6 +59,7 @@ def coordinate_of(name: str, given: Any, stored: Mapping[str, Any] | None = None
         known |= time
     elif values.dtype.kind in "OU":
         values = values.astype(str)
+    values = values if values.dtype.kind == "U" else values.astype(values.dtype.newbyteorder("="))
     return Coordinate(name, dims, values, known if stored is None else dict(stored))
 
 

@@ -19,6 +19,7 @@ from jigsaw.io._sink import Sink
 from jigsaw.io.errors import ReadError, WriteError
 from jigsaw.layout import Box, ShardingError
 from jigsaw.mesh import coordinate
+from jigsaw.tile import Tile
 
 T = TypeVar("T")
 _THREADS = 4
@@ -103,28 +104,26 @@ def deliver(source: Source, mesh: DeviceMesh, sink: Sink, dim: str | None, done:
             together(mesh, lambda jobs=jobs: _finish(jobs))
 
 
-def _rows(source: Source, part: Part, me: int) -> Tensor:
+def _rows(tile: Tile, owned: Box, box: Box) -> Tensor:
     """A box of this rank's own tile."""
-    layout = source.tile.layout
-    owned = layout.owned(list(layout.coords())[me])
-    return source.tile.local[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(part.taken, owned, strict=True))]
+    return tile.local[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, owned, strict=True))]
 
 
 def _swapped(source: Source, batch: Sequence[Unit], mesh: DeviceMesh, me: int) -> dict[Box, Tensor]:
     """The boxes of one round that this rank needs to write, its own and those of others, by where they lie."""
+    tile, owned = source.tile, source.tile.layout.owned(coordinate(mesh))
     sends: dict[int, list[Tensor]] = {}
     wanted: dict[int, list[Part]] = {}
     ready: dict[Box, Tensor] = {}
     for unit in batch:
         for part in unit.parts:
             if part.giver == me and unit.writer == me:
-                ready[part.taken] = _rows(source, part, me)
+                ready[part.taken] = _rows(tile, owned, part.taken)
             elif part.giver == me:
-                sends.setdefault(unit.writer, []).append(_rows(source, part, me).reshape(-1))
+                sends.setdefault(unit.writer, []).append(_rows(tile, owned, part.taken).reshape(-1))
             elif unit.writer == me:
                 wanted.setdefault(part.giver, []).append(part)
-    local = source.tile.local
-    received = [(giver, local.new_empty(sum(volume(p.taken) for p in parts))) for giver, parts in wanted.items()]
+    received = [(giver, tile.local.new_empty(sum(volume(p.taken) for p in parts))) for giver, parts in wanted.items()]
     comm.swap(mesh, [(to, torch.cat(boxes)) for to, boxes in sorted(sends.items())], received, "write").wait()
     for giver, flat in received:
         sizes = [volume(p.taken) for p in wanted[giver]]

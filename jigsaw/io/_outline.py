@@ -357,6 +357,7 @@ def outline(
     if levels is not None and LEVEL not in {c.name for c in coords} | set(there):
         coords.append(coordinate_of(LEVEL, levels))
     names = {s.array.name for s in sources}
+    _check_names((*names, *(c.name for c in coords)))
     for c in coords:
         _check_coordinate(c, sizes, names)
     rows = sizes[how.append_dim] if how.append_dim is not None else 0
@@ -364,6 +365,13 @@ def outline(
         return Outline(tuple(_with_coordinates(s, coords) for s in sources), tuple(coords), rows)
     growing = _growing(coords, known, how.append_dim)
     return Outline(tuple(_as_stored(s, known, how) for s in _all_of(sources, known, how)), growing, rows)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """A name becomes a folder in one format: none may lead elsewhere."""
+    for name in names:
+        if not name or "/" in name or name in (".", "..") or name.startswith("__"):
+            raise FieldError(f"{name!r} cannot name an array; choose one without '/', not '.', '..' or '__…'")
 
 
 def _check_coordinate(c: Coordinate, sizes: Mapping[str, int], arrays: Collection[str]) -> None:

@@ -6,7 +6,8 @@ which the others send their boxes a budget at a time.
 
 **Killed runs.**  A Zarr store opens at any moment and shows whole steps only: new chunks are not part of it until one
 small file, the root ``zarr.json``, is replaced atomically after each append.  A NetCDF file takes its name when it is
-whole (until then it is ``NAME.part``, flushed after each append).  `completeness` tells how far a store is; the same
+whole (until then it is ``NAME.part``, flushed after each append).  That is against the end of a process; nothing is
+forced out of the system's own buffers, which a power cut may lose.  `completeness` tells how far a store is; the same
 stands in its global attributes ``jigsaw_append_dim``, ``jigsaw_complete`` (steps along that dim) and ``jigsaw_closed``.
 """
 
@@ -27,7 +28,7 @@ from jigsaw.io._outline import CHANNEL, Array, Choices, Data, Dims, Found, Outli
 from jigsaw.io._sink import Completeness, Sink, completeness_of
 from jigsaw.io.errors import WriteError
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import coordinate
+from jigsaw.mesh import coordinate, same_mesh
 from jigsaw.tile import Tile
 
 if TYPE_CHECKING:
@@ -287,6 +288,8 @@ def _mesh_of(data: Any) -> DeviceMesh:
             f"write takes a tile or a mapping of tiles, not {type(data).__name__}; "
             "cut it first: jigsaw.shard(x, mesh, spec)"
         )
+    if not all(same_mesh(found, t.mesh) for t in tiles if isinstance(t, Tile)):
+        raise ShardingError("the tiles of one write lie on different meshes; write them one mesh at a time")
     return found
 
 
