@@ -17,6 +17,7 @@ from jigsaw.io.portion import Portion, Spans, joined
 
 HEADER = 16
 _MEMCPYED = 0x2
+_WHOLE = 0x10
 _HEADER = struct.Struct("<BBBBIII")
 
 
@@ -63,7 +64,11 @@ class Frame:
         low, high = int(begin.min()), int(end.max())
         made = np.empty(table + high - low, np.uint8)
         made[table:] = raw[low:high]
-        made[:HEADER] = np.frombuffer(_HEADER.pack(*self.head[:4], size, min(self.block, size), made.size), np.uint8)
+        version, codec, flags, typesize = self.head[:4]
+        if size < self.block:  # the last block alone: it is shorter than the others, and never split
+            flags |= _WHOLE
+        head = _HEADER.pack(version, codec, flags, typesize, size, min(self.block, size), made.size)
+        made[:HEADER] = np.frombuffer(head, np.uint8)
         if not self.is_copied:
             made[HEADER:table] = (begin - low + table).astype("<i4").view(np.uint8)
         return made

@@ -1,0 +1,195 @@
+"""Less than a chunk: the spans that boxes need, the blocks of Blosc frames, and what a read then fetches and decodes."""
+
+import itertools
+import struct
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numcodecs import Blosc
+from numcodecs import blosc as library
+from toy_store import held, layout
+
+from jigsaw.io import table as tables
+from jigsaw.io._blosc import frame_of, head_of
+from jigsaw.io._codecs import BadChunkError
+from jigsaw.io.engine import Engine
+from jigsaw.io.errors import CorruptChunkError
+from jigsaw.io.plan import MODES, plan_read
+from jigsaw.io.portion import byte_spans, joined
+from jigsaw.io.request import Part, Request
+from jigsaw.io.store import open_store
+from jigsaw.mesh import coordinate
+from jigsaw.testing import on_ranks, world_mesh
+
+ROWS = (200, 150)
+
+
+# -- spans -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def rects(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        rect = []
+        for n in shape:
+            edges = sorted(draw(st.sets(st.integers(0, n), min_size=2, max_size=4)))
+            rect.append(tuple(zip(edges[::2], edges[1::2], strict=False)))
+        found.append(tuple(rect))
+    return shape, found, tuple(draw(st.permutations(range(len(shape)))))
+
+
+@given(rects(), st.integers(0, 9))
+@settings(deadline=None, max_examples=200)
+def test_spans_are_the_bytes_of_the_boxes(given_rects, gap):
+    shape, wanted, order = given_rects
+    need = np.zeros(shape, bool)
+    for rect in wanted:
+        need[np.ix_(*[[i for a, b in dim for i in range(a, b)] for dim in rect])] = True
+    flat = np.repeat(need.transpose(order).ravel(), 4)
+    spans = byte_spans(wanted, shape, order, 4, gap)
+    covered = np.zeros(flat.size, bool)
+    for a, b in spans:
+        covered[a:b] = True
+    assert covered[flat].all()
+    assert (spans[1:, 0] > spans[:-1, 1] + gap).all()
+    if gap == 0:
+        assert (covered == flat).all()
+
+
+def test_joined_keeps_what_is_apart():
+    spans = np.array([[10, 12], [0, 4], [3, 9], [20, 21]])
+    assert joined(spans, 0).tolist() == [[0, 9], [10, 12], [20, 21]]
+    assert joined(spans, 1).tolist() == [[0, 12], [20, 21]]
+
+
+# -- Blosc frames ----------------------------------------------------------------------------------------------------
+
+KINDS = list(itertools.product(("lz4", "blosclz", "zstd", "zlib", "lz4hc"), (0, 1, 2), ("u1", "f4", "f8", "V12")))
+
+
+def frame(raw):
+    head = raw[:16].tobytes()
+    size = struct.unpack("<I", head[4:8])[0]
+    _, count = head_of(head, size, raw.size)
+    return frame_of(head, raw[16 : 16 + (0 if head[2] & 2 else 4 * count)])
+
+
+@pytest.mark.parametrize(("cname", "shuffle", "dtype"), KINDS)
+def test_blocks_of_a_frame_are_those_of_the_library(cname, shuffle, dtype):
+    r = np.random.default_rng(0)
+    values = (r.normal(size=30_001) * 50).astype("i4").view("u1")[: 120_000 - 120_000 % 12]
+    x = values.view(dtype)
+    for level, block in ((5, 0), (1, 4096), (9, 1 << 16), (0, 4096)):
+        raw = np.frombuffer(library.compress(x, cname.encode(), level, shuffle, block), np.uint8)
+        found = frame(raw)
+        for spans in ([[0, 1]], [[5, 9000], [70_000, 70_100]], [[values.size - 1, values.size]], [[0, values.size]]):
+            part = found.portion(np.array(spans), gap=100)
+            fetched = np.concatenate([raw[at : at + n] for at, n in part.ranges])
+            out = np.zeros(values.size, np.uint8)
+            found.decode(part, fetched, out)
+            for a, b in [*spans, *part.spans]:
+                np.testing.assert_array_equal(out[a:b], values[a:b])
+            assert part.decoded == sum(b - a for a, b in part.spans) and part.stored <= raw.size
+
+
+@given(st.integers(0, 79), st.integers(0, 255))
+@settings(deadline=None, max_examples=300)
+def test_a_changed_header_or_table_is_refused_or_stays_within_the_chunk(at, value):
+    x = np.arange(20_000, dtype="f4").view("u1")
+    raw = np.frombuffer(library.compress(x, b"lz4", 5, 1, 1 << 13), np.uint8).copy()
+    raw[at] = value
+    try:
+        _, count = head_of(raw[:16].tobytes(), x.size, raw.size)
+        found = frame_of(raw[:16].tobytes(), raw[16 : 16 + (0 if raw[2] & 2 else 4 * count)])
+        part = found.portion(np.array([[10, 50_000]]), gap=0)
+        fetched = np.concatenate([raw[at : at + n] for at, n in part.ranges])
+        found.decode(part, fetched, np.zeros(x.size, np.uint8))
+    except BadChunkError:
+        return
+
+
+# -- through the reader ----------------------------------------------------------------------------------------------
+
+
+def write(folder, kind):
+    """`air` [time, level, lat, lon], one chunk a step."""
+    x = np.random.default_rng(1).normal(size=(2, 3, *ROWS)).round(2).astype("f4")
+    dims = ("time", "level", "lat", "lon")
+    group = zarr.open_group(str(folder / "s.zarr"), mode="w", zarr_format=3 if kind == "sharded" else 2)
+    chunks = (1, 3, *ROWS)
+    if kind == "sharded":
+        blosc = zarr.codecs.BloscCodec(cname="zstd", clevel=1, shuffle="shuffle", blocksize=1 << 13)
+        options = {"compressors": blosc, "shards": (2, *chunks[1:]), "dimension_names": dims}
+    else:
+        options = {
+            "blosc": {"compressors": Blosc("zstd", 1, 1, 1 << 13)},
+            "fortran": {"compressors": Blosc("zstd", 1, 2, 1 << 13), "order": "F"},
+            "copied": {"compressors": Blosc("lz4", 0, 1, 1 << 13)},
+            "plain": {"compressors": None},
+        }[kind] | {"attributes": {"_ARRAY_DIMENSIONS": dims}}
+    group.create_array("air", shape=x.shape, chunks=chunks, dtype="f4", **options)[...] = x
+    return str(folder / "s.zarr"), x
+
+
+def asked(axes, halo=0):
+    times, levels = ((0, 0), (1, 1)), tuple((k, k) for k in range(3))
+    return Request(layout(3, 2, ROWS, axes, halo), (Part("air", (times, levels, None, None), (0, 1, 2, 3)),))
+
+
+@pytest.mark.parametrize("kind", ["blosc", "fortran", "copied", "plain", "sharded"])
+@pytest.mark.parametrize("mode", ["auto", *MODES])
+@pytest.mark.parametrize("axes", [{"lat": 4}, {"lat": 2, "lon": 2}], ids=str)
+@on_ranks(4)
+def test_parts_of_chunks_give_the_same_tile(tmp_path, kind, mode, axes):
+    mesh = world_mesh(**axes)
+    if mesh.get_rank() == 0:
+        write(tmp_path, kind)
+    import torch.distributed as dist
+
+    dist.barrier()
+    x = np.random.default_rng(1).normal(size=(2, 3, *ROWS)).round(2).astype("f4")
+    engine = Engine(open_store(tmp_path / "s.zarr"), mesh, threads=1)
+    request = asked(axes, halo=2)
+    plan = plan_read(request, engine.store.arrays, mode)
+    got = engine.read(plan)
+    np.testing.assert_array_equal(got, held(x, request.layout, coordinate(mesh)))
+    assert engine.stats == plan.rows[mesh.get_rank()]
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["blosc", "plain", "sharded"])
+def test_bands_read_their_own_blocks(tmp_path, kind):
+    path, _ = write(tmp_path, kind)
+    arrays = open_store(path).arrays
+    request = asked({"lat": 4})
+    plan = plan_read(request, arrays)
+    assert plan.modes == {"air": "independent"}  # a band is a part of the chunk, and parts hardly overlap
+    assert plan.amplification < 1.3  # at most a block more at each end of a level's band
+    if kind == "plain":
+        assert plan.total.stored_bytes == plan.total.useful_bytes == 2 * 3 * 200 * 150 * 4
+    else:
+        whole = sum(arrays["air"].stored_bytes((t, 0, 0, 0)) for t in range(2))
+        assert plan.total.stored_bytes < 1.3 * whole
+
+
+def test_a_damaged_table_of_blocks_is_named(tmp_path):
+    path, _ = write(tmp_path, "blosc")
+    arrays = open_store(path).arrays
+    ref = arrays["air"].locate((0, 0, 0, 0))
+    with open(ref.path, "r+b") as f:
+        f.seek(20)
+        f.write(b"\xff\xff\xff\x7f")
+    with pytest.raises(CorruptChunkError, match=r"chunk \(0, 0, 0, 0\) of array 'air' in .*table of blocks points out"):
+        plan_read(asked({"lat": 4}), arrays, "independent").total  # noqa: B018  the rows are computed when asked for
+
+
+def test_small_chunks_are_read_whole(tmp_path, monkeypatch):
+    path, _ = write(tmp_path, "blosc")
+    monkeypatch.setattr(tables, "SMALL", 1 << 30)
+    plan = plan_read(asked({"lat": 4}), open_store(path).arrays, "independent")
+    assert plan.total.decoded_bytes == 4 * 2 * 3 * 200 * 150 * 4
