@@ -170,7 +170,7 @@ class Dataset:
 
     @property
     def target_fields(self) -> tuple[str, ...]:
-        """The name of each channel of the target."""
+        """The name of each channel of the target; one that the input has too is named as there."""
         return tuple(self.channels[c].name for c in self.target_channels)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from globe_store import globe, stacked, write
 
 import jigsaw
-from jigsaw.io.errors import CorruptChunkError, FieldError, ReadError, StateError
+from jigsaw.io.errors import CorruptChunkError, FieldError, ReadError, StateError, WindowError
 from jigsaw.io.prefetch import Prefetch
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
@@ -264,3 +264,46 @@ def test_loading_a_state_ends_the_iteration_under_way(wb2):
     assert loader.state_dict() == {"seed": 0, "epoch": 4, "next_sample": 6}
     assert [batch.samples for batch in loader] == [(6,), (7,)]
     loader.close()
+
+
+# -- rollouts ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_rollouts_grow_by_epoch_and_samples_stay(wb2):
+    ds = jigsaw.io.open(wb2, mesh=world_mesh(lat=2), fields=FIELDS, targets=range(1, 5))
+    loader = jigsaw.io.DataLoader(ds, batch_size=2, shuffle=True, seed=1, rollout={0: 1, 2: 4})
+    whole, orders = stacked(wb2, LONG), []
+    for steps in (1, 1, 4):
+        batches = list(loader)
+        for batch in batches:
+            assert batch.target.shape[1] == batch.target_times.shape[1] == steps
+            want = np.stack([whole[s + 1 : s + 1 + steps] for s in batch.samples])
+            np.testing.assert_allclose(batch.target.full_tensor(), want, rtol=1e-6)
+        orders.append(sorted(s for batch in batches for s in batch.samples))
+    assert orders == [list(range(6))] * 3
+    assert loader.state_dict() == {"seed": 1, "epoch": 3, "next_sample": 0}
+    loader.load_state_dict({"seed": 1, "epoch": 1, "next_sample": 4})
+    assert [batch.target.shape[1] for batch in loader] == [1]
+    assert [batch.target.shape[1] for batch in loader] == [4, 4, 4]
+
+
+def test_a_short_rollout_reads_no_more_than_it_gives(wb2):
+    ds = jigsaw.io.open(wb2, mesh=world_mesh(lat=1), fields=["t2m"], targets=[1, 2, 3])
+    loader = jigsaw.io.DataLoader(ds, rollout=1, prefetch_bytes=0)
+    next(iter(loader))
+    assert loader.bytes_read == ds.rollout(1).plan(0).total.stored_bytes < ds.plan(0).total.stored_bytes
+
+
+@pytest.mark.parametrize(
+    ("rollout", "match"),
+    [
+        ({0: 1, 5: 4}, r"asks for 4 targets, but the dataset was opened with 1"),
+        ({1: 1}, "must be targets by first epoch, from 0 on"),
+        ({0: 0}, "asks for 0 targets"),
+        ({0: 0.5}, "must be targets by first epoch"),
+    ],
+)
+def test_rollouts_that_the_targets_cannot_give(wb2, rollout, match):
+    with pytest.raises(WindowError, match=match):
+        jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), rollout=rollout)

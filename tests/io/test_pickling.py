@@ -1,0 +1,75 @@
+"""Datasets and loaders that travel to other processes under `spawn`."""
+
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from globe_store import stacked
+
+import jigsaw
+from jigsaw.io.errors import ReadError
+from jigsaw.testing import on_ranks, world_mesh
+
+LONG = ["2m_temperature", "geopotential@500"]
+
+
+def opened(store, mesh):
+    return jigsaw.io.open(store, mesh=mesh, fields=["t2m", "z500"], inputs=[-1, 0], targets=[1, 2])
+
+
+def read_elsewhere(pickled):
+    """In a process of its own: a sample, and what is left of the loader's epoch."""
+    dataset, loader = pickle.loads(pickled)
+    sample = dataset[3]
+    batches = [(b.samples, b.input.local.numpy()) for b in loader]
+    loader.close()
+    return sample.input.local.numpy(), batches, loader.state_dict()
+
+
+def test_a_dataset_and_a_loader_in_mid_epoch_go_on_in_a_spawned_process(wb2):
+    ds = opened(wb2, world_mesh(lat=1, lon=1))
+    loader = jigsaw.io.DataLoader(ds, batch_size=2, shuffle=True, seed=5, rollout={0: 1})
+    running = iter(loader)
+    first = next(running)
+    pickled = pickle.dumps((ds, loader))
+    want = [(b.samples, b.input.local.numpy()) for b in running]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        sample, batches, state = pool.apply(read_elsewhere, (pickled,))
+    np.testing.assert_allclose(sample, stacked(wb2, LONG)[3:5], rtol=1e-6)
+    assert [samples for samples, _ in batches] == [samples for samples, _ in want]
+    assert first.samples not in [samples for samples, _ in batches]
+    for (_, here), (_, there) in zip(want, batches, strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert state == loader.state_dict() == {"seed": 5, "epoch": 1, "next_sample": 0}
+
+
+@on_ranks(2)
+def test_unpickled_on_every_rank_they_join_the_mesh(wb2):
+    ds = opened(wb2, world_mesh(lat=2))
+    again = pickle.loads(pickle.dumps(ds))
+    assert "store" not in vars(again.source)
+    assert len(again) == len(ds)
+    torch.testing.assert_close(again[2].input.local, ds[2].input.local, rtol=0, atol=0)
+    loader = pickle.loads(pickle.dumps(jigsaw.io.DataLoader(again, batch_size=3, rollout={0: 2, 3: 1}, seed=4)))
+    assert loader.bytes_read == 0
+    assert [b.samples for b in loader] == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert loader.state_dict()["seed"] == 4
+
+
+def test_a_plan_of_integers_and_a_dataset_of_xarray_pickle_too(wb2):
+    planned = pickle.loads(pickle.dumps(opened(wb2, {"lat": 4})))
+    assert planned.plan(1).ranks == 4
+    with pytest.raises(ReadError, match="it can plan, not read"):
+        planned[0]
+    computed = opened(xr.open_zarr(wb2, consolidated=False), world_mesh(lat=1))
+    again = pickle.loads(pickle.dumps(computed))
+    torch.testing.assert_close(again[0].input.local, computed[0].input.local)
+
+
+def test_an_opened_store_does_not_travel(wb2):
+    ds = opened(jigsaw.io.open_store(wb2), world_mesh(lat=1))
+    with pytest.raises(ReadError, match=r"cannot be pickled.*give jigsaw.io.open the path or URL"):
+        pickle.dumps(ds)
