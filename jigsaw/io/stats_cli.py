@@ -56,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
             dataset = _opened(args, client is not None)
             found = statistics(
                 dataset,
-                every=args.every,
                 weights=args.weights,
                 block=args.block,
                 checkpoint=checkpoint,
@@ -87,13 +86,21 @@ def report(found: Statistics) -> str:
 
 
 def _opened(args: argparse.Namespace, by_workers: bool) -> Dataset:
-    mesh: Any = {} if by_workers else init_mesh(device="cpu", **(args.mesh or {"data": _ranks()}))
     if by_workers and args.mesh:
         raise FieldError(
             f"--mesh {args.mesh} is for ranks of torchrun, and dask's workers read whole steps; leave one out"
         )
+    mesh = init_mesh(device="cpu", **(args.mesh or {"data": _ranks()}))
     # float64: what a store packs as integers is not rounded before it is summed
-    return open(args.store, mesh=mesh, fields=args.fields, time=args.time, select=args.select, dtype="float64")
+    return open(
+        args.store,
+        mesh=mesh,
+        fields=args.fields,
+        time=args.time,
+        every=args.every or 1,
+        select=args.select,
+        dtype="float64",
+    )
 
 
 def _ranks() -> int:
@@ -114,7 +121,8 @@ def _cluster(args: argparse.Namespace) -> Generator[Client | None]:
         with Client(args.scheduler) as client:
             yield client
         return
-    local: Any = {"host": "127.0.0.1", "dashboard_address": None, "threads_per_worker": 1}
+    quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # dask's server has a page even without one
+    local: Any = {"host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
     with LocalCluster(n_workers=args.dask or _cores(), **local) as cluster, Client(cluster) as client:
         yield client
 

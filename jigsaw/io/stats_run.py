@@ -30,7 +30,6 @@ Progress = Callable[[int, int], None]
 def statistics(
     dataset: Dataset,
     *,
-    every: str | int | np.timedelta64 | None = None,
     weights: str = "none",
     block: int | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -44,22 +43,21 @@ def statistics(
     steps along the axis `data`; the ranks' moments are merged exactly at the end, and every rank returns the same.
     NaN is skipped and counted (`missing`); std is the population's.  There is no difference over a gap in time.
 
-    - `every`: a duration (``"6h"``) or a number of steps to thin the series by, differences included;
     - `weights`: ``"area"`` weighs latitude rows by their share of the sphere, ``"none"`` counts each value alike;
     - `block`: steps that a rank reads together, by default 128 MiB of them;
     - `checkpoint`: a file that is replaced whole after each block, and yours to remove once the result is safe; with
       `resume` the run goes on from it, if it is there, with the same bits as a run that was never interrupted;
     - `progress`: a bar (tqdm) on the first rank, or a function of the steps done and their number;
-    - `client`: a `dask.distributed.Client`: its workers open the store by its path and read blocks of steps, and
-      the result has the same bits as on one rank.
+    - `client`: a `dask.distributed.Client`: its workers get the dataset pickled and read blocks of steps, and the
+      result has the same bits as on one rank.
 
     *Sends*: what reading sends; with `data`, a tile a rank and block; at the end (with `checkpoint`, after each block)
     112 C bytes to every other rank.
 
-    Raises: `FieldError`, `WindowError` or `GridError` for what cannot be asked of the dataset, `StateError` for a
+    Raises: `FieldError` or `GridError` for what cannot be asked of the dataset, `StateError` for a
     checkpoint of something else.
     """
-    series = Series.of(dataset, every, weights, block)
+    series = Series.of(dataset, weights, block)
     at = None if checkpoint is None else Path(checkpoint)
     if resume and at is None:
         raise FieldError("resume=True needs checkpoint=, the file that the run before wrote")
@@ -73,7 +71,7 @@ def statistics(
             report(state.done, len(series))
     total = spread.merged(state)
     columns = {**total.values.summary(), **{f"diff_{n}": v for n, v in total.differences.summary().items()}}
-    return Statistics(dataset.fields, columns, series.attrs(), f"statistics of {dataset.store.url}")
+    return Statistics(series.channels, columns, series.attrs(), f"statistics of {dataset.store.url}")
 
 
 def _blocks(series: Series, start: int, client: Client | None) -> Iterator[Block]:
@@ -91,7 +89,7 @@ class _Spread:
 
     def __init__(self, series: Series, checkpoint: Path | None, alone: bool) -> None:
         self.series, self.checkpoint = series, checkpoint
-        self.channels = len(series.dataset.channels)
+        self.channels = len(series.channels)
         self.mesh = None if alone else series.dataset.device_mesh()
         self.coords = list(series.dataset.layout.coords())
         self.me = 0 if self.mesh is None else self.coords.index(coordinate(self.mesh))

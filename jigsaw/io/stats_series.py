@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.dataset import Dataset
-from jigsaw.io.errors import FieldError, GridError, WindowError
+from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.moments import Float
 
 WEIGHTS = ("none", "area")
 _BLOCK_BYTES = 1 << 27
-_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,14 @@ class Series:
 
     dataset: Dataset
     follows: NDArray[np.bool_]
-    every: str
     weights: str
     block: int
 
     @classmethod
-    def of(cls, dataset: Dataset, every: Any, weights: str, block: int | None) -> Series:
-        """Check what is asked, and thin the steps.
+    def of(cls, dataset: Dataset, weights: str, block: int | None) -> Series:
+        """Check what is asked.
 
-        Raises: `FieldError` for a dataset of windows, `WindowError` for a frequency that the steps do not have,
-        `GridError` for area weights without latitudes.
+        Raises: `FieldError` for a dataset of windows, `GridError` for area weights without latitudes.
         """
         if len(dataset.inputs) != 1 or dataset.targets:
             raise FieldError(
@@ -49,9 +45,15 @@ class Series:
             raise GridError(f"weights='area' needs a lat dim, and the fields have {dataset.frame.dims}; use 'none'")
         if block is not None and block < 1:
             raise FieldError(f"block={block} must be at least 1, the steps that a rank reads together")
-        thin = dataset if every is None else _thinned(dataset, every)
-        follows = _follows(elapsed(thin))
-        return cls(thin, follows, str(every or "step"), weights, min(block or _block(thin), len(thin)))
+        once = _follows(elapsed(dataset))
+        # members and lead times come one after the other, each with all steps
+        follows = np.tile(once, len(dataset) // len(once))
+        return cls(dataset, follows, weights, min(block or _block(dataset), len(dataset)))
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The names of the channels that are read, forcings included."""
+        return (*self.dataset.fields, *self.dataset.forcing_names)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -69,16 +71,15 @@ class Series:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that goes on with it."""
         d = self.dataset
-        steps = hashlib.sha256(np.ascontiguousarray(d.anchors + d.inputs[0]).tobytes()).hexdigest()[:16]
+        steps = hashlib.sha256(elapsed(d).tobytes()).hexdigest()[:16]
         scales = [x.hex() for x in (*d.scale, *d.offset)]
         scaled = hashlib.sha256(repr((scales, d.nan, sorted(d.select.items()))).encode()).hexdigest()[:16]
         sizes = dict(zip(d.frame.dims, d.frame.sizes, strict=True))
         return {
             "store": d.store.url,
-            "fields": list(d.fields),
+            "fields": list(self.channels),
             "sizes": sizes,
             "steps": f"{len(self)} ({steps})",
-            "every": self.every,
             "values": f"{d.dtype} ({scaled})",
             "weights": self.weights,
             "mesh": [list(axis) for axis in d.frame.axes if axis[1] > 1],
@@ -94,7 +95,7 @@ class Series:
             "first": str(first),
             "last": str(last),
             "steps": len(d),
-            "every": self.every,
+            "every": _shown(d),
             "weights": self.weights,
         }
 
@@ -119,8 +120,8 @@ def area(lat: Float) -> Float:
 def elapsed(dataset: Dataset) -> Float:
     """The time of each step, in seconds on one scale, or as the store's plain numbers."""
     stamps = dataset.times[dataset.anchors + dataset.inputs[0]]
-    if stamps.dtype.kind == "M":
-        return stamps.astype("datetime64[us]").astype(np.int64) / 1e6
+    if stamps.dtype.kind in "mM":
+        return stamps.astype(f"{stamps.dtype.kind}8[us]").astype(np.int64) / 1e6
     if stamps.dtype.kind == "O":
         return np.array([(t - stamps[0]).total_seconds() for t in stamps])
     return stamps.astype(np.float64)
@@ -130,39 +131,16 @@ def _usual(times: Float) -> float:
     return float(np.median(np.diff(times))) if len(times) > 1 else 0.0
 
 
+def _shown(dataset: Dataset) -> str:
+    usual = _usual(elapsed(dataset))
+    return f"{usual / 3600:g}h" if dataset.times.dtype.kind in "mMO" else f"{usual:g}"
+
+
 def _follows(times: Float) -> NDArray[np.bool_]:
     """Months and leap years differ by less than half a step; what is longer is a gap, with no difference over it."""
     found = np.zeros(len(times), dtype=np.bool_)
     found[1:] = np.diff(times) < 1.5 * _usual(times)
     return found
-
-
-def _thinned(dataset: Dataset, every: Any) -> Dataset:
-    """Every n-th step, or those a whole number of durations after the first, as ``"6h"``."""
-    # numpy counts its timedeltas among the integers
-    if isinstance(every, int | np.integer) and not isinstance(every, np.timedelta64):
-        if every < 1:
-            raise WindowError(f"every={every} must be at least 1 step")
-        return replace(dataset, anchors=dataset.anchors[::every])
-    wanted, times = _duration(every), elapsed(dataset)
-    if dataset.times.dtype.kind not in "MO":
-        raise WindowError(f"every={every!r} is a duration, but the store's time has no units; give a number of steps")
-    usual = _usual(times)
-    if usual > 0 and (wanted < usual or abs(wanted / usual - round(wanted / usual)) > 1e-9):
-        raise WindowError(f"every={every!r} is no whole number of the store's steps of {usual / 3600:g} h")
-    since = (times - times[0]) / wanted
-    return replace(dataset, anchors=dataset.anchors[np.abs(since - np.rint(since)) < 1e-9])
-
-
-def _duration(every: Any) -> float:
-    """Seconds of ``"6h"``, ``"30min"``, ``"1d"`` or a numpy timedelta."""
-    if isinstance(every, np.timedelta64):
-        return float(every / np.timedelta64(1, "s"))
-    match = re.fullmatch(r"(\d*)\s*(s|min|h|d)", str(every).strip().lower())
-    seconds = int(match[1] or 1) * _SECONDS[match[2]] if match else 0
-    if not seconds:
-        raise WindowError(f"every={every!r} is no duration like '6h', '30min' or '1d', nor a number of steps")
-    return float(seconds)
 
 
 def _block(dataset: Dataset) -> int:
