@@ -36,7 +36,12 @@ def choose(found: Survey, variables: Sequence[Variable], select: Mapping[str, An
         for d in variable.further:
             dim, size = variable.table.dims[d], variable.table.shape[d]
             if dim in wanted:
-                made[dim] = _positions(found, variable, dim, wanted[dim])
+                positions = _positions(found, variable, dim, wanted[dim])
+                if made.setdefault(dim, positions) != positions:
+                    raise GridError(
+                        f"select={{{dim!r}: {wanted[dim]!r}}} is at other places of {dim!r} in array "
+                        f"{variable.table.name!r} than in another field; open them one at a time"
+                    )
             elif size == 1:
                 made.setdefault(dim, (0,))
             else:

@@ -264,9 +264,11 @@ class Dataset:
         return [(self._choice(chosen), tuple(pairs)) for chosen, pairs in picks.items()]
 
     def _block_times(self, keys: Sequence[int]) -> NDArray[Any]:
-        found: list[NDArray[Any]] = []
-        for chosen, step in (divmod(key, len(self.stored_steps)) for key in keys):
-            found.append(self._valid(self.times[step : step + 1], self._choice(chosen)))
+        """What the steps of a block are valid at."""
+        chosen, steps = np.divmod(np.array(keys, dtype=np.int64), len(self.stored_steps))
+        if not self.origins:
+            return self.times[steps]
+        found = [self._valid(self.times[s : s + 1], self._choice(int(c))) for c, s in zip(chosen, steps, strict=True)]
         return np.concatenate(found)
 
     def plan(self, sample: int | Sequence[int] = 0) -> ReadPlan:

@@ -93,7 +93,8 @@ def _chunk_lines(axes: Any, dataset: Dataset, height: int, width: int) -> None:
     for variable in dataset.variables:
         for key, dim, size in (("h", dataset.frame.dims[-2], height), ("v", dataset.frame.dims[-1], width)):
             edges = variable.table.along[variable.roles.index(dim)].edges()
-            lines[key] |= {size - e for e in edges} if dim in dataset.flipped else set(edges)
+            begin = dataset.turn.rolled.get(dim, 0)
+            lines[key] |= {size - e for e in edges} if dim in dataset.flipped else {(e - begin) % size for e in edges}
     axes.hlines(sorted(lines["h"]), 0, width, colors="black", linestyles="dashed", lw=0.8)
     axes.vlines(sorted(lines["v"]), 0, height, colors="black", linestyles="dashed", lw=0.8)
 

@@ -37,7 +37,7 @@ def _steps(name: str, offset: Any, axis: TimeAxis | None) -> int:
     if axis is not None:
         return axis.steps_in(name, offset)
     if not is_int(offset):
-        raise WindowError(f"{name} has {offset!r}, a duration, but the fields have no time; use steps")
+        raise WindowError(f"{name}={offset!r} is a duration, but the fields have no time; use steps")
     return int(offset)
 
 

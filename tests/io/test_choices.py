@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 import jigsaw
 from jigsaw.io.errors import GridError, WindowError
@@ -146,6 +147,20 @@ def test_a_chunk_that_members_share_is_decoded_once(store):
 def test_choices_that_cannot_be_made(store, select, match):
     with pytest.raises(GridError, match=match):
         opened(store, select)
+
+
+def test_one_label_at_two_places_is_refused():
+    """Two fields whose members are numbered differently."""
+    data = forecasts()["2m_temperature"].isel(prediction_timedelta=0, drop=True)
+    groups = {"/a": data.to_dataset(), "/b": data.assign_coords(number=[3, 2, 1]).to_dataset()}
+    store = zarr.storage.MemoryStore()
+    for name, group in groups.items():
+        group.to_zarr(store, group=name, consolidated=False)
+    fields = ["a/2m_temperature", "b/2m_temperature"]
+    opened_group = zarr.open_group(store, mode="r")
+    assert len(opened(opened_group, {"number": "2"}, fields)) == INITS
+    with pytest.raises(GridError, match="'3'} is at other places of 'number' in array 'b/2m_temperature'"):
+        opened(opened_group, {"number": "3"}, fields)
 
 
 def test_a_dim_to_run_along_must_exist(store):

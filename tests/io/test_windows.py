@@ -1,10 +1,14 @@
 """Windows: every anchor whose steps exist without a gap, and no other."""
 
+from datetime import timedelta
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jigsaw.io.errors import WindowError
+from jigsaw.io.times import decode_times
 from jigsaw.io.windows import anchors, offsets
 
 
@@ -51,8 +55,22 @@ def test_windows_that_the_series_cannot_give(stop, inputs, targets, breaks, matc
 
 
 @pytest.mark.parametrize(
-    ("given_", "match"), [([0, 0], "names a step twice"), ([0.5], "must be integers"), ([True], "must be integers")]
+    ("given_", "match"),
+    [
+        ([0, 0], "names a step twice"),
+        ([0.5], "must be integers"),
+        ([True], "must be integers"),
+        (["-6h"], "'-6h' is a duration, but the fields have no time"),
+        ("-6h", r"is one string; give a list: inputs=\['-6h'\]"),
+    ],
 )
 def test_offsets_are_checked(given_, match):
     with pytest.raises(WindowError, match=f"inputs=.*{match}"):
         offsets("inputs", given_)
+
+
+def test_offsets_may_be_durations_along_an_axis():
+    axis = decode_times(np.arange(0, 48, 6), {"units": "hours since 2000-01-01"})
+    assert offsets("inputs", ["-12h", -1, "0h", timedelta(hours=6)], axis) == (-2, -1, 0, 1)
+    with pytest.raises(WindowError, match=r"targets=\[1, '6h'\] names a step twice"):
+        offsets("targets", [1, "6h"], axis)
