@@ -17,6 +17,7 @@ from jigsaw.io.errors import FieldError, GridError, WindowError
 from jigsaw.io.fields import Channel, channels
 from jigsaw.io.forcings import Forcings, geographic
 from jigsaw.io.frame import Frame, Width
+from jigsaw.io.plan import MODES
 from jigsaw.io.source import Source
 from jigsaw.io.stats import Normalize, multiply_add
 from jigsaw.io.survey import Survey, Turn, Variable
@@ -25,7 +26,7 @@ from jigsaw.io.windows import anchors, offsets
 from jigsaw.layout import DimSpec, Split
 from jigsaw.mesh import axes_of
 
-_MODES = ("auto", "cooperative", "independent")
+_MODES = ("auto", *MODES)
 _LAT_ORDERS = ("store", "north-first", "south-first")
 
 
@@ -83,7 +84,8 @@ def open(
     - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
     - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, the grid is rolled;
     - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
-    - `mode`: ``"cooperative"`` (each chunk decoded by one rank), ``"independent"``, or ``"auto"``, the cheaper one;
+    - `mode`: ``"cooperative"`` (each chunk decoded by one rank), ``"neighbours"`` (by every rank that owns rows of it,
+      halos come from them), ``"independent"``, or ``"auto"``, the cheapest;
     - `forcings`: names (see `jigsaw.io.forcings`), such as ``["cos_zenith", "day_progress", "latlon"]``: computed, not
       read, as the last channels of the input, and at the target's times as `target_forcings`.
 
@@ -147,7 +149,7 @@ def _union(
     given = channels(fields, found.levels)
     if target_fields is None:
         return given, tuple(range(len(given))), tuple(range(len(given)))
-    if not targets:
+    if len(targets) == 0:
         raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
     wanted = channels(target_fields, found.levels)
     place = {(c.array, c.level): i for i, c in reversed([*enumerate(given)])}

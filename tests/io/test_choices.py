@@ -9,6 +9,7 @@ import zarr
 
 import jigsaw
 from jigsaw.io.errors import GridError, WindowError
+from jigsaw.io.forcings import day_progress
 from jigsaw.testing import on_ranks, world_mesh
 
 INITS, LEADS, MEMBERS = 5, 4, 3
@@ -107,6 +108,18 @@ def test_leads_and_initial_times_are_selected_by_time(store):
         np.testing.assert_array_equal(ds[i].input.local[0, 0], want[i])
     one = opened(store, {"init": "2020-01-04", "number": 0}, along="lead")
     assert one.choice(0)["time"] == 3
+
+
+def test_forcings_are_those_of_the_valid_time(store):
+    ds = opened(store, {"member": "all", "lead": "18h"}, targets=[1], forcings=["day_progress"])
+    data = forecasts()
+    batch = next(iter(jigsaw.io.DataLoader(ds, batch_size=6)))
+    assert len(ds) == 12
+    valid = np.array([[data.time.values[s % 4 + 1] + np.timedelta64(18, "h")] for s in range(6)])
+    np.testing.assert_array_equal(batch.target_times, valid)
+    want = day_progress(valid.ravel(), data.longitude.values)
+    found = batch.target_forcings.full_tensor()[:, 0, :, 0].numpy()
+    np.testing.assert_allclose(found, want, atol=1e-6)
 
 
 @on_ranks(2)
