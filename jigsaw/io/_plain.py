@@ -1,4 +1,4 @@
-"""Arrays that lie in a file as their values, one after the other, as chunk tables of slabs: cut along the outermost dim.
+"""Arrays that lie in a file as their values, one after another, as chunk tables of slabs: cut along the outermost dim.
 
 Raw files, `.npy`, NIfTI and NetCDF-3 are such.  The slabs are virtual: of any of them only the needed bytes are read.
 """

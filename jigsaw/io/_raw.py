@@ -1,4 +1,4 @@
-"""Files that hold one array as its values: raw ones, which the user describes, and `.npy`, which describe themselves."""
+"""Files that hold one array as its values: raw ones, described by the user, and `.npy`, which describe themselves."""
 
 from __future__ import annotations
 
