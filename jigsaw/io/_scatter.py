@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ class Placing:
     nan: str | float
     work: np.dtype[Any]
     fill: float
+    stored: str
+    memory: tuple[int, ...]
 
     @classmethod
     def of(cls, part: Part, table: ArrayTable, request: Request, channels: tuple[int, int]) -> Placing:
@@ -69,12 +72,14 @@ class Placing:
             nan=request.nan,
             work=np.dtype("float64" if wide else "float32"),
             fill=_fill_of(table),
+            stored=np.dtype(table.dtype).str,
+            memory=() if table.decoder is None else tuple(table.decoder.order),
         )
 
     def place(self, chunk: Array, box: Box, out: Array) -> None:
         """Put what `box` takes of `chunk` where it belongs in `out` [T, C, \\*space]."""
         for runs in product(*box.runs):
-            source = chunk[tuple(_slice(r.source, r.source_step, r.length) for r in runs)]
+            source = chunk[tuple([_slice(r.source, r.source_step, r.length) for r in runs])]
             self._place_run(source, runs, box, out)
 
     def place_fill(self, box: Box, out: Array) -> None:
@@ -84,27 +89,70 @@ class Placing:
             source = np.broadcast_to(np.asarray(self.fill, np.float64), tuple(r.length for r in runs))
             self._place_run(source, runs, box, out)
 
-    def _place_run(self, source: Array, runs: Sequence[Run], box: Box, out: Array) -> None:
+    def destination(self, box: Box, shape: Sequence[int], out: Array) -> Array | None:
+        """The part of `out` that a chunk fills whole, row by row and in its own dtype; None when there is none.
+
+        What is decoded there is then scaled in place.
+        """
+        if not self.lands_as_stored or self.dropped or out.dtype.str != self.stored:
+            return None
+        for runs, n in zip(box.runs, shape, strict=True):
+            if len(runs) != 1 or (runs[0].length, runs[0].source, runs[0].source_step, runs[0].target_step) != (
+                n,
+                0,
+                1,
+                1,
+            ):
+                return None
         where = [slice(None)] * out.ndim
         for dim, index in box.at:
             where[dim] = slice(index, index + 1)
         for d in self.order:
-            where[self.to[d]] = _slice(runs[d].target, runs[d].target_step, runs[d].length)
-        ordered = source.transpose(self.order + self.dropped)[(..., *(0 for _ in self.dropped))]
-        ordered = np.expand_dims(ordered, tuple(dim for dim, _ in box.at))
+            where[self.to[d]] = slice(box.runs[d][0].target, box.runs[d][0].target + box.runs[d][0].length)
+        found = out[tuple(where)]
+        return found if found.flags.c_contiguous else None
+
+    @cached_property
+    def lands_as_stored(self) -> bool:
+        """Whether decoded bytes may be scaled where they lie: dims in order, no value that means "missing"."""
+        return self.is_ordered and not self.masks and self.memory == tuple(range(len(self.memory)))
+
+    def _place_run(self, source: Array, runs: Sequence[Run], box: Box, out: Array) -> None:
+        where = [slice(None)] * out.ndim
+        picked: list[Any] = [slice(None)] * out.ndim
+        for dim, index in box.at:
+            where[dim] = slice(index, index + 1)
+            picked[dim] = None
+        for d in self.order:
+            run = runs[d]
+            where[self.to[d]] = _slice(run.target, run.target_step, run.length)
+        ordered = source if self.is_ordered else source.transpose(self.order + self.dropped)
+        if box.at or self.dropped:
+            ordered = ordered[(*picked, *(0 for _ in self.dropped))]
         self._convert(ordered, out[tuple(where)], range(out.shape[1])[where[1]])
+
+    @cached_property
+    def is_ordered(self) -> bool:
+        """Whether the stored dims come in the order of the sample's."""
+        order = self.order + self.dropped
+        return order == tuple(range(len(order)))
 
     def _convert(self, source: Array, out: Array, channels: Sequence[int]) -> None:
         if self._is_copy(channels):
-            np.copyto(out, source, casting="unsafe")
+            if source.__array_interface__["data"] != out.__array_interface__["data"]:  # else it was decoded in place
+                np.copyto(out, source, casting="unsafe")
             self._check(out)
             return
         for t, c in np.ndindex(*out.shape[:2]):
             self._planes(source[t, c, ...], out[t, c, ...], self.a[channels[c]], self.b[channels[c]])
 
     def _is_copy(self, channels: Sequence[int]) -> bool:
-        plain = not self.masks and not isinstance(self.nan, float | int)
-        return plain and all(self.a[c] == 1.0 and self.b[c] == 0.0 for c in channels)
+        return self.is_plain and all(self.a[c] == 1.0 and self.b[c] == 0.0 for c in channels)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether no value means "missing" and none replaces a missing one."""
+        return not self.masks and not isinstance(self.nan, float | int)
 
     def _planes(self, source: Array, out: Array, a: float, b: float) -> None:
         """One (time, channel) of any number of space dims, a block of rows at a time."""

@@ -187,8 +187,9 @@ class Objects:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A shard's size, and (offset, length) of every inner chunk."""
+    """A shard's object, its size, and (offset, length) of every inner chunk."""
 
+    path: str
     size: int
     index: list[list[int]]
 
@@ -211,24 +212,28 @@ class Shards:
         self._index_bytes = 16 * prod(self._per_shard) + 4 * checked
         self._at_end = codec.index_location.value == "end"
         self._checked = checked
-        self._known: OrderedDict[str, _Shard | None] = OrderedDict()
+        self._known: OrderedDict[Index, _Shard | None] = OrderedDict()
         self._lock = threading.Lock()
 
     def path(self, index: Index) -> str:
-        return self._objects.path(tuple(i // n for i, n in zip(index, self._per_shard, strict=True)))
+        return self._objects.path(self._outer(index))
 
-    def _shard(self, path: str) -> _Shard | None:
+    def _outer(self, index: Index) -> Index:
+        return tuple(i // n for i, n in zip(index, self._per_shard, strict=True))
+
+    def _shard(self, outer: Index) -> _Shard | None:
         with self._lock:
-            if path not in self._known:
+            if outer not in self._known:
+                path = self._objects.path(outer)
                 try:
-                    self._known[path] = self._read(path)
+                    self._known[outer] = self._read(path)
                 except BadChunkError as e:
                     kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
                     raise kind(f"shard {path} cannot be read: the index: {e}") from e
                 if len(self._known) > _SHARDS_KEPT:
                     self._known.popitem(last=False)
-            self._known.move_to_end(path)
-            return self._known[path]
+            self._known.move_to_end(outer)
+            return self._known[outer]
 
     def _read(self, path: str) -> _Shard | None:
         size = self.files.size(path)
@@ -241,11 +246,10 @@ class Shards:
             return None
         if self._checked:
             raw = without_crc(raw)
-        return _Shard(size, raw.view("<u8").reshape(-1, 2).tolist())
+        return _Shard(path, size, raw.view("<u8").reshape(-1, 2).tolist())
 
     def locate(self, index: Index) -> ChunkRef | None:
-        path = self.path(index)
-        shard = self._shard(path)
+        shard = self._shard(self._outer(index))
         flat = 0
         for i, n in zip(index, self._per_shard, strict=True):
             flat = flat * n + i % n
@@ -254,7 +258,7 @@ class Shards:
             return None
         if offset + length > shard.size:  # before anybody allocates what a damaged index claims
             raise ShortChunkError(f"the index says {length} bytes at {offset} and the shard has {shard.size}")
-        return ChunkRef(path, offset, length)
+        return ChunkRef(shard.path, offset, length)
 
 
 Places = Objects | Shards

@@ -92,11 +92,10 @@ class Engine:
             self.arena.close()
         self.peers.close()
 
-    def count(self, **more: int) -> None:
+    def count(self, more: Row) -> None:
         """Add to the counters."""
         with self._counting:
-            for name, value in more.items():
-                setattr(self.stats, name, getattr(self.stats, name) + value)
+            self.stats = self.stats + more
 
 
 def _fair_share(ranks: int) -> int:
@@ -117,6 +116,7 @@ class _Reading:
         self._taking = threading.Lock()
         self._failure: BaseException | None = None
         self._ahead: Ahead | None = None
+        self._rows: dict[int, Row] = {}
         self._parcels: dict[tuple[int, int], list[Bytes]] = {}
 
     # -- the whole ---------------------------------------------------------------------------------------------------
@@ -131,6 +131,7 @@ class _Reading:
                 arena = self.arena
                 failure = self._tried(lambda: arena.finish(self.number))
         finally:
+            self.engine.count(sum(self._rows.values(), Row()))
             if self.arena is not None:
                 self.arena.leave(self.number)
         if failure is not None:
@@ -244,7 +245,7 @@ class _Reading:
             self.arena.publish(at % self.slots, ticket(self.number, number))
         elif self.me in job.readers:
             self.take(job, chunk)
-        self.engine.count(sent_bytes=sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me))
+        self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
 
     def _fill_missing(self, job: Job, room: Bytes) -> None:
         """A far store does not say beforehand that a chunk is missing; a near one did."""
@@ -274,9 +275,25 @@ class _Reading:
     def _load_private(self, job: Job) -> None:
         """Load a chunk that this rank alone reads, and take what it needs of it."""
         table = self.plan.tables[job.array]
-        room = self.engine.scratch(table.bytes_of(job.chunk))
+        direct = self._destination(job)
+        room = self.engine.scratch(table.bytes_of(job.chunk)) if direct is None else direct.reshape(-1).view(np.uint8)
         loaded = self._load(job, room)
         self.take(job, None if loaded.stored is None else table.view(room, job.chunk))
+
+    def _destination(self, job: Job) -> Array | None:
+        """Where in the sample all of a chunk lies as it is decoded; None when it has to be cut or turned."""
+        boxes = self.plan.boxes(job, self.me)
+        if len(boxes) != 1 or self.plan.part_of(job) is not None:
+            return None
+        table = self.plan.tables[job.array]
+        return self.placings[boxes[0].part].destination(boxes[0], table.shape_of(job.chunk), self.out)
+
+    def _row(self) -> Row:
+        """What this thread has done for this read."""
+        thread = threading.get_ident()
+        if thread not in self._rows:
+            self._rows[thread] = Row()
+        return self._rows[thread]
 
     def _load(self, job: Job, room: Bytes) -> Loaded:
         """Load what is needed of a job's chunk, and count it."""
@@ -288,13 +305,12 @@ class _Reading:
             fetched = ahead.take(job)
             loaded = Loaded(None, False) if fetched is None else table.decode(job.chunk, fetched, room)
         if loaded.stored is not None:
-            self.engine.count(
-                requests=loaded.requests,
-                chunks=1,
-                fallback=int(loaded.fallback),
-                stored_bytes=loaded.stored,
-                decoded_bytes=loaded.decoded,
-            )
+            row = self._row()
+            row.requests += loaded.requests
+            row.chunks += 1
+            row.fallback += loaded.fallback
+            row.stored_bytes += loaded.stored
+            row.decoded_bytes += loaded.decoded
         return loaded
 
     # -- taking: in the calling thread -------------------------------------------------------------------------------
@@ -339,7 +355,7 @@ class _Reading:
                 placing.place(values, within, self.out)
         except FoundNaNError:
             raise self._nan(job, box) from None
-        self.engine.count(useful_bytes=prod(box.extents) * self.plan.tables[job.array].itemsize)
+        self._row().useful_bytes += prod(box.extents) * self.plan.tables[job.array].itemsize
 
     def _nan(self, job: Job, box: Box) -> NaNError:
         table = self.plan.tables[job.array]

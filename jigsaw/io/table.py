@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,7 @@ _FRAMES_KEPT = 1024
 scratch = Scratch()
 
 
-@dataclass(frozen=True)
-class ChunkRef:
+class ChunkRef(NamedTuple):
     """Where a chunk's stored bytes lie: `length` bytes at `offset` of an object.
 
     `length` is None where the store does not tell, and the whole object is meant.  `mask` has bit k set where HDF5 left
@@ -83,8 +82,7 @@ class Codec(Protocol):
     def decode(self, raw: Bytes, out: Bytes, mask: int = 0) -> None: ...
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """What loading a chunk took; `stored` is None for a missing chunk."""
 
     stored: int | None
@@ -93,8 +91,7 @@ class Loaded:
     decoded: int = 0
 
 
-@dataclass(frozen=True)
-class Fetched:
+class Fetched(NamedTuple):
     """The stored bytes of a chunk, or of a part of it; `raw` is None when they are already where they belong."""
 
     raw: Bytes | None
@@ -155,7 +152,7 @@ class ArrayTable:
         """Whether every chunk is stored with the same shape."""
         return not self.lengths and not self.clipped
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
         """The decoded size of the largest chunk."""
         return prod(self.chunks) * self.itemsize
@@ -168,7 +165,7 @@ class ArrayTable:
 
     def bytes_of(self, index: Index) -> int:
         """The decoded size of a chunk."""
-        return prod(self.shape_of(index)) * self.itemsize
+        return self.chunk_bytes if self.is_uniform else prod(self.shape_of(index)) * self.itemsize
 
     @cached_property
     def is_divisible(self) -> bool:
@@ -202,7 +199,7 @@ class ArrayTable:
 
     # -- places ------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def far(self) -> bool:
         """Whether fetching a chunk costs a round trip over a network."""
         return self.decoder is not None and self.places.files.far
@@ -370,12 +367,19 @@ class ArrayTable:
 
     def view(self, out: Bytes, index: Index) -> NDArray[Any]:
         """The loaded bytes as an array of the chunk's shape, without copying."""
-        shape, values = self.shape_of(index), out[: self.bytes_of(index)]
+        shape = self.shape_of(index)
+        dtype, order = self._stored
+        if order is None:
+            return np.ndarray(shape, dtype, out)
+        return np.ndarray([shape[d] for d in order], dtype, out).transpose(np.argsort(order))
+
+    @cached_property
+    def _stored(self) -> tuple[np.dtype[Any], tuple[int, ...] | None]:
+        """The dtype of decoded bytes, and the order of the dims in them where it is not theirs."""
         if self.decoder is None:
-            return values.view(self.dtype).reshape(shape)
-        order = self.decoder.order
-        stored = values.view(self.decoder.dtype).reshape([shape[d] for d in order])
-        return stored.transpose(np.argsort(order))
+            return np.dtype(self.dtype), None
+        order = tuple(self.decoder.order)
+        return self.decoder.dtype, None if order == tuple(range(len(order))) else order
 
     def fill(self, out: Bytes, index: Index) -> None:
         """Make a chunk of fill values: of one that turned out to be missing."""
