@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from jigsaw.io._files import Files, Local
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
-
 from jigsaw.layout import Box
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from jigsaw.io.errors import GridError, ReadError
 from jigsaw.io.explain import report
 from jigsaw.io.opening import open
 from jigsaw.io.picture import draw
+from jigsaw.io.plan import MODES
 from jigsaw.layout import ShardingError
 
 
@@ -33,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--targets", type=_offsets, default=[1], metavar="1", help="target steps")
     parser.add_argument("--samples", type=_offsets, default=[0], metavar="0", help="the samples that are read together")
     parser.add_argument("--select", type=_integers, metavar="number=0", help="the index in any other dim")
-    parser.add_argument("--mode", choices=("auto", "cooperative", "independent"), default="auto")
+    parser.add_argument("--mode", choices=("auto", *MODES), default="auto")
     parser.add_argument("--plot", metavar="plan.png", help="draw the plan")
 
 

@@ -50,7 +50,7 @@ def hull(rects: Sequence[Rect]) -> tuple[Interval, ...]:
 
 
 def byte_spans(rects: Sequence[Rect], shape: Sequence[int], order: Sequence[int], itemsize: int, gap: int) -> Spans:
-    """The bytes of a decoded chunk, its dims stored in `order`, that the boxes need; those less than `gap` apart joined."""
+    """The bytes of a decoded chunk, its dims stored in `order`, that the boxes need; those `gap` apart are joined."""
     sizes = [shape[d] for d in order]
     parts = [_of_rect([rect[d] for d in order], sizes) for rect in rects]
     return joined(np.concatenate(parts) * itemsize, gap)

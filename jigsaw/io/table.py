@@ -103,11 +103,11 @@ class Fetched(NamedTuple):
 class ArrayTable:
     """One array as a table of chunks.
 
-    `chunks` is the shape of what is fetched and decoded as one (the inner chunk of a shard), the largest where `lengths`
-    gives those along a dim one by one; `clipped` says that the last chunk along a dim holds no padding.  `dtype` is the
-    stored numpy dtype with its byte order; `masks` the stored values that mean "missing".  `decoder` is None for an
-    array that only its library can read: `load_slowly` gives the values of a box, and reads no more than the box where
-    `slices` says so.
+    `chunks` is the shape of what is fetched and decoded as one (the inner chunk of a shard), the largest where
+    `lengths` gives those along a dim one by one; `clipped` says that the last chunk along a dim holds no padding.
+    `dtype` is the stored numpy dtype with its byte order; `masks` the stored values that mean "missing".  `decoder` is
+    None for an array that only its library can read: `load_slowly` gives the values of a box, and reads no more than
+    the box where `slices` says so.
     """
 
     name: str
@@ -264,7 +264,8 @@ class ArrayTable:
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def load(self, index: Index, out: Bytes, part: Portion | None = None) -> Loaded:
-        """Fetch and decode one chunk, or a part of it, into `out`, which has the chunk's size; a missing chunk leaves it.
+        """Fetch and decode one chunk, or a part of it, into `out`, which has the chunk's size; a missing chunk leaves
+        it.
 
         Raises: `CorruptChunkError` or `TruncatedError`, naming array, index and file.
         """

@@ -15,7 +15,9 @@ def planned(capsys, *argv):
 
 
 def test_the_table_names_every_ranks_part(wb2, capsys):
-    out = planned(capsys, wb2, "--mesh", "lat=2,lon=2", "--halo", "2", "--fields", "t2m,z500,z850")
+    out = planned(
+        capsys, wb2, "--mesh", "lat=2,lon=2", "--halo", "2", "--fields", "t2m,z500,z850", "--mode=cooperative"
+    )
     assert "reads 2 steps of 3 channels (t2m, z500, z850), lat 13 x lon 16" in out
     assert "mesh lat=2, lon=2; halo lat 2, lon 2 (wraps round); cooperative reading" in out
     rows = [line.split() for line in out.splitlines() if re.match(r"\s+[0-3]\s", line)]
@@ -55,7 +57,7 @@ def test_a_missing_chunk_is_fill_and_nobody_decodes_it(tmp_path, capsys):
     data = globe()[["temperature"]]
     data["temperature"].values[0] = np.nan
     path = write(tmp_path / "sparse.zarr", data)
-    out = planned(capsys, path, "--mesh", "lat=2", "--fields", "temperature")
+    out = planned(capsys, path, "--mesh", "lat=2", "--fields", "temperature", "--mode=cooperative")
     assert "missing (fill), 1: (0,0,0,0)" in out
 
 

@@ -1,4 +1,4 @@
-"""Less than a chunk: the spans that boxes need, the blocks of Blosc frames, and what a read then fetches and decodes."""
+"""Less than a chunk: the spans that boxes need, the blocks of Blosc frames, what a read then fetches and decodes."""
 
 import itertools
 import struct
