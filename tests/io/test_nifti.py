@@ -1,0 +1,234 @@
+"""NIfTI as nibabel reads it: values, affine and voxel sizes; the cache of decompressed files; files that lie."""
+
+import gzip
+import os
+import zlib
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+import jigsaw
+from jigsaw.io._nifti import claims, open_nifti
+from jigsaw.io._plain import read_box
+from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.testing import on_ranks, world_mesh
+
+SHAPE = (11, 10, 13)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("JIGSAW_CACHE", str(folder))
+    return folder
+
+
+def write(path, dtype="<i2", kind=nib.Nifti1Image, shape=SHAPE, form="sform", slope=None, seed=0):
+    values = np.random.default_rng(seed).integers(0, 100, shape).astype(dtype)
+    affine = nib.affines.from_matvec(nib.eulerangles.euler2mat(0.2, -0.3, 0.4) * (2, 1.5, -3), (4, 5, 6))
+    header = kind.header_class(endianness=">" if dtype.startswith(">") else "<")
+    header.set_data_dtype(dtype)
+    header.set_xyzt_units("mm", "sec")
+    image = kind(values, affine, header)
+    image.set_sform(affine, 1 if form == "sform" else 0)
+    image.set_qform(affine, 1 if form == "qform" else 0)
+    if slope:
+        image.header.set_slope_inter(*slope)
+    nib.save(image, path)
+    return str(path)
+
+
+def assert_alike(path):
+    """Values, affine and voxel sizes are nibabel's."""
+    store, image = open_nifti(path), nib.load(path)
+    table = store.arrays["image"]
+    stored = read_box(table, tuple((0, n) for n in table.shape))
+    raw = np.asanyarray(image.dataobj.get_unscaled())
+    np.testing.assert_array_equal(stored, raw.T)
+    np.testing.assert_array_equal(stored.T * table.scale + table.offset, image.get_fdata())
+    np.testing.assert_allclose(store.attrs["affine"], image.affine, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(store.attrs["zooms"], image.header.get_zooms(), rtol=1e-7)
+    assert np.dtype(table.dtype) == image.header.get_data_dtype()
+    return store
+
+
+@pytest.mark.parametrize("ending", [".nii", ".nii.gz"])
+@pytest.mark.parametrize("form", ["sform", "qform", "neither"])
+@pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
+@pytest.mark.parametrize("dtype", ["<i2", ">f4", "u1", ">u8"])
+def test_values_and_space_are_those_of_nibabel(tmp_path, dtype, kind, form, ending):
+    path = write(tmp_path / f"v{ending}", dtype, kind, form=form)
+    assert claims(path)
+    store = assert_alike(path)
+    assert store.arrays["image"].dims == ("z", "y", "x") and store.attrs["space_units"] == "mm"
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 6), (5, 6, 7, 8), (5, 6, 7, 1, 3)], ids=str)
+def test_other_numbers_of_dims(tmp_path, shape):
+    table = assert_alike(write(tmp_path / "v.nii", shape=shape)).arrays["image"]
+    assert table.dims == ("dim_5", "time", "z", "y", "x")[5 - len(shape) :]
+
+
+@pytest.mark.parametrize("slope", [(0.25, -1000.0), (1.0, 3.0), (1.0, 0.0)])
+def test_scaled_values(tmp_path, slope):
+    store = assert_alike(write(tmp_path / "v.nii", slope=slope))
+    assert ("scale_factor" in store.attrs) == (slope != (1.0, 0.0))
+
+
+@pytest.fixture(scope="module")
+def scan(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("scan") / "ct.nii.gz", shape=(40, 70, 33), slope=(0.5, -100.0))
+
+
+@on_ranks(2)
+def test_each_rank_reads_its_slices(scan):
+    os.environ["JIGSAW_CACHE"] = os.path.dirname(scan)
+    mesh = world_mesh(z=2)
+    ds = jigsaw.io.open(open_nifti(scan), mesh=mesh, fields=["image"], spec={"z": "z"}, halo={"z": 1})
+    tile = ds[0].input
+    whole = nib.load(scan).get_fdata().T
+    np.testing.assert_array_equal(tile.full_tensor()[0, 0].numpy(), whole.astype("f4"))
+    planned = ds.plan(0).rows[mesh.get_rank()]
+    assert ds._engine.stats == planned and planned.stored_bytes > 0
+    del os.environ["JIGSAW_CACHE"]
+
+
+# -- the cache -------------------------------------------------------------------------------------------------------
+
+
+def entries(folder):
+    return sorted(p for p in folder.iterdir() if p.suffix == ".raw")
+
+
+def test_a_file_is_decompressed_once(tmp_path, cache):
+    path = write(tmp_path / "v.nii.gz")
+    first = assert_alike(path)
+    made = entries(cache)[0].stat()
+    assert_alike(path)
+    assert [p.stat().st_ino for p in entries(cache)] == [made.st_ino]
+    assert made.st_size == 352 + 2 * np.prod(SHAPE)
+    write(path, seed=1)
+    assert_alike(path)
+    assert len(entries(cache)) == 2
+    assert not [p for p in cache.iterdir() if p.suffix == ".part"]
+    read_box(first.arrays["image"], ((0, 2), (0, 2), (0, 2)))  # still there, as it was
+
+
+def test_the_cache_keeps_to_its_limit_and_makes_entries_again(tmp_path, cache, monkeypatch):
+    size = 352 + 2 * np.prod(SHAPE)
+    monkeypatch.setenv("JIGSAW_CACHE_BYTES", str(2 * size))
+    stores = [open_nifti(write(tmp_path / f"{i}.nii.gz", seed=i)) for i in range(3)]
+    assert len(entries(cache)) == 2
+    for i, store in enumerate(stores):
+        expected = np.asarray(nib.load(tmp_path / f"{i}.nii.gz").dataobj).T
+        np.testing.assert_array_equal(store.read_small("image"), expected)
+    monkeypatch.setenv("JIGSAW_CACHE_BYTES", "1e3")
+    with pytest.raises(UnsupportedStoreError, match=f"decompresses to {size} bytes, and the cache .* may have 1000"):
+        open_nifti(write(tmp_path / "4.nii.gz"))
+
+
+def test_a_changed_file_is_not_decompressed_for_an_old_store(tmp_path, cache):
+    path = write(tmp_path / "v.nii.gz")
+    store = open_nifti(path)
+    entries(cache)[0].unlink()
+    write(path, seed=1)
+    with pytest.raises(CorruptChunkError, match="changed since it was opened"):
+        store.read_small("image")
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [30, 200, -5])
+def test_a_truncated_gzip_file(tmp_path, cache, cut):
+    path = write(tmp_path / "v.nii.gz")
+    os.truncate(path, cut if cut > 0 else os.path.getsize(path) + cut)
+    with pytest.raises(TruncatedError, match=rf"{path} cannot be read as NIfTI: its gzip stream ends early"):
+        open_nifti(path)
+    assert not entries(cache) and not [p for p in cache.iterdir() if p.suffix == ".part"]
+
+
+def test_a_damaged_gzip_file(tmp_path, cache):
+    path = write(tmp_path / "v.nii.gz")
+    with open(path, "r+b") as file:
+        file.seek(-6, os.SEEK_END)
+        file.write(b"\xff\x00")
+    with pytest.raises(CorruptChunkError, match=r"gzip stream is damaged: .*incorrect data check"):
+        open_nifti(path)
+    assert not entries(cache)
+
+
+def test_a_truncated_nii(tmp_path):
+    path = write(tmp_path / "v.nii")
+    os.truncate(path, 2000)
+    with pytest.raises(TruncatedError, match=r"says \(11, 10, 13\) of int16 from byte 352 on, and the file has 2000"):
+        open_nifti(path)
+    os.truncate(path, 347)
+    with pytest.raises(TruncatedError, match="347 first bytes"):
+        open_nifti(path)
+
+
+def _header(**fields):
+    header = nib.Nifti1Header()
+    header["magic"], header["vox_offset"] = b"n+1", 352
+    header["dim"], header["datatype"], header["pixdim"] = [3, 4, 4, 4, 1, 1, 1, 1], 4, 1
+    for name, value in fields.items():
+        header[name] = value
+    return header.binaryblock + bytes(4)
+
+
+def test_a_header_that_claims_too_much_allocates_nothing(tmp_path, cache):
+    huge = _header(dim=[4, 32767, 32767, 32767, 32767, 1, 1, 1])
+    (tmp_path / "v.nii").write_bytes(huge + bytes(128))
+    with pytest.raises(TruncatedError, match="and the file has 480"):
+        open_nifti(tmp_path / "v.nii")
+    (tmp_path / "v.nii.gz").write_bytes(gzip.compress(huge + bytes(128)))
+    with pytest.raises(CorruptChunkError, match=r"claims 2305561547121623394 bytes, more than .* compressed ones can"):
+        open_nifti(tmp_path / "v.nii.gz")
+    (tmp_path / "v.nii.gz").write_bytes(gzip.compress(_header() + bytes(1 << 24)))
+    with pytest.raises(CorruptChunkError, match="more than the 480 bytes that its header describes"):
+        open_nifti(tmp_path / "v.nii.gz")
+    (tmp_path / "v.nii.gz").write_bytes(gzip.compress(_header() + bytes(100)))
+    with pytest.raises(TruncatedError, match="decompresses to 452 bytes and its header describes 480"):
+        open_nifti(tmp_path / "v.nii.gz")
+    assert not entries(cache)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "match"),
+    [
+        ({"dim": [9] * 8}, CorruptChunkError, "its dims are"),
+        ({"dim": [3, 4, -4, 4, 1, 1, 1, 1]}, CorruptChunkError, "its dims are"),
+        ({"vox_offset": 100}, CorruptChunkError, "vox_offset is 100"),
+        ({"vox_offset": np.nan}, CorruptChunkError, "vox_offset is nan"),
+        ({"datatype": 128}, UnsupportedStoreError, "datatype 128"),
+        ({"magic": b"ni1"}, UnsupportedStoreError, "pair of files"),
+        ({"qform_code": 1, "quatern_b": 3}, CorruptChunkError, "longer than 1"),
+        ({"scl_slope": 2, "scl_inter": np.inf}, CorruptChunkError, "scl_inter is inf"),
+    ],
+)
+def test_damaged_headers(tmp_path, fields, kind, match):
+    (tmp_path / "v.nii").write_bytes(_header(**fields) + bytes(128))
+    with pytest.raises(kind, match=match):
+        open_nifti(tmp_path / "v.nii")
+
+
+def test_what_is_no_nifti_is_refused(tmp_path):
+    (tmp_path / "x.nii").write_bytes(bytes(500))
+    (tmp_path / "x.nii.gz").write_bytes(gzip.compress(bytes(500)))
+    (tmp_path / "y.nii.gz").write_bytes(zlib.compress(bytes(500)))
+    assert [claims(tmp_path / n) for n in ("x.nii", "x.nii.gz", "y.nii.gz", "none.nii")] == [False, True, False, False]
+    for name in ("x.nii", "x.nii.gz"):
+        with pytest.raises(UnsupportedStoreError, match=r"is no NIfTI file: its 500 first bytes"):
+            open_nifti(tmp_path / name)
+    with pytest.raises(CorruptChunkError, match="gzip stream is damaged"):
+        open_nifti(tmp_path / "y.nii.gz")
+    for folder in (tmp_path, tmp_path / "d.nii.gz"):
+        folder.mkdir(exist_ok=True)
+        with pytest.raises(UnsupportedStoreError, match="is a directory"):
+            open_nifti(folder)
+    with pytest.raises(UnsupportedStoreError, match="there is no file"):
+        open_nifti(tmp_path / "none.nii.gz")
+    with pytest.raises(UnsupportedStoreError, match="copy it to this machine"):
+        open_nifti("https://host/v.nii.gz")
