@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -62,7 +63,7 @@ def open_many(
     first = files.store(files.paths[0])
     dim = along or _time_dim(first)
     with ThreadPoolExecutor(min(_OPENERS, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
-        found = list(pool.map(lambda path: _told(path, lambda: _index(files, path, dim)), files.paths))
+        found = list(pool.map(partial(_index, files, dim), files.paths))
     for other in found[1:]:
         _check_alike(found[0], other, dim)
     series = _ordered([f for f in found if f.steps] or found[:1])
@@ -96,14 +97,6 @@ def _time_dim(store: Store) -> str:
         f"{store.url} has the dims {list(dims)}, of which not exactly one is time; say which one joins the files, with "
         f"jigsaw.io.open_many(paths, along={next(iter(dims), 'time')!r})"
     )
-
-
-def _told(path: str, step: Callable[[], Any]) -> Any:
-    """What a step of opening a file gives; its failure names the file."""
-    try:
-        return step()
-    except ReadError as e:
-        raise e if path in str(e) else type(e)(f"{path}: {e}") from e
 
 
 class _Files:
@@ -166,7 +159,14 @@ class _File:
     coords: Mapping[str, NDArray[Any]]
 
 
-def _index(files: _Files, path: str, dim: str) -> _File:
+def _index(files: _Files, dim: str, path: str) -> _File:
+    try:
+        return _indexed(files, dim, path)
+    except ReadError as e:
+        raise e if path in str(e) else type(e)(f"{path}: {e}") from e
+
+
+def _indexed(files: _Files, dim: str, path: str) -> _File:
     store = files.store(path)
     arrays = {
         name: _Shape(
@@ -192,7 +192,9 @@ def _check_alike(first: _File, other: _File, dim: str) -> None:
     for name, mine in first.arrays.items():
         theirs = other.arrays.get(name)
         if theirs is None:
-            raise GridError(f"{other.path} has no array {name!r}, which {first.path} has; join files of the same arrays")
+            raise GridError(
+                f"{other.path} has no array {name!r}, which {first.path} has; join files with the same ones"
+            )
         if _grid(mine, dim) != _grid(theirs, dim):
             raise GridError(
                 f"{other.path} lies on another grid than {first.path}: array {name!r} is {_shown(theirs)} there and "
@@ -308,14 +310,14 @@ class _Joined:
             masks=table.masks if same else (),
             decoder=None,
             places=_Places([f.path for f in self.series], self.edges, at),
-            load_slowly=lambda box: self._load(table.name, members, box, not same),
+            load_slowly=partial(self._load, table.name, members, not same),
             lengths={},
             clipped=True,
             slices=True,
             members=members,
         )
 
-    def _load(self, name: str, members: Members, box: Box, decoded: bool) -> NDArray[Any]:
+    def _load(self, name: str, members: Members, decoded: bool, box: Box) -> NDArray[Any]:
         """A box through all files that hold some of it; decoded where they store it differently."""
         parts = [
             _read(self.files.store(self.series[i].path).arrays[name], members.local(box, i, rows), decoded)
@@ -335,9 +337,7 @@ def _read(table: ArrayTable, box: Box, decoded: bool) -> NDArray[Any]:
 class _Tables(Mapping[str, ArrayTable]):
     """The joined arrays; what they are made of is found by name, but not listed."""
 
-    def __init__(
-        self, arrays: Mapping[str, ArrayTable], members: Mapping[str, tuple[str, str]], files: _Files
-    ) -> None:
+    def __init__(self, arrays: Mapping[str, ArrayTable], members: Mapping[str, tuple[str, str]], files: _Files) -> None:
         self._arrays, self._members, self._files = arrays, members, files
 
     def __getitem__(self, name: str) -> ArrayTable:

@@ -32,6 +32,7 @@ def _head(dataset: Dataset, plan: ReadPlan) -> list[str]:
     modes = sorted(set(plan.modes.values()))
     return [
         str(dataset.store.url),
+        *dataset.store.notes,
         f"reads {steps} steps of {count} channels ({names}), {space}",
         f"mesh {mesh}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
     ]

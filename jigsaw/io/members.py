@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Members:
-    """The arrays that one is made of: their names among a store's tables, and the rows of `dim` where they begin and end."""
+    """The arrays that one is made of: their names among a store's tables, and the rows of `dim` where each begins, and
+    the end.
+    """
 
     dim: int
     names: tuple[str, ...]

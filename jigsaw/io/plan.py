@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jigsaw.io.boxes import Box, Geometry, Index, Run
 from jigsaw.io.cost import cost
 from jigsaw.io.fit import check_fits
+from jigsaw.io.members import by_member
 from jigsaw.io.request import Request
 from jigsaw.layout import ShardingError
 
@@ -306,4 +307,4 @@ def plan_read(request: Request, tables: Tables, mode: str = "auto") -> ReadPlan:
     if mode not in ("auto", *MODES):
         raise ShardingError(f"mode={mode!r} must be one of {['auto', *MODES]}")
     check_fits(request, tables)
-    return ReadPlan(request, tables, mode)
+    return ReadPlan(by_member(request, tables), tables, mode)

@@ -26,6 +26,8 @@ from jigsaw.layout import Box
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from jigsaw.io.members import Members
+
 Index = tuple[int, ...]
 
 SMALL = 1 << 18
@@ -124,6 +126,7 @@ class ArrayTable:
     lengths: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]], repr=False)
     clipped: bool = False
     slices: bool = False
+    members: Members | None = None
     _frames: OrderedDict[Index, _blosc.Frame] = field(
         default_factory=OrderedDict[Index, _blosc.Frame], repr=False, init=False
     )
@@ -390,12 +393,13 @@ class ArrayTable:
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """An opened store: its arrays, its attributes."""
+    """An opened store: its arrays, its attributes, and `notes` that a user should read."""
 
     url: str
     arrays: Mapping[str, ArrayTable]
     attrs: Mapping[str, Any]
     _read: Callable[[str], NDArray[Any]] = field(repr=False)
+    notes: tuple[str, ...] = ()
 
     def read_small(self, name: str) -> NDArray[Any]:
         """A whole array as it is stored: for coordinates."""
