@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io import survey
+from jigsaw.io._steps import Steps
 from jigsaw.io.choices import Choices
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import MissingArrayError, ReadError, WindowError
@@ -62,10 +63,13 @@ class Sample:
 class Reading:
     """What is read for some samples: each step once, and where a sample's steps lie in the block that comes back.
 
-    `steps` are the store's, `times` what they are valid at.
+    `steps` are the store's, `times` what they are valid at; `keys` tell them apart where samples choose along further
+    dims.  Those `known` are not read.
     """
 
     request: Request
+    keys: tuple[int, ...]
+    known: frozenset[int]
     steps: tuple[int, ...]
     times: NDArray[Any]
     input_at: NDArray[np.int64]
@@ -231,34 +235,56 @@ class Dataset:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def reading(self, samples: Sequence[int]) -> Reading:
-        """What to read for these samples: every step once, inputs before targets."""
-        places = np.array([self._index(s) for s in samples], dtype=np.int64)
-        chosen, at = places // len(self.anchors), self.anchors[places % len(self.anchors)]
-        # one number for a step of a choice
-        first = (chosen * len(self.stored_steps) + at)[:, None]
-        wanted = [first + np.array(steps, dtype=np.int64) for steps in (self.inputs, self.targets)]
-        keys = list(dict.fromkeys([*wanted[0].ravel().tolist(), *wanted[1].ravel().tolist()]))
+    def reading(self, samples: Sequence[int], kept: Steps | None = None) -> Reading:
+        """What to read for these samples: every step once, inputs before targets; what is `kept` is not read."""
+        wanted = self._wanted(samples)
+        keys = self.keys(samples)
         place = {key: i for i, key in enumerate(keys)}
-        moments = self._moments(keys)
+        known = kept.known(keys) if kept else frozenset[int]()
         steps = [int(self.stored_steps[key % len(self.stored_steps)]) for key in keys]
+        variables = [v for v in self.variables if "time" in v.roles or not (kept and kept.has_fixed)]
         request = Request(
             layout=self.frame.layout((len(steps), len(self.channels)), (None, None), axes=self.frame.domain),
-            parts=survey.parts(self.channels, self.variables, moments, self.turn),
+            parts=survey.parts(self.channels, variables, self._moments(keys, known), self.turn),
             scale=self.scale,
             offset=self.offset,
             dtype=DTYPES[dtype_name(self.dtype)],
             nan=self.nan,
+            gaps=bool(known) or len(variables) < len(self.variables),
         )
         given, target = (
             np.array([place[key] for key in w.ravel().tolist()], dtype=np.int64).reshape(w.shape) for w in wanted
         )
-        return Reading(request, tuple(steps), self._block_times(keys), given, target)
+        return Reading(request, keys, known, tuple(steps), self._block_times(keys), given, target)
 
-    def _moments(self, keys: Sequence[int]) -> survey.Moments:
-        """The stored steps of each choice, and where they land."""
+    def _wanted(self, samples: Sequence[int]) -> list[NDArray[np.int64]]:
+        """The keys [B, T] of these samples' input steps, and of their target steps."""
+        places = np.array([self._index(s) for s in samples], dtype=np.int64)
+        chosen, at = places // len(self.anchors), self.anchors[places % len(self.anchors)]
+        first = (chosen * len(self.stored_steps) + at)[:, None]  # one number for a step of a choice
+        return [first + np.array(steps, dtype=np.int64) for steps in (self.inputs, self.targets)]
+
+    def keys(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """The steps that these samples need, each once, as numbers that tell steps of different choices apart."""
+        return tuple(dict.fromkeys(key for wanted in self._wanted(samples) for key in wanted.ravel().tolist()))
+
+    def new_steps(self, cache_bytes: int) -> Steps:
+        """A memory for steps that samples share: of at most so many bytes a rank, 0 for what the next read needs."""
+        layout = self.frame.layout((1, len(self.channels)), (None, None))
+        size = (
+            max(prod(layout.local_shape(c)) for c in layout.coords())
+            * np.dtype(DTYPES[dtype_name(self.dtype)]).itemsize
+        )
+        timeless = {v.table.name for v in self.variables if "time" not in v.roles}
+        fixed = [i for i, c in enumerate(self.channels) if c.array in timeless] if self._chosen == 1 else []
+        return Steps(cache_bytes // size, fixed)
+
+    def _moments(self, keys: Sequence[int], known: Collection[int]) -> survey.Moments:
+        """The stored steps of each choice that are not known, and where they land."""
         picks: dict[int, list[tuple[int, int]]] = {}
         for i, key in enumerate(keys):
+            if key in known:
+                continue
             chosen, step = divmod(key, len(self.stored_steps))
             picks.setdefault(chosen, []).append((int(self.stored_steps[step]), i))
         return [(self._choice(chosen), tuple(pairs)) for chosen, pairs in picks.items()]
@@ -293,18 +319,25 @@ class Dataset:
             Tile(forced[0].to(mesh.device_type), self.forcing_layout, mesh) if self.targets and self.forcings else None,
         )
 
-    def read(self, engine: Engine, reading: Reading) -> NDArray[Any]:
+    def read(
+        self, engine: Engine, reading: Reading, kept: Steps | None = None, wanted: Collection[int] = ()
+    ) -> NDArray[Any]:
         r"""The block [steps, C, \*held] of a reading: what is stored, then the forcings.
+
+        `kept` gives what the reading leaves out, and takes in what the next reading has `wanted`.
 
         *Sends*: what `plan_of` says; nothing for the forcings.
         """
         plan, stored = self.plan_of(reading), len(self.channels)
-        if self._forcings_here is None:
-            return engine.read(plan)
-        shape = len(reading.steps), stored + len(self.forcing_names), *self._forcings_here.places.shape
+        held = reading.request.layout.local_shape(self.frame.in_domain(coordinate(self.device_mesh())))[2:]
+        shape = len(reading.steps), stored + len(self.forcing_names), *held
         block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
         engine.read(plan, block[:, :stored])
-        self._forcings_here.write(block[:, stored:], reading.times)
+        if kept is not None:
+            kept.write(block[:, :stored], reading.keys, reading.known)
+            kept.keep(block[:, :stored], reading.keys, wanted)
+        if self._forcings_here is not None:
+            self._forcings_here.write(block[:, stored:], reading.times)
         return block
 
     @cached_property

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.io._steps import Steps
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FieldError
@@ -47,6 +49,7 @@ class _Job:
     dataset: Dataset
     samples: tuple[int, ...]
     after: State
+    following: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class DataLoader:
 
     `batch_size` counts samples over the whole mesh.  The mesh axis ``data`` cuts the batch dim, and all ranks along the
     other axes share their samples; each reads its own tile of them.  The order depends on `seed` and epoch alone, never
-    on the mesh.  Steps that windows of a batch share are read once.
+    on the mesh.  Steps that the windows of a batch share, or those of a batch and the next, are read once, and fields
+    without time once in all; `cache_bytes` keeps further steps in memory, the last used ones of so many bytes a rank.
 
     `rollout` says how many of the dataset's targets an epoch gives: ``{0: 1, 5: 4, 10: 12}`` is one in the epochs 0 to
     4, four from 5 on, twelve from 10 on.  The samples are those of the longest, so that epochs are equally long and a
@@ -91,8 +95,13 @@ class DataLoader:
         drop_last: bool = False,
         rollout: Mapping[int, int] | int | None = None,
         prefetch_bytes: int | None = None,
+        cache_bytes: int = 0,
         threads: int | None = None,
     ) -> None:
+        if cache_bytes < 0:
+            raise FieldError(
+                f"cache_bytes={cache_bytes} must be 0 or more, the bytes of decoded steps that a rank keeps"
+            )
         if batch_size < 1:
             raise FieldError(f"batch_size={batch_size} must be at least 1, the samples of a batch over the whole mesh")
         if drop_last and batch_size > len(dataset):
@@ -104,7 +113,7 @@ class DataLoader:
         self._order = Order(len(dataset), batch_size, shuffle, drop_last)
         self._state = State.from_dict(State(seed).as_dict(), len(dataset))
         self._resumed = False
-        self._prefetch_bytes, self._threads = prefetch_bytes, threads
+        self._prefetch_bytes, self._cache_bytes, self._threads = prefetch_bytes, cache_bytes, threads
         self._alone = all(size == 1 for _, size in dataset.frame.domain)
         self._ahead = _ahead(self.batch_bytes, prefetch_bytes)
         self._current: Prefetch[_Job, _Read] | None = None
@@ -124,6 +133,10 @@ class DataLoader:
     def _engine(self) -> Engine:
         return self.dataset.new_engine(self._threads)
 
+    @cached_property
+    def _kept(self) -> Steps:
+        return self.dataset.new_steps(self._cache_bytes)
+
     def __reduce__(self) -> tuple[Any, ...]:
         made_of = {
             "batch_size": self._order.batch_size,
@@ -131,6 +144,7 @@ class DataLoader:
             "drop_last": self._order.drop_last,
             "rollout": dict(self._rollout.lengths) or None,
             "prefetch_bytes": self._prefetch_bytes,
+            "cache_bytes": self._cache_bytes,
             "threads": self._threads,
         }
         return _revived, (self.dataset, made_of, self._state.as_dict())
@@ -188,14 +202,19 @@ class DataLoader:
         self._resumed = False
         _ = self._engine  # an unpickled loader joins the mesh here, before there are threads
         dataset = self._of(self._order.settled(self._state).epoch)
-        jobs = (_Job(dataset, samples, after) for samples, after in self._order.batches(self._state))
-        current = self._current = Prefetch(self._read, jobs, self._ahead, self._alone)
+        current = self._current = Prefetch(self._read, self._jobs(dataset), self._ahead, self._alone)
         try:
             for read in current:
                 self._state = read.job.after
                 yield self._batch(read)
         finally:
             current.stop()
+
+    def _jobs(self, dataset: Dataset) -> Iterator[_Job]:
+        """What is read for each batch of the epoch that is left, and the samples of the batch after it."""
+        last: tuple[tuple[int, ...], State] = (), self._state
+        for (samples, after), (following, _) in pairwise(chain(self._order.batches(self._state), [last])):
+            yield _Job(dataset, samples, after, following)
 
     def _end_iteration(self) -> None:
         if self._current is not None:
@@ -216,9 +235,17 @@ class DataLoader:
             return _Read(
                 job, *(torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts)
             )
-        reading = job.dataset.reading(job.samples[first:stop])
-        block = job.dataset.read(self._engine, reading)
+        reading = job.dataset.reading(job.samples[first:stop], self._kept)
+        block = job.dataset.read(self._engine, reading, self._kept, self._following(job))
         return _Read(job, *job.dataset.unpack(block, reading))
+
+    def _following(self, job: _Job) -> frozenset[int]:
+        """The steps that this rank reads for the next batch."""
+        if not job.following:
+            return frozenset()
+        layout = self.dataset.frame.layout((len(job.following), 1), (DATA, None))
+        first, stop = layout.owned(self._coordinate)[0]
+        return frozenset(job.dataset.keys(job.following[first:stop]) if first < stop else ())
 
     def _batch(self, read: _Read) -> Batch:
         samples, dataset, device = read.job.samples, read.job.dataset, self._mesh.device_type

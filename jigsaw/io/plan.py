@@ -140,7 +140,7 @@ class ReadPlan:
     @property
     def mode(self) -> str:
         """The mode of the array whose ranks share the most."""
-        return max(self.modes.values(), key=MODES.index)
+        return max(self.modes.values(), key=MODES.index, default="independent")
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class Request:
 
     `layout` is that of the sample over the ranks that share it; its held intervals are what is read.  `nan` says what
     becomes of missing values: ``"keep"``, ``"raise"`` (`NaNError`), or the number that stands in the result for them.
+    With `gaps`, a (time, channel) that no part fills is left as it is, instead of refused.
     """
 
     layout: Layout
@@ -51,6 +52,7 @@ class Request:
     offset: tuple[float, ...] = ()
     dtype: str = "float32"
     nan: str | float = "keep"
+    gaps: bool = False
 
     def __post_init__(self) -> None:
         channels = self.layout.cuts[1].size

@@ -307,3 +307,54 @@ def test_a_short_rollout_reads_no_more_than_it_gives(wb2):
 def test_rollouts_that_the_targets_cannot_give(wb2, rollout, match):
     with pytest.raises(WindowError, match=match):
         jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), rollout=rollout)
+
+
+def rolling(path, axes, prefetch_bytes):
+    """The chunks that a rank decodes for an epoch whose windows overlap, given that the batches are right."""
+    ds = opened(path, world_mesh(**axes))
+    loader = jigsaw.io.DataLoader(ds, batch_size=2, prefetch_bytes=prefetch_bytes)
+    for batch in loader:
+        whole = batch.input.full_tensor()
+        for i, sample in enumerate(batch.samples):
+            np.testing.assert_array_equal(whole[i], ds[sample].input.full_tensor())
+        batch.input.local.zero_()  # the user's own: what is kept is a copy
+    return loader._engine.stats.chunks
+
+
+@pytest.mark.parametrize("axes", [{"lat": 1}, {"lat": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize("prefetch_bytes", [None, 0])
+def test_steps_that_the_next_batch_needs_are_kept(wb2, axes, prefetch_bytes):
+    ranks = int(np.prod(list(axes.values())))
+    chunks = run_on_ranks(ranks, rolling, wb2, axes, prefetch_bytes)
+    if "data" in axes:  # a rank's windows of three steps begin two apart: nine steps of two variables
+        assert chunks == [18, 18]
+    else:  # 10 steps of two variables, each chunk once
+        assert chunks == [20] * ranks
+
+
+def test_a_cache_serves_the_next_epoch(wb2):
+    ds = opened(wb2, world_mesh(lat=1))
+    step = ds.new_steps(1 << 40)._capacity
+    assert step > 1000
+    for cache_bytes, chunks in ((0, 40), (1 << 20, 20)):
+        loader = jigsaw.io.DataLoader(ds, batch_size=2, cache_bytes=cache_bytes)
+        first, second = ([b.input.full_tensor() for b in loader] for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert loader._engine.stats.chunks == chunks
+    small = jigsaw.io.DataLoader(ds, batch_size=2, cache_bytes=(1 << 40) // step * 2)
+    list(small)
+    assert len(small._kept._known) <= 2
+    with pytest.raises(FieldError, match="cache_bytes=-1 must be 0 or more"):
+        jigsaw.io.DataLoader(ds, cache_bytes=-1)
+
+
+def test_fields_without_time_are_read_once(tmp_path):
+    data = globe()
+    data["land_sea_mask"] = data["2m_temperature"].isel(time=0, drop=True) * 2
+    path = write(tmp_path / "static.zarr", data)
+    ds = jigsaw.io.open(path, mesh=world_mesh(lat=1), fields=["t2m", "lsm"], inputs=[0])
+    loader = jigsaw.io.DataLoader(ds, batch_size=3)
+    for batch in loader:
+        for i in range(len(batch.samples)):
+            np.testing.assert_allclose(batch.input.full_tensor()[i, 0, 1], data["land_sea_mask"].values)
+    assert loader._engine.stats.chunks == 10 + 1
