@@ -168,10 +168,10 @@ class _Opening:
             if isinstance(link, h5py.SoftLink) and depth < _LINKS:
                 at = self._followed(source, at, link.path, depth + 1)
             elif isinstance(link, h5py.HardLink):
-                at = at[name]
+                at = _member(at, name)
             elif isinstance(link, h5py.ExternalLink):
                 raise UnsupportedStoreError(
-                    f"the soft link to {path!r} in {source.path} leads through an external link; link to the file itself"
+                    f"the soft link to {path!r} in {source.path} leads through an external link; link to the file"
                 )
             else:
                 return None
@@ -249,7 +249,7 @@ class _Opening:
 
         def read() -> NDArray[Any]:
             with source.opened() as file:
-                return np.asarray(file[path].asstr("utf-8", "replace")[...]).astype(str)
+                return np.asarray(_member(file, path).asstr("utf-8", "replace")[...]).astype(str)
 
         self._texts[name] = read
         return ArrayTable(
@@ -275,7 +275,7 @@ class _Opening:
         table = self._tables[name]
         if prod(table.shape) * table.itemsize > _LARGEST_SMALL:
             raise UnsupportedStoreError(
-                f"array {name!r} of shape {table.shape} is used as a coordinate, which may have {_LARGEST_SMALL} bytes"
+                f"array {name!r} of shape {table.shape} is too large for a coordinate ({_LARGEST_SMALL} bytes)"
             )
         return _whole(table)
 
@@ -310,7 +310,11 @@ def _is_native(dataset: Any) -> bool:
 
 
 def _address(member: Any) -> int:
-    return int(h5py.h5o.get_info(member.id).addr)
+    return int(getattr(h5py, "h5o").get_info(member.id).addr)  # noqa: B009  # a module that h5py's types do not list
+
+
+def _member(group: Any, name: str) -> Any:
+    return group[name]
 
 
 def _fill(dataset: Any) -> Any:
@@ -358,7 +362,7 @@ def _whole(table: ArrayTable) -> NDArray[Any]:
 
 
 def _annotate_makani(tables: dict[str, ArrayTable], source: Source) -> None:
-    """What makani's layout leaves unsaid: its channels are a vertical dim, and its timestamps are seconds since 1970."""
+    """What makani leaves unsaid: its channels are a vertical dim, and its timestamps are seconds since 1970."""
     for name, fields in list(tables.items()):
         group, slash, own = name.rpartition("/")
         if own != "fields" or fields.dims != MAKANI:

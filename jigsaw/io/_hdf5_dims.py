@@ -24,7 +24,7 @@ _NOT_A_COORDINATE = "_nc4_non_coord_"
 
 
 def attributes(found: Any) -> dict[str, Any]:
-    """The attributes of a dataset or group as strings, numbers and lists; those that HDF5 keeps its books in left out."""
+    """The attributes of a dataset or group as strings, numbers and lists, without HDF5's own books."""
     attrs: dict[str, Any] = {}
     for name in found.attrs:
         if name in _BOOKKEEPING:
@@ -99,10 +99,14 @@ def dims_of(dataset: Any, by_id: Mapping[int, str]) -> tuple[str, ...]:
     if is_scale(dataset):
         return (own.removeprefix(_NOT_A_COORDINATE),) + tuple(f"dim_{i}" for i in range(1, dataset.ndim))
     scales = [_scale_of(dataset, i) for i in range(dataset.ndim)]
-    if own == "fields" and len(scales) == len(MAKANI):
-        if all(scale in (None, name, "timestamp") for scale, name in zip(scales, MAKANI, strict=True)):
-            return MAKANI
+    if own == "fields" and len(scales) == len(MAKANI) and _of_makani(scales):
+        return MAKANI
     return _apart([scale or f"dim_{i}" for i, scale in enumerate(scales)])
+
+
+def _of_makani(scales: Sequence[str | None]) -> bool:
+    """Whether dims have no scales, or those that makani's own tool attaches."""
+    return all(scale in (None, name, "timestamp") for scale, name in zip(scales, MAKANI, strict=True))
 
 
 def _apart(names: Sequence[str]) -> tuple[str, ...]:

@@ -281,7 +281,7 @@ def _lz4_block(raw: Bytes, out: Bytes) -> None:
 
 
 def _lz4_blocks(data: Bytes, out: Bytes, values: tuple[int, ...]) -> None:
-    """The HDF5 framing of LZ4: decoded size (8 bytes), block size (4), then each block after its length (4), big-endian.
+    """HDF5's framing of LZ4: decoded size (8 bytes), block size (4), then each block after its length (4), big-endian.
 
     A block as long as what it decodes to is stored as it is.
     """

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -35,7 +34,7 @@ _FORMAT = 1
 
 
 def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path | None:
-    """Where indices are kept: `chosen`, else the environment's JIGSAW_CACHE, else ~/.cache/jigsaw; an empty one is none."""
+    """Where indices are kept: `chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw; an empty name is none."""
     if chosen is None:
         chosen = os.environ.get("JIGSAW_CACHE")
     if chosen is None:
@@ -77,7 +76,9 @@ class Source:
             return
         stamp = self._stamp()
         if stamp is not None and stamp[0] < self.size:
-            raise ShortChunkError(f"the file had {self.size} bytes when it was opened and has {stamp[0]} now")
+            raise ShortChunkError(
+                f"the file had {self.size} bytes when it was opened and has {stamp[0]} now; open the store again"
+            )
         if stamp != (self.size, self.changed):
             raise BadChunkError("the file has changed since it was opened; open the store again")
 
@@ -87,7 +88,7 @@ class Source:
             raise ShortChunkError(f"it should have {length} bytes at {offset} and the file has {self.size}")
 
     @contextmanager
-    def opened(self) -> Iterator[h5py.File]:
+    def opened(self) -> Generator[h5py.File]:
         """The file in h5py, under the lock, closed afterwards."""
         with LIBRARY:
             file = self._open()
@@ -165,11 +166,19 @@ class Chunks:
             return self._rows
 
     def _ask(self) -> NDArray[np.int64]:
+        found: list[tuple[Any, ...]] = []
+        what = f"array {self._name!r} in {self._source.path}"
         with self._source.opened() as file:
-            found: list[tuple[Any, ...]] = []
-            _each_chunk(file[self._name].id, lambda c: found.append((*c.chunk_offset, c.byte_offset, c.size, c.filter_mask)))
-        table = np.array(found, np.int64).reshape(len(found), len(self._grid) + 3)
-        return _rows_of(table, self._chunks, self._grid, f"array {self._name!r} in {self._source.path}")
+            try:
+                _each_chunk(file[self._name].id, lambda c: found.append((*c.chunk_offset, *_place(c))))
+                table = np.array(found, np.int64).reshape(len(found), len(self._grid) + 3)
+                return _rows_of(table, self._chunks, self._grid, what)
+            except (OSError, RuntimeError, KeyError, ValueError, OverflowError) as e:
+                raise CorruptChunkError(f"{what}: its index of chunks is damaged: {e}") from e
+
+
+def _place(chunk: Any) -> tuple[int, int, int]:
+    return chunk.byte_offset, chunk.size, chunk.filter_mask
 
 
 def _each_chunk(dataset: Any, see: Callable[[Any], None]) -> None:
@@ -229,7 +238,7 @@ def _read(place: Path, source: Source, grid: Index) -> NDArray[np.int64] | None:
     try:
         with np.load(place, allow_pickle=False) as kept:
             key, rows = kept["key"], kept["rows"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # the archive has checksums of its own
+    except Exception:  # the archive has checksums of its own, and a damaged one may raise anything
         return None
     sound = rows.dtype == np.int64 and rows.ndim == 2 and rows.shape[1] == _COLUMNS
     return rows if sound and np.array_equal(key, _key(source, grid)) else None
@@ -243,4 +252,5 @@ def _write(place: Path, source: Source, grid: Index, rows: NDArray[np.int64]) ->
             np.savez_compressed(out, key=_key(source, grid), rows=rows)
         unfinished.replace(place)
     except OSError:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """HDF5 datasets whose values lie in other files: virtual datasets as tables over their sources, and external storage.
 
-A virtual dataset becomes a table where its mappings are boxes that fit one grid of chunks; else libhdf5 puts it together.
+A virtual dataset becomes a table where its mappings are boxes that fit one grid of chunks; else libhdf5 reads it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import h5py
@@ -67,6 +67,10 @@ class Slabs:
         self._source, self._offset = source, offset
         self._shape, self._chunks, self._itemsize = shape, chunks, itemsize
 
+    def cut(self, chunks: Index) -> Slabs:
+        """The same array in other pieces."""
+        return Slabs(self._source, self._offset, self._shape, chunks, self._itemsize)
+
     @property
     def files(self) -> Files:
         return self._source.files
@@ -75,7 +79,7 @@ class Slabs:
         return self._source.path
 
     def locate(self, index: Index) -> ChunkRef | None:
-        """Raises `BadChunkError` when the file has changed, and `ShortChunkError` when it ends before the array does."""
+        """Raises `BadChunkError` when the file has changed, `ShortChunkError` when it ends before the array does."""
         self._source.check()
         if self._offset is None:
             return None
@@ -117,7 +121,7 @@ def external_source(dataset: Any, source: Source, outside: bool) -> tuple[Source
         return None
     if count > 1:
         raise UnsupportedStoreError(
-            f"dataset {dataset.name!r} in {source.path} is stored in {count} external files; one can be read: rewrite it"
+            f"dataset {dataset.name!r} in {source.path} is stored in {count} external files, not one; rewrite it"
         )
     name, offset, _ = plist.get_external(0)
     path = neighbour(source, os.fsdecode(name), outside, f"the external storage of dataset {dataset.name!r}")
@@ -221,9 +225,15 @@ def _box(space: Any) -> Box | None:
 
 
 def _grid(dataset: Any, source: Source, mappings: Sequence[_Mapping], fill: Any) -> Grid | None:
-    first, shape = mappings[0].table, tuple(dataset.shape)
+    shape = tuple(dataset.shape)
+    mappings = _recut(mappings, shape)
+    first = mappings[0].table
     decoder, extra = first.decoder, len(shape) - first.ndim
-    if not isinstance(decoder, Pipeline) or extra < 0 or not all(_alike(m.table, first, dataset, fill) for m in mappings):
+    if (
+        not isinstance(decoder, Pipeline)
+        or extra < 0
+        or not all(_alike(m.table, first, dataset, fill) for m in mappings)
+    ):
         return None
     chunks = (1,) * extra + first.chunks
     grid = tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
@@ -244,9 +254,31 @@ def _grid(dataset: Any, source: Source, mappings: Sequence[_Mapping], fill: Any)
     return Grid(chunks, first.clipped, whole, Mapped(source, pieces, owner))
 
 
+def _recut(mappings: Sequence[_Mapping], shape: Index) -> Sequence[_Mapping]:
+    """Sources that lie in one piece each are cut where the mappings begin and end along their leading dim."""
+    places = [m.table.places for m in mappings if isinstance(m.table.places, Slabs)]
+    if len(places) < len(mappings) or any(not m.at for m in mappings):
+        return mappings
+    lead = len(shape) - mappings[0].table.ndim
+    inner = [m for m in mappings if m.to[lead][1] < shape[lead]]
+    ends = gcd(*(m.to[lead][0] for m in mappings), *(m.at[0][0] for m in mappings), *(m.to[lead][1] for m in inner))
+    most = min(m.table.chunks[0] for m in mappings)
+    rows = next(n for n in range(most, 0, -1) if ends % n == 0)
+    cut = (rows, *mappings[0].table.chunks[1:])
+    return [
+        m._replace(table=replace(m.table, chunks=cut, places=slabs.cut(cut)))
+        for m, slabs in zip(mappings, places, strict=True)
+    ]
+
+
 def _alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> bool:
     """Whether a source's chunks decode as the first one's, to values that need no conversion."""
-    same = table.chunks == first.chunks and table.clipped == first.clipped and not table.lengths
+    same = (
+        table.ndim == first.ndim
+        and table.chunks == first.chunks
+        and table.clipped == first.clipped
+        and not table.lengths
+    )
     fills = table.fill_value == fill or (table.fill_value != table.fill_value and fill != fill)
     return same and fills and table.decoder == first.decoder and np.dtype(table.dtype) == dataset.dtype
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from jigsaw.io._codecs import BadChunkError, Bytes, Decoder
@@ -22,9 +23,7 @@ _WHY = {1: "its compressed stream is damaged or cut short", 2: "it decodes to fe
 def library() -> Any:
     """The C functions of libdeflate; None where they are not to be had."""
     try:
-        from deflate import _deflate
-
-        found = ctypes.CDLL(str(_deflate.__file__))
+        found = ctypes.CDLL(str(import_module("deflate._deflate").__file__))
         found.libdeflate_alloc_decompressor.restype = ctypes.c_void_p
         found.libdeflate_free_decompressor.argtypes = [ctypes.c_void_p]
         found.libdeflate_free_decompressor.restype = None
