@@ -100,8 +100,9 @@ class Source:
     def _open(self) -> h5py.File:
         try:
             self.check()
-            source = self.path if self.is_local else Seekable(self.files, self.path)
-            return h5py.File(source, "r")
+            if self.is_local:
+                return h5py.File(self.path, "r", locking="best-effort")  # some shared file systems have no locks
+            return h5py.File(Seekable(self.files, self.path), "r")
         except (OSError, BadChunkError) as e:
             kind = TruncatedError if "truncated" in str(e) or isinstance(e, ShortChunkError) else UnsupportedStoreError
             raise kind(f"{self.path!r} cannot be opened as HDF5: {e}") from e

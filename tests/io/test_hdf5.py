@@ -33,7 +33,7 @@ FAST = {
     "fletcher32": {"fletcher32": True},
     "shuffle-deflate-fletcher32": {**SHUFFLED, "fletcher32": True},
     "blosc-bits-zstd": hdf5plugin.Blosc("zstd", 5, hdf5plugin.Blosc.BITSHUFFLE),
-    "blosc-lz4": hdf5plugin.Blosc("lz4", 5, hdf5plugin.Blosc.SHUFFLE),
+    "blosc-lz4": hdf5plugin.Blosc("lz4", 1, hdf5plugin.Blosc.SHUFFLE),
     "zstd": hdf5plugin.Zstd(),
     "shuffle-zstd": {**hdf5plugin.Zstd(), "shuffle": True},
     "lz4": hdf5plugin.LZ4(),
@@ -303,7 +303,7 @@ def test_less_than_a_chunk_where_that_is_possible(tmp_path, how):
     whole, half = 4 * 3 * 130 * 100 * 4, 65 * 100 * 4
     air = row.decoded_bytes - 4 * 130 * 100 * 4 - 130 * 100 * 4  # t2m and the small mask are decoded whole
     assert row.useful_bytes == (2 + 1 + 1) * half
-    assert air == 2 * half if not how else air == whole if how == SHUFFLED else 2 * half < air < 0.5 * whole
+    assert air == 2 * half if not how else air == whole if how == SHUFFLED else 2 * half < air < 0.7 * whole
 
 
 # -- far files -------------------------------------------------------------------------------------------------------
