@@ -74,7 +74,9 @@ def _multiscales(attrs: Mapping[str, Any]) -> Sequence[Any]:
 def _listed(store: Store, image: Mapping[str, Any], key: str) -> Sequence[Any]:
     found = image.get(key)
     if not isinstance(found, Sequence) or not found:
-        raise UnsupportedStoreError(f"{store.url}: its multiscales metadata lack {key!r}; OME-NGFF 0.4 and 0.5 are read")
+        raise UnsupportedStoreError(
+            f"{store.url}: its multiscales metadata lack {key!r}; OME-NGFF 0.4 and 0.5 are read"
+        )
     return found
 
 
@@ -92,7 +94,8 @@ def _transform(
         values = np.asarray(step.get(str(kind), np.ones(ndim)), np.float64) if kind in _KINDS else None
         if values is None or values.shape != (ndim,) or not np.isfinite(values).all():
             raise UnsupportedStoreError(
-                f"{store.url}: coordinate transformation {dict(step)!r} is none of {', '.join(_KINDS)} with {ndim} numbers"
+                f"{store.url}: coordinate transformation {dict(step)!r} is none of {', '.join(_KINDS)} "
+                f"with {ndim} numbers"
             )
         if kind == "scale":
             scale, shift = scale * values, shift * values

@@ -35,7 +35,9 @@ class Draws:
         return self.word() < p * _WORD
 
 
-def origin(shape: Sequence[int], crop: Sequence[int], draws: Draws, how: Foreground | None, found: Found | None) -> tuple[int, ...]:
+def origin(
+    shape: Sequence[int], crop: Sequence[int], draws: Draws, how: Foreground | None, found: Found | None
+) -> tuple[int, ...]:
     """The first row of a crop along each dim; below 0 where the volume is smaller, which then lies in its middle."""
     centre = None if how is None or found is None else _centre(shape, draws, how, found)
     if centre is None:
@@ -51,7 +53,11 @@ def _centre(shape: Sequence[int], draws: Draws, how: Foreground, found: Found) -
     """A voxel of what was found; of the other kind where a volume has none of one."""
     wants = draws.chance(how.pos / (how.pos + how.neg))
     present = [kept.at for kept in found.classes.values() if kept.at.size]
-    voxels = found.background.at if not present or (not wants and found.background.at.size) else present[draws.below(len(present))]
+    voxels = (
+        found.background.at
+        if not present or (not wants and found.background.at.size)
+        else present[draws.below(len(present))]
+    )
     if not voxels.size:
         return None
     return tuple(int(i) for i in np.unravel_index(int(voxels[draws.below(voxels.size)]), tuple(shape)))

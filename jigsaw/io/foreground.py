@@ -22,9 +22,9 @@ from jigsaw import comm
 from jigsaw.io._memory import Scratch
 from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.table import Index
-from jigsaw.io.volume import CHANNEL, Stored, Volume
-from jigsaw.mesh import axes_of, coordinate
+from jigsaw.io.volume import Stored, Volume
 from jigsaw.layout import Layout
+from jigsaw.mesh import axes_of, coordinate
 
 _ROWS = 1 << 20
 """Voxels that are hashed at a time."""
@@ -167,8 +167,8 @@ def _found(volume: Volume, how: Foreground, mesh: DeviceMesh | None, me: int, ra
 def _check_count(classes: int, url: str) -> None:
     if classes > _CLASSES:
         raise FieldError(
-            f"{url} has more than {_CLASSES} labels, too many to weight by class; name those that count by classes=, or "
-            "weight by='voxels'"
+            f"{url} has more than {_CLASSES} labels, too many to weight by class; name those that count by classes=, "
+            "or weight by='voxels'"
         )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,9 @@ from jigsaw import comm
 from jigsaw.exchange import redistribute
 from jigsaw.io.errors import FieldError
 from jigsaw.layout import Box, Cut, Interval, Layout, cut_points, whole
-from jigsaw.mesh import axes_of, coordinate
+from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
 
-Volume = TypeVar("Volume", Tile, Tensor)
 Model = Callable[[Any], Any]
 Windows = dict[int, Box]
 """The window that each member of the group has in a round."""
@@ -31,9 +30,17 @@ Windows = dict[int, Box]
 _LEAST = 1e-3
 
 
+@overload
+def sliding_window(model: Model, volume: Tile, roi: Sequence[int | None], **how: Any) -> Tile: ...
+
+
+@overload
+def sliding_window(model: Model, volume: Tensor, roi: Sequence[int | None], **how: Any) -> Tensor: ...
+
+
 def sliding_window(
     model: Model,
-    volume: Volume,
+    volume: Tile | Tensor,
     roi: Sequence[int | None],
     *,
     overlap: float = 0.5,
@@ -42,7 +49,7 @@ def sliding_window(
     fill: float = 0.0,
     windows: str = "cut",
     align: int = 1,
-) -> Volume:
+) -> Tile | Tensor:
     r"""The model's answer on windows of a volume, averaged where they overlap.
 
     - `model`: from a window [B, C, \*roi] to [B, K, \*roi];
@@ -62,18 +69,17 @@ def sliding_window(
     *Sends*: the rows of each window that other ranks own, and its answer back; with ``"cut"``, what the model sends.
     *Raises*: `FieldError` for arguments that do not fit the volume, or a model whose answer has another size.
     """
-    tile = volume if isinstance(volume, Tile) else None
     shape = tuple(volume.shape)
     plan = _Windows.of(shape, roi, overlap, windows, align)
     weight = importance(plan.roi, blend, sigma)
     with torch.no_grad():
-        if tile is None:
-            return _Dealt(Layout.of(shape, (None,) * len(shape), ()), None, volume, plan, fill).run(model, weight)  # pyright: ignore[reportReturnType]
-        bare = tile.owned()
+        if not isinstance(volume, Tile):
+            uncut = Layout.of(shape, (None,) * len(shape), ())
+            return _Dealt(uncut, None, volume, plan, fill).run(model, weight)
+        bare = volume.owned()
         how = _Cut if windows == "cut" else _Dealt
         local = how(bare.layout, bare.mesh, bare.local, plan, fill).run(model, weight)
-        layout = bare.layout.replace_dim(1, whole(local.shape[1]))
-        return Tile(local, layout, bare.mesh)  # pyright: ignore[reportReturnType]
+        return Tile(local, bare.layout.replace_dim(1, whole(local.shape[1])), bare.mesh)
 
 
 def importance(roi: Sequence[int], blend: str, sigma: float) -> Tensor:
@@ -98,9 +104,7 @@ class _Windows:
     align: int
 
     @classmethod
-    def of(
-        cls, shape: Sequence[int], roi: Sequence[int | None], overlap: float, windows: str, align: int
-    ) -> _Windows:
+    def of(cls, shape: Sequence[int], roi: Sequence[int | None], overlap: float, windows: str, align: int) -> _Windows:
         space = shape[2:]
         if not space or len(roi) != len(space):
             raise FieldError(f"roi={tuple(roi)} must have a size for each dim of space of a volume [B, C, *{space}]")
@@ -132,7 +136,7 @@ def _starts(size: int, rows: int, overlap: float) -> tuple[int, ...]:
 
 def _meet(a: Box, b: Box) -> Box:
     """What two boxes share; empty intervals where nothing."""
-    return tuple((max(p, r), max(max(p, r), min(q, s))) for (p, q), (r, s) in zip(a, b, strict=True))
+    return tuple((max(p, r), max(p, r, min(q, s))) for (p, q), (r, s) in zip(a, b, strict=True))
 
 
 def _extents(box: Box) -> tuple[int, ...]:
@@ -293,9 +297,7 @@ class _Dealt:
 
     def _gather(self, windows: Windows) -> Tensor:
         """This rank's window; an empty tensor without one."""
-        sends = [
-            (m, _at(self.local, _meet(self.mine, box), self.mine)) for m, box in windows.items() if m != self.me
-        ]
+        sends = [(m, _at(self.local, _meet(self.mine, box), self.mine)) for m, box in windows.items() if m != self.me]
         window = windows.get(self.me)
         if window is None:
             self._swap(sends, [])

@@ -86,7 +86,9 @@ class Volume:
         for store, other in zip(self._stores, found, strict=True):
             sizes = [{d: s.size(d) for d in SPACE if d in s.roles} for s in (first, other)]
             if sizes[0] != sizes[1]:
-                raise GridError(f"{self.url} has {sizes[0]} and {store.url} {sizes[1]}: channels of one image share a grid")
+                raise GridError(
+                    f"{self.url} has {sizes[0]} and {store.url} {sizes[1]}: channels of one image share a grid"
+                )
         return found
 
     @property
@@ -126,7 +128,7 @@ class Volume:
 
     @cached_property
     def affine(self) -> Affine:
-        """From voxels (x, y, z, 1) to the world's (x, y, z, 1), 4 x 4, as nibabel has it; the identity where unknown."""
+        """From voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; the identity where it is unknown."""
         found = _given_affine(self._stores[0], self.stored[0].table)
         return np.eye(4) if found is None else found
 
@@ -171,7 +173,7 @@ def _stored(store: Store, array: str | None) -> Stored:
     if array is None and len(fitting) != 1:
         shown = ", ".join(f"{name} {store.arrays[name].dims}" for name in sorted(fitting or store.arrays))
         raise MissingArrayError(
-            f"{store.url} has {len(fitting)} arrays with dims z, y, x (or y, x), not one: {shown or 'no arrays at all'}; "
+            f"{store.url} has {len(fitting)} arrays with dims z, y, x (or y, x), not one: {shown or 'no arrays'}; "
             "name it by image_array= or label_array=, or name its dims"
         )
     name = array or fitting[0]
@@ -190,7 +192,9 @@ def _with_channel(store: Store, table: ArrayTable, roles: tuple[str, ...]) -> tu
     long = [d for d in others if table.shape[d] != 1]
     if len(long) > 1:
         shown = ", ".join(f"{table.dims[d]} {table.shape[d]}" for d in long)
-        raise GridError(f"array {table.name!r} of {store.url} has {shown} beside space; only one dim can be the channels")
+        raise GridError(
+            f"array {table.name!r} of {store.url} has {shown} beside space; only one dim can be the channels"
+        )
     chosen = long or others[:1]
     return tuple(CHANNEL if d in chosen else role for d, role in enumerate(roles))
 
@@ -201,5 +205,7 @@ def _given_affine(store: Store, table: ArrayTable) -> Affine | None:
         return None
     affine = np.asarray(value, np.float64)
     if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-300:
-        raise GridError(f"{store.url}: affine {np.asarray(value).tolist()} must be an invertible 4 x 4 matrix of numbers")
+        raise GridError(
+            f"{store.url}: affine {np.asarray(value).tolist()} must be an invertible 4 x 4 matrix of numbers"
+        )
     return affine

@@ -1,0 +1,340 @@
+"""Volumes: crops in any stored order on every mesh, only their chunks read, their place in the world kept."""
+
+import pickle
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from volume_store import AFFINE, image, label, ome, pairs, write
+
+import jigsaw
+from jigsaw.io._ome import multiscale
+from jigsaw.io.errors import (
+    CorruptChunkError,
+    FieldError,
+    GridError,
+    MissingArrayError,
+    MissingLevelError,
+    ReadError,
+    UnsupportedStoreError,
+)
+from jigsaw.io.foreground import Foreground
+from jigsaw.io.store import open_store
+from jigsaw.io.volume_loader import VolumeLoader
+from jigsaw.io.volume_opening import open_volumes
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+
+MESHES = [{"z": 1}, {"z": 2}, {"data": 2, "y": 2}, {"z": 2, "x": 2}, {"z": 4}]
+SHAPES = [(20, 18, 17), (9, 33, 16)]
+
+
+def box(values, origin, crop, fill=0):
+    """The crop of a whole volume [..., z, y, x], padded where it is smaller."""
+    out = np.full((*values.shape[: -len(crop)], *crop), fill, values.dtype)
+    here = [(max(o, 0), min(o + c, n)) for o, c, n in zip(origin, crop, values.shape[-len(crop) :], strict=True)]
+    to = tuple(slice(a - o, b - o) for (a, b), o in zip(here, origin, strict=True))
+    out[(..., *to)] = values[(..., *(slice(a, b) for a, b in here))]
+    return out
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return pairs(tmp_path_factory.mktemp("volumes"), SHAPES)
+
+
+def read_all(images, labels, axes, options):
+    """Every sample of a dataset: where it lies, its values, which chunks this rank read."""
+    ds = open_volumes(images, labels, mesh=world_mesh(**axes), **options)
+    found = []
+    for i in range(len(ds)):
+        before = ds._engine.stats.stored_bytes
+        s = ds[i]
+        read = ds._engine.stats.stored_bytes - before
+        rows = sum(plan.rows[ds._engine.peers.me].stored_bytes for plan in ds.plan(i))
+        assert read == rows
+        assert [c.held for c in s.label.layout.cuts] == [c.bare().held for c in s.label.layout.cuts]
+        found.append((s.volume, s.origin, s.image.full_tensor().numpy(), s.label.full_tensor().numpy(), s.affine))
+    return found
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_every_mesh_reads_the_same_crops(toy, axes):
+    images, labels, values = toy
+    crop = (8, 10, 8)
+    options = {"crop": crop, "crops": 3, "foreground": Foreground(), "halo": {"z": 1, "y": 2}, "seed": 5}
+    (want, *others) = run_on_ranks(int(np.prod(list(axes.values()))), read_all, images, labels, axes, options)
+    for found in others:
+        for mine, theirs in zip(want, found, strict=True):
+            assert mine[:2] == theirs[:2]
+            np.testing.assert_array_equal(mine[2], theirs[2])
+    alone = open_volumes(images, labels, mesh={}, **options)
+    assert [(v, o) for v, o, *_ in want] == [(c.volume, c.origin) for c in map(alone.crop, range(6))]
+    for volume, origin, got, got_label, affine in want:
+        np.testing.assert_array_equal(got[0], box(values[volume][0], origin, crop))
+        np.testing.assert_array_equal(got_label[0], box(values[volume][1], origin, crop))
+        assert got_label.dtype == np.int64
+        z, y, x = origin
+        np.testing.assert_allclose(affine @ [0, 0, 0, 1], AFFINE @ [x, y, z, 1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("axes", [{"z": 1}, {"z": 4}, {"z": 2, "x": 2}], ids=str)
+def test_what_a_smaller_volume_lacks_is_fill(toy, axes):
+    images, labels, values = toy
+    options = {"crop": (24, 20, 40), "fill": -7.0, "label_fill": 9, "halo": 2, "label_dtype": "uint8"}
+    for found in run_on_ranks(int(np.prod(list(axes.values()))), read_all, images, labels, axes, options):
+        for volume, origin, got, got_label, _ in found:
+            assert origin[2] == -((40 - SHAPES[volume][2]) // 2)
+            np.testing.assert_array_equal(got[0], box(values[volume][0], origin, (24, 20, 40), -7.0))
+            np.testing.assert_array_equal(got_label[0], box(values[volume][1], origin, (24, 20, 40), 9))
+
+
+def test_only_the_chunks_of_the_crop_are_read(tmp_path):
+    values = image((64, 64, 64))
+    path = write(tmp_path / "a.zarr", values, chunks=(16, 16, 16), compressors=None)
+    ds = open_volumes([path], mesh=world_mesh(z=1), crop=(16, 16, 16), crops=8)
+    for i in range(8):
+        before = ds._engine.stats.stored_bytes
+        sample = ds[i]
+        touched = np.prod([len({o // 16, (o + 15) // 16}) for o in sample.origin])
+        assert ds._engine.stats.stored_bytes - before <= touched * 16**3 * 4
+        assert ds._engine.stats.chunks <= 8 * (i + 1)
+        np.testing.assert_array_equal(sample.image.local[0], box(values, sample.origin, (16, 16, 16)))
+
+
+@on_ranks(2)
+def test_each_rank_reads_its_tile_and_halo_alone(tmp_path):
+    values = image((32, 8, 8))
+    mesh = world_mesh(z=2)
+    path = tmp_path / "a.zarr"
+    if mesh.get_rank() == 0:
+        write(path, values, chunks=(4, 8, 8), compressors=None)
+    torch.distributed.barrier()
+    ds = open_volumes([str(path)], mesh=mesh, crop=(32, 8, 8), halo={"z": (1, 1)}, mode="independent")
+    sample = ds[0]
+    rank = mesh.get_rank()
+    held = slice(0, 17) if rank == 0 else slice(15, 32)
+    np.testing.assert_array_equal(sample.image.local[0], values[held])
+    assert ds._engine.stats.stored_bytes == 5 * 4 * 8 * 8 * 4  # four chunks of four rows, and the halo's
+
+
+@pytest.mark.parametrize(
+    ("dims", "order"),
+    [(("x", "y", "z"), (0, 3, 2, 1)), (("c", "z", "y", "x"), (0, 1, 2, 3)), (("x", "y", "z", "time"), (3, 2, 1, 0))],
+)
+def test_any_stored_order_comes_channel_first(tmp_path, dims, order):
+    stored = image((9, 8, 7) if len(dims) == 3 else (3, 9, 8, 7) if dims[0] == "c" else (9, 8, 7, 3))
+    path = write(tmp_path / "a.zarr", stored, dims, (4,) * len(dims))
+    whole = (stored[None] if len(dims) == 3 else stored).transpose(order)
+    ds = open_volumes([path], mesh=world_mesh(z=1), crop=(4, 5, 6), crops=3, normalize=(2.0, 4.0))
+    for i in range(3):
+        sample = ds[i]
+        want = (box(whole, sample.origin, (4, 5, 6)) - 2) / 4
+        np.testing.assert_allclose(sample.image.full_tensor(), want, rtol=1e-5, atol=1e-6)
+        assert sample.spacing == pytest.approx(tuple(np.linalg.norm(AFFINE[:3, :3], axis=0)[::-1]))
+
+
+def test_channels_may_have_files_of_their_own_and_planes_are_volumes_too(tmp_path):
+    values = [image((12, 10), seed) for seed in (0, 1)]
+    paths = [write(tmp_path / f"{i}.zarr", v, ("y", "x"), (4, 4)) for i, v in enumerate(values)]
+    ds = open_volumes([paths], mesh=world_mesh(y=1), crop=(6, 6), normalize=([0.0, 1.0], [1.0, 2.0]))
+    sample = ds[0]
+    want = box(np.stack(values), sample.origin, (6, 6))
+    want[1] = (want[1] - 1) / 2
+    np.testing.assert_allclose(sample.image.full_tensor(), want, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_whole_volume_is_cut_like_its_crops(toy):
+    images, labels, values = toy
+    ds = open_volumes(images, labels, mesh=world_mesh(y=2), crop=(8, 8, 8), align={"y": 2})
+    sample = ds.whole(1)
+    assert sample.image.local.shape == (1, 9, 17 if world_mesh(y=2).get_rank() == 0 else 16, 16)
+    np.testing.assert_array_equal(sample.image.full_tensor()[0], values[1][0])
+    np.testing.assert_array_equal(sample.label.full_tensor()[0], values[1][1])
+    np.testing.assert_array_equal(sample.affine, AFFINE)
+
+
+# -- OME-Zarr --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_levels_of_an_ome_zarr_image_lie_where_its_metadata_say(tmp_path, version):
+    values = image((2, 6, 12, 10))
+    path = ome(tmp_path / "a.ome.zarr", values, version)
+    for level, factor in enumerate((1, 2)):
+        ds = open_volumes([path], mesh=world_mesh(z=1), crop=(6, 4, 4), level=level)
+        sample = ds[0]
+        shown = values[..., ::factor, ::factor]
+        np.testing.assert_array_equal(sample.image.full_tensor(), box(shown, sample.origin, (6, 4, 4)))
+        assert sample.spacing == pytest.approx((20.0, 5.0 * factor, 2.5 * factor))
+        z, y, x = sample.origin
+        corner = [(30 + x * 0.25 * factor) * 10, (20 + y * 0.5 * factor) * 10, (10 + z * 2) * 10]
+        np.testing.assert_allclose(sample.affine[:3, 3], corner)
+        store = multiscale(open_store(path), level)
+        np.testing.assert_allclose(store.read_small("y"), (20 + np.arange(12 // factor) * 0.5 * factor) * 10)
+        assert store.arrays["x"].attrs == {"axis": "X", "units": "micrometer"}
+        assert store.arrays[f"s{level}"].dims == ("c", "z", "y", "x")
+
+
+def test_a_level_opens_as_a_store_of_fields_too(tmp_path):
+    values = image((6, 12, 10))
+    path = ome(tmp_path / "a.ome.zarr", values, "0.5", ("z", "y", "x"), (2.0, 0.5, 0.25), (0.0, 0.0, 1.0))
+    store = multiscale(open_store(path), 1)
+    ds = jigsaw.io.open(store, mesh=world_mesh(z=1))
+    np.testing.assert_array_equal(ds[0].input.full_tensor()[0, 0], values[:, ::2, ::2])
+    np.testing.assert_allclose(ds.coords["x"], (1 + np.arange(5) * 0.5) * 10)
+
+
+def broken(change):
+    """The attributes of an image after a change."""
+
+    def apply(path):
+        import zarr
+
+        group = zarr.open_group(path, mode="r+")
+        found = group.attrs["ome"]
+        change(found["multiscales"][0])
+        group.attrs["ome"] = found
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "kind", "why"),
+    [
+        (lambda m: None, 2, MissingLevelError, r"level=2: .* has the levels 0\.\.1 \(s0, s1\)"),
+        (lambda m: m.pop("axes"), 0, UnsupportedStoreError, "lack 'axes'; OME-NGFF 0.4 and 0.5"),
+        (lambda m: m.update(axes=["z", "y", "x"]), 0, UnsupportedStoreError, "axis 'z' has no name"),
+        (lambda m: m["axes"].pop(), 0, UnsupportedStoreError, "3 axes for array 's0' of 4 dims"),
+        (lambda m: m["datasets"][0].update(path="../x"), 0, UnsupportedStoreError, "name '../x', which is no array"),
+        (
+            lambda m: m["datasets"][0].update(coordinateTransformations=[{"type": "scale", "scale": [1.0]}]),
+            0,
+            UnsupportedStoreError,
+            "coordinate transformation .* is none of scale, translation, identity with 4 numbers",
+        ),
+    ],
+)
+def test_broken_metadata_are_refused(tmp_path, change, level, kind, why):
+    path = ome(tmp_path / "a.ome.zarr", image((1, 4, 4, 4)), "0.5")
+    broken(change)(path)
+    with pytest.raises(kind, match=why):
+        open_volumes([path], mesh={}, crop=(2, 2, 2), level=level)
+
+
+# -- the loader ------------------------------------------------------------------------------------------------------
+
+
+def batches(images, labels, axes, state=None, count=None, seed=3, **kwargs):
+    ds = open_volumes(
+        images, labels, mesh=world_mesh(**axes), crop=(8, 8, 8), crops=3, foreground=Foreground(by="classes")
+    )
+    loader = VolumeLoader(ds, batch_size=2, shuffle=True, seed=seed, **kwargs)
+    if state is not None:
+        loader.load_state_dict(state)
+    found = [
+        (b.samples, b.origins.tolist(), b.image.full_tensor().numpy(), b.label.full_tensor().numpy())
+        for b in islice(loader, count)
+    ]
+    return found, loader.state_dict()
+
+
+@pytest.mark.parametrize(("before", "after"), [({"z": 2}, {"data": 2, "y": 2}), ({"data": 2}, {"x": 1})])
+def test_a_run_resumes_in_mid_epoch_on_another_mesh(toy, before, after):
+    images, labels, values = toy
+    want, _ = batches(images, labels, {"z": 1})
+    assert sorted(s for samples, *_ in want for s in samples) == list(range(6))
+    for samples, origins, got, got_label in want:
+        for i, (sample, origin) in enumerate(zip(samples, origins, strict=True)):
+            np.testing.assert_array_equal(got[i, 0], box(values[sample // 3][0], origin, (8, 8, 8)))
+            np.testing.assert_array_equal(got_label[i, 0], box(values[sample // 3][1], origin, (8, 8, 8)))
+    first = run_on_ranks(2, batches, images, labels, before, count=1)
+    assert [state for _, state in first] == [{"seed": 3, "epoch": 0, "next_sample": 2}] * 2
+    ranks = int(np.prod(list(after.values())))
+    for found, state in run_on_ranks(ranks, batches, images, labels, after, state=first[0][1], seed=99):
+        assert state == {"seed": 3, "epoch": 1, "next_sample": 0}
+        for mine, theirs in zip(found, want[1:], strict=True):
+            assert mine[:2] == theirs[:2]
+            np.testing.assert_array_equal(mine[2], theirs[2])
+            np.testing.assert_array_equal(mine[3], theirs[3])
+
+
+def test_every_epoch_has_crops_of_its_own_and_a_loader_pickles(toy):
+    images, labels, _ = toy
+    ds = open_volumes(images, labels, mesh=world_mesh(z=1), crop=(8, 8, 8), crops=2)
+    loader = VolumeLoader(ds, batch_size=2)
+    assert len(loader) == 2
+    epochs = [[b.origins.tolist() for b in loader] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    again = VolumeLoader(ds, batch_size=2, prefetch_bytes=0)
+    next(iter(again))
+    revived = pickle.loads(pickle.dumps(again))
+    assert [b.origins.tolist() for b in revived] == epochs[0][1:]
+    assert revived.bytes_read > 0
+    for each in (loader, again, revived):
+        each.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("jigsaw-prefetch")]
+
+
+@on_ranks(2)
+def test_a_damaged_chunk_is_told_to_every_rank(tmp_path):
+    mesh, path = world_mesh(z=2), tmp_path / "a.zarr"
+    if mesh.get_rank() == 0:
+        write(path, image((16, 8, 8)), chunks=(4, 8, 8))
+        (path / "image" / "c" / "3" / "0" / "0").write_bytes(b"broken")
+    torch.distributed.barrier()
+    ds = open_volumes([str(path)], mesh=mesh, crop=(16, 8, 8))
+    with pytest.raises((CorruptChunkError, ReadError), match="'image'"):
+        next(iter(VolumeLoader(ds)))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    a = write(tmp_path / "a.zarr", image((8, 8, 8)))
+    small = write(tmp_path / "small.zarr", image((8, 8, 6)))
+    moved = write(tmp_path / "moved.zarr", label((8, 8, 8)), affine=AFFINE + np.eye(4)[:, [3, 0, 1, 2]] * 5)
+    two = write(tmp_path / "two.zarr", image((2, 8, 8, 8)), ("c", "z", "y", "x"), (1, 8, 8, 8))
+    deep = write(tmp_path / "deep.zarr", image((2, 2, 8, 8, 8)), ("t", "c", "z", "y", "x"), (1, 1, 8, 8, 8))
+    bare = write(tmp_path / "bare.zarr", image((8, 8, 8)), None)
+    flat = write(tmp_path / "flat.zarr", image((8, 8, 8)), affine=np.zeros((4, 4)))
+    both = write(tmp_path / "both.zarr", image((8, 8, 8)))
+    write(both, label((8, 8, 8)), name="label", mode="a")
+    crop = {"crop": (4, 4, 4)}
+    for kind, why, images, labels, more in [
+        (FieldError, "2 images and 1 labels", [a, a], [a], crop),
+        (FieldError, r"images=\[\] must be a list", [], None, crop),
+        (FieldError, "images='.*' must be a list", a, None, crop),
+        (GridError, r"has shape \(8, 8, 8\) and its label map .*small.* \(8, 8, 6\)", [a], [small], crop),
+        (GridError, "lie apart by .* voxels", [a], [moved], crop),
+        (GridError, "has channels 1 and .*two.zarr.* 2", [a, two], None, crop),
+        (GridError, "has t 2, c 2 beside space", [deep], None, crop),
+        (GridError, "share a grid", [[a, small]], None, crop),
+        (GridError, "must be an invertible 4 x 4 matrix", [flat], None, crop),
+        (GridError, r"crop=\(4, 4\) must be 3 sizes >= 1", [a], None, {"crop": (4, 4)}),
+        (MissingArrayError, "has 0 arrays with dims z, y, x", [bare], None, crop),
+        (MissingArrayError, r"2 arrays with dims .* image .*label .* name it by image_array=", [both], None, crop),
+        (MissingArrayError, "has no volume 'x'; it has image", [a], None, {**crop, "image_array": "x"}),
+        (MissingLevelError, "is no OME-Zarr image, so it has level 0 alone", [a], None, {**crop, "level": 1}),
+        (
+            FieldError,
+            "foreground= weights crops by labels, and there are none",
+            [a],
+            None,
+            {**crop, "foreground": Foreground()},
+        ),
+        (FieldError, "crops=0 must be at least 1", [a], None, {**crop, "crops": 0}),
+        (FieldError, "normalize=.* standard deviations above 0", [a], None, {**crop, "normalize": (0.0, 0.0)}),
+        (FieldError, "label_dtype='float32' must be one of", [a], None, {**crop, "label_dtype": "float32"}),
+        (GridError, "spec=.* names 'lat'", [a], None, {**crop, "spec": {"lat": "z"}}),
+    ]:
+        with pytest.raises(kind, match=why):
+            open_volumes(images, labels, mesh={}, **more)
+    ds = open_volumes([both], [both], mesh={}, image_array="image", label_array="label", **crop)
+    with pytest.raises(ReadError, match="mesh of plain integers"):
+        ds[0]
+    with pytest.raises(IndexError, match="sample 1 of 1 crops"):
+        ds.crop(1)
