@@ -28,7 +28,7 @@ def is_multiscale(attrs: Mapping[str, Any]) -> bool:
 def multiscale(store: Store, level: int = 0) -> Store:
     """The store with one level alone: its array, whose dims are named by the axes, and coordinates along space.
 
-    The array has the attributes ``affine`` (from (x, y, z, 1) to the world's (x, y, z), 4 x 4) and ``unit`` of space.
+    The array has the attributes ``affine`` (from (x, y, z, 1) to the world's (x, y, z), 4 x 4) and ``space_units``.
 
     Raises: `MissingLevelError` listing the levels; `UnsupportedStoreError` for metadata that break the specification.
     """
@@ -122,7 +122,7 @@ def _with_coordinates(
     image = replace(
         table,
         dims=tuple(axis.name for axis in axes),
-        attrs={**table.attrs, "affine": affine.tolist(), "unit": unit},
+        attrs={**table.attrs, "affine": affine.tolist(), "space_units": unit},
     )
     tables = {name: _computed(name, values, attrs[name]) for name, values in coordinates.items()}
 

@@ -182,6 +182,8 @@ def _look(volume: Volume, stored: Stored, index: Index, how: Foreground, so_far:
         table.fill(room, index)
     box = table.box_of(index)
     values = table.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
+    if (table.scale, table.offset) != (1.0, 0.0):
+        values = values * table.scale + table.offset
     order = [stored.roles.index(d) for d in volume.dims]
     rest = [d for d in range(table.ndim) if d not in order]
     values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])

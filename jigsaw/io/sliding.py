@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, overload
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from jigsaw.layout import Box, Cut, Interval, Layout, cut_points, whole
 from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
 
+Volume = TypeVar("Volume", Tile, Tensor)
 Model = Callable[[Any], Any]
 Windows = dict[int, Box]
 """The window that each member of the group has in a round."""
@@ -30,17 +31,9 @@ Windows = dict[int, Box]
 _LEAST = 1e-3
 
 
-@overload
-def sliding_window(model: Model, volume: Tile, roi: Sequence[int | None], **how: Any) -> Tile: ...
-
-
-@overload
-def sliding_window(model: Model, volume: Tensor, roi: Sequence[int | None], **how: Any) -> Tensor: ...
-
-
 def sliding_window(
     model: Model,
-    volume: Tile | Tensor,
+    volume: Volume,
     roi: Sequence[int | None],
     *,
     overlap: float = 0.5,
@@ -49,7 +42,7 @@ def sliding_window(
     fill: float = 0.0,
     windows: str = "cut",
     align: int = 1,
-) -> Tile | Tensor:
+) -> Volume:
     r"""The model's answer on windows of a volume, averaged where they overlap.
 
     - `model`: from a window [B, C, \*roi] to [B, K, \*roi];
@@ -73,13 +66,18 @@ def sliding_window(
     plan = _Windows.of(shape, roi, overlap, windows, align)
     weight = importance(plan.roi, blend, sigma)
     with torch.no_grad():
-        if not isinstance(volume, Tile):
+        found = _on_tile(volume, plan, weight, model, fill, windows) if isinstance(volume, Tile) else None
+        if found is None:
             uncut = Layout.of(shape, (None,) * len(shape), ())
-            return _Dealt(uncut, None, volume, plan, fill).run(model, weight)
-        bare = volume.owned()
-        how = _Cut if windows == "cut" else _Dealt
-        local = how(bare.layout, bare.mesh, bare.local, plan, fill).run(model, weight)
-        return Tile(local, bare.layout.replace_dim(1, whole(local.shape[1])), bare.mesh)
+            found = _Dealt(uncut, None, cast(Tensor, volume), plan, fill).run(model, weight)
+    return cast(Volume, found)
+
+
+def _on_tile(volume: Tile, plan: _Windows, weight: Tensor, model: Model, fill: float, windows: str) -> Tile:
+    bare = volume.owned()
+    how = _Cut if windows == "cut" else _Dealt
+    local = how(bare.layout, bare.mesh, bare.local, plan, fill).run(model, weight)
+    return Tile(local, bare.layout.replace_dim(1, whole(local.shape[1])), bare.mesh)
 
 
 def importance(roi: Sequence[int], blend: str, sigma: float) -> Tensor:
