@@ -288,10 +288,9 @@ def body_ranks(path, stored, axes):
     body_reads(path, stored, axes, world_mesh(**axes))
 
 
-@pytest.mark.parametrize("axes", [{"lat": 2}, {"lat": 2, "lon": 2}], ids=str)
-def test_ranks_read_their_tiles_as_planned(tmp_path, axes):
+def test_ranks_read_their_tiles_as_planned(tmp_path):
     stored = write_toy(tmp_path / "x.h5")
-    run_on_ranks(int(np.prod(list(axes.values()))), body_ranks, tmp_path / "x.h5", stored, axes)
+    run_on_ranks(2, body_ranks, tmp_path / "x.h5", stored, {"lat": 2})
 
 
 @pytest.mark.parametrize("how", [{}, FAST["blosc-lz4"], SHUFFLED], ids=["plain", "blosc", "deflate"])
