@@ -31,6 +31,12 @@ def fresh(size: int) -> NDArray[np.uint8]:
     return np.empty(size, np.uint8)
 
 
+def _pinned(size: int) -> NDArray[np.uint8]:
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+
+
 class _Lease:
     """What an array's memory belongs to; numpy and torch views keep it, and its end gives the memory back."""
 
@@ -43,10 +49,14 @@ class _Lease:
 
 
 class Memory:
-    """Uninitialised arrays whose memory is used again; at most `kept` pieces lie idle."""
+    """Uninitialised arrays whose memory is used again; at most `kept` pieces lie idle.
 
-    def __init__(self, kept: int = 4) -> None:
+    `pinned` memory is locked in place, so that a GPU copies from it while it computes.
+    """
+
+    def __init__(self, kept: int = 4, pinned: bool = False) -> None:
         self._idle: deque[NDArray[np.uint8]] = deque(maxlen=kept)
+        self._fresh = _pinned if pinned else fresh
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
         """An array of any contents; its memory returns when the last view of it is gone."""
@@ -60,6 +70,6 @@ class Memory:
             try:
                 memory = self._idle.popleft()
             except IndexError:
-                return fresh(size)
+                return self._fresh(size)
             if memory.size == size:
                 return memory  # others were for samples of another size

@@ -27,6 +27,7 @@ from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.table import Loaded, Store
 
+_LITTLE = 1 << 27
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
@@ -53,7 +54,7 @@ class Engine:
         self.store = store
         self.peers = mesh if isinstance(mesh, Peers) else meet(mesh, apart, timeout=timeout)
         self.arena = attach(self.peers, timeout)
-        self.memory = Memory()
+        self.memory = Memory(pinned=isinstance(mesh, DeviceMesh) and mesh.device_type == "cuda")
         self.budget, self.stats, self.reads = budget, Row(), 0
         self.threads = threads or _fair_share(len(self.peers.neighbours))
         self._busy, self._counting = threading.Lock(), threading.Lock()
@@ -100,6 +101,11 @@ class Engine:
 
 def _fair_share(ranks: int) -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _slots(ranks: int, chunk_bytes: int) -> int:
+    """How many chunks the ranks of a machine have in shared memory: one each, two while that is little."""
+    return max(ranks, min(2 * ranks, _LITTLE // max(chunk_bytes, 1)))
 
 
 class _StoppedError(Exception):
@@ -164,7 +170,7 @@ class _Reading:
             (n, job) for n, job in enumerate(plan.shared) if job.owner != NOBODY and hosts[job.owner] == here
         ]
         size = max((plan.tables[job.array].chunk_bytes for _, job in self.through), default=0)
-        self.slots = max(1, min(SLOTS, 2 * len(near), len(self.through), self.engine.budget // max(size, 1)))
+        self.slots = max(1, min(SLOTS, _slots(len(near), size), len(self.through), self.engine.budget // max(size, 1)))
         if self.arena is not None:
             self.arena.start(self.number, plan.digest, size, self.slots if self.through else 0)
         coord = list(request.layout.coords())[self.me]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.io._device import Carrier
 from jigsaw.io._steps import Steps
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.engine import Engine
@@ -134,6 +135,10 @@ class DataLoader:
         return self.dataset.new_engine(self._threads)
 
     @cached_property
+    def _carrier(self) -> Carrier:
+        return Carrier(self._mesh.device_type)
+
+    @cached_property
     def _kept(self) -> Steps:
         return self.dataset.new_steps(self._cache_bytes)
 
@@ -200,7 +205,7 @@ class DataLoader:
         if self._state.next_sample and not self._resumed:
             self._state = State(self._state.seed, self._state.epoch + 1)
         self._resumed = False
-        _ = self._engine  # an unpickled loader joins the mesh here, before there are threads
+        _ = self._engine, self._carrier  # an unpickled loader joins the mesh here, before there are threads
         dataset = self._of(self._order.settled(self._state).epoch)
         current = self._current = Prefetch(self._read, self._jobs(dataset), self._ahead, self._alone)
         try:
@@ -232,12 +237,11 @@ class DataLoader:
         layouts = _layouts(job)
         first, stop = layouts[0].owned(self._coordinate)[0]
         if first == stop:  # fewer samples than ranks along `data`
-            return _Read(
-                job, *(torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts)
-            )
+            empty = [torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts]
+            return _Read(job, *self._carrier.bring(empty))
         reading = job.dataset.reading(job.samples[first:stop], self._kept)
         block = job.dataset.read(self._engine, reading, self._kept, self._following(job))
-        return _Read(job, *job.dataset.unpack(block, reading))
+        return _Read(job, *self._carrier.bring(job.dataset.unpack(block, reading)))
 
     def _following(self, job: _Job) -> frozenset[int]:
         """The steps that this rank reads for the next batch."""
@@ -248,12 +252,10 @@ class DataLoader:
         return frozenset(job.dataset.keys(job.following[first:stop]) if first < stop else ())
 
     def _batch(self, read: _Read) -> Batch:
-        samples, dataset, device = read.job.samples, read.job.dataset, self._mesh.device_type
+        samples, dataset = read.job.samples, read.job.dataset
         locals_ = (read.input, read.target, read.forced)
-        tiles = [
-            Tile(local.to(device), layout, self._mesh)
-            for local, layout in zip(locals_, _layouts(read.job), strict=True)
-        ]
+        self._carrier.hand_over(locals_)
+        tiles = [Tile(local, layout, self._mesh) for local, layout in zip(locals_, _layouts(read.job), strict=True)]
         return Batch(
             tiles[0],
             tiles[1] if dataset.targets else None,

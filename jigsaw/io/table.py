@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jigsaw.io import _blosc, portion
 from jigsaw.io._codecs import BadChunkError, Bytes, ShortChunkError
-from jigsaw.io._files import Files, Room
+from jigsaw.io._files import Files, Room, Target
 from jigsaw.io._memory import Scratch, fresh
 from jigsaw.io.chunk_grid import Along
 from jigsaw.io.errors import CorruptChunkError, ReadError, TruncatedError
@@ -289,29 +289,18 @@ class ArrayTable:
         files, ref = self.places.files, self.places.locate(index)
         if ref is None:
             return None
-        plain = self.decoder.is_plain and out is not None
+        into = out if self.decoder.is_plain else None
         if part is not None:
-            raw = None if plain else room(part.stored)
-            targets = self._targets(ref, part, out if plain else raw, plain)
+            raw = room(part.stored) if into is None else None
+            targets = _targets(ref, part, raw, into)
             return Fetched(raw, ref, part) if files.ranges(ref.path, targets) else None
         if ref.length is None:
             raw = files.whole(ref.path, room)
             return None if raw is None else Fetched(raw, ref, None)
-        if plain and ref.length == self.bytes_of(index):
-            return Fetched(None, ref, None) if files.ranges(ref.path, [(ref.offset, out)]) else None
+        if into is not None and ref.length == self.bytes_of(index):
+            return Fetched(None, ref, None) if files.ranges(ref.path, [(ref.offset, into)]) else None
         raw = room(ref.length)
         return Fetched(raw, ref, None) if files.ranges(ref.path, [(ref.offset, raw)]) else None
-
-    def _targets(self, ref: ChunkRef, part: Portion, memory: Bytes | None, plain: bool) -> list[tuple[int, Bytes]]:
-        assert memory is not None
-        if plain:
-            starts = [start for start, _ in part.spans]
-        else:
-            starts = np.cumsum([0, *(length for _, length in part.ranges)]).tolist()
-        return [
-            (ref.offset + offset, memory[at : at + length])
-            for (offset, length), at in zip(part.ranges, starts, strict=False)
-        ]
 
     def decode(self, index: Index, fetched: Fetched, out: Bytes) -> Loaded:
         """Decode what was fetched into `out`."""
@@ -389,6 +378,19 @@ class ArrayTable:
         """Make a chunk of fill values: of one that turned out to be missing."""
         value = self.fill_value
         self.view(out, index)[...] = value if isinstance(value, int | float) else 0
+
+
+def _targets(ref: ChunkRef, part: Portion, raw: Bytes | None, out: Bytes | None) -> list[Target]:
+    """Where the ranges of a part go: one after the other in `raw`, or each to its place in `out`."""
+    if raw is not None:
+        memory, starts = raw, np.cumsum([0, *(length for _, length in part.ranges)]).tolist()
+    else:
+        assert out is not None
+        memory, starts = out, [start for start, _ in part.spans]
+    return [
+        (ref.offset + offset, memory[at : at + length])
+        for (offset, length), at in zip(part.ranges, starts, strict=False)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
