@@ -46,14 +46,14 @@ def table_of(name: str, values: NDArray[Any], dims: tuple[str, ...], attrs: Mapp
         attrs=dict(attrs),
         masks=(),
         decoder=None,
-        places=_Places(f"{of}, in memory"),
+        places=NoFile(f"{of}, in memory"),
         load_slowly=lambda box: values[tuple(slice(a, b) for a, b in box)],
         clipped=True,
         slices=True,
     )
 
 
-class _Places:
+class NoFile:
     """Nowhere in a file: `label` stands for one in messages."""
 
     def __init__(self, label: str) -> None:
