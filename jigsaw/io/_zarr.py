@@ -22,6 +22,7 @@ from jigsaw.io._codecs import BadChunkError, Decoder, ShortChunkError, decoder_o
 from jigsaw.io._files import Files, Local
 from jigsaw.io._keys import Keys
 from jigsaw.io._memory import fresh
+from jigsaw.io._packing import masks_of
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
 
@@ -124,21 +125,10 @@ def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any]) -> tup
     nobody chose one, so a 0 masks only packed integers.
     """
     attrs = meta.attributes
-    if dtype.kind not in "iuf":
-        return ()
     found: list[Any] = [_decoded(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
     if isinstance(meta, ArrayV2Metadata) and (meta.fill_value or "scale_factor" in attrs):
         found.append(_scalar(meta.fill_value))
-    flat = [x for value in found for x in np.ravel(np.asarray(value)).tolist()]
-    numbers = [_as_stored(x, dtype) for x in flat if isinstance(x, int | float) and x == x]
-    return tuple(dict.fromkeys(numbers))
-
-
-def _as_stored(value: float, dtype: np.dtype[Any]) -> float:
-    """The value that an array of `dtype` holds for it: rounded, or of the other sign."""
-    if dtype.kind == "u" and value < 0:
-        return value + 2.0 ** (8 * dtype.itemsize)
-    return float(np.asarray(value).astype(dtype)) if dtype.kind == "f" else float(value)
+    return masks_of(dtype, found)
 
 
 def _stored_dtype(array: Any) -> np.dtype[Any]:
