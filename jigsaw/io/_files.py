@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -37,6 +38,18 @@ class Files(Protocol):
     def whole(self, path: str, room: Room) -> Bytes | None: ...
 
     def ranges(self, path: str, targets: Sequence[Target]) -> bool: ...
+
+
+def scatter(targets: Sequence[Target], parts: Sequence[tuple[int, int]], found: Sequence[Bytes | None]) -> bool:
+    """Fill every target from the parts (start, stop, rising) that were `found`; False when the object was missing."""
+    starts = [start for start, _ in parts]
+    for offset, memory in targets:
+        at = bisect_right(starts, offset) - 1
+        raw = found[at]
+        if raw is None:
+            return False
+        memory[:] = raw[offset - starts[at] : offset - starts[at] + memory.size]
+    return True
 
 
 class Local:

@@ -10,8 +10,9 @@ from zarr.abc.store import RangeByteRequest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
+from jigsaw.io._batches import merged
 from jigsaw.io._codecs import Bytes, ShortChunkError
-from jigsaw.io._files import Room, Target
+from jigsaw.io._files import Room, Target, scatter
 
 
 class Keys:
@@ -36,20 +37,17 @@ class Keys:
         return None if found is None else np.frombuffer(found.to_bytes(), np.uint8)
 
     def ranges(self, path: str, targets: Sequence[Target]) -> bool:
-        """Fill every target, in one request each; False when the object is missing.
+        """Fill every target, those at most `gap` bytes apart by one request; False when the object is missing.
 
         Raises: `ShortChunkError` when the object ends before.
         """
-        wanted = [(path, RangeByteRequest(offset, offset + memory.size)) for offset, memory in targets]
-        found: list[Any] = sync(self._all(wanted))
-        for (offset, memory), got in zip(targets, found, strict=True):
-            if got is None:
-                return False
-            raw = np.frombuffer(got.to_bytes(), np.uint8)
-            if raw.size != memory.size:
-                raise ShortChunkError(f"it should have {memory.size} bytes at {offset} and gave {raw.size}")
-            memory[:] = raw
-        return True
+        parts = merged(((offset, offset + memory.size) for offset, memory in targets), self.gap)
+        got: list[Any] = sync(self._all([(path, RangeByteRequest(*part)) for part in parts]))
+        found = [None if each is None else np.frombuffer(each.to_bytes(), np.uint8) for each in got]
+        for (start, stop), raw in zip(parts, found, strict=True):
+            if raw is not None and raw.size != stop - start:
+                raise ShortChunkError(f"it should have {stop - start} bytes at {start} and gave {raw.size}")
+        return scatter(targets, parts, found)
 
     async def _all(self, wanted: list[tuple[str, RangeByteRequest]]) -> list[Any]:
         from asyncio import gather

@@ -37,6 +37,14 @@ class Steps:
         """Which of these steps need not be read."""
         return frozenset(key for key in keys if key in self._known)
 
+    def foreseen(self, keys: Iterable[int], wanted: Collection[int]) -> Steps:
+        """What will be known, without its values, once these steps have been read and those `wanted` are kept."""
+        nothing = np.empty(0)
+        made = Steps(self._capacity, self.fixed)
+        made._known.update((key, nothing) for key in (*self._known, *keys) if self._capacity or key in wanted)
+        made._fixed_values = nothing if self.fixed else None
+        return made
+
     def write(self, block: Array, keys: Sequence[int], known: Collection[int]) -> None:
         r"""Put the known steps, and the channels without time, where they belong in a block [steps, C, \*held]."""
         for i, key in enumerate(keys):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,39 +17,89 @@ from zarr.core.chunk_grids import RegularChunkGrid
 from zarr.core.metadata.v2 import ArrayV2Metadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.errors import NodeNotFoundError
-from zarr.storage import LocalStore
+from zarr.storage import LocalStore, ObjectStore
 
-from jigsaw.io._codecs import BadChunkError, Decoder, ShortChunkError, decoder_of_v2, decoder_of_v3, without_crc
+from jigsaw.io._codecs import BadChunkError, Bytes, Decoder, ShortChunkError, decoder_of_v2, decoder_of_v3, without_crc
 from jigsaw.io._files import Files, Local
 from jigsaw.io._keys import Keys
 from jigsaw.io._memory import fresh
+from jigsaw.io._objects import Remote, files_of_url, is_remote
 from jigsaw.io._packing import masks_of
-from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.errors import CorruptChunkError, MissingArrayError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
 
 _MISSING = 2**64 - 1
 _SHARDS_KEPT = 128
 
 
-def open_zarr(url: Any) -> Store:
-    """The chunk tables of a zarr group.
+def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
+    """The chunk tables of a zarr group: at a path or URL, or a store or group of zarr's own.
 
-    Raises: `UnsupportedStoreError` when there is no zarr group at `url`.
+    `options` go to the store of a URL (see `jigsaw.io._objects.files_of_url`); ``arrays`` among them names those to
+    open, with the coordinates of their dims, where a store is too large to list or cannot be (HTTP).
+
+    Raises: `UnsupportedStoreError` when there is no zarr group at `url`, or none whose arrays can be listed;
+    `MissingArrayError` for one of `arrays` that it does not have.
     """
-    try:
-        group = url if isinstance(url, zarr.Group) else zarr.open_group(url, mode="r")
-    except (NodeNotFoundError, FileNotFoundError, ValueError, TypeError, ImportError) as e:
-        raise UnsupportedStoreError(f"{url!r} is not a zarr group that can be opened: {e}") from e
-    sources = dict(_arrays(group))
+    options = dict(options or {})
+    named = options.pop("arrays", None)
+    group = url if isinstance(url, zarr.Group) else _group(url, options)
+    sources = dict(_arrays(group) if named is None else _named(group, named))
     tables = {name: table_of(name, array) for name, array in sources.items()}
-    return Store(str(group.store_path), tables, dict(group.attrs), lambda name: np.asarray(sources[name][...]))
+    return Store(_name(group), tables, dict(group.attrs), lambda name: np.asarray(sources[name][...]))
+
+
+def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
+    if is_remote(url):
+        files, prefix = files_of_url(url, options)
+        from jigsaw.io._metadata import Metadata
+
+        called = f"{files.name}/{prefix}"
+        where: dict[str, Any] = {"store": Metadata(files), "path": prefix}
+    else:
+        called, where = repr(url), {"store": url, "storage_options": options or None}
+    try:
+        return zarr.open_group(**where, mode="r")
+    except (NodeNotFoundError, FileNotFoundError, ValueError, TypeError, ImportError) as e:
+        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened: {e}") from e
+
+
+def _name(group: zarr.Group) -> str:
+    files = remote_of(group.store)
+    return str(group.store_path) if files is None else "/".join(filter(None, (files.name, group.path)))
 
 
 def _arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
+    files = remote_of(group.store)
+    if files and not files.lists and group.metadata.consolidated_metadata is None:
+        raise UnsupportedStoreError(
+            f"the arrays of {_name(group)} cannot be listed: it has no consolidated metadata, and HTTP has no listing; "
+            f"consolidate it (zarr.consolidate_metadata), or name what to open: options={{'arrays': ['t2m', …]}}"
+        )
     members: Any = group.members(max_depth=None)
     for name, member in sorted(members, key=lambda pair: pair[0]):
         if isinstance(member, zarr.Array):
             yield name, member
+
+
+def _named(group: zarr.Group, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """These arrays, and the coordinates of their dims beside them."""
+    coordinates: dict[str, None] = {}
+    for name, found in _members(group, names):
+        if not isinstance(found, zarr.Array):
+            raise MissingArrayError(f"{_name(group)} has no array {name!r}, which options={{'arrays': …}} names")
+        yield name, found
+        folder = name.rpartition("/")[0]
+        coordinates |= {f"{folder}/{dim}".lstrip("/"): None for dim in _dims(found.metadata) or () if dim}
+    for name, found in _members(group, [name for name in coordinates if name not in names]):
+        if isinstance(found, zarr.Array):
+            yield name, found
+
+
+def _members(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
+    """What has these names, or None; all are asked for at once, as a store may be far away."""
+    with ThreadPoolExecutor(max(len(names), 1)) as pool:
+        return list(zip(names, pool.map(group.get, names), strict=True))
 
 
 def table_of(name: str, array: Any) -> ArrayTable:
@@ -57,8 +108,7 @@ def table_of(name: str, array: Any) -> ArrayTable:
     dtype = _stored_dtype(array)
     files = files_of(array.store, isinstance(meta, ArrayV3Metadata))
     if isinstance(meta, ArrayV2Metadata):
-        chunks = tuple(meta.chunks)
-        dims: Any = meta.attributes.get("_ARRAY_DIMENSIONS")
+        chunks, dims = tuple(meta.chunks), _dims(meta)
         decoder = decoder_of_v2(dtype, meta.order, len(chunks), meta.filters or (), meta.compressor)
         places: Places = Objects(array, files)
     else:
@@ -78,6 +128,10 @@ def table_of(name: str, array: Any) -> ArrayTable:
     )
 
 
+def _dims(meta: ArrayV2Metadata | ArrayV3Metadata) -> Any:
+    return meta.dimension_names if isinstance(meta, ArrayV3Metadata) else meta.attributes.get("_ARRAY_DIMENSIONS")
+
+
 def _of_v3(
     array: Any, meta: ArrayV3Metadata, dtype: np.dtype[Any], files: Files
 ) -> tuple[tuple[int, ...], Any, Decoder | None, Places]:
@@ -87,7 +141,7 @@ def _of_v3(
             f"array {array.name!r} has a {type(grid).__name__}; only regular chunk grids can be read"
         )
     outer = tuple(grid.chunk_shape)
-    codecs, names = meta.codecs, meta.dimension_names
+    codecs, names = meta.codecs, _dims(meta)
     if len(codecs) == 1 and isinstance(codecs[0], ShardingCodec):
         sharding = codecs[0]
         inner = tuple(sharding.chunk_shape)
@@ -102,7 +156,15 @@ def _of_v3(
 
 def files_of(store: Any, keep: bool) -> Files:
     """How the objects of a zarr store are read; `keep` open those on disk, which then may not change."""
-    return Local(keep) if isinstance(store, LocalStore) else Keys(store)
+    return Local(keep) if isinstance(store, LocalStore) else remote_of(store) or Keys(store)
+
+
+def remote_of(store: Any) -> Remote | None:
+    """The objects of a zarr store over obstore, read without zarr; None for another store."""
+    if not isinstance(store, ObjectStore):
+        return None
+    found = getattr(store, "files", None)
+    return found if isinstance(found, Remote) else Remote.of(store.store)
 
 
 def _prefix(array: Any) -> str:
@@ -183,6 +245,20 @@ class _Shard:
     index: list[list[int]]
 
 
+class _Once:
+    """A shard's index, read when it is first asked for; others who ask meanwhile wait, and a failure is not kept."""
+
+    def __init__(self, read: Callable[[], _Shard | None]) -> None:
+        self._read, self._lock = read, threading.Lock()
+        self._found: list[_Shard | None] = []
+
+    def __call__(self) -> _Shard | None:
+        with self._lock:
+            if not self._found:
+                self._found.append(self._read())
+            return self._found[0]
+
+
 class Shards:
     """Chunks inside shards; a shard's index is read once and kept."""
 
@@ -201,7 +277,7 @@ class Shards:
         self._index_bytes = 16 * prod(self._per_shard) + 4 * checked
         self._at_end = codec.index_location.value == "end"
         self._checked = checked
-        self._known: OrderedDict[Index, _Shard | None] = OrderedDict()
+        self._known: OrderedDict[Index, _Once] = OrderedDict()
         self._lock = threading.Lock()
 
     def path(self, index: Index) -> str:
@@ -212,30 +288,40 @@ class Shards:
 
     def _shard(self, outer: Index) -> _Shard | None:
         with self._lock:
-            if outer not in self._known:
+            known = self._known.get(outer)
+            if known is None:
                 path = self._objects.path(outer)
-                try:
-                    self._known[outer] = self._read(path)
-                except BadChunkError as e:
-                    kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
-                    raise kind(f"shard {path} cannot be read: the index: {e}") from e
+                known = self._known[outer] = _Once(lambda: self._read(path))
                 if len(self._known) > _SHARDS_KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(outer)
-            return self._known[outer]
+        try:
+            return known()
+        except BadChunkError as e:
+            kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
+            raise kind(f"shard {self._objects.path(outer)} cannot be read: the index: {e}") from e
 
     def _read(self, path: str) -> _Shard | None:
-        size = self.files.size(path)
-        if size is None:
+        found = self._edge(path)
+        if found is None:
             return None
+        raw, size = found
         if size < self._index_bytes:
             raise ShortChunkError(f"the shard has {size} bytes and its index alone {self._index_bytes}")
-        raw = fresh(self._index_bytes)
-        if not self.files.ranges(path, [(size - raw.size if self._at_end else 0, raw)]):
-            return None
         if self._checked:
             raw = without_crc(raw)
         return _Shard(path, size, raw.view("<u8").reshape(-1, 2).tolist())
+
+    def _edge(self, path: str) -> tuple[Bytes, int] | None:
+        """Where the index lies, as far as the shard reaches, and the shard's size; a store far away is asked once."""
+        if isinstance(self.files, Remote):
+            return self.files.edge(path, self._index_bytes, self._at_end)
+        size = self.files.size(path)
+        if size is None or size < self._index_bytes:
+            return None if size is None else (fresh(0), size)
+        raw = fresh(self._index_bytes)
+        start = size - raw.size if self._at_end else 0
+        return (raw, size) if self.files.ranges(path, [(start, raw)]) else None
 
     def locate(self, index: Index) -> ChunkRef | None:
         shard = self._shard(self._outer(index))

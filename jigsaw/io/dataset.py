@@ -328,7 +328,8 @@ class Dataset:
 
         *Sends*: what `plan_of` says; nothing for the forcings.
         """
-        plan, stored = self.plan_of(reading), len(self.channels)
+        plan = engine.plan(lambda: self.plan_of(reading), reading.request)
+        stored = len(self.channels)
         held = reading.request.layout.local_shape(self.frame.in_domain(coordinate(self.device_mesh())))[2:]
         shape = len(reading.steps), stored + len(self.forcing_names), *held
         block = engine.memory.empty(shape, np.dtype(reading.request.dtype))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.io._ahead import IN_FLIGHT, Ahead
+from jigsaw.io._ahead import Ahead
 from jigsaw.io._arena import SLOTS, attach, error_of, ticket
 from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
@@ -59,7 +59,7 @@ class Engine:
         self.threads = threads or _fair_share(len(self.peers.neighbours))
         self._busy, self._counting = threading.Lock(), threading.Lock()
         self.scratch = Scratch()
-        self._fetching: ThreadPoolExecutor | None = None
+        self.ahead = Ahead(self.peers.me, budget) if any(t.far for t in store.arrays.values()) else None
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
 
     def read(self, plan: ReadPlan, out: Array | None = None) -> Array:
@@ -75,20 +75,35 @@ class Engine:
             self.reads += 1
             return _Reading(self, plan, self.reads).run(out)
 
-    def fetch_ahead(self, plan: ReadPlan, jobs: Sequence[Job]) -> Ahead | None:
-        """What fetches the chunks of far stores before they are decoded; None where there are none."""
-        far = [job for job in jobs if plan.tables[job.array].far]
-        if not far:
-            return None
-        if self._fetching is None:
-            self._fetching = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="jigsaw-fetch")
-        return Ahead(self._fetching, plan, far, self.budget)
+    def plan(self, make: Callable[[], ReadPlan], key: Hashable = None) -> ReadPlan:
+        """The plan of the next read: the one that `ahead` expected under `key`, or else made now.
+
+        A store far away may fail for one rank alone, so the others are told, who learn of it in their `read`.
+
+        Raises: what planning raises.
+        """
+        try:
+            return (self.ahead and self.ahead.planned(key)) or make()
+        except BaseException as e:
+            self._refuse(e)
+            raise
+
+    def _refuse(self, error: BaseException) -> None:
+        """Take part in a read as one that has failed."""
+        with self._busy:
+            self.reads += 1
+            if self.arena is not None:
+                self.arena.fail(self.reads, error)
+            if self.peers.is_spread:
+                self.peers.gather(((type(error).__name__, str(error)), 0))
+            if self.arena is not None:
+                self.arena.leave(self.reads)
 
     def close(self) -> None:
         """End the threads and let go of the shared memory."""
         self.pool.shutdown()
-        if self._fetching is not None:
-            self._fetching.shutdown()
+        if self.ahead is not None:
+            self.ahead.close()
         if self.arena is not None:
             self.arena.close()
         self.peers.close()
@@ -121,7 +136,6 @@ class _Reading:
         self._stop = threading.Event()
         self._taking = threading.Lock()
         self._failure: BaseException | None = None
-        self._ahead: Ahead | None = None
         self._rows: dict[int, Row] = {}
         self._parcels: dict[tuple[int, int], list[Bytes]] = {}
 
@@ -182,8 +196,9 @@ class _Reading:
         self.placings = [Placing.of(part, plan.tables[part.array], request, channels) for part in request.parts]
 
     def _load_and_take(self) -> None:
-        jobs = [job for _, job in self.through if job.owner == self.me] + list(self.plan.private(self.me))
-        self._ahead = self.engine.fetch_ahead(self.plan, jobs)
+        ahead = self.engine.ahead
+        if ahead is not None:
+            ahead.add(self.plan)
         todo = self._todo()
         workers = [self.engine.pool.submit(self._work, todo) for _ in range(self.engine.threads)]
         try:
@@ -196,8 +211,8 @@ class _Reading:
             self._went_wrong()
         finally:
             self._stop.set()
-            if self._ahead is not None:
-                self._ahead.stop()
+            if ahead is not None:
+                ahead.drop(self.plan)
             wait(workers)
 
     def _went_wrong(self) -> bool:
@@ -242,7 +257,7 @@ class _Reading:
             room = self.arena.memory(at % self.slots, table.chunk_bytes)
         loaded = self._load(job, room)
         if loaded.stored is None:
-            self._fill_missing(job, room)
+            table.fill(room, job.chunk)
         chunk = table.view(room, job.chunk)
         for reader in job.readers:
             if reader not in self.local:
@@ -252,15 +267,6 @@ class _Reading:
         elif self.me in job.readers:
             self.take(job, chunk)
         self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
-
-    def _fill_missing(self, job: Job, room: Bytes) -> None:
-        """A far store does not say beforehand that a chunk is missing; a near one did."""
-        table, ref = self.plan.tables[job.array], self.plan.ref(job.array, job.chunk)
-        if ref is not None and ref.length is not None:
-            raise CorruptChunkError(
-                f"chunk {job.chunk} of array {job.array!r} in {ref.path} vanished while it was read"
-            )
-        table.fill(room, job.chunk)
 
     def _await_slot(self, at: int) -> None:
         """Wait until everybody here has taken the chunk that lay in the slot before."""
@@ -303,14 +309,16 @@ class _Reading:
 
     def _load(self, job: Job, room: Bytes) -> Loaded:
         """Load what is needed of a job's chunk, and count it."""
-        table, ahead = self.plan.tables[job.array], self._ahead
+        table, ahead = self.plan.tables[job.array], self.engine.ahead
         room = room[: table.bytes_of(job.chunk)]
         if ahead is None or not table.far:
             loaded = table.load(job.chunk, room, self.plan.part_of(job))
         else:
-            fetched = ahead.take(job)
+            fetched = ahead.take(self.plan, job)
             loaded = Loaded(None, False) if fetched is None else table.decode(job.chunk, fetched, room)
-        if loaded.stored is not None:
+        if loaded.stored is None:
+            self._check_missing(job)
+        else:
             row = self._row()
             row.requests += loaded.requests
             row.chunks += 1
@@ -318,6 +326,15 @@ class _Reading:
             row.stored_bytes += loaded.stored
             row.decoded_bytes += loaded.decoded
         return loaded
+
+    def _check_missing(self, job: Job) -> None:
+        """A far store does not say beforehand that a chunk is missing, so it took a request; a near one did."""
+        ref = self.plan.ref(job.array, job.chunk)
+        if ref is not None and ref.length is not None:
+            raise CorruptChunkError(
+                f"chunk {job.chunk} of array {job.array!r} in {ref.path} vanished while it was read"
+            )
+        self._row().requests += int(ref is not None)
 
     # -- taking: in the calling thread -------------------------------------------------------------------------------
 

@@ -41,6 +41,10 @@ class TruncatedError(CorruptChunkError):
     """A chunk or file that ends before its data does."""
 
 
+class FetchError(ReadError):
+    """A store that refuses a request or does not answer it; names the object and the last answer."""
+
+
 class NaNError(ReadError, ValueError):
     """A missing value where ``nan="raise"`` allows none."""
 

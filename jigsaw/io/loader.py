@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io._device import Carrier
 from jigsaw.io._steps import Steps
-from jigsaw.io.dataset import Dataset
+from jigsaw.io.dataset import Dataset, Reading
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FieldError
 from jigsaw.io.frame import DATA
@@ -225,6 +225,8 @@ class DataLoader:
         if self._current is not None:
             self._current.stop()
             self._current.join()
+            if self._engine.ahead is not None:
+                self._engine.ahead.forget()
             self._waited_s += self._current.waited_s
             self._current = None
 
@@ -240,16 +242,32 @@ class DataLoader:
             empty = [torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts]
             return _Read(job, *self._carrier.bring(empty))
         reading = job.dataset.reading(job.samples[first:stop], self._kept)
+        self._expect(job, reading)
         block = job.dataset.read(self._engine, reading, self._kept, self._following(job))
         return _Read(job, *self._carrier.bring(job.dataset.unpack(block, reading)))
 
+    def _expect(self, job: _Job, reading: Reading) -> None:
+        """Fetch from far stores what a batch needs, and behind it what the next one will."""
+        ahead = self._engine.ahead
+        if ahead is None:
+            return
+        readings = [reading]
+        if wanted := self._following(job):
+            samples = self._mine(job.following)
+            readings.append(job.dataset.reading(samples, self._kept.foreseen(reading.keys, wanted)))
+        for each in readings:
+            ahead.expect(each.request, partial(job.dataset.plan_of, each))
+
+    def _mine(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of a batch that this rank reads: none where there are fewer than ranks along `data`."""
+        layout = self.dataset.frame.layout((len(samples), 1), (DATA, None))
+        first, stop = layout.owned(self._coordinate)[0]
+        return samples[first:stop]
+
     def _following(self, job: _Job) -> frozenset[int]:
         """The steps that this rank reads for the next batch."""
-        if not job.following:
-            return frozenset()
-        layout = self.dataset.frame.layout((len(job.following), 1), (DATA, None))
-        first, stop = layout.owned(self._coordinate)[0]
-        return frozenset(job.dataset.keys(job.following[first:stop]) if first < stop else ())
+        samples = self._mine(job.following) if job.following else ()
+        return frozenset(job.dataset.keys(samples) if samples else ())
 
     def _batch(self, read: _Read) -> Batch:
         samples, dataset = read.job.samples, read.job.dataset

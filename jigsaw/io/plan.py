@@ -15,6 +15,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from jigsaw.io._at_once import at_once
+from jigsaw.io._batches import Batch, batches
 from jigsaw.io.boxes import Box, Geometry, Index, Run
 from jigsaw.io.cost import cost
 from jigsaw.io.fit import check_fits
@@ -88,7 +90,16 @@ class ReadPlan:
         self._refs: dict[tuple[str, Index], ChunkRef | None] = {}
         self._taken: dict[tuple[str, Index, int], tuple[Box, ...]] = {}
         self._portions: dict[tuple[str, Index, Members], Portion | None] = {}
+        self._ask_ahead()
         self.modes = {name: self._mode(name, mode) for name in self._geometry}
+
+    def _ask_ahead(self) -> None:
+        """Look up at once what `ref` and `portion` will ask far stores for: the indices of shards, Blosc tables."""
+        far = [(name, chunks) for name, chunks in self._readers.items() if self.tables[name].far]
+        first = {self.tables[name].path(chunk): (name, chunk) for name, chunks in far for chunk in chunks}
+        at_once(lambda each: self.tables[each[0]].locate(each[1]), list(first.values()))
+        parts = [(name, chunk) for name, chunks in far if self.tables[name].is_divisible for chunk in chunks]
+        at_once(lambda each: [self.portion(*each, (m,)) for m in self._readers[each[0]][each[1]]], parts)
 
     def _readers_of(self, name: str) -> dict[Index, list[int]]:
         found: dict[Index, list[int]] = {}
@@ -220,6 +231,11 @@ class ReadPlan:
         """Every job of every rank."""
         return self.shared + tuple(job for member in range(self.ranks) for job in self.private(member))
 
+    def batches(self, member: int) -> Iterator[Batch]:
+        """The jobs of a rank on far stores, as they are fetched."""
+        mine = [job for job in self.shared if job.owner == member]
+        return batches(self, [*mine, *self.private(member)])
+
     def part_of(self, job: Job) -> Portion | None:
         """What of a job's chunk is loaded; None for all of it."""
         return self.portion(job.array, job.chunk, job.readers)
@@ -256,6 +272,10 @@ class ReadPlan:
                     rows[job.owner].sent_bytes += landing
             if job.owner != NOBODY:
                 rows[job.owner] += self._load(job.array, job.chunk, job.readers)
+                if self.tables[job.array].far:
+                    rows[job.owner].requests -= self._load(job.array, job.chunk, job.readers).requests
+        for member, row in enumerate(rows):
+            row.requests += sum(batch.requests for batch in self.batches(member))
         return tuple(rows)
 
     @property

@@ -19,7 +19,7 @@ from jigsaw.io._codecs import BadChunkError, Bytes, ShortChunkError
 from jigsaw.io._files import Files, Room, Target
 from jigsaw.io._memory import Scratch, fresh
 from jigsaw.io.chunk_grid import Along
-from jigsaw.io.errors import CorruptChunkError, ReadError, TruncatedError
+from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
 from jigsaw.io.portion import Portion, Rect
 from jigsaw.layout import Box
 
@@ -35,6 +35,8 @@ SMALL = 1 << 18
 WORTH = 0.75
 """A part that needs more than this share of a chunk is decoded as the whole."""
 _FRAMES_KEPT = 1024
+_BLOCK = 1 << 14
+"""Blosc's blocks are hardly ever smaller."""
 
 scratch = Scratch()
 
@@ -94,11 +96,15 @@ class Loaded(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """The stored bytes of a chunk, or of a part of it; `raw` is None when they are already where they belong."""
+    """The stored bytes of a chunk, or of a part of it; `raw` is None when they are already where they belong.
+
+    `requests` are those it took, where the chunk was fetched together with others.
+    """
 
     raw: Bytes | None
     ref: ChunkRef
     portion: Portion | None
+    requests: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +184,16 @@ class ArrayTable:
         return self.slices if self.decoder is None else self.decoder.splits
 
     @property
+    def _table_bytes(self) -> int:
+        """What finding the parts of a chunk costs, as bytes: of one far away, a request of its own."""
+        return 4 * self.places.files.gap if self.far and not self.is_plain else 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored bytes of a chunk are its values."""
+        return self.decoder is not None and self.decoder.is_plain
+
+    @property
     def grid(self) -> tuple[int, ...]:
         """The number of chunks along each dim."""
         return tuple(a.count for a in self.along)
@@ -225,7 +241,8 @@ class ArrayTable:
 
         Raises: `CorruptChunkError` for a Blosc frame whose header is damaged.
         """
-        if not self.is_divisible or portion.share(rects, self.shape_of(index)) > WORTH:
+        needed = portion.share(rects, self.shape_of(index))
+        if not self.is_divisible or needed > WORTH or (1 - needed) * self.bytes_of(index) < self._table_bytes:
             return None
         if self.decoder is None:
             rows = portion.hull(rects)
@@ -241,28 +258,47 @@ class ArrayTable:
         if plain:
             found = portion.plain(spans)
         else:
-            found = self._tried(index, lambda: self._frame(index, ref).portion(spans, files.gap))
+            frame = self._tried(index, lambda: self._frame(index, ref))
+            if frame is None:
+                return None
+            found: Portion = self._tried(index, lambda: frame.portion(spans, files.gap))
         return None if found.decoded > WORTH * size else found
 
-    def _frame(self, index: Index, ref: ChunkRef) -> _blosc.Frame:
-        """The block table of a Blosc chunk, read once and kept."""
+    def _frame(self, index: Index, ref: ChunkRef) -> _blosc.Frame | None:
+        """The block table of a Blosc chunk, read once and kept; None when the chunk is missing."""
         with self._lock:
             if index in self._frames:
                 return self._frames[index]
-        files = self.places.files
-        head = fresh(_blosc.HEADER)
-        files.ranges(ref.path, [(ref.offset, head)])
-        _, count = _blosc.head_of(head.tobytes(), self.bytes_of(index), ref.length)
+        raw = self._beginning(index, ref)
+        if raw is None:
+            return None
+        head = raw[: _blosc.HEADER].tobytes()
+        _, count = _blosc.head_of(head, self.bytes_of(index), ref.length)
         table = fresh(0 if head[2] & 0x2 else 4 * count)
         if ref.length is not None and table.size > ref.length:
             raise ShortChunkError(f"it has {ref.length} bytes, too few for its table of {count} blocks")
-        files.ranges(ref.path, [(ref.offset + _blosc.HEADER, table)])
-        made = _blosc.frame_of(head.tobytes(), table)
+        known = min(raw.size - _blosc.HEADER, table.size)
+        table[:known] = raw[_blosc.HEADER : _blosc.HEADER + known]
+        if known < table.size:
+            self.places.files.ranges(ref.path, [(ref.offset + _blosc.HEADER + known, table[known:])])
+        made = _blosc.frame_of(head, table)
         with self._lock:
             self._frames[index] = made
             if len(self._frames) > _FRAMES_KEPT:
                 self._frames.popitem(last=False)
         return made
+
+    def _beginning(self, index: Index, ref: ChunkRef) -> Bytes | None:
+        """The header of a Blosc chunk, and of one far away the table that it can be expected to have; None: missing."""
+        files, table = self.places.files, 4 * -(-self.bytes_of(index) // _BLOCK)
+        if files.far and (ref.length is None or ref.length >= _blosc.HEADER + table):
+            raw = fresh(_blosc.HEADER + table)
+            try:
+                return raw if files.ranges(ref.path, [(ref.offset, raw)]) else None
+            except ShortChunkError:  # an object of unknown size that compresses to less
+                pass
+        raw = fresh(_blosc.HEADER)
+        return raw if files.ranges(ref.path, [(ref.offset, raw)]) else None
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
@@ -302,14 +338,34 @@ class ArrayTable:
         raw = room(ref.length)
         return Fetched(raw, ref, None) if files.ranges(ref.path, [(ref.offset, raw)]) else None
 
+    def fetch_together(self, wanted: Sequence[tuple[Index, Portion | None]], requests: int) -> list[Fetched | None]:
+        """The same of chunks in one object, in memory of their own, by so many requests."""
+        if len(wanted) == 1:
+            return [self.fetch(wanted[0][0], fresh, wanted[0][1])]
+        return self._tried(wanted[0][0], lambda: self._fetch_together(wanted, requests))
+
+    def _fetch_together(self, wanted: Sequence[tuple[Index, Portion | None]], requests: int) -> list[Fetched | None]:
+        found: list[Fetched | None] = []
+        targets: list[Target] = []
+        path = ""
+        for index, part in wanted:
+            ref = self.places.locate(index)
+            assert ref is not None and ref.length is not None  # only such chunks are put together
+            raw = fresh(ref.length if part is None else part.stored)
+            path = ref.path
+            targets += [(ref.offset, raw)] if part is None else _targets(ref, part, raw, None)
+            found.append(Fetched(raw, ref, part, 0 if found else requests))
+        return found if self.places.files.ranges(path, targets) else [None] * len(wanted)
+
     def decode(self, index: Index, fetched: Fetched, out: Bytes) -> Loaded:
         """Decode what was fetched into `out`."""
         self._tried(index, lambda: self._decode(index, fetched, out))
         part, raw = fetched.portion, fetched.raw
+        requests = fetched.requests if fetched.requests is not None else len(part.ranges) if part else 1
         if part is not None:
-            return Loaded(part.stored, False, len(part.ranges), part.decoded)
+            return Loaded(part.stored, False, requests, part.decoded)
         stored = fetched.ref.length if raw is None else raw.size
-        return Loaded(stored, False, 1, self.bytes_of(index))
+        return Loaded(stored, False, requests, self.bytes_of(index))
 
     def _decode(self, index: Index, fetched: Fetched, out: Bytes) -> None:
         assert self.decoder is not None
@@ -324,7 +380,10 @@ class ArrayTable:
                 out[start:stop] = raw[at : at + stop - start]
                 at += stop - start
         else:
-            self._frame(index, fetched.ref).decode(part, raw, out)
+            frame = self._frame(index, fetched.ref)
+            if frame is None:
+                raise BadChunkError("it vanished while it was read")
+            frame.decode(part, raw, out)
 
     def _load_slowly(self, index: Index, out: Bytes, part: Portion | None) -> Loaded:
         assert self.load_slowly is not None
@@ -354,6 +413,8 @@ class ArrayTable:
             raise self._refused(kind, index, e) from e
         except OSError as e:
             raise self._refused(CorruptChunkError, index, e) from e
+        except FetchError as e:
+            raise self._refused(FetchError, index, e) from None
 
     def _refused(self, kind: type[ReadError], index: Index, why: Exception) -> ReadError:
         return kind(f"chunk {index} of array {self.name!r} in {self.path(index)} cannot be read: {why}")
