@@ -240,7 +240,7 @@ def _held(
     n, m = cut.size, rule.size(cut.size)
     if owned[0] >= owned[1]:
         return owned
-    low, high = cut.held[piece] if wrap else (max(cut.held[piece][0], 0), min(cut.held[piece][1], n))
+    low, high = cut.inside(piece) if wrap else (max(cut.held[piece][0], 0), min(cut.held[piece][1], n))
     start, stop = rule.reach((low, high), n) if low < high else owned
     if not wrap and low < high:  # nothing beyond an end of the dim is missing
         start, stop = (0 if low == 0 else start), (m if high == n else stop)

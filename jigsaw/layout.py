@@ -83,6 +83,10 @@ class Cut:
     ``held[i]`` is in *unwrapped* coordinates: on a periodic dim row -1 is row ``size - 1`` and an interval may
     reach below 0 or beyond `size`.  Without a halo it equals the owned interval.
 
+    Where `wraps` is False, held rows beyond [0, size) are no rows of the array: a reader put there what its boundary
+    says (`jigsaw.io.boundary`).  They are `Tile.local`'s alone: views, copies and functions along other dims carry them
+    along, everything else leaves them out, and nothing takes them for a row of the array.
+
     `source` remembers the cuts of the dim that a contraction made this one from, so that one that leads back to the
     same size restores them (the tokens after a mixer's second linear lie where they did before its first).
     """
@@ -92,6 +96,7 @@ class Cut:
     axes: tuple[str, ...] = ()
     held: tuple[Interval, ...] = ()
     source: tuple[Cut, ...] = field(default=(), compare=False, repr=False)
+    wraps: bool = True
 
     def __post_init__(self) -> None:
         _explicit_points(self.size, self.pieces, self.points, 1)
@@ -121,10 +126,15 @@ class Cut:
 
     def bare(self) -> Cut:
         """The same cut without halo."""
-        return replace(self, held=())
+        return replace(self, held=(), wraps=True)
 
     def holding(self, held: Sequence[Interval]) -> Cut:
-        return replace(self, held=tuple(held))
+        return replace(self, held=tuple(held), wraps=True)
+
+    def inside(self, piece: int) -> Interval:
+        """The rows of the array that a piece holds: all but rows beyond an end that does not wrap."""
+        start, stop = self.held[piece]
+        return (start, stop) if self.wraps else (max(start, 0), min(stop, self.size))
 
     def uncut(self) -> Cut:
         return whole(self.size)
@@ -146,6 +156,11 @@ class Cut:
             return wide if periodic else (max(wide[0], 0), min(wide[1], self.size))
 
         return self.holding([grow(*self.owned(i)) for i in range(self.pieces)])
+
+    def with_beyond(self, below: int, above: int) -> Cut:
+        """Hold `below` and `above` rows more, also beyond the ends of a dim that does not wrap."""
+        wide, ended = self.with_halo(below, above, periodic=True), self.with_halo(below, above)
+        return replace(wide, wraps=wide.held == ended.held)
 
 
 def whole(size: int) -> Cut:
@@ -271,6 +286,13 @@ class Layout:
 
     def without_halo(self) -> Layout:
         return replace(self, cuts=tuple(c.bare() for c in self.cuts)) if self.has_halo else self
+
+    def without_beyond(self) -> Layout:
+        """The same without rows beyond an end that does not wrap."""
+        if all(c.wraps for c in self.cuts):
+            return self
+        kept = (c if c.wraps else c.holding([c.inside(i) for i in range(c.pieces)]) for c in self.cuts)
+        return replace(self, cuts=tuple(kept))
 
     # -- who has what ---------------------------------------------------------------------------------------------
 

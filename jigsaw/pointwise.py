@@ -1,7 +1,8 @@
 """How tiles and plain tensors meet (alignment, broadcasting, gradient parts), and every pointwise function.
 
 Torch itself says which functions are pointwise: ``torch.Tag.pointwise`` on the aten overload.  They run on the local
-tensors, halo included.
+tensors, halo included; rows beyond an end that does not wrap are left out, but for casts and copies: at a number that a
+reader put there a function may have no finite gradient.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ def _take(x: Tensor, dim: int, cuts: Sequence[Cut], tile: Tile, layout: Layout) 
     for k, cut in enumerate(cuts):
         start, stop = cut.held[layout.piece(cut, coord)]
         if start < 0 or stop > cut.size:
-            x = x.index_select(dim + k, torch.arange(start, stop, device=x.device) % cut.size)
+            rows = torch.arange(start, stop, device=x.device)
+            # beyond an end that does not wrap, a plain tensor has its last row again
+            x = x.index_select(dim + k, rows % cut.size if cut.wraps else rows.clamp(0, cut.size - 1))
         else:
             x = x.narrow(dim + k, start, stop - start)
     return x.flatten(dim, dim + len(sizes) - 1) if len(sizes) > 1 else x
@@ -168,9 +171,9 @@ def _meet(tiles: Sequence[Tile], dim: int) -> tuple[Cut, ...]:
 
 def _common(cuts: Sequence[Cut]) -> Cut:
     """The same cut, holding what all of them hold."""
-    if all(c.held == cuts[0].held for c in cuts):
+    if all(c.wraps and c.held == cuts[0].held for c in cuts):
         return cuts[0]
-    held = [(max(c.held[i][0] for c in cuts), min(c.held[i][1] for c in cuts)) for i in range(cuts[0].pieces)]
+    held = [(max(c.inside(i)[0] for c in cuts), min(c.inside(i)[1] for c in cuts)) for i in range(cuts[0].pieces)]
     return cuts[0].holding(held)
 
 
@@ -207,12 +210,12 @@ def wrap(out: Any, layout: Layout, tile: Tile) -> Any:
 
 # -- pointwise --------------------------------------------------------------------------------------------------------
 
-_OPERATORS = frozenset(
+_COPIES = frozenset("to float double half bfloat16 int long bool type type_as clone detach contiguous".split())
+_OPERATORS = _COPIES | frozenset(
     "__radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __add__ __sub__ __mul__ __truediv__ "
     "__div__ __floordiv__ __mod__ __pow__ "
     "__neg__ __abs__ __invert__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
-    "to float double half bfloat16 int long bool type type_as clone detach contiguous zeros_like ones_like full_like "
-    "empty_like "
+    "zeros_like ones_like full_like empty_like "
     "relu6 hardswish softplus nan_to_num isclose isfinite isnan isinf isreal square logit xlogy".split()
 )
 
@@ -238,7 +241,8 @@ def _pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
         )
     first = tiles[0]
     if len(tiles) == 1:
-        layout, locals_ = first.layout, [first.local]
+        layout = first.layout if function.__name__ in _COPIES else first.layout.without_beyond()
+        locals_ = [first.local if layout is first.layout else _crop(first, layout)]
     else:
         layout, locals_ = align(tiles)
     grown = _grown(args, kwargs, layout)

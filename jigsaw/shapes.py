@@ -25,7 +25,8 @@ def _split(cut: Cut, inner: int) -> tuple[Cut, Cut] | None:
     if cut.size % inner or any(e % inner for e in (*cut.points, *(e for held in cut.held for e in held))):
         return None
     held = [(a // inner, b // inner) for a, b in cut.held]
-    return Cut(cut.size // inner, tuple(p // inner for p in cut.points), cut.axes, tuple(held)), whole(inner)
+    points = tuple(p // inner for p in cut.points)
+    return Cut(cut.size // inner, points, cut.axes, tuple(held), wraps=cut.wraps), whole(inner)
 
 
 def _merge(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
@@ -39,7 +40,7 @@ def _merge(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
         if merged and not cut.is_cut and not cut.has_halo:
             outer, n = merged.pop(), cut.size
             held: list[Interval] = [(a * n, b * n) for a, b in outer.held]
-            cut = Cut(outer.size * n, tuple(p * n for p in outer.points), outer.axes, tuple(held))
+            cut = Cut(outer.size * n, tuple(p * n for p in outer.points), outer.axes, tuple(held), wraps=outer.wraps)
         merged.append(cut)
     return tuple(merged) or (whole(1),)
 
@@ -210,6 +211,8 @@ def _repeat(input: Tile, sizes: Any, *more: int) -> Any:
     times = (1,) * (input.ndim - len(times)) + tuple(times)
     while input.ndim < len(times):
         input = _unsqueeze(input, 0)
+    if any(n != 1 and any(c.has_halo for c in input.layout.dim(d)) for d, n in enumerate(times)):
+        input = input.owned()
     layout = input.layout
     for d, n in enumerate(times):
         if n != 1:

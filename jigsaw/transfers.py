@@ -71,27 +71,58 @@ class _Segment:
     mine: Interval | None  # the same rows in the needing rank's own local coordinates, where it holds them
 
 
-def _segments(cut: Cut, need: Interval, piece: int) -> list[_Segment]:
-    """Split what `piece` needs at wraps, at the owners' cut points and at the edges of what it holds."""
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a rank needs along a dim: rows `held`, of which those `inside` are rows of the array; `piece` is what the
+    rank has of the source.
+    """
+
+    held: Interval
+    inside: Interval
+    piece: int
+
+
+def _need(source: Layout, target: Layout, dim: int, coord: Coordinate) -> _Need:
+    wanted = target.cuts[dim]
+    at = target.piece(wanted, coord)
+    return _Need(wanted.held[at], wanted.inside(at), source.piece(source.cuts[dim], coord))
+
+
+def _segments(cut: Cut, need: _Need) -> list[_Segment]:
+    """Split what a rank needs at wraps, at the owners' cut points and at the edges of what it holds."""
     found: list[_Segment] = []
-    start = need[0]
-    while start < need[1]:
+    start, end = need.inside
+    while start < end:
         row = start % cut.size
         owner = bisect_right(cut.points, row) - 1
-        stop = min(need[1], start - row + cut.points[owner + 1])
-        found += _split(cut, need, piece, owner, (start, stop))
+        stop = min(end, start - row + cut.points[owner + 1])
+        found += _split(cut, need, owner, (start, stop))
         start = stop
-    return found
+    return _with_beyond(cut, need, found)
 
 
-def _segments_of(cut: Cut, need: Interval, piece: int, owner: int) -> list[_Segment]:
+def _segments_of(cut: Cut, need: _Need, owner: int) -> list[_Segment]:
     """Those of `_segments` with that owner, without walking through the others."""
     low, high = cut.owned(owner)
     found: list[_Segment] = []
-    for wrap in _wraps(cut, need, owner):
-        span = max(need[0], low + wrap * cut.size), min(need[1], high + wrap * cut.size)
-        found += _split(cut, need, piece, owner, span)
-    return found
+    for wrap in _wraps(cut, need.inside, owner):
+        span = max(need.inside[0], low + wrap * cut.size), min(need.inside[1], high + wrap * cut.size)
+        found += _split(cut, need, owner, span)
+    return _with_beyond(cut, need, found) if need.piece == owner else found
+
+
+def _with_beyond(cut: Cut, need: _Need, inside: list[_Segment]) -> list[_Segment]:
+    """Those inside and, around them, the needed rows beyond an end that does not wrap: the ranks of one piece hold the
+    same.
+    """
+    if need.held == need.inside:
+        return inside
+    low, first = cut.held[need.piece][0], need.held[0]
+
+    def beyond(a: int, b: int) -> list[_Segment]:
+        return [_Segment(need.piece, (a, b), (a - first, b - first), (a - low, b - low))] if a < b else []
+
+    return [*beyond(need.held[0], need.inside[0]), *inside, *beyond(need.inside[1], need.held[1])]
 
 
 def _wraps(cut: Cut, need: Interval, owner: int) -> range:
@@ -102,22 +133,22 @@ def _wraps(cut: Cut, need: Interval, owner: int) -> range:
     return range((need[0] - high) // cut.size + 1, -((low - need[1]) // cut.size))
 
 
-def _split(cut: Cut, need: Interval, piece: int, owner: int, span: Interval) -> Iterator[_Segment]:
-    """The rows of one owner in one wrap, split where `piece` begins or ends to hold them itself."""
-    base = span[0] - span[0] % cut.size
-    edges = sorted({*span, *(e for e in (base + h % cut.size for h in cut.held[piece]) if span[0] < e < span[1])})
-    for start, stop in pairwise(edges):
-        mine = _held_at(cut, piece, start, stop - start)
-        yield _Segment(owner, (start - base, stop - base), (start - need[0], stop - need[0]), mine)
+def _split(cut: Cut, need: _Need, owner: int, span: Interval) -> Iterator[_Segment]:
+    """The rows of one owner in one wrap, split where the rank that needs them begins or ends to hold them itself."""
+    base, first = span[0] - span[0] % cut.size, need.held[0]
+    mine = (base + h % cut.size for h in cut.inside(need.piece))
+    for start, stop in pairwise(sorted({*span, *(e for e in mine if span[0] < e < span[1])})):
+        at = _held_at(cut, need.piece, start, stop - start)
+        yield _Segment(owner, (start - base, stop - base), (start - first, stop - first), at)
 
 
 def _held_at(cut: Cut, piece: int, start: int, length: int) -> Interval | None:
     """Where `piece` holds the rows [start, start + length), tried as asked first, then any number of wraps away."""
-    low, high = cut.held[piece]
+    (low, high), first = cut.inside(piece), cut.held[piece][0]
     for wraps in (0, -((start - low) // cut.size)):
         at = start + wraps * cut.size
         if low <= at and at + length <= high:
-            return at - low, at - low + length
+            return at - first, at - first + length
     return None
 
 
@@ -137,11 +168,9 @@ def _runs(segments: Sequence[_Segment]) -> list[tuple[Interval, Interval]]:
 
 def moves(source: Layout, target: Layout, coord: Coordinate) -> tuple[Move, ...]:
     """Everything that the rank at `coord` must gather to hold its target box; its own rows first."""
-    needs = target.held(coord)
-    if any(start >= stop for start, stop in needs):
+    if any(start >= stop for start, stop in target.held(coord)):
         return ()
-    pieces = [source.piece(c, coord) for c in source.cuts]
-    by_dim = [_segments(c, need, p) for c, need, p in zip(source.cuts, needs, pieces, strict=True)]
+    by_dim = [_segments(c, _need(source, target, d, coord)) for d, c in enumerate(source.cuts)]
     me = source.index(coord)
     found = [Move(me, *_boxes(cell)) for cell in product(*map(_runs, by_dim))]
     if all(s.mine is not None for segments in by_dim for s in segments):
@@ -183,8 +212,8 @@ def _places(layout: Layout, cut: Cut, piece: int) -> dict[str, int]:
 def _given(source: Layout, target: Layout, coord: Coordinate, other: Coordinate) -> tuple[Box, ...]:
     """What the rank at `coord` gives the one at `other`, in the order of the `moves` of `other`."""
     by_dim: list[list[_Segment]] = []
-    for cut, need in zip(source.cuts, target.held(other), strict=True):
-        by_dim.append(_segments_of(cut, need, source.piece(cut, other), source.piece(cut, coord)))
+    for d, cut in enumerate(source.cuts):
+        by_dim.append(_segments_of(cut, _need(source, target, d, other), source.piece(cut, coord)))
     return tuple(
         tuple(_local(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
         for cell in product(*by_dim)
@@ -199,7 +228,8 @@ def _askers(source: Layout, target: Layout, coord: Coordinate) -> list[Coordinat
     options: list[list[dict[str, int]]] = []
     for cut, wanted in zip(source.cuts, target.cuts, strict=True):
         piece = source.piece(cut, coord)
-        askers = [_places(target, wanted, q) for q, need in enumerate(wanted.held) if _wraps(cut, need, piece)]
+        asking = [q for q in range(wanted.pieces) if _wraps(cut, wanted.inside(q), piece)]
+        askers = [_places(target, wanted, q) for q in asking]
         # a rank asks the owner that shares its place on the axes along which the source is replicated
         options.append([at for at in askers if all(c == here[a] for a, c in at.items() if a not in cutting)])
     settled = {a for cut in target.cuts for a in cut.axes}
@@ -224,8 +254,23 @@ def _check(source: Layout, target: Layout) -> None:
                 f"the source holds {cut.held} of a dim whose pieces own {owned}: rows that their owner lacks cannot be "
                 f"exchanged; let every piece hold at least what it owns"
             )
+        if not wanted.wraps and (cut.wraps or cut.bare() != wanted.bare() or not _covers(cut, wanted)):
+            raise ShardingError(
+                f"the target needs rows {wanted.held} of a dim of {cut.size} rows that does not wrap; rows beyond an "
+                "end come from a reader alone and stay where it put them: leave the halo out with tile.owned()"
+            )
         if cut.size == 0 and any(start < stop for start, stop in wanted.held):
             raise ShardingError(f"the target needs rows {wanted.held} of a dim that has none; an empty dim cannot wrap")
+
+
+def _covers(cut: Cut, wanted: Cut) -> bool:
+    """Whether each piece holds the rows beyond an end that it needs there."""
+
+    def beyond(held: Interval) -> Interval:
+        return min(held[0], 0), max(held[1], cut.size)
+
+    pairs = zip(map(beyond, cut.held), map(beyond, wanted.held), strict=True)
+    return all(low <= a and b <= high for (low, high), (a, b) in pairs)
 
 
 @lru_cache(maxsize=512)

@@ -38,13 +38,17 @@ def _slice(start: int, step: int, count: int) -> slice:
 
 @dataclass(frozen=True)
 class Placing:
-    """How the values of one part land in the sample: a and b for each channel that the rank holds."""
+    """How the values of one part land in the sample: a and b for each channel that the rank holds.
+
+    `turned` are those of rows beyond a pole, where the components of vectors change sign.
+    """
 
     order: tuple[int, ...]
     dropped: tuple[int, ...]
     to: tuple[int, ...]
     a: tuple[float, ...]
     b: tuple[float, ...]
+    turned: tuple[tuple[float, ...], tuple[float, ...]]
     masks: tuple[float, ...]
     nan: str | float
     work: np.dtype[Any]
@@ -58,6 +62,9 @@ class Placing:
         kept = [d for d, to in enumerate(part.to) if to != DROPPED]
         order = tuple(sorted(kept, key=lambda d: part.to[d]))
         scale, offset = request.scale[slice(*channels)], request.offset[slice(*channels)]
+        a = [table.scale * s for s in scale]
+        b = [(table.offset * s, o) for s, o in zip(scale, offset, strict=True)]
+        signs = [-1.0 if c in request.vectors else 1.0 for c in range(*channels)]
         stored = np.dtype(table.dtype)
         wide = (
             np.dtype(request.dtype).itemsize > 4 or stored.itemsize > 4 or (stored.kind in "iu" and stored.itemsize > 2)
@@ -66,8 +73,12 @@ class Placing:
             order=order,
             dropped=tuple(d for d, to in enumerate(part.to) if to == DROPPED),
             to=part.to,
-            a=tuple(table.scale * s for s in scale),
-            b=tuple(table.offset * s + o for s, o in zip(scale, offset, strict=True)),
+            a=tuple(a),
+            b=tuple(own + o for own, o in b),
+            turned=(
+                tuple(sign * x for sign, x in zip(signs, a, strict=True)),
+                tuple(sign * own + o for sign, (own, o) in zip(signs, b, strict=True)),
+            ),
             masks=table.masks,
             nan=request.nan,
             work=np.dtype("float64" if wide else "float32"),
@@ -129,7 +140,8 @@ class Placing:
         ordered = source if self.is_ordered else source.transpose(self.order + self.dropped)
         if box.at or self.dropped:
             ordered = ordered[(*picked, *(0 for _ in self.dropped))]
-        self._convert(ordered, out[tuple(where)], range(out.shape[1])[where[1]])
+        a, b = self.turned if box.turned else (self.a, self.b)
+        self._convert(ordered, out[tuple(where)], a[where[1]], b[where[1]])
 
     @cached_property
     def is_ordered(self) -> bool:
@@ -137,17 +149,17 @@ class Placing:
         order = self.order + self.dropped
         return order == tuple(range(len(order)))
 
-    def _convert(self, source: Array, out: Array, channels: Sequence[int]) -> None:
-        if self._is_copy(channels):
+    def _convert(self, source: Array, out: Array, a: Sequence[float], b: Sequence[float]) -> None:
+        if self._is_copy(a, b):
             if source.__array_interface__["data"] != out.__array_interface__["data"]:  # else it was decoded in place
                 np.copyto(out, source, casting="unsafe")
             self._check(out)
             return
         for t, c in np.ndindex(*out.shape[:2]):
-            self._planes(source[t, c, ...], out[t, c, ...], self.a[channels[c]], self.b[channels[c]])
+            self._planes(source[t, c, ...], out[t, c, ...], a[c], b[c])
 
-    def _is_copy(self, channels: Sequence[int]) -> bool:
-        return self.is_plain and all(self.a[c] == 1.0 and self.b[c] == 0.0 for c in channels)
+    def _is_copy(self, a: Sequence[float], b: Sequence[float]) -> bool:
+        return self.is_plain and all(x == 1.0 for x in a) and all(x == 0.0 for x in b)
 
     @cached_property
     def is_plain(self) -> bool:

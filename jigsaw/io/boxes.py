@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
+from jigsaw.io.boundary import WRAPPED, Boundary
 from jigsaw.io.request import DROPPED, Part, Picks, Request, runs_of
 from jigsaw.layout import Cut, Interval
 
@@ -35,11 +36,15 @@ class Run(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What one rank takes of a chunk for one part: the product of the runs of each stored dim."""
+    """What one rank takes of a chunk for one part: the product of the runs of each stored dim.
+
+    Of a part it may take two: the rows beyond a pole are `turned`.
+    """
 
     part: int
     runs: tuple[tuple[Run, ...], ...]
     at: tuple[tuple[int, int], ...]
+    turned: bool = False
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -48,8 +53,17 @@ class Box(NamedTuple):
 
     @property
     def rect(self) -> Rect:
-        """The rows of the chunk that it takes."""
-        return tuple(tuple(run.rows for run in runs) for runs in self.runs)
+        """The rows of the chunk that it takes, each once."""
+        return tuple(_united(run.rows for run in runs) for runs in self.runs)
+
+
+def _united(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    found: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if found and start < found[-1][1]:
+            start, stop = found[-1][0], max(stop, found.pop()[1])
+        found.append((start, stop))
+    return tuple(found)
 
 
 # -- from one dim's rows to runs -------------------------------------------------------------------------------------
@@ -66,14 +80,40 @@ def _by_chunk(pairs: Sequence[tuple[int, int]], along: Along) -> ByChunk:
 
 
 @lru_cache(maxsize=4096)
-def _space_runs(held: Interval, size: int, first: int, along: Along, flip: bool) -> ByChunk:
+def _space_runs(held: Interval, size: int, first: int, along: Along, flip: bool, way: Way) -> ByChunk:
     """The runs of a spatial dim, whose `size` rows begin at the stored row `first`.
 
-    Rows beyond its ends wrap, since only periodic dims hold such; so do stored rows, where a whole dim is rolled.
+    Stored rows wrap, where a whole dim is rolled.
     """
-    rows = ((x % size, x - held[0]) for x in range(*held))
-    pairs = [((first + (size - 1 - row if flip else row)) % along.size, target) for row, target in rows]
+    rows = ((row, target) for target, row, turned in way.boundary.rows(held, size) if turned == way.turned)
+    shown = (((row + way.shift) % size if way.shift else row, target) for row, target in rows)
+    pairs = [((first + (size - 1 - row if flip else row)) % along.size, target) for row, target in shown]
     return _by_chunk(pairs, along)
+
+
+class Way(NamedTuple):
+    """Which of the held rows of a dim are meant, `turned` or others, and by how many rows they are shifted."""
+
+    boundary: Boundary = WRAPPED
+    turned: bool = False
+    shift: int = 0
+
+
+def _ways(request: Request, turned: bool) -> tuple[Way, ...]:
+    """For each spatial dim; `turned` for the rows beyond a pole."""
+    space = request.layout.cuts[2:]
+    boundary = request.boundary or (WRAPPED,) * len(space)
+    circles = [b.circle for b in boundary if b.rule == "pole"] if turned else []
+    return tuple(
+        Way(b, turned and b.rule == "pole", cut.size // 2 if d in circles else 0)
+        for d, (b, cut) in enumerate(zip(boundary, space, strict=True))
+    )
+
+
+def geometries(number: int, part: Part, table: ArrayTable, request: Request) -> list[Geometry]:
+    """The geometry of a part, and that of its rows beyond a pole where ranks hold such."""
+    both = [False, True] if any(b.rule == "pole" for b in request.boundary) else [False]
+    return [Geometry(number, part, table, request, turned) for turned in both]
 
 
 @lru_cache(maxsize=4096)
@@ -85,7 +125,8 @@ def _pick_runs(picks: Picks, held: Interval, along: Along) -> ByChunk:
 class Geometry:
     """Of one part: for each rank and stored dim the chunks that it needs, and which rows of them."""
 
-    def __init__(self, number: int, part: Part, table: ArrayTable, request: Request) -> None:
+    def __init__(self, number: int, part: Part, table: ArrayTable, request: Request, turned: bool = False) -> None:
+        self._turned, ways = turned, _ways(request, turned)
         self._part, self._at = number, [request.layout.cuts[dim] for dim, _ in part.at]
         self._fixed = part.at
         self._dims: list[tuple[Cut | None, list[ByChunk]]] = []
@@ -96,8 +137,9 @@ class Geometry:
             if picks is None:
                 assert cut is not None
                 first = part.first[d] if part.first else 0
-                runs = [_space_runs(held, cut.size, first, along, d in part.flip) for held in cut.held]
-                owned = [_space_runs(cut.owned(i), cut.size, first, along, d in part.flip) for i in range(cut.pieces)]
+                how = cut.size, first, along, d in part.flip, ways[to - 2]
+                runs = [_space_runs(held, *how) for held in cut.held]
+                owned = [_space_runs(cut.owned(i), *how) for i in range(cut.pieces)]
             elif cut is None:
                 runs = owned = [_pick_runs(((picks[0][0], 0),), (0, 1), along)]
             else:
@@ -137,4 +179,4 @@ class Geometry:
         """What a rank takes of a chunk; None for nothing."""
         at = self._fixed_at[member]
         runs = tuple(row.get(c, ()) for row, c in zip(self._rows[member], chunk, strict=True))
-        return None if at is None or not all(runs) else Box(self._part, runs, at)
+        return None if at is None or not all(runs) else Box(self._part, runs, at, self._turned)

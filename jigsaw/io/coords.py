@@ -250,8 +250,8 @@ def _vertical(found: Sequence[str], curvilinear: bool) -> tuple[str, ...]:
 # -- longitudes ------------------------------------------------------------------------------------------------------
 
 
-def check_periodic(values: NDArray[Any], name: str = "lon") -> None:
-    """Longitudes that are to be wrapped must go round once: n steps of 360/n degrees.
+def check_periodic(values: NDArray[Any], dim: str = "lon", rule: str = "periodic") -> None:
+    """Longitudes that are to be wrapped must go round once, n steps of 360/n degrees; `rule` of `dim` asks for it.
 
     Raises: `GridError` for a region, or for a grid that stores both 0 and 360.
     """
@@ -261,7 +261,7 @@ def check_periodic(values: NDArray[Any], name: str = "lon") -> None:
     covered = step * len(values)
     if abs(covered - 360.0) > 0.5 * step:
         raise GridError(
-            f"boundary={{{name!r}: 'periodic'}} needs {name!r} to go round once, but its {len(values)} values "
+            f"boundary={{{dim!r}: {rule!r}}} needs 'lon' to go round once, but its {len(values)} values "
             f"{float(values[0]):g}..{float(values[-1]):g} cover {covered:g} degrees; leave the boundary out"
         )
 

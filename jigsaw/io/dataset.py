@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io import survey
 from jigsaw.io._steps import Steps
+from jigsaw.io.boundary import fill, shown
 from jigsaw.io.choices import Choices
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import MissingArrayError, ReadError, WindowError
@@ -30,7 +31,7 @@ from jigsaw.io.source import Source
 from jigsaw.io.survey import Turn, Variable
 from jigsaw.io.table import Store
 from jigsaw.io.times import later
-from jigsaw.layout import Layout
+from jigsaw.layout import Box, Layout
 from jigsaw.mesh import coordinate, init_mesh
 from jigsaw.tile import Tile
 
@@ -111,6 +112,7 @@ class Dataset:
     mode: str
     turn: Turn
     forcings: Forcings | None = None
+    vectors: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.anchors) * self._chosen
@@ -251,6 +253,8 @@ class Dataset:
             dtype=DTYPES[dtype_name(self.dtype)],
             nan=self.nan,
             gaps=bool(known) or len(variables) < len(self.variables),
+            boundary=self.frame.boundary,
+            vectors=self.vectors,
         )
         given, target = (
             np.array([place[key] for key in w.ravel().tolist()], dtype=np.int64).reshape(w.shape) for w in wanted
@@ -329,26 +333,31 @@ class Dataset:
         *Sends*: what `plan_of` says; nothing for the forcings.
         """
         plan = engine.plan(lambda: self.plan_of(reading), reading.request)
-        stored = len(self.channels)
-        held = reading.request.layout.local_shape(self.frame.in_domain(coordinate(self.device_mesh())))[2:]
-        shape = len(reading.steps), stored + len(self.forcing_names), *held
+        stored, held = len(self.channels), self._held
+        shape = len(reading.steps), stored + len(self.forcing_names), *(b - a for a, b in held)
         block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
         engine.read(plan, block[:, :stored])
         if kept is not None:
             kept.write(block[:, :stored], reading.keys, reading.known)
             kept.keep(block[:, :stored], reading.keys, wanted)
-        if self._forcings_here is not None:
-            self._forcings_here.write(block[:, stored:], reading.times)
+        for where, forcings in self._forcings_here:
+            forcings.write(block[:, stored:][(..., *where)], reading.times)
+        fill(block[:, stored:], held, self.frame.sizes, self.frame.boundary)
         return block
 
+    @property
+    def _held(self) -> Box:
+        return self.layout.held(coordinate(self.device_mesh()))[2:]
+
     @cached_property
-    def _forcings_here(self) -> Forcings | None:
-        """The forcings over the rows that this rank holds; rows beyond the ends of a periodic dim are wrapped."""
+    def _forcings_here(self) -> list[tuple[tuple[slice, ...], Forcings]]:
+        """The forcings over the rows that this rank holds, and where they lie there; those beyond an end are those of
+        the rows that they show.
+        """
         if self.forcings is None:
-            return None
-        held = self.layout.held(coordinate(self.device_mesh()))[2:]
-        rows, columns = ([x % n for x in range(*span)] for span, n in zip(held, self.frame.sizes, strict=True))
-        return self.forcings.taken(rows, columns)
+            return []
+        pieces = shown(self._held, self.frame.sizes, self.frame.boundary)
+        return [(where, self.forcings.taken(*rows)) for where, rows in pieces]
 
     def unpack(self, block: NDArray[Any], reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
         r"""The local input [B, T, C, \*held], target [B, T, C, \*owned], target forcings [B, T, C, \*held] of a block.

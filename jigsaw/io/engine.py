@@ -23,6 +23,7 @@ from jigsaw.io._arena import SLOTS, attach, error_of, ticket
 from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
 from jigsaw.io._scatter import FoundNaNError, Placing, pack, packed_box
+from jigsaw.io.boundary import fill
 from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.table import Loaded, Store
@@ -192,7 +193,10 @@ class _Reading:
         self.out = self.engine.memory.empty(shape, dtype) if out is None else out
         if self.out.shape != shape or self.out.dtype != dtype:
             raise ValueError(f"out is {self.out.dtype}{list(self.out.shape)}, this rank reads {dtype}{list(shape)}")
-        channels = request.layout.held(coord)[1]
+        held = request.layout.held(coord)
+        if request.boundary:
+            fill(self.out, held[2:], request.layout.shape[2:], request.boundary)
+        channels = held[1]
         self.placings = [Placing.of(part, plan.tables[part.array], request, channels) for part in request.parts]
 
     def _load_and_take(self) -> None:

@@ -9,6 +9,7 @@ from jigsaw.io.plan import MODES, NOBODY, ReadPlan, Row, plan_read
 from jigsaw.layout import Interval
 
 _LISTED = 6
+_ENDS = {"clip": "", "periodic": " (wraps round)"}
 _UNITS = ((3, "kB"), (6, "MB"), (9, "GB"))
 
 
@@ -25,8 +26,8 @@ def _head(dataset: Dataset, plan: ReadPlan) -> list[str]:
     space = " x ".join(f"{d} {n}" for d, n in zip(frame.dims, frame.sizes, strict=True))
     mesh = ", ".join(f"{name}={size}" for name, size in frame.axes) or "one rank"
     halos = [
-        f"{d} {below}" + (f"+{above}" if above != below else "") + (" (wraps round)" if periodic else "")
-        for d, (below, above), periodic in zip(frame.dims, frame.halo, frame.periodic, strict=True)
+        f"{d} {below}" + (f"+{above}" if above != below else "") + _ENDS.get(b.rule, f" ({b.rule})")
+        for d, (below, above), b in zip(frame.dims, frame.halo, frame.boundary, strict=True)
         if below or above
     ]
     modes = sorted(set(plan.modes.values()))

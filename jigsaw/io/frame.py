@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from numpy.typing import NDArray
+
+from jigsaw.io import coords
+from jigsaw.io.boundary import Boundary, Rule
 from jigsaw.io.errors import GridError, HaloError
+from jigsaw.io.poles import boundary_at_poles
 from jigsaw.layout import Axes, Box, Coordinate, DimSpec, Layout, ShardingError, Split
 
 Width = int | tuple[int, int]
@@ -19,6 +24,11 @@ class Frame:
 
     `axes` are those of the mesh.  The axis `data` cuts batches and never space: the other axes make up a *domain
     group*, the ranks that share a sample.
+
+    At the ends of a dim whose boundary is neither ``clip`` nor ``periodic``, ranks hold rows that are none of the
+    sample's (`jigsaw.layout.Cut.wraps`): a convolution without padding on ``tile.local`` reads them, while the tile
+    stays the whole sample and no more, and whatever jigsaw computes on it (padded layers, reductions, losses, norms,
+    `full_tensor`) is what torch computes on the whole sample.
     """
 
     dims: tuple[str, ...]
@@ -26,7 +36,7 @@ class Frame:
     axes: Axes
     spec: tuple[DimSpec, ...]
     halo: tuple[tuple[int, int], ...]
-    periodic: tuple[bool, ...]
+    boundary: tuple[Boundary, ...]
     split: tuple[Split, ...]
     align: tuple[int, ...]
 
@@ -37,7 +47,7 @@ class Frame:
         axes: Axes,
         spec: Mapping[str, DimSpec] | None,
         halo: Width | Mapping[str, Width] | None,
-        boundary: Mapping[str, str] | None,
+        boundary: Mapping[str, Rule] | None,
         split: Split | Mapping[str, Split],
         align: int | Mapping[str, int],
     ) -> Frame:
@@ -60,12 +70,44 @@ class Frame:
             axes,
             tuple(chosen.get(d) for d in dims),
             tuple(_margins(d, sizes[d], halo) for d in dims),
-            tuple(_is_periodic(d, boundary) for d in dims),
+            tuple(Boundary.of(d, (boundary or {}).get(d, "clip")) for d in dims),
             tuple(split.get(d, "balanced") if isinstance(split, Mapping) else split for d in dims),
             tuple(align.get(d, 1) if isinstance(align, Mapping) else align for d in dims),
         )
+        for dim, rule, size, width in zip(dims, frame.boundary, frame.sizes, frame.halo, strict=True):
+            rule.check_width(dim, size, width)
         frame.layout((1, 1), (None, None))
         return frame
+
+    def on(self, grid: Mapping[str, NDArray[Any]]) -> Frame:
+        """The same on a grid with these coordinates, which say where longitudes wrap and latitudes meet the poles.
+
+        Raises: `GridError` where they do neither, `HaloError`.
+        """
+        made = [self._boundary_on(i, grid) for i in range(len(self.dims))]
+        for dim, rule, size, width in zip(self.dims, made, self.sizes, self.halo, strict=True):
+            rule.check_width(dim, size, width)
+        return replace(self, boundary=tuple(made))
+
+    def _boundary_on(self, i: int, grid: Mapping[str, NDArray[Any]]) -> Boundary:
+        dim, given = self.dims[i], self.boundary[i]
+        if given.rule == "periodic" and dim == "lon":
+            coords.check_periodic(grid[dim])
+        if given.rule != "pole":
+            return given
+        if dim != "lat" or "lon" not in self.dims:
+            raise GridError(
+                f"boundary={{{dim!r}: 'pole'}} is for 'lat' on a grid with 'lon', but the fields' spatial dims are "
+                f"{list(self.dims)}; use 'reflect' or 'replicate'"
+            )
+        circle = self.dims.index("lon")
+        coords.check_periodic(grid["lon"], "lat", "pole")
+        return boundary_at_poles(grid["lat"], self.sizes[circle], self.halo[i], circle)
+
+    @property
+    def periodic(self) -> tuple[bool, ...]:
+        """Whether each dim wraps round."""
+        return tuple(b.rule == "periodic" for b in self.boundary)
 
     @property
     def domain(self) -> Axes:
@@ -81,15 +123,23 @@ class Frame:
     ) -> Layout:
         """The layout of [*lead, *space]."""
         first = len(lead)
-        return Layout.of(
+        beyond = {
+            first + i: width
+            for i, (width, b) in enumerate(zip(self.halo, self.boundary, strict=True))
+            if halo and b.is_beyond
+        }
+        made = Layout.of(
             (*lead, *self.sizes),
             (*lead_spec, *self.spec),
             self.axes if axes is None else axes,
             split={first + i: rule for i, rule in enumerate(self.split)},
             align={first + i: rows for i, rows in enumerate(self.align)},
-            halo={first + i: width for i, width in enumerate(self.halo) if halo and width != (0, 0)},
+            halo={first + i: w for i, w in enumerate(self.halo) if halo and w != (0, 0) and first + i not in beyond},
             periodic=[first + i for i, periodic in enumerate(self.periodic) if periodic],
         )
+        for dim, width in beyond.items():
+            made = made.replace_dim(dim, made.dim(dim)[0].with_beyond(*width))
+        return made
 
     def inner(self, coordinate: Coordinate) -> tuple[slice, ...]:
         """Where the owned rows lie in what a mesh coordinate holds, a slice a spatial dim."""
@@ -118,10 +168,3 @@ def _margins(dim: str, size: int, halo: Width | Mapping[str, Width] | None) -> t
             f"halo={{{dim!r}: {width}}} is larger than the domain: {dim!r} has {size} rows; use at most {size}"
         )
     return below, above
-
-
-def _is_periodic(dim: str, boundary: Mapping[str, str] | None) -> bool:
-    rule = (boundary or {}).get(dim, "clip")
-    if rule not in ("periodic", "clip"):
-        raise GridError(f"boundary={{{dim!r}: {rule!r}}} is not a rule: use 'periodic' (wraps round) or 'clip' (ends)")
-    return rule == "periodic"

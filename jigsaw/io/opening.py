@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io import coords
+from jigsaw.io.boundary import Rule
 from jigsaw.io.choices import choose, origins
 from jigsaw.io.dataset import DTYPES, Dataset, dtype_name
 from jigsaw.io.errors import FieldError, GridError, WindowError
@@ -18,6 +19,7 @@ from jigsaw.io.fields import Channel, channels
 from jigsaw.io.forcings import Forcings, geographic
 from jigsaw.io.frame import Frame, Width
 from jigsaw.io.plan import MODES
+from jigsaw.io.poles import vector_channels
 from jigsaw.io.source import Source
 from jigsaw.io.stats import Normalize, multiply_add
 from jigsaw.io.survey import Survey, Turn, Variable
@@ -38,7 +40,8 @@ def open(
     target_fields: Sequence[str] | None = None,
     spec: Mapping[str, DimSpec] | None = None,
     halo: Width | Mapping[str, Width] | None = None,
-    boundary: Mapping[str, str] | None = None,
+    boundary: Mapping[str, Rule] | None = None,
+    vectors: Sequence[str] | None = None,
     inputs: Sequence[Any] = (0,),
     targets: Sequence[Any] = (),
     time: slice | tuple[Any, Any] | None = None,
@@ -68,7 +71,11 @@ def open(
     - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name. `data` cuts batches;
     - `halo`: rows of the input beyond those owned, a number or (below, above), for all spatial dims or by dim;
       targets have none;
-    - `boundary`: ``{"lon": "periodic"}`` lets the halo wrap round; elsewhere it ends with the domain;
+    - `boundary`: what the halo holds beyond the ends of a dim (see `jigsaw.io.boundary`): ``"periodic"`` the rows of
+      the other end, ``"pole"`` (of ``lat``) those across the pole, ``"reflect"``, ``"replicate"`` or
+      ``("fill", number)``; by default, ``"clip"``, it ends with the domain;
+    - `vectors`: the fields that change sign across a pole; by default the components of wind, by their names or CF
+      standard names;
     - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
     - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
     - `every`: the distance of the steps that make up the series, from its first on: ``"6h"``, or a number of steps;
@@ -106,7 +113,7 @@ def open(
     device_mesh, axes = _axes(mesh)
     frame = Frame.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _turned(grid, lat_order, lon)
-    _check_periodic(whole_coords, frame)
+    frame = frame.on(whole_coords)
     forced = _forced(forcings, whole_coords, found, variables[0], chosen, normalize)
     scale, offset = multiply_add(chosen, forced.unnamed(normalize) if forced else normalize)
     before, after = offsets("inputs", inputs, axis), offsets("targets", targets, axis)
@@ -135,6 +142,7 @@ def open(
         mode=_mode(mode),
         turn=turn,
         forcings=forced,
+        vectors=_vectors(chosen, vectors, found, frame),
     )
     if forced:
         forced.check(made.input_times(0))
@@ -201,10 +209,19 @@ def _axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, tupl
     return (None, tuple(mesh.items())) if isinstance(mesh, Mapping) else (mesh, axes_of(mesh))
 
 
-def _check_periodic(grid: Mapping[str, NDArray[Any]], frame: Frame) -> None:
-    for dim, periodic in zip(frame.dims, frame.periodic, strict=True):
-        if periodic and dim == "lon":
-            coords.check_periodic(grid[dim])
+def _vectors(
+    chosen: Sequence[Channel], vectors: Sequence[str] | None, found: Survey, frame: Frame
+) -> tuple[int, ...]:
+    """The channels that change sign across a pole, where there is one."""
+    attrs = {c.array: found.variables[c.array].table.attrs for c in chosen}
+    changing = vector_channels(chosen, vectors, attrs)
+    if any(b.rule == "pole" for b in frame.boundary):
+        return changing
+    if vectors is not None:
+        raise FieldError(
+            f"vectors={list(vectors)} change sign across a pole; give boundary={{'lat': 'pole'}}, or leave them out"
+        )
+    return ()
 
 
 def _turned(grid: Mapping[str, NDArray[Any]], lat_order: str, lon: str) -> tuple[Turn, Mapping[str, NDArray[Any]]]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import UnsupportedStoreError
 from jigsaw.io.plan import ReadPlan
-from jigsaw.layout import Interval
+from jigsaw.layout import Cut, Interval
 
 _BYTES = ("stored_bytes", "decoded_bytes", "useful_bytes", "sent_bytes")
 _GREYS = ("#222222", "#666666", "#999999", "#cccccc")
@@ -51,7 +51,8 @@ def _map(axes: Any, dataset: Dataset, plan: ReadPlan, shades: list[Any]) -> None
         label = f"rank {rank}\n{rows[1] - rows[0]} x {columns[1] - columns[0]}"
         axes.text(sum(columns) / 2, sum(rows) / 2, label, ha="center", va="center", color=shades[rank], weight="bold")
         for strip in _halo(rows, columns, *layout.held(coord)[-2:]):
-            for part in product(_wrapped(strip[0], height), _wrapped(strip[1], width)):
+            down_cut, across_cut = layout.cuts[-2:]
+            for part in product(_wrapped(strip[0], down_cut), _wrapped(strip[1], across_cut)):
                 axes.add_patch(Rectangle(*_corner(*part), fc=(*shades[rank][:3], 0.45), ec="none", hatch="////"))
     _chunk_lines(axes, dataset, height, width)
     axes.set(xlim=(-0.01 * width, 1.01 * width), ylim=(1.01 * height, -0.01 * height), aspect="auto")
@@ -79,10 +80,10 @@ def _corner(rows: Interval, columns: Interval) -> tuple[tuple[int, int], int, in
     return (columns[0], rows[0]), columns[1] - columns[0], rows[1] - rows[0]
 
 
-def _wrapped(held: Interval, size: int) -> Iterator[Interval]:
-    """The parts of an interval that lie in 0..size, what is beyond its ends wrapped round."""
-    for turn in (-size, 0, size):
-        part = max(held[0] + turn, 0), min(held[1] + turn, size)
+def _wrapped(held: Interval, cut: Cut) -> Iterator[Interval]:
+    """The parts of an interval that lie in the dim, what is beyond its ends wrapped round where the dim wraps."""
+    for turn in (-cut.size, 0, cut.size) if cut.wraps else (0,):
+        part = max(held[0] + turn, 0), min(held[1] + turn, cut.size)
         if part[0] < part[1]:
             yield part
 

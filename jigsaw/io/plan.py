@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jigsaw.io._at_once import at_once
 from jigsaw.io._batches import Batch, batches
-from jigsaw.io.boxes import Box, Geometry, Index, Run
+from jigsaw.io.boxes import Box, Geometry, Index, Run, geometries
 from jigsaw.io.cost import cost
 from jigsaw.io.fit import check_fits
 from jigsaw.io.members import by_member
@@ -84,8 +84,8 @@ class ReadPlan:
         self.ranks = request.layout.ranks
         self._geometry: dict[str, list[Geometry]] = {}
         for number, part in enumerate(request.parts):
-            made = Geometry(number, part, tables[part.array], request)
-            self._geometry.setdefault(part.array, []).append(made)
+            made = geometries(number, part, tables[part.array], request)
+            self._geometry.setdefault(part.array, []).extend(made)
         self._readers = {name: self._readers_of(name) for name in self._geometry}
         self._refs: dict[tuple[str, Index], ChunkRef | None] = {}
         self._taken: dict[tuple[str, Index, int], tuple[Box, ...]] = {}
@@ -241,7 +241,7 @@ class ReadPlan:
         return self.portion(job.array, job.chunk, job.readers)
 
     def boxes(self, job: Job, member: int) -> tuple[Box, ...]:
-        """What a rank takes of a job's chunk, at most one box a part."""
+        """What a rank takes of a job's chunk: a box a part, and one of its rows beyond a pole."""
         return self._boxes(job.array, job.chunk, member)
 
     def _boxes(self, array: str, chunk: Index, member: int) -> tuple[Box, ...]:

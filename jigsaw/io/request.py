@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jigsaw.io.boundary import Boundary
 from jigsaw.layout import Layout
 
 Picks = tuple[tuple[int, int], ...]
@@ -44,6 +45,8 @@ class Request:
     `layout` is that of the sample over the ranks that share it; its held intervals are what is read.  `nan` says what
     becomes of missing values: ``"keep"``, ``"raise"`` (`NaNError`), or the number that stands in the result for them.
     With `gaps`, a (time, channel) that no part fills is left as it is, instead of refused.
+    `boundary` says for each spatial dim what rows beyond its ends show; without it they wrap.  `vectors` are the
+    channels that change sign in turned rows.
     """
 
     layout: Layout
@@ -53,6 +56,8 @@ class Request:
     dtype: str = "float32"
     nan: str | float = "keep"
     gaps: bool = False
+    boundary: tuple[Boundary, ...] = ()
+    vectors: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         channels = self.layout.cuts[1].size

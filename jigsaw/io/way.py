@@ -113,7 +113,7 @@ def _fetched(source: Layout, target: Layout, coord: Coordinate) -> int:
         piece = source.piece(cut, coord)
         start, stop = wanted.held[piece]
         needed *= stop - start
-        there *= _shared(cut.size, (start, stop), cut.held[piece])
+        there *= _shared(cut.size, (start, stop), cut.inside(piece))
     return needed - there
 
 

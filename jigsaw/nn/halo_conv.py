@@ -65,7 +65,7 @@ def split(cut: Cut, rule: Window, derived: Derived, piece: int, wrap: bool) -> S
     """Divide what a piece needs into rows at hand and strips."""
     inside, (below, above) = derived.needs[piece], derived.margins[piece]
     need = inside[0] - below, inside[1] + above
-    held = cut.held[piece] if wrap else (max(cut.held[piece][0], 0), min(cut.held[piece][1], cut.size))
+    held = cut.inside(piece) if wrap else (max(cut.held[piece][0], 0), min(cut.held[piece][1], cut.size))
     box = max(inside[0], held[0]), min(inside[1], held[1])
     if box[0] >= box[1]:
         box = inside[0], inside[0]
