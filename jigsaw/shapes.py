@@ -143,7 +143,10 @@ def _without(input: Tile, dims: Sequence[int]) -> Any:
     layout = input.layout
     for d in dims:
         layout = layout.replace_dim(d, whole(1))
-    tile = input.with_layout(layout) if layout != input.layout else input
+    tile = input
+    if layout != input.layout:
+        layout = layout.without_beyond()
+        tile = input.with_layout(layout)
     local = tile.local.squeeze(tuple(dims)) if dims else tile.local
     kept = layout.drop(dims)
     return leave(local, input.mesh) if kept.ndim == 0 else Tile(local, kept, input.mesh)
