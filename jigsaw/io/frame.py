@@ -74,8 +74,6 @@ class Frame:
             tuple(split.get(d, "balanced") if isinstance(split, Mapping) else split for d in dims),
             tuple(align.get(d, 1) if isinstance(align, Mapping) else align for d in dims),
         )
-        for dim, rule, size, width in zip(dims, frame.boundary, frame.sizes, frame.halo, strict=True):
-            rule.check_width(dim, size, width)
         frame.layout((1, 1), (None, None))
         return frame
 

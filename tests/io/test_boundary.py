@@ -210,6 +210,24 @@ def test_batches_and_targets_have_the_same_rows(stores):
     torch.testing.assert_close(loss, want)
 
 
+@on_ranks(2)
+def test_a_volume_with_a_rule_a_dim():
+    """Where a number and another rule meet, the number stands; of two numbers, that of the later dim."""
+    values = np.random.default_rng(0).normal(size=(5, 7, 6)).astype("f4")
+    data = xr.Dataset({"ct": (("z", "y", "x"), values)})
+    halo = {"z": (1, 2), "y": (3, 1), "x": 2}
+    for rules in (("fill", "reflect", "replicate"), ("replicate", "fill", "fill"), ("fill", "clip", "periodic")):
+        boundary = {d: (r, float(i)) if r == "fill" else r for i, (d, r) in enumerate(zip("zyx", rules, strict=True))}
+        tile = jigsaw.io.open(data, mesh=world_mesh(y=2), fields=["ct"], halo=halo, boundary=boundary)[0].input
+        want = values
+        for axis, (dim, rule) in enumerate(zip("zyx", rules, strict=True)):
+            width = [both(halo[dim]) if i == axis and rule != "clip" else (0, 0) for i in range(3)]
+            more = {"constant_values": axis} if rule == "fill" else {}
+            want = np.pad(want, width, "constant" if rule in ("fill", "clip") else NUMPY[rule], **more)
+        a, b = (x + 3 * (rules[1] != "clip") for x in tile.layout.held(tuple(tile.coordinate))[3])
+        np.testing.assert_array_equal(tile.local[0, 0].numpy(), want[:, a:b])
+
+
 ASKED = ["cos_zenith", "day_progress", "latlon"]
 
 
