@@ -14,7 +14,9 @@ import xarray as xr
 import jigsaw
 from jigsaw.io import GridError, HaloError, forcings
 from jigsaw.io.boundary import Boundary
+from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FieldError
+from jigsaw.io.store import open_store
 from jigsaw.layout import Layout, ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile import Tile
@@ -88,6 +90,7 @@ def cut_out(whole, moved, layout, coord):
     return whole[(..., *(slice(a + m, b + m) for (a, b), m in spans))]
 
 
+@functools.cache
 def truth(path, flip=False):
     data = xr.open_zarr(path, consolidated=False).load()
     v, mask = data["v_component_of_wind"].sel(level=500), data["land_sea_mask"].values
@@ -117,50 +120,55 @@ def both(width):
     return (width, width) if isinstance(width, int) else width
 
 
-def check(path, axes, name, at_pole, mode="auto", lat_order="store"):
-    """One sample of a case equals the oracle, and the engine counts what the plan said."""
-    mesh, (halo, boundary) = world_mesh(**axes), CASES[name]
-    asked = {"mesh": mesh, "fields": FIELDS, "halo": halo, "boundary": boundary, "dtype": "float64"}
-    ds = jigsaw.io.open(path, **asked, mode=mode, lat_order=lat_order, inputs=[0, 1])
-    tile, whole = ds[0].input, truth(path, lat_order == "south-first")
-    wide, moved = padded(whole, {d: both(halo.get(d, 0)) for d in ("lat", "lon")}, boundary, at_pole, SIGNS)
-    want = cut_out(wide, moved, tile.layout, tuple(mesh.get_coordinate()))
-    np.testing.assert_array_equal(tile.local.numpy(), want)
-    np.testing.assert_array_equal(tile.full_tensor().numpy(), whole)
-    assert tile.shape == whole.shape
-    assert ds._engine.stats == ds.plan(0).rows[ds._engine.peers.me]
-    return tile.local
+def check(path, axes, names, at_pole, modes=("auto",), lat_order="store"):
+    """In every mode a sample of each case equals the oracle, and the engine counts what the plan said."""
+    mesh, whole = world_mesh(**axes), truth(path, lat_order == "south-first")
+    engine = Engine(open_store(path), mesh)
+    for name in names:
+        halo, boundary = CASES[name]
+        asked = {"mesh": mesh, "fields": FIELDS, "halo": halo, "boundary": boundary, "dtype": "float64"}
+        ds = jigsaw.io.open(path, **asked, lat_order=lat_order, inputs=[0, 1])
+        wide, moved = padded(whole, {d: both(halo.get(d, 0)) for d in ("lat", "lon")}, boundary, at_pole, SIGNS)
+        want = cut_out(wide, moved, ds.layout, tuple(mesh.get_coordinate()))
+        for mode in modes:
+            plan, before = replace(ds, mode=mode).plan(0), replace(engine.stats)
+            local = torch.from_numpy(engine.read(plan))
+            np.testing.assert_array_equal(local.numpy(), want, err_msg=f"{name} {mode}")
+            assert engine.stats == before + plan.rows[engine.peers.me], (name, mode)
+        tile = Tile(local, ds.layout, mesh)
+        assert tile.shape == whole.shape
+        np.testing.assert_array_equal(tile.full_tensor().numpy(), whole, err_msg=name)
+    engine.close()
 
 
 @on_ranks(1)
 def test_one_rank_holds_the_padded_whole(stores):
-    for name in CASES:
-        for kind in stores:
-            local = check(stores[kind], {"lat": 1}, name, kind == "rows")
-        (halo, boundary), sizes = CASES[name], {"lat": LAT, "lon": LON}
-        beyond = {d: sum(both(halo.get(d, 0))) for d in sizes if boundary.get(d, "clip") != "clip"}
-        assert local.shape[2:] == tuple(n + beyond.get(d, 0) for d, n in sizes.items())
+    check(stores["rows"], {"lat": 1}, CASES, True)
+    check(stores["cells"], {"lat": 1}, ["poles", "wide poles", "one pole"], False)
 
 
 @on_ranks(2)
 def test_two_bands(stores):
-    for name in CASES:
-        check(stores["rows"], {"lat": 2}, name, True)
+    check(stores["rows"], {"lat": 2}, CASES, True)
 
 
 @on_ranks(3)
 def test_three_uneven_bands_with_latitudes_turned(stores):
-    for name in CASES:
-        check(stores["cells"], {"lat": 3}, name, False, lat_order="south-first")
+    check(stores["cells"], {"lat": 3}, ["poles", "wide poles", "reflect", "mixed"], False, lat_order="south-first")
 
 
-@pytest.mark.parametrize("axes", [{"lon": 4}, {"lat": 4}, {"lat": 2, "lon": 2}], ids=str)
+MODES = ("independent", "neighbours", "cooperative")
+
+
 @on_ranks(4)
-def test_the_ways_of_reading_give_identical_tiles(stores, axes):
-    for name in CASES:
-        found = [check(stores["rows"], axes, name, True, mode) for mode in ("independent", "neighbours", "cooperative")]
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], found[2])
+def test_the_ways_of_reading_give_identical_tiles(stores):
+    check(stores["rows"], {"lat": 2, "lon": 2}, CASES, True, MODES)
+
+
+@pytest.mark.parametrize("axes", [{"lon": 4}, {"lat": 4}], ids=str)
+@on_ranks(4)
+def test_halos_wider_than_a_piece_come_from_several_ranks(stores, axes):
+    check(stores["rows"], axes, ["wide poles", "reflect", "replicate"], True, MODES)
 
 
 @on_ranks(2)
@@ -355,8 +363,7 @@ def test_layers_ignore_rows_beyond(name):
 @pytest.mark.parametrize("mode", ["zeros", "circular"])
 def test_strips_ignore_rows_beyond(mode):
     """Long pieces are convolved by strips, which read what is held in place."""
-    layer, x = Behind(torch.nn.Conv1d(2, 2, 3, padding=1, padding_mode=mode)), torch.randn(1, 2, 4, 201)
-    layer = Behind(torch.nn.Conv2d(2, 2, 3, padding=1, padding_mode=mode))
+    layer, x = Behind(torch.nn.Conv2d(2, 2, 3, padding=1, padding_mode=mode)), torch.randn(1, 2, 4, 201)
     assert_same_on_every_mesh(layer, x, [{"lon": 1}, {"lon": 2}], spec=(None, None, None, "lon"))
 
 
