@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     parser.add_argument("--out", type=Path, default=HERE / "out")
     args = parser.parse_args(argv)
     torch.manual_seed(SEED)
-    mesh = jigsaw.init_mesh(**{name: int(size) for name, size in (axis.split("=") for axis in args.mesh.split(","))})
+    axes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh.split(","))}
+    mesh = jigsaw.init_mesh(**axes)
     first = dist.get_rank() == 0
 
     args.data.parent.mkdir(parents=True, exist_ok=True)
