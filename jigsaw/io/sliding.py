@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.exchange import redistribute
-from jigsaw.io.errors import FieldError
+from jigsaw.io.errors import FieldError, PeerError
 from jigsaw.layout import Box, Cut, Interval, Layout, cut_points, whole
 from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
@@ -60,7 +60,8 @@ def sliding_window(
 
     *Shapes*: global [B, C, \*space] -> [B, K, \*space]; per rank likewise with its owned rows.
     *Sends*: the rows of each window that other ranks own, and its answer back; with ``"cut"``, what the model sends.
-    *Raises*: `FieldError` for arguments that do not fit the volume, or a model whose answer has another size.
+    *Raises*: `FieldError` for arguments that do not fit the volume, or a model whose answer has another size;
+    `PeerError` where the model fails on the first windows of another rank.
     """
     shape = tuple(volume.shape)
     plan = _Windows.of(shape, roi, overlap, windows, align)
@@ -256,18 +257,42 @@ class _Dealt:
 
     def run(self, model: Model, weight: Tensor) -> Tensor:
         sums: _Sums | None = None
-        for number, windows in enumerate(self._rounds()):
-            window = windows.get(self.me)
+        for windows in self._rounds():
             given = self._gather(windows)
-            answer = None if window is None else model(given)
-            if window is not None:
-                _check_answer(answer, tuple(given.shape))
-            if number == 0:
-                sums = self._begin(answer, weight)
-            assert sums is not None
+            if sums is None:
+                answer = self._first(model, given, self.me in windows)
+                sums = _Sums(self.mine, weight, self.like)
+            else:
+                answer = self._answer(model, given) if self.me in windows else None
             self._give_back(windows, answer, sums)
         assert sums is not None
         return sums.mean()
+
+    def _answer(self, model: Model, given: Tensor) -> Tensor:
+        answer = model(given)
+        _check_answer(answer, tuple(given.shape))
+        return answer
+
+    def _first(self, model: Model, given: Tensor, has_window: bool) -> Tensor | None:
+        """The answer of the first round; all learn its channels and dtype, or why a model refused its window."""
+        answer: Tensor | None = None
+        told: Any = None
+        try:
+            answer = self._answer(model, given) if has_window else None
+            told = None if answer is None else (answer.shape[1], answer.dtype)
+        except Exception as e:
+            if self.mesh is None:
+                raise
+            told = f"{type(e).__name__}: {e}"
+            comm.agree(self.mesh, told)
+            raise
+        heard = [told] if self.mesh is None else comm.agree(self.mesh, told)
+        refused = next((each for each in heard if isinstance(each, str)), None)
+        if refused is not None:
+            raise PeerError(f"another rank's model failed on its window: {refused}")
+        channels, dtype = next(each for each in heard if each is not None)
+        self.like = self.local.new_empty((self.local.shape[0], channels), dtype=dtype)
+        return answer
 
     def _rounds(self) -> list[Windows]:
         """The windows, dealt evenly: each to the rank that owns most of it, while that has room."""
@@ -280,14 +305,6 @@ class _Dealt:
             dealt[to].append(window)
         longest = max(len(each) for each in dealt.values())
         return [{m: each[i] for m, each in dealt.items() if i < len(each)} for i in range(longest)]
-
-    def _begin(self, answer: Tensor | None, weight: Tensor) -> _Sums:
-        """Everybody learns how many channels an answer has, and its dtype, also who had no window."""
-        mine = None if answer is None else (answer.shape[1], answer.dtype)
-        heard = [mine] if self.mesh is None else comm.agree(self.mesh, mine)
-        channels, dtype = next(each for each in heard if each is not None)
-        self.like = self.local.new_empty((self.local.shape[0], channels), dtype=dtype)
-        return _Sums(self.mine, weight, self.like)
 
     def _swap(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
         if self.mesh is not None:

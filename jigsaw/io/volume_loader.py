@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from jigsaw.io._device import Carrier
 from jigsaw.io.engine import Engine
 from jigsaw.io.epochs import Epochs, Turn, batches_ahead
 from jigsaw.io.frame import DATA
@@ -103,8 +104,12 @@ class VolumeLoader(Epochs[_Block, VolumeBatch]):
     def _engine(self) -> Engine:
         return self.dataset.new_engine(self._threads)
 
+    @cached_property
+    def _carrier(self) -> Carrier:
+        return Carrier(self.dataset.device_mesh().device_type)
+
     def _join(self) -> None:
-        _ = self._engine
+        _ = self._engine, self._carrier
 
     def _crops(self, turn: Turn, samples: tuple[int, ...]) -> list[Crop]:
         dataset = self.dataset.at(turn.at.seed, turn.at.epoch)
@@ -119,16 +124,15 @@ class VolumeLoader(Epochs[_Block, VolumeBatch]):
 
     def _read(self, turn: Turn) -> _Block:
         first, stop = self._layouts(turn)[0].owned(coordinate(self.dataset.device_mesh()))[0]
-        return self.dataset.read(self._engine, self._crops(turn, turn.samples[first:stop]))
+        image, label = self._carrier.bring(self.dataset.read(self._engine, self._crops(turn, turn.samples[first:stop])))
+        return image, label
 
     def _batch(self, turn: Turn, block: _Block) -> VolumeBatch:
         ds, mesh = self.dataset, self.dataset.device_mesh()
         crops = self._crops(turn, turn.samples)
         affines = [ds.images[crop.volume].affine_at(crop.origin) for crop in crops]
-        image, label = (
-            Tile(local.to(mesh.device_type), layout, mesh)
-            for local, layout in zip(block, self._layouts(turn), strict=True)
-        )
+        self._carrier.hand_over(block)
+        image, label = (Tile(local, layout, mesh) for local, layout in zip(block, self._layouts(turn), strict=True))
         return VolumeBatch(
             image,
             label if ds.labels else None,

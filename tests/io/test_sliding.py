@@ -10,7 +10,7 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.io.errors import FieldError
+from jigsaw.io.errors import FieldError, PeerError
 from jigsaw.io.sliding import sliding_window
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
@@ -152,6 +152,21 @@ def test_what_does_not_fit_is_refused(number):
     why, options, x, net = refusals()[number]
     with pytest.raises(FieldError, match=why):
         sliding_window(net, x, **options)
+
+
+@on_ranks(2)
+def test_a_model_that_fails_on_one_rank_fails_on_all():
+    mesh = world_mesh(z=2)
+    tile = jigsaw.shard(volume((8, 4, 4)), mesh, (None, None, "z", None, None))
+
+    def fails(x):
+        if mesh.get_rank() == 1:
+            raise ZeroDivisionError("no weights here")
+        return x
+
+    kind = ZeroDivisionError if mesh.get_rank() == 1 else PeerError
+    with pytest.raises(kind, match="no weights here"):
+        sliding_window(fails, tile, (4, 4, 4), windows="dealt")
 
 
 @on_ranks(2)

@@ -4,12 +4,14 @@ import pickle
 import threading
 from itertools import islice
 
+import nibabel
 import numpy as np
 import pytest
 import torch
 from volume_store import AFFINE, image, label, ome, pairs, write
 
 import jigsaw
+from jigsaw.io._nifti import open_nifti
 from jigsaw.io._ome import multiscale
 from jigsaw.io.errors import (
     CorruptChunkError,
@@ -133,6 +135,29 @@ def test_any_stored_order_comes_channel_first(tmp_path, dims, order):
         want = (box(whole, sample.origin, (4, 5, 6)) - 2) / 4
         np.testing.assert_allclose(sample.image.full_tensor(), want, rtol=1e-5, atol=1e-6)
         assert sample.spacing == pytest.approx(tuple(np.linalg.norm(AFFINE[:3, :3], axis=0)[::-1]))
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_nifti_volumes_lie_where_nibabel_says(tmp_path, monkeypatch, suffix):
+    monkeypatch.setenv("JIGSAW_CACHE", str(tmp_path / "cache"))
+    values, labels = image((30, 16, 20)), label((30, 16, 20))  # x, y, z
+    files = {}
+    for name, stored in (("image", values), ("label", labels)):
+        files[name] = nibabel.Nifti1Image(stored, AFFINE)
+        nibabel.save(files[name], tmp_path / f"{name}{suffix}")
+    stores = [open_nifti(str(tmp_path / f"{name}{suffix}")) for name in files]
+    ds = open_volumes(
+        stores[:1], stores[1:], mesh=world_mesh(z=1), crop=(4, 8, 10), crops=4, foreground=Foreground(pos=1, neg=0)
+    )
+    for i in range(4):
+        sample = ds[i]
+        z, y, x = sample.origin
+        want = files["image"].slicer[x : x + 10, y : y + 8, z : z + 4]
+        np.testing.assert_array_equal(sample.image.local[0], want.get_fdata().astype("f4").T)
+        np.testing.assert_array_equal(sample.label.local[0], labels[x : x + 10, y : y + 8, z : z + 4].T)
+        np.testing.assert_allclose(sample.affine, want.affine, rtol=1e-6)
+        assert sample.spacing == pytest.approx([float(n) for n in nibabel.affines.voxel_sizes(want.affine)][::-1])
+        assert (sample.label.local > 0).any()
 
 
 def test_channels_may_have_files_of_their_own_and_planes_are_volumes_too(tmp_path):
@@ -276,6 +301,17 @@ def test_every_epoch_has_crops_of_its_own_and_a_loader_pickles(toy):
     for each in (loader, again, revived):
         each.close()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("jigsaw-prefetch")]
+
+
+@on_ranks(2)
+def test_a_last_batch_may_have_fewer_samples_than_there_are_groups(toy):
+    images, labels, values = toy
+    ds = open_volumes(images[:1], labels[:1], mesh=world_mesh(data=2), crop=(8, 8, 8), crops=3)
+    *_, last = VolumeLoader(ds, batch_size=2)
+    assert last.image.shape == (1, 1, 8, 8, 8)
+    assert last.spacings.tolist() == [list(ds.images[0].spacing)]
+    want = box(values[0][0], last.origins[0], (8, 8, 8))
+    np.testing.assert_array_equal(last.image.full_tensor()[0, 0], want)
 
 
 @on_ranks(2)
