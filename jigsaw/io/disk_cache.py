@@ -10,7 +10,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from jigsaw.io._codecs import Bytes
 from jigsaw.io._files import Files, Room, Target
 from jigsaw.io._memory import fresh
 from jigsaw.io.errors import FieldError
-from jigsaw.io.table import ChunkRef, Index, Places, Store
+from jigsaw.io.table import ArrayTable, ChunkRef, Index, Places, Store
 
 _HEAD = 16
 _SUFFIX = ".chunk"
@@ -45,16 +44,16 @@ class DiskCache:
     def of(self, store: Store) -> Store:
         """The same store, read through the cache."""
         kept: dict[int, Files] = {}
-        arrays = {
-            name: table
-            if table.decoder is None
-            else replace(table, places=_Cached(table.places, kept.setdefault(id(table.places.files), self._files(table))))
-            for name, table in store.arrays.items()
-        }
-        return replace(store, arrays=arrays)
 
-    def _files(self, table: Any) -> Files:
-        return _Kept(table.places.files, Path(self.folder), self.limit)
+        def cached(table: ArrayTable) -> ArrayTable:
+            if table.decoder is None:  # its library fetches for itself
+                return table
+            files = table.places.files
+            if id(files) not in kept:
+                kept[id(files)] = _Kept(files, Path(self.folder), self.limit)
+            return replace(table, places=_Cached(table.places, kept[id(files)]))
+
+        return replace(store, arrays={name: cached(table) for name, table in store.arrays.items()})
 
 
 class _Cached:

@@ -14,6 +14,7 @@ from jigsaw.io import coords
 from jigsaw.io.boundary import Rule
 from jigsaw.io.choices import choose, origins
 from jigsaw.io.dataset import DTYPES, Dataset, dtype_name
+from jigsaw.io.disk_cache import DiskCache
 from jigsaw.io.errors import FieldError, GridError, WindowError
 from jigsaw.io.fields import Channel, channels
 from jigsaw.io.forcings import Forcings, geographic
@@ -58,13 +59,16 @@ def open(
     align: int | Mapping[str, int] = 1,
     mode: str = "auto",
     forcings: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    disk_cache: DiskCache | None = None,
 ) -> Dataset:
     r"""The samples of a store, cut over `mesh` while they are read.
 
     A sample at anchor a is its input, the steps ``a + inputs``, and its target, the steps ``a + targets``, both tiles
     [T, C, \*space]: space is ``lat, lon`` on the globe and ``z, y, x`` or ``y, x`` elsewhere.
 
-    - `store`: a path or URL, an `xarray.Dataset` (read through xarray, as it is), or an opened store;
+    - `store`: a path (Zarr, NetCDF, HDF5, NIfTI, `.npy`), a URL, a glob or a list of files along time, an
+      `xarray.Dataset` (read through xarray, as it is), an `ArraySource` of one's own, or an opened store;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `fields`: names (see `jigsaw.io.fields`), in channel order; by default every variable on the first one's grid;
     - `target_fields`: those of the target, where they differ; the union is read for every step;
@@ -94,7 +98,9 @@ def open(
     - `mode`: ``"cooperative"`` (each chunk decoded by one rank), ``"neighbours"`` (by every rank that owns rows of it,
       halos come from them), ``"independent"``, or ``"auto"``, the cheapest;
     - `forcings`: names (see `jigsaw.io.forcings`), such as ``["cos_zenith", "day_progress", "latlon"]``: computed, not
-      read, as the last channels of the input, and at the target's times as `target_forcings`.
+      read, as the last channels of the input, and at the target's times as `target_forcings`;
+    - `options`: of the object store behind a URL: credentials, region, endpoint, time-outs, retries;
+    - `disk_cache`: a `DiskCache`, where fetched bytes are kept on a local disk.
 
     Missing values are those that ``_FillValue`` and ``missing_value`` name; ``valid_min``, ``valid_max`` and
     ``valid_range`` change nothing, as in xarray.
@@ -103,7 +109,7 @@ def open(
 
     Raises: a `ReadError` of `jigsaw.io.errors` naming what was asked and what there is, alike on every rank.
     """
-    source = Source(store)
+    source = Source(store, options, disk_cache)
     found = Survey(source.store, dims, along)
     wanted = _default_fields(found, select) if fields is None else fields
     chosen, given_channels, target_channels = _union(found, wanted, target_fields, targets)

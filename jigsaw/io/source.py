@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jigsaw.io.disk_cache import DiskCache
 from jigsaw.io.errors import ReadError
 from jigsaw.io.store import open_store
 from jigsaw.io.table import Store
@@ -16,11 +18,14 @@ class Source:
     """What a store was opened from.  It pickles as that, and is opened when it is first asked for."""
 
     given: Any
+    options: Mapping[str, Any] | None = None
+    disk_cache: DiskCache | None = None
 
     @cached_property
     def store(self) -> Store:
         """The opened store.  Raises what `open_store` raises."""
-        return open_store(self.given)
+        opened = open_store(self.given, self.options)
+        return opened if self.disk_cache is None else self.disk_cache.of(opened)
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self.given, Store):
@@ -28,4 +33,4 @@ class Source:
                 f"a dataset of an opened Store ({self.given.url}) cannot be pickled: its files are open in this "
                 "process; give jigsaw.io.open the path or URL instead"
             )
-        return {"given": self.given}
+        return {"given": self.given, "options": self.options, "disk_cache": self.disk_cache}

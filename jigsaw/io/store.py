@@ -2,25 +2,90 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
+from jigsaw.io._files import Files
+from jigsaw.io._memory import fresh
 from jigsaw.io.errors import UnsupportedStoreError
 from jigsaw.io.table import Store
 
+# Asked in this order whether what was given is theirs; those that need a package say which extra brings it.
+_FORMATS = (
+    ("_array_source", "open_source", ""),
+    ("_many", "open_many", ""),
+    ("_nifti", "open_nifti", ""),
+    ("_netcdf3", "open_netcdf3", ""),
+    ("_raw", "open_npy", ""),
+    ("_hdf5", "open_hdf5", "hdf5"),
+)
+# Single files behind a URL are known by how they begin: their suffix only says that it is worth a request to look.
+_SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", ".nii")
+_MAGIC = {
+    b"CDF": ("_netcdf3", "open_netcdf3"),
+    b"\x89HDF\r\n\x1a\n": ("_hdf5", "open_hdf5"),
+    b"\x93NUMPY": ("_raw", "open_npy"),
+}
 
-def open_store(url: Any) -> Store:
-    """Open a store: a path, a URL, or an object of the format's own library.
 
-    Raises: `UnsupportedStoreError` for what no format of jigsaw's claims.
+def open_store(url: Any, options: Mapping[str, Any] | None = None) -> Store:
+    """Open a store: a path, a glob or a list of paths, a URL, an object of the format's own library, a user's source.
+
+    `options` are those of the object store behind a URL: see `jigsaw.io._objects.files_of_url`.
+
+    Raises: `UnsupportedStoreError` for what no format of jigsaw's claims, or options where there is no URL.
     """
     if isinstance(url, Store):
         return url
+    if _is_url(url):
+        return _open_url(str(url), options)
+    if options:
+        raise UnsupportedStoreError(f"options={dict(options)!r} are for URLs (s3://, https://…), and {url!r} is none")
     if type(url).__module__.partition(".")[0] == "xarray" and hasattr(url, "variables"):
-        from jigsaw.io._xarray import open_xarray
+        return _of("_xarray", "open_xarray")(url)
+    for module, opener, extra in _FORMATS:
+        if extra and not _may_be_hdf5(url):
+            continue
+        if _of(module, "claims", extra)(url):
+            return _of(module, opener)(url)
+    return _of("_zarr", "open_zarr", "zarr")(url)
 
-        return open_xarray(url)
+
+def _of(module: str, name: str, extra: str = "") -> Any:
+    """A function of one format's module, which is loaded when its turn comes."""
     try:
-        from jigsaw.io._zarr import open_zarr
+        return getattr(importlib.import_module(f"jigsaw.io.{module}"), name)
     except ImportError as e:
-        raise UnsupportedStoreError(f"reading {url!r} needs zarr: pip install 'jigsaw-torch[zarr]'") from e
-    return open_zarr(url)
+        raise UnsupportedStoreError(f"reading this needs {e.name}: pip install 'jigsaw-torch[{extra or 'all'}]'") from e
+
+
+def _is_url(url: Any) -> bool:
+    return isinstance(url, str) and "://" in url and not url.startswith("file://")
+
+
+def _may_be_hdf5(url: Any) -> bool:
+    return isinstance(url, str | os.PathLike) and os.path.isfile(os.fspath(url))
+
+
+def _open_url(url: str, options: Mapping[str, Any] | None) -> Store:
+    suffix = PurePosixPath(url.partition("?")[0]).suffix.lower()
+    if suffix not in _SUFFIXES:
+        return _of("_zarr", "open_zarr", "zarr")(url, options)
+    files, path = _of("_objects", "files_of_url", "remote")(url, options)
+    if suffix == ".nii":
+        return _of("_nifti", "open_nifti")(path, files)
+    begins = _beginning(files, path)
+    for magic, (module, opener) in _MAGIC.items():
+        if begins.startswith(magic):
+            return _of(module, opener, "hdf5")(path, files)
+    raise UnsupportedStoreError(f"{url} is named like a file that jigsaw reads, but begins with {begins!r}")
+
+
+def _beginning(files: Files, path: str) -> bytes:
+    first = fresh(8)
+    if not files.ranges(path, [(0, first)]):
+        raise UnsupportedStoreError(f"there is no object {path!r}")
+    return first.tobytes()
