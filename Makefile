@@ -11,7 +11,7 @@ STAMP := $(VENV)/.jigsaw-installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 test check bench clean
+.PHONY: help setup weather weather-025 nginx test check bench clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,10 +34,16 @@ weather: setup ## train the weather example on one rank, then on 4 of this machi
 weather-025: setup ## one training step on generated 0.25 degree data, with the bytes read and the memory of each rank
 	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/weather/quarter_degree.py
 
-test: setup ## the tests, without the slow ones
+# The tests read from a real web server. It is no Python package; where it is absent Debian's is installed.
+nginx:
+	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \
+		test "$$(id -u)" = 0 && sudo= || sudo=sudo; \
+		$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends nginx-light >/dev/null; }
+
+test: setup nginx ## the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow"
 
-check: setup ## lint, types, layers and all tests
+check: setup nginx ## lint, types, layers and all tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

@@ -54,6 +54,17 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     return _of("_zarr", "open_zarr", "zarr")(url)
 
 
+def open_hdf5(url: Any, *, outside: bool = False, cache: str | os.PathLike[str] | None = None) -> Store:
+    """The chunk tables of a local HDF5 or NetCDF-4 file.
+
+    `outside` lets links and virtual datasets lead out of the file's folder; `cache` is the folder where the index of
+    its chunks is kept, by default that of the user's caches.
+
+    Raises: what `open_store` raises.
+    """
+    return _of("_hdf5", "open_hdf5", "hdf5")(url, outside=outside, cache=cache)
+
+
 def _of(module: str, name: str, extra: str = "") -> Any:
     """A function of one format's module, which is loaded when its turn comes."""
     try:

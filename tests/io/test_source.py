@@ -230,7 +230,6 @@ def days(tmp_path):
     return tmp_path, values
 
 
-@pytest.mark.skipif(not hasattr(jigsaw.io, "SourceArray"), reason="jigsaw.io does not export it")
 def test_the_code_of_the_tutorial_runs(days, capsys):
     folder, values = days
     code = re.findall(r"^```python\n(.*?)^```", DOC, re.MULTILINE | re.DOTALL)
