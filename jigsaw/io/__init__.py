@@ -22,6 +22,7 @@ from jigsaw.io.errors import (
     WindowError,
     WriteError,
 )
+from jigsaw.io.foreground import Foreground
 from jigsaw.io.loader import Batch, DataLoader
 from jigsaw.io.opening import open
 from jigsaw.io.regrid import Regridder, regrid
@@ -43,6 +44,7 @@ __all__ = [
     "Dataset",
     "DiskCache",
     "FieldError",
+    "Foreground",
     "GridError",
     "HaloError",
     "MissingArrayError",

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any, Generic, TypeVar
 
 from jigsaw.io.errors import FieldError
@@ -20,11 +21,15 @@ BATCHES_AHEAD = 2
 
 @dataclass(frozen=True)
 class Turn:
-    """The samples of one batch, the place that they were drawn at, and the loader's place once it was handed out."""
+    """The samples of one batch, the place that they were drawn at, and the loader's place once it was handed out.
+
+    `following` are the samples of the batch after it; none at the end of an epoch.
+    """
 
     samples: tuple[int, ...]
     at: State
     after: State
+    following: tuple[int, ...] = ()
 
 
 class Epochs(ABC, Generic[Block, Batched]):
@@ -67,6 +72,9 @@ class Epochs(ABC, Generic[Block, Batched]):
     def _batch(self, turn: Turn, block: Block) -> Batched:
         """Hand a batch out."""
 
+    def _left(self) -> None:
+        """What else ends with an iteration."""
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     @property
@@ -97,8 +105,9 @@ class Epochs(ABC, Generic[Block, Batched]):
         self._resumed = False
         self._join()
         at = self._order.settled(self._state)
-        turns = (Turn(samples, at, after) for samples, after in self._order.batches(at))
-        current = self._current = Prefetch(lambda turn: (turn, self._read(turn)), turns, self._ahead, self._alone)
+        current = self._current = Prefetch(
+            lambda turn: (turn, self._read(turn)), self._turns(at), self._ahead, self._alone
+        )
         try:
             for turn, block in current:
                 self._state = turn.after
@@ -106,10 +115,17 @@ class Epochs(ABC, Generic[Block, Batched]):
         finally:
             current.stop()
 
+    def _turns(self, at: State) -> Iterator[Turn]:
+        """The batches of the epoch that are left."""
+        nothing: tuple[tuple[int, ...], State] = (), at
+        for (samples, after), (following, _) in pairwise(chain(self._order.batches(at), [nothing])):
+            yield Turn(samples, at, after, following)
+
     def _end_iteration(self) -> None:
         if self._current is not None:
             self._current.stop()
             self._current.join()
+            self._left()
             self._waited_s += self._current.waited_s
             self._current = None
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,15 +17,13 @@ from jigsaw.io._device import Carrier
 from jigsaw.io._steps import Steps
 from jigsaw.io.dataset import Dataset, Reading
 from jigsaw.io.engine import Engine
+from jigsaw.io.epochs import Epochs, Turn, batches_ahead
 from jigsaw.io.errors import FieldError
 from jigsaw.io.frame import DATA
-from jigsaw.io.order import Order, Rollout, State
-from jigsaw.io.prefetch import Prefetch
+from jigsaw.io.order import Rollout
 from jigsaw.layout import Coordinate, Layout
 from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
-
-_BATCHES_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -46,22 +42,14 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Block:
     dataset: Dataset
-    samples: tuple[int, ...]
-    after: State
-    following: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Read:
-    job: _Job
     input: Tensor
     target: Tensor
     forced: Tensor
 
 
-class DataLoader:
+class DataLoader(Epochs[_Block, Batch]):
     """Batches of a dataset: iterate it once for each epoch.
 
     `batch_size` counts samples over the whole mesh.  The mesh axis ``data`` cuts the batch dim, and all ranks along the
@@ -103,22 +91,12 @@ class DataLoader:
             raise FieldError(
                 f"cache_bytes={cache_bytes} must be 0 or more, the bytes of decoded steps that a rank keeps"
             )
-        if batch_size < 1:
-            raise FieldError(f"batch_size={batch_size} must be at least 1, the samples of a batch over the whole mesh")
-        if drop_last and batch_size > len(dataset):
-            raise FieldError(
-                f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {len(dataset)} samples"
-            )
         self.dataset = dataset
         self._rollout = Rollout.of(rollout, len(dataset.targets))
-        self._order = Order(len(dataset), batch_size, shuffle, drop_last)
-        self._state = State.from_dict(State(seed).as_dict(), len(dataset))
-        self._resumed = False
+        alone = all(size == 1 for _, size in dataset.frame.domain)
+        ahead = batches_ahead(self._batch_bytes(batch_size), prefetch_bytes)
+        super().__init__(len(dataset), batch_size, shuffle, seed, drop_last, ahead, alone)
         self._prefetch_bytes, self._cache_bytes, self._threads = prefetch_bytes, cache_bytes, threads
-        self._alone = all(size == 1 for _, size in dataset.frame.domain)
-        self._ahead = _ahead(self.batch_bytes, prefetch_bytes)
-        self._current: Prefetch[_Job, _Read] | None = None
-        self._waited_s = 0.0
         if dataset.is_live:
             _ = self._engine  # made by all ranks now; what was unpickled joins them later
 
@@ -154,15 +132,14 @@ class DataLoader:
         }
         return _revived, (self.dataset, made_of, self._state.as_dict())
 
-    def __len__(self) -> int:
-        """The number of batches in an epoch."""
-        return math.ceil(self._order.usable / self._order.batch_size)
-
     @property
     def batch_bytes(self) -> int:
         """The most bytes that any rank holds of one batch."""
+        return self._batch_bytes(self._order.batch_size)
+
+    def _batch_bytes(self, batch_size: int) -> int:
         pieces = dict(self.dataset.frame.axes).get(DATA, 1)
-        return -(-self._order.batch_size // pieces) * self.dataset.sample_bytes()
+        return -(-batch_size // pieces) * self.dataset.sample_bytes()
 
     def close(self) -> None:
         """End the reading threads and let go of their memory; no iteration is possible afterwards."""
@@ -170,93 +147,49 @@ class DataLoader:
         if "_engine" in vars(self):
             self._engine.close()
 
-    # -- counters -----------------------------------------------------------------------------------------------------
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has waited for data, over all iterations."""
-        return self._waited_s + (self._current.waited_s if self._current else 0.0)
-
     @property
     def bytes_read(self) -> int:
         """Stored bytes that this rank has fetched, over all iterations."""
         return self._engine.stats.stored_bytes if "_engine" in vars(self) else 0
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- one batch ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, int]:
-        """The seed, the epoch, and the next sample in its order that was not handed out: the same on every rank."""
-        return self._state.as_dict()
+    def _join(self) -> None:
+        _ = self._engine, self._carrier
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved, on whatever mesh and batch size, in O(1); ends an iteration under way.
-
-        Raises: `StateError` for a state that is torn or belongs to a longer dataset.
-        """
-        loaded = self._order.settled(State.from_dict(state, self._order.count))
-        self._end_iteration()
-        self._state = loaded
-        self._resumed = True
-
-    # -- iterating ----------------------------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[Batch]:
-        self._end_iteration()
-        if self._state.next_sample and not self._resumed:
-            self._state = State(self._state.seed, self._state.epoch + 1)
-        self._resumed = False
-        _ = self._engine, self._carrier  # an unpickled loader joins the mesh here, before there are threads
-        dataset = self._of(self._order.settled(self._state).epoch)
-        current = self._current = Prefetch(self._read, self._jobs(dataset), self._ahead, self._alone)
-        try:
-            for read in current:
-                self._state = read.job.after
-                yield self._batch(read)
-        finally:
-            current.stop()
-
-    def _jobs(self, dataset: Dataset) -> Iterator[_Job]:
-        """What is read for each batch of the epoch that is left, and the samples of the batch after it."""
-        last: tuple[tuple[int, ...], State] = (), self._state
-        for (samples, after), (following, _) in pairwise(chain(self._order.batches(self._state), [last])):
-            yield _Job(dataset, samples, after, following)
-
-    def _end_iteration(self) -> None:
-        if self._current is not None:
-            self._current.stop()
-            self._current.join()
-            if self._engine.ahead is not None:
-                self._engine.ahead.forget()
-            self._waited_s += self._current.waited_s
-            self._current = None
+    def _left(self) -> None:
+        if self._engine.ahead is not None:
+            self._engine.ahead.forget()
 
     def _of(self, epoch: int) -> Dataset:
         """The dataset with as many targets as the epoch has."""
         steps = self._rollout.at(epoch)
         return self.dataset if steps == len(self.dataset.targets) else self.dataset.rollout(steps)
 
-    def _read(self, job: _Job) -> _Read:
-        layouts = _layouts(job)
+    def _read(self, turn: Turn) -> _Block:
+        dataset = self._of(turn.at.epoch)
+        layouts = _layouts(dataset, turn.samples)
         first, stop = layouts[0].owned(self._coordinate)[0]
         if first == stop:  # fewer samples than ranks along `data`
             empty = [torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts]
-            return _Read(job, *self._carrier.bring(empty))
-        reading = job.dataset.reading(job.samples[first:stop], self._kept)
-        self._expect(job, reading)
-        block = job.dataset.read(self._engine, reading, self._kept, self._following(job))
-        return _Read(job, *self._carrier.bring(job.dataset.unpack(block, reading)))
+            return _Block(dataset, *self._carrier.bring(empty))
+        reading = dataset.reading(turn.samples[first:stop], self._kept)
+        following = self._mine(turn.following) if turn.following else ()
+        wanted = frozenset(dataset.keys(following) if following else ())
+        self._expect(dataset, reading, following, wanted)
+        block = dataset.read(self._engine, reading, self._kept, wanted)
+        return _Block(dataset, *self._carrier.bring(dataset.unpack(block, reading)))
 
-    def _expect(self, job: _Job, reading: Reading) -> None:
+    def _expect(self, dataset: Dataset, reading: Reading, following: tuple[int, ...], wanted: frozenset[int]) -> None:
         """Fetch from far stores what a batch needs, and behind it what the next one will."""
         ahead = self._engine.ahead
         if ahead is None:
             return
         readings = [reading]
-        if wanted := self._following(job):
-            samples = self._mine(job.following)
-            readings.append(job.dataset.reading(samples, self._kept.foreseen(reading.keys, wanted)))
+        if wanted:
+            readings.append(dataset.reading(following, self._kept.foreseen(reading.keys, wanted)))
         for each in readings:
-            ahead.expect(each.request, partial(job.dataset.plan_of, each))
+            ahead.expect(each.request, partial(dataset.plan_of, each))
 
     def _mine(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Those of a batch that this rank reads: none where there are fewer than ranks along `data`."""
@@ -264,16 +197,13 @@ class DataLoader:
         first, stop = layout.owned(self._coordinate)[0]
         return samples[first:stop]
 
-    def _following(self, job: _Job) -> frozenset[int]:
-        """The steps that this rank reads for the next batch."""
-        samples = self._mine(job.following) if job.following else ()
-        return frozenset(job.dataset.keys(samples) if samples else ())
-
-    def _batch(self, read: _Read) -> Batch:
-        samples, dataset = read.job.samples, read.job.dataset
-        locals_ = (read.input, read.target, read.forced)
+    def _batch(self, turn: Turn, block: _Block) -> Batch:
+        samples, dataset = turn.samples, block.dataset
+        locals_ = (block.input, block.target, block.forced)
         self._carrier.hand_over(locals_)
-        tiles = [Tile(local, layout, self._mesh) for local, layout in zip(locals_, _layouts(read.job), strict=True)]
+        tiles = [
+            Tile(local, layout, self._mesh) for local, layout in zip(locals_, _layouts(dataset, samples), strict=True)
+        ]
         return Batch(
             tiles[0],
             tiles[1] if dataset.targets else None,
@@ -284,12 +214,11 @@ class DataLoader:
         )
 
 
-def _layouts(job: _Job) -> tuple[Layout, Layout, Layout]:
+def _layouts(ds: Dataset, samples: tuple[int, ...]) -> tuple[Layout, Layout, Layout]:
     """Of a batch's input, target and target forcings."""
-    ds = job.dataset
 
     def batched(one: Layout, halo: bool) -> Layout:
-        return ds.frame.layout((len(job.samples), *one.shape[:2]), (DATA, None, None), halo=halo)
+        return ds.frame.layout((len(samples), *one.shape[:2]), (DATA, None, None), halo=halo)
 
     return batched(ds.layout, True), batched(ds.target_layout, False), batched(ds.forcing_layout, True)
 
@@ -299,8 +228,3 @@ def _revived(dataset: Dataset, made_of: Mapping[str, Any], state: Mapping[str, i
     loader = DataLoader(dataset, **made_of)
     loader.load_state_dict(state)
     return loader
-
-
-def _ahead(batch_bytes: int, budget: int | None) -> int:
-    """How many batches may be ready before they are asked for."""
-    return _BATCHES_AHEAD if budget is None else budget // max(batch_bytes, 1)

@@ -61,6 +61,7 @@ def open(
     forcings: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     disk_cache: DiskCache | None = None,
+    level: int | None = None,
 ) -> Dataset:
     r"""The samples of a store, cut over `mesh` while they are read.
 
@@ -100,7 +101,8 @@ def open(
     - `forcings`: names (see `jigsaw.io.forcings`), such as ``["cos_zenith", "day_progress", "latlon"]``: computed, not
       read, as the last channels of the input, and at the target's times as `target_forcings`;
     - `options`: of the object store behind a URL: credentials, region, endpoint, time-outs, retries;
-    - `disk_cache`: a `DiskCache`, where fetched bytes are kept on a local disk.
+    - `disk_cache`: a `DiskCache`, where fetched bytes are kept on a local disk;
+    - `level`: of an OME-Zarr image, 0 the finest and the default.
 
     Missing values are those that ``_FillValue`` and ``missing_value`` name; ``valid_min``, ``valid_max`` and
     ``valid_range`` change nothing, as in xarray.
@@ -109,7 +111,7 @@ def open(
 
     Raises: a `ReadError` of `jigsaw.io.errors` naming what was asked and what there is, alike on every rank.
     """
-    source = Source(store, options, disk_cache)
+    source = Source(store, options, disk_cache, level)
     found = Survey(source.store, dims, along)
     wanted = _default_fields(found, select) if fields is None else fields
     chosen, given_channels, target_channels = _union(found, wanted, target_fields, targets)
@@ -215,9 +217,7 @@ def _axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, tupl
     return (None, tuple(mesh.items())) if isinstance(mesh, Mapping) else (mesh, axes_of(mesh))
 
 
-def _vectors(
-    chosen: Sequence[Channel], vectors: Sequence[str] | None, found: Survey, frame: Frame
-) -> tuple[int, ...]:
+def _vectors(chosen: Sequence[Channel], vectors: Sequence[str] | None, found: Survey, frame: Frame) -> tuple[int, ...]:
     """The channels that change sign across a pole, where there is one."""
     attrs = {c.array: found.variables[c.array].table.attrs for c in chosen}
     changing = vector_channels(chosen, vectors, attrs)

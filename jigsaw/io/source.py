@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from jigsaw.io._ome import is_multiscale, multiscale
 from jigsaw.io.disk_cache import DiskCache
 from jigsaw.io.errors import ReadError
 from jigsaw.io.store import open_store
@@ -20,11 +21,14 @@ class Source:
     given: Any
     options: Mapping[str, Any] | None = None
     disk_cache: DiskCache | None = None
+    level: int | None = None
 
     @cached_property
     def store(self) -> Store:
         """The opened store.  Raises what `open_store` raises."""
         opened = open_store(self.given, self.options)
+        if self.level is not None or is_multiscale(opened.attrs):
+            opened = multiscale(opened, self.level or 0)
         return opened if self.disk_cache is None else self.disk_cache.of(opened)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -33,4 +37,4 @@ class Source:
                 f"a dataset of an opened Store ({self.given.url}) cannot be pickled: its files are open in this "
                 "process; give jigsaw.io.open the path or URL instead"
             )
-        return {"given": self.given, "options": self.options, "disk_cache": self.disk_cache}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
