@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,11 +18,22 @@ COMMANDS = {
         "jigsaw.io.stats_cli",
         "mean, standard deviation and range of each channel and of its differences between steps, in one pass",
     ),
+    "convert": (
+        "jigsaw.io.convert_cli",
+        "anything that xarray opens as a sharded Zarr store for training, restartable, verified by checksum",
+    ),
+    "inspect": (
+        "jigsaw.io.inspect_cli",
+        "what is in a store: variables, levels, time, grid, chunks, sizes; a map of a field",
+    ),
     "check": (
         "jigsaw.testing.check",
         "versions, backends, and a parity test of tiles against plain torch on real ranks",
     ),
 }
+
+
+_BROKEN_PIPE = 128 + 13  # what a shell shows for SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in argv[:1]:
             importlib.import_module(module).arguments(command)
     args = parser.parse_args(argv)
-    return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+    try:
+        status = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has enough, as head does: end like any other tool of a pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    return status
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.plan import MODES, NOBODY, ReadPlan, Row, plan_read
+from jigsaw.io.recommend import MeshOption, Recommendation
 from jigsaw.layout import Interval
 
 _LISTED = 6
 _ENDS = {"clip": "", "periodic": " (wraps round)"}
+_WORTH = 1.05  # predictions are no better
 _UNITS = ((3, "kB"), (6, "MB"), (9, "GB"))
 
 
@@ -49,6 +51,69 @@ def _table(dataset: Dataset, plan: ReadPlan) -> list[str]:
         lines.append([str(rank), *map(str, coord), *(_rows(*box) for box in boxes), *_figures(row)])
     lines.append(["all", *[""] * (len(axes) + len(dims)), *_figures(plan.total)])
     return _aligned(lines)
+
+
+def advice(dataset: Dataset, found: Recommendation, tables: bool = False) -> str:
+    """The best mesh and the best chunks, and how many times cheaper they read; with `tables`, all that were weighed."""
+    lines = _advice(found)
+    if tables:
+        lines += ["", "meshes", *_mesh_table(found), "", f"chunks for mesh {_mesh(dataset)}", *_chunk_table(found)]
+    return "\n".join(lines)
+
+
+def _mesh(dataset: Dataset) -> str:
+    return ", ".join(f"{name}={n}" for name, n in dataset.frame.axes) or "one rank"
+
+
+def _advice(found: Recommendation) -> list[str]:
+    mesh, chunks = found.meshes[0], found.chunks[0]
+    told = [
+        f"mesh {_sizes(mesh.axes) or 'one rank'}, {_cuts(mesh)}: {_gain(found.mesh_gain)}",
+        f"chunks {_sizes(chunks.chunks)} in shards {_sizes(chunks.shards)}: {_gain(found.chunk_gain)}",
+    ]
+    if found.chunk_gain > _WORTH:
+        how = f"--chunks {_sizes(chunks.chunks)} --shards {_sizes(chunks.shards)}"
+        told.append(f"to store it so: python -m jigsaw convert SRC DST {how}")
+    return [("recommended: " if i == 0 else " " * 13) + line for i, line in enumerate(told)]
+
+
+def _gain(times: float) -> str:
+    return f"{times:.2g} times cheaper to read" if times > _WORTH else "about as it is"
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{dim}={n}" for dim, n in sizes.items())
+
+
+def _cuts(mesh: MeshOption) -> str:
+    moved = [f"{dim} at {','.join(map(str, at[1:-1]))}" for dim, at in mesh.split.items() if not isinstance(at, str)]
+    return f"cut at the edges of chunks ({'; '.join(moved)})" if moved else "balanced cuts"
+
+
+def _mesh_table(found: Recommendation) -> list[str]:
+    lines = [["mesh", "cuts", "CPU ms", "read", "decoded", "busiest", "sent", "amplification"]]
+    for o in found.meshes:
+        f = o.figures
+        lengths = map(size, (f.stored_bytes, f.decoded_bytes, f.busiest_bytes, f.sent_bytes))
+        lines.append(
+            [_sizes(o.axes) or "one rank", _cuts(o), f"{f.seconds * 1e3:.3g}", *lengths, f"{f.amplification:.2f}"]
+        )
+    return _aligned(lines)
+
+
+def _chunk_table(found: Recommendation, most: int = 12) -> list[str]:
+    lines = [["chunks", "shards", "a chunk", "CPU ms", "read", "decoded"]]
+    for o in found.chunks[:most]:
+        lengths = map(size, (o.stored_bytes, o.decoded_bytes))
+        lines.append(
+            [_sizes(o.chunks), _sizes(o.shards), size(o.chunk_bytes), f"{o.seconds * 1e3:.3g}", *lengths],
+        )
+    lines.append(["as stored", "", "", f"{found.now.seconds * 1e3:.3g}", *_read(found)])
+    return _aligned(lines)
+
+
+def _read(found: Recommendation) -> list[str]:
+    return [size(found.now.stored_bytes), size(found.now.decoded_bytes)]
 
 
 def _rows(owned: Interval, held: Interval) -> str:
@@ -97,11 +162,23 @@ def _chunks(plan: ReadPlan) -> list[str]:
     lines = ["chunks decoded by whom"]
     for array, by_rank in owned.items():
         table = plan.tables[array]
-        lines.append(f"  {array}: {plan.modes[array]}, chunks of {table.chunks} = {size(table.chunk_bytes)}")
+        lines.append(
+            f"  {array}: {plan.modes[array]}, chunks of {table.chunks} = {size(table.chunk_bytes)}{_part(plan, array)}"
+        )
         for rank in sorted(by_rank):
             who = "missing (fill)" if rank == NOBODY else f"rank {rank}"
             lines.append(f"    {who}, {len(by_rank[rank])}: {_first(sorted(set(by_rank[rank])))}")
     return lines
+
+
+def _part(plan: ReadPlan, array: str) -> str:
+    """How much of an array's chunks is decoded, where that is less than all."""
+    parts = [part for job in plan.jobs if job.array == array and (part := plan.part_of(job)) is not None]
+    if not parts:
+        return ""
+    decoded, fetched = sum(p.decoded for p in parts) / len(parts), sum(p.stored for p in parts) / len(parts)
+    read = f"{size(round(fetched))} read, " if fetched else ""
+    return f"; of {len(parts)} chunks a part: {read}{size(round(decoded))} decoded of each"
 
 
 def _first(chunks: Iterable[tuple[int, ...]]) -> str:

@@ -1,0 +1,62 @@
+"""Values of command-line options: lists of names, sizes by dim, spans of time."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def names(text: str) -> list[str]:
+    """``t2m,z500``."""
+    return [name for name in text.split(",") if name]
+
+
+def pairs(text: str) -> dict[str, str]:
+    """``lat=a,lon=b``."""
+    found = [entry.partition("=") for entry in names(text)]
+    if any(not (key and sign and value) for key, sign, value in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like lat=2,lon=2")
+    return {key: value for key, _, value in found}
+
+
+def integers(text: str) -> dict[str, int]:
+    """``lat=2,lon=2``."""
+    try:
+        return {key: int(value) for key, value in pairs(text).items()}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like lat=2,lon=2 with whole numbers") from None
+
+
+def halo(text: str) -> int | dict[str, int]:
+    """``2`` for all dims, or ``lat=2,lon=3``."""
+    return int(text) if text.isdecimal() else integers(text)
+
+
+def spec(text: str) -> dict[str, Any]:
+    """``lat=lat,lon=lon+depth``: which axes cut which dim."""
+    return {dim: tuple(axes.split("+")) for dim, axes in pairs(text).items()}
+
+
+def offsets(text: str) -> list[int]:
+    """``-1,0``."""
+    try:
+        return [int(entry) for entry in names(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers like -1,0") from None
+
+
+def span(text: str) -> tuple[Any, Any]:
+    """``1979..2015``, dates with both ends included, or positions like ``0..100``."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        raise argparse.ArgumentTypeError(f"{text!r} is no span like 1979..2015, 2020-01-01..2020-06-30 or 0..100")
+    given = [end for end in (first, last) if end]
+    # four digits are a year, unless the other end is a step
+    steps = all(end.isdecimal() for end in given) and any(len(end) != 4 for end in given)
+    start, stop = ((int(end) if steps else end) if end else None for end in (first, last))
+    return start, stop
+
+
+def every(text: str) -> str | int:
+    """``6h``, or a number of steps."""
+    return int(text) if text.isdecimal() else text
