@@ -133,6 +133,13 @@ def recommend(
     return Recommendation(Figures.of(plan), meshes(dataset, request, wanted), chunkings(dataset, request, plan))
 
 
+def best_chunks(dataset: Dataset) -> ChunkOption:
+    """The chunks and shards that the dataset's mesh would read cheapest."""
+    request = dataset.reading([len(dataset) // 2]).request
+    plan = plan_read(request, dataset.store.arrays, dataset.mode)
+    return chunkings(dataset, request, plan)[0]
+
+
 def is_cheap(dataset: Dataset, plan: ReadPlan) -> bool:
     """Whether `recommend` takes no longer than a second or so: few chunks times few candidates."""
     whole = sum(plan.tables[name].chunk_bytes for name, *_ in plan.jobs)
@@ -264,7 +271,7 @@ def _shapes(dataset: Dataset, request: Request, alike: Sequence[_Alike]) -> Iter
     cells = prod(max(sizes) for sizes in choices.values())
     for picked in product(*choices.values()):
         size = prod(picked) * largest.table.itemsize
-        if SMALL <= size <= _LARGEST or prod(picked) == cells or cells * largest.table.itemsize <= SMALL:
+        if SMALL <= size <= _LARGEST or cells * largest.table.itemsize <= SMALL:
             yield dict(zip(choices, picked, strict=True))
 
 

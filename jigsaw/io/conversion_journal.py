@@ -1,0 +1,82 @@
+"""Which regions of a conversion are written: a file beside the store, a line a region, each with its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import WriteError
+
+Index = tuple[int, ...]
+Key = tuple[str, Index]
+"""An array, and which of its units (shards, or chunks where there are none)."""
+
+
+def digest_of(values: NDArray[Any]) -> str:
+    """Of the values in C order; every NaN counts alike, as a store's fill value does."""
+    plain = np.ascontiguousarray(values)
+    if plain.dtype.kind == "f" and (missing := np.isnan(plain)).any():
+        plain = np.where(missing, np.array(np.nan, plain.dtype), plain)
+    return hashlib.blake2b(plain.tobytes(), digest_size=16).hexdigest()
+
+
+def combined(digests: Iterable[str]) -> str:
+    """The digest of an array: of those of its units in C order."""
+    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+
+
+class Journal:
+    """A file of lines that are appended to; a last line that was cut short by the end of its writer does not count.
+
+    The first says which conversion it is of, the second that the store was made, the others which units are written.
+    """
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self._path, self._identity = path, identity
+        self.done: dict[Key, str] = {}
+        self.is_made = False
+        if path.exists():
+            self._read()
+        else:
+            self._append([{"conversion": identity}])
+
+    def _read(self) -> None:
+        whole = self._path.read_bytes()
+        kept = whole[: whole.rfind(b"\n") + 1]
+        lines = [json.loads(line) for line in kept.splitlines()]
+        if lines and lines[0].get("conversion") != self._identity:
+            raise WriteError(
+                f"{self._path} belongs to another conversion: other files, fields, times, chunks or shards, or files "
+                "that have changed since; repeat its arguments, or start again with replace=True"
+            )
+        os.truncate(self._path, len(kept))
+        if not lines:
+            self._append([{"conversion": self._identity}])
+        self.is_made = any("made" in line for line in lines)
+        self.done = {(e["array"], tuple(e["unit"])): e["digest"] for e in lines if "array" in e}
+
+    def made(self) -> None:
+        """The store is there, with no value yet."""
+        self._append([{"made": True}])
+        self.is_made = True
+
+    def add(self, written: Iterable[tuple[Key, str]]) -> None:
+        """These units are written and were read back."""
+        new = list(written)
+        self._append([{"array": name, "unit": unit, "digest": digest} for (name, unit), digest in new])
+        self.done.update(new)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _append(self, entries: Iterable[Any]) -> None:
+        text = "".join(json.dumps(entry) + "\n" for entry in entries)
+        with self._path.open("ab", buffering=0) as out:
+            out.write(text.encode())
