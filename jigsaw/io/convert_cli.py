@@ -36,9 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=options.integers, metavar="time=1,lat=361", help="by default recommended ones")
     parser.add_argument("--shards", type=options.integers, metavar="time=8,lat=722", help="by default up to 128 MiB")
     parser.add_argument("--dims", type=options.pairs, metavar="lat=j,lon=i", help="what the source's dims are")
-    parser.add_argument(
-        "--dtype", metavar="float32", help="what floats are rounded to; by default they stay as they are"
-    )
+    parser.add_argument("--dtype", metavar="float32", help="what floats are rounded to, if anything")
     parser.add_argument("--engine", metavar="cfgrib", help="xarray's engine, where it does not find it")
     parser.add_argument(
         "--scheduler",

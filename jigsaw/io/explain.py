@@ -50,7 +50,7 @@ def _table(dataset: Dataset, plan: ReadPlan) -> list[str]:
         boxes = zip(layout.owned(coord)[2:], layout.held(coord)[2:], strict=True)
         lines.append([str(rank), *map(str, coord), *(_rows(*box) for box in boxes), *_figures(row)])
     lines.append(["all", *[""] * (len(axes) + len(dims)), *_figures(plan.total)])
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def advice(dataset: Dataset, found: Recommendation, tables: bool = False) -> str:
@@ -98,7 +98,7 @@ def _mesh_table(found: Recommendation) -> list[str]:
         lines.append(
             [_sizes(o.axes) or "one rank", _cuts(o), f"{f.seconds * 1e3:.3g}", *lengths, f"{f.amplification:.2f}"]
         )
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def _chunk_table(found: Recommendation, most: int = 12) -> list[str]:
@@ -109,7 +109,7 @@ def _chunk_table(found: Recommendation, most: int = 12) -> list[str]:
             [_sizes(o.chunks), _sizes(o.shards), size(o.chunk_bytes), f"{o.seconds * 1e3:.3g}", *lengths],
         )
     lines.append(["as stored", "", "", f"{found.now.seconds * 1e3:.3g}", *_read(found)])
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def _read(found: Recommendation) -> list[str]:
@@ -134,9 +134,11 @@ def size(count: int) -> str:
     return f"{value:.3g} {unit}"
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]], left: bool = False) -> list[str]:
+    """Cells under each other, flush right or left."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    put = str.ljust if left else str.rjust
+    return ["  ".join(put(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _amplification(plan: ReadPlan) -> list[str]:

@@ -1,0 +1,118 @@
+"""A map of one field of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.dataset import Dataset
+from jigsaw.io.errors import UnsupportedStoreError
+from jigsaw.io.opening import open
+from jigsaw.io.table import Store
+from jigsaw.mesh import init_mesh
+
+# both keep their order in grey and for every kind of colour vision
+_SEQUENTIAL, _DIVERGING = "viridis", "RdBu_r"
+_CENTRED = 0.2  # smaller to larger side of zero, from which a field is drawn about zero
+
+
+def draw_map(
+    store: Store,
+    path: str | Path,
+    fields: Sequence[str] | None = None,
+    step: int = 0,
+    select: Mapping[str, int] | None = None,
+    dims: Mapping[str, str] | None = None,
+) -> str:
+    """Draw the first of `fields` at a step; of a volume its middle slice.  Says what was drawn.
+
+    Raises: a `ReadError` as `jigsaw.io.open`, `IndexError` for a step that there is not, `UnsupportedStoreError`
+    where matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as missing:
+        raise UnsupportedStoreError("drawing a map needs matplotlib: pip install 'jigsaw-torch[plot]'") from missing
+    plan: dict[str, Any] = {"select": select, "dims": dims}
+    first = open(store, mesh={}, fields=fields and list(fields[:1]), **plan).channels[0]
+    name = first.array if first.level is None else first.name
+    dataset = open(store, mesh=init_mesh(device="cpu", data=1), fields=[name], **plan)
+    number = range(len(dataset))[step]
+    values = dataset[number].input.local[0, 0].numpy()
+    names, rows = dataset.frame.dims, dict(dataset.whole_coords)
+    cut = ""
+    if values.ndim == 3:
+        middle = values.shape[0] // 2
+        cut, values = f", {names[0]} = {_number(rows[names[0]][middle])}", values[middle]
+    title = f"{_named(dataset, name)}{_when(dataset, number)}{cut}"
+    _draw(values, names[-2:], rows, dataset, title, path)
+    return title
+
+
+def _named(dataset: Dataset, name: str) -> str:
+    attrs = dataset.variables[0].table.attrs
+    long = str(attrs.get("long_name", attrs.get("standard_name", "")))
+    return f"{name} ({long})" if long and long != name else name
+
+
+def _when(dataset: Dataset, sample: int) -> str:
+    timed = any("time" in v.roles for v in dataset.variables)
+    return f", {str(dataset.input_times(sample)[0]).removesuffix('.000000')}" if timed else ""
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if np.asarray(value).dtype.kind in "fiu" else str(value)
+
+
+def _draw(
+    values: NDArray[Any],
+    names: Sequence[str],
+    rows: Mapping[str, NDArray[Any]],
+    dataset: Dataset,
+    title: str,
+    path: str | Path,
+) -> None:
+    from matplotlib.figure import Figure
+
+    down, across = names
+    tall = values.shape[0] / values.shape[1]
+    figure = Figure(figsize=(10, min(10.0, max(3.5, 8.6 * tall + 1.2))), layout="constrained")
+    axes: Any = figure.subplots()
+    drawn = axes.pcolormesh(
+        _places(rows[across]), _places(rows[down]), values, shading="nearest", rasterized=True, **_colours(values)
+    )
+    if (down, across) == ("lat", "lon"):
+        axes.set_aspect("equal")
+    if down not in ("lat", "z"):
+        axes.invert_yaxis()
+    for axis, dim in ((axes.xaxis, across), (axes.yaxis, down)):
+        axis.set_label_text(_label(dataset, dim))
+    axes.set_title(title, fontsize=11)
+    units = str(dataset.variables[0].table.attrs.get("units", ""))
+    figure.colorbar(drawn, ax=axes, label=units or "no units given", shrink=0.85, extend="both")
+    figure.savefig(path, dpi=120)
+
+
+def _places(values: NDArray[Any]) -> NDArray[Any]:
+    return values if values.dtype.kind in "fiu" else np.arange(len(values))
+
+
+def _label(dataset: Dataset, dim: str) -> str:
+    said = {"lat": "latitude, degrees north", "lon": "longitude, degrees east"}
+    variable = dataset.variables[0]
+    coordinate = dataset.store.arrays.get(variable.dim(dim))
+    units = str(coordinate.attrs.get("units", "")) if coordinate is not None else ""
+    return said.get(dim, f"{dim}, {units}" if units else dim)
+
+
+def _colours(values: NDArray[Any]) -> dict[str, Any]:
+    """A scale between the 0.5th and the 99.5th percentile; about zero where the field lies on both sides of it."""
+    finite = values[np.isfinite(values)]
+    low, high = np.percentile(finite, (0.5, 99.5)) if finite.size else (0.0, 1.0)
+    if low < 0 < high and min(-low, high) > _CENTRED * max(-low, high):
+        return {"cmap": _DIVERGING, "vmin": -max(-low, high), "vmax": max(-low, high)}
+    return {"cmap": _SEQUENTIAL, "vmin": low, "vmax": high}
