@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,9 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
     options: dict[str, Any] = {"engine": engine, "decode_timedelta": False, "decode_coords": "all"}
     try:
         if len(paths) == 1:
-            return paths[0], (paths[0],), xr.open_dataset(paths[0], **options)
+            with warnings.catch_warnings():  # a store without consolidated metadata is as good
+                warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
+                return paths[0], (paths[0],), xr.open_dataset(paths[0], **options)
         return f"{paths[0]} and {len(paths) - 1} more", tuple(paths), _joined(paths, options)
     except (OSError, ValueError, ImportError, KeyError) as e:
         raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from e
@@ -192,12 +195,19 @@ def select(
     if steps is not None and time_dim is not None:
         data = data.isel({time_dim: steps})
     moved = [str(n) for n, v in data.data_vars.items() if v.dtype.kind in _KINDS] if fields is None else chosen
-    kept = data[[n for n in data.data_vars if fields is None or str(n) in moved]]
+    kept = data if fields is None else _with_coordinates(data, chosen)
     return Selected(name, files, kept, Survey(open_xarray(kept), dims), tuple(moved), time_dim)
 
 
 def _chosen(found: Survey, fields: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(c.array for c in channels(fields, found.levels)))
+
+
+def _with_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:
+    """The chosen variables, their coordinates, and what these name (the bounds of cells, a grid mapping)."""
+    kept: set[str] = {str(n) for n in data[list(chosen)].variables}
+    named = {word for n in kept for key in _REFERENCES for word in _words(data.variables[n], key)}
+    return data.drop_vars([n for n in data.variables if str(n) not in kept | named])
 
 
 def _levels(data: xr.Dataset, found: Survey, fields: Sequence[str] | None) -> xr.Dataset:

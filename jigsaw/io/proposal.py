@@ -12,6 +12,7 @@ import numpy as np
 from jigsaw.io import portion
 from jigsaw.io._codecs import Decoder
 from jigsaw.io._files import Files, Local
+from jigsaw.io.coords import SPACE
 from jigsaw.io.portion import Portion, Rect
 from jigsaw.io.survey import Variable
 from jigsaw.io.table import SMALL, WORTH, ArrayTable, ChunkRef, Index
@@ -25,14 +26,16 @@ FEW_BYTES = 1 << 26
 
 
 def chunks_of(dims: Sequence[tuple[str, str, int]], itemsize: int, wanted: Mapping[str, int]) -> tuple[int, ...]:
-    """The chunk of an array whose dims are (role, own name, size): sizes by role or name, 1 along other dims.
+    """The chunk of an array whose dims are (role, own name, size), by sizes by role or name.
 
-    An array that has none of the named dims but time is one chunk, or as many as keep each small.
+    Levels and space that are not named are whole, of any other dim a chunk has one row.  An array without space is one
+    chunk, or as many as keep each small.
     """
-    sizes = [wanted.get(name, wanted.get(role)) for role, name, _ in dims]
-    if any(s is not None and role not in ("time", "level") for s, (role, _, _) in zip(sizes, dims, strict=True)):
-        return tuple(min(s or 1, max(n, 1)) for s, (_, _, n) in zip(sizes, dims, strict=True))
     whole = [max(n, 1) for _, _, n in dims]
+    if any(role in SPACE for role, _, _ in dims):
+        free = [n if role in (*SPACE, "level") else 1 for (role, _, _), n in zip(dims, whole, strict=True)]
+        sizes = [wanted.get(own, wanted.get(role, n)) for (role, own, _), n in zip(dims, free, strict=True)]
+        return tuple(min(size, n) for size, n in zip(sizes, whole, strict=True))
     if whole and prod(whole) * itemsize > FEW_BYTES:
         whole[0] = max(1, FEW_BYTES // (prod(whole[1:]) * itemsize))
     return tuple(whole)

@@ -15,7 +15,7 @@ from jigsaw.io.opening import open
 from jigsaw.io.table import Store
 from jigsaw.mesh import init_mesh
 
-# both keep their order in grey and for every kind of colour vision
+# told apart with every kind of colour vision
 _SEQUENTIAL, _DIVERGING = "viridis", "RdBu_r"
 _CENTRED = 0.2  # smaller to larger side of zero, from which a field is drawn about zero
 
@@ -87,6 +87,7 @@ def _draw(
     )
     if (down, across) == ("lat", "lon"):
         axes.set_aspect("equal")
+        _degrees(axes, rows[down], rows[across])
     if down not in ("lat", "z"):
         axes.invert_yaxis()
     for axis, dim in ((axes.xaxis, across), (axes.yaxis, down)):
@@ -95,6 +96,15 @@ def _draw(
     units = str(dataset.variables[0].table.attrs.get("units", ""))
     figure.colorbar(drawn, ax=axes, label=units or "no units given", shrink=0.85, extend="both")
     figure.savefig(path, dpi=120)
+
+
+def _degrees(axes: Any, lat: NDArray[Any], lon: NDArray[Any]) -> None:
+    """No row beyond a pole; ticks at round degrees where the map is wide enough for them."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -90.0), min(high, 90.0))
+    for axis, values in ((axes.yaxis, lat), (axes.xaxis, lon)):
+        if np.ptp(values) >= 90:
+            axis.set_ticks([d for d in range(-180, 361, 30) if values.min() - 1 <= d <= values.max() + 1])
 
 
 def _places(values: NDArray[Any]) -> NDArray[Any]:

@@ -1,6 +1,9 @@
 """``python -m jigsaw plan``: the table, the picture, and what it says to wrong arguments."""
 
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -107,3 +110,43 @@ def test_options_are_checked(wb2, capsys, argv, match):
     with pytest.raises(SystemExit):
         main(["plan", wb2, *argv])
     assert match in capsys.readouterr().err
+
+
+def test_it_recommends_in_short_and_in_full(wb2, capsys):
+    out = planned(capsys, wb2, "--mesh", "lat=2,lon=2", "--fields", "t2m")
+    assert re.search(r"recommended: mesh \S+, balanced cuts: about as it is", out)
+    assert re.search(r"chunks time=1,lat=\d+,lon=\d+ in shards time=10,", out)
+    assert "\nmeshes\n" not in out
+    full = planned(capsys, wb2, "--mesh", "lat=2,lon=2", "--fields", "t2m", "--recommend", "8")
+    block = full.partition("\nmeshes\n")[2]
+    assert {line.split()[0] for line in block.partition("\n\n")[0].splitlines()[1:]} == {
+        "lat=8", "lon=8", "lat=2,lon=4", "lat=4,lon=2",
+    }  # fmt: skip
+    assert "chunks for mesh lat=2, lon=2" in full and "as stored" in full
+
+
+def test_less_than_a_chunk_is_said_of_the_array(tmp_path, capsys):
+    data = globe(steps=1, lat=256, lon=256)[["temperature", "land_sea_mask"]]
+    encoding = {"temperature": {"chunks": (1, 3, 256, 256), "compressors": ()}}
+    data.to_zarr(tmp_path / "plain.zarr", zarr_format=3, consolidated=False, encoding=encoding)
+    out = planned(
+        capsys,
+        str(tmp_path / "plain.zarr"),
+        "--mesh",
+        "lat=4",
+        "--mode=independent",
+        "--targets=",
+        "--fields=temperature",
+    )
+    assert re.search(r"temperature: .*; of 4 chunks a part: 197 kB read, 197 kB decoded of each", out)
+
+
+def test_it_ends_quietly_when_nobody_reads_on(wb2):
+    """As `… | head` does: the reader closes the pipe before all is written."""
+    command = [sys.executable, "-m", "jigsaw", "plan", wb2, "--mesh", "lat=2,lon=2"]
+    read, write_end = os.pipe()
+    os.close(read)
+    found = subprocess.run(command, check=False, stdout=write_end, stderr=subprocess.PIPE, timeout=60)
+    os.close(write_end)
+    assert found.returncode == 141
+    assert found.stderr == b""

@@ -1,0 +1,291 @@
+"""Conversion: what is written is what xarray reads of the source, after any kill, and damage is found."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from globe_store import globe
+
+import jigsaw.io as jio
+from jigsaw.__main__ import main
+from jigsaw.io.conversion import convert, verify
+from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, WriteError
+from jigsaw.io.write import completeness
+
+MARKS = ("jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed", "jigsaw_digests")
+
+
+def described(data):
+    """With attributes, a scalar coordinate, bounds and labels, as archives have them."""
+    data = data.copy()
+    data.attrs.update(title="a small globe", levels=[500, 700, 850])
+    data["geopotential"].attrs.update(units="m2 s-2", long_name="Geopotential")
+    data["geopotential"].values[2, 1, 3:5] = np.nan
+    data["latitude"].attrs.update(units="degrees_north", bounds="lat_bnds")
+    half = 7.5 * np.array([1.0, -1.0])
+    return data.assign_coords(
+        number=3,
+        lat_bnds=(("latitude", "side"), data["latitude"].values[:, None] + half),
+        name=("level", ["a", "b", "c"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """A NetCDF-4 file with packed integers and 4 steps a chunk."""
+    path = tmp_path_factory.mktemp("archive") / "globe.nc"
+    packed = {"dtype": "int16", "scale_factor": 0.01, "add_offset": 280.0, "_FillValue": -32768}
+    deflated = {"zlib": True, "chunksizes": (4, 3, 13, 16)}
+    described(globe()).to_netcdf(path, encoding={"2m_temperature": packed, "geopotential": deflated})
+    return path
+
+
+def opened(path):
+    return xr.open_dataset(path, decode_timedelta=False).load()
+
+
+def stored(path):
+    """What xarray reads of a conversion, without the marks of its completeness."""
+    data = xr.open_zarr(path, consolidated=True).load()
+    assert set(MARKS) <= set(data.attrs)
+    data.attrs = {k: v for k, v in data.attrs.items() if k not in MARKS}
+    return data
+
+
+def same(found, expected):
+    """Bit for bit: values, coordinates, attributes, dtypes."""
+    xr.testing.assert_identical(found, expected)
+    for name in expected.variables:
+        if expected[name].dtype.kind != "U":  # zarr gives numpy's strings of any length
+            assert found[name].dtype == expected[name].dtype, name
+
+
+@pytest.mark.parametrize("client", [None, 4])
+def test_a_netcdf_file_as_xarray_reads_it(tmp_path, archive, client):
+    made = convert(archive, tmp_path / "made.zarr", threads=client)
+    expected = opened(archive)
+    expected["lat_bnds"] = expected["lat_bnds"].variable  # named by the attribute of another: data to xarray
+    found = stored(tmp_path / "made.zarr")
+    same(found.reset_coords(), expected.reset_coords().assign_attrs(levels=[500, 700, 850]))
+    assert "number" in found.coords and "coordinates" not in found["geopotential"].attrs
+    assert completeness(tmp_path / "made.zarr").closed and completeness(tmp_path / "made.zarr").steps == 10
+    assert made.kept == 0 and made.written == 4
+    assert not (tmp_path / "made.zarr.journal").exists()
+    assert verify(tmp_path / "made.zarr") == dict.fromkeys(made.digests, True)
+    sample = jio.open(str(tmp_path / "made.zarr"), mesh={"lat": 2}, fields=["t2m", "z500"])
+    assert len(sample) == 10
+
+
+def test_selected_fields_levels_and_steps(tmp_path, archive):
+    convert(
+        archive,
+        tmp_path / "made.zarr",
+        fields=["geopotential@500", "t850", "t2m"],
+        time=("2020-01-01", "2020-01-02"),
+        every="12h",
+        dtype="float32",
+    )
+    found, source = stored(tmp_path / "made.zarr"), opened(archive)
+    assert set(found.data_vars) - {"lat_bnds"} == {"geopotential", "temperature", "2m_temperature"}
+    expected = source.isel(time=slice(0, 8, 2), level=[0, 2])
+    for name in ("geopotential", "temperature", "2m_temperature"):
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name].values, expected[name].values.astype("f4"))
+    np.testing.assert_array_equal(found["time"], expected["time"])
+    np.testing.assert_array_equal(found["level"], [500, 850])
+
+
+@pytest.mark.parametrize("calendar", ["standard", "noleap"])
+def test_files_along_time_are_joined(tmp_path, calendar):
+    data = globe()[["temperature", "2m_temperature", "land_sea_mask"]]
+    if calendar == "noleap":
+        data["time"] = xr.date_range("2020-02-27", periods=10, freq="6h", calendar="noleap", use_cftime=True)
+    for i, steps in enumerate((slice(0, 3), slice(3, 8), slice(8, 10))):
+        part = data.isel(time=steps)
+        scale = {"dtype": "int16", "scale_factor": 0.01 * (i + 1), "add_offset": 280.0 + i}
+        part.to_netcdf(
+            tmp_path / f"{i}.nc", encoding={"2m_temperature": scale, "time": {"units": f"hours since 202{i}-01-01"}}
+        )
+    made = convert(str(tmp_path / "[0-9].nc"), tmp_path / "made.zarr", chunks={"time": 2, "lat": 13, "lon": 8})
+    parts = [opened(tmp_path / f"{i}.nc") for i in range(3)]
+    expected = xr.concat(parts, "time", data_vars="minimal", coords="minimal", compat="override")
+    found = stored(tmp_path / "made.zarr")
+    same(found.drop_attrs(), expected.drop_attrs())
+    chunks = {a.name: a.chunks for a in made.arrays}
+    assert chunks["temperature"] == (2, 3, 13, 8) and chunks["land_sea_mask"] == (13, 8)
+
+
+def test_a_zarr_store_a_dataset_and_a_dask_dataset(tmp_path, wb2):
+    expected = xr.open_zarr(wb2, consolidated=False).load()
+    sources = wb2, expected, xr.open_zarr(wb2, consolidated=False, chunks={"time": 3, "latitude": 5})
+    for i, source in enumerate(sources):
+        convert(
+            source, tmp_path / f"{i}.zarr", chunks={"time": 1, "lat": 5}, shards={"time": 4, "lat": 13, "longitude": 16}
+        )
+        same(stored(tmp_path / f"{i}.zarr"), expected)
+        array = zarr.open_group(tmp_path / f"{i}.zarr")["temperature"]
+        assert (array.chunks, array.shards) == ((1, 3, 5, 16), (4, 3, 15, 16))
+
+
+def test_chunks_are_those_that_the_mesh_reads_cheapest(tmp_path):
+    r = np.random.default_rng(0)
+    data = xr.Dataset(
+        {"t": (("time", "level", "lat", "lon"), r.normal(size=(3, 4, 181, 360)).astype("f4"))},
+        coords={"time": np.arange(3), "level": [1, 2, 3, 4], "lat": np.linspace(90, -90, 181), "lon": np.arange(360.0)},
+    )
+    made = convert(data, tmp_path / "made.zarr", mesh={"lat": 2})
+    best = jio.recommend.recommend(data, mesh={"lat": 2}, targets=[1]).chunks[0]
+    assert made.arrays[0].chunks == tuple(best.chunks.values())
+    assert made.arrays[0].shards == tuple(best.shards.values())
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+SLOW = """
+import sys, time
+from jigsaw.io import conversion
+from jigsaw.__main__ import main
+move = conversion.move
+def slowly(*given):
+    time.sleep(0.05)
+    return move(*given)
+conversion.move = slowly
+sys.exit(main(["convert", *sys.argv[1:]]))
+"""
+
+
+def test_a_killed_conversion_goes_on(tmp_path, archive, capsys):
+    made, journal = tmp_path / "made.zarr", tmp_path / "made.zarr.journal"
+    argv = [str(archive), str(made), "--chunks", "time=1,lat=13,lon=16", "--shards", "time=1", "--workers", "1"]
+    running = subprocess.Popen([sys.executable, "-c", SLOW, *argv])
+    try:
+        deadline = time.monotonic() + 60
+        while not journal.exists() or journal.read_bytes().count(b"\n") < 8:
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.02)
+    finally:
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    entered = [json.loads(line) for line in journal.read_text().splitlines()]
+    before = [e for e in entered if "array" in e]
+    assert 5 < len(before) < 31
+    assert not completeness(made).closed and not list(xr.open_zarr(made, consolidated=True).variables)
+    with journal.open("a") as out:
+        out.write('{"array": "geopotential", "unit": [9, 2')  # a line that was being written
+
+    assert main(["convert", *argv, "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert f"regions written and read back, {len(before)} were there" in out
+    assert "verified: 4 arrays" in out
+    fresh = tmp_path / "fresh.zarr"
+    convert(archive, fresh, chunks={"time": 1, "lat": 13, "lon": 16}, shards={"time": 1})
+    same(stored(made), stored(fresh))
+    assert verify(made) == verify(fresh)
+    assert not journal.exists()
+
+
+def test_regions_that_are_there_are_not_read_again(tmp_path, archive, monkeypatch):
+    from jigsaw.io import conversion
+
+    moved, move = [], conversion.move
+
+    def until(region, *given):
+        if len(moved) == 3:
+            raise OSError(28, "No space left on device")
+        moved.append((region.array.name, region.units))
+        return move(region, *given)
+
+    how = {"chunks": {"time": 1, "lat": 13, "lon": 16}, "shards": {"time": 5}, "threads": 1}
+    monkeypatch.setattr(conversion, "move", until)
+    with pytest.raises(OSError, match="No space left"):
+        convert(archive, tmp_path / "made.zarr", **how)
+    first, moved[:] = list(moved), [None] * 4
+    made = convert(archive, tmp_path / "made.zarr", **how)
+    assert made.kept == sum(len(units) for _, units in first)
+    assert not set(first) & {m for m in moved if m}
+    same(stored(tmp_path / "made.zarr")[["temperature"]].drop_attrs(), opened(archive)[["temperature"]].drop_attrs())
+
+
+def test_another_conversion_does_not_go_on(tmp_path, archive, monkeypatch):
+    from jigsaw.io import conversion
+
+    monkeypatch.setattr(conversion, "_move_all", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert(archive, tmp_path / "made.zarr")
+    with pytest.raises(WriteError, match=r"belongs to another conversion"):
+        convert(archive, tmp_path / "made.zarr", fields=["t2m"])
+    monkeypatch.undo()
+    convert(archive, tmp_path / "made.zarr", fields=["t2m"], replace=True)
+    assert verify(tmp_path / "made.zarr") == {"2m_temperature": True}
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------------
+
+
+def test_damage_is_found(tmp_path, archive, capsys):
+    made = tmp_path / "made.zarr"
+    assert main(["convert", str(archive), str(made)]) == 0
+    assert main(["convert", str(archive), str(made)]) == 1
+    assert "is complete; write elsewhere" in capsys.readouterr().err
+    array = zarr.open_group(made, mode="r+")["temperature"]
+    array[3, 1, 2, 5] += np.float32(1e-4)
+    assert main(["convert", str(archive), str(made), "--verify"]) == 1
+    assert "temperature have other values than the source" in capsys.readouterr().err
+    assert verify(made) == {
+        "2m_temperature": True, "geopotential": True, "land_sea_mask": True, "temperature": False,
+    }  # fmt: skip
+
+
+def test_what_reads_back_other_than_written_is_refused(tmp_path, archive, monkeypatch):
+    from jigsaw.io._zarr_writer import ZarrSink
+
+    put = ZarrSink.put
+    monkeypatch.setattr(ZarrSink, "put", lambda self, name, box, block: put(self, name, box, block * 2))
+    with pytest.raises(WriteError, match=r"rows .* of array '\w+' read back other than they were written"):
+        convert(archive, tmp_path / "made.zarr", fields=["temperature"])
+
+
+# -- clusters and refusals ---------------------------------------------------------------------------------------------
+
+
+def test_a_dask_cluster_does_it(tmp_path, archive, capsys):
+    distributed = pytest.importorskip("distributed")
+    quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
+    how = {"n_workers": 1, "processes": False, "protocol": "tcp", "host": "127.0.0.1", "scheduler_kwargs": quiet}
+    with distributed.LocalCluster(**how) as cluster:
+        argv = ["--scheduler", cluster.scheduler_address, "--shards", "time=5", "--verify"]
+        assert main(["convert", str(archive), str(tmp_path / "made.zarr"), *argv]) == 0
+    assert "verified: 4 arrays" in capsys.readouterr().out
+    same(stored(tmp_path / "made.zarr")[["geopotential"]].drop_attrs(), opened(archive)[["geopotential"]].drop_attrs())
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "match"),
+    [
+        ({"source": "nothing.nc"}, UnsupportedStoreError, r"xarray does not open 'nothing.nc'"),
+        ({"source": "nothing-*.nc"}, UnsupportedStoreError, r"'nothing-\*.nc' names no file"),
+        ({"fields": ["t3m"]}, jio.MissingArrayError, r"did you mean 't2m'"),
+        ({"chunks": {"height": 3}}, GridError, r"chunks=\{'height': 3\} must be a positive size along one of"),
+        ({"dtype": "int8"}, FieldError, r"dtype='int8' must be float16"),
+        ({"time": ("2031", "2032")}, jio.WindowError, r"selects no step"),
+    ],
+)
+def test_refusals_leave_nothing(tmp_path, archive, how, kind, match):
+    with pytest.raises(kind, match=match):
+        convert(how.pop("source", archive), tmp_path / "made.zarr", **how)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path, archive):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    for replace in (False, True):
+        with pytest.raises(WriteError, match=r"mine (exists and no journal|is no Zarr store)"):
+            convert(archive, tmp_path / "mine", replace=replace)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
