@@ -53,7 +53,8 @@ def shards_of(
     for d in last_first:
         room = most // (prod(shard) * itemsize)
         needed = -(-dims[d][2] // chunks[d])
-        shard[d] = chunks[d] * max(1, min(needed, room))
+        # 128 steps rather than 129: a power of two fits what else is cut along the dim
+        shard[d] = chunks[d] * (needed if needed <= room else 1 << max(room, 1).bit_length() - 1)
     return tuple(shard)
 
 

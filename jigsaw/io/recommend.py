@@ -116,7 +116,7 @@ def recommend(
     """The best meshes of `ranks` ranks for a store, and the best chunks and shards for `mesh`.
 
     - `store`: a `Dataset`, or what `jigsaw.io.open` takes; `how` are further arguments of it (fields, halo, …);
-    - `ranks`: how many ranks share a sample; by default those of the mesh, the axis ``data`` left out;
+    - `ranks`: into how many tiles a sample is cut; by default as many as the mesh cuts it into;
     - `mesh`: axis sizes as integers, for a store that is not open yet;
     - `sample`: the one that is planned, by default the middle one.
 
@@ -125,7 +125,7 @@ def recommend(
     Raises: a `ReadError` or `ShardingError` as `jigsaw.io.open`; `ShardingError` when no mesh of so many ranks fits.
     """
     dataset = store if isinstance(store, Dataset) else open(store, mesh=mesh or {}, **how)
-    wanted = prod(n for _, n in dataset.frame.domain) if ranks is None else ranks
+    wanted = prod(cut.pieces for cut in dataset.layout.cuts[2:]) if ranks is None else ranks
     if wanted < 1:
         raise ShardingError(f"ranks={ranks} must be at least 1")
     request = dataset.reading([len(dataset) // 2 if sample is None else sample]).request
@@ -141,7 +141,9 @@ def best_chunks(dataset: Dataset) -> ChunkOption:
 
 
 def is_cheap(dataset: Dataset, plan: ReadPlan) -> bool:
-    """Whether `recommend` takes no longer than a second or so: few chunks times few candidates."""
+    """Whether `recommend` takes no longer than a second or so: few chunks times few candidates, and no far store."""
+    if any(table.far for table in plan.tables.values()):
+        return False
     whole = sum(plan.tables[name].chunk_bytes for name, *_ in plan.jobs)
     candidates = 2 * sum(1 for _ in _factors(plan.ranks, dataset))
     return len(plan.jobs) * candidates + whole // SMALL * candidates <= _CHEAP

@@ -242,6 +242,16 @@ def test_damage_is_found(tmp_path, archive, capsys):
     }  # fmt: skip
 
 
+def test_bytes_that_do_not_decode_are_damage(tmp_path, archive):
+    made = tmp_path / "made.zarr"
+    convert(archive, made, fields=["temperature", "t2m"])
+    chunk = max((made / "temperature" / "c").rglob("*"), key=lambda f: f.stat().st_size if f.is_file() else 0)
+    raw = bytearray(chunk.read_bytes())
+    raw[20:60] = bytes(40)
+    chunk.write_bytes(raw)
+    assert verify(made) == {"temperature": False, "2m_temperature": True}
+
+
 def test_what_reads_back_other_than_written_is_refused(tmp_path, archive, monkeypatch):
     from jigsaw.io._zarr_writer import ZarrSink
 

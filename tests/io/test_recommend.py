@@ -6,6 +6,7 @@ import xarray as xr
 from globe_store import globe, write
 
 import jigsaw.io as jio
+from jigsaw.io.proposal import shards_of
 from jigsaw.io.recommend import Figures, recommend
 from jigsaw.layout import ShardingError
 
@@ -63,6 +64,11 @@ def test_the_data_axis_stays(bands):
     assert {tuple(o.axes.items()) for o in found.meshes} == {(("data", 2), ("lat", 2)), (("data", 2), ("lon", 2))}
 
 
+def test_an_axis_that_cuts_no_space_does_not_count(bands):
+    found = recommend(bands, mesh={"lat": 2, "channel": 3}, spec={"lat": "lat"})
+    assert {tuple(o.axes.items()) for o in found.meshes} == {(("lat", 2),), (("lon", 2),)}
+
+
 def test_chunks_are_as_cheap_in_a_store_that_has_them(tmp_path):
     steps, lat, lon = 2, 128, 256
     r = np.random.default_rng(1)
@@ -115,3 +121,11 @@ def test_no_more_is_decoded_than_is_asked_for():
 def test_what_cannot_be_cut_is_refused(bands, ranks, match):
     with pytest.raises(ShardingError, match=match):
         recommend(bands, ranks=ranks)
+
+
+def test_shards_hold_whole_chunks_within_their_size():
+    dims = [("time", "time", 400), ("lat", "lat", 361), ("lon", "lon", 720)]
+    assert shards_of(dims, 4, (1, 361, 360)) == (128, 361, 720)
+    assert shards_of(dims, 4, (1, 100, 100)) == (64, 400, 800)
+    assert shards_of(dims[1:], 4, (361, 720), most=1000) == (361, 720)  # a chunk that is larger is its own shard
+    assert shards_of([("time", "time", 3), *dims[1:]], 4, (1, 361, 720)) == (3, 361, 720)
