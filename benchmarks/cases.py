@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +66,12 @@ def _planned(path: str, fields: Sequence[str], per_sample: int, mesh: Mapping[st
 
 
 def planned(*asked: Any) -> dict[str, Any]:
-    """`_planned` in a process that ends: the libraries that it loads would be shared with the ranks that are measured."""
+    """`_planned` in a process that ends: what it loads would be shared with the ranks whose memory is measured."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_planned, asked)
+        found = pool.apply(_planned, asked)
+        pool.close()
+        pool.join()
+    return found
 
 
 def fields_of(store: str) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ def compare(
     task, plan = task_of(setting, store, mesh, threads, **options)
     chosen = setting.chosen(engines)
     with ExitStack() as stack:
-        teams = {e: stack.enter_context(Team(_named(task, e))) for e in chosen}
+        teams = {e: stack.enter_context(Team(replace(task, engine=e))) for e in chosen}
         turns = take_turns(teams, setting.repeat, stores.samples_of(store))
         for engine in chosen:
             yield {
@@ -117,12 +119,6 @@ def task_of(
     task = Task("", store, tuple(paths), fields, per_sample, tuple(mesh.items()), threads, tuple(plan["boxes"]),
                 options=tuple(options.items()))  # fmt: skip
     return task, plan
-
-
-def _named(task: Task, engine: str, **options: Any) -> Task:
-    from dataclasses import replace
-
-    return replace(task, engine=engine, options=(*task.options, *options.items()))
 
 
 def take_turns(teams: Mapping[str, Team], repeat: int, samples: int) -> dict[str, list[Turn]]:
@@ -151,8 +147,6 @@ def header(case: str, task: Task, engine: str) -> Result:
 
 def medians(turns: Sequence[Turn]) -> Result:
     """Of every kind of number over the turns; the checksum is that of all turns."""
-    import zlib
-
     walls, cpus = ([round(getattr(turn, name), 4) for turn in turns] for name in ("wall_s", "cpu_s"))
     return {
         "wall_s": round(statistics.median(walls), 4),
@@ -166,7 +160,9 @@ def medians(turns: Sequence[Turn]) -> Result:
 
 def sizes(engine: str, plan: dict[str, Any]) -> Result:
     """Bytes over all ranks; `amplification` is what they decode over the needed chunks decoded once."""
-    kind = "full" if engine.startswith("full") else "library"
+    if engine == "nibabel":  # it does not say
+        return {"useful_bytes": plan["useful"]}
+    kind = "full" if engine in ("full-read-then-slice", "monai") else "library"
     if engine.startswith("jigsaw"):
         kind = engine if engine in plan["bytes"] else "jigsaw-auto"
     stored, decoded = plan["bytes"][kind]
@@ -211,7 +207,8 @@ def pipeline(setting: Setting) -> Iterator[Result]:
     """jigsaw's whole pipeline with normalisation, held against reading and decoding the same chunks: CPU seconds."""
     for store in stores.CHUNKS:
         samples = stores.samples_of(store)
-        for result in compare("pipeline", setting, store, {"lat": 1}, ("jigsaw-normalized", "bare-loop"), samples=samples):
+        both = ("jigsaw-normalized", "bare-loop")
+        for result in compare("pipeline", setting, store, {"lat": 1}, both, samples=samples):
             del result["checksum"]  # one gives samples, the other the last chunk
             yield result
 
@@ -229,31 +226,41 @@ def volumes(setting: Setting) -> Iterator[Result]:
 # -- loaders ---------------------------------------------------------------------------------------------------------
 
 
+AHEAD = 2  # batches
+
+
 def memory(setting: Setting) -> Iterator[Result]:
     """The peak over the process tree of four ranks that read ahead two samples of 432 MB: bytes."""
     task, plan = task_of(setting, "long", {"lat": 2, "lon": 2}, 1)
-    sample, ahead = plan["useful"], 2
-    bound = (ahead + 1) * sample + task.ranks * task.threads * plan["chunk"] + _ADDED * task.ranks
-    for engine in setting.chosen(("jigsaw-loader", contenders.LOADERS[2])):
-        peaks: list[int] = []
-        with Team(_named(task, engine)) as team:
-            pids = [process.pid for process in team.processes]
-            idle = pss_bytes(pids)
-            for _ in range(setting.repeat):
-                team.begin(range(stores.samples_of("long")), step_s=0.02 if setting.small else 0.5)
-                peaks.append(_peak(team, pids))
-                team.end()
-            yield {**header("memory", task, engine), "peak_pss_bytes": max(peaks), "peak_runs_bytes": peaks,
-                   "bound_bytes": round(bound), "idle_pss_bytes": idle, "sample_bytes": sample,
-                   "chunk_bytes": plan["chunk"], "ahead": ahead, "settings": team.settings}  # fmt: skip
+    known = {"bound_bytes": bound_bytes(task, plan), "sample_bytes": plan["useful"], "chunk_bytes": plan["chunk"]}
+    for engine in setting.chosen(("jigsaw-loader", contenders.LOADERS[1])):
+        with Team(replace(task, engine=engine)) as team:
+            found = {**header("memory", task, engine), **peaks(team, setting), **known, "ahead": AHEAD}
+            yield {**found, "settings": team.settings}
+
+
+def bound_bytes(task: Task, plan: dict[str, Any]) -> int:
+    """(batches ahead + 1) samples, a chunk for each decoding thread, and `_ADDED` for each rank."""
+    return round((AHEAD + 1) * plan["useful"] + task.ranks * (task.threads * plan["chunk"] + _ADDED))
+
+
+def peaks(team: Team, setting: Setting) -> Result:
+    """The most memory in the turns of a team, whose steps leave time to read ahead; before them it is idle."""
+    pids = [process.pid for process in team.processes]
+    idle, found = pss_bytes(pids), []
+    for _ in range(setting.repeat):
+        team.begin(range(stores.samples_of(team.task.store)), step_s=0.02 if setting.small else 0.5)
+        found.append(_peak(team, pids))
+        team.end()
+    return {"peak_pss_bytes": max(found), "peak_runs_bytes": found, "idle_pss_bytes": idle}
 
 
 def _peak(team: Team, pids: Sequence[Any]) -> int:
     """The most memory while a turn is under way, looked at twenty times a second."""
-    peak = 0
+    peak = pss_bytes(pids)
     while not team.is_done():
-        peak = max(peak, pss_bytes(pids))
         time.sleep(0.05)
+        peak = max(peak, pss_bytes(pids))
     return peak
 
 
@@ -262,11 +269,11 @@ def waiting(setting: Setting) -> Iterator[Result]:
     for mesh in ({"lat": 1}, {"lat": 2, "lon": 2}):
         task, _ = task_of(setting, "long", mesh, 1)
         for engine in setting.chosen(("jigsaw-loader", *contenders.LOADERS[1:])):
-            with Team(_named(task, engine)) as team:
-                yield {**header("waiting", task, engine), **_waits(team, setting), "settings": team.settings}
+            with Team(replace(task, engine=engine)) as team:
+                yield {**header("waiting", task, engine), **waits(team, setting), "settings": team.settings}
 
 
-def _waits(team: Team, setting: Setting) -> Result:
+def waits(team: Team, setting: Setting) -> Result:
     every = range(stores.samples_of("long"))
     team.turn(every)
     shares: list[float] = []
@@ -289,7 +296,7 @@ def far(setting: Setting) -> Iterator[Result]:
 
     for layout in http_store.CASES:
         found = http_store.run(layout, 0.02, 125e6, 4 if setting.small else 24, setting.repeat)
-        yield {"case": "far", "store": layout, "engine": "jigsaw-loader", "ranks": 1, **{k: v for k, v in found.items() if k != "case"}}
+        yield {**found, "case": "far", "store": layout, "engine": "jigsaw-loader", "ranks": 1}
 
 
 CASES: dict[str, Callable[[Setting], Iterator[Result]]] = {

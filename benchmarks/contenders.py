@@ -25,6 +25,9 @@ HDF5 = ("h5py", "h5netcdf", "netCDF4", "xarray", "xarray+dask")
 VOLUMES = ("monai", "nibabel")
 
 
+_open: list[Any] = []  # files whose variables do not keep them open
+
+
 def opened(task: Task, folder: str) -> Opened:
     """Open a contender's store in this process."""
     if task.engine.startswith("jigsaw"):
@@ -290,6 +293,7 @@ def h5netcdf_slices(task: Task) -> Opened:
     import h5netcdf
 
     f = h5netcdf.File(task.path, "r", phony_dims="access", rdcc_nbytes=0)
+    _open.append(f)
     arrays = [f[name] for name in task.variables]
     read = one_by_one(task, lambda t: channels([array[(t, slice(None), *task.box)] for array in arrays]))
     return read, {**versions("h5netcdf", "h5py"), "rdcc_nbytes": 0}
@@ -300,6 +304,7 @@ def netcdf4_slices(task: Task) -> Opened:
     import netCDF4
 
     f = netCDF4.Dataset(task.path)
+    _open.append(f)
     f.set_auto_maskandscale(False)
     arrays = [f[name] for name in task.variables]
     for array in arrays:
@@ -340,7 +345,8 @@ def nibabel_crops(task: Task) -> Opened:
 
     def read(wanted: Sequence[int]) -> Iterator[np.ndarray]:
         for scan in wanted:
-            values = np.asarray(images[scan].dataobj[task.box[::-1]], np.float32)  # pyright: ignore
+            image: Any = images[scan]
+            values = np.asarray(image.dataobj[task.box[::-1]], np.float32)
             yield np.ascontiguousarray(values.transpose(2, 1, 0)[None, None])
 
     return read, versions("nibabel")

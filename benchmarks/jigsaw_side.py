@@ -122,8 +122,9 @@ def bare_loop(task: Task) -> tuple[Any, dict[str, Any]]:
 
     Where the chunks lie is known before it begins.
     """
-    import jigsaw
     from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
+
+    import jigsaw
 
     blosc.use_threads = False
     ds = jigsaw.io.open(task.path, fields=fields_of(task), mesh=dict(task.mesh), inputs=range(task.per_sample))

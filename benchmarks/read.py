@@ -5,8 +5,8 @@
 A case is a store, a mesh and a question: `cases.py` has them, `contenders.py` who is asked, `stores.py` the data,
 `team.py` how it is measured.  All contenders of a case give every rank the same bits, which the checksum shows.
 `wall_s` and `cpu_s` (user and system, all threads of all ranks) are medians for one sample; `peak_rss_bytes` is that
-of the largest rank, shared memory that it touched included; bytes are sums over the ranks.  `docs/reading.md` is made of
-the result file by `report.py`.
+of the largest rank, shared memory that it touched included; bytes are sums over the ranks.  `report.py` makes
+`docs/reading.md` of the result file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def hardware() -> str:
     """This machine, in words."""
     model = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
-        named = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         model = named[0] if named else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{len(os.sched_getaffinity(0))} cores of {model}, {memory:.0f} GiB, data in the page cache"

@@ -17,12 +17,12 @@ import numpy as np
 VARIABLES = {"geopotential": 54e3, "temperature": 250.0, "u_component_of_wind": 10.0, "specific_humidity": 3e-3}
 STEPS, PER_SAMPLE, LEVELS = 6, 2, 13
 LONG = 24  # steps of the store that loaders go through: those of `wb2` again and again
-ROWS = {False: (721, 1440), True: (73, 144)}
+ROWS = {False: (721, 1440), True: (37, 72)}
 DIMS = ("time", "level", "latitude", "longitude")
 # chunks [time, level, lat, lon] at full size and at toy size; a shard is a whole step
 CHUNKS = {
-    "wb2": ((1, 13, 721, 1440), (1, 13, 73, 144)),
-    "level": ((1, 1, 721, 1440), (1, 1, 73, 144)),
+    "wb2": ((1, 13, 721, 1440), (1, 13, 37, 72)),
+    "level": ((1, 1, 721, 1440), (1, 1, 37, 72)),
     "tiles": ((1, 13, 91, 180), (1, 13, 10, 18)),
     "shard": ((1, 1, 91, 180), (1, 1, 10, 18)),
 }
