@@ -36,15 +36,23 @@ def compared(bench, folder, store, engines, mesh=None, **how):
 
 
 def test_contenders_read_the_same(bench, folder):
-    engines = ("jigsaw-cooperative", "zarr", "full-read-then-slice")
-    found = compared(bench, folder, "wb2", engines, {"lat": 2})
+    found = compared(bench, folder, "wb2", ("jigsaw-cooperative", "zarr"), {"lat": 2})
     assert all(set(result) == FIELDS for result in found)
     assert len({result["checksum"] for result in found}) == 1
-    assert [result["amplification"] for result in found] == [1.0, 2.0, 2.0]
+    assert [result["amplification"] for result in found] == [1.0, 2.0]
     sample = 2 * 4 * 13 * 37 * 72 * 4
     assert {result["useful_bytes"] for result in found} == {sample}
     assert found[0]["decoded_bytes"] == sample
     assert all(len(result["settings"]) > 1 and result["settings"]["threads"] == 1 for result in found)
+
+
+def globe_task(bench, folder, store="wb2", **more):
+    """What one rank reads that has the whole globe."""
+    paths = tuple(str(path) for path in bench("stores").made(folder, store, True))
+    globe = (slice(0, 37), slice(0, 72))
+    names = tuple(bench("stores").VARIABLES)
+    task = bench("team").Task("jigsaw", store, paths, names, 2, (("lat", 1),), 1, (globe,))
+    return bench("cases").replace(task, **more)
 
 
 @pytest.mark.slow
@@ -87,35 +95,30 @@ def test_every_store_holds_the_same(bench, folder):
 
 
 def test_the_bare_loop_decodes_what_the_pipeline_does(bench, folder):
-    cases = bench("cases")
-    task, plan = cases.task_of(cases.Setting(folder, small=True), "wb2", {"lat": 1}, 1, samples=1)
-    read, _ = bench("jigsaw_side").bare_loop(task)
     import zarr
 
-    last = list(bench("stores").VARIABLES)[-1]
+    task = globe_task(bench, folder, options=(("samples", 1),))
+    read, _ = bench("jigsaw_side").bare_loop(task)
     (memory,) = read([0])
-    wanted = zarr.open_group(task.path, mode="r")[last][1]
+    wanted = zarr.open_group(task.path, mode="r")[task.variables[-1]][1]
     np.testing.assert_array_equal(memory.view("f4").reshape(wanted.shape), wanted)
-    assert plan["bytes"]["library"] == plan["bytes"]["jigsaw-auto"]
 
 
 def test_memory_and_waiting(bench, folder):
     cases = bench("cases")
     setting = cases.Setting(folder, small=True, repeat=1)
-    task, plan = cases.task_of(setting, "long", {"lat": 2}, 1)
-    with cases.Team(cases.replace(task, engine="jigsaw-loader")) as team:
+    task = globe_task(bench, folder, "long", engine="jigsaw-loader")
+    with cases.Team(task) as team:
         memory, waits = cases.peaks(team, setting), cases.waits(team, setting)
-    assert plan["useful"] == 2 * 4 * 13 * 37 * 72 * 4
     assert memory["peak_pss_bytes"] > memory["idle_pss_bytes"] > 50e6
     assert 0 <= waits["waiting_share"] < 1 and waits["step_s"] > 0
-    assert cases.bound_bytes(task, plan) == 3 * plan["useful"] + 2 * plan["chunk"] + 2 * 150e6
+    assert cases.bound_bytes(task, {"useful": 400e6, "chunk": 54e6}) == 3 * 400e6 + 54e6 + 150e6
 
 
 def test_a_rank_that_fails_says_why(bench, folder):
-    cases = bench("cases")
-    task, _ = cases.task_of(cases.Setting(folder, small=True), "wb2", {"lat": 1}, 1)
+    task = globe_task(bench, folder, engine="zarr", variables=("nothing",))
     with pytest.raises(RuntimeError, match=r"zarr on wb2, rank 0: (.|\n)*KeyError"):
-        cases.Team(cases.replace(task, engine="zarr", variables=("nothing",)))
+        bench("team").Team(task)
 
 
 def test_the_command(folder, tmp_path):
