@@ -18,6 +18,9 @@ from jigsaw.io.portion import Portion, Spans, joined
 HEADER = 16
 _MEMCPYED = 0x2
 _WHOLE = 0x10
+_FORMAT = 2
+_RESERVED = 0x8
+_MOST_SPLITS, _LEAST_SPLIT = 16, 128
 _HEADER = struct.Struct("<BBBBIII")
 
 
@@ -81,7 +84,7 @@ def head_of(raw: bytes, chunk_bytes: int, stored: int | None) -> tuple[int, int]
     """
     if len(raw) < HEADER:
         raise ShortChunkError(f"it has {len(raw)} bytes, too few for a Blosc header")
-    *_, size, block, frame = _HEADER.unpack(raw[:HEADER])
+    version, _, flags, typesize, size, block, frame = _HEADER.unpack(raw[:HEADER])
     if size != chunk_bytes:
         raise BadChunkError(f"its header claims {size} decoded bytes and the chunk has {chunk_bytes}")
     if stored is not None and frame != stored:
@@ -89,7 +92,44 @@ def head_of(raw: bytes, chunk_bytes: int, stored: int | None) -> tuple[int, int]
         raise kind(f"it has {stored} bytes and its header says {frame}")
     if not 0 < block <= size:
         raise BadChunkError(f"its header claims blocks of {block} bytes in a chunk of {size}")
-    return block, -(-size // block)
+    if version != _FORMAT or flags & _RESERVED or not typesize:
+        raise BadChunkError(f"its header claims version {version}, flags {flags:#x} and elements of {typesize} bytes")
+    if not flags & (_WHOLE | _MEMCPYED) and _splits(block, typesize) and block % typesize:
+        # Blosc would leave the rest of each block as whatever its memory held
+        raise BadChunkError(f"its header claims blocks of {block} bytes, split by elements of {typesize}")
+    count = -(-size // block)
+    if flags & _MEMCPYED:
+        if frame != HEADER + size:
+            raise BadChunkError(f"its header claims {size} bytes that are copied and {frame} stored ones")
+    elif HEADER + 8 * count > frame:  # a table's entry, and the length of what it points to
+        raise BadChunkError(f"its header claims {count} blocks in a frame of {frame} bytes")
+    return block, count
+
+
+def _splits(block: int, typesize: int) -> bool:
+    """Whether Blosc stores each byte of the elements of a block by itself."""
+    return typesize <= _MOST_SPLITS and block // typesize >= _LEAST_SPLIT
+
+
+def check(raw: Bytes, chunk_bytes: int) -> None:
+    """Refuse a whole frame that Blosc itself would read beyond, or decode into rubbish.
+
+    Raises: `BadChunkError`.
+    """
+    head = raw[:HEADER].tobytes()
+    _, count = head_of(head, chunk_bytes, raw.size)
+    if not head[2] & _MEMCPYED:
+        _starts(raw[HEADER : HEADER + 4 * count], raw.size)
+
+
+def _starts(table: Bytes, stored: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the blocks of a table begin: in its order, and rising."""
+    begin = table.view("<i4").astype(np.int64)
+    rising = begin if len(begin) == 1 else np.sort(begin)
+    low = HEADER + table.size
+    if rising[0] < low or rising[-1] > stored - 4 or (np.diff(rising) <= 0).any():
+        raise BadChunkError("its table of blocks points outside the frame, or twice to one place")
+    return begin, rising
 
 
 def frame_of(head: bytes, table: Bytes) -> Frame:
@@ -102,13 +142,7 @@ def frame_of(head: bytes, table: Bytes) -> Frame:
     if head[2] & _MEMCPYED:
         begin = HEADER + np.arange(count, dtype=np.int64) * block
         end = np.minimum(begin + block, HEADER + size)
-        if stored != HEADER + size:
-            raise BadChunkError(f"its header claims {size} bytes that are copied and {stored} stored ones")
         return Frame(head, size, block, begin, end)
-    begin = table.view("<i4").astype(np.int64)
-    low = HEADER + 4 * count
-    rising = np.sort(begin)
-    if count and (rising[0] < low or rising[-1] >= stored or (np.diff(rising) <= 0).any()):
-        raise BadChunkError("its table of blocks points outside the frame, or twice to one place")
+    begin, rising = _starts(table, stored)
     nexts = np.append(rising[1:], stored)
     return Frame(head, size, block, begin, nexts[np.searchsorted(rising, begin)])

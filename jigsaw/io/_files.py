@@ -21,6 +21,7 @@ Target = tuple[int, Bytes]
 """An offset within an object, and the memory that the bytes from there on fill."""
 
 _KEPT = 128
+_REMEMBERED = 1 << 16
 
 
 class Files(Protocol):
@@ -64,6 +65,7 @@ class Local:
 
     def __init__(self, keep: bool = False) -> None:
         self._open: OrderedDict[str, _File] | None = OrderedDict() if keep else None
+        self._seen: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> bool:
@@ -106,7 +108,7 @@ class Local:
                 return _File(path)
             with self._lock:
                 if path not in self._open:
-                    self._open[path] = _File(path)
+                    self._open[path] = self._as_before(path, _File(path))
                     if len(self._open) > _KEPT:
                         self._open.popitem(last=False)
                 self._open.move_to_end(path)
@@ -116,6 +118,19 @@ class Local:
         file.check()
         return file
 
+    def _as_before(self, path: str, file: _File) -> _File:
+        """A file that is opened once more: indices and tables of blocks that were read of it are kept elsewhere."""
+        at, stamp = hash(path), hash(file.stamp)
+        if self._seen.setdefault(at, stamp) != stamp:
+            raise BadChunkError(_CHANGED)
+        self._seen.move_to_end(at)
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        return file
+
+
+_CHANGED = "the file has changed since it was opened; open the store again"
+
 
 class _File:
     """An open file, closed when nobody uses it any more."""
@@ -124,6 +139,7 @@ class _File:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         found = os.fstat(self._fd)
         self.size, self._changed = found.st_size, found.st_mtime_ns
+        self.stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
@@ -134,7 +150,7 @@ class _File:
         if found.st_size < self.size:
             raise ShortChunkError(f"the file had {self.size} bytes when it was opened and has {found.st_size} now")
         if found.st_mtime_ns != self._changed:
-            raise BadChunkError("the file has changed since it was opened; open the store again")
+            raise BadChunkError(_CHANGED)
 
     def read(self, offset: int, memory: Bytes) -> None:
         view, done, length = memory.data, 0, memory.size

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io.errors import ReadError
+
 
 class Scratch(threading.local):
     """Memory of each thread that the next call overwrites."""
@@ -27,8 +29,14 @@ class Scratch(threading.local):
 
 
 def fresh(size: int) -> NDArray[np.uint8]:
-    """Uninitialised memory of its own."""
-    return np.empty(size, np.uint8)
+    """Uninitialised memory of its own.
+
+    Raises: `ReadError` when there is not so much.
+    """
+    try:
+        return np.empty(size, np.uint8)
+    except (MemoryError, ValueError) as e:  # ValueError: beyond what has an address
+        raise ReadError(f"there is no memory for {size} bytes; use smaller chunks, or the store's metadata lies") from e
 
 
 def _pinned(size: int) -> NDArray[np.uint8]:

@@ -9,7 +9,7 @@ import os
 import pickle
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.io.errors import PeerError
 from jigsaw.layout import ShardingError
 from jigsaw.mesh import axes_of
 
@@ -64,8 +65,15 @@ class Peers:
 
     def _all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(x) for _ in range(self.size)]
-        self._group.allgather([found], [x]).wait()
+        self._heard(lambda: self._group.allgather([found], [x]).wait())
         return found
+
+    def _heard(self, talk: Callable[[], Any]) -> None:
+        """Communicate; gloo does not say which rank is gone."""
+        try:
+            talk()
+        except RuntimeError as e:
+            raise PeerError(f"another rank of the domain group has ended or does not answer: {e}") from e
 
     def swap(self, outgoing: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Give each its bytes of `outgoing`, and get `sizes` bytes from each.
@@ -74,7 +82,8 @@ class Peers:
         """
         sent = torch.from_numpy(np.concatenate(outgoing))
         room = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._group.alltoall_base(room, sent, list(sizes), [x.size for x in outgoing], dist.AllToAllOptions()).wait()
+        counts, options = [x.size for x in outgoing], dist.AllToAllOptions()
+        self._heard(lambda: self._group.alltoall_base(room, sent, list(sizes), counts, options).wait())
         return [part.numpy() for part in room.split(list(sizes))]
 
     def close(self) -> None:

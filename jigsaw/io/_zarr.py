@@ -25,7 +25,7 @@ from jigsaw.io._keys import Keys
 from jigsaw.io._memory import fresh
 from jigsaw.io._objects import Remote, files_of_url, is_remote
 from jigsaw.io._packing import masks_of
-from jigsaw.io.errors import CorruptChunkError, MissingArrayError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.errors import CorruptChunkError, MissingArrayError, ReadError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
 
 _MISSING = 2**64 - 1
@@ -44,9 +44,23 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     options = dict(options or {})
     named = options.pop("arrays", None)
     group = url if isinstance(url, zarr.Group) else _group(url, options)
-    sources = dict(_arrays(group) if named is None else _named(group, named))
-    tables = {name: table_of(name, array) for name, array in sources.items()}
-    return Store(_name(group), tables, dict(group.attrs), lambda name: np.asarray(sources[name][...]))
+    try:
+        sources = dict(_arrays(group) if named is None else _named(group, named))
+        tables = {name: table_of(name, array) for name, array in sources.items()}
+    except (ValueError, TypeError, KeyError) as e:  # what zarr makes of metadata that lies, "../" in a name included
+        if isinstance(e, ReadError):
+            raise
+        raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from e
+    return Store(_name(group), tables, dict(group.attrs), lambda name: _whole(group, sources[name]))
+
+
+def _whole(group: zarr.Group, array: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(array[...])
+    except ReadError:
+        raise
+    except Exception as e:  # a codec may raise anything
+        raise CorruptChunkError(f"array {array.path!r} of {_name(group)} cannot be read: {e}") from e
 
 
 def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
@@ -106,13 +120,15 @@ def table_of(name: str, array: Any) -> ArrayTable:
     """The chunk table of one zarr array."""
     meta = array.metadata
     dtype = _stored_dtype(array)
-    files = files_of(array.store, isinstance(meta, ArrayV3Metadata))
+    files = files_of(array.store)
     if isinstance(meta, ArrayV2Metadata):
         chunks, dims = tuple(meta.chunks), _dims(meta)
         decoder = decoder_of_v2(dtype, meta.order, len(chunks), meta.filters or (), meta.compressor)
         places: Places = Objects(array, files)
     else:
         chunks, dims, decoder, places = _of_v3(array, meta, dtype, files)
+    if any(c < 1 <= n for c, n in zip(chunks, array.shape, strict=True)):
+        raise UnsupportedStoreError(f"array {name!r} of shape {array.shape} has chunks of {chunks}; need at least 1")
     return ArrayTable(
         name=name,
         shape=tuple(array.shape),
@@ -154,9 +170,9 @@ def _of_v3(
     return outer, names, decoder_of_v3(dtype, len(outer), codecs), Objects(array, files)
 
 
-def files_of(store: Any, keep: bool) -> Files:
-    """How the objects of a zarr store are read; `keep` open those on disk, which then may not change."""
-    return Local(keep) if isinstance(store, LocalStore) else remote_of(store) or Keys(store)
+def files_of(store: Any) -> Files:
+    """How the objects of a zarr store are read; those on disk may not change: indices and block tables are kept."""
+    return Local(keep=True) if isinstance(store, LocalStore) else remote_of(store) or Keys(store)
 
 
 def remote_of(store: Any) -> Remote | None:

@@ -35,6 +35,8 @@ SMALL = 1 << 18
 WORTH = 0.75
 """A part that needs more than this share of a chunk is decoded as the whole."""
 _FRAMES_KEPT = 1024
+_OVERHEAD = 1 << 16
+"""Bytes of headers and checksums that a chunk never has."""
 _BLOCK = 1 << 14
 """Blosc's blocks are hardly ever smaller."""
 
@@ -229,7 +231,15 @@ class ArrayTable:
 
     def locate(self, index: Index) -> ChunkRef | None:
         """Where a chunk lies; None when it is missing, which the format defines as the fill value."""
-        return self._tried(index, lambda: self.places.locate(index))
+        return self._tried(index, lambda: self._found(index))
+
+    def _found(self, index: Index) -> ChunkRef | None:
+        """Where a chunk lies, unless it claims more bytes than any codec makes of its values."""
+        ref = self.places.locate(index)
+        most = 2 * self.bytes_of(index) + _OVERHEAD
+        if self.decoder is not None and ref is not None and (ref.length or 0) > most:
+            raise BadChunkError(f"it has {ref.length} stored bytes, for a chunk of {self.bytes_of(index)}")
+        return ref
 
     def stored_bytes(self, index: Index) -> int:
         """The stored size of a chunk: 0 when it is missing, or when the store does not tell."""
@@ -322,7 +332,7 @@ class ArrayTable:
 
     def _fetch(self, index: Index, room: Room, part: Portion | None, out: Bytes | None) -> Fetched | None:
         assert self.decoder is not None
-        files, ref = self.places.files, self.places.locate(index)
+        files, ref = self.places.files, self._found(index)
         if ref is None:
             return None
         into = out if self.decoder.is_plain else None
@@ -349,7 +359,7 @@ class ArrayTable:
         targets: list[Target] = []
         path = ""
         for index, part in wanted:
-            ref = self.places.locate(index)
+            ref = self._found(index)
             assert ref is not None and ref.length is not None  # only such chunks are put together
             raw = fresh(ref.length if part is None else part.stored)
             path = ref.path
