@@ -120,7 +120,7 @@ def reach(address: str, case: str) -> tuple[float, int]:
 
 def run(case: str, latency: float, rate: float, steps: int, repeat: int) -> dict[str, Any]:
     """One case; medians of interleaved runs."""
-    from jigsaw.io._objects import files_of_url
+    from jigsaw.io.fetch.objects import files_of_url
 
     with tempfile.TemporaryDirectory() as made:
         root, folder = Path(made, "www"), Path(made, "nginx")

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 # name -> (module, one line of help); a module is loaded only when its command is the one that runs
 COMMANDS = {
     "plan": (
-        "jigsaw.io.cli",
+        "jigsaw.io.commands.plan",
         "what each rank of a mesh would read of a store: bytes stored, decoded and useful, and who decodes what",
     ),
     "stats": (
-        "jigsaw.io.stats_cli",
+        "jigsaw.io.commands.stats",
         "mean, standard deviation and range of each channel and of its differences between steps, in one pass",
     ),
     "convert": (
-        "jigsaw.io.convert_cli",
+        "jigsaw.io.commands.convert",
         "anything that xarray opens as a sharded Zarr store for training, restartable, verified by checksum",
     ),
     "inspect": (
-        "jigsaw.io.inspect_cli",
+        "jigsaw.io.commands.inspect",
         "what is in a store: variables, levels, time, grid, chunks, sizes; a map of a field",
     ),
     "check": (

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.io._ahead import Ahead
 from jigsaw.io._arena import SLOTS, attach, error_of, ticket
 from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
 from jigsaw.io._scatter import FoundNaNError, Placing, pack, packed_box
 from jigsaw.io.boundary import fill
 from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
+from jigsaw.io.fetch.ahead import Ahead
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.table import Loaded, Store
 

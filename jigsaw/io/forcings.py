@@ -29,7 +29,7 @@ from jigsaw.io import solar
 from jigsaw.io.errors import FieldError, GridError, WindowError
 from jigsaw.io.fields import Channel
 from jigsaw.io.solar import Instant, Places, Sun
-from jigsaw.io.stats import Normalize, multiply_add
+from jigsaw.io.stats.normalize import Normalize, multiply_add
 from jigsaw.io.times import duration_of
 
 Array = NDArray[np.float64]

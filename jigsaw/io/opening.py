@@ -14,15 +14,15 @@ from jigsaw.io import coords
 from jigsaw.io.boundary import Rule
 from jigsaw.io.choices import choose, origins
 from jigsaw.io.dataset import DTYPES, Dataset, dtype_name
-from jigsaw.io.disk_cache import DiskCache
 from jigsaw.io.errors import FieldError, GridError, WindowError
+from jigsaw.io.fetch.disk_cache import DiskCache
 from jigsaw.io.fields import Channel, channels
 from jigsaw.io.forcings import Forcings, geographic
 from jigsaw.io.frame import Frame, Width
 from jigsaw.io.plan import MODES
 from jigsaw.io.poles import vector_channels
 from jigsaw.io.source import Source
-from jigsaw.io.stats import Normalize, multiply_add
+from jigsaw.io.stats.normalize import Normalize, multiply_add
 from jigsaw.io.survey import Survey, Turn, Variable
 from jigsaw.io.times import TimeAxis, is_int
 from jigsaw.io.windows import anchors, offsets

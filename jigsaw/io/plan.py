@@ -15,12 +15,12 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from jigsaw.io._at_once import at_once
-from jigsaw.io._batches import Batch, batches
 from jigsaw.io.boxes import Box, Geometry, Index, Run, geometries
 from jigsaw.io.cost import cost
+from jigsaw.io.fetch.at_once import at_once
+from jigsaw.io.fetch.batches import Batch, batches
 from jigsaw.io.fit import check_fits
-from jigsaw.io.members import by_member
+from jigsaw.io.formats.members import by_member
 from jigsaw.io.request import Request
 from jigsaw.layout import ShardingError
 

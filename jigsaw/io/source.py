@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from jigsaw.io._ome import is_multiscale, multiscale
-from jigsaw.io.disk_cache import DiskCache
 from jigsaw.io.errors import ReadError
+from jigsaw.io.fetch.disk_cache import DiskCache
+from jigsaw.io.formats.ome import is_multiscale, multiscale
 from jigsaw.io.store import open_store
 from jigsaw.io.table import Store
 

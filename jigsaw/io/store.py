@@ -8,33 +8,33 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from jigsaw.io._files import Files
 from jigsaw.io._memory import fresh
 from jigsaw.io.errors import UnsupportedStoreError
+from jigsaw.io.fetch.files import Files
 from jigsaw.io.table import Store
 
 # Asked in this order whether what was given is theirs; those that need a package say which extra brings it.
 _FORMATS = (
-    ("_array_source", "open_source", ""),
-    ("_many", "open_many", ""),
-    ("_nifti", "open_nifti", ""),
-    ("_netcdf3", "open_netcdf3", ""),
-    ("_raw", "open_npy", ""),
-    ("_hdf5", "open_hdf5", "hdf5"),
+    ("formats.array_source", "open_source", ""),
+    ("formats.many_files", "open_many", ""),
+    ("formats.nifti", "open_nifti", ""),
+    ("formats.netcdf3", "open_netcdf3", ""),
+    ("formats.raw", "open_npy", ""),
+    ("formats.hdf5", "open_hdf5", "hdf5"),
 )
 # Single files behind a URL are known by how they begin: their suffix only says that it is worth a request to look.
 _SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", ".nii")
 _MAGIC = {
-    b"CDF": ("_netcdf3", "open_netcdf3"),
-    b"\x89HDF\r\n\x1a\n": ("_hdf5", "open_hdf5"),
-    b"\x93NUMPY": ("_raw", "open_npy"),
+    b"CDF": ("formats.netcdf3", "open_netcdf3"),
+    b"\x89HDF\r\n\x1a\n": ("formats.hdf5", "open_hdf5"),
+    b"\x93NUMPY": ("formats.raw", "open_npy"),
 }
 
 
 def open_store(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     """Open a store: a path, a glob or a list of paths, a URL, an object of the format's own library, a user's source.
 
-    `options` are those of the object store behind a URL: see `jigsaw.io._objects.files_of_url`.
+    `options` are those of the object store behind a URL: see `jigsaw.io.fetch.objects.files_of_url`.
 
     Raises: `UnsupportedStoreError` for what no format of jigsaw's claims, or options where there is no URL.
     """
@@ -45,13 +45,13 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     if options:
         raise UnsupportedStoreError(f"options={dict(options)!r} are for URLs (s3://, https://…), and {url!r} is none")
     if type(url).__module__.partition(".")[0] == "xarray" and hasattr(url, "variables"):
-        return _of("_xarray", "open_xarray")(url)
+        return _of("formats.xarray_dataset", "open_xarray")(url)
     for module, opener, extra in _FORMATS:
         if extra and not _may_be_hdf5(url):
             continue
         if _of(module, "claims", extra)(url):
             return _of(module, opener)(url)
-    return _of("_zarr", "open_zarr", "zarr")(url)
+    return _of("formats.zarr_group", "open_zarr", "zarr")(url)
 
 
 def open_hdf5(url: Any, *, outside: bool = False, cache: str | os.PathLike[str] | None = None) -> Store:
@@ -62,7 +62,7 @@ def open_hdf5(url: Any, *, outside: bool = False, cache: str | os.PathLike[str] 
 
     Raises: what `open_store` raises.
     """
-    return _of("_hdf5", "open_hdf5", "hdf5")(url, outside=outside, cache=cache)
+    return _of("formats.hdf5", "open_hdf5", "hdf5")(url, outside=outside, cache=cache)
 
 
 def _of(module: str, name: str, extra: str = "") -> Any:
@@ -84,10 +84,10 @@ def _may_be_hdf5(url: Any) -> bool:
 def _open_url(url: str, options: Mapping[str, Any] | None) -> Store:
     suffix = PurePosixPath(url.partition("?")[0]).suffix.lower()
     if suffix not in _SUFFIXES:
-        return _of("_zarr", "open_zarr", "zarr")(url, options)
-    files, path = _of("_objects", "files_of_url", "remote")(url, options)
+        return _of("formats.zarr_group", "open_zarr", "zarr")(url, options)
+    files, path = _of("fetch.objects", "files_of_url", "remote")(url, options)
     if suffix == ".nii":
-        return _of("_nifti", "open_nifti")(path, files)
+        return _of("formats.nifti", "open_nifti")(path, files)
     begins = _beginning(files, path)
     for magic, (module, opener) in _MAGIC.items():
         if begins.startswith(magic):

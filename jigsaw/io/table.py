@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io import _blosc, portion
-from jigsaw.io._codecs import BadChunkError, Bytes, ShortChunkError
-from jigsaw.io._files import Files, Room, Target
+from jigsaw.io import portion
 from jigsaw.io._memory import Scratch, fresh
 from jigsaw.io.chunk_grid import Along
 from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
+from jigsaw.io.fetch.files import Files, Room, Target
+from jigsaw.io.formats import blosc as _blosc
+from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
 from jigsaw.io.portion import Portion, Rect
 from jigsaw.layout import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jigsaw.io.members import Members
+    from jigsaw.io.formats.members import Members
 
 Index = tuple[int, ...]
 
@@ -68,7 +69,7 @@ class Places(Protocol):
 
 
 class Codec(Protocol):
-    """From the stored bytes of a chunk to its values; `jigsaw.io._codecs.Decoder` is Zarr's.
+    """From the stored bytes of a chunk to its values; `jigsaw.io.formats.codecs.Decoder` is Zarr's.
 
     `is_plain`: the stored bytes are the values.  `splits`: a part can be decoded alone (plain bytes and Blosc frames).
     """

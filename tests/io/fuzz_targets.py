@@ -27,11 +27,11 @@ def _watched():
 
 
 with _watched():
-    from jigsaw.io._blosc import frame_of, head_of
-    from jigsaw.io._codecs import BadChunkError, Decoder
-    from jigsaw.io._hdf5_filters import Filter, pipeline_of
-    from jigsaw.io._zarr import table_of
     from jigsaw.io.errors import CorruptChunkError
+    from jigsaw.io.formats.blosc import frame_of, head_of
+    from jigsaw.io.formats.codecs import BadChunkError, Decoder
+    from jigsaw.io.formats.hdf5_filters import Filter, pipeline_of
+    from jigsaw.io.formats.zarr_group import table_of
 
 
 def damaged(raw, data):

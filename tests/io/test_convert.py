@@ -14,9 +14,9 @@ from globe_store import globe
 
 import jigsaw.io as jio
 from jigsaw.__main__ import main
-from jigsaw.io.conversion import convert, verify
+from jigsaw.io.conversion.run import convert, verify
 from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, WriteError
-from jigsaw.io.write import completeness
+from jigsaw.io.writing.write import completeness
 
 MARKS = ("jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed", "jigsaw_digests")
 
@@ -149,7 +149,7 @@ def test_chunks_are_those_that_the_mesh_reads_cheapest(tmp_path):
 
 SLOW = """
 import sys, time
-from jigsaw.io import conversion
+from jigsaw.io.conversion import run as conversion
 from jigsaw.__main__ import main
 move = conversion.move
 def slowly(*given):
@@ -191,7 +191,7 @@ def test_a_killed_conversion_goes_on(tmp_path, archive, capsys):
 
 
 def test_regions_that_are_there_are_not_read_again(tmp_path, archive, monkeypatch):
-    from jigsaw.io import conversion
+    from jigsaw.io.conversion import run as conversion
 
     moved, move = [], conversion.move
 
@@ -213,7 +213,7 @@ def test_regions_that_are_there_are_not_read_again(tmp_path, archive, monkeypatc
 
 
 def test_another_conversion_does_not_go_on(tmp_path, archive, monkeypatch):
-    from jigsaw.io import conversion
+    from jigsaw.io.conversion import run as conversion
 
     monkeypatch.setattr(conversion, "_move_all", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -253,7 +253,7 @@ def test_bytes_that_do_not_decode_are_damage(tmp_path, archive):
 
 
 def test_what_reads_back_other_than_written_is_refused(tmp_path, archive, monkeypatch):
-    from jigsaw.io._zarr_writer import ZarrSink
+    from jigsaw.io.writing.zarr_writer import ZarrSink
 
     put = ZarrSink.put
     monkeypatch.setattr(ZarrSink, "put", lambda self, name, box, block: put(self, name, box, block * 2))

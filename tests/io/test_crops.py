@@ -8,11 +8,11 @@ import pytest
 import torch
 from volume_store import AFFINE, image, label, pairs, write
 
-from jigsaw.io.crops import Draws, origin
 from jigsaw.io.errors import CorruptChunkError, FieldError, GridError
-from jigsaw.io.foreground import Foreground, Found, Kept, find
-from jigsaw.io.volume import Volume
-from jigsaw.io.volume_opening import open_volumes
+from jigsaw.io.volumes.crops import Draws, origin
+from jigsaw.io.volumes.foreground import Foreground, Found, Kept, find
+from jigsaw.io.volumes.opening import open_volumes
+from jigsaw.io.volumes.volume import Volume
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 SHAPES = [(20, 18, 17), (9, 33, 16)]

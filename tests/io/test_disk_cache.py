@@ -8,9 +8,9 @@ import pytest
 from toy_store import request, sample, write
 
 import jigsaw
-from jigsaw.io.disk_cache import DiskCache
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FieldError
+from jigsaw.io.fetch.disk_cache import DiskCache
 from jigsaw.io.plan import plan_read
 from jigsaw.io.store import open_store
 from jigsaw.testing import world_mesh

@@ -22,13 +22,13 @@ from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 import jigsaw
 from jigsaw.io import CorruptChunkError, DataLoader, PeerError, ReadError, UnsupportedStoreError, _files
-from jigsaw.io._codecs import BadChunkError
-from jigsaw.io._hdf5_filters import BITSHUFFLE, BLOSC, DEFLATE, SHUFFLE, ZSTD, Filter, pipeline_of
-from jigsaw.io._hdf5_filters import LZ4 as HDF5_LZ4
-from jigsaw.io._netcdf3 import open_netcdf3
-from jigsaw.io._nifti import open_nifti
 from jigsaw.io._peers import meet
 from jigsaw.io.engine import Engine
+from jigsaw.io.formats.codecs import BadChunkError
+from jigsaw.io.formats.hdf5_filters import BITSHUFFLE, BLOSC, DEFLATE, SHUFFLE, ZSTD, Filter, pipeline_of
+from jigsaw.io.formats.hdf5_filters import LZ4 as HDF5_LZ4
+from jigsaw.io.formats.netcdf3 import open_netcdf3
+from jigsaw.io.formats.nifti import open_nifti
 from jigsaw.io.plan import plan_read
 from jigsaw.io.store import open_store
 from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh

@@ -17,10 +17,10 @@ from zarr.core.sync import sync
 from zarr.storage import MemoryStore
 
 import jigsaw
-from jigsaw.io._hdf5 import claims, open_hdf5
-from jigsaw.io._keys import Keys
-from jigsaw.io._seekable import BLOCK, Seekable
 from jigsaw.io.engine import Engine
+from jigsaw.io.formats.hdf5 import claims, open_hdf5
+from jigsaw.io.formats.seekable import BLOCK, Seekable
+from jigsaw.io.formats.zarr_keys import Keys
 from jigsaw.io.plan import plan_read
 from jigsaw.testing import run_on_ranks, world_mesh
 
@@ -349,7 +349,7 @@ def test_without_libdeflate_the_values_are_the_same(tmp_path):
         f.create_dataset("x", data=x, chunks=(1, 30, 40), **SHUFFLED)
     program = (
         "import sys; sys.modules['deflate'] = None\n"
-        "from jigsaw.io._hdf5 import open_hdf5; from jigsaw.io._libdeflate import library\n"
+        "from jigsaw.io.formats.hdf5 import open_hdf5; from jigsaw.io.formats.libdeflate import library\n"
         "assert library() is None\n"
         f"sys.stdout.buffer.write(open_hdf5({str(path)!r}).read_small('x').tobytes())"
     )

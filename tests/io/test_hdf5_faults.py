@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numcodecs.fletcher32 import Fletcher32
 
-from jigsaw.io import _hdf5_index
-from jigsaw.io._codecs import BadChunkError
-from jigsaw.io._hdf5 import claims, open_hdf5
-from jigsaw.io._hdf5_filters import (
+from jigsaw.io.errors import CorruptChunkError, ReadError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.formats import hdf5_index as _hdf5_index
+from jigsaw.io.formats.codecs import BadChunkError
+from jigsaw.io.formats.hdf5 import claims, open_hdf5
+from jigsaw.io.formats.hdf5_filters import (
     BITSHUFFLE,
     BLOSC,
     DEFLATE,
@@ -27,7 +28,6 @@ from jigsaw.io._hdf5_filters import (
     fletcher32,
     pipeline_of,
 )
-from jigsaw.io.errors import CorruptChunkError, ReadError, TruncatedError, UnsupportedStoreError
 
 SHUFFLED = {"compression": "gzip", "shuffle": True}
 

@@ -10,7 +10,7 @@ import zarr
 from globe_store import globe, write
 
 from jigsaw.__main__ import main
-from jigsaw.io.summary import summarize
+from jigsaw.io.reports.summary import summarize
 
 
 def inspected(capsys, *argv):
@@ -86,7 +86,7 @@ def test_filters_of_hdf5_are_named(tmp_path):
 
 
 def test_the_map_is_drawn_of_the_values(tmp_path, wb2, capsys, monkeypatch):
-    from jigsaw.io import summary_map
+    from jigsaw.io.reports import summary_map
 
     drawn = []
     draw = summary_map._draw

@@ -9,11 +9,12 @@ import xarray as xr
 from globe_store import globe
 
 import jigsaw
-from jigsaw.io import _netcdf3, _raw
-from jigsaw.io._many import claims, open_many
-from jigsaw.io._plain import read_box
 from jigsaw.io.errors import CorruptChunkError, GridError, TruncatedError, UnsupportedStoreError
-from jigsaw.io.explain import report
+from jigsaw.io.formats import netcdf3 as _netcdf3
+from jigsaw.io.formats import raw as _raw
+from jigsaw.io.formats.many_files import claims, open_many
+from jigsaw.io.formats.plain import read_box
+from jigsaw.io.reports.explain import report
 from jigsaw.io.store import open_store
 from jigsaw.testing import on_ranks, world_mesh
 

@@ -11,9 +11,9 @@ import xarray as xr
 from globe_store import globe
 
 import jigsaw
-from jigsaw.io._netcdf3 import claims, open_netcdf3
-from jigsaw.io._plain import read_box
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.formats.netcdf3 import claims, open_netcdf3
+from jigsaw.io.formats.plain import read_box
 from jigsaw.testing import on_ranks, world_mesh
 
 FORMATS = ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jigsaw
-from jigsaw.io._nifti import claims, open_nifti
-from jigsaw.io._plain import read_box
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.formats.nifti import claims, open_nifti
+from jigsaw.io.formats.plain import read_box
 from jigsaw.testing import on_ranks, world_mesh
 
 SHAPE = (11, 10, 13)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_store import layout, request, write
 
-from jigsaw.io._codecs import Decoder
 from jigsaw.io.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
+from jigsaw.io.formats.codecs import Decoder
 from jigsaw.io.plan import MODES, NOBODY, plan_read
 from jigsaw.io.request import DROPPED, Part, Request, runs_of
 from jigsaw.io.store import open_store

@@ -13,10 +13,10 @@ from numcodecs import blosc as library
 from toy_store import held, layout
 
 from jigsaw.io import table as tables
-from jigsaw.io._blosc import frame_of, head_of
-from jigsaw.io._codecs import BadChunkError
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import CorruptChunkError
+from jigsaw.io.formats.blosc import frame_of, head_of
+from jigsaw.io.formats.codecs import BadChunkError
 from jigsaw.io.plan import MODES, plan_read
 from jigsaw.io.portion import byte_spans, joined
 from jigsaw.io.request import Part, Request

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jigsaw
-from jigsaw.io._plain import read_box
-from jigsaw.io._raw import claims, open_npy, open_raw
 from jigsaw.io.errors import CorruptChunkError, GridError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.formats.plain import read_box
+from jigsaw.io.formats.raw import claims, open_npy, open_raw
 from jigsaw.testing import world_mesh
 
 SHAPES = [(7,), (5, 6), (4, 13, 10), (3, 2, 13, 10), ()]

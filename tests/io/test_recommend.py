@@ -6,8 +6,8 @@ import xarray as xr
 from globe_store import globe, write
 
 import jigsaw.io as jio
-from jigsaw.io.proposal import shards_of
-from jigsaw.io.recommend import Figures, recommend
+from jigsaw.io.reports.proposal import shards_of
+from jigsaw.io.reports.recommend import Figures, recommend
 from jigsaw.layout import ShardingError
 
 

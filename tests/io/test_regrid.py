@@ -14,8 +14,8 @@ from jigsaw import comm
 from jigsaw.io import DataLoader
 from jigsaw.io import open as open_dataset
 from jigsaw.io.errors import FieldError, GridError
-from jigsaw.io.latlon import latitudes, longitudes
-from jigsaw.io.regrid import Regridder, regrid
+from jigsaw.io.grids.latlon import latitudes, longitudes
+from jigsaw.io.grids.regrid import Regridder, regrid
 from jigsaw.testing import assert_adjoint, assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile import shard
 

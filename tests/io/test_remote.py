@@ -15,10 +15,10 @@ from remote_servers import nginx
 from toy_store import V2, held, request, sample, write
 
 import jigsaw
-from jigsaw.io._objects import files_of_url
-from jigsaw.io._zarr import open_zarr
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FetchError, MissingArrayError, UnsupportedStoreError
+from jigsaw.io.fetch.objects import files_of_url
+from jigsaw.io.formats.zarr_group import open_zarr
 from jigsaw.io.plan import plan_read
 from jigsaw.testing import run_on_ranks, world_mesh
 

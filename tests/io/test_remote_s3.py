@@ -14,10 +14,10 @@ from toy_store import request, write
 from zarr.core.buffer.cpu import Buffer
 from zarr.storage import FsspecStore, MemoryStore, ObjectStore, ZipStore
 
-from jigsaw.io._objects import files_of_url
-from jigsaw.io._zarr import open_zarr
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FetchError, UnsupportedStoreError
+from jigsaw.io.fetch.objects import files_of_url
+from jigsaw.io.formats.zarr_group import open_zarr
 from jigsaw.io.plan import plan_read
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jigsaw
-from jigsaw.io._array_source import ArraySource, SourceArray, claims, open_source
 from jigsaw.io.errors import GridError, ReadError, UnsupportedStoreError
+from jigsaw.io.formats.array_source import ArraySource, SourceArray, claims, open_source
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 DOC = (Path(__file__).parents[2] / "docs" / "sources.md").read_text()

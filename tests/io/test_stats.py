@@ -12,9 +12,9 @@ from globe_store import globe, stacked, write
 import jigsaw
 from jigsaw import comm
 from jigsaw.io.errors import FieldError, GridError, StateError
-from jigsaw.io.moments import Moments
-from jigsaw.io.stats_run import statistics
-from jigsaw.io.stats_series import area
+from jigsaw.io.stats.moments import Moments
+from jigsaw.io.stats.run import statistics
+from jigsaw.io.stats.series import area
 from jigsaw.testing import on_ranks, world_mesh
 
 LONG = ["geopotential@500", "2m_temperature", "land_sea_mask", "temperature@850"]
@@ -131,7 +131,7 @@ def test_only_the_last_tile_of_a_block_travels(wb2):
 def test_every_step_is_read_once(wb2, monkeypatch):
     loaders = []
     real = jigsaw.io.DataLoader
-    monkeypatch.setattr("jigsaw.io.stats_tiles.DataLoader", lambda *a, **k: loaders.append(real(*a, **k)) or loaders[0])
+    monkeypatch.setattr("jigsaw.io.stats.tiles.DataLoader", lambda *a, **k: loaders.append(real(*a, **k)) or loaders[0])
     ds = opened(wb2, world_mesh(lat=1), ["geopotential@500", "2m_temperature"])
     statistics(ds, block=3)
     assert loaders[0].bytes_read == ds.plan(range(10)).total.stored_bytes > 0
@@ -199,7 +199,7 @@ def test_large_offsets_do_not_cancel():
 KILLED = """
 import os, signal, sys
 import jigsaw
-from jigsaw.io.stats_run import statistics
+from jigsaw.io.stats.run import statistics
 
 def report(done, steps):
     if done == 6:

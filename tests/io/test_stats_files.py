@@ -9,7 +9,7 @@ from globe_store import globe, stacked
 
 import jigsaw
 from jigsaw.io.errors import FieldError
-from jigsaw.io.stats_table import NAMES, Statistics
+from jigsaw.io.stats.table import NAMES, Statistics
 from jigsaw.testing import world_mesh
 
 FIELDS = ["z500", "t2m", "temperature@850"]

@@ -11,8 +11,6 @@ import torch
 from volume_store import AFFINE, image, label, ome, pairs, write
 
 import jigsaw
-from jigsaw.io._nifti import open_nifti
-from jigsaw.io._ome import multiscale
 from jigsaw.io.errors import (
     CorruptChunkError,
     FieldError,
@@ -22,10 +20,12 @@ from jigsaw.io.errors import (
     ReadError,
     UnsupportedStoreError,
 )
-from jigsaw.io.foreground import Foreground
+from jigsaw.io.formats.nifti import open_nifti
+from jigsaw.io.formats.ome import multiscale
 from jigsaw.io.store import open_store
-from jigsaw.io.volume_loader import VolumeLoader
-from jigsaw.io.volume_opening import open_volumes
+from jigsaw.io.volumes.foreground import Foreground
+from jigsaw.io.volumes.loader import VolumeLoader
+from jigsaw.io.volumes.opening import open_volumes
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 MESHES = [{"z": 1}, {"z": 2}, {"data": 2, "y": 2}, {"z": 2, "x": 2}, {"z": 4}]

@@ -23,7 +23,7 @@ from zarr.codecs import BloscCodec
 import jigsaw
 from jigsaw import comm
 from jigsaw.io.errors import FieldError, GridError, WriteError
-from jigsaw.io.write import Writer, completeness, write
+from jigsaw.io.writing.write import Writer, completeness, write
 from jigsaw.layout import ShardingError
 from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jigsaw.io._pieces import Target, plan_pieces, rounds, volume
+from jigsaw.io.writing.pieces import Target, plan_pieces, rounds, volume
 from jigsaw.layout import Layout
 
 AXES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}, {"data": 2, "lat": 2}, {"lat": 2, "m": 2}]

@@ -1,0 +1,1 @@
+"""The commands of ``python -m jigsaw`` that are the reader's."""

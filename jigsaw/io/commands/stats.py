@@ -1,0 +1,161 @@
+"""``python -m jigsaw stats``: statistics of a store's channels, on one rank, under torchrun, or on a dask cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jigsaw.io.dataset import Dataset
+from jigsaw.io.errors import FieldError, ReadError
+from jigsaw.io.opening import open
+from jigsaw.io.stats.files import check_suffix
+from jigsaw.io.stats.run import statistics
+from jigsaw.io.stats.series import WEIGHTS
+from jigsaw.io.stats.table import Statistics
+from jigsaw.layout import ShardingError
+from jigsaw.mesh import coordinate, init_mesh
+
+if TYPE_CHECKING:
+    from dask.distributed import Client
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("store", help="path or URL of the store")
+    parser.add_argument("--output", required=True, metavar="stats.nc", help="where to: .nc, .npz or .json")
+    parser.add_argument("--fields", type=_names, metavar="t2m,z500", help="channels; by default every variable")
+    parser.add_argument("--time", type=_span, metavar="1979..2015", help="dates, both included, or steps like 0..100")
+    parser.add_argument("--every", type=_every, metavar="6h", help="thin the steps: a duration, or a number of steps")
+    parser.add_argument("--weights", choices=WEIGHTS, default="none", help="area: rows by their share of the sphere")
+    parser.add_argument("--select", type=_integers, metavar="number=0", help="the index in any other dim")
+    parser.add_argument(
+        "--mesh", type=_integers, metavar="data=2,lat=2", help="under torchrun: axes; by default all cut the time"
+    )
+    parser.add_argument("--block", type=int, metavar="8", help="steps read together; by default 128 MiB of them")
+    parser.add_argument("--resume", action="store_true", help="go on where a run that was ended stopped")
+    parser.add_argument("--checkpoint", metavar="FILE", help="by default the output with .part behind it")
+    parser.add_argument("--no-progress", action="store_true", help="no bar")
+    cluster = parser.add_mutually_exclusive_group()
+    cluster.add_argument("--scheduler", metavar="tcp://host:8786", help="use this dask.distributed cluster")
+    cluster.add_argument(
+        "--dask", type=int, nargs="?", const=0, metavar="WORKERS", help="start a local dask cluster, a worker a core"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file and print what is in it; 1 with the reason when there is none."""
+    checkpoint = args.checkpoint or f"{args.output}.part"
+    try:
+        check_suffix(args.output)
+        with _cluster(args) as client:
+            dataset = _opened(args, client is not None)
+            found = statistics(
+                dataset,
+                weights=args.weights,
+                block=args.block,
+                checkpoint=checkpoint,
+                resume=args.resume,
+                progress=not args.no_progress,
+                client=client,
+            )
+        if client is not None or not any(coordinate(dataset.device_mesh())):
+            found.write(args.output)
+            Path(checkpoint).unlink(missing_ok=True)
+            print(report(found) + f"\n\nwritten to {args.output}")
+    except (ReadError, ShardingError, OSError) as refused:
+        print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def report(found: Statistics) -> str:
+    """A table: a line a channel."""
+    width = max(map(len, ("channel", *found.fields)))
+    shown = ("mean", "std", "min", "max", "diff_std", "missing")
+    lines = [f"{'channel':<{width}} " + " ".join(f"{name:>12}" for name in shown)]
+    for name in found.fields:
+        numbers = found[name]
+        lines.append(f"{name:<{width}} " + " ".join(f"{numbers[s]:>12.6g}" for s in shown))
+    of = found.attrs
+    return f"{of['steps']} steps of {of['store']}, {of['first']} to {of['last']}\n" + "\n".join(lines)
+
+
+def _opened(args: argparse.Namespace, by_workers: bool) -> Dataset:
+    if by_workers and args.mesh:
+        raise FieldError(
+            f"--mesh {args.mesh} is for ranks of torchrun, and dask's workers read whole steps; leave one out"
+        )
+    mesh = init_mesh(device="cpu", **(args.mesh or {"data": _ranks()}))
+    # float64: what a store packs as integers is not rounded before it is summed
+    return open(
+        args.store,
+        mesh=mesh,
+        fields=args.fields,
+        time=args.time,
+        every=args.every or 1,
+        select=args.select,
+        dtype="float64",
+    )
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def _cluster(args: argparse.Namespace) -> Generator[Client | None]:
+    """The client of the cluster that was named or started; None without."""
+    if args.scheduler is None and args.dask is None:
+        yield None
+        return
+    try:
+        from dask.distributed import Client, LocalCluster
+    except ImportError as missing:
+        raise FieldError("--dask and --scheduler need dask's scheduler: pip install 'dask[distributed]'") from missing
+    if args.scheduler is not None:
+        with Client(args.scheduler) as client:
+            yield client
+        return
+    quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # dask's server has a page even without one
+    local: Any = {"host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
+    with LocalCluster(n_workers=args.dask or _cores(), **local) as cluster, Client(cluster) as client:
+        yield client
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- values of options ------------------------------------------------------------------------------------------------
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _integers(text: str) -> dict[str, int]:
+    try:
+        pairs = [entry.split("=") for entry in _names(text)]
+        return {key: int(value) for key, value in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like lat=2,lon=2") from None
+
+
+def _span(text: str) -> tuple[Any, Any]:
+    first, dots, last = text.partition("..")
+    if not dots:
+        raise argparse.ArgumentTypeError(f"{text!r} is no span like 1979..2015, 2020-01-01..2020-06-30 or 0..100")
+    given = [end for end in (first, last) if end]
+    # four digits are a year, unless the other end is a step
+    steps = all(end.isdecimal() for end in given) and any(len(end) != 4 for end in given)
+    start, stop = ((int(end) if steps else end) if end else None for end in (first, last))
+    return start, stop
+
+
+def _every(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text

@@ -1,0 +1,1 @@
+"""Anything that xarray opens, as a training store."""

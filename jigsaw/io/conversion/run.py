@@ -1,0 +1,325 @@
+"""`convert`: anything that xarray opens as a sharded Zarr v3 store for training, a region at a time.
+
+**Killed conversions.**  Each region is written, read back, compared by digest, and only then entered in a journal
+beside the store (``NAME.journal``): the same call goes on with what is not entered.  Until the end the store's root
+says that nothing is complete and lists no array; then one file, replaced atomically, lists all
+(`jigsaw.io.write.completeness`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+from math import ceil, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.conversion.journal import Index, Journal, Key, combined, digest_of
+from jigsaw.io.conversion.on_dask import by_workers
+from jigsaw.io.conversion.source import Selected, recommended, select
+from jigsaw.io.errors import WriteError
+from jigsaw.io.writing.cf import Coordinate, plain
+from jigsaw.io.writing.outline import Array
+from jigsaw.io.writing.sink import Completeness, completeness_of
+from jigsaw.io.writing.zarr_writer import ZarrSink, zarr_attrs
+from jigsaw.layout import Box
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from dask.distributed import Client
+
+DIGESTS = "jigsaw_digests"
+Progress = Callable[[int, int], None]
+"""Told the bytes that are written, and of how many."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion made: `written` and `kept` count the units of this run and of those before it."""
+
+    path: str
+    arrays: tuple[Array, ...]
+    written: int
+    kept: int
+    digests: Mapping[str, str]
+
+
+def convert(
+    source: Any,
+    target: str | os.PathLike[str],
+    *,
+    fields: Sequence[str] | None = None,
+    time: Any = None,
+    every: Any = 1,
+    mesh: Mapping[str, int] | None = None,
+    chunks: Mapping[str, int] | None = None,
+    shards: Mapping[str, int] | None = None,
+    dims: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    engine: str | None = None,
+    client: Client | None = None,
+    threads: int | None = None,
+    budget: int = 1 << 30,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write what xarray reads of a source to a local Zarr v3 store, decoded: missing values are NaN, packed numbers are
+    what they stand for.  Coordinates, attributes and CF metadata are kept.
+
+    - `source`: a path, URL, glob or list of files (joined by their coordinates), or an `xarray.Dataset`; `engine` is
+      xarray's (``"cfgrib"`` for GRIB), `dims` says what its dims are (see `jigsaw.io.open`);
+    - `fields`, `time`, `every`: what is converted, as in `jigsaw.io.open`; by default all;
+    - `chunks`, `shards`: sizes by dim; by default those that `mesh` (one rank without) reads cheapest
+      (`jigsaw.io.recommend`);
+    - `dtype`: what floats are rounded to, such as ``"float32"``; by default they stay what xarray makes of them;
+    - `client`: a `dask.distributed` client whose workers do it; without one, `threads` of this process (one a core);
+    - `budget`: bytes that this process (or a worker's thread) holds at a time, at least one region;
+    - `replace`: start again, whatever there is at `target`.
+
+    Raises: `WriteError` for a target that is complete already, belongs to another conversion, or reads back other than
+    written; a `ReadError` for the source.
+    """
+    path = Path(target)
+    if replace:
+        _remove(path)
+    chosen = select(source, fields, time, every, dims, engine)
+    sizes = recommended(chosen, mesh or {}, dims) if chunks is None else chunks
+    arrays = tuple(chosen.outline(sizes, shards, dtype))
+    journal = _journal(path, chosen, arrays)
+    store = _Target(path, chosen, arrays)
+    if not journal.is_made:
+        store.make()
+        journal.made()
+    kept = len(journal.done)
+    regions = [r for array in arrays for r in _regions(array, chosen.data, journal.done, budget)]
+    _move_all(regions, chosen.data, path, journal, client, _workers(threads, regions, budget), progress)
+    digests = {a.name: combined(journal.done[a.name, i] for i in units(a)) for a in arrays}
+    store.finish(digests)
+    journal.remove()
+    return Converted(str(path), arrays, len(journal.done) - kept, kept, digests)
+
+
+def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
+    """Read a finished conversion again: for each array whether its values are those that the source had.
+
+    Raises: `WriteError` for a store that `convert` did not finish.
+    """
+    import zarr
+
+    path = Path(target)
+    attrs = zarr_attrs(path) if path.is_dir() else {}
+    if DIGESTS not in attrs:
+        raise WriteError(f"{path} is no finished conversion: it has no digests to verify by")
+    group = zarr.open_group(str(path), mode="r")
+    found: dict[str, bool] = {}
+    for name, digest in attrs[DIGESTS].items():
+        stored: Any = group[name]
+        array = Array(name, (), stored.shape, stored.dtype.name, stored.chunks, stored.shards, {})
+        found[name] = _digest(stored, array) == digest
+    return found
+
+
+def _digest(stored: Any, array: Array) -> str | None:
+    """That of the values of an array; None where they cannot be decoded."""
+    try:
+        return combined(digest_of(stored[_slices(unit_box(array, i))]) for i in units(array))
+    except Exception:  # a codec fails on damaged bytes in any way it likes
+        return None
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a store is there and says that it is whole."""
+    done = completeness_of(zarr_attrs(path)) if (path / "zarr.json").exists() else None
+    return done is not None and done.closed
+
+
+# -- regions -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of an array that is moved at a time, and the units in it."""
+
+    array: Array
+    box: Box
+    units: tuple[Index, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(b - a for a, b in self.box) * np.dtype(self.array.dtype).itemsize
+
+
+def units(array: Array) -> Iterator[Index]:
+    """What is written as one: the index of every shard, or chunk, in C order."""
+    return product(*(range(ceil(n / u)) for n, u in zip(array.shape, array.units, strict=True)))
+
+
+def unit_box(array: Array, index: Index) -> Box:
+    """The rows of a unit."""
+    spans = zip(index, array.units, array.shape, strict=True)
+    return tuple((i * u, min((i + 1) * u, n)) for i, u, n in spans)
+
+
+def _regions(array: Array, data: xr.Dataset, done: Mapping[Key, str], budget: int) -> Iterator[Region]:
+    """The units that are still to be written: along the first dim as many together as one chunk of the source has."""
+    todo = [i for i in units(array) if (array.name, i) not in done]
+    together = _together(array, data, budget)
+    groups: dict[Index, list[Index]] = {}
+    for index in todo:
+        groups.setdefault((index[0] // together, *index[1:]) if index else (), []).append(index)
+    for members in groups.values():
+        boxes = [unit_box(array, i) for i in members]
+        hull = tuple((min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*boxes, strict=True))
+        yield Region(array, hull, tuple(members))
+
+
+def _together(array: Array, data: xr.Dataset, budget: int) -> int:
+    """Units along the first dim that the chunks of the source span, so that none is decoded again and again."""
+    if not array.dims:
+        return 1
+    variable = data.variables[array.name]
+    lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes
+    dim = array.dims[0]
+    rows = max(lazy[dim]) if dim in lazy else variable.encoding.get("preferred_chunks", {}).get(dim, 1)
+    most = budget // max(1, 3 * prod(array.units) * np.dtype(array.dtype).itemsize)
+    return max(1, min(ceil(rows / array.units[0]), most))
+
+
+def _workers(threads: int | None, regions: Sequence[Region], budget: int) -> int:
+    """Threads such that what they hold (the region, what is read back, what is encoded) stays within the budget."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    largest = max((r.nbytes for r in regions), default=1)
+    return max(1, min(threads or cores, budget // max(1, 3 * largest)))
+
+
+def _move_all(
+    regions: Sequence[Region],
+    data: xr.Dataset,
+    path: Path,
+    journal: Journal,
+    client: Client | None,
+    threads: int,
+    progress: Progress | None,
+) -> None:
+    whole, written = sum(r.nbytes for r in regions), 0
+    moved = (
+        _by_threads(regions, data, path, threads) if client is None else by_workers(client, move, regions, data, path)
+    )
+    for region, found in moved:
+        journal.add(found)
+        written += region.nbytes
+        if progress:
+            progress(written, whole)
+
+
+Moved = tuple[Region, list[tuple[Key, str]]]
+
+
+def _by_threads(regions: Sequence[Region], data: xr.Dataset, path: Path, threads: int) -> Iterator[Moved]:
+    """Each region and the digests of its units, as they are done."""
+    with ThreadPoolExecutor(threads) as pool:
+        running = {pool.submit(move, region, data, path): region for region in regions}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def move(region: Region, data: xr.Dataset, path: Path) -> list[tuple[Key, str]]:
+    """Read a region of the source, write it, and read it back: the digest of each of its units.
+
+    Raises: `WriteError` when what is read back is not what was written.
+    """
+    array = region.array
+    values = _values(data, region)
+    sink = ZarrSink(path, None, {})
+    sink.attach([array])
+    written: list[tuple[Key, str]] = []
+    for index in region.units:
+        box = unit_box(array, index)
+        part = values[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(box, region.box, strict=True))]
+        sink.put(array.name, box, part)
+        digest = digest_of(part)
+        if digest_of(_stored(path, array.name, box)) != digest:
+            raise WriteError(f"{path}: rows {box} of array {array.name!r} read back other than they were written")
+        written.append(((array.name, index), digest))
+    return written
+
+
+def _values(data: xr.Dataset, region: Region) -> NDArray[Any]:
+    """What xarray reads of the box; in this thread alone, for there is a region a thread."""
+    part = data.variables[region.array.name][_slices(region.box)]
+    loaded = part.load(scheduler="synchronous") if part.chunks else part
+    return np.asarray(loaded.values).astype(region.array.dtype, copy=False)
+
+
+def _stored(path: Path, name: str, box: Box) -> NDArray[Any]:
+    import zarr
+
+    array: Any = zarr.open_array(f"{path}/{name}", mode="r", zarr_format=3)
+    return np.asarray(array[_slices(box)])
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in box)
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def _remove(path: Path) -> None:
+    """What `replace` removes: a Zarr store and its journal, nothing else."""
+    known = any((path / name).exists() for name in ("zarr.json", ".zgroup"))
+    if path.exists() and not known:
+        raise WriteError(f"{path} is no Zarr store, so it is not replaced; remove it yourself")
+    _journal_of(path).unlink(missing_ok=True)
+    if known:
+        shutil.rmtree(path)
+
+
+def _journal_of(path: Path) -> Path:
+    return path.with_name(path.name + ".journal")
+
+
+def _journal(path: Path, chosen: Selected, arrays: Sequence[Array]) -> Journal:
+    """The journal of this conversion, new or to go on with."""
+    beside = _journal_of(path)
+    if not beside.exists() and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        how = "is complete" if path.is_dir() and is_complete(path) else "exists and no journal of a conversion with it"
+        raise WriteError(f"{path} {how}; write elsewhere, or start again with replace=True (--replace)")
+    shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in arrays]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Journal(beside, f"{chosen.identity()} {digest_of(np.frombuffer(repr(shapes).encode(), np.uint8))}")
+
+
+class _Target(ZarrSink):
+    """The store of a conversion."""
+
+    def __init__(self, path: Path, chosen: Selected, arrays: Sequence[Array]) -> None:
+        from zarr.codecs import BloscCodec
+
+        super().__init__(path, None, {"compressors": BloscCodec(cname="zstd", clevel=3, shuffle="shuffle")})
+        self._shapes = list(arrays)
+        self._coords: list[Coordinate] = chosen.coordinates
+        self._time = chosen.time
+        self._attrs = {str(k): plain(v) for k, v in chosen.data.attrs.items()}
+
+    def make(self) -> None:
+        """The arrays, without a value."""
+        self.create(self._shapes, self._coords, self._attrs, replace=True)
+
+    def finish(self, digests: Mapping[str, str]) -> None:
+        """Everything is there: the root lists the arrays, and the digests of their values."""
+        self.attach(self._shapes)
+        self._attrs[DIGESTS] = dict(digests)
+        steps = {n for a in self._shapes for d, n in zip(a.dims, a.shape, strict=True) if d == self._time}
+        done = Completeness(self._time, max(steps), True) if steps else Completeness(None, 0, True)
+        self.commit(self._coords, 0, done)

@@ -1,0 +1,278 @@
+"""What a conversion reads: anything that xarray opens, as arrays to move and coordinates to keep."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, WindowError
+from jigsaw.io.fields import channels
+from jigsaw.io.formats.xarray_dataset import open_xarray
+from jigsaw.io.opening import open
+from jigsaw.io.reports.proposal import chunks_of, shards_of
+from jigsaw.io.reports.recommend import best_chunks
+from jigsaw.io.survey import Survey
+from jigsaw.io.times import is_int
+from jigsaw.io.writing.cf import Coordinate, coordinate_of
+from jigsaw.io.writing.outline import Array
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_REFERENCES = ("grid_mapping", "bounds", "climatology", "cell_measures", "ancillary_variables", "formula_terms")
+_KINDS = "biuf"
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """The part of a source that is converted: `data` as xarray has it, and what its dims mean."""
+
+    name: str
+    files: tuple[str, ...]
+    data: xr.Dataset
+    found: Survey
+    arrays: tuple[str, ...]
+    time: str | None
+
+    @property
+    def coordinates(self) -> list[Coordinate]:
+        """All that is no array to move: coordinates, their bounds, labels; stored whole."""
+        return [_coordinate(str(n), v) for n, v in self.data.variables.items() if n not in self.arrays]
+
+    def dims(self, name: str) -> list[tuple[str, str, int]]:
+        """(role, own name, size) of each dim of an array."""
+        variable = self.data.variables[name]
+        roles = self.found.coords.roles(self.found.store.arrays[name])
+        return [(r, str(d), n) for r, d, n in zip(roles, variable.dims, variable.shape, strict=True)]
+
+    def outline(
+        self, chunks: Mapping[str, int], shards: Mapping[str, int] | None, floats: str | None = None
+    ) -> list[Array]:
+        """The arrays of the store that is made: `chunks` and `shards` are sizes by role or name.
+
+        Raises: `FieldError` for `floats` that are none, `GridError` for sizes along a dim that no array has.
+        """
+        if floats not in (None, "float16", "float32", "float64"):
+            raise FieldError(f"dtype={floats!r} must be float16, float32 or float64")
+        known = {word for name in self.arrays for role, own, _ in self.dims(name) for word in (role, own)}
+        for what, sizes in (("chunks", chunks), ("shards", shards or {})):
+            wrong = [dim for dim, n in sizes.items() if dim not in known or n < 1]
+            if wrong:
+                raise GridError(
+                    f"{what}={{{wrong[0]!r}: {sizes[wrong[0]]}}} must be a positive size along one of {sorted(known)}"
+                )
+        return [self._array(name, chunks, shards, floats) for name in self.arrays]
+
+    def _array(
+        self, name: str, chunks: Mapping[str, int], shards: Mapping[str, int] | None, floats: str | None
+    ) -> Array:
+        variable, dims = self.data.variables[name], self.dims(name)
+        stored = variable.dtype.newbyteorder("=")
+        dtype = np.dtype(floats) if floats and stored.kind == "f" else stored
+        one = chunks_of(dims, dtype.itemsize, chunks)
+        if shards is None:
+            held = shards_of(dims, dtype.itemsize, one)
+        else:
+            held = tuple(
+                -(-max(c, min(shards.get(own, shards.get(role, c)), n)) // c) * c
+                for c, (role, own, n) in zip(one, dims, strict=True)
+            )
+        attrs = {**_attributes(variable), **self._beside(name)}
+        names = tuple(own for _, own, _ in dims)
+        return Array(name, names, tuple(variable.shape), dtype.name, one, held if held != one else None, attrs)
+
+    def _beside(self, name: str) -> dict[str, str]:
+        """The attribute by which CF readers find coordinates that are no dims."""
+        dims = set(self.data.variables[name].dims)
+        referred = {word for v in self.data.variables.values() for k in _REFERENCES for word in _words(v, k)}
+        beside = [
+            str(n)
+            for n, c in self.data.coords.items()
+            if n not in self.data.dims and set(c.dims) <= dims and n not in referred
+        ]
+        return {"coordinates": " ".join(sorted(beside))} if beside else {}
+
+    def identity(self) -> str:
+        """A digest of what is read: files by size and time, shapes, dtypes and coordinates."""
+        facts: list[Any] = [self.name, *map(_stamp, self.files)]
+        facts += [(n, self.data.variables[n].dims, self.data.variables[n].shape) for n in self.arrays]
+        made = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+        for each in self.coordinates:
+            made.update(repr((each.name, each.dims, each.values.dtype)).encode() + each.values.tobytes())
+        return made.hexdigest()
+
+
+def _stamp(path: str) -> tuple[str, int, int]:
+    """Size and time of a file that is one."""
+    is_file = "://" not in path and Path(path).is_file()
+    facts = Path(path).stat() if is_file else None
+    return (path, facts.st_size, facts.st_mtime_ns) if facts else (path, 0, 0)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str, ...], xr.Dataset]:
+    """The name, files and dataset of a path, URL, glob or list of files (joined by their coordinates), or dataset.
+
+    Raises: `UnsupportedStoreError` for what xarray does not open, `GridError` for files that do not join.
+    """
+    try:
+        import xarray as xr
+    except ImportError as missing:
+        raise UnsupportedStoreError("converting needs xarray: pip install 'jigsaw-torch[xarray]'") from missing
+    if isinstance(source, xr.Dataset):
+        return f"xarray dataset of {source.encoding.get('source', 'computed values')}", (), source
+    paths = _paths(source)
+    options: dict[str, Any] = {"engine": engine, "decode_timedelta": False, "decode_coords": "all"}
+    try:
+        if len(paths) == 1:
+            with warnings.catch_warnings():  # a store without consolidated metadata is as good
+                warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
+                return paths[0], (paths[0],), xr.open_dataset(paths[0], **options)
+        return f"{paths[0]} and {len(paths) - 1} more", tuple(paths), _joined(paths, options)
+    except (OSError, ValueError, ImportError, KeyError) as e:
+        raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from e
+
+
+def _paths(source: Any) -> list[str]:
+    given = [source] if isinstance(source, str | os.PathLike) else list(source)
+    texts = [os.fspath(each) for each in given]
+    found = [p for text in texts for p in (sorted(glob.glob(text)) if glob.has_magic(text) else [text])]
+    if not found:
+        raise UnsupportedStoreError(f"{source!r} names no file")
+    return found
+
+
+def _joined(paths: Sequence[str], options: Mapping[str, Any]) -> xr.Dataset:
+    import xarray as xr
+
+    how: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
+    try:
+        return xr.open_mfdataset(list(paths), combine="by_coords", **how, **options)
+    except ValueError as e:
+        if "engine" in str(e) or "dask" in str(e):
+            raise
+        raise GridError(f"the {len(paths)} files {paths[0]!r} … do not join along their coordinates: {e}") from e
+
+
+# -- selecting ---------------------------------------------------------------------------------------------------------
+
+
+def select(
+    source: Any,
+    fields: Sequence[str] | None = None,
+    time: Any = None,
+    every: Any = 1,
+    dims: Mapping[str, str] | None = None,
+    engine: str | None = None,
+) -> Selected:
+    """What of a source is converted: variables, levels and steps.
+
+    `fields` as in `jigsaw.io.open`; levels that one of them names are kept of all.  By default all is.
+
+    Raises: a `ReadError` as `jigsaw.io.open` does.
+    """
+    name, files, data = open_source(source, engine)
+    found = Survey(open_xarray(data), dims)
+    chosen = list(found.variables) if fields is None else _chosen(found, fields)
+    if not chosen:
+        raise FieldError(
+            f"{name} has no variable on a lat-lon grid or in a volume; it has {', '.join(map(str, data.data_vars))}; "
+            "say what its dims are with dims={'lat': …, 'lon': …}"
+        )
+    data = _levels(data, found, fields)
+    time_dim = next((found.variables[n].dim("time") for n in chosen if "time" in found.variables[n].roles), None)
+    steps = _steps(found, chosen, time, every)
+    if steps is not None and time_dim is not None:
+        data = data.isel({time_dim: steps})
+    moved = [str(n) for n, v in data.data_vars.items() if v.dtype.kind in _KINDS] if fields is None else chosen
+    kept = data if fields is None else _with_coordinates(data, chosen)
+    return Selected(name, files, kept, Survey(open_xarray(kept), dims), tuple(moved), time_dim)
+
+
+def _chosen(found: Survey, fields: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(c.array for c in channels(fields, found.levels)))
+
+
+def _with_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:
+    """The chosen variables, their coordinates, and what these name (the bounds of cells, a grid mapping)."""
+    kept: set[str] = {str(n) for n in data[list(chosen)].variables}
+    named = {word for n in kept for key in _REFERENCES for word in _words(data.variables[n], key)}
+    return data.drop_vars([n for n in data.variables if str(n) not in kept | named])
+
+
+def _levels(data: xr.Dataset, found: Survey, fields: Sequence[str] | None) -> xr.Dataset:
+    """The data at the levels that fields name, along each level dim."""
+    wanted: dict[str, set[int]] = {}
+    for c in channels(fields, found.levels) if fields is not None else ():
+        if c.level is not None:
+            wanted.setdefault(found.variables[c.array].dim("level"), set()).add(c.level)
+    return data.isel({dim: sorted(at) for dim, at in wanted.items() if len(at) < data.sizes[dim]})
+
+
+def _steps(found: Survey, chosen: Sequence[str], time: Any, every: Any) -> Any:
+    """The positions of the steps that are kept: a slice where they are equally far apart."""
+    if time is None and is_int(every) and every == 1:
+        return None
+    axis = found.time([found.variables[name] for name in chosen])
+    if axis is None:
+        raise WindowError(f"time={time!r}, every={every!r} select steps, but the fields have no time dim")
+    kept = axis.take(slice(*axis.select(time)))
+    at = (kept if is_int(every) and every == 1 else kept.every(every)).at
+    apart = np.unique(np.diff(at))
+    return slice(int(at[0]), int(at[-1]) + 1, int(apart[0]) if len(apart) else 1) if len(apart) < 2 else at
+
+
+def recommended(selected: Selected, mesh: Mapping[str, int], dims: Mapping[str, str] | None) -> dict[str, int]:
+    """The chunk sizes by role that this mesh reads cheapest."""
+    on_grid = [selected.found.variables[n] for n in selected.arrays if n in selected.found.variables]
+    space = {r: on_grid[0].size(r) for r in on_grid[0].space}
+    alike = [v for v in on_grid if {r: v.size(r) for r in v.space} == space]
+    further = {v.table.dims[d]: 0 for v in alike for d in v.further}
+    steps = max((v.size("time") for v in alike if "time" in v.roles), default=1)
+    try:
+        dataset = open(
+            selected.data,
+            mesh=mesh,
+            fields=[v.table.name for v in alike],
+            targets=[1] if steps > 1 else [],
+            select=further,
+            dims=dims,
+        )
+    except (WindowError, GridError):  # gaps at every step, or several grids: one step of one field
+        dataset = open(selected.data, mesh=mesh, fields=[alike[0].table.name], select=further, dims=dims)
+    return dict(best_chunks(dataset).chunks)
+
+
+# -- coordinates and attributes ----------------------------------------------------------------------------------------
+
+
+def _words(variable: Any, key: str) -> list[str]:
+    return str(variable.attrs.get(key, variable.encoding.get(key, ""))).replace(":", " ").split()
+
+
+def _attributes(variable: Any) -> dict[str, Any]:
+    """The attributes as they are stored: xarray moves those that name other variables aside."""
+    return {**variable.attrs, **{k: variable.encoding[k] for k in _REFERENCES if k in variable.encoding}}
+
+
+def _coordinate(name: str, variable: Any) -> Coordinate:
+    """A coordinate with its own attributes, dates in the units that the source has them in where these are exact."""
+    attrs, dims = _attributes(variable), tuple(map(str, variable.dims))
+    values = np.asarray(variable.values)
+    if values.dtype.kind not in "mMO":
+        return coordinate_of(name, (dims, values, attrs))
+    units = {k: variable.encoding[k] for k in ("units", "calendar") if k in variable.encoding}
+    try:
+        return coordinate_of(name, (dims, values, {**attrs, **units}))
+    except GridError:  # fractions of days, which the source holds as floats
+        return coordinate_of(name, (dims, values, attrs))

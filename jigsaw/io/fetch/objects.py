@@ -1,0 +1,298 @@
+"""Objects of S3, Google Cloud Storage, Azure and HTTP servers, read with `obstore`, which does not hold the GIL.
+
+Every request is tried again after a pause that grows (exponential backoff with jitter) where a server may answer
+better the next time: 408, 429 and 5xx, connections that fail or stall, bodies that end early, ranges that were not the
+ones asked for.  What cannot pass (401, 403, other 4xx, a server without ranges) is an error at once.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from jigsaw.io.errors import FetchError, UnsupportedStoreError
+from jigsaw.io.fetch.batches import Part, merged
+from jigsaw.io.fetch.files import Room, Target, scatter
+from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
+
+T = TypeVar("T")
+SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
+OWN = ("arrays",)
+"""Options that are jigsaw's, not obstore's."""
+
+_AT_ONCE = 32
+_KEPT = 1024
+_STATUS = re.compile(r"status code: (\d{3})\b ?([^:\n]*)")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_TIMED_OUT = re.compile(r"TimedOut|\btimed? ?out\b", re.IGNORECASE)
+_URL = re.compile(r"\b\w+://\S+")
+_PASSING = ("408", "429")
+_CLIENT = {"connect_timeout": "10s", "read_timeout": "20s", "timeout": "120s"}
+
+
+def is_remote(url: Any) -> bool:
+    """Whether it is a URL that `obstore` reads."""
+    return isinstance(url, str) and url.partition("://")[0] in SCHEMES and "://" in url
+
+
+def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Remote, str]:
+    """The store that a URL lies in, and the name of the object, or the prefix of the objects, there.
+
+    `options` go to obstore's store of that kind, such as ``region``, ``endpoint``, ``skip_signature`` or
+    ``client_options``; ``retry_config`` is obstore's too, and carried out by `Remote`.
+
+    Raises: `UnsupportedStoreError` for options that obstore refuses.
+    """
+    try:
+        from obstore import store as stores
+        from obstore.exceptions import BaseError
+    except ImportError as e:
+        raise UnsupportedStoreError(f"reading {shown(url)} needs obstore: pip install 'jigsaw-torch[remote]'") from e
+    split = urlsplit(url)
+    given: dict[str, Any] = {k: v for k, v in (options or {}).items() if k not in OWN}
+    retry = Retry.of(given.pop("retry_config", None))
+    plain = split.scheme == "http" or str(given.get("endpoint", "")).startswith("http://")
+    given["client_options"] = {**_CLIENT, "allow_http": plain, **given.get("client_options", {})}
+    given["retry_config"] = {"max_retries": 0}  # each failure is seen, counted and tried again here
+    root = f"{split.scheme}://{split.netloc}"
+    try:
+        if split.scheme in ("http", "https"):
+            query = f"?{split.query}" if split.query else ""
+            store: Any = stores.HTTPStore(root + query, **given)
+        else:
+            store = stores.from_url(root, **given)
+    except (BaseError, TypeError, ValueError) as e:
+        raise UnsupportedStoreError(
+            f"{shown(url)} cannot be opened with options {sorted(options or {})}: {_without_urls(e)}; they are those "
+            f"of obstore's store of this kind, such as region, endpoint, skip_signature, client_options"
+        ) from None
+    return Remote(store, shown(root), retry), unquote(split.path).strip("/")
+
+
+def shown(url: str) -> str:
+    """A URL as messages show it: without user, password and query, which may be credentials."""
+    split = urlsplit(url)
+    is_container = split.scheme in ("abfs", "abfss")  # container@account
+    host = split.netloc if is_container else split.netloc.rpartition("@")[2]
+    return f"{split.scheme}://{host}{split.path}"
+
+
+def _without_urls(error: BaseException) -> str:
+    return _URL.sub("…", str(error).split("\n")[0])
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How often a request is tried again, and within how many seconds; pauses grow from `first` to `longest`."""
+
+    tries: int = 10
+    within: float = 60.0
+    first: float = 0.1
+    longest: float = 5.0
+    base: float = 2.0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None) -> Retry:
+        """From obstore's ``retry_config``."""
+        config = config or {}
+        backoff = config.get("backoff", {})
+        return cls(
+            int(config.get("max_retries", cls.tries)),
+            _seconds(config.get("retry_timeout", cls.within)),
+            _seconds(backoff.get("init_backoff", cls.first)),
+            _seconds(backoff.get("max_backoff", cls.longest)),
+            float(backoff.get("base", cls.base)),
+        )
+
+    def pause(self, failures: int) -> float:
+        """How long to wait after so many failures."""
+        return min(self.longest, self.first * self.base ** (failures - 1)) * random.uniform(0.5, 1.0)
+
+
+def _seconds(value: Any) -> float:
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+
+
+class _CutShortError(Exception):
+    """An answer that ends before its own length."""
+
+
+class Remote:
+    """The objects of an obstore store as `Files`; `name` is how messages call the store."""
+
+    far = True
+    gap = 1 << 18
+
+    def __init__(self, store: Any, name: str, retry: Retry | None = None) -> None:
+        self.store, self.name, self.retry = store, name, retry or Retry()
+        self._stamps: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def of(cls, store: Any) -> Remote:
+        """The objects of a store that the user made."""
+        return cls(store, _URL.sub(lambda url: shown(url[0].rstrip("\"')")), repr(store)))
+
+    @property
+    def lists(self) -> bool:
+        """Whether its objects can be listed."""
+        return type(self.store).__name__ != "HTTPStore"
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.store, self.name, self.retry
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state)
+
+    # -- `Files` -----------------------------------------------------------------------------------------------------
+
+    def size(self, path: str) -> int | None:
+        """The length of an object in bytes; None when it is missing.  One request."""
+        import obstore
+
+        return self._tried(path, lambda: int(obstore.head(self.store, path)["size"]))
+
+    def whole(self, path: str, room: Room) -> Bytes | None:
+        """All bytes of an object, in memory of obstore's; `room` is not used.  One request."""
+        return self._tried(path, lambda: self._get(path, None)[0])
+
+    def ranges(self, path: str, targets: Sequence[Target]) -> bool:
+        """Fill every target, those at most `gap` bytes apart by one request; False when the object is missing.
+
+        Raises: `ShortChunkError` when the object ends before, `BadChunkError` when it has changed.
+        """
+        parts = merged(((offset, offset + memory.size) for offset, memory in targets), self.gap)
+        found = [self._part(path, parts[0])] if len(parts) == 1 else self._at_once(path, parts)
+        return scatter(targets, parts, found)
+
+    def edge(self, path: str, length: int, at_end: bool) -> tuple[Bytes, int] | None:
+        """The first or last bytes of an object, at most `length`, and its size; None when it is missing."""
+        found = self._tried(path, lambda: self._get(path, {"suffix": length} if at_end else (0, length)), at_end)
+        if found is not _NO_SUFFIX:
+            return found
+        size = self.size(path)  # Azure has no ranges from the end
+        raw = None if size is None else self._part(path, (max(size - length, 0), size))
+        return None if raw is None or size is None else (raw, size)
+
+    def names(self, prefix: str) -> list[str]:
+        """What lies right below a prefix."""
+        import obstore
+
+        found: Any = self._tried(prefix, lambda: obstore.list_with_delimiter(self.store, prefix=prefix))
+        below = [*found["common_prefixes"], *(each["path"] for each in found["objects"])] if found else []
+        return [path.rpartition("/")[2] for path in below]
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _at_once(self, path: str, parts: Sequence[Part]) -> list[Bytes | None]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jigsaw-ranges")
+        return list(self._pool.map(self._part, [path] * len(parts), parts))
+
+    def _part(self, path: str, part: Part) -> Bytes | None:
+        if part[0] == part[1]:
+            return np.empty(0, np.uint8)
+        found = self._tried(path, lambda: self._get(path, part))
+        if found is None:
+            return None
+        raw, size = found
+        if raw.size < part[1] - part[0]:
+            raise ShortChunkError(f"it should have {part[1] - part[0]} bytes at {part[0]} and the object has {size}")
+        return raw
+
+    def _get(self, path: str, part: Part | dict[str, int] | None) -> tuple[Bytes, int]:
+        """One request: its bytes, and the size of the object."""
+        import obstore
+
+        options: Any = {} if part is None else {"range": part}
+        answer = obstore.get(self.store, path, options=options)
+        start, stop = answer.range
+        raw = np.frombuffer(memoryview(answer.bytes()), np.uint8)
+        if raw.size != stop - start:
+            raise _CutShortError(f"{raw.size} of {stop - start} bytes")
+        meta = answer.meta
+        if part is not None:
+            self._check_unchanged(path, meta)
+        return raw, int(meta["size"])
+
+    def _check_unchanged(self, path: str, meta: Any) -> None:
+        """An object that is read in parts stays the one whose first part was read."""
+        stamp = (meta["e_tag"] or "").removeprefix("W/") or (meta["size"], meta["last_modified"])
+        with self._lock:
+            if self._stamps.setdefault(path, stamp) != stamp:
+                raise BadChunkError("the object has changed since it was first read; open the store again")
+            self._stamps.move_to_end(path)
+            if len(self._stamps) > _KEPT:
+                self._stamps.popitem(last=False)
+
+    def _tried(self, path: str, step: Callable[[], T], suffix: bool = False) -> Any:
+        """What a request gives, tried again while that may help; None for a missing object."""
+        from obstore.exceptions import BaseError, NotSupportedError
+
+        begun = time.monotonic()
+        for failures in count(1):
+            try:
+                return step()
+            except FileNotFoundError:
+                return None
+            except NotSupportedError:
+                if suffix:
+                    return _NO_SUFFIX
+                raise FetchError(
+                    f"{self._called(path)} cannot be read in part: the server ignores ranges; serve the store from "
+                    f"one that honours them, or copy it"
+                ) from None
+            except (BaseError, _CutShortError) as e:
+                self._refuse_or_wait(path, e, failures, begun)
+        raise AssertionError
+
+    def _refuse_or_wait(self, path: str, error: Exception, failures: int, begun: float) -> None:
+        """Wait before the next try, or raise where it cannot help or there is none."""
+        status, answer = _answer(error)
+        if status == "416":
+            raise ShortChunkError("the object ends before the range that it should have") from None
+        if status.startswith("4") and status not in _PASSING:
+            raise FetchError(f"{self._called(path)} cannot be read: the server answered {answer}") from None
+        pause, taken = self.retry.pause(failures), time.monotonic() - begun
+        if failures > self.retry.tries or taken + pause > self.retry.within:
+            raise FetchError(
+                f"{self._called(path)} cannot be read: given up after {failures} tries in {taken:.1f} s; "
+                f"the last answer: {answer}"
+            ) from None
+        time.sleep(pause)
+
+    def _called(self, path: str) -> str:
+        return f"{self.name}/{path}"
+
+
+_NO_SUFFIX: Any = object()
+
+
+def _answer(error: Exception) -> tuple[str, str]:
+    """The status of a failed request, if the server gave one, and the answer in words, without anything secret.
+
+    The body of an answer is left out but for S3's error code: it may repeat the credentials of the request.
+    """
+    text = str(error)
+    if found := _STATUS.search(text):
+        code = _CODE.search(text)
+        return found[1], f"{found[1]} {found[2].strip()}" + (f" ({code[1]})" if code else "")
+    if isinstance(error, _CutShortError):
+        return "", f"a body that ended after {error}"
+    if _TIMED_OUT.search(text):
+        return "", "none within the time-out"
+    return "", _without_urls(error).rpartition(" - ")[2]

@@ -1,0 +1,157 @@
+"""User sources: a class that reads boxes of its arrays, as a store like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from jigsaw.io.errors import GridError, ReadError, UnsupportedStoreError
+from jigsaw.io.fetch.files import Local
+from jigsaw.io.formats.packing import masks_of
+from jigsaw.io.formats.plain import slabs
+from jigsaw.io.formats.values import NoFile, coordinate_tables
+from jigsaw.io.table import ArrayTable, Store
+from jigsaw.layout import Box
+
+
+@dataclass(frozen=True)
+class SourceArray:
+    """What an array of a source is, before anything of it is read.
+
+    `attrs` mean what they mean in a file: scale_factor, add_offset, _FillValue, standard_name, units….
+    """
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    dims: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@runtime_checkable
+class ArraySource(Protocol):
+    """What `jigsaw.io.open` reads from when it is given an object with `arrays` and `read`: a class of the user's.
+
+    `arrays` describes them by name.  ``read(array, box)`` gives the values of a box: ``box`` has a pair (start, stop) a
+    dim, and what comes back has exactly that shape and the described dtype.  It is called from several threads at a
+    time, on every rank for what that rank loads.  Further members are optional:
+
+    - `coords`: the values along dims by name, each an array or ``(array, attrs)``; datetime64 for times;
+    - ``chunks(array)``: the shape of what is best read at once, an entry a dim.  Then ``read`` is only asked for whole
+      chunks, each once by one rank where that is cheaper; without it, for the very boxes that ranks need, at most a
+      step (or 16 MB) at a time;
+    - `attrs`: of the whole.
+
+    A source that pickles can be read in other processes.
+    """
+
+    @property
+    def arrays(self) -> Mapping[str, SourceArray]: ...
+
+    def read(self, array: str, box: Box) -> NDArray[Any]: ...
+
+
+def claims(url: Any) -> bool:
+    """Whether an object is a user's source."""
+    return not isinstance(url, str | Store | type) and isinstance(url, ArraySource) and callable(url.read)
+
+
+def open_source(source: ArraySource) -> Store:
+    """The arrays of a source as chunk tables.
+
+    Raises: `UnsupportedStoreError` or `GridError` for a description that does not fit together.
+    """
+    label = f"source {type(source).__qualname__}"
+    described = {name: _described(name, array, label) for name, array in source.arrays.items()}
+    if not described:
+        raise UnsupportedStoreError(f"{label} describes no array: its arrays are empty")
+    sizes = _sizes(described, label)
+    coords, values = coordinate_tables(getattr(source, "coords", {}), sizes, label)
+    tables = {name: _table(source, name, array, label) for name, array in described.items()}
+
+    def read_small(name: str) -> NDArray[Any]:
+        return values[name] if name in values else _read(source, name, described[name], _whole(described[name]))
+
+    return Store(label, {**tables, **coords}, dict(getattr(source, "attrs", {})), read_small)
+
+
+def _described(name: str, array: Any, label: str) -> SourceArray:
+    try:
+        made = SourceArray(
+            tuple(int(n) for n in array.shape),
+            np.dtype(array.dtype),
+            tuple(str(d) for d in array.dims),
+            dict(getattr(array, "attrs", {})),
+        )
+    except (AttributeError, TypeError) as e:
+        raise UnsupportedStoreError(
+            f"{label} describes array {name!r} by {array!r}; give jigsaw.io.SourceArray(shape, dtype, dims): {e}"
+        ) from e
+    if len(made.shape) != len(made.dims) or len(set(made.dims)) != len(made.dims) or any(n < 1 for n in made.shape):
+        raise GridError(f"{label}: dims {made.dims} must name each dim of array {name!r}, of shape {made.shape}, once")
+    return made
+
+
+def _sizes(arrays: Mapping[str, SourceArray], label: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name, array in arrays.items():
+        for dim, size in zip(array.dims, array.shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                raise GridError(f"{label}: dim {dim!r} has {sizes[dim]} rows and {size} in array {name!r}")
+    return sizes
+
+
+def _table(source: ArraySource, name: str, array: SourceArray, label: str) -> ArrayTable:
+    dtype, given = np.dtype(array.dtype), _chunks(source, name, array, label)
+    missing = [array.attrs[k] for k in ("_FillValue", "missing_value") if k in array.attrs]
+    return ArrayTable(
+        name=name,
+        shape=array.shape,
+        dims=array.dims,
+        dtype=dtype.str,
+        chunks=given or slabs(Local(), label, 0, array.shape, dtype.itemsize).chunks,
+        fill_value=None,
+        attrs=array.attrs,
+        masks=masks_of(dtype, missing),
+        decoder=None,
+        places=NoFile(f"{label}, array {name!r}"),
+        load_slowly=partial(_read, source, name, array),
+        clipped=True,
+        slices=given is None,
+    )
+
+
+def _chunks(source: ArraySource, name: str, array: SourceArray, label: str) -> tuple[int, ...] | None:
+    ask = getattr(source, "chunks", None)
+    given = None if ask is None else ask(name)
+    if given is None:
+        return None
+    if len(given) != len(array.shape) or any(c < 1 for c in given):
+        raise GridError(
+            f"{label}: chunks({name!r}) gave {given!r}; it gives the rows of a chunk for each of {array.dims}"
+        )
+    return tuple(min(int(c), n) for c, n in zip(given, array.shape, strict=True))
+
+
+def _whole(array: SourceArray) -> Box:
+    return tuple((0, n) for n in array.shape)
+
+
+def _read(source: ArraySource, name: str, array: SourceArray, box: Box) -> NDArray[Any]:
+    """The values of a box, checked; what the user's code raises becomes a `ReadError` that every rank learns of."""
+    asked = f"{type(source).__qualname__}.read({name!r}, {box})"
+    try:
+        values = source.read(name, box)
+    except ReadError:
+        raise
+    except Exception as e:  # the user's code may raise anything
+        raise ReadError(f"{asked} raised {type(e).__name__}: {e}") from e
+    shape = tuple(b - a for a, b in box)
+    if not hasattr(values, "dtype") or values.dtype != np.dtype(array.dtype) or tuple(values.shape) != shape:
+        got = f"{values.dtype}{list(values.shape)}" if hasattr(values, "dtype") else type(values).__name__
+        raise ReadError(f"{asked} gave {got}, and {np.dtype(array.dtype)}{list(shape)} is what arrays describes")
+    return np.asarray(values)

@@ -1,0 +1,148 @@
+"""Blosc 1 frames in part: a frame is blocks that are compressed by themselves, after a table of where they begin.
+
+A run of blocks becomes a frame of its own (the header, a table for these blocks, their bytes), which Blosc decodes;
+so every compressor, shuffle and split that Blosc knows works.  Format: github.com/Blosc/c-blosc, README_CHUNK_FORMAT.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError, blosc_decode
+from jigsaw.io.portion import Portion, Spans, joined
+
+HEADER = 16
+_MEMCPYED = 0x2
+_WHOLE = 0x10
+_FORMAT = 2
+_RESERVED = 0x8
+_MOST_SPLITS, _LEAST_SPLIT = 16, 128
+_HEADER = struct.Struct("<BBBBIII")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One Blosc frame: its header, and where each of its blocks lies, [begin, end) from the frame's start."""
+
+    head: bytes
+    size: int
+    block: int
+    begin: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the blocks are stored as they are."""
+        return bool(self.head[2] & _MEMCPYED)
+
+    def portion(self, spans: Spans, gap: int) -> Portion:
+        """The blocks that hold these decoded bytes; those stored less than `gap` bytes apart are one request."""
+        blocks = np.stack([spans[:, 0] // self.block, -(-spans[:, 1] // self.block)], axis=1)
+        runs = joined(blocks, 0)
+        stored = np.array([(self.begin[a:b].min(), self.end[a:b].max()) for a, b in runs], np.int64)
+        whole = joined(stored, gap)
+        valid = tuple((int(a) * self.block, min(int(b) * self.block, self.size)) for a, b in runs)
+        return Portion(tuple((int(a), int(b - a)) for a, b in whole), valid, decoded=sum(b - a for a, b in valid))
+
+    def decode(self, portion: Portion, raw: Bytes, out: Bytes) -> None:
+        """Decode the portion, whose ranges lie one after the other in `raw`, to where its blocks belong in `out`."""
+        begins = np.array([offset for offset, _ in portion.ranges], np.int64)
+        at = np.cumsum([0, *(length for _, length in portion.ranges)])[:-1]
+        for start, stop in portion.spans:
+            first, last = start // self.block, -(-stop // self.block)
+            begin, end = self.begin[first:last], self.end[first:last]
+            moved = (
+                at[np.searchsorted(begins, begin, side="right") - 1]
+                - begins[np.searchsorted(begins, begin, side="right") - 1]
+            )
+            blosc_decode(self._frame_of(begin + moved, end + moved, stop - start, raw), out[start:stop])
+
+    def _frame_of(self, begin: NDArray[np.int64], end: NDArray[np.int64], size: int, raw: Bytes) -> Bytes:
+        """A frame of some blocks, found at [begin, end) of `raw`, that decodes to `size` bytes."""
+        table = HEADER + (0 if self.is_copied else 4 * len(begin))
+        low, high = int(begin.min()), int(end.max())
+        made = np.empty(table + high - low, np.uint8)
+        made[table:] = raw[low:high]
+        version, codec, flags, typesize = self.head[:4]
+        if size < self.block:  # the last block alone: it is shorter than the others, and never split
+            flags |= _WHOLE
+        head = _HEADER.pack(version, codec, flags, typesize, size, min(self.block, size), made.size)
+        made[:HEADER] = np.frombuffer(head, np.uint8)
+        if not self.is_copied:
+            made[HEADER:table] = (begin - low + table).astype("<i4").view(np.uint8)
+        return made
+
+
+def head_of(raw: bytes, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
+    """The block size and the number of blocks that a frame's 16-byte header claims.
+
+    Raises: `BadChunkError` when the header contradicts the chunk's decoded or stored size, or itself.
+    """
+    if len(raw) < HEADER:
+        raise ShortChunkError(f"it has {len(raw)} bytes, too few for a Blosc header")
+    version, _, flags, typesize, size, block, frame = _HEADER.unpack(raw[:HEADER])
+    if size != chunk_bytes:
+        raise BadChunkError(f"its header claims {size} decoded bytes and the chunk has {chunk_bytes}")
+    if stored is not None and frame != stored:
+        kind = ShortChunkError if stored < frame else BadChunkError
+        raise kind(f"it has {stored} bytes and its header says {frame}")
+    if not 0 < block <= size:
+        raise BadChunkError(f"its header claims blocks of {block} bytes in a chunk of {size}")
+    if version != _FORMAT or flags & _RESERVED or not typesize:
+        raise BadChunkError(f"its header claims version {version}, flags {flags:#x} and elements of {typesize} bytes")
+    if not flags & (_WHOLE | _MEMCPYED) and _splits(block, typesize) and block % typesize:
+        # Blosc would leave the rest of each block as whatever its memory held
+        raise BadChunkError(f"its header claims blocks of {block} bytes, split by elements of {typesize}")
+    count = -(-size // block)
+    if flags & _MEMCPYED:
+        if frame != HEADER + size:
+            raise BadChunkError(f"its header claims {size} bytes that are copied and {frame} stored ones")
+    elif HEADER + 8 * count > frame:  # a table's entry, and the length of what it points to
+        raise BadChunkError(f"its header claims {count} blocks in a frame of {frame} bytes")
+    return block, count
+
+
+def _splits(block: int, typesize: int) -> bool:
+    """Whether Blosc stores each byte of the elements of a block by itself."""
+    return typesize <= _MOST_SPLITS and block // typesize >= _LEAST_SPLIT
+
+
+def check(raw: Bytes, chunk_bytes: int) -> None:
+    """Refuse a whole frame that Blosc itself would read beyond, or decode into rubbish.
+
+    Raises: `BadChunkError`.
+    """
+    head = raw[:HEADER].tobytes()
+    _, count = head_of(head, chunk_bytes, raw.size)
+    if not head[2] & _MEMCPYED:
+        _starts(raw[HEADER : HEADER + 4 * count], raw.size)
+
+
+def _starts(table: Bytes, stored: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the blocks of a table begin: in its order, and rising."""
+    begin = table.view("<i4").astype(np.int64)
+    rising = begin if len(begin) == 1 else np.sort(begin)
+    low = HEADER + table.size
+    if rising[0] < low or rising[-1] > stored - 4 or (np.diff(rising) <= 0).any():
+        raise BadChunkError("its table of blocks points outside the frame, or twice to one place")
+    return begin, rising
+
+
+def frame_of(head: bytes, table: Bytes) -> Frame:
+    """The frame of a checked header and its table of block offsets (empty where blocks are stored as they are).
+
+    Raises: `BadChunkError` for blocks that lie outside the frame.
+    """
+    *_, size, block, stored = _HEADER.unpack(head)
+    count = -(-size // block)
+    if head[2] & _MEMCPYED:
+        begin = HEADER + np.arange(count, dtype=np.int64) * block
+        end = np.minimum(begin + block, HEADER + size)
+        return Frame(head, size, block, begin, end)
+    begin, rising = _starts(table, stored)
+    nexts = np.append(rising[1:], stored)
+    return Frame(head, size, block, begin, nexts[np.searchsorted(rising, begin)])

@@ -1,0 +1,389 @@
+"""HDF5 and NetCDF-4 as chunk tables: h5py tells what there is and where it lies, and is then out of the way.
+
+What the reader decodes itself is in `_hdf5_filters`.  Everything else (other filters, types that numpy has no name for,
+values in object headers, irregular virtual datasets) is read by libhdf5, under one lock, and counted as fallback.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io._memory import fresh
+from jigsaw.io.errors import ReadError, UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.formats.codecs import BadChunkError
+from jigsaw.io.formats.hdf5_dims import MAKANI, attributes, dims_of, ids_of, is_only_a_dim, masks, name_in_store
+from jigsaw.io.formats.hdf5_filters import Filter, Pipeline, pipeline_of
+from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder
+from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, slab_of, virtual_grid
+from jigsaw.io.table import ArrayTable, Index, Places, Store
+from jigsaw.layout import Box
+
+_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
+_STARTS = (0, 512, 1024, 2048, 4096)
+_LARGEST_SMALL = 1 << 31
+_LINKS = 32
+_PLUGINS = {32000: "lzf", 32026: "Blosc2", 32013: "ZFP", 32017: "SZ", 32024: "SZ3", 4: "szip", 307: "bzip2"}
+
+
+def claims(url: Any, files: Files | None = None) -> bool:
+    """Whether `url` is an HDF5 file, by the signature that it opens with; of files that are far, by suffix first."""
+    if not isinstance(url, str | os.PathLike):
+        return False
+    path = str(os.fspath(url))
+    if files is None and ("://" in path or not os.path.isfile(path)):
+        return False
+    if files is not None and files.far and not path.lower().endswith(_SUFFIXES):
+        return False
+    return any(_signed(files or Local(), path, start) for start in _STARTS)
+
+
+def _signed(files: Files, path: str, start: int) -> bool:
+    found = fresh(len(SIGNATURE))
+    try:
+        return files.ranges(path, [(start, found)]) and found.tobytes() == SIGNATURE
+    except (BadChunkError, OSError):
+        return False
+
+
+def open_hdf5(
+    url: Any, files: Files | None = None, *, outside: bool = False, cache: str | os.PathLike[str] | None = None
+) -> Store:
+    """The chunk tables of an HDF5 or NetCDF-4 file; groups become ``group/name``.
+
+    Where the chunks lie is asked of libhdf5 once, when they are first needed; long indices are kept in the folder
+    `cache`, by default $JIGSAW_CACHE or ~/.cache/jigsaw (an empty name keeps none).  External links, sources of virtual
+    datasets and external storage must lie in the file's folder or below, unless `outside` allows others.
+
+    Raises: `UnsupportedStoreError` for what h5py cannot open, and for links out of the folder; `TruncatedError` for a
+    file that ends too early.
+    """
+    path = str(os.fspath(url))
+    opening = _Opening(files or Local(keep=True), outside, cache)
+    source = opening.source(path)
+    with ExitStack() as held:
+        file = held.enter_context(source.opened())
+        try:
+            attrs = attributes(file)
+            tables = opening.tables(source, file, held)
+        except ReadError:
+            raise
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as e:  # what h5py makes of damaged metadata
+            raise UnsupportedStoreError(f"{path!r} is damaged, or has what h5py cannot read: {e}") from e
+    return Store(path, tables, attrs, opening.read_small)
+
+
+class _Found(NamedTuple):
+    """A dataset by its name in the store: the file that it is in, and its path there through hard links alone."""
+
+    name: str
+    source: Source
+    path: str
+    dataset: Any
+
+
+class _Opening:
+    """What the files of one store have in common."""
+
+    def __init__(self, files: Files, outside: bool, cache: str | os.PathLike[str] | None) -> None:
+        self._files, self._outside = files, outside
+        self._cache = cache_folder(cache)
+        self._sources: dict[str, Source] = {}
+        self._texts: dict[str, Callable[[], NDArray[Any]]] = {}
+        self._tables: dict[str, ArrayTable] = {}
+
+    def source(self, path: str) -> Source:
+        if path not in self._sources:
+            self._sources[path] = Source(path, self._files, self._cache)
+        return self._sources[path]
+
+    def tables(self, source: Source, file: Any, held: ExitStack) -> dict[str, ArrayTable]:
+        """The table of every dataset that is numbers, and of every list of texts; linked files stay open in `held`."""
+        self._held = held
+        found = list(self._walk(source, file, "", set()))
+        by_id = {each: ids_of([f.dataset for f in found if f.source is each]) for each in {f.source for f in found}}
+        for each in found:
+            if is_only_a_dim(each.dataset):
+                continue
+            name = name_in_store(each.name)
+            table = self._table(name, each, by_id[each.source])
+            if table is not None:
+                self._tables[name] = table
+        _annotate_makani(self._tables, source)
+        return self._tables
+
+    # -- links -------------------------------------------------------------------------------------------------------
+
+    def _walk(self, source: Source, group: Any, prefix: str, seen: set[tuple[str, int]]) -> Iterator[_Found]:
+        """Every dataset below a group; a group that several links lead to counts once, by its first hard link."""
+        seen.add((source.path, _address(group)))
+        for name in group:
+            link = group.get(name, getlink=True)
+            if isinstance(link, h5py.HardLink):
+                yield from self._member(source, group.name, group[name], prefix + name, seen)
+            elif isinstance(link, h5py.SoftLink):
+                found = self._followed(source, group, link.path)
+                if isinstance(found, h5py.Dataset):  # a linked group is found where it is
+                    yield _Found(prefix + name, source, str(found.name), found)
+            elif isinstance(link, h5py.ExternalLink):
+                yield from self._linked(source, link, prefix + name, seen)
+
+    def _member(
+        self, source: Source, parent: str, member: Any, name: str, seen: set[tuple[str, int]]
+    ) -> Iterator[_Found]:
+        if isinstance(member, h5py.Dataset):
+            yield _Found(name, source, f"{parent.rstrip('/')}/{name.rpartition('/')[2]}", member)
+        elif isinstance(member, h5py.Group) and (source.path, _address(member)) not in seen:
+            yield from self._walk(source, member, name + "/", seen)
+
+    def _linked(self, source: Source, link: Any, name: str, seen: set[tuple[str, int]]) -> Iterator[_Found]:
+        """What an external link leads to: left out when it is not there, refused outside of the folder."""
+        path = neighbour(source, str(link.filename), self._outside, f"the external link {name!r}")
+        if self._files.size(path) is None:
+            return
+        other = self.source(path)
+        found = self._followed(other, self._held.enter_context(other.opened()), link.path)
+        if isinstance(found, h5py.Dataset):
+            yield _Found(name, other, str(found.name), found)
+        elif isinstance(found, h5py.Group) and (other.path, _address(found)) not in seen:
+            yield from self._walk(other, found, name + "/", seen)
+
+    def _followed(self, source: Source, start: Any, path: str, depth: int = 0) -> Any:
+        """The object at a path, its soft links followed one by one; None when there is none.
+
+        Libhdf5 would follow external links on the way, wherever they lead.
+        """
+        at = start.file if path.startswith("/") else start
+        for name in (part for part in path.split("/") if part not in ("", ".")):
+            link = at.get(name, getlink=True) if isinstance(at, h5py.Group) else None
+            if isinstance(link, h5py.SoftLink) and depth < _LINKS:
+                at = self._followed(source, at, link.path, depth + 1)
+            elif isinstance(link, h5py.HardLink):
+                at = _member(at, name)
+            elif isinstance(link, h5py.ExternalLink):
+                raise UnsupportedStoreError(
+                    f"the soft link to {path!r} in {source.path} leads through an external link; link to the file"
+                )
+            else:
+                return None
+        return at
+
+    # -- tables ------------------------------------------------------------------------------------------------------
+
+    def _table(self, name: str, found: _Found, by_id: Mapping[int, str]) -> ArrayTable | None:
+        """The table of one dataset; None for what is neither numbers nor a list of texts."""
+        dataset = found.dataset
+        if dataset.shape is None:
+            return None
+        if h5py.check_string_dtype(dataset.dtype) and dataset.ndim <= 1:
+            return self._text_table(name, found, by_id)
+        if dataset.dtype.kind not in "biuf":
+            return None
+        attrs = attributes(dataset)
+        dtype = np.dtype(dataset.dtype.str)
+        if dtype.kind == "i" and str(attrs.get("_Unsigned", "")).lower() == "true":  # how NetCDF-3 spells it
+            dtype = np.dtype(dtype.str.replace("i", "u"))
+        stored = self._stored(found, dtype)
+        return ArrayTable(
+            name=name,
+            shape=tuple(dataset.shape),
+            dims=dims_of(dataset, by_id),
+            dtype=dtype.str,
+            chunks=stored.chunks,
+            fill_value=_fill(dataset),
+            attrs=attrs,
+            masks=masks(attrs, dtype),
+            decoder=stored.decoder,
+            places=stored.places,
+            load_slowly=_by_library(found, stored.filters),
+            clipped=stored.clipped,
+            slices=stored.slices,
+        )
+
+    def _stored(self, found: _Found, dtype: np.dtype[Any]) -> _Stored:
+        """How a dataset is stored."""
+        dataset, source = found.dataset, found.source
+        shape, plain = tuple(dataset.shape), Pipeline(dtype, tuple(range(dataset.ndim)))
+        plist = dataset.id.get_create_plist()
+        layout, native = plist.get_layout(), _is_native(dataset)
+        if layout == h5py.h5d.CHUNKED:
+            return _chunked(found, dtype, plist, native)
+        external = external_source(dataset, source, self._outside)
+        if external is not None and not native:
+            raise UnsupportedStoreError(
+                f"dataset {dataset.name!r} in {source.path} is stored in an external file in a type that numpy lacks"
+            )
+        if layout == h5py.h5d.CONTIGUOUS and native and shape:
+            chunks = slab_of(shape, dtype.itemsize)
+            held, offset = external or (source, dataset.id.get_offset())
+            return _Stored(chunks, plain, Slabs(held, offset, shape, chunks, dtype.itemsize), clipped=True)
+        if layout == h5py.h5d.VIRTUAL:
+            grid = virtual_grid(dataset, source, self._outside, _fill(dataset), self._source_table)
+            if grid is not None and native and dtype == dataset.dtype:
+                return _Stored(grid.chunks, grid.decoder, grid.places, clipped=grid.clipped)
+        chunks = slab_of(shape, dtype.itemsize)
+        return _Stored(chunks, None, Whole(source), clipped=True, slices=True)
+
+    def _source_table(self, path: str, name: str) -> ArrayTable | None:
+        """The table of a dataset that a virtual one shows; None for one that libhdf5 must read."""
+        source = self.source(path)
+        with source.opened() as file:
+            dataset = self._followed(source, file, name)
+            if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.shape is None:
+                return None
+            table = self._table(name, _Found(name, source, str(dataset.name), dataset), {})
+        return table if table is not None and table.decoder is not None else None
+
+    def _text_table(self, name: str, found: _Found, by_id: Mapping[int, str]) -> ArrayTable:
+        """A list of texts: names of channels, dates.  It is read whole, by libhdf5."""
+        shape, source, path = tuple(found.dataset.shape), found.source, found.path
+
+        def read() -> NDArray[Any]:
+            with source.opened() as file:
+                return np.asarray(_member(file, path).asstr("utf-8", "replace")[...]).astype(str)
+
+        self._texts[name] = read
+        return ArrayTable(
+            name=name,
+            shape=shape,
+            dims=dims_of(found.dataset, by_id),
+            dtype="|O",
+            chunks=tuple(max(n, 1) for n in shape),
+            fill_value=None,
+            attrs=attributes(found.dataset),
+            masks=(),
+            decoder=None,
+            places=Whole(source),
+        )
+
+    def read_small(self, name: str) -> NDArray[Any]:
+        """A whole array as it is stored.
+
+        Raises: `UnsupportedStoreError` for one that claims to be larger than any coordinate.
+        """
+        if name in self._texts:
+            return self._texts[name]()
+        table = self._tables[name]
+        if prod(table.shape) * table.itemsize > _LARGEST_SMALL:
+            raise UnsupportedStoreError(
+                f"array {name!r} of shape {table.shape} is too large for a coordinate ({_LARGEST_SMALL} bytes)"
+            )
+        return _whole(table)
+
+
+class _Stored(NamedTuple):
+    chunks: Index
+    decoder: Pipeline | None
+    places: Places
+    clipped: bool = False
+    slices: bool = False
+    filters: tuple[Filter, ...] = ()
+
+
+def _chunked(found: _Found, dtype: np.dtype[Any], plist: Any, native: bool) -> _Stored:
+    shape, chunks = tuple(found.dataset.shape), tuple(found.dataset.chunks)
+    filters = tuple(_filter(plist, k) for k in range(plist.get_nfilters()))
+    pipeline = pipeline_of(dtype, len(shape), filters) if native else None
+    exact = prod(chunks) * dtype.itemsize if pipeline is not None and pipeline.is_plain else None
+    return _Stored(chunks, pipeline, Chunks(found.source, found.path, shape, chunks, exact), filters=filters)
+
+
+def _filter(plist: Any, k: int) -> Filter:
+    number, _, values, _ = plist.get_filter(k)
+    return Filter(int(number), tuple(int(v) for v in values))
+
+
+def _is_native(dataset: Any) -> bool:
+    """Whether the stored type is exactly numpy's, and offsets are known to count from the file's begin."""
+    kind = dataset.id.get_type()
+    same = kind.equal(h5py.h5t.py_create(dataset.dtype, logical=True))
+    return bool(same) and (not dataset.file.userblock_size or h5py.version.hdf5_version_tuple >= (2, 0, 0))
+
+
+def _address(member: Any) -> int:
+    return int(getattr(h5py, "h5o").get_info(member.id).addr)  # noqa: B009  # a module that h5py's types do not list
+
+
+def _member(group: Any, name: str) -> Any:
+    return group[name]
+
+
+def _fill(dataset: Any) -> Any:
+    value = dataset.fillvalue
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _by_library(found: _Found, filters: tuple[Filter, ...]) -> Callable[[Box], NDArray[Any]]:
+    """What reads a box of a dataset through libhdf5."""
+    source, path = found.source, found.path
+
+    def load(box: Box) -> NDArray[Any]:
+        lacking = [f.id for f in filters if not _available(f.id)]
+        if lacking:
+            names = ", ".join(f"{n} ({_PLUGINS.get(n, 'registered plugin')})" for n in lacking)
+            raise UnsupportedStoreError(
+                f"dataset {path!r} in {source.path} needs the HDF5 filter {names}: pip install hdf5plugin"
+            )
+        return source.slowly(path, tuple(slice(*rows) for rows in box))
+
+    return load
+
+
+def _available(number: int) -> bool:
+    """Whether libhdf5 has a filter; the plugins of hdf5plugin are registered by importing it."""
+    if not h5py.h5z.filter_avail(number):
+        try:
+            import hdf5plugin  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        except ImportError:
+            return False
+    return bool(h5py.h5z.filter_avail(number))
+
+
+def _whole(table: ArrayTable) -> NDArray[Any]:
+    """All values of an array, a chunk at a time."""
+    out = np.empty(table.shape, table.dtype)
+    for index in table.indices():
+        room = fresh(table.bytes_of(index))
+        if table.load(index, room).stored is None and table.locate(index) is None:
+            table.fill(room, index)
+        box = table.box_of(index)
+        inside = tuple(slice(0, b - a) for a, b in box)
+        out[tuple(slice(a, b) for a, b in box)] = table.view(room, index)[inside]
+    return out
+
+
+def _annotate_makani(tables: dict[str, ArrayTable], source: Source) -> None:
+    """What makani leaves unsaid: its channels are a vertical dim, and its timestamps are seconds since 1970."""
+    for name, fields in list(tables.items()):
+        group, slash, own = name.rpartition("/")
+        if own != "fields" or fields.dims != MAKANI:
+            continue
+        steps, channels = fields.shape[:2]
+        stamps, names = (tables.get(group + slash + each) for each in ("timestamp", "channel"))
+        if stamps is not None and stamps.shape == (steps,):
+            attrs = {"units": "seconds since 1970-01-01", **stamps.attrs}
+            tables[stamps.name] = replace(stamps, dims=MAKANI[:1], attrs=attrs)
+        if names is None:
+            names = _numbers(group + slash + "channel", channels, source)
+        if names.shape == (channels,):
+            tables[names.name] = replace(names, dims=MAKANI[1:2], attrs={"axis": "Z", **names.attrs})
+
+
+def _numbers(name: str, count: int, source: Source) -> ArrayTable:
+    """The coordinate 0, 1, 2… of a dim that has none."""
+
+    def load(box: Box) -> NDArray[Any]:
+        return np.arange(*box[0])
+
+    return ArrayTable(
+        name, (count,), (name,), "<i8", (max(count, 1),), None, {}, (), None, Whole(source), load, clipped=True
+    )

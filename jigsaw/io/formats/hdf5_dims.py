@@ -1,0 +1,134 @@
+"""What HDF5 files say of their datasets: attributes as plain values, and the names of dims by three conventions.
+
+NetCDF-4 and dimension scales name a dim after the scale attached to it; makani's files, one dataset
+``fields[time, channel, lat, lon]`` a file, have none and are named by position; any other dim is ``dim_0``, ``dim_1``…
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+
+from jigsaw.io.errors import UnsupportedStoreError
+
+MAKANI = ("time", "channel", "lat", "lon")
+_BOOKKEEPING = {
+    "CLASS", "NAME", "DIMENSION_LIST", "REFERENCE_LIST", "DIMENSION_LABELS",
+    "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties", "_nc3_strict",
+}  # fmt: skip
+_NOT_A_VARIABLE = b"This is a netCDF dimension but not a netCDF variable"
+_NOT_A_COORDINATE = "_nc4_non_coord_"
+
+
+def attributes(found: Any) -> dict[str, Any]:
+    """The attributes of a dataset or group as strings, numbers and lists, without HDF5's own books."""
+    attrs: dict[str, Any] = {}
+    for name in found.attrs:
+        if name in _BOOKKEEPING:
+            continue
+        try:
+            value = found.attrs[name]
+        except (OSError, TypeError, ValueError):
+            continue  # of a type that numpy has no name for
+        if not isinstance(value, h5py.Empty):
+            attrs[str(name)] = _plain(value)
+    return attrs
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        values: list[Any] = [_plain(x) for x in value.ravel().tolist()]
+        return values[0] if len(values) == 1 else values
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def masks(attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[float, ...]:
+    """The stored values that mean "missing": those of ``_FillValue`` and ``missing_value``, as the array holds them."""
+    if dtype.kind not in "iuf":
+        return ()
+    found = [x for k in ("_FillValue", "missing_value") if k in attrs for x in np.ravel(np.asarray(attrs[k])).tolist()]
+    numbers = [x for x in found if isinstance(x, int | float) and x == x]
+    return tuple(dict.fromkeys(_as_stored(x, dtype) for x in numbers))
+
+
+def _as_stored(value: float, dtype: np.dtype[Any]) -> float:
+    if dtype.kind == "u" and value < 0:
+        return value + 2.0 ** (8 * dtype.itemsize)
+    return float(np.asarray(value).astype(dtype)) if dtype.kind == "f" else float(value)
+
+
+def is_scale(dataset: Any) -> bool:
+    """Whether a dataset holds the coordinate of a dim."""
+    return _text(dataset, "CLASS") == b"DIMENSION_SCALE"
+
+
+def is_only_a_dim(dataset: Any) -> bool:
+    """Whether a dataset stands for a dim without a coordinate variable, and has no values."""
+    return is_scale(dataset) and _text(dataset, "NAME").startswith(_NOT_A_VARIABLE)
+
+
+def _text(found: Any, name: str) -> bytes:
+    """A text attribute; empty when there is none."""
+    try:
+        value = found.attrs.get(name, b"")
+    except (OSError, TypeError, ValueError):
+        return b""
+    return value.encode() if isinstance(value, str) else bytes(value) if isinstance(value, bytes) else b""
+
+
+def name_in_store(path: str) -> str:
+    """What a dataset at `path` is called: NetCDF-4 hides a variable named like a dim that it is no coordinate of."""
+    group, slash, name = path.strip("/").rpartition("/")
+    return group + slash + name.removeprefix(_NOT_A_COORDINATE)
+
+
+def dims_of(dataset: Any, by_id: Mapping[int, str]) -> tuple[str, ...]:
+    """The names of a dataset's dims.
+
+    `by_id` are the names of the file's NetCDF-4 dims by their number, which a coordinate variable of several dims has
+    in place of attached scales.
+    """
+    own = str(dataset.name).rpartition("/")[2]
+    numbers = dataset.attrs.get("_Netcdf4Coordinates")
+    if numbers is not None and len(numbers) == dataset.ndim and all(int(n) in by_id for n in numbers):
+        return _apart([by_id[int(n)] for n in numbers])
+    if is_scale(dataset):
+        return (own.removeprefix(_NOT_A_COORDINATE),) + tuple(f"dim_{i}" for i in range(1, dataset.ndim))
+    scales = [_scale_of(dataset, i) for i in range(dataset.ndim)]
+    if own == "fields" and len(scales) == len(MAKANI) and _of_makani(scales):
+        return MAKANI
+    return _apart([scale or f"dim_{i}" for i, scale in enumerate(scales)])
+
+
+def _of_makani(scales: Sequence[str | None]) -> bool:
+    """Whether dims have no scales, or those that makani's own tool attaches."""
+    return all(scale in (None, name, "timestamp") for scale, name in zip(scales, MAKANI, strict=True))
+
+
+def _apart(names: Sequence[str]) -> tuple[str, ...]:
+    """Dims that share one scale, told apart by position."""
+    return tuple(f"{n}_{i}" if n in names[:i] else n for i, n in enumerate(names))
+
+
+def _scale_of(dataset: Any, dim: int) -> str | None:
+    try:
+        scales = dataset.dims[dim]
+        return str(scales[0].name).rpartition("/")[2] if len(scales) else None
+    except (KeyError, RuntimeError, OSError, ValueError, TypeError) as e:
+        raise UnsupportedStoreError(
+            f"dataset {dataset.name!r} has a damaged list of dimension scales for its dim {dim}: {e}"
+        ) from e
+
+
+def ids_of(datasets: Sequence[Any]) -> dict[int, str]:
+    """The names of NetCDF-4 dims by number."""
+    return {
+        int(d.attrs["_Netcdf4Dimid"]): str(d.name).rpartition("/")[2]
+        for d in datasets
+        if is_scale(d) and "_Netcdf4Dimid" in d.attrs
+    }

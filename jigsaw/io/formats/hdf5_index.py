@@ -1,0 +1,257 @@
+"""Where the chunks of HDF5 datasets lie: asked of libhdf5 once, and kept in a cache directory.
+
+libhdf5 is not thread safe, and h5py holds one lock around all of it: everything here that calls it holds `LIBRARY`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
+from jigsaw.io.formats.seekable import Seekable
+from jigsaw.io.table import ChunkRef, Index
+
+LIBRARY = threading.RLock()
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+_COLUMNS = 4  # place in the grid, offset, length, mask
+_WORTH_KEEPING = 4096
+"""Indices of fewer chunks are asked for again: that takes a few milliseconds."""
+_FORMAT = 1
+
+
+def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path | None:
+    """Where indices are kept: `chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw; an empty name is none."""
+    if chosen is None:
+        chosen = os.environ.get("JIGSAW_CACHE")
+    if chosen is None:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        chosen = os.path.join(base, "jigsaw")
+    return Path(chosen) if os.fspath(chosen) else None
+
+
+class Source:
+    """One HDF5 file: its bytes through `files`, its metadata through h5py; both of the file as it was when opened.
+
+    `cache` is the folder of indices, or None.
+
+    Raises: `UnsupportedStoreError` when there is no such file, or h5py cannot open it.
+    """
+
+    def __init__(self, path: str, files: Files, cache: Path | None = None) -> None:
+        self.path, self.files, self.cache = path, files, cache
+        self.is_local = isinstance(files, Local)
+        stamp = self._stamp()
+        if stamp is None:
+            raise UnsupportedStoreError(f"{path!r} does not exist")
+        self.size, self.changed = stamp
+        self._slow: Any = None
+
+    def _stamp(self) -> tuple[int, int] | None:
+        if not self.is_local:
+            size = self.files.size(self.path)
+            return None if size is None else (size, 0)
+        try:
+            found = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size, found.st_mtime_ns
+
+    def check(self) -> None:
+        """Raises `BadChunkError` when the file on disk is not the one that was opened."""
+        if not self.is_local:
+            return
+        stamp = self._stamp()
+        if stamp is not None and stamp[0] < self.size:
+            raise ShortChunkError(
+                f"the file had {self.size} bytes when it was opened and has {stamp[0]} now; open the store again"
+            )
+        if stamp != (self.size, self.changed):
+            raise BadChunkError("the file has changed since it was opened; open the store again")
+
+    def has(self, offset: int, length: int) -> None:
+        """Raises `ShortChunkError` when the file ends before these bytes do: before anybody makes room for them."""
+        if offset + length > self.size:
+            raise ShortChunkError(f"it should have {length} bytes at {offset} and the file has {self.size}")
+
+    @contextmanager
+    def opened(self) -> Generator[h5py.File]:
+        """The file in h5py, under the lock, closed afterwards."""
+        with LIBRARY:
+            file = self._open()
+            try:
+                yield file
+            finally:
+                file.close()
+
+    def _open(self) -> h5py.File:
+        try:
+            self.check()
+            if self.is_local:
+                return h5py.File(self.path, "r", locking="best-effort")  # some shared file systems have no locks
+            return h5py.File(Seekable(self.files, self.path), "r")
+        except (OSError, BadChunkError) as e:
+            kind = TruncatedError if "truncated" in str(e) or isinstance(e, ShortChunkError) else UnsupportedStoreError
+            raise kind(f"{self.path!r} cannot be opened as HDF5: {e}") from e
+
+    def slowly(self, name: str, box: tuple[Any, ...]) -> NDArray[Any]:
+        """Values by libhdf5, one caller at a time; the file stays open for the next."""
+        with LIBRARY:
+            if self._slow is None:
+                self._slow = self._open()
+            self.check()
+            return np.asarray(self._slow[name][box])
+
+    def __del__(self) -> None:
+        if getattr(self, "_slow", None):
+            with LIBRARY:
+                self._slow.close()
+
+
+# -- the index of one dataset ----------------------------------------------------------------------------------------
+
+
+class Chunks:
+    """The chunks of a dataset that is stored in chunks.
+
+    `exact` is the size that every chunk must have, for values that are stored as they are: a part of a chunk that is
+    shorter would be read from its neighbour.
+    """
+
+    def __init__(self, source: Source, name: str, shape: Index, chunks: Index, exact: int | None) -> None:
+        self._source, self._name, self._chunks, self._exact = source, name, chunks, exact
+        self._grid = tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
+        self._rows: NDArray[np.int64] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def files(self) -> Files:
+        return self._source.files
+
+    def path(self, index: Index) -> str:
+        return self._source.path
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        """Raises `BadChunkError` when the file has changed, or the chunk is not what the file has room for."""
+        self._source.check()
+        rows = self._rows if self._rows is not None else self._index()
+        flat = 0
+        for i, n in zip(index, self._grid, strict=True):
+            flat = flat * n + i
+        at = flat if len(rows) == prod(self._grid) else int(np.searchsorted(rows[:, 0], flat))
+        if at >= len(rows) or rows[at, 0] != flat:
+            return None
+        _, offset, length, mask = rows[at].tolist()
+        self._source.has(offset, length)
+        if self._exact is not None and length != self._exact:
+            raise BadChunkError(f"it has {length} bytes and the chunk has {self._exact}")
+        return ChunkRef(self._source.path, offset, length, mask)
+
+    def _index(self) -> NDArray[np.int64]:
+        with self._lock:
+            if self._rows is None:
+                self._rows = _kept(self._source, self._name, self._grid, self._ask)
+            return self._rows
+
+    def _ask(self) -> NDArray[np.int64]:
+        found: list[tuple[Any, ...]] = []
+        what = f"array {self._name!r} in {self._source.path}"
+        with self._source.opened() as file:
+            try:
+                _each_chunk(file[self._name].id, lambda c: found.append((*c.chunk_offset, *_place(c))))
+                table = np.array(found, np.int64).reshape(len(found), len(self._grid) + 3)
+                return _rows_of(table, self._chunks, self._grid, what)
+            except (OSError, RuntimeError, KeyError, ValueError, OverflowError) as e:
+                raise CorruptChunkError(f"{what}: its index of chunks is damaged: {e}") from e
+
+
+def _place(chunk: Any) -> tuple[int, int, int]:
+    return chunk.byte_offset, chunk.size, chunk.filter_mask
+
+
+def _each_chunk(dataset: Any, see: Callable[[Any], None]) -> None:
+    """Libhdf5 before 1.12.3 can only tell the chunks one by one."""
+    if hasattr(dataset, "chunk_iter"):
+        dataset.chunk_iter(see)
+    else:
+        for i in range(dataset.get_num_chunks()):
+            see(dataset.get_chunk_info(i))
+
+
+def _rows_of(table: NDArray[np.int64], chunks: Index, grid: Index, what: str) -> NDArray[np.int64]:
+    """The index, sorted by place in the grid.
+
+    Raises: `CorruptChunkError` for chunks off the grid, outside of it, or twice at one place.
+    """
+    corners = table[:, : len(grid)]
+    places, rests = np.divmod(corners, np.array(chunks, np.int64))
+    if rests.any() or (places < 0).any() or (places >= np.array(grid, np.int64)).any() or (table < 0).any():
+        raise CorruptChunkError(f"{what}: its index of chunks has places that its grid {grid} does not have")
+    flat = np.zeros(len(table), np.int64)
+    for d, n in enumerate(grid):
+        flat = flat * n + places[:, d]
+    rows = np.column_stack([flat, table[:, len(grid) :]])[np.argsort(flat, kind="stable")]
+    if (np.diff(rows[:, 0]) == 0).any():
+        raise CorruptChunkError(f"{what}: its index has two chunks at one place")
+    return rows
+
+
+# -- the cache -------------------------------------------------------------------------------------------------------
+
+
+def _kept(source: Source, name: str, grid: Index, ask: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The index of a dataset from the cache; else asked for, and put there when it is long.
+
+    A cached index is for one path, size, time of change and grid; one that is damaged or for another file is replaced.
+    The cache is never required: what cannot be read or written is passed over.
+    """
+    place = None
+    if source.cache is not None and source.is_local:
+        digest = blake2b(f"{os.path.abspath(source.path)}\0{name}".encode(), digest_size=16).hexdigest()
+        place = source.cache / f"hdf5-{digest}.npz"
+        found = _read(place, source, grid)
+        if found is not None:
+            return found
+    rows = ask()
+    if place is not None and len(rows) >= _WORTH_KEEPING:
+        _write(place, source, grid, rows)
+    return rows
+
+
+def _key(source: Source, grid: Index) -> NDArray[np.int64]:
+    return np.array([_FORMAT, source.size, source.changed, *grid], np.int64)
+
+
+def _read(place: Path, source: Source, grid: Index) -> NDArray[np.int64] | None:
+    try:
+        with np.load(place, allow_pickle=False) as kept:
+            key, rows = kept["key"], kept["rows"]
+    except Exception:  # the archive has checksums of its own, and a damaged one may raise anything
+        return None
+    sound = rows.dtype == np.int64 and rows.ndim == 2 and rows.shape[1] == _COLUMNS
+    return rows if sound and np.array_equal(key, _key(source, grid)) else None
+
+
+def _write(place: Path, source: Source, grid: Index, rows: NDArray[np.int64]) -> None:
+    unfinished = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as out:
+            np.savez_compressed(out, key=_key(source, grid), rows=rows)
+        unfinished.replace(place)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)

@@ -1,0 +1,295 @@
+"""HDF5 datasets whose values lie in other files: virtual datasets as tables over their sources, and external storage.
+
+A virtual dataset becomes a table where its mappings are boxes that fit one grid of chunks; else libhdf5 reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import UnsupportedStoreError
+from jigsaw.io.fetch.files import Files
+from jigsaw.io.formats.hdf5_filters import Pipeline
+from jigsaw.io.formats.hdf5_index import Source
+from jigsaw.io.table import ArrayTable, ChunkRef, Index, Places
+from jigsaw.layout import Box
+
+_LARGEST_GRID = 1 << 26
+SLAB = 1 << 24
+_ENOUGH = 1 << 20
+
+
+def neighbour(source: Source, name: str, outside: bool, what: str) -> str:
+    """The path of a file that an HDF5 file names, relative to its own folder.
+
+    Raises: `UnsupportedStoreError` for one outside of that folder, unless `outside` allows it.
+    """
+    folder = os.path.dirname(source.path)
+    if os.path.isabs(name):
+        name = os.path.relpath(name, os.path.abspath(folder)) if source.is_local else name
+    name = posixpath.normpath(name)
+    if not outside and (os.path.isabs(name) or name.split("/")[0] == ".."):
+        raise UnsupportedStoreError(
+            f"{what} in {source.path} points to {name!r}, outside of the file's folder; if you trust the file, open it "
+            "with jigsaw.io.open_hdf5(path, outside=True)"
+        )
+    return posixpath.join(folder, name)
+
+
+# -- values that lie in one piece ------------------------------------------------------------------------------------
+
+
+def slab_of(shape: Index, itemsize: int) -> Index:
+    """Pieces of a contiguous array: as many leading rows as have a megabyte, and at most 16 of them."""
+    chunks, size = list(shape), prod(shape) * itemsize
+    for d, n in enumerate(shape):
+        row = size // max(n, 1)
+        if row <= SLAB:
+            chunks[d] = max(1, min(n, _ENOUGH // max(row, 1)))
+            break
+        chunks[d], size = 1, row
+    return tuple(max(1, c) for c in chunks)
+
+
+class Slabs:
+    """The virtual chunks of an array that lies in one piece, from `offset` on; None where nothing was ever written."""
+
+    def __init__(self, source: Source, offset: int | None, shape: Index, chunks: Index, itemsize: int) -> None:
+        self._source, self._offset = source, offset
+        self._shape, self._chunks, self._itemsize = shape, chunks, itemsize
+
+    def cut(self, chunks: Index) -> Slabs:
+        """The same array in other pieces."""
+        return Slabs(self._source, self._offset, self._shape, chunks, self._itemsize)
+
+    @property
+    def files(self) -> Files:
+        return self._source.files
+
+    def path(self, index: Index) -> str:
+        return self._source.path
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        """Raises `BadChunkError` when the file has changed, `ShortChunkError` when it ends before the array does."""
+        self._source.check()
+        if self._offset is None:
+            return None
+        start, count = 0, 1
+        for i, c, n in zip(index, self._chunks, self._shape, strict=True):
+            start = start * n + i * c
+            count *= min(c, n - i * c)
+        at, length = self._offset + start * self._itemsize, count * self._itemsize
+        self._source.has(at, length)
+        return ChunkRef(self._source.path, at, length)
+
+
+class Whole:
+    """An array that only libhdf5 reads, a box at a time; its stored size is not known."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def files(self) -> Files:
+        return self._source.files
+
+    def path(self, index: Index) -> str:
+        return self._source.path
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        self._source.check()
+        return ChunkRef(self._source.path, 0, None)
+
+
+def external_source(dataset: Any, source: Source, outside: bool) -> tuple[Source, int] | None:
+    """The raw file that holds a dataset's values, and where they begin; None when they are in the HDF5 file itself.
+
+    Raises: `UnsupportedStoreError` for several files, or one outside of the folder.
+    """
+    plist = dataset.id.get_create_plist()
+    count = plist.get_external_count()
+    if not count:
+        return None
+    if count > 1:
+        raise UnsupportedStoreError(
+            f"dataset {dataset.name!r} in {source.path} is stored in {count} external files, not one; rewrite it"
+        )
+    name, offset, _ = plist.get_external(0)
+    path = neighbour(source, os.fsdecode(name), outside, f"the external storage of dataset {dataset.name!r}")
+    return Source(path, source.files), int(offset)
+
+
+# -- virtual datasets ------------------------------------------------------------------------------------------------
+
+
+class _Mapping(NamedTuple):
+    """A box of a virtual dataset, and the box of a source that it shows."""
+
+    to: Box
+    at: Box
+    table: ArrayTable
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The chunks of one source within the virtual grid: `shift` is added to an index, leading dims dropped first."""
+
+    places: Places
+    shift: Index
+
+    def index(self, index: Index) -> Index:
+        own = index[len(index) - len(self.shift) :]
+        return tuple(i + s for i, s in zip(own, self.shift, strict=True))
+
+
+class Mapped:
+    """The chunks of a virtual dataset: `owner` says for each of the grid which piece has it, -1 for none."""
+
+    def __init__(self, source: Source, pieces: Sequence[_Piece], owner: NDArray[np.int32]) -> None:
+        self._source, self._pieces, self._owner = source, pieces, owner
+
+    @property
+    def files(self) -> Files:
+        return self._source.files
+
+    def path(self, index: Index) -> str:
+        owner = int(self._owner[index])
+        return self._source.path if owner < 0 else self._pieces[owner].places.path(self._pieces[owner].index(index))
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        self._source.check()
+        owner = int(self._owner[index])
+        return None if owner < 0 else self._pieces[owner].places.locate(self._pieces[owner].index(index))
+
+
+class Grid(NamedTuple):
+    """What the sources of a virtual dataset make together."""
+
+    chunks: Index
+    clipped: bool
+    decoder: Pipeline
+    places: Mapped
+
+
+def virtual_grid(
+    dataset: Any, source: Source, outside: bool, fill: Any, table_of: Callable[[str, str], ArrayTable | None]
+) -> Grid | None:
+    """The table of a virtual dataset; None where its mappings fit no grid.
+
+    `table_of` gives the table of a dataset of another file.
+
+    Raises: `UnsupportedStoreError` for a source outside of the folder, or one that is missing (libhdf5 would take fill
+    values for it).
+    """
+    mappings: list[_Mapping] = []
+    regular = True
+    for each in dataset.virtual_sources():
+        what = f"the virtual dataset {dataset.name!r}"
+        path = source.path if each.file_name == "." else neighbour(source, each.file_name, outside, what)
+        to, at = _box(each.vspace), _box(each.src_space)
+        if "%" in each.file_name or to is None:
+            regular = False  # a pattern of names, which grows
+            continue
+        if path != source.path and source.files.size(path) is None:
+            raise UnsupportedStoreError(f"{what} in {source.path} needs {path}, which does not exist; bring it back")
+        table = table_of(path, each.dset_name)
+        regular &= table is not None and at is not None
+        if table is not None and at is not None:
+            at = at or tuple((0, n) for n in table.shape)
+            mappings.append(_Mapping(to or tuple((0, n) for n in dataset.shape), at, table))
+    return _grid(dataset, source, mappings, fill) if regular and mappings else None
+
+
+def _box(space: Any) -> Box | None:
+    """The box that a dataspace selects; empty for all of it, None for anything else."""
+    if space.get_select_type() == h5py.h5s.SEL_ALL:
+        return ()
+    if space.get_select_type() != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
+        return None
+    start, stride, count, block = space.get_regular_hyperslab()
+    edges: list[tuple[int, int]] = []
+    for a, s, n, b in zip(start, stride, count, block, strict=True):
+        if n >= 2**63 or b >= 2**63 or (n > 1 and s != b):
+            return None
+        edges.append((int(a), int(a + n * b)))
+    return tuple(edges)
+
+
+def _grid(dataset: Any, source: Source, mappings: Sequence[_Mapping], fill: Any) -> Grid | None:
+    shape = tuple(dataset.shape)
+    mappings = _recut(mappings, shape)
+    first = mappings[0].table
+    decoder, extra = first.decoder, len(shape) - first.ndim
+    if (
+        not isinstance(decoder, Pipeline)
+        or extra < 0
+        or not all(_alike(m.table, first, dataset, fill) for m in mappings)
+    ):
+        return None
+    chunks = (1,) * extra + first.chunks
+    grid = tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
+    if prod(grid) > _LARGEST_GRID:
+        return None
+    owner, pieces = np.full(grid, -1, np.int32), list[_Piece]()
+    for m in mappings:
+        at = tuple((0, 1) for _ in range(extra)) + m.at
+        if not _fits(m.to, at, chunks, shape, (1,) * extra + m.table.shape):
+            return None
+        taken = tuple(slice(a // c, -(-b // c)) for (a, b), c in zip(m.to, chunks, strict=True))
+        if (owner[taken] >= 0).any():
+            return None
+        owner[taken] = len(pieces)
+        shift = tuple(a // c - t // c for (a, _), (t, _), c in zip(at, m.to, chunks, strict=True))[extra:]
+        pieces.append(_Piece(m.table.places, shift))
+    whole = Pipeline(decoder.dtype, tuple(range(len(shape))), decoder.filters)
+    return Grid(chunks, first.clipped, whole, Mapped(source, pieces, owner))
+
+
+def _recut(mappings: Sequence[_Mapping], shape: Index) -> Sequence[_Mapping]:
+    """Sources that lie in one piece each are cut where the mappings begin and end along their leading dim."""
+    places = [m.table.places for m in mappings if isinstance(m.table.places, Slabs)]
+    if len(places) < len(mappings) or any(not m.at for m in mappings):
+        return mappings
+    lead = len(shape) - mappings[0].table.ndim
+    inner = [m for m in mappings if m.to[lead][1] < shape[lead]]
+    ends = gcd(*(m.to[lead][0] for m in mappings), *(m.at[0][0] for m in mappings), *(m.to[lead][1] for m in inner))
+    most = min(m.table.chunks[0] for m in mappings)
+    rows = next(n for n in range(most, 0, -1) if ends % n == 0)
+    cut = (rows, *mappings[0].table.chunks[1:])
+    return [
+        m._replace(table=replace(m.table, chunks=cut, places=slabs.cut(cut)))
+        for m, slabs in zip(mappings, places, strict=True)
+    ]
+
+
+def _alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> bool:
+    """Whether a source's chunks decode as the first one's, to values that need no conversion."""
+    same = (
+        table.ndim == first.ndim
+        and table.chunks == first.chunks
+        and table.clipped == first.clipped
+        and not table.lengths
+    )
+    fills = table.fill_value == fill or (table.fill_value != table.fill_value and fill != fill)
+    return same and fills and table.decoder == first.decoder and np.dtype(table.dtype) == dataset.dtype
+
+
+def _fits(to: Box, at: Box, chunks: Index, shape: Index, source: Index) -> bool:
+    """Whether a mapping begins and ends where chunks do, on both sides."""
+    if len(at) != len(to):
+        return False
+    for (t0, t1), (a0, a1), c, n, m in zip(to, at, chunks, shape, source, strict=True):
+        if t1 - t0 != a1 - a0 or t0 % c or a0 % c or a1 > m or t1 > n:
+            return False
+        if (t1 - t0) % c and (t1 != n or a1 != m):
+            return False
+    return True

@@ -1,0 +1,65 @@
+"""Zlib streams by libdeflate, straight into the caller's memory and without the GIL.
+
+The library comes with the wheel ``deflate``, whose own functions hold the GIL and give back memory of their own; its
+exported C functions are called instead.  Without the wheel, or where it hides them, Python's zlib decodes: the same
+values in about twice the time.  One core, a float32 field of 4 MB, shuffled, level 4: libdeflate 9 ms, ISA-L 14,
+zlib-ng 11, zlib 20.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from jigsaw.io.formats.codecs import BadChunkError, Bytes, Decoder
+
+_WHY = {1: "its compressed stream is damaged or cut short", 2: "it decodes to fewer", 3: "it decodes to more"}
+
+
+@cache
+def library() -> Any:
+    """The C functions of libdeflate; None where they are not to be had."""
+    try:
+        found = ctypes.CDLL(str(import_module("deflate._deflate").__file__))
+        found.libdeflate_alloc_decompressor.restype = ctypes.c_void_p
+        found.libdeflate_free_decompressor.argtypes = [ctypes.c_void_p]
+        found.libdeflate_free_decompressor.restype = None
+        call = found.libdeflate_zlib_decompress
+    except (ImportError, OSError, AttributeError):
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    call.argtypes, call.restype = [pointer, pointer, size, pointer, size, pointer], ctypes.c_int
+    return found
+
+
+class _Engine(threading.local):
+    """A decompressor of each thread."""
+
+    def __init__(self) -> None:
+        self.library = library()
+        self.handle = self.library and self.library.libdeflate_alloc_decompressor()
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self.library.libdeflate_free_decompressor(self.handle)
+
+
+_engine = _Engine()
+
+
+def inflate(raw: Bytes, out: Bytes, decoder: Decoder) -> None:
+    """Decode a zlib stream that fills `out`; `decoder` is what does it without libdeflate.
+
+    Raises: `BadChunkError` when it is damaged, cut short, or decodes to another size.
+    """
+    if not _engine.handle:
+        decoder.decode(raw, out)
+        return
+    decode = _engine.library.libdeflate_zlib_decompress
+    failed = decode(_engine.handle, raw.ctypes.data, raw.size, out.ctypes.data, out.size, None)
+    if failed:
+        size = "" if failed == 1 else f" than the chunk's {out.size} bytes"
+        raise BadChunkError(_WHY.get(failed, f"libdeflate failed with {failed}") + size)

@@ -1,0 +1,373 @@
+"""Many files along time as one store: what each holds is joined, however each of them is stored.
+
+Opening reads the metadata, the times and the one-dimensional coordinates of every file, 16 at a time; a file's chunks
+are looked up when a sample first needs them, and the last 64 files stay open.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.coords import role_of
+from jigsaw.io.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.formats import values as _values
+from jigsaw.io.formats.members import Members
+from jigsaw.io.formats.plain import read_box
+from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
+from jigsaw.io.times import TimeAxis, decode_times
+from jigsaw.layout import Box
+
+_OPENERS = 16
+_KEPT = 64
+_PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+
+Opener = Callable[[str], Store]
+
+
+def claims(url: Any) -> bool:
+    """Whether a path has the wildcards ``* ? [`` and is no file itself, or is a list of paths."""
+    if isinstance(url, str):
+        return "://" not in url and glob.has_magic(url) and not os.path.exists(url)
+    return isinstance(url, list | tuple) and bool(url) and all(isinstance(p, str | os.PathLike) for p in url)
+
+
+def open_many(
+    paths: str | Sequence[str | os.PathLike[str]], opener: Opener | None = None, along: str | None = None
+) -> Store:
+    """The files that a glob string or a list names, joined along time; formats may be mixed.
+
+    Every file is read with its own chunks, dtype, scale and offset, and times in its own units.  Files are ordered by
+    their times, or as they are given (a glob: by name) when they have none.  What has no time is taken from the first.
+    `along` is the dim that is joined, by default the one of time; `opener` opens one file, by default `open_store`.
+
+    A gap in time is told of in the store's `notes`; no window crosses it.
+
+    Raises: `UnsupportedStoreError` when there is no file; `GridError` naming the file for one on another grid, in other
+    units, that lacks an array, or whose times overlap with another's; what opening a file raises.
+    """
+    files = _Files(_listed(paths), opener or _open_store())
+    first = files.store(files.paths[0])
+    dim = along or _time_dim(first)
+    with ThreadPoolExecutor(min(_OPENERS, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
+        found = list(pool.map(partial(_index, files, dim), files.paths))
+    for other in found[1:]:
+        _check_alike(found[0], other, dim)
+    series = _ordered([f for f in found if f.steps] or found[:1])
+    return _Joined(files, series, dim).store()
+
+
+def _open_store() -> Opener:
+    from jigsaw.io.store import open_store
+
+    return open_store
+
+
+def _listed(paths: str | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    found = sorted(glob.glob(paths, recursive=True)) if isinstance(paths, str) else [os.fspath(p) for p in paths]
+    if not found:
+        raise UnsupportedStoreError(f"{paths!r} names no file")
+    if len(set(found)) != len(found):
+        twice = next(p for p in found if found.count(p) > 1)
+        raise GridError(f"the list of files names {twice!r} twice")
+    return tuple(found)
+
+
+def _time_dim(store: Store) -> str:
+    dims = dict.fromkeys(d for table in store.arrays.values() for d in table.dims)
+    roles = {d: role_of(d, store.arrays[d].attrs if d in store.arrays else {}) for d in dims}
+    for role in ("time", "init"):
+        meant = [d for d, found in roles.items() if found == role]
+        if len(meant) == 1:
+            return meant[0]
+    raise GridError(
+        f"{store.url} has the dims {list(dims)}, of which not exactly one is time; say which one joins the files, with "
+        f"jigsaw.io.open_many(paths, along={next(iter(dims), 'time')!r})"
+    )
+
+
+class _Files:
+    """The files by path, opened when they are needed; the last ones stay open."""
+
+    def __init__(self, paths: tuple[str, ...], opener: Opener) -> None:
+        self.paths, self._opener = paths, opener
+        self._open: OrderedDict[str, Store] = OrderedDict()
+        self._stamps: dict[str, tuple[int, int] | None] = {}
+        self._lock = threading.Lock()
+
+    def store(self, path: str) -> Store:
+        """Raises: `CorruptChunkError` when the file is another than the first time."""
+        with self._lock:
+            if path in self._open:
+                self._open.move_to_end(path)
+                return self._open[path]
+        stamp = _stamp(path)
+        opened = self._opener(path)
+        with self._lock:
+            if self._stamps.setdefault(path, stamp) != stamp:
+                raise CorruptChunkError(f"{path} has changed since it was opened; open the files again")
+            self._open[path] = opened
+            if len(self._open) > _KEPT:
+                self._open.popitem(last=False)
+        return opened
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+# -- what is known of a file -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One array of a file: `packing` is what turns its stored values into those meant."""
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    units: str
+    packing: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _File:
+    """What is kept of every file: the shape of its arrays, its coordinates, its times if it has any."""
+
+    path: str
+    steps: int
+    axis: TimeAxis | None
+    units: str
+    arrays: Mapping[str, _Shape]
+    coords: Mapping[str, NDArray[Any]]
+
+
+def _index(files: _Files, dim: str, path: str) -> _File:
+    try:
+        return _indexed(files, dim, path)
+    except ReadError as e:
+        raise e if path in str(e) else type(e)(f"{path}: {e}") from e
+
+
+def _indexed(files: _Files, dim: str, path: str) -> _File:
+    store = files.store(path)
+    arrays = {
+        name: _Shape(
+            t.dims, t.shape, np.dtype(t.dtype), str(t.attrs.get("units", "")), (t.scale, t.offset, t.masks, t.dtype)
+        )
+        for name, t in store.arrays.items()
+    }
+    sizes = {s.shape[s.dims.index(dim)] for s in arrays.values() if dim in s.dims}
+    if len(sizes) != 1:
+        raise GridError(f"{path} has no dim {dim!r} along which files are joined, or of several sizes {sorted(sizes)}")
+    coords = {n: store.read_small(n) for n, s in arrays.items() if s.dims == (n,) and n != dim}
+    table = store.arrays.get(dim)
+    axis, units = None, ""
+    if table is not None and table.dims == (dim,) and min(sizes):
+        raw = store.read_small(dim)
+        plain = (table.scale, table.offset) == (1.0, 0.0)
+        axis, units = decode_times(raw if plain else raw * table.scale + table.offset, table.attrs), arrays[dim].units
+    return _File(path, sizes.pop(), axis, units, arrays, coords)
+
+
+def _check_alike(first: _File, other: _File, dim: str) -> None:
+    """Raises: `GridError` naming the file that is unlike the first."""
+    for name, mine in first.arrays.items():
+        theirs = other.arrays.get(name)
+        if theirs is None:
+            raise GridError(
+                f"{other.path} has no array {name!r}, which {first.path} has; join files with the same ones"
+            )
+        if _grid(mine, dim) != _grid(theirs, dim):
+            raise GridError(
+                f"{other.path} lies on another grid than {first.path}: array {name!r} is {_shown(theirs)} there and "
+                f"{_shown(mine)} here"
+            )
+        if mine.units != theirs.units and " since " not in mine.units:
+            raise GridError(
+                f"{other.path} has array {name!r} in units {theirs.units!r} and {first.path} in {mine.units!r}"
+            )
+    for name, values in first.coords.items():
+        if not np.array_equal(values, other.coords[name]):
+            raise GridError(f"{other.path} lies on another grid than {first.path}: its {name!r} has other values")
+
+
+def _grid(array: _Shape, dim: str) -> list[tuple[str, int | None]]:
+    return [(d, None if d == dim else n) for d, n in zip(array.dims, array.shape, strict=True)]
+
+
+def _shown(array: _Shape) -> str:
+    return ", ".join(f"{d} {n}" for d, n in zip(array.dims, array.shape, strict=True)) or "a scalar"
+
+
+def _ordered(found: list[_File]) -> list[_File]:
+    """The files by their times.
+
+    Raises: `GridError` naming two files of which the times overlap, or cannot be compared.
+    """
+    without = [f for f in found if f.axis is None]
+    if without:
+        if len(without) < len(found):
+            raise GridError(f"{without[0].path} has no times, and others of the files have")
+        return found
+    kinds = {f.path: (_stamps(f).dtype.kind, getattr(_stamps(f)[0], "calendar", "")) for f in found}
+    odd = [f for f in found if kinds[f.path] != kinds[found[0].path]]
+    odd += [f for f in found if _stamps(f).dtype.kind not in "mMO" and f.units != found[0].units]
+    if odd:
+        raise GridError(f"the times of {odd[0].path} and {found[0].path} are in other calendars or units")
+    series = sorted(found, key=lambda f: _stamps(f)[0])
+    for one, after in pairwise(series):
+        if _stamps(one)[-1] >= _stamps(after)[0]:
+            raise GridError(
+                f"the times of two files overlap: {one.path} ends at {_stamps(one)[-1]} and {after.path} begins at "
+                f"{_stamps(after)[0]}; leave one out, or cut it"
+            )
+    return series
+
+
+def _stamps(file: _File) -> NDArray[Any]:
+    assert file.axis is not None
+    return file.axis.stamps
+
+
+# -- joined ----------------------------------------------------------------------------------------------------------
+
+
+class _Joined:
+    """The arrays of a series of files, as those of one store."""
+
+    def __init__(self, files: _Files, series: list[_File], dim: str) -> None:
+        self.files, self.series, self.dim = files, series, dim
+        self.edges = (0, *accumulate(f.steps for f in series))
+        self.first = files.store(series[0].path)
+
+    def store(self) -> Store:
+        """A store whose arrays along time are joined."""
+        arrays = dict(self.first.arrays)
+        held: dict[str, NDArray[Any]] = {}
+        members: dict[str, tuple[str, str]] = {}
+        for name, table in self.first.arrays.items():
+            if self.dim in table.dims:
+                names = {f"{name} of {f.path}": (f.path, name) for f in self.series}
+                members |= names
+                arrays[name] = self._array(table, Members(table.dims.index(self.dim), tuple(names), self.edges))
+        notes: tuple[str, ...] = ()
+        if self.series[0].axis is not None:
+            arrays[self.dim], held[self.dim] = self._times()
+            notes = tuple(self._gaps(held[self.dim], arrays[self.dim].attrs))
+
+        def read_small(name: str) -> NDArray[Any]:
+            if name in held:
+                return held[name]
+            joined = arrays[name]
+            if joined.members is None or joined.load_slowly is None:
+                return self.first.read_small(name)
+            return joined.load_slowly(tuple((0, n) for n in joined.shape))
+
+        url = f"{len(self.series)} files {self.series[0].path} to {self.series[-1].path}"
+        return Store(url, _Tables(arrays, members, self.files), self.first.attrs, read_small, notes)
+
+    def _times(self) -> tuple[ArrayTable, NDArray[Any]]:
+        """One time coordinate of all files: dates where they have units, so that units may differ."""
+        stamps = np.concatenate([_stamps(f) for f in self.series])
+        dropped = {"units", "calendar", *_PACKING} if stamps.dtype.kind in "mMO" else set(_PACKING)
+        attrs = {k: v for k, v in self.first.arrays[self.dim].attrs.items() if k not in dropped}
+        return _values.table_of(self.dim, stamps, (self.dim,), attrs, "the times of all files"), stamps
+
+    def _gaps(self, stamps: NDArray[Any], attrs: Mapping[str, Any]) -> Iterator[str]:
+        for i in decode_times(stamps, attrs).breaks:
+            one, after = (self.series[bisect_right(self.edges, step) - 1].path for step in (i, i + 1))
+            where = f"in {one}" if one == after else f"between {one} and {after}"
+            yield f"a gap in time {where}: {stamps[i]} is followed by {stamps[i + 1]}"
+
+    def _array(self, table: ArrayTable, members: Members) -> ArrayTable:
+        """One array of all files: its members are what is planned; read itself, it has one dtype and scale for all."""
+        same = len({f.arrays[table.name].packing for f in self.series}) == 1
+        at, steps = members.dim, self.edges[-1]
+        return replace(
+            table,
+            shape=(*table.shape[:at], steps, *table.shape[at + 1 :]),
+            dtype=table.dtype if same else "<f8",
+            chunks=(*table.shape[:at], 1, *table.shape[at + 1 :]),
+            attrs=table.attrs if same else {k: v for k, v in table.attrs.items() if k not in _PACKING},
+            masks=table.masks if same else (),
+            decoder=None,
+            places=_Places([f.path for f in self.series], self.edges, at),
+            load_slowly=partial(self._load, table.name, members, not same),
+            lengths={},
+            clipped=True,
+            slices=True,
+            members=members,
+        )
+
+    def _load(self, name: str, members: Members, decoded: bool, box: Box) -> NDArray[Any]:
+        """A box through all files that hold some of it; decoded where they store it differently."""
+        parts = [
+            _read(self.files.store(self.series[i].path).arrays[name], members.local(box, i, rows), decoded)
+            for i, rows in members.inside(box[members.dim])
+        ]
+        return np.concatenate(parts, axis=members.dim)
+
+
+def _read(table: ArrayTable, box: Box, decoded: bool) -> NDArray[Any]:
+    values = read_box(table, box)
+    if not decoded or values.dtype.kind not in "iuf":
+        return values
+    missing = np.isin(values, table.masks) if table.masks else np.zeros(values.shape, bool)
+    return np.where(missing, np.nan, values.astype(np.float64) * table.scale + table.offset)
+
+
+class _Tables(Mapping[str, ArrayTable]):
+    """The joined arrays; what they are made of is found by name, but not listed."""
+
+    def __init__(self, arrays: Mapping[str, ArrayTable], members: Mapping[str, tuple[str, str]], files: _Files) -> None:
+        self._arrays, self._members, self._files = arrays, members, files
+
+    def __getitem__(self, name: str) -> ArrayTable:
+        if name in self._members:
+            path, array = self._members[name]
+            return self._files.store(path).arrays[array]
+        return self._arrays[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._arrays or name in self._members
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+class _Places:
+    """Which file has a step of a joined array."""
+
+    def __init__(self, paths: Sequence[str], edges: Sequence[int], dim: int) -> None:
+        self._paths, self._edges, self._dim = paths, edges, dim
+
+    @property
+    def files(self) -> Files:
+        return Local()
+
+    def path(self, index: Index) -> str:
+        return self._paths[bisect_right(self._edges, index[self._dim]) - 1]
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        return ChunkRef(self.path(index), 0, None)

@@ -1,0 +1,195 @@
+"""NetCDF-3 (classic, 64-bit offset, and CDF-5) as chunk tables, by exact byte ranges.
+
+The header is parsed here, after the NetCDF Classic Format Specification: a variable with the record dim has a row in
+each record, where the rows of all such variables lie one after the other, so every record is a chunk of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jigsaw.io.errors import UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
+from jigsaw.io.formats.packing import masks_of, signed_as_said
+from jigsaw.io.formats.plain import fits, head_of, magic, parsed, size_of, slabs, table_of, whole
+from jigsaw.io.table import ArrayTable, Store
+
+_DIMS, _VARIABLES, _ATTRIBUTES = 10, 11, 12
+_TYPES = {1: ">i1", 2: "S1", 3: ">i2", 4: ">i4", 5: ">f4", 6: ">f8"}
+_TYPES_OF_CDF5 = {7: ">u1", 8: ">u2", 9: ">u4", 10: ">i8", 11: ">u8"}
+_FIRST_READ = 1 << 16
+
+T = TypeVar("T")
+
+
+def claims(url: Any) -> bool:
+    """Whether a local file begins as NetCDF-3 does."""
+    return _version(magic(url, 4)) is not None
+
+
+def _version(head: bytes) -> int | None:
+    return head[3] if len(head) == 4 and head[:3] == b"CDF" and head[3] in (1, 2, 5) else None
+
+
+def open_netcdf3(url: str | os.PathLike[str], files: Files | None = None) -> Store:
+    """The chunk tables of a NetCDF-3 file.
+
+    Raises: `UnsupportedStoreError` for what is no such file, `TruncatedError` for one that ends before its variables
+    do, `CorruptChunkError` for a damaged header.
+    """
+    path, files = os.fspath(url), files or Local(keep=True)
+    tables, attrs = parsed(path, "NetCDF-3", lambda: _read(files, path))
+    return Store(path, tables, attrs, lambda name: whole(tables[name]))
+
+
+def _read(files: Files, path: str) -> tuple[dict[str, ArrayTable], dict[str, Any]]:
+    header = _Header(files, path)
+    return header.tables(), header.attrs
+
+
+@dataclass(frozen=True)
+class _Variable:
+    name: str
+    dims: tuple[int, ...]
+    attrs: dict[str, Any]
+    dtype: np.dtype[Any]
+    begin: int
+
+
+class _Header:
+    """The header of a file, read from its start as far as it goes."""
+
+    def __init__(self, files: Files, path: str) -> None:
+        self._files, self._path = files, path
+        self._size, self._at = size_of(files, path), 0
+        self._read = head_of(files, path, _FIRST_READ)
+        version = _version(self._read[:4])
+        if version is None:
+            raise UnsupportedStoreError(f"{path!r} is no NetCDF-3 file: it begins with {self._read[:4]!r}")
+        self._at = 4
+        self._wide = 8 if version == 5 else 4
+        self._offset = 4 if version == 1 else 8
+        self._types = _TYPES | (_TYPES_OF_CDF5 if version == 5 else {})
+        streaming = 256**self._wide - 1
+        count = self._number(self._wide)
+        self.dims = self._list(_DIMS, self._dim, 2 * self._wide)
+        self.attrs = dict(self._list(_ATTRIBUTES, self._attribute, 2 * self._wide + 4))
+        self.variables = self._list(_VARIABLES, self._variable, 4 * self._wide + 8 + self._offset)
+        self.records = self._streamed() if count == streaming else count
+
+    # -- the grammar -------------------------------------------------------------------------------------------------
+
+    def _take(self, length: int) -> bytes:
+        stop = self._at + length
+        if stop > self._size:
+            raise ShortChunkError(f"its header needs {length} bytes at {self._at}, and the file has {self._size}")
+        if stop > len(self._read):
+            self._read += head_of(self._files, self._path, max(length, len(self._read)), len(self._read))
+        taken, self._at = self._read[self._at : stop], stop
+        return taken
+
+    def _number(self, width: int) -> int:
+        return int.from_bytes(self._take(width), "big")
+
+    def _count(self, least: int) -> int:
+        """A number of entries, each of at least so many bytes: refused before anything is made for them."""
+        count = self._number(self._wide)
+        if count * least > self._size - self._at:
+            raise ShortChunkError(
+                f"its header claims {count} entries at byte {self._at}, more than fit: the file has {self._size} bytes"
+            )
+        return count
+
+    def _list(self, tag: int, entry: Callable[[], T], least: int) -> list[T]:
+        found = self._number(4)
+        count = self._count(least)
+        if found != tag and (found, count) != (0, 0):
+            raise BadChunkError(f"its header has the tag {found} at byte {self._at} where {tag} or 0 belongs")
+        return [entry() for _ in range(count)]
+
+    def _padded(self, length: int) -> bytes:
+        return self._take(length + -length % 4)[:length]
+
+    def _name(self) -> str:
+        return _text(self._padded(self._count(1)))
+
+    def _dim(self) -> tuple[str, int]:
+        return self._name(), self._number(self._wide)
+
+    def _type(self) -> np.dtype[Any]:
+        number = self._number(4)
+        if number not in self._types:
+            raise BadChunkError(f"its header has the type {number} at byte {self._at}, which this format lacks")
+        return np.dtype(self._types[number])
+
+    def _attribute(self) -> tuple[str, Any]:
+        name, dtype = self._name(), self._type()
+        raw = self._padded(self._count(dtype.itemsize) * dtype.itemsize)
+        if dtype.kind == "S":
+            return name, _text(raw.rstrip(b"\0"))
+        values = np.frombuffer(raw, dtype).tolist()
+        return name, values[0] if len(values) == 1 else values
+
+    def _variable(self) -> _Variable:
+        name = self._name()
+        dims = tuple(self._number(self._wide) for _ in range(self._count(self._wide)))
+        attrs = dict(self._list(_ATTRIBUTES, self._attribute, 2 * self._wide + 4))
+        dtype = self._type()
+        self._number(self._wide)  # its size, which is redundant, and wrong for those of 4 GiB or more
+        if any(d >= len(self.dims) for d in dims):
+            raise BadChunkError(f"variable {name!r} has the dims {dims}, and the file has {len(self.dims)}")
+        made = _Variable(name, dims, attrs, dtype, self._number(self._offset))
+        if any(self.dims[d][1] == 0 for d in dims[1:]):
+            raise BadChunkError(f"variable {name!r} has the record dim in another place than the first")
+        return made
+
+    # -- where values lie --------------------------------------------------------------------------------------------
+
+    def _is_record(self, variable: _Variable) -> bool:
+        return bool(variable.dims) and self.dims[variable.dims[0]][1] == 0
+
+    def _row(self, variable: _Variable) -> int:
+        """The bytes of a record variable in one record, without padding."""
+        return prod(self.dims[d][1] for d in variable.dims[1:]) * variable.dtype.itemsize
+
+    @property
+    def _record(self) -> int:
+        """The bytes of a record: rows are padded to 4 bytes, except that of an only record variable."""
+        rows = [self._row(v) for v in self.variables if self._is_record(v)]
+        return rows[0] if len(rows) == 1 else sum(row + -row % 4 for row in rows)
+
+    def _streamed(self) -> int:
+        """The number of records of a file whose writer did not say: as many as there are."""
+        first = min((v.begin for v in self.variables if self._is_record(v)), default=self._size)
+        return max(0, self._size - first) // max(self._record, 1)
+
+    def tables(self) -> dict[str, ArrayTable]:
+        return {v.name: self._table(v) for v in self.variables}
+
+    def _table(self, variable: _Variable) -> ArrayTable:
+        record = self._record if self._is_record(variable) else None
+        shape = [self.dims[d][1] for d in variable.dims]
+        if record is not None:
+            shape[0] = self.records
+        places = slabs(
+            self._files, self._path, variable.begin, shape, variable.dtype.itemsize, record=record if shape else None
+        )
+        fits(variable.name, places, self._size)
+        attrs, dtype = variable.attrs, signed_as_said(variable.dtype, variable.attrs)
+        missing: Sequence[Any] = [attrs[k] for k in ("_FillValue", "missing_value") if k in attrs]
+        dims = [self.dims[d][0] for d in variable.dims]
+        return table_of(variable.name, places, dims, dtype, attrs, masks=masks_of(dtype, missing))
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")

@@ -1,0 +1,241 @@
+"""NIfTI-1 and NIfTI-2 volumes, `.nii` by offset and `.nii.gz` through a decompressed file in the cache.
+
+The first index of a NIfTI image, x, runs fastest, so in memory its dims are ``(time,) z, y, x``.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.formats import unpacked as _unpacked
+from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
+from jigsaw.io.formats.plain import head_of, magic, parsed, size_of, slabs, table_of, whole
+from jigsaw.io.formats.unpacked import Stamp, Unpacked
+from jigsaw.io.table import ArrayTable, Store
+
+NAME = "image"
+"""What the one array of such a file is called."""
+_DIMS = ("x", "y", "z", "time", "dim_5", "dim_6", "dim_7")
+_TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"}
+_UNITS = {1: "m", 2: "mm", 3: "um"}
+_LENGTHS = {348: 1, 540: 2}
+_MOST = 540
+
+
+def claims(url: Any) -> bool:
+    """Whether a local file is named and begins as NIfTI does."""
+    name = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
+    if str(name).endswith(".nii.gz"):
+        return magic(url, 2) == b"\x1f\x8b"
+    return _version(magic(url, _MOST)) is not None
+
+
+def open_nifti(url: str | os.PathLike[str], files: Files | None = None) -> Store:
+    """The array ``image`` of a NIfTI file: ``(time,) z, y, x``, with its affine and voxel sizes among its attributes.
+
+    ``affine`` [4, 4] takes (x, y, z) indices to millimetres (that of sform, else qform, else voxel sizes alone),
+    ``zooms`` are the voxel sizes along x, y, z and time; scl_slope and scl_inter are scale_factor and add_offset.
+
+    Raises: `UnsupportedStoreError` for what is no NIfTI, or of complex or colour values, `TruncatedError` for a file
+    that ends early, `CorruptChunkError` for a damaged header.
+    """
+    path, files = os.fspath(url), files or Local(keep=True)
+    table = parsed(path, "NIfTI", lambda: _packed(path) if path.endswith(".gz") else _plain(files, path))
+    return Store(path, {NAME: table}, dict(table.attrs), lambda name: whole(table))
+
+
+def _plain(files: Files, path: str) -> ArrayTable:
+    size = size_of(files, path)
+    return _table(path, files, _Header.of(path, head_of(files, path, _MOST)), size)
+
+
+def _packed(path: str) -> ArrayTable:
+    """Of a gzip file: its header says how much there is to decompress."""
+    if "://" in path:
+        raise UnsupportedStoreError(f"{path!r} is compressed as a whole and far away; copy it to this machine first")
+    stamp = Stamp.of(path)
+    header = _Header.of(path, _unpacked.head_of(path, _MOST))
+    files = Unpacked(stamp, header.stop)
+    files.make()
+    return _table(path, files, header, header.stop)
+
+
+def _table(path: str, files: Files, header: _Header, size: int) -> ArrayTable:
+    if header.stop > size:
+        raise ShortChunkError(
+            f"its header says {header.shape} of {header.dtype} from byte {header.start} on, and the file has {size}"
+        )
+    shape = header.shape[::-1]
+    places = slabs(files, path, header.start, shape, header.dtype.itemsize)
+    return table_of(NAME, places, _DIMS[: len(shape)][::-1], header.dtype, header.attrs())
+
+
+def _version(head: bytes) -> int | None:
+    """1 or 2 for a NIfTI header, a pair of files included."""
+    length = min((int.from_bytes(head[:4], order) for order in ("little", "big")), default=0)
+    version = _LENGTHS.get(length)
+    at = {1: 344, 2: 4}.get(version or 0, 0)
+    return version if head[at : at + 3] in (b"n+%d" % (version or 0), b"ni%d" % (version or 0)) else None
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a header says; `shape` in its own order, x first."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    start: int
+    slope: float
+    inter: float
+    pixdim: tuple[float, ...]
+    qform: tuple[float, ...]
+    sform: tuple[float, ...]
+    codes: tuple[int, int]
+    units: int
+    description: str
+
+    @classmethod
+    def of(cls, path: str, head: bytes) -> _Header:
+        """Raises: `UnsupportedStoreError`, `BadChunkError`, `ShortChunkError`."""
+        version = _version(head)
+        if version is None or len(head) < (348, 540)[version - 1]:
+            kind = UnsupportedStoreError if version is None else ShortChunkError
+            raise kind(f"{path!r} is no NIfTI file: its {len(head)} first bytes are no header")
+        if head[{1: 345, 2: 5}[version] : {1: 346, 2: 6}[version]] == b"i":
+            raise UnsupportedStoreError(f"{path!r} is the header of a pair of files; join them into one .nii")
+        order = "<" if int.from_bytes(head[:4], "little") in _LENGTHS else ">"
+        return _first(path, order, head) if version == 1 else _second(path, order, head)
+
+    @property
+    def stop(self) -> int:
+        """Where the last voxel ends."""
+        return self.start + prod(self.shape) * self.dtype.itemsize
+
+    def attrs(self) -> dict[str, Any]:
+        attrs: dict[str, Any] = {"affine": self.affine().tolist(), "zooms": list(self.zooms())}
+        if isfinite(self.slope) and self.slope != 0 and (self.slope, self.inter) != (1, 0):
+            if not isfinite(self.inter):
+                raise BadChunkError(f"its scl_inter is {self.inter}")
+            attrs |= {"scale_factor": self.slope, "add_offset": self.inter}
+        if self.units & 7 in _UNITS:
+            attrs["space_units"] = _UNITS[self.units & 7]
+        return attrs | ({"description": self.description} if self.description else {})
+
+    def zooms(self) -> tuple[float, ...]:
+        """The size of a voxel along x, y, z, and of a step in time."""
+        return tuple(abs(p) for p in self.pixdim[1 : len(self.shape) + 1])
+
+    def affine(self) -> NDArray[np.float64]:
+        """From (x, y, z, 1) indices to space: by sform, else by qform, else by voxel sizes, x from right to left."""
+        affine = np.eye(4)
+        if self.codes[1] > 0:
+            affine[:3] = np.reshape(self.sform, (3, 4))
+            return affine
+        sizes = np.array([abs(p) for p in self.pixdim[1:4]])
+        if self.codes[0] > 0:
+            handed = -1.0 if self.pixdim[0] < 0 else 1.0
+            affine[:3, :3] = _rotation(self.qform[:3]) * (sizes * (1, 1, handed))
+            affine[:3, 3] = self.qform[3:]
+            return affine
+        sides = [*self.shape[:3], 1, 1][:3]
+        sizes = np.where(np.arange(3) < len(self.shape), sizes, 1) * (-1, 1, 1)
+        affine[:3, :3] = np.diag(sizes)
+        affine[:3, 3] = -(np.array(sides) - 1) / 2 * sizes
+        return affine
+
+
+def _rotation(bcd: Sequence[float]) -> NDArray[np.float64]:
+    """The rotation matrix of a unit quaternion a + bi + cj + dk, of which b, c and d are stored."""
+    b, c, d = bcd
+    rest = 1.0 - (b * b + c * c + d * d)
+    if rest < -1e-5:
+        raise BadChunkError(f"its quaternion {tuple(bcd)} is longer than 1")
+    a = max(rest, 0.0) ** 0.5
+    return np.array(
+        [
+            [a * a + b * b - c * c - d * d, 2 * (b * c - a * d), 2 * (b * d + a * c)],
+            [2 * (b * c + a * d), a * a + c * c - b * b - d * d, 2 * (c * d - a * b)],
+            [2 * (b * d - a * c), 2 * (c * d + a * b), a * a + d * d - b * b - c * c],
+        ]
+    )
+
+
+def _first(path: str, order: str, head: bytes) -> _Header:
+    """A header of NIfTI-1, by the offsets of its C struct."""
+
+    def at(offset: int, what: str) -> tuple[Any, ...]:
+        return struct.unpack_from(order + what, head, offset)
+
+    vox_offset, slope, inter = at(108, "3f")
+    return _Header(
+        shape=_shape(at(40, "8h")),
+        dtype=_dtype(path, at(70, "h")[0], order),
+        start=_start(vox_offset, 352),
+        slope=slope,
+        inter=inter,
+        pixdim=at(76, "8f"),
+        qform=at(256, "6f"),
+        sform=at(280, "12f"),
+        codes=at(252, "2h"),
+        units=at(123, "B")[0],
+        description=_text(head[148:228]),
+    )
+
+
+def _second(path: str, order: str, head: bytes) -> _Header:
+    """A header of NIfTI-2."""
+
+    def at(offset: int, what: str) -> tuple[Any, ...]:
+        return struct.unpack_from(order + what, head, offset)
+
+    (vox_offset,), (slope, inter) = at(168, "q"), at(176, "2d")
+    return _Header(
+        shape=_shape(at(16, "8q")),
+        dtype=_dtype(path, at(12, "h")[0], order),
+        start=_start(vox_offset, 544),
+        slope=slope,
+        inter=inter,
+        pixdim=at(104, "8d"),
+        qform=at(352, "6d"),
+        sform=at(400, "12d"),
+        codes=at(344, "2i"),
+        units=at(500, "i")[0],
+        description=_text(head[240:320]),
+    )
+
+
+def _shape(dim: Sequence[int]) -> tuple[int, ...]:
+    count = dim[0]
+    if not 1 <= count <= 7 or any(n < 1 for n in dim[1 : count + 1]):
+        raise BadChunkError(f"its dims are {tuple(dim)}: their number, and the size of each")
+    return tuple(dim[1 : count + 1])
+
+
+def _dtype(path: str, code: int, order: str) -> np.dtype[Any]:
+    if code not in _TYPES:
+        raise UnsupportedStoreError(
+            f"{path!r} has values of NIfTI datatype {code}; those that can be read are {sorted(_TYPES)}: "
+            "real numbers of up to 64 bits"
+        )
+    return np.dtype(order + _TYPES[code])
+
+
+def _start(vox_offset: float, least: int) -> int:
+    """Where the voxels begin: an unset offset means right after the header."""
+    if not isfinite(vox_offset) or vox_offset != int(vox_offset) or (vox_offset and vox_offset < least):
+        raise BadChunkError(f"its vox_offset is {vox_offset}, and voxels begin at byte {least} or later")
+    return int(vox_offset) or least
+
+
+def _text(raw: bytes) -> str:
+    return raw.partition(b"\0")[0].decode("latin-1").strip()

@@ -1,0 +1,161 @@
+"""OME-Zarr images: one level of a multiscales group as an array with named dims, coordinates, spacing and affine.
+
+The metadata are those of OME-NGFF 0.4 (attributes of the group) and 0.5 (under ``ome``):
+https://ngff.openmicroscopy.org/0.5/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import MissingLevelError, UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
+
+_KINDS = ("scale", "translation", "identity")
+
+
+def is_multiscale(attrs: Mapping[str, Any]) -> bool:
+    """Whether the attributes of a group are those of an OME-Zarr image."""
+    return bool(_multiscales(attrs))
+
+
+def multiscale(store: Store, level: int = 0) -> Store:
+    """The store with one level alone: its array, whose dims are named by the axes, and coordinates along space.
+
+    The array has the attributes ``affine`` (from (x, y, z, 1) to the world's (x, y, z), 4 x 4) and ``space_units``.
+
+    Raises: `MissingLevelError` listing the levels; `UnsupportedStoreError` for metadata that break the specification.
+    """
+    images = _multiscales(store.attrs)
+    if not images:
+        raise UnsupportedStoreError(f"{store.url} has no multiscales metadata: level={level} picks one of OME-Zarr's")
+    image = images[0]
+    levels = [str(entry["path"]) for entry in _listed(store, image, "datasets")]
+    if not 0 <= level < len(levels):
+        raise MissingLevelError(f"level={level}: {store.url} has the levels 0..{len(levels) - 1} ({', '.join(levels)})")
+    path = levels[level]
+    if path not in store.arrays:
+        raise UnsupportedStoreError(f"{store.url}: the multiscales metadata name {path!r}, which is no array of it")
+    axes = [_Axis.of(store, entry) for entry in _listed(store, image, "axes")]
+    table = store.arrays[path]
+    if len(axes) != table.ndim:
+        raise UnsupportedStoreError(f"{store.url}: {len(axes)} axes for array {path!r} of {table.ndim} dims")
+    dataset = image["datasets"][level]
+    scale, shift = _transform(store, [*_steps(dataset), *_steps(image)], len(axes))
+    return _with_coordinates(store, table, axes, scale, shift)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    name: str
+    kind: str
+    unit: str
+
+    @classmethod
+    def of(cls, store: Store, entry: Any) -> _Axis:
+        if not isinstance(entry, Mapping) or "name" not in entry:
+            raise UnsupportedStoreError(f"{store.url}: axis {entry!r} has no name; OME-NGFF 0.4 and 0.5 are read")
+        name = str(entry["name"])
+        return cls(name, str(entry.get("type", "space" if name in "zyx" else "")), str(entry.get("unit", "")))
+
+
+def _multiscales(attrs: Mapping[str, Any]) -> Sequence[Any]:
+    within = attrs.get("ome", attrs)
+    found = within.get("multiscales", ()) if isinstance(within, Mapping) else ()
+    return found if isinstance(found, Sequence) and all(isinstance(m, Mapping) for m in found) else ()
+
+
+def _listed(store: Store, image: Mapping[str, Any], key: str) -> Sequence[Any]:
+    found = image.get(key)
+    if not isinstance(found, Sequence) or not found:
+        raise UnsupportedStoreError(
+            f"{store.url}: its multiscales metadata lack {key!r}; OME-NGFF 0.4 and 0.5 are read"
+        )
+    return found
+
+
+def _steps(entry: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return entry.get("coordinateTransformations") or ()
+
+
+def _transform(
+    store: Store, steps: Sequence[Mapping[str, Any]], ndim: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """World = index * scale + shift, of transformations that follow each other: the level's, then the image's."""
+    scale, shift = np.ones(ndim), np.zeros(ndim)
+    for step in steps:
+        kind = step.get("type")
+        values = np.asarray(step.get(str(kind), np.ones(ndim)), np.float64) if kind in _KINDS else None
+        if values is None or values.shape != (ndim,) or not np.isfinite(values).all():
+            raise UnsupportedStoreError(
+                f"{store.url}: coordinate transformation {dict(step)!r} is none of {', '.join(_KINDS)} "
+                f"with {ndim} numbers"
+            )
+        if kind == "scale":
+            scale, shift = scale * values, shift * values
+        elif kind == "translation":
+            shift = shift + values
+    return scale, shift
+
+
+def _with_coordinates(
+    store: Store, table: ArrayTable, axes: Sequence[_Axis], scale: NDArray[np.float64], shift: NDArray[np.float64]
+) -> Store:
+    affine, unit = np.eye(4), ""
+    group = table.name.rpartition("/")[0]
+    coordinates: dict[str, NDArray[np.float64]] = {}
+    attrs: dict[str, dict[str, Any]] = {}
+    for d, axis in enumerate(axes):
+        if axis.kind != "space" or axis.name not in ("x", "y", "z"):
+            continue
+        row = "xyz".index(axis.name)
+        affine[row, row], affine[row, 3], unit = scale[d], shift[d], axis.unit
+        name = f"{group}/{axis.name}" if group else axis.name
+        coordinates[name] = shift[d] + scale[d] * np.arange(table.shape[d])
+        attrs[name] = {"axis": axis.name.upper(), **({"units": axis.unit} if axis.unit else {})}
+    image = replace(
+        table,
+        dims=tuple(axis.name for axis in axes),
+        attrs={**table.attrs, "affine": affine.tolist(), "space_units": unit},
+    )
+    tables = {name: _computed(name, values, attrs[name]) for name, values in coordinates.items()}
+
+    def read(name: str) -> NDArray[Any]:
+        return coordinates[name] if name in coordinates else store.read_small(name)
+
+    return Store(store.url, {table.name: image, **tables}, store.attrs, read)
+
+
+class _Nowhere:
+    """The place of values that are computed."""
+
+    files: Files = Local(False)
+
+    def path(self, index: Index) -> str:
+        return "the multiscales metadata"
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        return ChunkRef(self.path(index), 0, 0)
+
+
+def _computed(name: str, values: NDArray[np.float64], attrs: Mapping[str, Any]) -> ArrayTable:
+    """A coordinate that the store does not hold."""
+    return ArrayTable(
+        name=name,
+        shape=values.shape,
+        dims=(name.rpartition("/")[2],),
+        dtype=values.dtype.str,
+        chunks=values.shape,
+        fill_value=0.0,
+        attrs=attrs,
+        masks=(),
+        decoder=None,
+        places=_Nowhere(),
+        load_slowly=lambda box: values[slice(*box[0])],
+    )

@@ -1,0 +1,257 @@
+"""Arrays that lie in a file as their values, one after another, as chunk tables of slabs: cut along the outermost dim.
+
+Raw files, `.npy`, NIfTI and NetCDF-3 are such.  The slabs are virtual: of any of them only the needed bytes are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io._memory import fresh
+from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Room, Target
+from jigsaw.io.formats.codecs import BadChunkError, Bytes, Decoder, ShortChunkError
+from jigsaw.io.table import ArrayTable, ChunkRef, Index
+from jigsaw.layout import Box
+
+_SLAB = 1 << 20
+"""Bytes of a slab whose rows are smaller."""
+_MOST = 1 << 24
+"""Bytes of a slab whose rows are larger."""
+
+T = TypeVar("T")
+
+
+class Present:
+    """Files that were found when the store was opened: a missing one is an error, never an array of fill values."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.far, self.gap = files.far, files.gap
+
+    def size(self, path: str) -> int | None:
+        """The length of a file in bytes; None when it is missing."""
+        return self._files.size(path)
+
+    def whole(self, path: str, room: Room) -> Bytes | None:
+        """All bytes of a file."""
+        return _found(self._files.whole(path, room))
+
+    def ranges(self, path: str, targets: Sequence[Target]) -> bool:
+        """Fill every target.
+
+        Raises: `BadChunkError` when the file is gone.
+        """
+        return bool(_found(self._files.ranges(path, targets) or None))
+
+
+def _found(value: T | None) -> T:
+    if value is None:
+        raise BadChunkError("the file is gone since it was opened; open the store again")
+    return value
+
+
+@dataclass(frozen=True)
+class Slabs:
+    """Where the slabs of one array lie: `strides` are bytes, an entry a dim."""
+
+    files: Files
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    chunks: tuple[int, ...]
+    itemsize: int
+
+    def path(self, index: Index) -> str:
+        return self.file
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        starts = [i * c for i, c in zip(index, self.chunks, strict=True)]
+        rows = [min(c, n - a) for c, n, a in zip(self.chunks, self.shape, starts, strict=True)]
+        at = self.offset + sum(a * stride for a, stride in zip(starts, self.strides, strict=True))
+        return ChunkRef(self.file, at, prod(rows) * self.itemsize)
+
+    @property
+    def end(self) -> int:
+        """Where the last value ends."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
+
+
+def slabs(
+    files: Files,
+    file: str,
+    offset: int,
+    shape: Sequence[int],
+    itemsize: int,
+    order: Sequence[int] | None = None,
+    record: int | None = None,
+) -> Slabs:
+    """The slabs of an array whose dims are stored in `order` (that of C by default).
+
+    `record` is how many bytes lie between the starts of two rows of the first dim, where other arrays lie between them.
+    """
+    order = range(len(shape)) if order is None else order
+    strides = [itemsize] * len(shape)
+    for outer, inner in reversed(list(pairwise(order))):
+        strides[outer] = strides[inner] * max(shape[inner], 1)
+    apart = record is not None and record != strides[0]
+    sizes = _slab([shape[d] for d in order], itemsize, apart)
+    chunks = [sizes[list(order).index(d)] for d in range(len(shape))]
+    if record is not None:
+        strides[0] = record
+    return Slabs(Present(files), file, offset, tuple(shape), tuple(strides), tuple(chunks), itemsize)
+
+
+def _slab(sizes: Sequence[int], itemsize: int, apart: bool) -> list[int]:
+    """The shape of a slab, outermost dim first: contiguous rows of one dim."""
+    slab = [1] * len(sizes)
+    for d, size in enumerate(sizes):
+        row = max(itemsize * prod(sizes[d + 1 :]), 1)
+        if row <= _MOST:
+            slab[d + 1 :] = [max(n, 1) for n in sizes[d + 1 :]]
+            if not (apart and d == 0):
+                slab[d] = max(1, min(size, (_MOST if d else _SLAB) // row))
+            break
+    return slab
+
+
+def table_of(
+    name: str,
+    places: Slabs,
+    dims: Sequence[str],
+    dtype: np.dtype[Any],
+    attrs: Mapping[str, Any],
+    order: Sequence[int] | None = None,
+    masks: tuple[float, ...] = (),
+) -> ArrayTable:
+    """The chunk table of those slabs."""
+    return ArrayTable(
+        name=name,
+        shape=places.shape,
+        dims=tuple(dims),
+        dtype=dtype.str,
+        chunks=places.chunks,
+        fill_value=None,
+        attrs=attrs,
+        masks=masks,
+        decoder=Decoder(dtype, tuple(range(len(places.shape)) if order is None else order)),
+        places=places,
+        clipped=True,
+    )
+
+
+# -- reading without ranks -------------------------------------------------------------------------------------------
+
+
+def read_box(table: ArrayTable, box: Box) -> NDArray[Any]:
+    """The stored values of a box, in the machine's byte order.
+
+    Raises: `CorruptChunkError` or `TruncatedError`.
+    """
+    out = np.empty([b - a for a, b in box], np.dtype(table.dtype).newbyteorder("="))
+    spans = [range(along.find(a), along.find(b - 1) + 1) for (a, b), along in zip(box, table.along, strict=True)]
+    if 0 in out.shape:
+        return out
+    for index in product(*spans):
+        room = fresh(table.bytes_of(index))
+        if table.load(index, room).stored is None:
+            table.fill(room, index)
+        values = table.view(room, index)
+        inside = [
+            (max(a, c), min(b, d), c) for (a, b), (c, d) in zip(box, table.box_of(index), strict=True)
+        ]  # of the array
+        to = tuple(slice(low - a, high - a) for (low, high, _), (a, _) in zip(inside, box, strict=True))
+        out[to] = values[tuple(slice(low - start, high - start) for low, high, start in inside)]
+    return out
+
+
+def whole(table: ArrayTable) -> NDArray[Any]:
+    """All stored values; records between which other arrays lie are read in as few requests as `gap` allows."""
+    places, shape = table.places, table.shape
+    step = 0 if not shape else prod(shape[1:]) * table.itemsize
+    if not isinstance(places, Slabs) or 0 in shape or places.chunks[:1] != (1,) or step == places.strides[0]:
+        return read_box(table, tuple((0, n) for n in shape))
+    return parsed(places.file, f"array {table.name!r}", lambda: _records(places, np.dtype(table.dtype), step))
+
+
+def _records(places: Slabs, dtype: np.dtype[Any], step: int) -> NDArray[Any]:
+    count, stride = places.shape[0], places.strides[0]
+    out = np.empty((count, step), np.uint8)
+    if stride - step > places.files.gap:
+        places.files.ranges(places.file, [(places.offset + i * stride, out[i]) for i in range(count)])
+    else:
+        many = max(1, _MOST // stride)
+        for start in range(0, count, many):
+            rows = min(many, count - start)
+            room = fresh((rows - 1) * stride + step)
+            places.files.ranges(places.file, [(places.offset + start * stride, room)])
+            out[start : start + rows] = np.lib.stride_tricks.as_strided(room, (rows, step), (stride, 1))
+    return out.reshape(-1).view(dtype).reshape(places.shape).astype(dtype.newbyteorder("="))
+
+
+# -- headers ---------------------------------------------------------------------------------------------------------
+
+
+def head_of(files: Files, path: str, length: int, offset: int = 0) -> bytes:
+    """The bytes of a file from `offset` on, `length` of them or as many as there are.
+
+    Raises: `UnsupportedStoreError` when there is no such file.
+    """
+    size = size_of(files, path)
+    room = fresh(max(0, min(length, size - offset)))
+    files.ranges(path, [(offset, room)])
+    return room.tobytes()
+
+
+def size_of(files: Files, path: str) -> int:
+    """The length of a file that must be there.
+
+    Raises: `UnsupportedStoreError` when it is not, or is a directory.
+    """
+    size = files.size(path)
+    if size is None:
+        raise UnsupportedStoreError(f"there is no file {path!r}")
+    if not files.far and os.path.isdir(path):
+        raise UnsupportedStoreError(f"{path!r} is a directory, and a file is expected")
+    return size
+
+
+def parsed(path: str, kind: str, parse: Callable[[], T]) -> T:
+    """What `parse` makes of a header; its refusals as errors that name the file.
+
+    Raises: `TruncatedError` or `CorruptChunkError`.
+    """
+    try:
+        return parse()
+    except ShortChunkError as e:
+        raise TruncatedError(f"{path} cannot be read as {kind}: {e}") from e
+    except (BadChunkError, OSError) as e:
+        raise CorruptChunkError(f"{path} cannot be read as {kind}: {e}") from e
+
+
+def fits(array: str, places: Slabs, size: int) -> None:
+    """Raises: `ShortChunkError` when an array ends beyond its file's `size`."""
+    if places.end > size:
+        raise ShortChunkError(
+            f"array {array!r} of shape {places.shape} ends at byte {places.end}, and the file has {size}"
+        )
+
+
+def magic(url: Any, length: int) -> bytes:
+    """The first bytes of a local file; none of anything else."""
+    try:
+        with open(os.fspath(url), "rb") as file:
+            return file.read(length)
+    except (OSError, TypeError, ValueError):
+        return b""

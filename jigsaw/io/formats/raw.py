@@ -1,0 +1,147 @@
+"""Files that hold one array as its values: raw ones, described by the user, and `.npy`, which describe themselves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from jigsaw.io.errors import GridError, UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
+from jigsaw.io.formats.packing import masks_of
+from jigsaw.io.formats.plain import head_of, magic, parsed, size_of, slabs, table_of, whole
+from jigsaw.io.formats.values import coordinate_tables
+from jigsaw.io.table import ArrayTable, Store
+
+NAME = "data"
+"""What the one array of such a file is called."""
+_NPY = b"\x93NUMPY"
+_VOLUME = ("time", "z", "y", "x")
+_HEADER_MOST = 1 << 16
+
+
+def claims(url: Any) -> bool:
+    """Whether a local file is `.npy`; raw files say nothing of themselves."""
+    return magic(url, len(_NPY)) == _NPY
+
+
+def open_raw(
+    path: str | os.PathLike[str],
+    shape: Sequence[int],
+    dtype: DTypeLike,
+    dims: Sequence[str],
+    offset: int = 0,
+    order: str = "C",
+    *,
+    attrs: Mapping[str, Any] | None = None,
+    coords: Mapping[str, Any] | None = None,
+    files: Files | None = None,
+) -> Store:
+    """The array ``data`` of a file that holds its values from byte `offset` on, as a store for `jigsaw.io.open`.
+
+    `shape` and `dims` are in the order of the array's indices, of which the last runs fastest with ``order="C"`` and
+    the first with ``order="F"``; `dtype` has the byte order (``">f4"``).  `attrs` may have scale_factor, add_offset,
+    _FillValue; `coords` the values along dims, each an array or ``(array, attrs)``.
+
+    Raises: `UnsupportedStoreError` for a missing file, objects, or another order, `GridError` for dims that do not fit
+    the shape, `TruncatedError` for a file that is too short.
+    """
+    block = _Block(os.fspath(path), tuple(shape), np.dtype(dtype), tuple(dims), offset, order, attrs or {})
+    return block.store(files or Local(keep=True), coords or {})
+
+
+def open_npy(
+    url: str | os.PathLike[str],
+    files: Files | None = None,
+    *,
+    dims: Sequence[str] | None = None,
+    coords: Mapping[str, Any] | None = None,
+) -> Store:
+    """The array ``data`` of a `.npy` file.
+
+    A `.npy` file has no names of dims: without `dims` they are the last of ``time, z, y, x``.
+
+    Raises: `UnsupportedStoreError` for what is no `.npy` file or holds pickled objects, `TruncatedError` for one that
+    ends early, `CorruptChunkError` for a damaged header.
+    """
+    path, files = os.fspath(url), files or Local(keep=True)
+    shape, fortran, dtype, offset = parsed(path, ".npy", lambda: _npy_header(files, path))
+    if dims is None:
+        extra = tuple(f"dim_{i}" for i in range(len(shape) - len(_VOLUME)))
+        dims = (*extra, *_VOLUME[max(0, len(_VOLUME) - len(shape)) :])
+    return _Block(path, shape, dtype, tuple(dims), offset, "F" if fortran else "C", {}).store(files, coords or {})
+
+
+def _npy_header(files: Files, path: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, whether the order is Fortran's, dtype, and where the values begin; numpy parses it, no pickle."""
+    size_of(files, path)
+    file = BytesIO(head_of(files, path, _HEADER_MOST))
+    if not file.getvalue().startswith(_NPY):
+        raise UnsupportedStoreError(f"{path!r} is no .npy file: it begins with {file.getvalue()[:6]!r}")
+    readers: Mapping[Any, Any] = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        version = np.lib.format.read_magic(file)
+        if version not in readers:
+            raise UnsupportedStoreError(f"{path!r} is .npy of version {version}; those of numbers are (1, 0) or (2, 0)")
+        shape, fortran, dtype = readers[version](file)
+    except (ValueError, SyntaxError, TypeError) as e:
+        kind = ShortChunkError if "EOF" in str(e) else BadChunkError
+        raise kind(f"its header: {e}") from e
+    return tuple(shape), bool(fortran), dtype, file.tell()
+
+
+@dataclass(frozen=True)
+class _Block:
+    """An array whose values lie in a file one after the other."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    dims: tuple[str, ...]
+    offset: int
+    order: str
+    attrs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.order not in ("C", "F"):
+            raise UnsupportedStoreError(f"order={self.order!r} must be 'C' (the last index runs fastest) or 'F'")
+        if len(self.shape) != len(self.dims) or len(set(self.dims)) != len(self.dims):
+            raise GridError(f"dims={self.dims} must name each dim of shape={self.shape} once")
+        if self.offset < 0 or any(n < 0 for n in self.shape):
+            raise GridError(f"offset={self.offset} and shape={self.shape} must not be negative")
+        if self.dtype.hasobject or self.dtype.names:
+            raise UnsupportedStoreError(
+                f"{self.path!r} holds {self.dtype}; arrays of plain values can be read, pickled objects never"
+            )
+
+    def store(self, files: Files, coords: Mapping[str, Any]) -> Store:
+        table = parsed(self.path, "an array", lambda: self._table(files))
+        tables, values = coordinate_tables(coords, dict(zip(self.dims, self.shape, strict=True)), self.path)
+        return Store(
+            self.path,
+            {NAME: table, **tables},
+            {},
+            lambda name: values[name] if name in values else whole(table),
+        )
+
+    def _table(self, files: Files) -> ArrayTable:
+        size, claimed = size_of(files, self.path), prod(self.shape) * self.dtype.itemsize
+        if self.offset + claimed > size:
+            raise ShortChunkError(
+                f"shape {self.shape} of {self.dtype} takes {claimed} bytes from byte {self.offset} on, and the file "
+                f"has {size}"
+            )
+        order = tuple(range(len(self.shape)))[:: -1 if self.order == "F" else 1]
+        places = slabs(files, self.path, self.offset, self.shape, self.dtype.itemsize, order)
+        missing = [self.attrs[k] for k in ("_FillValue", "missing_value") if k in self.attrs]
+        return table_of(NAME, places, self.dims, self.dtype, self.attrs, order, masks_of(self.dtype, missing))

@@ -1,0 +1,225 @@
+"""Files that are compressed as a whole, decompressed once into a cache: from then on any part of them can be read.
+
+The cache is a directory, ``$JIGSAW_CACHE`` or ``~/.cache/jigsaw``, of at most ``$JIGSAW_CACHE_BYTES`` (64e9).  An entry
+is named by the file's path, size and time of change, so a changed file gets another one; what was used longest ago goes
+first.  An entry is written beside its place and then renamed: it is whole or absent, also after a kill.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from jigsaw.io.errors import UnsupportedStoreError
+from jigsaw.io.fetch.files import Local, Room, Target
+from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
+
+_BLOCK = 1 << 20
+_RATIO = 1032
+"""What deflate compresses at most: a file that claims more holds less."""
+_BEYOND = 1 << 16
+"""Bytes that may follow what the header describes: padding."""
+_BYTES = 64 * 10**9
+_ABANDONED_S = 86_400
+"""A draft of that age was left by a process that was killed."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """A file as it was when it was opened."""
+
+    path: str
+    size: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: str) -> Stamp:
+        """Raises: `UnsupportedStoreError` when there is no such file."""
+        try:
+            found = os.stat(path)
+        except OSError as e:
+            raise UnsupportedStoreError(f"there is no file {path!r}: {e.strerror}") from e
+        if os.path.isdir(path):
+            raise UnsupportedStoreError(f"{path!r} is a directory, and a file is expected")
+        return cls(os.path.abspath(path), found.st_size, found.st_mtime_ns)
+
+    @property
+    def entry(self) -> Path:
+        """Where its decompressed bytes are kept."""
+        key = blake2b(repr((self.path, self.size, self.changed)).encode(), digest_size=16).hexdigest()
+        return directory() / f"{key}.raw"
+
+
+def directory() -> Path:
+    """Where decompressed files are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("JIGSAW_CACHE") or Path(base) / "jigsaw")
+
+
+def most_bytes() -> int:
+    """How many bytes the cache may have.
+
+    Raises: `UnsupportedStoreError` when ``$JIGSAW_CACHE_BYTES`` is no number.
+    """
+    given = os.environ.get("JIGSAW_CACHE_BYTES")
+    try:
+        return _BYTES if given is None else int(float(given))
+    except ValueError as e:
+        raise UnsupportedStoreError(f"JIGSAW_CACHE_BYTES={given!r} must be a number of bytes") from e
+
+
+class Unpacked:
+    """One gzip file as `Files`: its ranges are those of the `length` bytes that it holds.
+
+    Raises: `BadChunkError` for a length that no file of that size can hold.
+    """
+
+    far = False
+    gap = Local.gap
+
+    def __init__(self, stamp: Stamp, length: int) -> None:
+        if length > _RATIO * stamp.size:
+            raise BadChunkError(f"its header claims {length} bytes, more than {stamp.size} compressed ones can hold")
+        self.stamp, self.length = stamp, length
+        self._local = Local(keep=True)
+        self._making = threading.Lock()
+
+    def __getstate__(self) -> tuple[Stamp, int]:
+        return self.stamp, self.length
+
+    def __setstate__(self, state: tuple[Stamp, int]) -> None:
+        self.__init__(*state)
+
+    def size(self, path: str) -> int | None:
+        """The decompressed length."""
+        return self.length
+
+    def whole(self, path: str, room: Room) -> Bytes | None:
+        """All decompressed bytes."""
+        raw = room(self.length)
+        self.ranges(path, [(0, raw)])
+        return raw
+
+    def ranges(self, path: str, targets: Sequence[Target]) -> bool:
+        """Fill every target; an entry that the cache has let go of meanwhile is made again.
+
+        Raises: `ShortChunkError` when the gzip stream ends early, `BadChunkError` when it is damaged or has changed.
+        """
+        entry = self.stamp.entry
+        if self._local.ranges(str(entry), targets):
+            return True
+        with self._making:
+            self.make()
+        return self._local.ranges(str(entry), targets)
+
+    def make(self) -> None:
+        """Decompress the file into its entry, unless it is there; one process of this machine does.
+
+        Raises: as `ranges`, and `UnsupportedStoreError` when there is no room for it.
+        """
+        entry = self.stamp.entry
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(entry.with_suffix(".lock")):
+            if not entry.exists():
+                if Stamp.of(self.stamp.path) != self.stamp:
+                    raise BadChunkError("the file has changed since it was opened; open the store again")
+                _make_room(entry.parent, self.length, self.stamp.path)
+                _write(entry, _contents(self.stamp.path, self.length))
+            # the time of use; that of change stays, by which a file that changes while it is read is known
+            os.utime(entry, ns=(time.time_ns(), entry.stat().st_mtime_ns))
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process, however that ends
+        yield
+
+
+def _write(entry: Path, content: Iterator[bytes]) -> None:
+    draft = entry.with_suffix(f".{os.getpid()}.part")
+    try:
+        with open(draft, "wb") as file:
+            for block in content:
+                file.write(block)
+        os.replace(draft, entry)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _make_room(folder: Path, length: int, path: str) -> None:
+    """Remove what was used longest ago, until an entry of `length` bytes fits."""
+    most = most_bytes()
+    kept: list[tuple[float, int, Path]] = []
+    for each in folder.iterdir():
+        found = each.stat()
+        if each.suffix == ".part" and found.st_mtime < time.time() - _ABANDONED_S:
+            each.unlink(missing_ok=True)
+        elif each.suffix == ".raw":
+            kept.append((found.st_atime, found.st_size, each))
+    kept.sort(reverse=True)
+    while kept and sum(size for _, size, _ in kept) + length > most:
+        oldest = kept.pop()[2]
+        oldest.unlink(missing_ok=True)
+        oldest.with_suffix(".lock").unlink(missing_ok=True)
+    free = shutil.disk_usage(folder).free
+    if length > min(most, free):
+        raise UnsupportedStoreError(
+            f"{path} decompresses to {length} bytes, and the cache {folder} may have {most}, with {free} free on its "
+            "disk; set JIGSAW_CACHE and JIGSAW_CACHE_BYTES, or decompress the file yourself"
+        )
+
+
+# -- gzip ------------------------------------------------------------------------------------------------------------
+
+
+def head_of(path: str, length: int) -> bytes:
+    """The first decompressed bytes, `length` of them or as many as there are.
+
+    Raises: `BadChunkError` for what is no gzip, `ShortChunkError` when the stream ends early.
+    """
+    head = b""
+    for block in _stream(path):
+        head += block
+        if len(head) >= length:
+            break
+    return head[:length]
+
+
+def _contents(path: str, length: int) -> Iterator[bytes]:
+    """Exactly `length` decompressed bytes; the stream is read, and its checksum compared, to the end."""
+    done = 0
+    for block in _stream(path):
+        yield block[: max(0, length - done)]
+        done += len(block)
+        if done > length + _BEYOND:
+            raise BadChunkError(f"it decompresses to more than the {length} bytes that its header describes")
+    if done < length:
+        raise ShortChunkError(f"it decompresses to {done} bytes and its header describes {length}")
+
+
+def _stream(path: str) -> Iterator[bytes]:
+    """The decompressed bytes of all members, in blocks."""
+    with open(path, "rb") as file:
+        engine, rest = zlib.decompressobj(wbits=31), file.read(_BLOCK)
+        while rest:
+            try:
+                block = engine.decompress(rest, _BLOCK)
+            except zlib.error as e:
+                raise BadChunkError(f"its gzip stream is damaged: {e}") from e
+            yield block
+            rest = (engine.unused_data if engine.eof else engine.unconsumed_tail) or file.read(_BLOCK)
+            if engine.eof:
+                rest = rest.lstrip(b"\0")
+                engine = zlib.decompressobj(wbits=31) if rest else engine
+        if not engine.eof:
+            raise ShortChunkError("its gzip stream ends early")

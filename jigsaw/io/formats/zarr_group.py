@@ -1,0 +1,363 @@
+"""Zarr v2, v3 and sharded v3 as chunk tables: the metadata is zarr's own, the chunks are found and read without it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import ShardingCodec
+from zarr.core.chunk_grids import RegularChunkGrid
+from zarr.core.metadata.v2 import ArrayV2Metadata
+from zarr.core.metadata.v3 import ArrayV3Metadata
+from zarr.errors import NodeNotFoundError
+from zarr.storage import LocalStore, ObjectStore
+
+from jigsaw.io._memory import fresh
+from jigsaw.io.errors import CorruptChunkError, MissingArrayError, ReadError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.fetch.objects import Remote, files_of_url, is_remote
+from jigsaw.io.formats.codecs import (
+    BadChunkError,
+    Bytes,
+    Decoder,
+    ShortChunkError,
+    decoder_of_v2,
+    decoder_of_v3,
+    without_crc,
+)
+from jigsaw.io.formats.packing import masks_of
+from jigsaw.io.formats.zarr_keys import Keys
+from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
+
+_MISSING = 2**64 - 1
+_SHARDS_KEPT = 128
+
+
+def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
+    """The chunk tables of a zarr group: at a path or URL, or a store or group of zarr's own.
+
+    `options` go to the store of a URL (see `jigsaw.io.fetch.objects.files_of_url`); ``arrays`` among them names those
+    to open, with the coordinates of their dims, where a store is too large to list or cannot be (HTTP).
+
+    Raises: `UnsupportedStoreError` when there is no zarr group at `url`, or none whose arrays can be listed;
+    `MissingArrayError` for one of `arrays` that it does not have.
+    """
+    options = dict(options or {})
+    named = options.pop("arrays", None)
+    group = url if isinstance(url, zarr.Group) else _group(url, options)
+    try:
+        sources = dict(_arrays(group) if named is None else _named(group, named))
+        tables = {name: table_of(name, array) for name, array in sources.items()}
+    except (ValueError, TypeError, KeyError) as e:  # what zarr makes of metadata that lies, "../" in a name included
+        if isinstance(e, ReadError):
+            raise
+        raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from e
+    return Store(_name(group), tables, dict(group.attrs), lambda name: _whole(group, sources[name]))
+
+
+def _whole(group: zarr.Group, array: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(array[...])
+    except ReadError:
+        raise
+    except Exception as e:  # a codec may raise anything
+        raise CorruptChunkError(f"array {array.path!r} of {_name(group)} cannot be read: {e}") from e
+
+
+def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
+    if is_remote(url):
+        files, prefix = files_of_url(url, options)
+        from jigsaw.io.formats.zarr_metadata import Metadata
+
+        called = f"{files.name}/{prefix}"
+        where: dict[str, Any] = {"store": Metadata(files), "path": prefix}
+    else:
+        called, where = repr(url), {"store": url, "storage_options": options or None}
+    try:
+        return zarr.open_group(**where, mode="r")
+    except (NodeNotFoundError, FileNotFoundError, ValueError, TypeError, ImportError) as e:
+        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened: {e}") from e
+
+
+def _name(group: zarr.Group) -> str:
+    files = remote_of(group.store)
+    return str(group.store_path) if files is None else "/".join(filter(None, (files.name, group.path)))
+
+
+def _arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
+    files = remote_of(group.store)
+    if files and not files.lists and group.metadata.consolidated_metadata is None:
+        raise UnsupportedStoreError(
+            f"the arrays of {_name(group)} cannot be listed: it has no consolidated metadata, and HTTP has no listing; "
+            f"consolidate it (zarr.consolidate_metadata), or name what to open: options={{'arrays': ['t2m', …]}}"
+        )
+    members: Any = group.members(max_depth=None)
+    for name, member in sorted(members, key=lambda pair: pair[0]):
+        if isinstance(member, zarr.Array):
+            yield name, member
+
+
+def _named(group: zarr.Group, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """These arrays, and the coordinates of their dims beside them."""
+    coordinates: dict[str, None] = {}
+    for name, found in _members(group, names):
+        if not isinstance(found, zarr.Array):
+            raise MissingArrayError(f"{_name(group)} has no array {name!r}, which options={{'arrays': …}} names")
+        yield name, found
+        folder = name.rpartition("/")[0]
+        coordinates |= {f"{folder}/{dim}".lstrip("/"): None for dim in _dims(found.metadata) or () if dim}
+    for name, found in _members(group, [name for name in coordinates if name not in names]):
+        if isinstance(found, zarr.Array):
+            yield name, found
+
+
+def _members(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
+    """What has these names, or None; all are asked for at once, as a store may be far away."""
+    with ThreadPoolExecutor(max(len(names), 1)) as pool:
+        return list(zip(names, pool.map(group.get, names), strict=True))
+
+
+def table_of(name: str, array: Any) -> ArrayTable:
+    """The chunk table of one zarr array."""
+    meta = array.metadata
+    dtype = _stored_dtype(array)
+    files = files_of(array.store)
+    if isinstance(meta, ArrayV2Metadata):
+        chunks, dims = tuple(meta.chunks), _dims(meta)
+        decoder = decoder_of_v2(dtype, meta.order, len(chunks), meta.filters or (), meta.compressor)
+        places: Places = Objects(array, files)
+    else:
+        chunks, dims, decoder, places = _of_v3(array, meta, dtype, files)
+    if any(c < 1 <= n for c, n in zip(chunks, array.shape, strict=True)):
+        raise UnsupportedStoreError(f"array {name!r} of shape {array.shape} has chunks of {chunks}; need at least 1")
+    return ArrayTable(
+        name=name,
+        shape=tuple(array.shape),
+        dims=tuple(d or f"dim_{i}" for i, d in enumerate(dims or [None] * len(chunks))),
+        dtype=(decoder.dtype if decoder else dtype).str,
+        chunks=chunks,
+        fill_value=_scalar(meta.fill_value),
+        attrs=_attributes(meta),
+        masks=_masks(meta, dtype),
+        decoder=decoder,
+        places=places,
+        load_slowly=lambda box: np.asarray(array[tuple(slice(*rows) for rows in box)]),
+    )
+
+
+def _dims(meta: ArrayV2Metadata | ArrayV3Metadata) -> Any:
+    return meta.dimension_names if isinstance(meta, ArrayV3Metadata) else meta.attributes.get("_ARRAY_DIMENSIONS")
+
+
+def _of_v3(
+    array: Any, meta: ArrayV3Metadata, dtype: np.dtype[Any], files: Files
+) -> tuple[tuple[int, ...], Any, Decoder | None, Places]:
+    grid = meta.chunk_grid
+    if not isinstance(grid, RegularChunkGrid):
+        raise UnsupportedStoreError(
+            f"array {array.name!r} has a {type(grid).__name__}; only regular chunk grids can be read"
+        )
+    outer = tuple(grid.chunk_shape)
+    codecs, names = meta.codecs, _dims(meta)
+    if len(codecs) == 1 and isinstance(codecs[0], ShardingCodec):
+        sharding = codecs[0]
+        inner = tuple(sharding.chunk_shape)
+        decoder = decoder_of_v3(dtype, len(inner), sharding.codecs)
+        index_codecs = [c.to_dict()["name"] for c in sharding.index_codecs]
+        if decoder and index_codecs in (["bytes"], ["bytes", "crc32c"]):
+            checked = len(index_codecs) == 2
+            return inner, names, decoder, Shards(array, inner, outer, sharding, checked, files)
+        return outer, names, None, Objects(array, files)
+    return outer, names, decoder_of_v3(dtype, len(outer), codecs), Objects(array, files)
+
+
+def files_of(store: Any) -> Files:
+    """How the objects of a zarr store are read; those on disk may not change: indices and block tables are kept."""
+    return Local(keep=True) if isinstance(store, LocalStore) else remote_of(store) or Keys(store)
+
+
+def remote_of(store: Any) -> Remote | None:
+    """The objects of a zarr store over obstore, read without zarr; None for another store."""
+    if not isinstance(store, ObjectStore):
+        return None
+    found = getattr(store, "files", None)
+    return found if isinstance(found, Remote) else Remote.of(store.store)
+
+
+def _prefix(array: Any) -> str:
+    path = f"{array.path}/" if array.path else ""
+    return f"{array.store.root}/{path}" if isinstance(array.store, LocalStore) else path
+
+
+def _attributes(meta: ArrayV2Metadata | ArrayV3Metadata) -> dict[str, Any]:
+    return {k: v for k, v in meta.attributes.items() if k != "_ARRAY_DIMENSIONS"}
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any]) -> tuple[float, ...]:
+    """The stored values that mean "missing", by the conventions that xarray reads by.
+
+    Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.  That of v2 is 0 when
+    nobody chose one, so a 0 masks only packed integers.
+    """
+    attrs = meta.attributes
+    found: list[Any] = [_decoded(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
+    if isinstance(meta, ArrayV2Metadata) and (meta.fill_value or "scale_factor" in attrs):
+        found.append(_scalar(meta.fill_value))
+    return masks_of(dtype, found)
+
+
+def _stored_dtype(array: Any) -> np.dtype[Any]:
+    """The dtype of the stored values; ``_Unsigned`` is how NetCDF-3 spells an unsigned one."""
+    dtype = np.dtype(array.dtype)
+    if dtype.kind == "i" and str(array.metadata.attributes.get("_Unsigned", "")).lower() == "true":
+        return np.dtype(dtype.str.replace("i", "u"))
+    return dtype
+
+
+def _decoded(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Xarray writes the ``_FillValue`` of a zarr v3 float as base64 of its eight bytes."""
+    if isinstance(value, str) and dtype.kind == "f":
+        from base64 import standard_b64decode
+        from struct import unpack
+
+        try:
+            return unpack("<d", standard_b64decode(value))[0]
+        except ValueError:
+            return float(value)  # "NaN"
+    return value
+
+
+# -- where chunks lie ------------------------------------------------------------------------------------------------
+
+
+class Objects:
+    """An object a chunk, named by the store's own key encoding."""
+
+    def __init__(self, array: Any, files: Files) -> None:
+        self._prefix = _prefix(array)
+        self._key = array.metadata.encode_chunk_key
+        self.files = files
+
+    def path(self, index: Index) -> str:
+        return f"{self._prefix}{self._key(index)}"
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        path = self.path(index)
+        if self.files.far:  # to ask for its size costs as much as to fetch it
+            return ChunkRef(path, 0, None)
+        size = self.files.size(path)
+        return None if size is None else ChunkRef(path, 0, size)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A shard's object, its size, and (offset, length) of every inner chunk."""
+
+    path: str
+    size: int
+    index: list[list[int]]
+
+
+class _Once:
+    """A shard's index, read when it is first asked for; others who ask meanwhile wait, and a failure is not kept."""
+
+    def __init__(self, read: Callable[[], _Shard | None]) -> None:
+        self._read, self._lock = read, threading.Lock()
+        self._found: list[_Shard | None] = []
+
+    def __call__(self) -> _Shard | None:
+        with self._lock:
+            if not self._found:
+                self._found.append(self._read())
+            return self._found[0]
+
+
+class Shards:
+    """Chunks inside shards; a shard's index is read once and kept."""
+
+    def __init__(
+        self,
+        array: Any,
+        inner: Sequence[int],
+        outer: Sequence[int],
+        codec: ShardingCodec,
+        checked: bool,
+        files: Files,
+    ) -> None:
+        self.files = files
+        self._objects = Objects(array, files)
+        self._per_shard = tuple(o // i for o, i in zip(outer, inner, strict=True))
+        self._index_bytes = 16 * prod(self._per_shard) + 4 * checked
+        self._at_end = codec.index_location.value == "end"
+        self._checked = checked
+        self._known: OrderedDict[Index, _Once] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def path(self, index: Index) -> str:
+        return self._objects.path(self._outer(index))
+
+    def _outer(self, index: Index) -> Index:
+        return tuple(i // n for i, n in zip(index, self._per_shard, strict=True))
+
+    def _shard(self, outer: Index) -> _Shard | None:
+        with self._lock:
+            known = self._known.get(outer)
+            if known is None:
+                path = self._objects.path(outer)
+                known = self._known[outer] = _Once(lambda: self._read(path))
+                if len(self._known) > _SHARDS_KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(outer)
+        try:
+            return known()
+        except BadChunkError as e:
+            kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
+            raise kind(f"shard {self._objects.path(outer)} cannot be read: the index: {e}") from e
+
+    def _read(self, path: str) -> _Shard | None:
+        found = self._edge(path)
+        if found is None:
+            return None
+        raw, size = found
+        if size < self._index_bytes:
+            raise ShortChunkError(f"the shard has {size} bytes and its index alone {self._index_bytes}")
+        if self._checked:
+            raw = without_crc(raw)
+        return _Shard(path, size, raw.view("<u8").reshape(-1, 2).tolist())
+
+    def _edge(self, path: str) -> tuple[Bytes, int] | None:
+        """Where the index lies, as far as the shard reaches, and the shard's size; a store far away is asked once."""
+        if isinstance(self.files, Remote):
+            return self.files.edge(path, self._index_bytes, self._at_end)
+        size = self.files.size(path)
+        if size is None or size < self._index_bytes:
+            return None if size is None else (fresh(0), size)
+        raw = fresh(self._index_bytes)
+        start = size - raw.size if self._at_end else 0
+        return (raw, size) if self.files.ranges(path, [(start, raw)]) else None
+
+    def locate(self, index: Index) -> ChunkRef | None:
+        shard = self._shard(self._outer(index))
+        flat = 0
+        for i, n in zip(index, self._per_shard, strict=True):
+            flat = flat * n + i % n
+        offset, length = shard.index[flat] if shard else (_MISSING, _MISSING)
+        if shard is None or offset == length == _MISSING:
+            return None
+        if offset + length > shard.size:  # before anybody allocates what a damaged index claims
+            raise ShortChunkError(f"the index says {length} bytes at {offset} and the shard has {shard.size}")
+        return ChunkRef(shard.path, offset, length)
+
+
+Places = Objects | Shards

@@ -1,0 +1,55 @@
+"""The objects of any store that zarr can read: in memory, zipped, through fsspec, of Icechunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from zarr.abc.store import RangeByteRequest
+from zarr.core.buffer import default_buffer_prototype
+from zarr.core.sync import sync
+
+from jigsaw.io.fetch.batches import merged
+from jigsaw.io.fetch.files import Room, Target, scatter
+from jigsaw.io.formats.codecs import Bytes, ShortChunkError
+
+
+class Keys:
+    """A zarr store as `Files`: what it has at a key, through its own `get`."""
+
+    far = True
+    gap = 1 << 16
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def size(self, path: str) -> int | None:
+        """The length of an object in bytes; None when it is missing."""
+        try:
+            return int(sync(self._store.getsize(path)))
+        except FileNotFoundError:
+            return None
+
+    def whole(self, path: str, room: Room) -> Bytes | None:
+        """All bytes of an object."""
+        found: Any = sync(self._store.get(path, default_buffer_prototype()))
+        return None if found is None else np.frombuffer(found.to_bytes(), np.uint8)
+
+    def ranges(self, path: str, targets: Sequence[Target]) -> bool:
+        """Fill every target, those at most `gap` bytes apart by one request; False when the object is missing.
+
+        Raises: `ShortChunkError` when the object ends before.
+        """
+        parts = merged(((offset, offset + memory.size) for offset, memory in targets), self.gap)
+        got: list[Any] = sync(self._all([(path, RangeByteRequest(*part)) for part in parts]))
+        found = [None if each is None else np.frombuffer(each.to_bytes(), np.uint8) for each in got]
+        for (start, stop), raw in zip(parts, found, strict=True):
+            if raw is not None and raw.size != stop - start:
+                raise ShortChunkError(f"it should have {stop - start} bytes at {start} and gave {raw.size}")
+        return scatter(targets, parts, found)
+
+    async def _all(self, wanted: list[tuple[str, RangeByteRequest]]) -> list[Any]:
+        from asyncio import gather
+
+        return await gather(*(self._store.get(key, default_buffer_prototype(), part) for key, part in wanted))

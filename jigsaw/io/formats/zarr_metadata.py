@@ -1,0 +1,60 @@
+"""What zarr itself reads of a remote store: metadata, coordinates, odd codecs; as patiently as `Remote`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import ObjectStore
+
+from jigsaw.io._memory import fresh
+from jigsaw.io.fetch.objects import Remote
+from jigsaw.io.formats.codecs import Bytes
+
+
+class Metadata(ObjectStore[Any]):
+    """Zarr's store over obstore, reading through `files`."""
+
+    def __init__(self, files: Remote) -> None:
+        super().__init__(files.store, read_only=True)
+        self.files = files
+
+    def with_read_only(self, read_only: bool = False) -> Metadata:
+        """It is read-only."""
+        return self
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        """What lies at a key, or a part of it; None when nothing does."""
+        raw = await asyncio.to_thread(self._read, key, byte_range)
+        return None if raw is None else prototype.buffer.from_bytes(raw.tobytes())
+
+    def _read(self, key: str, part: ByteRequest | None) -> Bytes | None:
+        if part is None:
+            return self.files.whole(key, fresh)
+        if isinstance(part, RangeByteRequest):
+            raw = fresh(part.end - part.start)
+            return raw if self.files.ranges(key, [(part.start, raw)]) else None
+        if isinstance(part, OffsetByteRequest):
+            whole = self.files.whole(key, fresh)
+            return None if whole is None else whole[part.offset :]
+        found = self.files.edge(key, part.suffix, at_end=True)
+        return None if found is None else found[0]
+
+    async def exists(self, key: str) -> bool:
+        """Whether something lies at a key."""
+        return await asyncio.to_thread(self.files.size, key) is not None
+
+    async def getsize(self, key: str) -> int:
+        """The length of what lies at a key, in bytes."""
+        size = await asyncio.to_thread(self.files.size, key)
+        if size is None:
+            raise FileNotFoundError(key)
+        return size
+
+    async def list_dir(self, prefix: str) -> AsyncGenerator[str, None]:
+        """The names below a prefix."""
+        for name in await asyncio.to_thread(self.files.names, prefix):
+            yield name

@@ -1,0 +1,1 @@
+"""Regridding between latitude-longitude grids."""

@@ -1,0 +1,1 @@
+"""What a plan or a store means for a person, and what would be better."""

@@ -1,0 +1,283 @@
+"""The files that hold statistics: jigsaw's `.nc`, `.npz` and `.json`, makani's `.npy`, GraphCast's `*_by_level.nc`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import FieldError
+from jigsaw.io.stats.table import NAMES, Statistics
+
+Float = NDArray[np.float64]
+Fields = tuple[str, ...]
+T = TypeVar("T")
+
+FORMAT = "jigsaw statistics 1"
+SUFFIXES = (".nc", ".npz", ".json")
+_MAKANI = {
+    "mean": "global_means.npy",
+    "std": "global_stds.npy",
+    "diff_mean": "time_diff_means.npy",
+    "diff_std": "time_diff_stds.npy",
+    "min": "mins.npy",
+    "max": "maxs.npy",
+}
+# the longer name first: "diffs_stddev_by_level.nc" also ends like "stddev_by_level.nc"
+_GRAPHCAST = {
+    "diff_std": "diffs_stddev_by_level.nc",
+    "std": "stddev_by_level.nc",
+    "mean": "mean_by_level.nc",
+    "min": "min_by_level.nc",
+}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(path: str | os.PathLike[str] | Mapping[str, Any], fields: Fields | None = None) -> Statistics:
+    """See `Statistics.read`."""
+    if isinstance(path, Mapping):
+        return _each({name: Path(file) for name, file in path.items()}, fields, f"statistics of {dict(path)}")
+    at = Path(path)
+    if at.is_dir():
+        return _each(_in_folder(at), fields, f"statistics {at}")
+    if not at.is_file():
+        raise FieldError(f"there is no file or folder of statistics {str(at)!r}")
+    graphcast = _named(at.parent, at.name, _GRAPHCAST)
+    if graphcast or at.name in _MAKANI.values():
+        return _each(graphcast or _named(at.parent, at.name, _MAKANI), fields, f"statistics {at.parent}")
+    return _named_by(_own(at), fields)
+
+
+def _in_folder(folder: Path) -> dict[str, Path]:
+    files = sorted(p.name for p in folder.iterdir())
+    groups = [found for name in files for names in (_MAKANI, _GRAPHCAST) if (found := _named(folder, name, names))]
+    if not groups:
+        raise FieldError(
+            f"folder {str(folder)!r} has neither {_MAKANI['mean']} and {_MAKANI['std']} (makani) nor "
+            f"mean_by_level.nc and stddev_by_level.nc (GraphCast); name the file of the statistics"
+        )
+    if any(found != groups[0] for found in groups):
+        other = next(found for found in groups if found != groups[0])
+        raise FieldError(
+            f"folder {str(folder)!r} has several sets of statistics, such as {_first(groups[0])} and {_first(other)}; "
+            "name one of the files"
+        )
+    return groups[0]
+
+
+def _first(files: Mapping[str, Path]) -> str:
+    return next(iter(files.values())).name
+
+
+def _named(folder: Path, name: str, names: Mapping[str, str]) -> dict[str, Path]:
+    """The files of the set that `name` belongs to: those with the same prefix; none when it belongs to none."""
+    ending = next((n for n in names.values() if name.endswith(n)), None)
+    if ending is None or (names is _MAKANI and ending != name):
+        return {}
+    prefix = name.removesuffix(ending)
+    return {stat: folder / (prefix + n) for stat, n in names.items() if (folder / (prefix + n)).is_file()}
+
+
+def _each(files: Mapping[str, Path], fields: Fields | None, source: str) -> Statistics:
+    """One file a statistic."""
+    unknown = sorted(set(files) - set(NAMES))
+    if unknown or not files:
+        raise FieldError(f"{source}: {unknown[:1] or 'nothing'} is no statistic; they are {list(NAMES)}")
+    missing = [str(p) for p in files.values() if not p.is_file()]
+    if missing:
+        raise FieldError(f"{source}: there is no file {missing[0]!r}")
+    columns = {stat: _column(p) for stat, p in files.items()}
+    unnamed = {stat: v for stat, (names, v) in columns.items() if not names}
+    if len(unnamed) == len(columns):
+        return _named_by(Statistics((), unnamed, source=source), fields)
+    if unnamed:
+        raise FieldError(f"{source}: {files[next(iter(unnamed))].name} has no names and the other files have; mix none")
+    order = tuple(dict.fromkeys(name for names, _ in columns.values() for name in names))
+    values = {stat: _spread(order, names, v) for stat, (names, v) in columns.items()}
+    return _named_by(Statistics(order, values, source=source), fields)
+
+
+def _spread(order: Fields, names: Fields, values: Float) -> Float:
+    """`values` of `names` in an order of more names: NaN where there are none (GraphCast's forcings have no diffs)."""
+    at = dict(zip(names, values.tolist(), strict=True))
+    return np.array([at.get(name, math.nan) for name in order])
+
+
+def _column(path: Path) -> tuple[Fields, Float]:
+    """One statistic: the channels' names, none in a `.npy`, and a number each."""
+    if path.suffix == ".npy":
+        found = _opened(path, lambda: np.load(path, allow_pickle=False))
+        if found.dtype.kind not in "fiu" or found.size != max(found.shape, default=0):
+            raise FieldError(f"{path} is {found.dtype}{list(found.shape)}; a statistic is [1, C, 1, 1] or [C] numbers")
+        return (), found.reshape(-1).astype(np.float64)
+    return _opened(path, lambda: _by_level(path))
+
+
+def _by_level(path: Path) -> tuple[Fields, Float]:
+    """The scalars and the variables along one level dim of a NetCDF file; others are no statistics of a channel."""
+    with _netcdf(path) as file:
+        names: list[str] = []
+        values: list[float] = []
+        for name, variable in file.variables.items():
+            numbers = np.ma.filled(np.ma.asarray(variable[...], dtype=np.float64), np.nan)
+            if not variable.dimensions:
+                names.append(name)
+                values.append(float(numbers))
+            elif len(variable.dimensions) == 1 and name != variable.dimensions[0]:
+                levels = file.variables.get(variable.dimensions[0])
+                marks = range(len(numbers)) if levels is None else np.asarray(levels[...], dtype=np.float64)
+                names += [f"{name}@{level:g}" for level in marks]
+                values += numbers.tolist()
+        return tuple(names), np.array(values)
+
+
+def _own(path: Path) -> Statistics:
+    readers = {".nc": _read_nc, ".npz": _read_npz, ".json": _read_json}
+    if path.suffix not in readers:
+        raise FieldError(
+            f"statistics {str(path)!r} end in {path.suffix!r}; known are {', '.join(SUFFIXES)}, makani's .npy "
+            'or GraphCast\'s *_by_level.nc, and {"mean": file, "std": file}'
+        )
+    return _opened(path, lambda: readers[path.suffix](path))
+
+
+def _opened(path: Path, reader: Callable[[], T]) -> T:
+    try:
+        return reader()
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as broken:
+        if isinstance(broken, FieldError):
+            raise
+        raise FieldError(f"{path} cannot be read as statistics ({type(broken).__name__}: {broken})") from broken
+
+
+def _checked(path: Path, mark: Any) -> None:
+    if mark != FORMAT:
+        raise FieldError(
+            f"{path} has no format {FORMAT!r} and is not named like GraphCast's (…mean_by_level.nc); for a file that "
+            'holds one statistic use Statistics.read({"mean": file, "std": file})'
+        )
+
+
+def _read_nc(path: Path) -> Statistics:
+    with _netcdf(path) as file:
+        attrs = {name: file.getncattr(name) for name in file.ncattrs()}
+        _checked(path, attrs.pop("format", None))
+        fields = tuple(str(name) for name in file.variables["channel"][...])
+        values = {n: np.ma.getdata(file.variables[n][...]).astype(np.float64) for n in NAMES if n in file.variables}
+    return Statistics(fields, values, attrs, f"statistics {path}")
+
+
+def _read_npz(path: Path) -> Statistics:
+    with np.load(path, allow_pickle=False) as file:
+        attrs = json.loads(str(file["attrs"])) if "attrs" in file else {}
+        _checked(path, attrs.pop("format", None))
+        return Statistics(
+            tuple(map(str, file["channel"])), {n: file[n] for n in NAMES if n in file}, attrs, f"statistics {path}"
+        )
+
+
+def _read_json(path: Path) -> Statistics:
+    found = json.loads(path.read_text())
+    _checked(path, found.get("format") if isinstance(found, dict) else None)
+    channels: list[dict[str, Any]] = found["channels"]
+    names = [n for n in NAMES if any(n in c for c in channels)]
+    values = {n: np.array([math.nan if c[n] is None else c[n] for c in channels], dtype=np.float64) for n in names}
+    return Statistics(tuple(str(c["name"]) for c in channels), values, found["attrs"], f"statistics {path}")
+
+
+def _named_by(found: Statistics, fields: Fields | None) -> Statistics:
+    if fields is None:
+        return found
+    if found.fields:
+        raise FieldError(f"fields={list(fields)} names channels, but {found.source} has names of its own; leave it out")
+    if len(fields) != found.channels:
+        raise FieldError(
+            f"fields={list(fields)} are {len(fields)} names and {found.source} has {found.channels} channels"
+        )
+    return Statistics(fields, found.columns, found.attrs, found.source)
+
+
+def _netcdf(path: Path, mode: Literal["r", "w"] = "r") -> Any:
+    try:
+        import netCDF4
+    except ImportError as missing:
+        raise FieldError(f"{path} needs netCDF4: pip install 'jigsaw-torch[netcdf]', or use .npz or .json") from missing
+    return netCDF4.Dataset(str(path), mode)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def check_suffix(path: str | os.PathLike[str]) -> Path:
+    """The path, when its ending is one that is written.
+
+    Raises: `FieldError`.
+    """
+    if Path(path).suffix not in SUFFIXES:
+        raise FieldError(
+            f"statistics are written as {', '.join(SUFFIXES)}, not {str(path)!r}; choose one of the endings"
+        )
+    return Path(path)
+
+
+def write(found: Statistics, path: str | os.PathLike[str]) -> None:
+    """See `Statistics.write`."""
+    at = check_suffix(path)
+    if not found.fields:
+        raise FieldError(f"{found.source} have no names; read them with fields=[…] before they are written")
+    writers = {".nc": _write_nc, ".npz": _write_npz, ".json": _write_json}
+    replace(at, lambda part: writers[at.suffix](found, part))
+
+
+def replace(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file beside `path` and put it in its place once it is on the disk: a reader sees the old or the new."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(part)
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _attrs(found: Statistics) -> dict[str, Any]:
+    return {**found.attrs, "format": FORMAT}
+
+
+def _write_nc(found: Statistics, path: Path) -> None:
+    with _netcdf(path, "w") as file:
+        file.setncatts(_attrs(found))
+        file.createDimension("channel", len(found))
+        file.createVariable("channel", str, ("channel",))[:] = np.array(found.fields, dtype=object)
+        for name, values in found.columns.items():
+            file.createVariable(name, "f8", ("channel",), fill_value=False)[:] = values
+
+
+def _write_npz(found: Statistics, path: Path) -> None:
+    with path.open("wb") as file:
+        savez(file, {"channel": np.array(found.fields), "attrs": np.array(json.dumps(_attrs(found))), **found.columns})
+
+
+def savez(file: IO[bytes], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """`numpy.savez` of arrays by name."""
+    np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+
+
+def _write_json(found: Statistics, path: Path) -> None:
+    channels = [{"name": name, **{n: _number(v) for n, v in found[name].items()}} for name in found.fields]
+    path.write_text(json.dumps({"format": FORMAT, "attrs": dict(found.attrs), "channels": channels}, indent=1) + "\n")
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value

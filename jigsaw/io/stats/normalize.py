@@ -1,0 +1,72 @@
+"""Normalisation as one multiply-add a channel: (x - mean) / std = x * scale + offset."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jigsaw.io.errors import FieldError
+from jigsaw.io.fields import Channel
+from jigsaw.io.stats.table import Statistics
+
+Normalize = Mapping[str, Any] | Statistics | str | os.PathLike[str] | None
+
+
+def multiply_add(channels: Sequence[Channel], normalize: Normalize) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Scale and offset of every channel, from ``{"t2m": (mean, std)}`` or ``{"t2m": {"mean": …, "std": …}}``.
+
+    A key is a channel (``geopotential@500``), a field as it was asked for, or an array of the store; for a field of
+    several levels mean and std may be sequences, a value a level.  Or from a file of statistics, or `Statistics`, which
+    may have more channels than are read.
+
+    Raises: `FieldError` for a channel without statistics, statistics without a channel, or a std that is not positive.
+    """
+    if normalize is None:
+        return (1.0,) * len(channels), (0.0,) * len(channels)
+    if isinstance(normalize, str | os.PathLike):
+        normalize = Statistics.read(normalize)
+    if isinstance(normalize, Statistics):
+        normalize = normalize.mean_std(channels)
+    named = {name for c in channels for name in (c.name, c.field, c.array)}
+    unknown = sorted(set(normalize) - named)
+    if unknown:
+        raise FieldError(
+            f"normalize has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}"
+        )
+    pairs = [_mean_std(c, channels, normalize) for c in channels]
+    return tuple(1.0 / std for _, std in pairs), tuple(-mean / std for mean, std in pairs)
+
+
+def _mean_std(channel: Channel, channels: Sequence[Channel], normalize: Mapping[str, Any]) -> tuple[float, float]:
+    key = next((k for k in (channel.name, channel.field, channel.array) if k in normalize), None)
+    if key is None:
+        raise FieldError(f"normalize has no mean and std for channel {channel.name!r}; it has {sorted(normalize)}")
+    given = normalize[key]
+    try:
+        mean, std = (given["mean"], given["std"]) if isinstance(given, Mapping) else given
+        mean, std = _pick(mean, channel, channels), _pick(std, channel, channels)
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise FieldError(
+            f"normalize[{key!r}]={given!r} must be (mean, std) or {{'mean': …, 'std': …}}, numbers or one a level"
+        ) from None
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise FieldError(
+            f"normalize[{key!r}] gives channel {channel.name!r} mean {mean:g} and std {std:g}; "
+            "need finite numbers and std > 0"
+        )
+    return mean, std
+
+
+def _pick(value: Any, channel: Channel, channels: Sequence[Channel]) -> float:
+    """A number, or this channel's entry of one a level of its field."""
+    found = np.asarray(value, dtype=np.float64)
+    if found.ndim == 0:
+        return float(found)
+    siblings = [c for c in channels if c.field == channel.field]
+    if found.shape != (len(siblings),):
+        raise ValueError(found.shape)
+    return float(found[siblings.index(channel)])

@@ -1,0 +1,1 @@
+"""Volumes: crops of scans, and inference by sliding windows."""

@@ -1,0 +1,63 @@
+"""Where a random crop lies: the same on every rank without talking, from (seed, epoch, sample) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jigsaw.io.volumes.foreground import Foreground, Found
+
+_WORD = 1 << 64
+
+
+class Draws:
+    """Numbers of a counter-based generator (Philox, Salmon et al. 2011) at the place (seed, epoch, sample).
+
+    The raw words, because numpy's distributions may change from version to version.
+    """
+
+    def __init__(self, seed: int, epoch: int, sample: int) -> None:
+        key = np.array([seed % _WORD, epoch % _WORD], np.uint64)
+        counter = np.array([0, 0, sample % _WORD, 0], np.uint64)
+        self._source = np.random.Philox(key=key, counter=counter)
+
+    def word(self) -> int:
+        """The next 64 bits."""
+        return int(self._source.random_raw())
+
+    def below(self, count: int) -> int:
+        """An integer in ``range(count)``, each alike."""
+        return (self.word() * count) >> 64
+
+    def chance(self, p: float) -> bool:
+        """True with probability `p`."""
+        return self.word() < p * _WORD
+
+
+def origin(
+    shape: Sequence[int], crop: Sequence[int], draws: Draws, how: Foreground | None, found: Found | None
+) -> tuple[int, ...]:
+    """The first row of a crop along each dim; below 0 where the volume is smaller, which then lies in its middle."""
+    centre = None if how is None or found is None else _centre(shape, draws, how, found)
+    if centre is None:
+        return tuple(_inside(draws.below(max(n - rows, 0) + 1), n, rows) for n, rows in zip(shape, crop, strict=True))
+    return tuple(_inside(c - rows // 2, n, rows) for c, n, rows in zip(centre, shape, crop, strict=True))
+
+
+def _inside(first: int, size: int, rows: int) -> int:
+    return -((rows - size) // 2) if rows > size else min(max(first, 0), size - rows)
+
+
+def _centre(shape: Sequence[int], draws: Draws, how: Foreground, found: Found) -> tuple[int, ...] | None:
+    """A voxel of what was found; of the other kind where a volume has none of one."""
+    wants = draws.chance(how.pos / (how.pos + how.neg))
+    present = [kept.at for kept in found.classes.values() if kept.at.size]
+    voxels = (
+        found.background.at
+        if not present or (not wants and found.background.at.size)
+        else present[draws.below(len(present))]
+    )
+    if not voxels.size:
+        return None
+    return tuple(int(i) for i in np.unravel_index(int(voxels[draws.below(voxels.size)]), tuple(shape)))

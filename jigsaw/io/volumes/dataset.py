@@ -1,0 +1,301 @@
+"""`Volumes`: crops of images and label maps, their layouts and read plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.io.dataset import DTYPES, dtype_name
+from jigsaw.io.engine import Engine
+from jigsaw.io.errors import ReadError
+from jigsaw.io.frame import DATA, Frame
+from jigsaw.io.plan import ReadPlan, plan_read
+from jigsaw.io.request import Request
+from jigsaw.io.table import Store
+from jigsaw.io.volumes.crops import Draws, origin
+from jigsaw.io.volumes.foreground import Foreground, Found
+from jigsaw.io.volumes.volume import Affine, Volume, spacing_of
+from jigsaw.layout import Cut, Interval, Layout
+from jigsaw.mesh import coordinate, init_mesh
+from jigsaw.tile import Tile
+
+
+@dataclass(frozen=True)
+class VolumeSample:
+    r"""A crop, or a whole volume: `image` and `label` tiles [C, \*space] of one box (`label` None without labels).
+
+    `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
+    `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
+    """
+
+    image: Tile
+    label: Tile | None
+    index: int
+    volume: int
+    origin: tuple[int, ...]
+    affine: Affine
+    spacing: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Which box of which volume a sample is."""
+
+    volume: int
+    origin: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Volumes:
+    """Random crops of volumes; made by `jigsaw.io.open_volumes`.
+
+    ``len(ds)`` samples, `crops` of each volume.  ``ds[i]`` reads one (every rank of the mesh must ask for it, in the
+    same order), a `jigsaw.io.VolumeLoader` reads batches in the background.  Where a crop lies follows from (`seed`,
+    `epoch`, i) alone; `at` gives the dataset of another epoch.
+    """
+
+    images: tuple[Volume, ...]
+    labels: tuple[Volume, ...]
+    mesh: DeviceMesh | None
+    device: str | None
+    frame: Frame
+    crops: int
+    foreground: Foreground | None
+    found: tuple[Found, ...]
+    scale: tuple[float, ...]
+    offset: tuple[float, ...]
+    dtype: torch.dtype
+    label_dtype: torch.dtype
+    fill: float
+    label_fill: int
+    mode: str
+    seed: int = 0
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.images) * self.crops
+
+    def __repr__(self) -> str:
+        box = " x ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))
+        return f"Volumes({len(self.images)} volumes, {self.crops} crops of {box} each; {self.layout})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: None if f.name == "mesh" else getattr(self, f.name) for f in dataclass_fields(self)}
+
+    # -- shapes ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layout(self) -> Layout:
+        r"""The layout of a sample's image [C, \*space], halo included."""
+        return self.frame.layout((self.images[0].channels,), (None,))
+
+    @cached_property
+    def label_layout(self) -> Layout:
+        r"""The layout of a sample's label [C, \*space]; labels have no halo."""
+        return self.frame.layout((self.label_channels,), (None,), halo=False)
+
+    @property
+    def label_channels(self) -> int:
+        return self.labels[0].channels if self.labels else 0
+
+    def sample_bytes(self) -> int:
+        """The most bytes that any rank holds of one sample, image and label."""
+        sizes = [
+            prod(self.layout.local_shape(c)) * self.dtype.itemsize
+            + prod(self.label_layout.local_shape(c)) * self.label_dtype.itemsize
+            for c in self.layout.coords()
+        ]
+        return max(sizes)
+
+    # -- where crops lie ---------------------------------------------------------------------------------------------
+
+    def at(self, seed: int, epoch: int) -> Volumes:
+        """The same volumes with the crops of another seed and epoch."""
+        return replace(self, seed=seed, epoch=epoch)
+
+    def crop(self, sample: int) -> Crop:
+        """Which box of which volume a sample is: O(1), the same on every rank."""
+        index = self._index(sample)
+        volume = index // self.crops
+        draws = Draws(self.seed, self.epoch, index)
+        found = self.found[volume] if self.found else None
+        return Crop(volume, origin(self.images[volume].shape, self.frame.sizes, draws, self.foreground, found))
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def plan(self, sample: int = 0) -> tuple[ReadPlan, ...]:
+        """The read plans of a crop: of its image, and of its label where there are labels."""
+        return self._plans(self.crop(sample), self.frame)
+
+    def _plans(self, crop: Crop, frame: Frame) -> tuple[ReadPlan, ...]:
+        image = self.images[crop.volume]
+        layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
+        request = Request(
+            _window(layout, crop.origin, image.shape),
+            image.parts(_first(crop)),
+            self.scale,
+            self.offset,
+            DTYPES[dtype_name(self.dtype)],
+        )
+        plans = [plan_read(request, image.tables, self.mode)]
+        if self.labels:
+            label = self.labels[crop.volume]
+            bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
+            masked = any(table.masks for table in label.tables.values())
+            request = Request(
+                _window(bare, crop.origin, label.shape),
+                label.parts(_first(crop)),
+                dtype=dtype_name(self.label_dtype),
+                nan=self.label_fill if masked else "keep",
+            )
+            plans.append(plan_read(request, label.tables, self.mode))
+        return tuple(plans)
+
+    def read(self, engine: Engine, crops: Sequence[Crop], frame: Frame | None = None) -> tuple[Tensor, Tensor]:
+        r"""This rank's part of crops: images [B, C, \*held] and labels [B, C, \*owned].
+
+        *Sends*: what the plans say.
+        """
+        frame = frame or self.frame
+        here = frame.in_domain(coordinate(self.device_mesh()))
+        layouts = (
+            frame.layout((len(crops), self.images[0].channels), (None, None), axes=frame.domain),
+            frame.layout((len(crops), self.label_channels), (None, None), halo=False, axes=frame.domain),
+        )
+        names = (DTYPES[dtype_name(self.dtype)], dtype_name(self.label_dtype))
+        blocks = [
+            engine.memory.empty(layout.local_shape(here), np.dtype(name))
+            for layout, name in zip(layouts, names, strict=True)
+        ]
+        for i, crop in enumerate(crops):
+            for block, layout, fill, plan in zip(
+                blocks, layouts, (self.fill, self.label_fill), self._plans(crop, frame), strict=False
+            ):
+                _read_window(engine, plan, block[i : i + 1], layout.held(here)[2:], crop.origin, fill)
+        image, label = (torch.from_numpy(block) for block in blocks)
+        return image.to(self.dtype), label
+
+    def __getitem__(self, sample: int) -> VolumeSample:
+        index = self._index(sample)
+        return self._sample(index, self.crop(index), self.frame)
+
+    def whole(self, volume: int) -> VolumeSample:
+        """A whole volume, cut like crops are: no rank holds more than its tile, without halo.  For inference."""
+        image = self.images[volume]
+        sizes = dict(zip(image.dims, image.shape, strict=True))
+        spec = dict(zip(self.frame.dims, self.frame.spec, strict=True))
+        align = dict(zip(self.frame.dims, self.frame.align, strict=True))
+        fitting = {d: n for d, n in align.items() if sizes[d] % n == 0}
+        frame = Frame.of(sizes, self.frame.axes, spec, None, None, "balanced", fitting)
+        return self._sample(-1, Crop(volume % len(self.images), (0,) * len(sizes)), frame)
+
+    def _sample(self, index: int, crop: Crop, frame: Frame) -> VolumeSample:
+        mesh, image = self.device_mesh(), self.images[crop.volume]
+        values, labels = self.read(self._engine, [crop], frame)
+        affine = image.affine_at(crop.origin)
+        layouts = (
+            frame.layout((image.channels,), (None,)),
+            frame.layout((self.label_channels,), (None,), halo=False),
+        )
+        return VolumeSample(
+            Tile(values[0].to(mesh.device_type), layouts[0], mesh),
+            Tile(labels[0].to(mesh.device_type), layouts[1], mesh) if self.labels else None,
+            index,
+            crop.volume,
+            crop.origin,
+            affine,
+            spacing_of(affine, frame.dims),
+        )
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return self.new_engine()
+
+    def new_engine(self, threads: int | None = None) -> Engine:
+        """A reader of plans with process groups of its own; making one is collective over the mesh."""
+        return Engine(Store("volumes", {}, {}, _no_array), self.device_mesh(), threads, apart=(DATA,))
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it belongs to this process: a dataset that was unpickled does not before it first reads."""
+        return self.mesh is not None or self.device is None
+
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh; of an unpickled dataset it is made now, over all ranks.
+
+        Raises: `ReadError` when the volumes were opened with integers for one.
+        """
+        if self.device is None:
+            raise ReadError(
+                "these volumes were opened with a mesh of plain integers, so they can plan, not read; pass a DeviceMesh"
+            )
+        return self._joined if self.mesh is None else self.mesh
+
+    @cached_property
+    def _joined(self) -> DeviceMesh:
+        return init_mesh(device=self.device, **dict(self.frame.axes))
+
+    def _index(self, sample: int) -> int:
+        if not -len(self) <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)} crops")
+        return int(sample) % len(self)
+
+
+# -- windows ---------------------------------------------------------------------------------------------------------
+
+
+def _first(crop: Crop) -> tuple[int, ...]:
+    """The first row of the volume that a crop holds."""
+    return tuple(max(n, 0) for n in crop.origin)
+
+
+def _inside(first: int, rows: int, size: int) -> Interval:
+    """The rows of a crop that the volume has."""
+    return max(-first, 0), min(size - first, rows)
+
+
+def _window(layout: Layout, at: Sequence[int], shape: Sequence[int]) -> Layout:
+    """The layout of the part of a crop that the volume has: all of it, unless the volume is smaller."""
+    cuts = list(layout.cuts)
+    for d, (first, size) in enumerate(zip(at, shape, strict=True), start=2):
+        cuts[d] = _clipped(cuts[d], *_inside(first, cuts[d].size, size))
+    return Layout(tuple(cuts), layout.axes)
+
+
+def _clipped(cut: Cut, low: int, high: int) -> Cut:
+    if (low, high) == (0, cut.size):
+        return cut
+    points = tuple(min(max(p, low), high) - low for p in cut.points)
+    held = tuple((min(max(a, low), high) - low, min(max(b, low), high) - low) for a, b in cut.held)
+    return Cut(high - low, points, cut.axes, held)
+
+
+def _read_window(
+    engine: Engine, plan: ReadPlan, out: NDArray[Any], held: Sequence[Interval], at: Sequence[int], fill: float
+) -> None:
+    """Read a crop into `out` [1, C, \\*held]; rows beyond the volume are `fill`."""
+    crop_sizes = [high - low for low, high in held]
+    window = plan.request.layout
+    lows = [max(-first, 0) for first in at]
+    spans = [
+        (max(a, low) - a, min(b, low + cut.size) - a)
+        for (a, b), low, cut in zip(held, lows, window.cuts[2:], strict=True)
+    ]
+    inside = tuple(slice(a, max(a, b)) for a, b in spans)
+    if [(0, n) for n in crop_sizes] != spans:
+        out[...] = fill
+    engine.read(plan, out[(slice(None), slice(None), *inside)])
+
+
+def _no_array(name: str) -> NDArray[Any]:
+    raise ReadError(f"volumes have no array {name!r} in common")

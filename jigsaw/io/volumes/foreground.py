@@ -1,0 +1,281 @@
+"""Which voxels of a label map are foreground: a uniform sample of each class, bounded in size, the same on every rank.
+
+Of each class the voxels with the smallest hashes are kept (bottom-k sampling, Cohen and Kaplan 2007): a uniform sample
+without replacement that can be taken chunk by chunk, by any rank, in any order, and merged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.io._memory import Scratch
+from jigsaw.io.errors import FieldError, GridError
+from jigsaw.io.table import Index
+from jigsaw.io.volumes.volume import Stored, Volume
+from jigsaw.layout import Layout
+from jigsaw.mesh import axes_of, coordinate
+
+_ROWS = 1 << 20
+"""Voxels that are hashed at a time."""
+_CLASSES = 512
+ANY = 1
+"""The one class where voxels of all classes count alike."""
+
+_scratch = Scratch()
+
+
+@dataclass(frozen=True)
+class Foreground:
+    """How crops are weighted towards the foreground of the label map.
+
+    A crop is centred on a foreground voxel with the probability ``pos / (pos + neg)``, else on a background voxel, as
+    MONAI's ``RandCropByPosNegLabel``; the centre moves inwards where the crop would reach beyond the volume.
+
+    - `classes`: the labels that count as foreground; by default all but 0;
+    - `by`: ``"voxels"``, every foreground voxel alike, or ``"classes"``, every class of the volume alike, then a voxel
+      of it;
+    - `kept`: how many voxels of each are remembered, drawn uniformly: all of them in a class that has no more;
+    - `cache`: a folder in which what was found is kept for the next run.
+
+    Raises: `FieldError` for values that say nothing.
+    """
+
+    pos: float = 1.0
+    neg: float = 1.0
+    classes: tuple[int, ...] | None = None
+    by: str = "voxels"
+    kept: int = 4096
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.pos >= 0 and self.neg >= 0 and 0 < self.pos + self.neg < float("inf")):
+            raise FieldError(f"pos={self.pos}, neg={self.neg} must be weights >= 0 that are not both 0")
+        if self.by not in ("voxels", "classes"):
+            raise FieldError(f"by={self.by!r} must be 'voxels' or 'classes'")
+        if self.kept < 1:
+            raise FieldError(f"kept={self.kept} must be at least 1, the voxels that are remembered of a class")
+        if self.classes is not None and not self.classes:
+            raise FieldError("classes=() leaves no foreground; name the labels that count, or None for all but 0")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Voxels of one class: how many there are, and flat indices of a uniform sample, by rising hash."""
+
+    count: int = 0
+    at: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    def merged(self, other: Kept, kept: int) -> Kept:
+        """The sample of both together."""
+        hashes, at = np.concatenate([self.hashes, other.hashes]), np.concatenate([self.at, other.at])
+        first = np.argsort(hashes, kind="stable")[:kept]
+        return Kept(self.count + other.count, at[first], hashes[first])
+
+    def bound(self, kept: int) -> np.uint64:
+        """The hash below which a voxel may still come in."""
+        return self.hashes[-1] if self.at.size >= kept else np.uint64(2**64 - 1)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one label map: the background, and each class of its foreground."""
+
+    background: Kept = field(default_factory=Kept)
+    classes: Mapping[int, Kept] = field(default_factory=dict[int, Kept])
+
+    def merged(self, other: Found, kept: int) -> Found:
+        """What both found, together."""
+        labels = sorted({*self.classes, *other.classes})
+        classes = {k: self.classes.get(k, Kept()).merged(other.classes.get(k, Kept()), kept) for k in labels}
+        return Found(self.background.merged(other.background, kept), classes)
+
+    def with_kept(self, label: int | None, more: Kept, kept: int) -> Found:
+        """With more voxels of a class, or of the background (None)."""
+        if label is None:
+            return Found(self.background.merged(more, kept), self.classes)
+        return Found(self.background, {**self.classes, label: self.classes.get(label, Kept()).merged(more, kept)})
+
+
+def find(labels: Sequence[Volume], how: Foreground, mesh: DeviceMesh | None) -> tuple[Found, ...]:
+    """The foreground of every label map; collective over `mesh`, whose ranks share out the chunks.
+
+    *Sends*: one agreement on what the cache has, and one a label map that it has not.
+
+    Raises: `GridError` for label maps of several channels, `FieldError` for too many classes, or the `ReadError` of a
+    chunk, alike on every rank.
+    """
+    for volume in labels:
+        if volume.channels != 1:
+            raise GridError(
+                f"{volume.url} has {volume.channels} channels; foreground is found in label maps of one channel"
+            )
+    me, ranks = _place(mesh)
+    known = _agreed(mesh, {i: _cached(v, how) for i, v in enumerate(labels)} if me == 0 and how.cache else {})[0]
+    found: list[Found] = []
+    for number, volume in enumerate(labels):
+        cached = known.get(number)
+        found.append(_found(volume, how, mesh, me, ranks, number) if cached is None else cached)
+        if cached is None and me == 0 and how.cache:
+            _keep(volume, how, found[-1])
+    return tuple(found)
+
+
+def _place(mesh: DeviceMesh | None) -> tuple[int, int]:
+    if mesh is None:
+        return 0, 1
+    layout = Layout.of((), (), axes_of(mesh))
+    return layout.index(coordinate(mesh)), mesh.size()
+
+
+def _agreed(mesh: DeviceMesh | None, value: Any) -> list[Any]:
+    return [value] if mesh is None else comm.agree(mesh, value)
+
+
+def _found(volume: Volume, how: Foreground, mesh: DeviceMesh | None, me: int, ranks: int, number: int) -> Found:
+    """Every rank looks through its chunks; all hear of what each found, or failed with."""
+    mine: Found | Exception = Found()
+    try:
+        stored = volume.stored[0]
+        for at, index in enumerate(stored.table.indices()):
+            if (number + at) % ranks == me:
+                mine = _look(volume, stored, index, how, mine)
+    except Exception as e:  # told to all ranks
+        mine = e
+    heard = _agreed(mesh, mine)
+    failed = next((each for each in heard if isinstance(each, Exception)), None)
+    if failed is not None:
+        raise failed
+    whole = Found()
+    for each in heard:
+        whole = whole.merged(each, how.kept)
+    _check_count(len(whole.classes), volume.url)
+    return whole
+
+
+def _check_count(classes: int, url: str) -> None:
+    if classes > _CLASSES:
+        raise FieldError(
+            f"{url} has more than {_CLASSES} labels, too many to weight by class; name those that count by classes=, "
+            "or weight by='voxels'"
+        )
+
+
+# -- one chunk -------------------------------------------------------------------------------------------------------
+
+
+def _look(volume: Volume, stored: Stored, index: Index, how: Foreground, so_far: Found) -> Found:
+    table = stored.table
+    room = _scratch(table.bytes_of(index))
+    if table.load(index, room).stored is None:
+        table.fill(room, index)
+    box = table.box_of(index)
+    values = table.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
+    if (table.scale, table.offset) != (1.0, 0.0):
+        values = values * table.scale + table.offset
+    order = [stored.roles.index(d) for d in volume.dims]
+    rest = [d for d in range(table.ndim) if d not in order]
+    values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
+    return _look_through(values, [box[d][0] for d in order], volume.shape, how, so_far)
+
+
+def _look_through(
+    values: NDArray[Any], first: Sequence[int], shape: Sequence[int], how: Foreground, so_far: Found
+) -> Found:
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    step = max(1, _ROWS // max(1, prod(values.shape[1:])))
+    for top in range(0, values.shape[0], step):
+        block = values[top : top + step]
+        flat = np.zeros((1,) * block.ndim, np.int64)
+        for d, (n, low, stride) in enumerate(zip(block.shape, (first[0] + top, *first[1:]), strides, strict=True)):
+            rows = (low + np.arange(n, dtype=np.int64)) * stride
+            flat = flat + rows.reshape([-1 if k == d else 1 for k in range(block.ndim)])
+        so_far = _sift(block.ravel(), flat.ravel(), how, so_far)
+    return so_far
+
+
+def _sift(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground, so_far: Found) -> Found:
+    hashes = _hashed(flat)
+    if how.classes is not None:
+        front = np.isin(values, how.classes)
+    else:
+        front = values != 0
+    for label, mask in _groups(values, front, how):
+        old = so_far.background if label is None else so_far.classes.get(label, Kept())
+        near = mask & (hashes < old.bound(how.kept))
+        more = Kept(int(mask.sum()), flat[near], hashes[near])
+        so_far = so_far.with_kept(label, more, how.kept)
+    return so_far
+
+
+def _groups(
+    values: NDArray[Any], front: NDArray[np.bool_], how: Foreground
+) -> Iterator[tuple[int | None, NDArray[np.bool_]]]:
+    if not front.all():
+        yield None, ~front
+    if not front.any():
+        return
+    if how.by != "classes":
+        yield ANY, front
+        return
+    labels = np.unique(values[front]).tolist()
+    _check_count(len(labels), "a label map")
+    for label in labels:
+        yield int(label), front & (values == label)
+
+
+def _hashed(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): different indices have different hashes."""
+    x = flat.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+# -- the cache -------------------------------------------------------------------------------------------------------
+
+
+def _file(volume: Volume, how: Foreground) -> Path:
+    """Named by what was looked for and by the files that it was found in, as they are now."""
+    table = volume.stored[0].table
+    about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept)
+    digest = blake2b(repr(about).encode(), digest_size=16)
+    for path in dict.fromkeys(table.path(index) for index in table.indices()):
+        if os.path.exists(path):  # not in a far store
+            now = os.stat(path)
+            digest.update(f"{path} {now.st_size} {now.st_mtime_ns}".encode())
+    assert how.cache is not None
+    return Path(how.cache) / f"foreground-{digest.hexdigest()}.npz"
+
+
+def _cached(volume: Volume, how: Foreground) -> Found | None:
+    file = _file(volume, how)
+    if not file.exists():
+        return None
+    with np.load(file) as held:
+        labels, counts = held["labels"].tolist(), held["counts"].tolist()
+        parts = [Kept(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
+    return Found(parts[0], dict(zip(labels, parts[1:], strict=True)))
+
+
+def _keep(volume: Volume, how: Foreground, found: Found) -> None:
+    file, parts = _file(volume, how), [found.background, *found.classes.values()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f".{file.stem}.{os.getpid()}.npz")
+    arrays: dict[str, Any] = {"labels": np.array(list(found.classes), np.int64)}
+    arrays["counts"] = np.array([p.count for p in parts], np.int64)
+    for i, p in enumerate(parts):
+        arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}
+    np.savez(draft, **arrays)
+    draft.replace(file)

@@ -1,0 +1,169 @@
+"""`open_volumes`: what the user asked of images and label maps, checked, as `Volumes`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.io.dataset import DTYPES, dtype_name
+from jigsaw.io.errors import FieldError, GridError
+from jigsaw.io.frame import Frame, Width
+from jigsaw.io.volumes.dataset import Volumes
+from jigsaw.io.volumes.foreground import Foreground, find
+from jigsaw.io.volumes.volume import Volume
+from jigsaw.layout import DimSpec, Split
+from jigsaw.mesh import axes_of
+
+_LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
+_MODES = ("auto", "cooperative", "independent")
+
+Given = Any
+"""One image or label map: a path, URL or opened store; a list of them for channels in files of their own."""
+
+
+def open_volumes(
+    images: Sequence[Given],
+    labels: Sequence[Given] | None = None,
+    *,
+    mesh: DeviceMesh | Mapping[str, int],
+    crop: Sequence[int],
+    crops: int = 1,
+    foreground: Foreground | None = None,
+    spec: Mapping[str, DimSpec] | None = None,
+    halo: Width | Mapping[str, Width] | None = None,
+    split: Split | Mapping[str, Split] = "balanced",
+    align: int | Mapping[str, int] = 1,
+    normalize: tuple[Any, Any] | None = None,
+    fill: float = 0.0,
+    label_fill: int = 0,
+    dtype: str | torch.dtype = "float32",
+    label_dtype: str | torch.dtype = "int64",
+    image_array: str | None = None,
+    label_array: str | None = None,
+    level: int = 0,
+    seed: int = 0,
+    mode: str = "auto",
+) -> Volumes:
+    r"""Random crops of volumes, cut over `mesh` while they are read: of each chunk that a crop touches, no more.
+
+    A sample is an image tile [C, \*crop] and, with labels, the label tile [C, \*crop] of the same box; space is
+    ``z, y, x`` (or ``y, x``) in whatever order it is stored.  A dim beyond space holds the channels.
+
+    - `images`, `labels`: a path or URL each, or an opened store; a list of them where channels have files of their own;
+    - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
+    - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side;
+    - `crops`: how many of each volume make an epoch;
+    - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`); without it every place is alike;
+    - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels have no halo;
+    - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
+    - `dtype`, `label_dtype`: of the tiles;
+    - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image.
+
+    *Sends*: nothing without `foreground`; with it, what was found of each label map.
+
+    Raises: a `ReadError` of `jigsaw.io.errors` naming what was asked and what there is, alike on every rank.
+    """
+    pictures = _volumes("images", images, image_array, level)
+    maps = () if labels is None else _volumes("labels", labels, label_array, level)
+    _check_alike(pictures, maps, labels is not None)
+    if foreground is not None and not maps:
+        raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
+    sizes = _sizes(crop, pictures[0].dims)
+    if crops < 1:
+        raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
+    device_mesh, axes = (None, tuple(mesh.items())) if isinstance(mesh, Mapping) else (mesh, axes_of(mesh))
+    scale, offset = _multiply_add(normalize, pictures[0].channels)
+    made = Volumes(
+        images=pictures,
+        labels=maps,
+        mesh=device_mesh,
+        device=device_mesh.device_type if device_mesh else None,
+        frame=Frame.of(sizes, axes, spec, halo, None, split, align),
+        crops=crops,
+        foreground=foreground,
+        found=(),
+        scale=scale,
+        offset=offset,
+        dtype=_dtype("dtype", dtype, tuple(DTYPES)),
+        label_dtype=_dtype("label_dtype", label_dtype, _LABEL_DTYPES),
+        fill=fill,
+        label_fill=label_fill,
+        mode=_mode(mode),
+        seed=seed,
+    )
+    for index in range(0, len(made), crops):
+        made.plan(index)  # what cannot be planned is refused here, not at the first batch
+    return replace(made, found=find(maps, foreground, device_mesh)) if foreground else made
+
+
+def _volumes(name: str, given: Sequence[Given], array: str | None, level: int) -> tuple[Volume, ...]:
+    if isinstance(given, str) or not len(given):
+        raise FieldError(f"{name}={given!r} must be a list of at least one path")
+    return tuple(Volume(tuple(each) if isinstance(each, list | tuple) else (each,), array, level) for each in given)
+
+
+def _check_alike(images: Sequence[Volume], labels: Sequence[Volume], labelled: bool) -> None:
+    """Raises: `GridError` or `FieldError` naming the two that do not fit together."""
+    if labelled and len(images) != len(labels):
+        raise FieldError(f"{len(images)} images and {len(labels)} labels: each image needs its label map")
+    for kind, volumes in (("channels", images), ("channels", labels), ("dims", [*images, *labels])):
+        for other in volumes[1:]:
+            mine, theirs = getattr(volumes[0], kind), getattr(other, kind)
+            if mine != theirs:
+                raise GridError(f"{volumes[0].url} has {kind} {mine} and {other.url} {theirs}: they make no one batch")
+    for each in images:
+        _ = each.affine  # what is no affine is refused here
+    for image, label in zip(images, labels, strict=False):
+        if image.shape != label.shape:
+            raise GridError(f"image {image.url} has shape {image.shape} and its label map {label.url} {label.shape}")
+        if image.is_placed and label.is_placed and _apart(image, label) > 0.5:
+            raise GridError(
+                f"image {image.url} and its label map {label.url} lie apart by {_apart(image, label):.3g} voxels; "
+                "resample one onto the other"
+            )
+
+
+def _apart(image: Volume, label: Volume) -> float:
+    """The largest distance between the same corner of both, in voxels of the image."""
+    ends = [dict(zip(image.dims, image.shape, strict=True)).get(d, 1) - 1 for d in "xyz"]
+    corners = np.array(np.meshgrid(*[(0, n) for n in ends], [1], indexing="ij")).reshape(4, -1)
+    there = np.linalg.solve(image.affine, label.affine @ corners)
+    return float(np.abs(there - corners).max())
+
+
+def _sizes(crop: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
+    if len(crop) != len(dims) or any(n < 1 for n in crop):
+        raise GridError(f"crop={tuple(crop)} must be {len(dims)} sizes >= 1, of the dims {', '.join(dims)}")
+    return {d: int(n) for d, n in zip(dims, crop, strict=True)}
+
+
+def _multiply_add(normalize: tuple[Any, Any] | None, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if normalize is None:
+        return (1.0,) * channels, (0.0,) * channels
+    try:
+        mean, std = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in normalize)
+    except ValueError as e:
+        raise FieldError(
+            f"normalize={normalize!r} must be (mean, std), a number each or one for {channels} channels"
+        ) from e
+    if not (np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()):
+        raise FieldError(f"normalize={normalize!r}: means must be finite and standard deviations above 0")
+    return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
+
+
+def _dtype(argument: str, given: str | torch.dtype, known: Sequence[str]) -> torch.dtype:
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    if name not in known:
+        raise FieldError(f"{argument}={given!r} must be one of {sorted(known)}")
+    return getattr(torch, name)
+
+
+def _mode(mode: str) -> str:
+    if mode not in _MODES:
+        raise FieldError(f"mode={mode!r} must be one of {_MODES}")
+    return mode

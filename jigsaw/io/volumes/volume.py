@@ -1,0 +1,211 @@
+"""`Volume`: one image or label map of one or several stores, and where it lies in the world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.coords import role_of
+from jigsaw.io.errors import GridError, MissingArrayError, MissingLevelError
+from jigsaw.io.formats.ome import is_multiscale, multiscale
+from jigsaw.io.request import DROPPED, Part, Picks
+from jigsaw.io.store import open_store
+from jigsaw.io.table import ArrayTable, Store
+
+SPACE = ("z", "y", "x")
+CHANNEL = "channel"
+
+Affine = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One array of a volume: the role of each stored dim (`z`, `y`, `x`, `channel`, or "" for one of size 1)."""
+
+    table: ArrayTable
+    roles: tuple[str, ...]
+
+    @property
+    def channels(self) -> int:
+        return self.table.shape[self.roles.index(CHANNEL)] if CHANNEL in self.roles else 1
+
+    def size(self, dim: str) -> int:
+        return self.table.shape[self.roles.index(dim)]
+
+    def part(self, name: str, first: Mapping[str, int], channel: int, space: Sequence[str]) -> Part:
+        """All its channels, from `channel` on, of the window that begins at `first`."""
+        picks: list[Picks | None] = []
+        to: list[int] = []
+        for role in self.roles:
+            if role == CHANNEL:
+                picks.append(tuple((c, channel + c) for c in range(self.channels)))
+                to.append(1)
+            elif role:
+                picks.append(None)
+                to.append(2 + space.index(role))
+            else:
+                picks.append(((0, 0),))
+                to.append(DROPPED)
+        at = ((0, 0),) if CHANNEL in self.roles else ((0, 0), (1, channel))
+        return Part(name, tuple(picks), tuple(to), at, first=tuple(first.get(role, 0) for role in self.roles))
+
+
+@dataclass(frozen=True, eq=False)
+class Volume:
+    r"""An image [C, \*space] in the order ``z, y, x`` (or ``y, x``), whatever the order in which it is stored.
+
+    `given` are its stores, whose channels follow each other.  It pickles as those, and is opened when it is asked for.
+    """
+
+    given: tuple[Any, ...]
+    array: str | None = None
+    level: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"given": self.given, "array": self.array, "level": self.level}
+
+    @property
+    def url(self) -> str:
+        """What names it in messages: its first store."""
+        return self._stores[0].url
+
+    @cached_property
+    def _stores(self) -> tuple[Store, ...]:
+        return tuple(_opened(given, self.level) for given in self.given)
+
+    @cached_property
+    def stored(self) -> tuple[Stored, ...]:
+        """Its arrays.  Raises: `GridError` when they lie on different grids."""
+        found = tuple(_stored(store, self.array) for store in self._stores)
+        first = found[0]
+        for store, other in zip(self._stores, found, strict=True):
+            sizes = [{d: s.size(d) for d in SPACE if d in s.roles} for s in (first, other)]
+            if sizes[0] != sizes[1]:
+                raise GridError(
+                    f"{self.url} has {sizes[0]} and {store.url} {sizes[1]}: channels of one image share a grid"
+                )
+        return found
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Its spatial dims."""
+        return tuple(d for d in SPACE if d in self.stored[0].roles)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its size along each spatial dim."""
+        return tuple(self.stored[0].size(d) for d in self.dims)
+
+    @property
+    def channels(self) -> int:
+        return sum(s.channels for s in self.stored)
+
+    @cached_property
+    def tables(self) -> dict[str, ArrayTable]:
+        """Its chunk tables, by the names that plans use."""
+        return {_name(i, s): s.table for i, s in enumerate(self.stored)}
+
+    def parts(self, first: Sequence[int]) -> tuple[Part, ...]:
+        """What a window that begins at `first` takes of each array."""
+        at, channel = dict(zip(self.dims, first, strict=True)), 0
+        found: list[Part] = []
+        for i, stored in enumerate(self.stored):
+            found.append(stored.part(_name(i, stored), at, channel, self.dims))
+            channel += stored.channels
+        return tuple(found)
+
+    # -- the world ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def is_placed(self) -> bool:
+        """Whether its store says where it lies."""
+        return _given_affine(self._stores[0], self.stored[0].table) is not None
+
+    @cached_property
+    def affine(self) -> Affine:
+        """From voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; the identity where it is unknown."""
+        found = _given_affine(self._stores[0], self.stored[0].table)
+        return np.eye(4) if found is None else found
+
+    @property
+    def spacing(self) -> tuple[float, ...]:
+        """The distance of voxels along each spatial dim, in the order of `dims`, in the units of the world."""
+        return spacing_of(self.affine, self.dims)
+
+    def affine_at(self, origin: Sequence[int]) -> Affine:
+        """The affine of the part that begins at `origin`, given in the order of `dims`."""
+        at = dict(zip(self.dims, origin, strict=True))
+        moved = self.affine.copy()
+        moved[:3, 3] += self.affine[:3, :3] @ np.array([at.get(d, 0) for d in "xyz"], np.float64)
+        return moved
+
+
+def spacing_of(affine: Affine, dims: Sequence[str]) -> tuple[float, ...]:
+    """The length of a step along each dim."""
+    lengths = np.linalg.norm(affine[:3, :3], axis=0)
+    return tuple(float(lengths["xyz".index(d)]) for d in dims)
+
+
+def _name(number: int, stored: Stored) -> str:
+    return f"{number}:{stored.table.name}" if number else stored.table.name
+
+
+def _opened(given: Any, level: int) -> Store:
+    store = open_store(given)
+    if is_multiscale(store.attrs):
+        return multiscale(store, level)
+    if level:
+        raise MissingLevelError(f"level={level}: {store.url} is no OME-Zarr image, so it has level 0 alone")
+    return store
+
+
+def _stored(store: Store, array: str | None) -> Stored:
+    """The array of a store that is meant, and what its dims are."""
+    found = {name: _roles(table) for name, table in store.arrays.items() if table.dtype[1] in "biuf"}
+    fitting = [name for name, roles in found.items() if {"y", "x"} <= set(roles)]
+    if array is not None and array not in fitting:
+        raise MissingArrayError(f"{store.url} has no volume {array!r}; it has {', '.join(sorted(fitting)) or 'none'}")
+    if array is None and len(fitting) != 1:
+        shown = ", ".join(f"{name} {store.arrays[name].dims}" for name in sorted(fitting or store.arrays))
+        raise MissingArrayError(
+            f"{store.url} has {len(fitting)} arrays with dims z, y, x (or y, x), not one: {shown or 'no arrays'}; "
+            "name it by image_array= or label_array=, or name its dims"
+        )
+    name = array or fitting[0]
+    table = store.arrays[name]
+    return Stored(table, _with_channel(store, table, found[name]))
+
+
+def _roles(table: ArrayTable) -> tuple[str, ...]:
+    roles = [role_of(dim, {}) for dim in table.dims]
+    return tuple(role if role in SPACE and roles.count(role) == 1 else "" for role in roles)
+
+
+def _with_channel(store: Store, table: ArrayTable, roles: tuple[str, ...]) -> tuple[str, ...]:
+    """The one dim beyond space is that of channels; of several, those of size 1 are dropped."""
+    others = [d for d, role in enumerate(roles) if not role]
+    long = [d for d in others if table.shape[d] != 1]
+    if len(long) > 1:
+        shown = ", ".join(f"{table.dims[d]} {table.shape[d]}" for d in long)
+        raise GridError(
+            f"array {table.name!r} of {store.url} has {shown} beside space; only one dim can be the channels"
+        )
+    chosen = long or others[:1]
+    return tuple(CHANNEL if d in chosen else role for d, role in enumerate(roles))
+
+
+def _given_affine(store: Store, table: ArrayTable) -> Affine | None:
+    value = table.attrs.get("affine", store.attrs.get("affine"))
+    if value is None:
+        return None
+    affine = np.asarray(value, np.float64)
+    if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-300:
+        raise GridError(
+            f"{store.url}: affine {np.asarray(value).tolist()} must be an invertible 4 x 4 matrix of numbers"
+        )
+    return affine

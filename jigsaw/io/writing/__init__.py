@@ -1,0 +1,1 @@
+"""Writing: every rank its own tile."""

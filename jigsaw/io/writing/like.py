@@ -1,0 +1,61 @@
+"""What a dataset that was read lends to a store that is written: coordinates, attributes, names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jigsaw.io.survey import Survey, Variable
+from jigsaw.io.writing.outline import CHANNEL, LEVEL, Field
+
+if TYPE_CHECKING:
+    from jigsaw.io.dataset import Dataset
+
+# how the values were stored, and what belongs to the old store alone
+_OF_STORAGE = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "coordinates")
+_OF_WRITER = "jigsaw_"
+
+
+@dataclass(frozen=True)
+class Lent:
+    """Coordinates (all but time, whose values the user gives), attributes, and what each channel becomes."""
+
+    coords: Mapping[str, Any]
+    attrs: Mapping[str, Any]
+    field_attrs: Mapping[str, Mapping[str, Any]]
+    fields: list[Field]
+    time: Mapping[str, Any]
+
+
+def lent(dataset: Dataset, dims: Sequence[str] | None) -> Lent:
+    """What of a dataset belongs to tiles with these dims; a dim is found by its canonical name."""
+    store, variables, survey = dataset.store, dataset.variables, Survey(dataset.store)
+    found: dict[str, Any] = {}
+    for dim in dims or dataset.whole_coords:
+        if dim in dataset.whole_coords:
+            found[dim] = dataset.whole_coords[dim], _of(survey, variables[0], dim)
+    leveled = next((v for v in variables if LEVEL in v.roles), None)
+    by_name = {v.table.name: v for v in variables}
+    fields = [Field(c.array, _level(survey, by_name[c.array], c.level)) for c in dataset.channels]
+    if leveled is not None and CHANNEL in (dims or ()):
+        values = survey.values(leveled, LEVEL)
+        used = {f.level for f in fields}
+        found[LEVEL] = values[[float(v) in used for v in values]], _of(survey, leveled, LEVEL)
+    timed = next((v for v in variables if "time" in v.roles), None)
+    return Lent(
+        coords=found,
+        attrs={k: v for k, v in store.attrs.items() if not k.startswith(_OF_WRITER)},
+        field_attrs={v.table.name: {k: x for k, x in v.table.attrs.items() if k not in _OF_STORAGE} for v in variables},
+        fields=fields,
+        time={} if timed is None else _of(survey, timed, "time"),
+    )
+
+
+def _of(survey: Survey, variable: Variable, role: str) -> Mapping[str, Any]:
+    """The attributes of a coordinate, whatever the store calls its dim."""
+    return {k: v for k, v in survey.attrs(variable, role).items() if k not in _OF_STORAGE}
+
+
+def _level(survey: Survey, variable: Variable, level: int | None) -> float | None:
+    return None if level is None else float(survey.values(variable, LEVEL)[level])

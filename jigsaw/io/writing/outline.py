@@ -1,0 +1,431 @@
+"""What a store will hold: tiles as arrays with names, dims, chunks and attributes, channels split into variables."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.errors import FieldError, GridError, WriteError
+from jigsaw.io.writing.cf import Coordinate, coordinate_of
+from jigsaw.io.writing.pieces import Target
+from jigsaw.layout import Layout, ShardingError
+from jigsaw.tile import Tile
+
+Data = Tile | Mapping[str, Tile]
+Dims = Sequence[str] | Mapping[str, Sequence[str]]
+CHANNEL, LEVEL = "channel", "level"
+_ONE_BY_ONE = ("time", "prediction_timedelta")
+# what numpy has no name for is stored as what holds it exactly
+_STORED = {"bfloat16": "float32"}
+_ENCODING = {
+    ".zarr": ("dtype", "compressors", "filters", "serializer"),
+    ".nc": ("dtype", "compression", "complevel", "shuffle", "fletcher32"),
+}
+
+
+@dataclass(frozen=True)
+class Array:
+    """A stored array: its whole shape, that of this piece along the dim that grows."""
+
+    name: str
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[int, ...]
+    shards: tuple[int, ...] | None
+    attrs: Mapping[str, Any]
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """What one process must write as one."""
+        return self.shards or self.chunks
+
+    @property
+    def fill(self) -> Any:
+        """What stands where nothing was written."""
+        return np.nan if np.dtype(self.dtype).kind in "fc" else 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tile and the array made of it: `dropped` is the dim of the tile that the array lacks, of one channel."""
+
+    tile: Tile
+    array: Array
+    channel: int | None = None
+    runs: tuple[tuple[int, int, int], ...] = ()
+    dropped: int | None = None
+
+    def target(self) -> Target:
+        """The array as the planner sees it, with every dim of the tile."""
+        return Target(self._wide(self.array.shape), self._wide(self.array.units), self.channel, self.runs)
+
+    def _wide(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return sizes if self.dropped is None else (*sizes[: self.dropped], 1, *sizes[self.dropped :])
+
+    def phase(self, dim: str | None, rows: int) -> tuple[int, ...]:
+        """`rows` along the dim of that name, 0 along the others, for each dim of the tile."""
+        return self._wide(tuple(rows if d == dim else 0 for d in self.array.dims))
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A store that grows: its arrays, its coordinates, and its complete steps."""
+
+    arrays: Mapping[str, Array]
+    coords: Mapping[str, Coordinate]
+    steps: int
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What one append writes: arrays of tiles, coordinates, and how many rows along the dim that grows."""
+
+    sources: tuple[Source, ...]
+    coords: tuple[Coordinate, ...]
+    rows: int
+
+    def known(self, before: Found | None, steps: int) -> Found:
+        """The store after it was written."""
+        arrays = {s.array.name: s.array for s in self.sources}
+        coords = {c.name: c for c in self.coords}
+        return Found(arrays, coords if before is None else before.coords, steps)
+
+    def digest(self) -> str:
+        """The same on every rank that writes the same."""
+        facts = [(s.array, s.tile.layout, s.runs, str(s.tile.dtype)) for s in self.sources]
+        whole = hashlib.sha256(repr(facts).encode())
+        for c in self.coords:
+            whole.update(repr((c.name, c.dims, c.values.dtype, c.attrs)).encode())
+            whole.update(c.values.tobytes())
+        return whole.hexdigest()
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How a user wants it stored."""
+
+    suffix: str
+    append_dim: str | None
+    chunks: Mapping[str, int]
+    shards: Mapping[str, int]
+    encoding: Mapping[str, Any]
+    field_attrs: Mapping[str, Mapping[str, Any]]
+
+    def check(self) -> None:
+        """Raise `WriteError` for what the format does not have."""
+        unknown = sorted(set(self.encoding) - set(_ENCODING[self.suffix]))
+        if unknown:
+            raise WriteError(f"encoding has {unknown}, but {self.suffix} takes {', '.join(_ENCODING[self.suffix])}")
+        if self.shards and self.suffix == ".nc":
+            raise WriteError(f"shards={dict(self.shards)} belong to Zarr; leave them out or write to a .zarr")
+        for what, sizes in (("chunks", self.chunks), ("shards", self.shards)):
+            if any(int(n) < 1 for n in sizes.values()):
+                raise WriteError(f"{what}={dict(sizes)} must be sizes >= 1 by dim")
+
+
+@dataclass(frozen=True)
+class Field:
+    """The array, and the level in it, that one channel becomes."""
+
+    array: str
+    level: float | None
+
+
+def parse_field(field: str) -> Field:
+    """``t2m`` is an array, ``z@500`` the level 500 of an array.
+
+    Raises: `FieldError` for a level that is no number.
+    """
+    name, at, level = field.partition("@")
+    try:
+        return Field(name, float(level) if at else None)
+    except ValueError:
+        raise FieldError(f"field {field!r}: {level!r} is not a level; write a number, like {name}@500") from None
+
+
+def _levels_of(fields: Sequence[Field], given: NDArray[Any] | None) -> NDArray[Any] | None:
+    """The values along the level dim: those given, else all that fields name, in their order; None without any.
+
+    Raises: `FieldError` for a field whose level is not among those given.
+    """
+    named = list(dict.fromkeys(f.level for f in fields if f.level is not None))
+    if not named or given is None:
+        values = np.array(named)
+        whole = values.size and not (values % 1).any()
+        return (values.astype(np.int64) if whole else values) if named else None
+    missing = [level for level in named if not np.isclose(given, level).any()]
+    if missing:
+        raise FieldError(f"fields name the levels {missing}, but coords['level'] has {given.tolist()}")
+    return given
+
+
+def _sources_of(
+    data: Data,
+    dims: Dims,
+    fields: Sequence[Field] | None,
+    levels: NDArray[Any] | None,
+    how: Choices,
+) -> tuple[Source, ...]:
+    """Every array to write, with the tile that it is made of, its halo left out.
+
+    Raises: `FieldError`, `ShardingError` or `WriteError` naming what does not fit.
+    """
+    if isinstance(data, Tile):
+        if fields is None:
+            raise FieldError("a tile needs names: fields=('t2m', 'z@500') for its channels, or {'name': tile}")
+        if isinstance(dims, Mapping):
+            raise FieldError(f"dims={dict(dims)} name arrays, but there is one tile; give its dims in order")
+        return _split(_bare(data, dims), tuple(dims), fields, levels, how)
+    if fields is not None:
+        raise FieldError(f"fields={[f.array for f in fields]} split one tile; with a mapping of tiles leave them out")
+    found: list[Source] = []
+    for name, tile in data.items():
+        mine = tuple(dims[name] if isinstance(dims, Mapping) else dims)
+        bare = _bare(tile, mine)
+        found.append(Source(bare, _array(name, mine, tuple(bare.shape), bare, range(bare.ndim), how)))
+    if not found:
+        raise FieldError("there is no tile to write; the mapping is empty")
+    return tuple(found)
+
+
+def _bare(tile: Any, dims: Sequence[str]) -> Tile:
+    if not isinstance(tile, Tile):
+        raise ShardingError(
+            f"write takes tiles, not {type(tile).__name__}; cut it first: jigsaw.shard(x, mesh, spec) "
+            "(a spec of None for every dim keeps it whole)"
+        )
+    if len(tile.layout.cuts) != tile.ndim:
+        raise ShardingError(f"{tile.layout} has dims that were flattened together; unflatten them before writing")
+    if len(dims) != tile.ndim or len(set(dims)) != len(dims):
+        raise ShardingError(f"dims={tuple(dims)} must name each of the {tile.ndim} dims of {tile.layout} once")
+    return replace(tile.owned(), local=tile.owned().local.detach())
+
+
+def _split(
+    tile: Tile, dims: tuple[str, ...], fields: Sequence[Field], levels: NDArray[Any] | None, how: Choices
+) -> tuple[Source, ...]:
+    if CHANNEL not in dims:
+        raise FieldError(f"fields name channels, but dims={dims} have no {CHANNEL!r}")
+    at = dims.index(CHANNEL)
+    if len(fields) != tile.shape[at]:
+        raise FieldError(f"there are {len(fields)} fields for the {tile.shape[at]} channels of {tile.layout}")
+    found: list[Source] = []
+    for name in dict.fromkeys(f.array for f in fields):
+        mine = [(c, f.level) for c, f in enumerate(fields) if f.array == name]
+        flat = mine[0][1] is None
+        if len(set(mine)) > 1 and any(level is None for _, level in mine):
+            raise FieldError(f"fields name {name!r} twice, or once without a level; name each channel once")
+        if flat:
+            found.append(_surface(tile, dims, at, name, mine[0][0], how))
+        elif levels is not None:
+            where = [int(np.argmin(np.abs(levels - level))) for _, level in mine if level is not None]
+            found.append(_leveled(tile, dims, at, name, [c for c, _ in mine], where, len(levels), how))
+    return tuple(found)
+
+
+def _surface(tile: Tile, dims: tuple[str, ...], at: int, name: str, channel: int, how: Choices) -> Source:
+    kept = [d for d in range(tile.ndim) if d != at]
+    shape = tuple(tile.shape[d] for d in kept)
+    array = _array(name, tuple(dims[d] for d in kept), shape, tile, kept, how)
+    return Source(tile, array, at, ((channel, channel + 1, 0),), dropped=at)
+
+
+def _leveled(
+    tile: Tile,
+    dims: tuple[str, ...],
+    at: int,
+    name: str,
+    channels: Sequence[int],
+    where: Sequence[int],
+    size: int,
+    how: Choices,
+) -> Source:
+    if len(set(where)) != len(where):
+        raise FieldError(f"fields name a level of {name!r} twice; name each channel once")
+    named = tuple(LEVEL if d == CHANNEL else d for d in dims)
+    array = _array(name, named, (*tile.shape[:at], size, *tile.shape[at + 1 :]), tile, range(tile.ndim), how)
+    if len(where) < size and np.dtype(array.dtype).kind not in "fc":
+        raise FieldError(f"{name!r} lacks levels that other fields have, and {array.dtype} has no NaN for them")
+    return Source(tile, array, at, _runs(channels, where))
+
+
+def _runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Consecutive channels that are consecutive levels: (first, end, level of the first)."""
+    found: list[tuple[int, int, int]] = []
+    for channel, level in zip(channels, levels, strict=True):
+        first, end, start = found[-1] if found else (0, -1, 0)
+        if channel == end and level - start == channel - first:
+            found[-1] = first, channel + 1, start
+        else:
+            found.append((channel, channel + 1, level))
+    return tuple(found)
+
+
+# -- dtype, chunks, shards -------------------------------------------------------------------------------------------
+
+
+def _array(
+    name: str, dims: tuple[str, ...], shape: tuple[int, ...], tile: Tile, kept: Sequence[int], how: Choices
+) -> Array:
+    if how.append_dim is not None and how.append_dim not in dims:
+        raise WriteError(
+            f"array {name!r} has dims {dims} and cannot grow along append_dim={how.append_dim!r}; write what has no "
+            f"such dim as a coordinate: coords={{{name!r}: (dims, values, attrs)}}"
+        )
+    chunks = tuple(_chunk(d, n, tile.layout, at, how) for d, n, at in zip(dims, shape, kept, strict=True))
+    shards = tuple(_shard(name, d, n, c, how) for d, n, c in zip(dims, shape, chunks, strict=True))
+    attrs = dict(how.field_attrs.get(name, {}))
+    return Array(name, dims, shape, _dtype(tile, how), chunks, shards if how.shards else None, attrs)
+
+
+def _dtype(tile: Tile, how: Choices) -> str:
+    own = str(tile.dtype).removeprefix("torch.")
+    asked = how.encoding.get("dtype", _STORED.get(own, own))
+    try:
+        found = np.dtype(asked)
+    except TypeError:
+        raise WriteError(f"dtype {asked!r} cannot be stored; give encoding={{'dtype': 'float32'}}") from None
+    kinds = "fiu" if how.suffix == ".nc" else "fiucb"
+    if found.kind not in kinds or (how.suffix == ".nc" and found.itemsize < 4 and found.kind == "f"):
+        raise WriteError(f"{how.suffix} does not hold {found.name}; give encoding={{'dtype': 'float32'}}")
+    return found.name
+
+
+def _chunk(dim: str, size: int, layout: Layout, at: int, how: Choices) -> int:
+    """What is asked for, else one step of time and the largest piece of a cut dim, so that chunks and tiles align."""
+    grows = dim == how.append_dim
+    if dim in how.chunks:
+        return int(how.chunks[dim]) if grows else max(1, min(int(how.chunks[dim]), size))
+    if grows or dim in _ONE_BY_ONE:
+        return 1
+    cut = layout.cuts[at]
+    largest = max(b - a for a, b in zip(cut.points, cut.points[1:], strict=False))
+    return max(1, size if dim == LEVEL else largest)
+
+
+def _shard(name: str, dim: str, size: int, chunk: int, how: Choices) -> int:
+    asked = int(how.shards.get(dim, chunk))
+    if asked % chunk:
+        raise WriteError(
+            f"array {name!r}: shards={{{dim!r}: {asked}}} must hold whole chunks of {chunk}; "
+            f"choose {asked - asked % chunk or chunk} or {asked - asked % chunk + chunk}"
+        )
+    return asked if dim == how.append_dim else min(asked, -(-size // chunk) * chunk)
+
+
+def _check_dims(how: Choices, sources: Sequence[Source]) -> dict[str, int]:
+    """The size of each dim; what names a dim that no array has is a mistake."""
+    sizes: dict[str, int] = {}
+    for source in sources:
+        for dim, size in zip(source.array.dims, source.array.shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                raise FieldError(f"array {source.array.name!r} has {size} rows along {dim!r}, another {sizes[dim]}")
+    for what, given in (("chunks", how.chunks), ("shards", how.shards)):
+        unknown = sorted(set(given) - set(sizes))
+        if unknown:
+            raise WriteError(f"{what} name the dims {unknown}, but the arrays have {sorted(sizes)}")
+    return sizes
+
+
+# -- the whole piece -------------------------------------------------------------------------------------------------
+
+
+def outline(
+    data: Data,
+    dims: Dims,
+    fields: Sequence[Field] | None,
+    given: Mapping[str, Any],
+    how: Choices,
+    known: Found | None,
+) -> Outline:
+    """What one append writes, checked against the store that there is (`known`).
+
+    Raises: `FieldError`, `GridError`, `ShardingError` or `WriteError` naming what does not fit.
+    """
+    there = {} if known is None else known.coords
+    coords = [coordinate_of(n, value, there[n].attrs if n in there else None) for n, value in given.items()]
+    at_levels = next((c.values for c in (*coords, *there.values()) if c.name == LEVEL), None)
+    levels = None if fields is None else _levels_of(fields, at_levels)
+    sources = _sources_of(data, dims, fields, levels, how)
+    sizes = _check_dims(how, sources)
+    if levels is not None and LEVEL not in {c.name for c in coords} | set(there):
+        coords.append(coordinate_of(LEVEL, levels))
+    names = {s.array.name for s in sources}
+    _check_names((*names, *(c.name for c in coords)))
+    for c in coords:
+        _check_coordinate(c, sizes, names)
+    rows = sizes[how.append_dim] if how.append_dim is not None else 0
+    if known is None:
+        return Outline(tuple(_with_coordinates(s, coords) for s in sources), tuple(coords), rows)
+    growing = _growing(coords, known, how.append_dim)
+    return Outline(tuple(_as_stored(s, known, how) for s in _all_of(sources, known, how)), growing, rows)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """A name becomes a folder in one format: none may lead elsewhere."""
+    for name in names:
+        if not name or "/" in name or name in (".", "..") or name.startswith("__"):
+            raise FieldError(f"{name!r} cannot name an array; choose one without '/', not '.', '..' or '__…'")
+
+
+def _check_coordinate(c: Coordinate, sizes: Mapping[str, int], arrays: Collection[str]) -> None:
+    if c.name in arrays:
+        raise GridError(f"{c.name!r} is both an array and a coordinate; rename one")
+    wrong = {d: n for d, n in zip(c.dims, c.values.shape, strict=True) if sizes.get(d) != n}
+    if wrong:
+        raise GridError(
+            f"coords[{c.name!r}] has {wrong} rows, but the arrays have {dict(sizes)}; give the whole array's coordinate"
+        )
+
+
+def _with_coordinates(source: Source, coords: Sequence[Coordinate]) -> Source:
+    """Name the coordinates that are not their dim's own, as the CF conventions do."""
+    array = source.array
+    own = [c.name for c in coords if c.dims != (c.name,) and set(c.dims) <= set(array.dims)]
+    return replace(source, array=replace(array, attrs={"coordinates": " ".join(own), **array.attrs})) if own else source
+
+
+def _growing(coords: Sequence[Coordinate], known: Found, dim: str | None) -> tuple[Coordinate, ...]:
+    """The coordinates along the dim that grows; the others must be those of the store."""
+    strange = sorted({c.name for c in coords} - set(known.coords))
+    missing = sorted({n for n, c in known.coords.items() if dim in c.dims} - {c.name for c in coords})
+    if strange or missing:
+        raise GridError(f"coords of an append must be those of the store: {strange} are new and {missing} are missing")
+    for c in coords:
+        there = known.coords[c.name]
+        fixed = dim not in c.dims
+        if c.dims != there.dims or (fixed and not np.array_equal(c.values, there.values)):
+            raise GridError(f"coords[{c.name!r}] differs from that of the store, which has dims {there.dims}")
+    return tuple(c for c in coords if dim in c.dims)
+
+
+def _all_of(sources: Sequence[Source], known: Found, how: Choices) -> Sequence[Source]:
+    grow = {name for name, a in known.arrays.items() if how.append_dim in a.dims}
+    named = {s.array.name for s in sources}
+    if grow != named:
+        raise WriteError(
+            f"an append writes every array that grows: the store has {sorted(grow)}, this would write {sorted(named)}"
+        )
+    return sources
+
+
+def _as_stored(source: Source, known: Found, how: Choices) -> Source:
+    """The source with the chunks and shards of the store."""
+    mine, there = source.array, known.arrays[source.array.name]
+    shape = tuple(m if d == how.append_dim else t for d, m, t in zip(mine.dims, mine.shape, there.shape, strict=False))
+    if (mine.dims, mine.shape, mine.dtype) != (there.dims, shape, there.dtype):
+        raise WriteError(
+            f"array {mine.name!r} is {mine.dtype} {dict(zip(mine.dims, mine.shape, strict=True))}, but the store has "
+            f"{there.dtype} {dict(zip(there.dims, there.shape, strict=True))}"
+        )
+    for what, asked, has in (("chunks", how.chunks, there.chunks), ("shards", how.shards, there.units)):
+        wrong = {d: n for d, n in zip(there.dims, has, strict=True) if d in asked and asked[d] != n}
+        if wrong:
+            raise WriteError(f"{what}={dict(asked)} differ from those of array {mine.name!r} in the store, {wrong}")
+    return replace(source, array=replace(there, shape=mine.shape))

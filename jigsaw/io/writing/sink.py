@@ -1,0 +1,75 @@
+"""What a format offers to a writer, and what a store says about how far it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from jigsaw.io.writing.cf import Coordinate
+from jigsaw.io.writing.outline import Array, Found
+from jigsaw.layout import Box
+
+APPEND_DIM, COMPLETE, CLOSED = "jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed"
+
+
+@dataclass(frozen=True)
+class Completeness:
+    """How far a store is written: whole steps along the dim that grows, and whether its writer came to its end."""
+
+    append_dim: str | None
+    steps: int
+    closed: bool
+
+    def attrs(self) -> dict[str, Any]:
+        """The global attributes that say so."""
+        grows = {} if self.append_dim is None else {APPEND_DIM: self.append_dim}
+        return {**grows, COMPLETE: self.steps, CLOSED: int(self.closed)}
+
+
+def completeness_of(attrs: Mapping[str, Any]) -> Completeness | None:
+    """What the attributes of a store say; None for one that jigsaw did not write."""
+    if COMPLETE not in attrs:
+        return None
+    dim = attrs.get(APPEND_DIM)
+    return Completeness(None if dim is None else str(dim), int(attrs[COMPLETE]), bool(attrs.get(CLOSED, 0)))
+
+
+class Sink(Protocol):
+    """One format.
+
+    The first rank calls `find` or `create`, and `commit`; every rank that writes calls `attach`, `put` and `close`.
+    """
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The only mesh positions that write; empty where every rank may."""
+        ...
+
+    def find(self, append_dim: str) -> Found | None:
+        """What is there to append to, if anything."""
+        ...
+
+    def create(
+        self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any], replace: bool
+    ) -> None:
+        """A store without a complete step."""
+        ...
+
+    def attach(self, arrays: Sequence[Array]) -> None:
+        """Get ready to write boxes of arrays of these shapes, those of the whole store."""
+        ...
+
+    def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
+        """Write one box; nobody else writes to its units."""
+        ...
+
+    def commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
+        """Say that everything up to here is complete; `coords` are written, those that grow from step `start` on."""
+        ...
+
+    def close(self, done: bool) -> None:
+        """Let go of the store; `done` when nothing failed."""
+        ...

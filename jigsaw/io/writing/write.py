@@ -1,0 +1,326 @@
+"""Writing: every rank gives its own tile, and together they make one Zarr store or NetCDF file.
+
+What crosses between ranks is what must: where a chunk (or shard) lies on several tiles, the rank that owns most of it
+writes it and the others send it their boxes.  Zarr is written by all ranks at once; a NetCDF-4 file by the first rank,
+which the others send their boxes a budget at a time.
+
+**Killed runs.**  A Zarr store opens at any moment and shows whole steps only: new chunks are not part of it until one
+small file, the root ``zarr.json``, is replaced atomically after each append.  A NetCDF file takes its name when it is
+whole (until then it is ``NAME.part``, flushed after each append).  That is against the end of a process; nothing is
+forced out of the system's own buffers, which a power cut may lose.  `completeness` tells how far a store is; the same
+stands in its global attributes ``jigsaw_append_dim``, ``jigsaw_complete`` (steps along that dim) and ``jigsaw_closed``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.io.errors import WriteError
+from jigsaw.io.writing.cf import Coordinate
+from jigsaw.io.writing.deliver import alike, deliver, together
+from jigsaw.io.writing.outline import CHANNEL, Array, Choices, Data, Dims, Found, Outline, outline, parse_field
+from jigsaw.io.writing.sink import Completeness, Sink, completeness_of
+from jigsaw.layout import ShardingError
+from jigsaw.mesh import coordinate, same_mesh
+from jigsaw.tile import Tile
+
+if TYPE_CHECKING:
+    from jigsaw.io.dataset import Dataset
+
+_SUFFIXES = {"zarr": ".zarr", "netcdf": ".nc"}
+_MODES = ("w-", "w", "a")
+
+
+def write(
+    path: str | os.PathLike[str],
+    data: Data,
+    *,
+    dims: Dims,
+    fields: Sequence[str] | None = None,
+    coords: Mapping[str, Any] | None = None,
+    attrs: Mapping[str, Any] | None = None,
+    field_attrs: Mapping[str, Mapping[str, Any]] | None = None,
+    like: Dataset | None = None,
+    chunks: Mapping[str, int] | None = None,
+    shards: Mapping[str, int] | None = None,
+    append_dim: str | None = None,
+    mode: str = "w-",
+    format: str | None = None,
+    encoding: Mapping[str, Any] | None = None,
+    budget: int = 256 << 20,
+) -> None:
+    """Write tiles to a Zarr v3 store or a NetCDF-4 file: one `Writer.append` and the end of it.
+
+    *Shapes*: global ``data.shape`` = the sizes of `dims`; per rank its own tile.  See `Writer` for the arguments,
+    what is sent and what is raised.
+
+    Example (one rank)::
+
+        jigsaw.io.write("forecast.zarr", tile, dims=("time", "channel", "lat", "lon"), fields=("t2m", "z@500", "z@850"),
+                        coords={"time": times, "lat": lat, "lon": lon}, field_attrs={"t2m": {"units": "K"}})
+    """
+    with Writer(
+        path,
+        dims=dims,
+        fields=fields,
+        attrs=attrs,
+        field_attrs=field_attrs,
+        like=like,
+        chunks=chunks,
+        shards=shards,
+        append_dim=append_dim,
+        mode=mode,
+        format=format,
+        encoding=encoding,
+        budget=budget,
+    ) as out:
+        out.append(data, coords=coords)
+
+
+def completeness(path: str | os.PathLike[str]) -> Completeness:
+    """How far a store that jigsaw wrote is complete: whole steps along its `append_dim`, and whether it was `closed`.
+
+    Raises: `WriteError` when there is no such store, or something else wrote it.
+    """
+    where = Path(path)
+    attrs = _attrs_at(where) if where.exists() else {}
+    found = completeness_of(attrs)
+    if found is None:
+        why = "does not say how far it is complete; jigsaw did not write it" if where.exists() else "does not exist"
+        raise WriteError(f"{where} {why}")
+    return found
+
+
+class Writer:
+    r"""A store that grows: opened once, appended to as a rollout goes on, closed when it is whole.
+
+    - `path`: a local ``.zarr`` or ``.nc``; `format` (``"zarr"``, ``"netcdf"``) for other suffixes;
+    - `dims`: the name of each dim of the tiles, or names by array; `fields`: an array for each entry of the dim
+      ``channel``: ``t2m`` an array without levels, ``z@500`` the level 500 of ``z``, along a dim ``level`` in the place
+      of ``channel`` (levels that an array lacks are NaN).  A mapping of tiles needs no fields: its keys name arrays;
+    - `coords`: by name an array along the dim of that name, ``(array, attrs)``, ``(dims, array, attrs)`` or an xarray
+      variable; whole, the same on every rank, in the order of the tiles' rows.  Dates are stored in CF units and
+      calendars; a coordinate without attributes gets those of the CF conventions;
+    - `attrs`: of the store, `field_attrs`: of each array; `like`: a `jigsaw.io.Dataset` that lends its space and level
+      coordinates, the units of time, all attributes, its channels and the names that its store has for them;
+    - `chunks`, `shards`: sizes by dim; by default one step of time, all levels, and in space the largest tile, so
+      that chunks and tiles align; shards hold whole chunks, Zarr alone has them;
+    - `append_dim`: the dim along which it grows, such as ``time`` or ``prediction_timedelta``;
+    - `mode`: ``"w-"`` makes a new store, ``"w"`` replaces one, ``"a"`` goes on after its last complete step;
+    - `encoding`: ``dtype`` (bfloat16 is stored as float32, else tiles keep theirs) and, in Zarr, ``compressors``,
+      ``filters``, ``serializer``, in NetCDF ``compression``, ``complevel``, ``shuffle``, ``fletcher32``;
+    - `budget`: bytes that a rank puts together at a time, at least one chunk or shard.
+
+    Making one sends nothing; `append` and `close` are collective over the tiles' mesh.
+
+    Example (one rank)::
+
+        with jigsaw.io.Writer("run.zarr", dims=("prediction_timedelta", "channel", "lat", "lon"), fields=names,
+                              append_dim="prediction_timedelta") as out:
+            for lead in leads:
+                out.append(step(), coords={"prediction_timedelta": [lead], "lat": lat, "lon": lon})
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dims: Dims,
+        fields: Sequence[str] | None = None,
+        coords: Mapping[str, Any] | None = None,
+        attrs: Mapping[str, Any] | None = None,
+        field_attrs: Mapping[str, Mapping[str, Any]] | None = None,
+        like: Dataset | None = None,
+        chunks: Mapping[str, int] | None = None,
+        shards: Mapping[str, int] | None = None,
+        append_dim: str | None = None,
+        mode: str = "w-",
+        format: str | None = None,
+        encoding: Mapping[str, Any] | None = None,
+        budget: int = 256 << 20,
+    ) -> None:
+        self.path = _local(path)
+        suffix = _suffix(self.path, format)
+        if mode not in _MODES or (mode == "a" and append_dim is None):
+            raise WriteError(f"mode={mode!r} must be one of {_MODES}, and 'a' needs append_dim='time' or another dim")
+        self._dims, self._coords, self._attrs = dims, dict(coords or {}), dict(attrs or {})
+        self._mode, self._dim, self._budget = mode, append_dim, budget
+        self._fields = None if fields is None else [parse_field(f) for f in fields]
+        self._how = Choices(suffix, append_dim, chunks or {}, shards or {}, encoding or {}, dict(field_attrs or {}))
+        self._how.check()
+        self._time_attrs: Mapping[str, Any] = {}
+        if like is not None:
+            self._lend(like)
+        self._sink: Sink = _sink(suffix, self.path, append_dim, encoding or {})
+        self._mesh: DeviceMesh | None = None
+        self._known: Found | None = None
+        self._steps, self._over = 0, False
+
+    def _lend(self, like: Dataset) -> None:
+        from jigsaw.io.writing.like import lent
+
+        found = lent(like, None if isinstance(self._dims, Mapping) else self._dims)
+        self._coords = {**found.coords, **self._coords}
+        self._attrs = {**found.attrs, **self._attrs}
+        self._time_attrs = found.time
+        if self._fields is None and not isinstance(self._dims, Mapping) and CHANNEL in self._dims:
+            self._fields = found.fields
+        self._how = replace(self._how, field_attrs={**found.field_attrs, **self._how.field_attrs})
+
+    @property
+    def steps(self) -> int:
+        """How many steps along `append_dim` are complete."""
+        return self._steps
+
+    def append(self, data: Data, coords: Mapping[str, Any] | None = None) -> None:
+        """Write tiles: all there is, or the next steps along `append_dim`; complete when it returns.
+
+        `coords` add to those of the writer; after the first call only those along `append_dim` may be given.
+
+        *Sends*: the boxes whose chunk or shard another rank writes, in the tile's dtype; in NetCDF everything that the
+        first rank does not own.  Besides, a few messages of less than a kilobyte each round.
+        *Raises*: `WriteError`, alike on every rank, when anything fails on any of them (a full disk, a rank that
+        ended, a store that does not fit); the store keeps the steps that were complete.  `FieldError`, `GridError` or
+        `ShardingError` for data, names and coordinates that do not fit together; nothing is changed then.
+        """
+        mesh = _mesh_of(data)
+        if self._over or (self._mesh is not None and self._dim is None):
+            raise WriteError(f"{self.path} takes no more: it was closed, failed, or has no append_dim to grow along")
+        if self._mesh is None and self._known is None:
+            self._find(mesh)
+        piece = alike(mesh, lambda: self._outlined(data, coords or {}))
+        try:
+            self._begin(mesh, piece)
+            self._add(mesh, piece)
+        except BaseException:
+            self._over = True
+            self._sink.close(done=False)
+            raise
+
+    def _add(self, mesh: DeviceMesh, piece: Outline) -> None:
+        whole = [self._whole(s.array, piece.rows) for s in piece.sources]
+        together(mesh, lambda: self._sink.attach(whole))
+        for source in piece.sources:
+            deliver(source, mesh, self._sink, self._dim, self._steps, self._budget)
+        start, self._steps = self._steps, self._steps + piece.rows
+        self._commit(mesh, piece.coords, start, closed=False)
+        self._known = piece.known(self._known, self._steps)
+
+    def close(self) -> None:
+        """Say that the store is whole; collective.  Leaving a ``with`` block does it, unless an exception leaves it."""
+        if self._mesh is None or self._over:
+            return
+        self._over = True
+        mesh = self._mesh
+        try:
+            self._commit(mesh, (), self._steps, closed=True)
+        except BaseException:
+            self._sink.close(done=False)
+            raise
+        together(mesh, lambda: self._sink.close(done=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        elif not self._over:
+            self._over = True
+            self._sink.close(done=False)
+
+    # -- the steps of an append --------------------------------------------------------------------------------------
+
+    def _find(self, mesh: DeviceMesh) -> None:
+        """Learn from the first rank what there is to append to."""
+
+        def look() -> Found | None:
+            asked = self._mode == "a" and self._dim is not None and not any(coordinate(mesh))
+            return self._sink.find(self._dim or "") if asked else None
+
+        found = together(mesh, look)[0]
+        if found is not None:
+            self._known, self._steps = found, found.steps
+
+    def _outlined(self, data: Data, coords: Mapping[str, Any]) -> Outline:
+        given = dict(coords) if self._mesh is not None else {**self._coords, **coords}
+        if "time" in given and self._time_attrs and not isinstance(given["time"], tuple):
+            given["time"] = given["time"], self._time_attrs
+        return outline(data, self._dims, self._fields, given, self._how, self._known)
+
+    def _begin(self, mesh: DeviceMesh, piece: Outline) -> None:
+        """Make the store, where there is none to append to."""
+
+        def create() -> None:
+            if not any(coordinate(mesh)):
+                arrays = [s.array for s in piece.sources]
+                self._sink.create(arrays, piece.coords, self._attrs, replace=self._mode != "w-")
+
+        if self._known is None:
+            together(mesh, create)
+        self._mesh = mesh
+
+    def _whole(self, array: Array, rows: int) -> Array:
+        """The array as it will be with these rows."""
+        shape = tuple(self._steps + rows if d == self._dim else n for d, n in zip(array.dims, array.shape, strict=True))
+        return replace(array, shape=shape)
+
+    def _commit(self, mesh: DeviceMesh, coords: Sequence[Coordinate], start: int, closed: bool) -> None:
+        def commit() -> None:
+            if not any(coordinate(mesh)):
+                self._sink.commit(coords, start, Completeness(self._dim, self._steps, closed))
+
+        together(mesh, commit)
+
+
+def _mesh_of(data: Any) -> DeviceMesh:
+    tiles = [data] if isinstance(data, Tile) else list(data.values()) if isinstance(data, Mapping) else []
+    found = next((t.mesh for t in tiles if isinstance(t, Tile)), None)
+    if found is None:
+        raise ShardingError(
+            f"write takes a tile or a mapping of tiles, not {type(data).__name__}; "
+            "cut it first: jigsaw.shard(x, mesh, spec)"
+        )
+    if not all(same_mesh(found, t.mesh) for t in tiles if isinstance(t, Tile)):
+        raise ShardingError("the tiles of one write lie on different meshes; write them one mesh at a time")
+    return found
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(path):
+        raise WriteError(f"{os.fspath(path)!r} is a URL; only local paths are written, copy the store afterwards")
+    return Path(path)
+
+
+def _suffix(path: Path, format: str | None) -> str:
+    suffix = path.suffix if format is None else _SUFFIXES.get(format, "")
+    if suffix not in _SUFFIXES.values():
+        raise WriteError(f"{path} with format={format!r} is neither .zarr nor .nc; choose format='zarr' or 'netcdf'")
+    return suffix
+
+
+def _sink(suffix: str, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> Sink:
+    if suffix == ".zarr":
+        from jigsaw.io.writing.zarr_writer import ZarrSink
+
+        return ZarrSink(path, append_dim, encoding)
+    from jigsaw.io.writing.netcdf_writer import NetcdfSink
+
+    return NetcdfSink(path, append_dim, encoding)
+
+
+def _attrs_at(path: Path) -> Mapping[str, Any]:
+    if path.is_dir():
+        from jigsaw.io.writing.zarr_writer import zarr_attrs
+
+        return zarr_attrs(path)
+    from jigsaw.io.writing.netcdf_writer import netcdf_attrs
+
+    return netcdf_attrs(path)

@@ -1,0 +1,186 @@
+"""Zarr v3: every rank writes its own chunks or shards; one file, replaced atomically, says what is complete.
+
+Chunks of new steps are written while the store's metadata still has its old shape.  Then the first rank writes the root
+``zarr.json``, which holds the metadata of all arrays (consolidated) and the attributes that say how many steps are
+complete: whoever opens the store sees whole steps only, whenever its writers ended.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.core.buffer import default_buffer_prototype
+from zarr.core.group import ConsolidatedMetadata, GroupMetadata
+
+from jigsaw.io.errors import WriteError
+from jigsaw.io.writing.cf import Coordinate, plain
+from jigsaw.io.writing.outline import Array, Found
+from jigsaw.io.writing.sink import Completeness, completeness_of
+from jigsaw.layout import Box
+
+_STEPS_A_CHUNK = 1024
+
+
+class ZarrSink:
+    """A local Zarr v3 group that every rank writes to."""
+
+    writers: tuple[int, ...] = ()
+
+    def __init__(self, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> None:
+        self._path, self._dim = path, append_dim
+        self._encoding = {k: v for k, v in encoding.items() if k != "dtype"}
+        self._arrays: dict[str, Any] = {}
+        self._attrs: dict[str, Any] = {}
+        self._metadata: dict[str, Any] = {}
+
+    # -- the first rank ----------------------------------------------------------------------------------------------
+
+    def find(self, append_dim: str) -> Found | None:
+        """The store as far as it is complete, whatever was being added when its writer ended."""
+        if not self._path.exists() or not any(self._path.iterdir()):
+            return None
+        group = zarr.open_group(str(self._path), mode="r")
+        done = completeness_of(dict(group.attrs))
+        if group.metadata.zarr_format != 3:
+            raise WriteError(f"{self._path} is Zarr v2; convert it to v3 to append, or write a new store")
+        members: Any = dict(group.members(max_depth=None))
+        if done is not None and not members:
+            return None  # its writer ended before the first step was complete
+        if done is not None and done.append_dim not in (None, append_dim):
+            raise WriteError(f"{self._path} grows along {done.append_dim!r}, not append_dim={append_dim!r}")
+        self._attrs = dict(group.attrs)
+        self._metadata = {name: member.metadata for name, member in members.items()}
+        top = {name: a for name, a in members.items() if isinstance(a, zarr.Array) and "/" not in name}
+        coords = {name: _coordinate(name, a) for name, a in top.items() if _is_coordinate(name, a, top)}
+        arrays = {name: _array(name, a) for name, a in top.items() if name not in coords}
+        sizes = {n for a in arrays.values() for d, n in zip(a.dims, a.shape, strict=True) if d == append_dim}
+        if len(sizes) != 1:
+            raise WriteError(f"{self._path} has no array that can grow along append_dim={append_dim!r}")
+        return Found(arrays, coords, sizes.pop())
+
+    def create(
+        self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any], replace: bool
+    ) -> None:
+        """The root first, with nothing complete, then the arrays that it does not list yet."""
+        if self._path.exists():
+            self._clear(replace)
+        self._attrs = {k: plain(v) for k, v in attrs.items()}
+        self._write_root(Completeness(self._dim, 0, False))
+        for array in arrays:
+            shape = tuple(0 if d == self._dim else n for d, n in zip(array.dims, array.shape, strict=True))
+            made = zarr.create_array(
+                f"{self._path}/{array.name}",
+                shape=shape,
+                dtype=array.dtype,
+                chunks=array.chunks,
+                shards=array.shards,
+                fill_value=array.fill,
+                dimension_names=array.dims,
+                attributes={k: plain(v) for k, v in array.attrs.items()},
+                zarr_format=3,
+                **self._encoding,
+            )
+            self._metadata[array.name] = made.metadata
+        for coordinate in coords:
+            self._create_coordinate(coordinate)
+
+    def _clear(self, replace: bool) -> None:
+        known = any((self._path / name).exists() for name in ("zarr.json", ".zgroup"))
+        if self._path.is_dir() and not any(self._path.iterdir()):
+            return
+        if not replace:
+            raise WriteError(f"{self._path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
+        if not known:
+            raise WriteError(f"{self._path} is no Zarr store, so mode='w' does not replace it; remove it yourself")
+        shutil.rmtree(self._path)
+
+    def _create_coordinate(self, c: Coordinate) -> None:
+        grows = [d == self._dim for d in c.dims]
+        made = zarr.create_array(
+            f"{self._path}/{c.name}",
+            shape=tuple(0 if g else n for g, n in zip(grows, c.values.shape, strict=True)),
+            dtype=str if c.values.dtype.kind == "U" else c.values.dtype,
+            chunks=tuple(_STEPS_A_CHUNK if g else max(n, 1) for g, n in zip(grows, c.values.shape, strict=True)),
+            fill_value=np.nan if c.values.dtype.kind == "f" else None,
+            dimension_names=c.dims,
+            attributes={k: plain(v) for k, v in c.attrs.items()},
+            zarr_format=3,
+        )
+        self._metadata[c.name] = made.metadata
+
+    def commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
+        for c in coords:
+            first = [start if d == self._dim else 0 for d in c.dims]
+            shape = tuple(a + n for a, n in zip(first, c.values.shape, strict=True))
+            self._open(c.name, shape)[tuple(slice(a, b) for a, b in zip(first, shape, strict=True))] = c.values
+        self._metadata |= {name: array.metadata for name, array in self._arrays.items()}
+        for name, array in self._arrays.items():
+            self._replace(f"{name}/zarr.json", array.metadata)
+        self._write_root(done)
+
+    def _write_root(self, done: Completeness) -> None:
+        listed = self._metadata if done.steps or done.closed else {}
+        root = GroupMetadata(
+            attributes={**self._attrs, **done.attrs()},
+            zarr_format=3,
+            consolidated_metadata=ConsolidatedMetadata(metadata=dict(listed)),
+        )
+        self._replace("zarr.json", root)
+
+    def _replace(self, key: str, metadata: Any) -> None:
+        """Write a metadata file beside and rename it, so that a reader meets the old one or the new one."""
+        (document,) = metadata.to_buffer_dict(default_buffer_prototype()).values()
+        final = self._path / key
+        final.parent.mkdir(parents=True, exist_ok=True)
+        beside = final.with_name("zarr.json.part")
+        beside.write_bytes(document.to_bytes())
+        os.replace(beside, final)
+
+    # -- every rank --------------------------------------------------------------------------------------------------
+
+    def attach(self, arrays: Sequence[Array]) -> None:
+        for array in arrays:
+            self._open(array.name, array.shape)
+
+    def _open(self, name: str, shape: tuple[int, ...]) -> Any:
+        """An array of the shape that it will have; the one on disk does not grow by it."""
+        if name not in self._arrays:
+            self._arrays[name] = zarr.open_array(f"{self._path}/{name}", mode="r+", zarr_format=3)
+        known = self._arrays[name]
+        if known.shape != shape:
+            grown = zarr.AsyncArray(known.metadata.update_shape(shape), known.store_path)
+            self._arrays[name] = zarr.Array(grown)
+        return self._arrays[name]
+
+    def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
+        self._arrays[name][tuple(slice(a, b) for a, b in box)] = block
+
+    def close(self, done: bool) -> None:
+        self._arrays.clear()
+
+
+def _is_coordinate(name: str, array: Any, arrays: Mapping[str, Any]) -> bool:
+    """Whether it is one: named like its dim, or named by the ``coordinates`` attribute of another."""
+    listed = {c for a in arrays.values() for c in str(a.attrs.get("coordinates", "")).split()}
+    return name in listed or tuple(array.metadata.dimension_names or ()) == (name,)
+
+
+def _array(name: str, array: Any) -> Array:
+    dims = tuple(array.metadata.dimension_names or ())
+    return Array(name, dims, array.shape, array.dtype.name, array.chunks, array.shards, dict(array.attrs))
+
+
+def _coordinate(name: str, array: Any) -> Coordinate:
+    return Coordinate(name, tuple(array.metadata.dimension_names or ()), np.asarray(array[...]), dict(array.attrs))
+
+
+def zarr_attrs(path: Path) -> Mapping[str, Any]:
+    """The global attributes of a store."""
+    return dict(zarr.open_group(str(path), mode="r").attrs)
