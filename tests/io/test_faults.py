@@ -21,7 +21,7 @@ from toy_store import request, write
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 import jigsaw
-from jigsaw.io import CorruptChunkError, DataLoader, PeerError, ReadError, UnsupportedStoreError, _files
+from jigsaw.io import CorruptChunkError, DataLoader, PeerError, ReadError, UnsupportedStoreError
 from jigsaw.io._peers import meet
 from jigsaw.io.engine import Engine
 from jigsaw.io.formats.codecs import BadChunkError
