@@ -402,7 +402,7 @@ def test_damage_that_one_rank_meets_is_an_error_on_all(tmp_path):
     body_broken(broken(tmp_path))
 
 
-class Slow(_files.Local):
+class Slow(files.Local):
     """A file system that hangs for a while."""
 
     def ranges(self, path, targets):
@@ -429,7 +429,7 @@ def test_a_store_that_is_too_slow_for_one_rank_is_an_error_on_all(tmp_path):
     body_slow(write(tmp_path, chunk=(1, 3, 13, 10))[0])
 
 
-class Deadly(_files.Local):
+class Deadly(files.Local):
     """The process is killed while it reads."""
 
     def ranges(self, path, targets):
