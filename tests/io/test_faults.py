@@ -24,6 +24,7 @@ import jigsaw
 from jigsaw.io import CorruptChunkError, DataLoader, PeerError, ReadError, UnsupportedStoreError
 from jigsaw.io._peers import meet
 from jigsaw.io.engine import Engine
+from jigsaw.io.fetch import files
 from jigsaw.io.formats.codecs import BadChunkError
 from jigsaw.io.formats.hdf5_filters import BITSHUFFLE, BLOSC, DEFLATE, SHUFFLE, ZSTD, Filter, pipeline_of
 from jigsaw.io.formats.hdf5_filters import LZ4 as HDF5_LZ4
