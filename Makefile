@@ -11,7 +11,7 @@ STAMP := $(VENV)/.jigsaw-installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 nginx test check bench clean
+.PHONY: help setup weather weather-025 medical nginx test check bench clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,9 +50,12 @@ check: setup nginx ## lint, types, layers and all tests
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
 
-bench: setup ## every benchmark, one JSON object a case
+bench: setup ## every benchmark, one JSON object a case (an hour)
 	$(BIN)/python benchmarks/layers.py --ranks 2
-	$(BIN)/python benchmarks/read.py --ranks 4
+	$(BIN)/python benchmarks/read.py
+
+medical: setup ## train on crops of volumes on two ranks, then infer by sliding windows
+	$(BIN)/torchrun --nproc-per-node 2 examples/medical/train.py
 
 clean: ## remove what the tools left, not .venv
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -22,10 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import jigsaw
-from jigsaw.io.volumes.foreground import Foreground
-from jigsaw.io.volumes.loader import VolumeLoader
-from jigsaw.io.volumes.opening import open_volumes
-from jigsaw.io.volumes.sliding import sliding_window
+from jigsaw.io import Foreground, VolumeLoader, open_volumes, sliding_window
 
 HERE = Path(__file__).parent
 SHAPE, TRAIN, CROP, CROPS = (40, 48, 48), 5, (16, 24, 24), 4

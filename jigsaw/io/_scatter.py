@@ -53,7 +53,7 @@ class Placing:
     nan: str | float
     work: np.dtype[Any]
     fill: float
-    stored: str
+    stored: np.dtype[Any]
     memory: tuple[int, ...]
 
     @classmethod
@@ -83,7 +83,7 @@ class Placing:
             nan=request.nan,
             work=np.dtype("float64" if wide else "float32"),
             fill=_fill_of(table),
-            stored=np.dtype(table.dtype).str,
+            stored=np.dtype(table.dtype),
             memory=() if table.decoder is None else tuple(table.decoder.order),
         )
 
@@ -105,16 +105,10 @@ class Placing:
 
         What is decoded there is then scaled in place.
         """
-        if not self.lands_as_stored or self.dropped or out.dtype.str != self.stored:
+        if box.runs[-1][0].length != out.shape[-1] or not self.lands_as_stored or self.dropped:
             return None
-        for runs, n in zip(box.runs, shape, strict=True):
-            if len(runs) != 1 or (runs[0].length, runs[0].source, runs[0].source_step, runs[0].target_step) != (
-                n,
-                0,
-                1,
-                1,
-            ):
-                return None
+        if out.dtype != self.stored or not all(_is_whole(runs, n) for runs, n in zip(box.runs, shape, strict=True)):
+            return None
         where = [slice(None)] * out.ndim
         for dim, index in box.at:
             where[dim] = slice(index, index + 1)
@@ -177,18 +171,17 @@ class Placing:
     def _block(self, source: Array, out: Array, a: float, b: float) -> None:
         direct = out.dtype == self.work
         y: Array = out if direct else np.empty(out.shape, self.work)
-        scale, offset = self.work.type(a), self.work.type(b)
         if (source.dtype.kind == "f" and source.dtype.itemsize > self.work.itemsize) or source.dtype.kind == "b":
             np.copyto(y, source, casting="unsafe")
             source_or_y = y
         else:
             source_or_y = source
         if a != 1.0:
-            np.multiply(source_or_y, scale, out=y, dtype=self.work, casting="unsafe")
+            np.multiply(source_or_y, self.work.type(a), out=y, dtype=self.work, casting="unsafe")
         elif source_or_y is source:
             np.copyto(y, source, casting="unsafe")
         if b != 0.0:
-            np.add(y, offset, out=y)
+            np.add(y, self.work.type(b), out=y)
         for mask in self.masks:
             np.copyto(y, np.nan, where=source == mask)
         self._settle(y)
@@ -205,6 +198,12 @@ class Placing:
     def _check(self, y: Array) -> None:
         if self.nan == "raise" and y.dtype.kind == "f" and np.isnan(y).any():
             raise FoundNaNError
+
+
+def _is_whole(runs: Sequence[Run], rows: int) -> bool:
+    """Whether runs take all rows of a chunk in their order."""
+    first = runs[0]
+    return len(runs) == 1 and (first.length, first.source, first.source_step, first.target_step) == (rows, 0, 1, 1)
 
 
 def _fill_of(table: ArrayTable) -> float:
