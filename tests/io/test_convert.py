@@ -140,7 +140,7 @@ def test_chunks_are_those_that_the_mesh_reads_cheapest(tmp_path):
         coords={"time": np.arange(3), "level": [1, 2, 3, 4], "lat": np.linspace(90, -90, 181), "lon": np.arange(360.0)},
     )
     made = convert(data, tmp_path / "made.zarr", mesh={"lat": 2})
-    best = jio.recommend.recommend(data, mesh={"lat": 2}, targets=[1]).chunks[0]
+    best = jio.recommend(data, mesh={"lat": 2}, targets=[1]).chunks[0]
     assert made.arrays[0].chunks == tuple(best.chunks.values())
     assert made.arrays[0].shards == tuple(best.shards.values())
 
