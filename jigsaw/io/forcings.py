@@ -30,6 +30,7 @@ from jigsaw.io.errors import FieldError, GridError, WindowError
 from jigsaw.io.fields import Channel
 from jigsaw.io.solar import Instant, Places, Sun
 from jigsaw.io.stats.normalize import Normalize, multiply_add
+from jigsaw.io.stats.table import Statistics
 from jigsaw.io.times import duration_of
 
 Array = NDArray[np.float64]
@@ -222,7 +223,7 @@ class Forcings:
 
     def unnamed(self, normalize: Normalize) -> Normalize:
         """What of `normalize` is for the fields; None when all of it is for the forcings."""
-        if not isinstance(normalize, Mapping):
+        if not isinstance(normalize, Mapping) or isinstance(normalize, Statistics):
             return normalize
         mine = {*self.names, *(forcing.asked for forcing in self.forcings)}
         rest = {key: value for key, value in normalize.items() if key not in mine}

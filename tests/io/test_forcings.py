@@ -391,3 +391,13 @@ def test_bad_arguments_of_the_functions():
         forcings.year_progress([2020])
     with pytest.raises(GridError, match=r"lon values nan\.\.nan are no degrees of lon"):
         forcings.latlon([0.0], [np.nan])
+
+
+def test_statistics_of_a_file_are_those_of_the_fields(wb2):
+    options = {"mesh": world_mesh(lat=1), "fields": ["t2m"], "forcings": ["latlon"]}
+    plain = jigsaw.io.open(wb2, **options)[0].input.full_tensor()
+    found = jigsaw.io.statistics(jigsaw.io.open(wb2, mesh=world_mesh(lat=1), fields=["t2m", "z500"]))
+    scaled = jigsaw.io.open(wb2, normalize=found, **options)[0].input.full_tensor()
+    mean, std = found["t2m"]["mean"], found["t2m"]["std"]
+    np.testing.assert_allclose(scaled[:, 0], (plain[:, 0] - mean) / std, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(scaled[:, 1:], plain[:, 1:])

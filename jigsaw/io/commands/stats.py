@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jigsaw.io.commands import options
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import FieldError, ReadError
 from jigsaw.io.opening import open
@@ -28,13 +29,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("store", help="path or URL of the store")
     parser.add_argument("--output", required=True, metavar="stats.nc", help="where to: .nc, .npz or .json")
-    parser.add_argument("--fields", type=_names, metavar="t2m,z500", help="channels; by default every variable")
-    parser.add_argument("--time", type=_span, metavar="1979..2015", help="dates, both included, or steps like 0..100")
-    parser.add_argument("--every", type=_every, metavar="6h", help="thin the steps: a duration, or a number of steps")
-    parser.add_argument("--weights", choices=WEIGHTS, default="none", help="area: rows by their share of the sphere")
-    parser.add_argument("--select", type=_integers, metavar="number=0", help="the index in any other dim")
+    parser.add_argument("--fields", type=options.names, metavar="t2m,z500", help="channels; by default every variable")
     parser.add_argument(
-        "--mesh", type=_integers, metavar="data=2,lat=2", help="under torchrun: axes; by default all cut the time"
+        "--time", type=options.span, metavar="1979..2015", help="dates, both included, or steps like 0..100"
+    )
+    parser.add_argument(
+        "--every", type=options.every, metavar="6h", help="thin the steps: a duration, or a number of steps"
+    )
+    parser.add_argument("--weights", choices=WEIGHTS, default="none", help="area: rows by their share of the sphere")
+    parser.add_argument("--select", type=options.integers, metavar="number=0", help="the index in any other dim")
+    parser.add_argument(
+        "--mesh",
+        type=options.integers,
+        metavar="data=2,lat=2",
+        help="under torchrun; by default all cut the time",
     )
     parser.add_argument("--block", type=int, metavar="8", help="steps read together; by default 128 MiB of them")
     parser.add_argument("--resume", action="store_true", help="go on where a run that was ended stopped")
@@ -129,33 +137,3 @@ def _cluster(args: argparse.Namespace) -> Generator[Client | None]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# -- values of options ------------------------------------------------------------------------------------------------
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _integers(text: str) -> dict[str, int]:
-    try:
-        pairs = [entry.split("=") for entry in _names(text)]
-        return {key: int(value) for key, value in pairs}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list like lat=2,lon=2") from None
-
-
-def _span(text: str) -> tuple[Any, Any]:
-    first, dots, last = text.partition("..")
-    if not dots:
-        raise argparse.ArgumentTypeError(f"{text!r} is no span like 1979..2015, 2020-01-01..2020-06-30 or 0..100")
-    given = [end for end in (first, last) if end]
-    # four digits are a year, unless the other end is a step
-    steps = all(end.isdecimal() for end in given) and any(len(end) != 4 for end in given)
-    start, stop = ((int(end) if steps else end) if end else None for end in (first, last))
-    return start, stop
-
-
-def _every(text: str) -> str | int:
-    return int(text) if text.isdecimal() else text
