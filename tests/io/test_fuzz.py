@@ -1,6 +1,5 @@
 """Bytes that nobody wrote: what the reader makes of them is what the library makes of them, or a typed error."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -40,7 +39,6 @@ def test_hdf5_filters(data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris")
 def test_a_search_guided_by_coverage_finds_nothing(tmp_path, name):
     """In a process of its own: a crash is a failure too, and the input that caused it is in the message."""
     corpus = tmp_path / "corpus"

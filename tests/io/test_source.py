@@ -107,7 +107,9 @@ def test_chunks_are_asked_for_whole_and_once():
 
 def test_without_chunks_only_the_needed_rows_are_asked_for():
     class Wide:
-        arrays = {"a": SourceArray((3, 512, 1024), "f4", ("time", "lat", "lon"))}  # noqa: RUF012
+        @property
+        def arrays(self):
+            return {"a": SourceArray((3, 512, 1024), "f4", ("time", "lat", "lon"))}
 
         def read(self, array, box):
             asked.append(box)
