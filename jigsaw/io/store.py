@@ -51,6 +51,11 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> Store:
             continue
         if _of(module, "claims", extra)(url):
             return _of(module, opener)(url)
+    if _of("formats.plain", "magic")(url, 4) == b"GRIB":
+        raise UnsupportedStoreError(
+            f"{url!r} is GRIB, which cfgrib reads: open xarray.open_dataset({str(url)!r}, engine='cfgrib'), "
+            "or convert it: python -m jigsaw convert"
+        )
     return _of("formats.zarr_group", "open_zarr", "zarr")(url)
 
 

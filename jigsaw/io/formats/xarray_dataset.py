@@ -43,7 +43,7 @@ def _table(name: str, variable: xr.Variable) -> ArrayTable:
         places=_Places(name),
         load_slowly=load,
         lengths=lengths,
-        slices=not variable.chunksizes,
+        slices=not (variable.chunksizes or _is_grib(variable)),
     )
 
 
@@ -52,7 +52,7 @@ def _chunks(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int
 
     With them the lengths along each dim whose chunks differ.
     """
-    on_disk = variable.encoding.get("preferred_chunks", {})
+    on_disk = _messages(variable) if _is_grib(variable) else variable.encoding.get("preferred_chunks", {})
     lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes
     sizes = [
         max(lazy[dim]) if dim in lazy else on_disk.get(dim, 1 if i == 0 and variable.ndim > 2 else size)
@@ -60,6 +60,17 @@ def _chunks(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int
     ]
     lengths = {i: tuple(lazy[dim]) for i, dim in enumerate(variable.dims) if dim in lazy and _differ(lazy[dim])}
     return tuple(max(1, min(chunk, size)) for chunk, size in zip(sizes, variable.shape, strict=True)), lengths
+
+
+def _is_grib(variable: xr.Variable) -> bool:
+    """Whether cfgrib opened it: it decodes the whole message for any part of a field."""
+    return "GRIB_gridType" in variable.attrs and "filter_by_keys" in variable.encoding
+
+
+def _messages(variable: xr.Variable) -> dict[Any, int]:
+    """The sizes of one GRIB message: a field at one time, step, level and member."""
+    field = ("latitude", "longitude", "y", "x", "values")
+    return {dim: n if dim in field else 1 for dim, n in variable.sizes.items()}
 
 
 def _differ(lengths: tuple[int, ...]) -> bool:
