@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -14,34 +13,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io import survey
 from jigsaw.io._steps import Steps
 from jigsaw.io.boundary import fill, shown
 from jigsaw.io.choices import Choices
+from jigsaw.io.dtypes import read_as
 from jigsaw.io.engine import Engine
-from jigsaw.io.errors import MissingArrayError, ReadError, WindowError
+from jigsaw.io.errors import MissingArrayError, WindowError
 from jigsaw.io.fields import Channel
 from jigsaw.io.forcings import Forcings
-from jigsaw.io.frame import DATA, Frame
 from jigsaw.io.plan import ReadPlan, plan_read
 from jigsaw.io.request import Request
+from jigsaw.io.samples import Samples
 from jigsaw.io.source import Source
 from jigsaw.io.survey import Turn, Variable
 from jigsaw.io.table import Store
 from jigsaw.io.times import later
 from jigsaw.layout import Box, Layout
-from jigsaw.mesh import coordinate, init_mesh
+from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
-
-# numpy reads into these; bfloat16 is rounded from float32 once it is a torch tensor
-DTYPES = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` of `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class Reading:
 
 
 @dataclass(frozen=True, eq=False)
-class Dataset:
+class Dataset(Samples):
     """The samples of a store, cut by a mesh; made by `jigsaw.io.open`.
 
     ``len(ds)`` samples; ``ds[i]`` reads one (every rank of the mesh must ask for it, in the same order), a
@@ -90,9 +81,6 @@ class Dataset:
     """
 
     source: Source
-    mesh: DeviceMesh | None
-    device: str | None
-    frame: Frame
     channels: tuple[Channel, ...]
     input_channels: tuple[int, ...]
     target_channels: tuple[int, ...]
@@ -120,9 +108,6 @@ class Dataset:
     def __repr__(self) -> str:
         cut = ", ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))
         return f"Dataset({self.store.url}: {len(self)} samples, {len(self.fields)} channels, {cut}; {self.layout})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: None if f.name == "mesh" else getattr(self, f.name) for f in dataclass_fields(self)}
 
     @property
     def store(self) -> Store:
@@ -250,7 +235,7 @@ class Dataset:
             parts=survey.parts(self.channels, variables, self._moments(keys, known), self.turn),
             scale=self.scale,
             offset=self.offset,
-            dtype=DTYPES[dtype_name(self.dtype)],
+            dtype=read_as(self.dtype),
             nan=self.nan,
             gaps=bool(known) or len(variables) < len(self.variables),
             boundary=self.frame.boundary,
@@ -275,10 +260,7 @@ class Dataset:
     def new_steps(self, cache_bytes: int) -> Steps:
         """A memory for steps that samples share: of at most so many bytes a rank, 0 for what the next read needs."""
         layout = self.frame.layout((1, len(self.channels)), (None, None))
-        size = (
-            max(prod(layout.local_shape(c)) for c in layout.coords())
-            * np.dtype(DTYPES[dtype_name(self.dtype)]).itemsize
-        )
+        size = max(prod(layout.local_shape(c)) for c in layout.coords()) * np.dtype(read_as(self.dtype)).itemsize
         timeless = {v.table.name for v in self.variables if "time" not in v.roles}
         fixed = [i for i, c in enumerate(self.channels) if c.array in timeless] if self._chosen == 1 else []
         return Steps(cache_bytes // size, fixed)
@@ -371,39 +353,6 @@ class Dataset:
         after = _take(steps, reading.target_at)
         target, forced = _channels(after, self.target_channels)[(..., *inner)], _channels(after, computed)
         return given.to(self.dtype), target.to(self.dtype), forced.to(self.dtype)
-
-    @cached_property
-    def _engine(self) -> Engine:
-        return self.new_engine()
-
-    def new_engine(self, threads: int | None = None) -> Engine:
-        """A reader of plans with process groups of its own; making one is collective over the mesh."""
-        return Engine(self.store, self.device_mesh(), threads, apart=(DATA,))
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it belongs to this process: a dataset that was unpickled does not before it first reads."""
-        return self.mesh is not None or self.device is None
-
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh; of an unpickled dataset it is made now, over all ranks.
-
-        Raises: `ReadError` when the dataset was opened with integers for one.
-        """
-        if self.device is None:
-            raise ReadError(
-                "this dataset was opened with a mesh of plain integers, so it can plan, not read; pass a DeviceMesh"
-            )
-        return self._joined if self.mesh is None else self.mesh
-
-    @cached_property
-    def _joined(self) -> DeviceMesh:
-        return init_mesh(device=self.device, **dict(self.frame.axes))
-
-    def _index(self, sample: int) -> int:
-        if not -len(self) <= sample < len(self):
-            raise IndexError(f"sample {sample} of a dataset of {len(self)}")
-        return int(sample) % len(self)
 
 
 def _channels(x: Tensor, picked: tuple[int, ...]) -> Tensor:

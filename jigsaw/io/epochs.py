@@ -6,15 +6,26 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Generic, TypeVar
 
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.io._device import Carrier
+from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FieldError
+from jigsaw.io.frame import DATA
 from jigsaw.io.order import Order, State
 from jigsaw.io.prefetch import Prefetch
+from jigsaw.io.samples import Samples
+from jigsaw.layout import Coordinate
+from jigsaw.mesh import coordinate
 
+Data = TypeVar("Data", bound=Samples)
 Block = TypeVar("Block")
 Batched = TypeVar("Batched")
+Made = TypeVar("Made", bound="Epochs[Any, Any, Any]")
 
 BATCHES_AHEAD = 2
 
@@ -32,37 +43,59 @@ class Turn:
     following: tuple[int, ...] = ()
 
 
-class Epochs(ABC, Generic[Block, Batched]):
-    """Batches of `count` samples: iterate it once for each epoch.
+class Epochs(ABC, Generic[Data, Block, Batched]):
+    """Batches of a dataset: iterate it once for each epoch.
 
-    A subclass says how a batch is read (in the background, in order) and what it becomes.
+    A subclass says how a batch is read (in the background, in order) and what it becomes.  Making one is collective
+    over the mesh; one of a dataset that was unpickled joins the mesh when it first reads.
 
     Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`.
     """
 
     def __init__(
-        self, count: int, batch_size: int, shuffle: bool, seed: int, drop_last: bool, ahead: int, alone: bool
+        self,
+        dataset: Data,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        prefetch_bytes: int | None = None,
+        threads: int | None = None,
     ) -> None:
+        count = len(dataset)
         if batch_size < 1:
             raise FieldError(f"batch_size={batch_size} must be at least 1, the samples of a batch over the whole mesh")
         if drop_last and batch_size > count:
             raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
+        self.dataset = dataset
+        self._prefetch_bytes, self._threads = prefetch_bytes, threads
         self._order = Order(count, batch_size, shuffle, drop_last)
         self._state = State.from_dict(State(seed).as_dict(), count)
         self._resumed = False
-        self._ahead, self._alone = ahead, alone
         self._current: Prefetch[Turn, tuple[Turn, Block]] | None = None
         self._waited_s = 0.0
+        if dataset.is_live:
+            self._join()  # made by all ranks now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revived, (type(self), self.dataset, self._made_of(), self.state_dict())
+
+    def _made_of(self) -> dict[str, Any]:
+        """What it was made of, besides the dataset and the seed."""
+        return {
+            "batch_size": self._order.batch_size,
+            "shuffle": self._order.shuffle,
+            "drop_last": self._order.drop_last,
+            "prefetch_bytes": self._prefetch_bytes,
+            "threads": self._threads,
+        }
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
         return math.ceil(self._order.usable / self._order.batch_size)
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _join(self) -> None:
-        """Join the mesh before there are threads; once joined, do nothing."""
 
     @abstractmethod
     def _read(self, turn: Turn) -> Block:
@@ -74,6 +107,45 @@ class Epochs(ABC, Generic[Block, Batched]):
 
     def _left(self) -> None:
         """What else ends with an iteration."""
+
+    # -- the mesh ----------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Join the mesh before there are threads; once joined, do nothing."""
+        _ = self._engine, self._carrier
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        return self.dataset.device_mesh()
+
+    @cached_property
+    def _coordinate(self) -> Coordinate:
+        return coordinate(self._mesh)
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return self.dataset.new_engine(self._threads)
+
+    @cached_property
+    def _carrier(self) -> Carrier:
+        return Carrier(self._mesh.device_type)
+
+    def close(self) -> None:
+        """End the reading threads and let go of their memory; no iteration is possible afterwards."""
+        self._end_iteration()
+        if "_engine" in vars(self):
+            self._engine.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes that this rank has fetched, over all iterations."""
+        return self._engine.stats.stored_bytes if "_engine" in vars(self) else 0
+
+    @property
+    def batch_bytes(self) -> int:
+        """The most bytes that any rank holds of one batch."""
+        pieces = dict(self.dataset.frame.axes).get(DATA, 1)
+        return -(-self._order.batch_size // pieces) * self.dataset.sample_bytes()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -105,9 +177,8 @@ class Epochs(ABC, Generic[Block, Batched]):
         self._resumed = False
         self._join()
         at = self._order.settled(self._state)
-        current = self._current = Prefetch(
-            lambda turn: (turn, self._read(turn)), self._turns(at), self._ahead, self._alone
-        )
+        alone = all(size == 1 for _, size in self.dataset.frame.domain)
+        current = self._current = Prefetch(lambda turn: (turn, self._read(turn)), self._turns(at), self._ahead, alone)
         try:
             for turn, block in current:
                 self._state = turn.after
@@ -129,7 +200,15 @@ class Epochs(ABC, Generic[Block, Batched]):
             self._waited_s += self._current.waited_s
             self._current = None
 
+    @property
+    def _ahead(self) -> int:
+        """How many batches may be ready before they are asked for."""
+        budget = self._prefetch_bytes
+        return BATCHES_AHEAD if budget is None else budget // max(self.batch_bytes, 1)
 
-def batches_ahead(batch_bytes: int, budget: int | None) -> int:
-    """How many batches may be ready before they are asked for."""
-    return BATCHES_AHEAD if budget is None else budget // max(batch_bytes, 1)
+
+def _revived(kind: type[Made], dataset: Samples, made_of: Mapping[str, Any], state: Mapping[str, int]) -> Made:
+    """An unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
+    loader = kind(dataset, **made_of)
+    loader.load_state_dict(state)
+    return loader

@@ -11,18 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.io._device import Carrier
 from jigsaw.io._steps import Steps
 from jigsaw.io.dataset import Dataset, Reading
-from jigsaw.io.engine import Engine
-from jigsaw.io.epochs import Epochs, Turn, batches_ahead
+from jigsaw.io.epochs import Epochs, Turn
 from jigsaw.io.errors import FieldError
 from jigsaw.io.frame import DATA
 from jigsaw.io.order import Rollout
-from jigsaw.layout import Coordinate, Layout
-from jigsaw.mesh import coordinate
+from jigsaw.layout import Layout
 from jigsaw.tile import Tile
 
 
@@ -49,7 +45,7 @@ class _Block:
     forced: Tensor
 
 
-class DataLoader(Epochs[_Block, Batch]):
+class DataLoader(Epochs[Dataset, _Block, Batch]):
     """Batches of a dataset: iterate it once for each epoch.
 
     `batch_size` counts samples over the whole mesh.  The mesh axis ``data`` cuts the batch dim, and all ranks along the
@@ -91,71 +87,26 @@ class DataLoader(Epochs[_Block, Batch]):
             raise FieldError(
                 f"cache_bytes={cache_bytes} must be 0 or more, the bytes of decoded steps that a rank keeps"
             )
-        self.dataset = dataset
-        self._rollout = Rollout.of(rollout, len(dataset.targets))
-        alone = all(size == 1 for _, size in dataset.frame.domain)
-        ahead = batches_ahead(self._batch_bytes(batch_size), prefetch_bytes)
-        super().__init__(len(dataset), batch_size, shuffle, seed, drop_last, ahead, alone)
-        self._prefetch_bytes, self._cache_bytes, self._threads = prefetch_bytes, cache_bytes, threads
-        if dataset.is_live:
-            _ = self._engine  # made by all ranks now; what was unpickled joins them later
+        self._rollout, self._cache_bytes = Rollout.of(rollout, len(dataset.targets)), cache_bytes
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            prefetch_bytes=prefetch_bytes,
+            threads=threads,
+        )
 
-    @cached_property
-    def _mesh(self) -> DeviceMesh:
-        return self.dataset.device_mesh()
-
-    @cached_property
-    def _coordinate(self) -> Coordinate:
-        return coordinate(self._mesh)
-
-    @cached_property
-    def _engine(self) -> Engine:
-        return self.dataset.new_engine(self._threads)
-
-    @cached_property
-    def _carrier(self) -> Carrier:
-        return Carrier(self._mesh.device_type)
+    def _made_of(self) -> dict[str, Any]:
+        more = {"rollout": dict(self._rollout.lengths) or None, "cache_bytes": self._cache_bytes}
+        return super()._made_of() | more
 
     @cached_property
     def _kept(self) -> Steps:
         return self.dataset.new_steps(self._cache_bytes)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        made_of = {
-            "batch_size": self._order.batch_size,
-            "shuffle": self._order.shuffle,
-            "drop_last": self._order.drop_last,
-            "rollout": dict(self._rollout.lengths) or None,
-            "prefetch_bytes": self._prefetch_bytes,
-            "cache_bytes": self._cache_bytes,
-            "threads": self._threads,
-        }
-        return _revived, (self.dataset, made_of, self._state.as_dict())
-
-    @property
-    def batch_bytes(self) -> int:
-        """The most bytes that any rank holds of one batch."""
-        return self._batch_bytes(self._order.batch_size)
-
-    def _batch_bytes(self, batch_size: int) -> int:
-        pieces = dict(self.dataset.frame.axes).get(DATA, 1)
-        return -(-batch_size // pieces) * self.dataset.sample_bytes()
-
-    def close(self) -> None:
-        """End the reading threads and let go of their memory; no iteration is possible afterwards."""
-        self._end_iteration()
-        if "_engine" in vars(self):
-            self._engine.close()
-
-    @property
-    def bytes_read(self) -> int:
-        """Stored bytes that this rank has fetched, over all iterations."""
-        return self._engine.stats.stored_bytes if "_engine" in vars(self) else 0
-
     # -- one batch ----------------------------------------------------------------------------------------------------
-
-    def _join(self) -> None:
-        _ = self._engine, self._carrier
 
     def _left(self) -> None:
         if self._engine.ahead is not None:
@@ -221,10 +172,3 @@ def _layouts(ds: Dataset, samples: tuple[int, ...]) -> tuple[Layout, Layout, Lay
         return ds.frame.layout((len(samples), *one.shape[:2]), (DATA, None, None), halo=halo)
 
     return batched(ds.layout, True), batched(ds.target_layout, False), batched(ds.forcing_layout, True)
-
-
-def _revived(dataset: Dataset, made_of: Mapping[str, Any], state: Mapping[str, int]) -> DataLoader:
-    """An unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
-    loader = DataLoader(dataset, **made_of)
-    loader.load_state_dict(state)
-    return loader

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.io import coords
 from jigsaw.io.boundary import Rule
 from jigsaw.io.choices import choose, origins
-from jigsaw.io.dataset import DTYPES, Dataset, dtype_name
+from jigsaw.io.dataset import Dataset
+from jigsaw.io.dtypes import dtype_of
 from jigsaw.io.errors import FieldError, GridError, WindowError
 from jigsaw.io.fetch.disk_cache import DiskCache
 from jigsaw.io.fields import Channel, channels
@@ -21,13 +22,13 @@ from jigsaw.io.forcings import Forcings, geographic
 from jigsaw.io.frame import Frame, Width
 from jigsaw.io.plan import MODES
 from jigsaw.io.poles import vector_channels
+from jigsaw.io.samples import taken
 from jigsaw.io.source import Source
 from jigsaw.io.stats.normalize import Normalize, multiply_add
 from jigsaw.io.survey import Survey, Turn, Variable
 from jigsaw.io.times import TimeAxis, is_int
 from jigsaw.io.windows import anchors, offsets
 from jigsaw.layout import DimSpec, Split
-from jigsaw.mesh import axes_of
 
 _MODES = ("auto", *MODES)
 _LAT_ORDERS = ("store", "north-first", "south-first")
@@ -118,7 +119,7 @@ def open(
     variables = found.of(chosen)
     grid = found.grid(variables)
     axis = _series(found.time(variables), time, every)
-    device_mesh, axes = _axes(mesh)
+    device_mesh, device, axes = taken(mesh)
     frame = Frame.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _turned(grid, lat_order, lon)
     frame = frame.on(whole_coords)
@@ -129,7 +130,7 @@ def open(
     made = Dataset(
         source=source,
         mesh=device_mesh,
-        device=device_mesh.device_type if device_mesh else None,
+        device=device,
         frame=frame,
         channels=chosen,
         input_channels=given_channels,
@@ -145,7 +146,7 @@ def open(
         whole_coords=whole_coords,
         scale=scale,
         offset=offset,
-        dtype=_dtype(dtype),
+        dtype=dtype_of("dtype", dtype),
         nan=_nan_policy(nan),
         mode=_mode(mode),
         turn=turn,
@@ -213,10 +214,6 @@ def _is_chosen(variable: Variable, select: Mapping[str, Any]) -> bool:
     return all(variable.table.dims[d] in select or variable.roles[d] in select for d in variable.further)
 
 
-def _axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, tuple[tuple[str, int], ...]]:
-    return (None, tuple(mesh.items())) if isinstance(mesh, Mapping) else (mesh, axes_of(mesh))
-
-
 def _vectors(chosen: Sequence[Channel], vectors: Sequence[str] | None, found: Survey, frame: Frame) -> tuple[int, ...]:
     """The channels that change sign across a pole, where there is one."""
     attrs = {c.array: found.variables[c.array].table.attrs for c in chosen}
@@ -249,13 +246,6 @@ def _flipped(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...
         return ()
     north_first = bool(grid["lat"][0] > grid["lat"][-1])
     return () if north_first == (lat_order == "north-first") else ("lat",)
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name not in DTYPES:
-        raise FieldError(f"dtype={dtype!r} must be one of {sorted(DTYPES)}")
-    return getattr(torch, name)
 
 
 def _nan_policy(nan: str | float) -> str | float:

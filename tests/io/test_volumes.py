@@ -374,5 +374,5 @@ def test_what_does_not_fit_is_refused(tmp_path):
     ds = open_volumes([both], [both], mesh={}, image_array="image", label_array="label", **crop)
     with pytest.raises(ReadError, match="mesh of plain integers"):
         ds[0]
-    with pytest.raises(IndexError, match="sample 1 of 1 crops"):
+    with pytest.raises(IndexError, match="sample 1 of a dataset of 1"):
         ds.crop(1)

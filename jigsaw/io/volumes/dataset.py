@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -13,20 +12,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.io.dataset import DTYPES, dtype_name
+from jigsaw.io.dtypes import name_of, read_as
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import ReadError
-from jigsaw.io.frame import DATA, Frame
+from jigsaw.io.frame import Frame
 from jigsaw.io.plan import ReadPlan, plan_read
 from jigsaw.io.request import Request
+from jigsaw.io.samples import Samples
 from jigsaw.io.table import Store
 from jigsaw.io.volumes.crops import Draws, origin
 from jigsaw.io.volumes.foreground import Foreground, Found
 from jigsaw.io.volumes.volume import Affine, Volume, spacing_of
 from jigsaw.layout import Cut, Interval, Layout
-from jigsaw.mesh import coordinate, init_mesh
+from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
 
 
@@ -56,7 +55,7 @@ class Crop:
 
 
 @dataclass(frozen=True, eq=False)
-class Volumes:
+class Volumes(Samples):
     """Random crops of volumes; made by `jigsaw.io.open_volumes`.
 
     ``len(ds)`` samples, `crops` of each volume.  ``ds[i]`` reads one (every rank of the mesh must ask for it, in the
@@ -66,9 +65,6 @@ class Volumes:
 
     images: tuple[Volume, ...]
     labels: tuple[Volume, ...]
-    mesh: DeviceMesh | None
-    device: str | None
-    frame: Frame
     crops: int
     foreground: Foreground | None
     found: tuple[Found, ...]
@@ -89,8 +85,10 @@ class Volumes:
         box = " x ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))
         return f"Volumes({len(self.images)} volumes, {self.crops} crops of {box} each; {self.layout})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: None if f.name == "mesh" else getattr(self, f.name) for f in dataclass_fields(self)}
+    @property
+    def store(self) -> Store:
+        """Of no arrays: every volume has a store of its own."""
+        return Store("volumes", {}, {}, _no_array)
 
     # -- shapes ------------------------------------------------------------------------------------------------------
 
@@ -145,7 +143,7 @@ class Volumes:
             image.parts(_first(crop)),
             self.scale,
             self.offset,
-            DTYPES[dtype_name(self.dtype)],
+            read_as(self.dtype),
         )
         plans = [plan_read(request, image.tables, self.mode)]
         if self.labels:
@@ -155,7 +153,7 @@ class Volumes:
             request = Request(
                 _window(bare, crop.origin, label.shape),
                 label.parts(_first(crop)),
-                dtype=dtype_name(self.label_dtype),
+                dtype=name_of(self.label_dtype),
                 nan=self.label_fill if masked else "keep",
             )
             plans.append(plan_read(request, label.tables, self.mode))
@@ -172,7 +170,7 @@ class Volumes:
             frame.layout((len(crops), self.images[0].channels), (None, None), axes=frame.domain),
             frame.layout((len(crops), self.label_channels), (None, None), halo=False, axes=frame.domain),
         )
-        names = (DTYPES[dtype_name(self.dtype)], dtype_name(self.label_dtype))
+        names = (read_as(self.dtype), name_of(self.label_dtype))
         blocks = [
             engine.memory.empty(layout.local_shape(here), np.dtype(name))
             for layout, name in zip(layouts, names, strict=True)
@@ -216,39 +214,6 @@ class Volumes:
             affine,
             spacing_of(affine, frame.dims),
         )
-
-    @cached_property
-    def _engine(self) -> Engine:
-        return self.new_engine()
-
-    def new_engine(self, threads: int | None = None) -> Engine:
-        """A reader of plans with process groups of its own; making one is collective over the mesh."""
-        return Engine(Store("volumes", {}, {}, _no_array), self.device_mesh(), threads, apart=(DATA,))
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it belongs to this process: a dataset that was unpickled does not before it first reads."""
-        return self.mesh is not None or self.device is None
-
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh; of an unpickled dataset it is made now, over all ranks.
-
-        Raises: `ReadError` when the volumes were opened with integers for one.
-        """
-        if self.device is None:
-            raise ReadError(
-                "these volumes were opened with a mesh of plain integers, so they can plan, not read; pass a DeviceMesh"
-            )
-        return self._joined if self.mesh is None else self.mesh
-
-    @cached_property
-    def _joined(self) -> DeviceMesh:
-        return init_mesh(device=self.device, **dict(self.frame.axes))
-
-    def _index(self, sample: int) -> int:
-        if not -len(self) <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)} crops")
-        return int(sample) % len(self)
 
 
 # -- windows ---------------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.io.dataset import DTYPES, dtype_name
+from jigsaw.io.dtypes import dtype_of
 from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.frame import Frame, Width
+from jigsaw.io.samples import taken
 from jigsaw.io.volumes.dataset import Volumes
 from jigsaw.io.volumes.foreground import Foreground, find
 from jigsaw.io.volumes.volume import Volume
 from jigsaw.layout import DimSpec, Split
-from jigsaw.mesh import axes_of
 
 _LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
 _MODES = ("auto", "cooperative", "independent")
@@ -76,21 +76,21 @@ def open_volumes(
     sizes = _sizes(crop, pictures[0].dims)
     if crops < 1:
         raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
-    device_mesh, axes = (None, tuple(mesh.items())) if isinstance(mesh, Mapping) else (mesh, axes_of(mesh))
+    device_mesh, device, axes = taken(mesh)
     scale, offset = _multiply_add(normalize, pictures[0].channels)
     made = Volumes(
         images=pictures,
         labels=maps,
         mesh=device_mesh,
-        device=device_mesh.device_type if device_mesh else None,
+        device=device,
         frame=Frame.of(sizes, axes, spec, halo, None, split, align),
         crops=crops,
         foreground=foreground,
         found=(),
         scale=scale,
         offset=offset,
-        dtype=_dtype("dtype", dtype, tuple(DTYPES)),
-        label_dtype=_dtype("label_dtype", label_dtype, _LABEL_DTYPES),
+        dtype=dtype_of("dtype", dtype),
+        label_dtype=dtype_of("label_dtype", label_dtype, _LABEL_DTYPES),
         fill=fill,
         label_fill=label_fill,
         mode=_mode(mode),
@@ -154,13 +154,6 @@ def _multiply_add(normalize: tuple[Any, Any] | None, channels: int) -> tuple[tup
     if not (np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()):
         raise FieldError(f"normalize={normalize!r}: means must be finite and standard deviations above 0")
     return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
-
-
-def _dtype(argument: str, given: str | torch.dtype, known: Sequence[str]) -> torch.dtype:
-    name = dtype_name(given) if isinstance(given, torch.dtype) else given
-    if name not in known:
-        raise FieldError(f"{argument}={given!r} must be one of {sorted(known)}")
-    return getattr(torch, name)
 
 
 def _mode(mode: str) -> str:

@@ -1,0 +1,86 @@
+"""`Samples`: what every dataset is: samples by their number, cut by a mesh that it belongs to or joins."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from functools import cached_property
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.io.engine import Engine
+from jigsaw.io.errors import ReadError
+from jigsaw.io.frame import DATA, Frame
+from jigsaw.io.table import Store
+from jigsaw.layout import Axes
+from jigsaw.mesh import axes_of, init_mesh
+
+
+@dataclass(frozen=True, eq=False)
+class Samples(ABC):
+    """Samples that the ranks of `mesh` read together, cut as `frame` says.
+
+    It pickles as what it describes, without its mesh: unpickled in another process, it joins one of the same axes on
+    the same `device` when it first reads.  Opened with integers for a mesh, it has no `device`, and plans only.
+    """
+
+    mesh: DeviceMesh | None
+    device: str | None
+    frame: Frame
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: None if f.name == "mesh" else getattr(self, f.name) for f in dataclass_fields(self)}
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def store(self) -> Store:
+        """The opened store."""
+
+    @abstractmethod
+    def sample_bytes(self) -> int:
+        """The most bytes that any rank holds of one sample."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it belongs to this process: a dataset that was unpickled does not before it first reads."""
+        return self.mesh is not None or self.device is None
+
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh; of an unpickled dataset it is made now, over all ranks.
+
+        Raises: `ReadError` when the dataset was opened with integers for one.
+        """
+        if self.device is None:
+            raise ReadError(
+                "this dataset was opened with a mesh of plain integers, so it can plan, not read; pass a DeviceMesh"
+            )
+        return self._joined if self.mesh is None else self.mesh
+
+    @cached_property
+    def _joined(self) -> DeviceMesh:
+        return init_mesh(device=self.device, **dict(self.frame.axes))
+
+    def new_engine(self, threads: int | None = None) -> Engine:
+        """A reader of plans with process groups of its own; making one is collective over the mesh."""
+        return Engine(self.store, self.device_mesh(), threads, apart=(DATA,))
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return self.new_engine()
+
+    def _index(self, sample: int) -> int:
+        """The number of a sample, of which a negative one counts from the end."""
+        if not -len(self) <= sample < len(self):
+            raise IndexError(f"sample {sample} of a dataset of {len(self)}")
+        return int(sample) % len(self)
+
+
+def taken(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, str | None, Axes]:
+    """The mesh, its device and its axes; only axes where it was given as integers."""
+    return (None, None, tuple(mesh.items())) if isinstance(mesh, Mapping) else (mesh, mesh.device_type, axes_of(mesh))
