@@ -1,5 +1,6 @@
 """HDF5 and NetCDF-4 files of their own libraries, read without them: the same bits, and no more bytes than planned."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -95,6 +96,31 @@ def test_filters_that_a_chunk_left_out(tmp_path):
     table = open_hdf5(path).arrays["x"]
     assert [table.locate((i, 0, 0)).mask for i in range(4)] == [0, 1, 2, 3]
     assert bits(open_hdf5(path).read_small("x")) == bits(x)
+
+
+@pytest.mark.parametrize("form", ["shuffle", "shuffle-deflate-fletcher32", "zstd", "blosc-lz4"])
+@pytest.mark.parametrize("shape", [(20, 130), (16, 100), (5, 130)])
+def test_edge_chunks_that_the_filters_were_not_applied_to(tmp_path, form, shape):
+    path, x = tmp_path / "x.h5", values("f4", shape).round()
+    with h5py.File(path, "w") as f:
+        like = f.create_dataset("like", shape, "f4", chunks=(8, 50), maxshape=(None, None), **FAST[form])
+        plist = like.id.get_create_plist()
+        assert ctypes.CDLL(h5py.h5p.__file__).H5Pset_chunk_opts(ctypes.c_int64(plist.id), 2) == 0
+        h5py.h5d.create(f.id, b"x", like.id.get_type(), like.id.get_space(), dcpl=plist)
+        h5py.h5d.create(f.id, b"grown", like.id.get_type(), like.id.get_space(), dcpl=plist)
+        f["x"][...] = x
+        f["grown"][...] = x
+        f["grown"].resize((24, 170))  # edges of before are now filtered, unless they are edges still
+    store = open_hdf5(path)
+    table = store.arrays["x"]
+    assert table.decoder is not None
+    edges = [i for i in table.indices() if any((k + 1) * c > n for k, c, n in zip(i, (8, 50), shape, strict=True))]
+    assert [i for i in table.indices() if table.locate(i).mask] == edges
+    assert all(table.locate(i).length == 8 * 50 * 4 for i in edges)
+    assert bits(store.read_small("x")) == bits(x)
+    with h5py.File(path) as f:
+        assert bits(store.read_small("grown")) == bits(f["grown"][...])
+        assert bits(f["grown"][: shape[0], : shape[1]]) == bits(x)
 
 
 def test_chunks_that_were_never_written_are_the_fill_value(tmp_path):

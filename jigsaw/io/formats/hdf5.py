@@ -23,7 +23,7 @@ from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats.codecs import BadChunkError
 from jigsaw.io.formats.hdf5_dims import MAKANI, attributes, dims_of, ids_of, is_only_a_dim, masks, name_in_store
 from jigsaw.io.formats.hdf5_filters import Filter, Pipeline, pipeline_of
-from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder
+from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder, leaves_edges
 from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, slab_of, virtual_grid
 from jigsaw.io.table import ArrayTable, Index, Places, Store
 from jigsaw.layout import Box
@@ -294,7 +294,8 @@ def _chunked(found: _Found, dtype: np.dtype[Any], plist: Any, native: bool) -> _
     filters = tuple(_filter(plist, k) for k in range(plist.get_nfilters()))
     pipeline = pipeline_of(dtype, len(shape), filters) if native else None
     exact = prod(chunks) * dtype.itemsize if pipeline is not None and pipeline.is_plain else None
-    return _Stored(chunks, pipeline, Chunks(found.source, found.path, shape, chunks, exact), filters=filters)
+    edges = (1 << len(filters)) - 1 if filters and leaves_edges(plist) else 0
+    return _Stored(chunks, pipeline, Chunks(found.source, found.path, shape, chunks, exact, edges), filters=filters)
 
 
 def _filter(plist: Any, k: int) -> Filter:

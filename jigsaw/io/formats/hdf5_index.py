@@ -5,10 +5,12 @@ libhdf5 is not thread safe, and h5py holds one lock around all of it: everything
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import cache
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from h5py._objects import phil
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
@@ -27,6 +30,7 @@ from jigsaw.io.table import ChunkRef, Index
 LIBRARY = threading.RLock()
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
+_EDGES_ARE_LEFT = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 _COLUMNS = 4  # place in the grid, offset, length, mask
 _WORTH_KEEPING = 4096
 """Indices of fewer chunks are asked for again: that takes a few milliseconds."""
@@ -128,11 +132,15 @@ class Chunks:
     """The chunks of a dataset that is stored in chunks.
 
     `exact` is the size that every chunk must have, for values that are stored as they are: a part of a chunk that is
-    shorter would be read from its neighbour.
+    shorter would be read from its neighbour.  `edges` is the mask of filters that chunks beyond the shape were left
+    without.
     """
 
-    def __init__(self, source: Source, name: str, shape: Index, chunks: Index, exact: int | None) -> None:
+    def __init__(
+        self, source: Source, name: str, shape: Index, chunks: Index, exact: int | None, edges: int = 0
+    ) -> None:
         self._source, self._name, self._chunks, self._exact = source, name, chunks, exact
+        self._shape, self._edges = shape, edges
         self._grid = tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
         self._rows: NDArray[np.int64] | None = None
         self._lock = threading.Lock()
@@ -158,7 +166,13 @@ class Chunks:
         self._source.has(offset, length)
         if self._exact is not None and length != self._exact:
             raise BadChunkError(f"it has {length} bytes and the chunk has {self._exact}")
-        return ChunkRef(self._source.path, offset, length, mask)
+        return ChunkRef(self._source.path, offset, length, self._edges if self._is_cut(index) else mask)
+
+    def _is_cut(self, index: Index) -> bool:
+        """Whether a chunk is one that the filters were not applied to: it reaches beyond the shape."""
+        return self._edges != 0 and any(
+            (i + 1) * c > n for i, c, n in zip(index, self._chunks, self._shape, strict=True)
+        )
 
     def _index(self) -> NDArray[np.int64]:
         with self._lock:
@@ -176,6 +190,27 @@ class Chunks:
                 return _rows_of(table, self._chunks, self._grid, what)
             except (OSError, RuntimeError, KeyError, ValueError, OverflowError) as e:
                 raise CorruptChunkError(f"{what}: its index of chunks is damaged: {e}") from e
+
+
+def leaves_edges(plist: Any) -> bool:
+    """Whether chunks that reach beyond the shape are stored without filters (H5Pset_chunk_opts).
+
+    Their own filter masks do not say so, and h5py does not ask: its libhdf5 is called instead.
+    """
+    found = ctypes.c_uint(0)
+    with LIBRARY, phil:
+        failed = _library().H5Pget_chunk_opts(plist.id, ctypes.byref(found)) < 0
+    if failed:
+        raise RuntimeError("libhdf5 does not tell the options of its chunks")
+    return bool(found.value & _EDGES_ARE_LEFT)
+
+
+@cache
+def _library() -> Any:
+    """The C functions of the libhdf5 that h5py is linked to, called with the GIL held, as h5py calls them."""
+    found = ctypes.PyDLL(str(h5py.h5p.__file__))
+    found.H5Pget_chunk_opts.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)]
+    return found
 
 
 def _place(chunk: Any) -> tuple[int, int, int]:
