@@ -41,7 +41,10 @@ class Steps:
         """What will be known, without its values, once these steps have been read and those `wanted` are kept."""
         nothing = np.empty(0)
         made = Steps(self._capacity, self.fixed)
-        made._known.update((key, nothing) for key in (*self._known, *keys) if self._capacity or key in wanted)
+        again = [key for key in keys if key in self._known]
+        unused = [key for key in self._known if key not in again]
+        made._known = OrderedDict.fromkeys([*unused, *again, *keys], nothing)
+        made._drop(wanted)
         made._fixed_values = nothing if self.fixed else None
         return made
 
@@ -62,6 +65,10 @@ class Steps:
         for i, key in enumerate(keys):
             if key not in self._known and (self._capacity or key in wanted):
                 self._known[key] = np.array(block[i])
+        self._drop(wanted)
+
+    def _drop(self, wanted: Collection[int]) -> None:
+        """Give up the steps that were not used for longest, or those that the next read does not want."""
         if self._capacity:
             while len(self._known) > self._capacity:
                 self._known.popitem(last=False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,19 +29,21 @@ Batched = TypeVar("Batched")
 Made = TypeVar("Made", bound="Epochs[Any, Any, Any]")
 
 BATCHES_AHEAD = 2
+FORESEEN = 4
+"""So many batches are known when one is read: planning one of a far store takes a round trip, and fetching another."""
 
 
 @dataclass(frozen=True)
 class Turn:
     """The samples of one batch, the place that they were drawn at, and the loader's place once it was handed out.
 
-    `following` are the samples of the batch after it; none at the end of an epoch.
+    `following` are the samples of each of the `FORESEEN` batches after it; fewer at the end of an epoch.
     """
 
     samples: tuple[int, ...]
     at: State
     after: State
-    following: tuple[int, ...] = ()
+    following: tuple[tuple[int, ...], ...] = ()
 
 
 class Epochs(ABC, Generic[Data, Block, Batched]):
@@ -188,9 +191,12 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
 
     def _turns(self, at: State) -> Iterator[Turn]:
         """The batches of the epoch that are left."""
-        nothing: tuple[tuple[int, ...], State] = (), at
-        for (samples, after), (following, _) in pairwise(chain(self._order.batches(at), [nothing])):
-            yield Turn(samples, at, after, following)
+        coming = self._order.batches(at)
+        known = deque(islice(coming, FORESEEN))
+        while known:
+            known.extend(islice(coming, 1))
+            samples, after = known.popleft()
+            yield Turn(samples, at, after, tuple(each for each, _ in known))
 
     def _end_iteration(self) -> None:
         if self._current is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -125,22 +126,22 @@ class DataLoader(Epochs[Dataset, _Block, Batch]):
             empty = [torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts]
             return _Block(dataset, *self._carrier.bring(empty))
         reading = dataset.reading(turn.samples[first:stop], self._kept)
-        following = self._mine(turn.following) if turn.following else ()
-        wanted = frozenset(dataset.keys(following) if following else ())
-        self._expect(dataset, reading, following, wanted)
-        block = dataset.read(self._engine, reading, self._kept, wanted)
+        following = [self._mine(samples) for samples in turn.following]
+        self._expect(dataset, reading, following)
+        wanted = dataset.keys(following[0]) if following else ()
+        block = dataset.read(self._engine, reading, self._kept, frozenset(wanted))
         return _Block(dataset, *self._carrier.bring(dataset.unpack(block, reading)))
 
-    def _expect(self, dataset: Dataset, reading: Reading, following: tuple[int, ...], wanted: frozenset[int]) -> None:
-        """Fetch from far stores what a batch needs, and behind it what the next one will."""
-        ahead = self._engine.ahead
+    def _expect(self, dataset: Dataset, reading: Reading, following: Sequence[tuple[int, ...]]) -> None:
+        """Fetch from far stores what a batch needs, and behind it what the next ones will."""
+        ahead, kept = self._engine.ahead, self._kept
         if ahead is None:
             return
-        readings = [reading]
-        if wanted:
-            readings.append(dataset.reading(following, self._kept.foreseen(reading.keys, wanted)))
-        for each in readings:
-            ahead.expect(each.request, partial(dataset.plan_of, each))
+        ahead.expect(reading.request, partial(dataset.plan_of, reading))
+        for samples in takewhile(bool, following):
+            kept = kept.foreseen(reading.keys, frozenset(dataset.keys(samples)))
+            reading = dataset.reading(samples, kept)
+            ahead.expect(reading.request, partial(dataset.plan_of, reading))
 
     def _mine(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Those of a batch that this rank reads: none where there are fewer than ranks along `data`."""

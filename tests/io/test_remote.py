@@ -365,8 +365,9 @@ def globe_proxy(tmp_path_factory):
         yield root, made
 
 
+@pytest.mark.parametrize("steps_kept", [0, 3])
 @pytest.mark.parametrize("layout", ["v2", "sharded"])
-def test_a_loader_reads_ahead_over_samples(globe_proxy, layout):
+def test_a_loader_reads_ahead_over_samples(globe_proxy, layout, steps_kept):
     root, proxy = globe_proxy
     data = jigsaw.io.open(
         f"http://{proxy.address}/{layout}.zarr", mesh=jigsaw.init_mesh(data=1, device="cpu"), inputs=[0, 1]
@@ -374,7 +375,8 @@ def test_a_loader_reads_ahead_over_samples(globe_proxy, layout):
     whole = globe_store.stacked(str(root / f"{layout}.zarr"), data.fields)
     proxy.latency = 0.002
     proxy.clear()
-    loader = jigsaw.io.DataLoader(data, batch_size=2, shuffle=True, seed=3)
+    kept = steps_kept * data.sample_bytes() // 2
+    loader = jigsaw.io.DataLoader(data, batch_size=2, shuffle=True, seed=3, cache_bytes=kept)
     seen = []
     for batch in loader:
         for values, sample_number in zip(batch.input.local.numpy(), batch.samples, strict=True):

@@ -12,25 +12,21 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from jigsaw.io.fetch.at_once import IN_FLIGHT
 from jigsaw.io.fetch.batches import Batch
 from jigsaw.io.plan import Job, ReadPlan
 from jigsaw.io.table import Fetched
 
-Key = tuple[int, Job]
-"""The `id` of a plan, and a job of it."""
-
 
 @dataclass(eq=False)
 class _Group:
-    """Jobs that are fetched together."""
+    """Jobs that are fetched together: a promise of what was fetched for each, and those that were not taken yet."""
 
     plan: ReadPlan
     batch: Batch
-    size: int
-    promises: dict[Job, Future[Fetched | None]]
+    promise: Future[dict[Job, Fetched | None]]
+    left: set[Job]
     started: bool = False
 
 
@@ -47,8 +43,7 @@ class Ahead:
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="jigsaw-plan")
         self._expected: dict[Hashable, Future[ReadPlan]] = {}
         self._waiting: deque[_Group] = deque()
-        self._groups: dict[Key, _Group] = {}
-        self._plans: dict[int, ReadPlan] = {}
+        self._groups: dict[ReadPlan, dict[Job, _Group]] = {}
         self._held = 0
         self._lock = threading.Lock()
 
@@ -81,42 +76,39 @@ class Ahead:
 
     def add(self, plan: ReadPlan) -> ReadPlan:
         """Fetch for this plan what this rank loads of far stores, behind what was added before; once."""
-        groups = [] if id(plan) in self._plans else [self._group(plan, batch) for batch in plan.batches(self._me)]
+        if plan in self._groups:
+            return plan
+        groups = [_Group(plan, batch, Future(), set(batch.jobs)) for batch in plan.batches(self._me)]
         with self._lock:
-            self._plans[id(plan)] = plan
+            self._groups[plan] = {job: group for group in groups for job in group.batch.jobs}
             self._waiting.extend(groups)
-            self._groups |= {(id(plan), job): group for group in groups for job in group.batch.jobs}
             self._submit()
         return plan
 
     def take(self, plan: ReadPlan, job: Job) -> Fetched | None:
         """What was fetched for a job, once it is there; None for a missing chunk."""
         with self._lock:
-            group = self._groups.get((id(plan), job))
+            group = self._groups.get(plan, {}).get(job)
             if group is None:
                 raise CancelledError
             if not group.started:  # the budget is full: what is asked for goes first
                 self._waiting.remove(group)
                 self._start(group)
-            promise = group.promises[job]
         try:
-            return promise.result()
+            return group.promise.result().pop(job)
         finally:
             with self._lock:
-                self._let_go(group, job)
-                self._submit()
+                self._let_go(group, {job})
 
     def drop(self, plan: ReadPlan) -> None:
         """Fetch nothing more for a plan; nobody waits for its requests under way."""
         with self._lock:
-            if self._plans.pop(id(plan), None) is None:
-                return
-            self._waiting = deque(group for group in self._waiting if group.plan is not plan)
-            for (number, job), group in list(self._groups.items()):
-                if number == id(plan):
-                    group.promises[job].cancel()
-                    self._let_go(group, job)
-            self._submit()
+            groups = self._groups.pop(plan, {})
+            if any(not group.started for group in groups.values()):
+                self._waiting = deque(group for group in self._waiting if group.plan is not plan)
+            for group in groups.values():
+                group.promise.cancel()
+                self._let_go(group, group.left)
 
     def close(self) -> None:
         """End the threads; requests under way run out."""
@@ -124,47 +116,34 @@ class Ahead:
         self._planner.shutdown()
         self._pool.shutdown(cancel_futures=True)
 
-    def _group(self, plan: ReadPlan, batch: Batch) -> _Group:
-        return _Group(plan, batch, sum(_size(plan, job) for job in batch.jobs), {job: Future() for job in batch.jobs})
-
     def _submit(self) -> None:
-        while self._waiting and (not self._held or self._held + self._waiting[0].size <= self._budget):
+        while self._waiting and (not self._held or self._held + self._waiting[0].batch.size <= self._budget):
             self._start(self._waiting.popleft())
 
     def _start(self, group: _Group) -> None:
         group.started = True
-        self._held += group.size
-        self._pool.submit(_fetch, group, dict(group.promises))
+        self._held += group.batch.size
+        self._pool.submit(_fetch, group)
 
-    def _let_go(self, group: _Group, job: Job) -> None:
-        if self._groups.pop((id(group.plan), job), None) is not None:
-            del group.promises[job]
-            self._held -= _size(group.plan, job) if group.started else 0
-
-
-def _size(plan: ReadPlan, job: Job) -> int:
-    part, ref = plan.part_of(job), plan.ref(job.array, job.chunk)
-    if part is not None:
-        return part.stored
-    return (ref.length if ref else None) or plan.tables[job.array].bytes_of(job.chunk)
+    def _let_go(self, group: _Group, jobs: set[Job]) -> None:
+        """The bytes of a group count until the last of its jobs was taken."""
+        if group.left:
+            group.left -= jobs
+            if group.started and not group.left:
+                self._held -= group.batch.size
+                self._submit()
 
 
-def _fetch(group: _Group, promises: dict[Job, Future[Fetched | None]]) -> None:
+def _fetch(group: _Group) -> None:
     """Fetch what a group's jobs need, unless nobody wants it any more."""
-    if all(promise.cancelled() for promise in promises.values()):
+    if group.promise.cancelled():
         return
     plan, jobs = group.plan, group.batch.jobs
-    table = plan.tables[jobs[0].array]
-    try:
-        found = table.fetch_together([(job.chunk, plan.part_of(job)) for job in jobs], group.batch.requests)
-    except BaseException as e:
-        for promise in promises.values():
-            _keep(promise.set_exception, e)
-        return
-    for job, each in zip(jobs, found, strict=True):
-        _keep(promises[job].set_result, each)
-
-
-def _keep(promise: Callable[[Any], None], value: Any) -> None:
+    wanted = [(job.chunk, plan.part_of(job)) for job in jobs]
     with suppress(InvalidStateError):  # given up meanwhile
-        promise(value)
+        try:
+            found = plan.tables[jobs[0].array].fetch_together(wanted, group.batch.requests)
+        except BaseException as e:
+            group.promise.set_exception(e)
+        else:
+            group.promise.set_result(dict(zip(jobs, found, strict=True)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from jigsaw.io.plan import Job, ReadPlan
+    from jigsaw.io.table import ArrayTable, ChunkRef
 
 MOST = 4 << 20
 """Bytes of one request for several chunks: more of them would wait for each other."""
@@ -17,54 +18,63 @@ Part = tuple[int, int]
 
 
 class Batch(NamedTuple):
-    """Jobs whose bytes are fetched together, in so many requests."""
+    """Jobs whose bytes are fetched together, in so many requests; a chunk of unknown size counts as its decoded one."""
 
     jobs: tuple[Job, ...]
     requests: int
+    size: int
+
+
+class _Placed(NamedTuple):
+    """A job, and which bytes of its object it needs."""
+
+    start: int
+    stop: int
+    parts: list[Part]
+    job: Job
 
 
 def batches(plan: ReadPlan, jobs: Iterable[Job]) -> Iterator[Batch]:
     """The jobs of one rank on far stores, those near each other together; in the order of their first ones."""
-    far = (job for job in jobs if plan.tables[job.array].far)
-    for (array, _), group in groupby(far, lambda job: (job.array, plan.tables[job.array].path(job.chunk))):
-        yield from _near(plan, list(group), plan.tables[array].places.files.gap)
+    far = [(job, plan.ref(job.array, job.chunk)) for job in jobs if plan.tables[job.array].far]
+    if missing := tuple(job for job, ref in far if ref is None):
+        yield Batch(missing, 0, 0)
+    there = ((job, ref) for job, ref in far if ref is not None)
+    for (array, _), group in groupby(there, lambda each: (each[0].array, each[1].path)):
+        yield from _of_object(plan, group, plan.tables[array])
 
 
-def _near(plan: ReadPlan, jobs: Sequence[Job], gap: int) -> Iterator[Batch]:
-    """The batches of jobs on one object."""
-    placed = sorted((parts, job) for job in jobs if (parts := _parts(plan, job)))
-    yield from (Batch((job,), _alone(plan, job)) for job in jobs if not _parts(plan, job))
-    some: list[tuple[list[Part], Job]] = []
+def _of_object(plan: ReadPlan, jobs: Iterable[tuple[Job, ChunkRef]], table: ArrayTable) -> Iterator[Batch]:
+    """The batches of jobs on one object; one of unknown size is fetched whole."""
+    placed: list[_Placed] = []
+    for job, ref in jobs:
+        part = plan.part_of(job)
+        if part is None and ref.length is None:
+            yield Batch((job,), 1, table.bytes_of(job.chunk))
+        else:
+            ranges = [(0, ref.length or 0)] if part is None else part.ranges
+            parts = [(ref.offset + start, ref.offset + start + length) for start, length in ranges]
+            placed.append(_Placed(parts[0][0], parts[-1][1], parts, job))
+    yield from _near(sorted(placed), table.places.files.gap)
+
+
+def _near(placed: Iterable[_Placed], gap: int) -> Iterator[Batch]:
+    some: list[_Placed] = []
+    stop = 0
     for each in placed:
-        if some and (each[0][0][0] > _stop(some) + gap or each[0][-1][1] - some[0][0][0][0] > MOST):
+        if some and (each.start > stop + gap or each.stop - some[0].start > MOST):
             yield _batch(some, gap)
-            some = []
+            some, stop = [], 0
         some.append(each)
+        stop = max(stop, each.stop)
     if some:
         yield _batch(some, gap)
 
 
-def _stop(some: list[tuple[list[Part], Job]]) -> int:
-    return max(parts[-1][1] for parts, _ in some)
-
-
-def _batch(some: list[tuple[list[Part], Job]], gap: int) -> Batch:
-    requests = len(merged([part for parts, _ in some for part in parts], gap))
-    return Batch(tuple(job for _, job in some), requests)
-
-
-def _parts(plan: ReadPlan, job: Job) -> list[Part]:
-    """Which bytes of its object a job needs; none when that is all of an object of unknown size, or nothing."""
-    part, ref = plan.part_of(job), plan.ref(job.array, job.chunk)
-    if ref is None:
-        return []
-    if part is not None:
-        return [(ref.offset + start, ref.offset + start + length) for start, length in part.ranges]
-    return [] if ref.length is None else [(ref.offset, ref.offset + ref.length)]
-
-
-def _alone(plan: ReadPlan, job: Job) -> int:
-    return int(plan.ref(job.array, job.chunk) is not None)
+def _batch(some: Sequence[_Placed], gap: int) -> Batch:
+    parts = [part for each in some for part in each.parts]
+    size = sum(stop - start for start, stop in parts)
+    return Batch(tuple(each.job for each in some), len(merged(parts, gap)), size)
 
 
 def merged(parts: Iterable[Part], gap: int) -> list[Part]:
