@@ -14,13 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from jigsaw.exchange import GiveBack, Strips
 from jigsaw.interval import ceil_div
 from jigsaw.layout import Cut, Interval, Layout, ShardingError, cut_points, whole
 from jigsaw.nn.stencil import single
-from jigsaw.nn.weights import layout_of, local_weight
+from jigsaw.nn.weights import is_dtensor, layout_of, local_weight
 from jigsaw.tile import Tile
 
 
@@ -49,7 +48,7 @@ def channels_of(input: Tile, weight: Tensor, groups: int, transposed: bool, size
     Raises: `ShardingError` for cuts that do not meet: other axes, inside a group, or along the weight's input channels.
     """
     cut = single(input.layout, 1, "convolution")
-    if not isinstance(weight, DTensor) and not cut.is_cut:
+    if not is_dtensor(weight) and not cut.is_cut:
         return None
     stored = layout_of(weight, input)
     made = _made(stored, groups, transposed, tuple(weight.shape))
@@ -120,7 +119,7 @@ def weight_of(
     if ways.row:
         low, high = cut.owned(input.layout.piece(cut, input.coordinate))
         w = w.narrow(0 if transposed else 1, low, high - low)
-    elif not isinstance(weight, DTensor) or not layout_of(weight, input).cut_axes:
+    elif not is_dtensor(weight) or not layout_of(weight, input).cut_axes:
         rows = ways.needs[piece] if transposed and groups > 1 else (start, stop)
         w = w.narrow(1 if transposed and groups == 1 else 0, rows[0], rows[1] - rows[0])
     b = None if bias is None else local_weight(bias, input, out)

@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from jigsaw.layout import ShardingError, whole
 from jigsaw.nn.contraction import contraction
 from jigsaw.nn.rows import Group, axes_of_group, bare, rearrange, take_rows
-from jigsaw.nn.weights import Weight, cut_parameter, layout_of, local_weight
+from jigsaw.nn.weights import Weight, cut_parameter, is_dtensor, layout_of, local_weight
 from jigsaw.tile import Tile, implements, refuse
 
 
@@ -43,7 +42,7 @@ def linear(input: Tile | Tensor, weight: Weight, bias: Weight | None = None) -> 
             f"linear: input {tuple(input.shape)} and weight {tuple(weight.shape)} cannot be multiplied "
             f"({input.shape[-1]} and {k})"
         )
-    is_whole = not isinstance(weight, (DTensor, Tile)) or not layout_of(weight, input).cut_axes
+    is_whole = not (isinstance(weight, Tile) or is_dtensor(weight)) or not layout_of(weight, input).cut_axes
     if is_whole and not input.layout.is_cut(input.ndim - 1):
         return _by_itself(input, weight, bias, n)
     return linear_onto(input, weight, bias)
@@ -74,7 +73,7 @@ def _of_plain(input: Tensor, weight: Weight, bias: Weight | None) -> Tile:
 
 
 def _by_itself(input: Tile, weight: Weight, bias: Weight | None, n: int) -> Tile:
-    if isinstance(bias, (Tile, DTensor)):
+    if isinstance(bias, Tile) or is_dtensor(bias):
         return with_bias(_by_itself(input, weight, None, n), bias)
     x = _without_halo_along_last(input)
     out = x.layout.replace_dim(x.ndim - 1, whole(n))
@@ -95,7 +94,7 @@ def with_bias(y: Tile, bias: Weight | None) -> Tile:
     """y + bias; a DTensor's rows are brought to where y is cut."""
     if bias is None:
         return y
-    if not isinstance(bias, DTensor):
+    if not is_dtensor(bias):
         return y + bias.to(y.dtype)
     stored, last = layout_of(bias, y).dim(0), y.layout.dim(y.ndim - 1)
     local = local_weight(bias, y, y.layout)

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
 from jigsaw.layout import Coordinate, ShardingError
 from jigsaw.nn.standardize import is_whole, owned_along, standardize
-from jigsaw.nn.weights import cut_parameter, layout_of, local_weight
+from jigsaw.nn.weights import cut_parameter, is_dtensor, layout_of, local_weight
 from jigsaw.pointwise import cut_whole, part
 from jigsaw.reductions import count_of, reducing_axes
 from jigsaw.tile import Tile, implements
@@ -31,7 +30,7 @@ def _wide(tile: Tile) -> Tile:
 
 def _plain(*values: Any) -> bool:
     """Whether weight and bias are ordinary tensors (or missing), not tiles."""
-    return not any(isinstance(v, (Tile, DTensor)) for v in values)
+    return not any(isinstance(v, Tile) or is_dtensor(v) for v in values)
 
 
 def _parts(input: Tile, *values: Tensor | None) -> list[Tensor | None]:
@@ -43,7 +42,7 @@ def _cut(value: Tensor | None, shape: Sequence[int], input: Tile) -> Tensor | No
 
     Raises: `ShardingError` for a DTensor that is not cut as the input is.
     """
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return None if value is None else cut_whole(value.reshape(tuple(shape)), input)
     stored, last = layout_of(value, input), range(input.ndim - len(shape), input.ndim)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from jigsaw import comm
 from jigsaw.grid import refine
@@ -15,7 +16,19 @@ from jigsaw.mesh import axes_of
 from jigsaw.pointwise import part
 from jigsaw.tile import Tile
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 Weight = Tensor | Tile
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor.
+
+    Their module loads sympy, 40 MB a rank, so it is not loaded to ask: while nobody has loaded it, there is none.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def layout_of(weight: Weight, tile: Tile) -> Layout:
@@ -26,7 +39,9 @@ def layout_of(weight: Weight, tile: Tile) -> Layout:
     if isinstance(weight, Tile):
         return weight.layout.without_halo()
     cuts = [whole(n) for n in weight.shape]
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
+        from torch.distributed.tensor import Replicate, Shard
+
         mesh = weight.device_mesh
         names = mesh.mesh_dim_names or ()
         for name, size, placement in zip(names, mesh.mesh.shape, weight.placements, strict=True):
@@ -61,7 +76,7 @@ def local_weight(weight: Weight, tile: Tile, work: Layout) -> Tensor:
     if isinstance(weight, Tile):
         alike = [a for a in work.cut_axes if a not in weight.layout.cut_axes]
         return comm.enter(weight.owned().local, weight.mesh, alike)
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    local = weight.to_local() if is_dtensor(weight) else weight
     return part(local, tile, work)
 
 
@@ -74,5 +89,7 @@ def cut_parameter(whole_value: Tensor, mesh: DeviceMesh, axis: str | Sequence[st
     names = tuple(name for name, size in axes_of(mesh) if name in asked and size > 1)
     if not names:
         return nn.Parameter(whole_value)
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     part_of_mesh = mesh if len(names) == mesh.ndim else mesh[names]
     return nn.Parameter(distribute_tensor(whole_value, part_of_mesh, [Shard(dim)] * len(names)))

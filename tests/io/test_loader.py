@@ -1,5 +1,7 @@
 """`DataLoader`: the same batches on every mesh, read ahead, resumed anywhere; its errors and its budget."""
 
+import subprocess
+import sys
 import threading
 import traceback
 from itertools import islice
@@ -358,3 +360,15 @@ def test_fields_without_time_are_read_once(tmp_path):
         for i in range(len(batch.samples)):
             np.testing.assert_allclose(batch.input.full_tensor()[i, 0, 1], data["land_sea_mask"].values)
     assert loader._engine.stats.chunks == 10 + 1
+
+
+def test_reading_a_local_store_loads_no_library_that_it_does_not_use(wb2):
+    others = ["sympy", "torch.distributed.tensor", "xarray", "pandas", "dask", "h5py", "netCDF4", "obstore", "scipy"]
+    code = (
+        "import sys, jigsaw\n"
+        f"ds = jigsaw.io.open({str(wb2)!r}, mesh=jigsaw.init_mesh(device='cpu', lat=1), fields={FIELDS!r})\n"
+        "batch = next(iter(jigsaw.io.DataLoader(ds)))\n"
+        f"print(batch.input.ndim, [m for m in {others!r} if m in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.split("\n")[0] == "5 []"
