@@ -1,6 +1,6 @@
 """HDF5 and NetCDF-4 as chunk tables: h5py tells what there is and where it lies, and is then out of the way.
 
-What the reader decodes itself is in `_hdf5_filters`.  Everything else (other filters, types that numpy has no name for,
+What the reader decodes itself is in `hdf5_filters`.  Everything else (other filters, types that numpy has no name for,
 values in object headers, irregular virtual datasets) is read by libhdf5, under one lock, and counted as fallback.
 """
 
@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from jigsaw.io._memory import fresh
 from jigsaw.io.errors import ReadError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.formats import plain
 from jigsaw.io.formats.codecs import BadChunkError
 from jigsaw.io.formats.hdf5_dims import MAKANI, attributes, dims_of, ids_of, is_only_a_dim, masks, name_in_store
 from jigsaw.io.formats.hdf5_filters import Filter, Pipeline, pipeline_of
 from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder, leaves_edges
-from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, slab_of, virtual_grid
+from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, virtual_grid
 from jigsaw.io.table import ArrayTable, Index, Places, Store
 from jigsaw.layout import Box
 
@@ -212,7 +213,7 @@ class _Opening:
     def _stored(self, found: _Found, dtype: np.dtype[Any]) -> _Stored:
         """How a dataset is stored."""
         dataset, source = found.dataset, found.source
-        shape, plain = tuple(dataset.shape), Pipeline(dtype, tuple(range(dataset.ndim)))
+        shape, as_is = tuple(dataset.shape), Pipeline(dtype, tuple(range(dataset.ndim)))
         plist = dataset.id.get_create_plist()
         layout, native = plist.get_layout(), _is_native(dataset)
         if layout == h5py.h5d.CHUNKED:
@@ -223,14 +224,14 @@ class _Opening:
                 f"dataset {dataset.name!r} in {source.path} is stored in an external file in a type that numpy lacks"
             )
         if layout == h5py.h5d.CONTIGUOUS and native and shape:
-            chunks = slab_of(shape, dtype.itemsize)
             held, offset = external or (source, dataset.id.get_offset())
-            return _Stored(chunks, plain, Slabs(held, offset, shape, chunks, dtype.itemsize), clipped=True)
+            slabs = plain.slabs(held.files, held.path, offset or 0, shape, dtype.itemsize)
+            return _Stored(slabs.chunks, as_is, Slabs(held, slabs, written=offset is not None), clipped=True)
         if layout == h5py.h5d.VIRTUAL:
             grid = virtual_grid(dataset, source, self._outside, _fill(dataset), self._source_table)
             if grid is not None and native and dtype == dataset.dtype:
                 return _Stored(grid.chunks, grid.decoder, grid.places, clipped=grid.clipped)
-        chunks = slab_of(shape, dtype.itemsize)
+        chunks = tuple(plain.slab(shape, dtype.itemsize))
         return _Stored(chunks, None, Whole(source), clipped=True, slices=True)
 
     def _source_table(self, path: str, name: str) -> ArrayTable | None:
@@ -277,7 +278,7 @@ class _Opening:
             raise UnsupportedStoreError(
                 f"array {name!r} of shape {table.shape} is too large for a coordinate ({_LARGEST_SMALL} bytes)"
             )
-        return _whole(table)
+        return plain.whole(table).astype(table.dtype, copy=False)
 
 
 class _Stored(NamedTuple):
@@ -347,19 +348,6 @@ def _available(number: int) -> bool:
         except ImportError:
             return False
     return bool(h5py.h5z.filter_avail(number))
-
-
-def _whole(table: ArrayTable) -> NDArray[Any]:
-    """All values of an array, a chunk at a time."""
-    out = np.empty(table.shape, table.dtype)
-    for index in table.indices():
-        room = fresh(table.bytes_of(index))
-        if table.load(index, room).stored is None and table.locate(index) is None:
-            table.fill(room, index)
-        box = table.box_of(index)
-        inside = tuple(slice(0, b - a) for a, b in box)
-        out[tuple(slice(a, b) for a, b in box)] = table.view(room, index)[inside]
-    return out
 
 
 def _annotate_makani(tables: dict[str, ArrayTable], source: Source) -> None:

@@ -128,7 +128,21 @@ class Source:
 # -- the index of one dataset ----------------------------------------------------------------------------------------
 
 
-class Chunks:
+class InFile:
+    """An array whose values lie in one HDF5 file."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def files(self) -> Files:
+        return self._source.files
+
+    def path(self, index: Index) -> str:
+        return self._source.path
+
+
+class Chunks(InFile):
     """The chunks of a dataset that is stored in chunks.
 
     `exact` is the size that every chunk must have, for values that are stored as they are: a part of a chunk that is
@@ -139,18 +153,12 @@ class Chunks:
     def __init__(
         self, source: Source, name: str, shape: Index, chunks: Index, exact: int | None, edges: int = 0
     ) -> None:
-        self._source, self._name, self._chunks, self._exact = source, name, chunks, exact
+        super().__init__(source)
+        self._name, self._chunks, self._exact = name, chunks, exact
         self._shape, self._edges = shape, edges
         self._grid = tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
         self._rows: NDArray[np.int64] | None = None
         self._lock = threading.Lock()
-
-    @property
-    def files(self) -> Files:
-        return self._source.files
-
-    def path(self, index: Index) -> str:
-        return self._source.path
 
     def locate(self, index: Index) -> ChunkRef | None:
         """Raises `BadChunkError` when the file has changed, or the chunk is not what the file has room for."""

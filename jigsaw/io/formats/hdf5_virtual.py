@@ -17,15 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import UnsupportedStoreError
-from jigsaw.io.fetch.files import Files
+from jigsaw.io.formats import plain
 from jigsaw.io.formats.hdf5_filters import Pipeline
-from jigsaw.io.formats.hdf5_index import Source
+from jigsaw.io.formats.hdf5_index import InFile, Source
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Places
 from jigsaw.layout import Box
 
 _LARGEST_GRID = 1 << 26
-SLAB = 1 << 24
-_ENOUGH = 1 << 20
 
 
 def neighbour(source: Source, name: str, outside: bool, what: str) -> str:
@@ -48,62 +46,29 @@ def neighbour(source: Source, name: str, outside: bool, what: str) -> str:
 # -- values that lie in one piece ------------------------------------------------------------------------------------
 
 
-def slab_of(shape: Index, itemsize: int) -> Index:
-    """Pieces of a contiguous array: as many leading rows as have a megabyte, and at most 16 of them."""
-    chunks, size = list(shape), prod(shape) * itemsize
-    for d, n in enumerate(shape):
-        row = size // max(n, 1)
-        if row <= SLAB:
-            chunks[d] = max(1, min(n, _ENOUGH // max(row, 1)))
-            break
-        chunks[d], size = 1, row
-    return tuple(max(1, c) for c in chunks)
+class Slabs(InFile):
+    """The virtual chunks of an array that lies in one piece; there are none where it was never `written`."""
 
-
-class Slabs:
-    """The virtual chunks of an array that lies in one piece, from `offset` on; None where nothing was ever written."""
-
-    def __init__(self, source: Source, offset: int | None, shape: Index, chunks: Index, itemsize: int) -> None:
-        self._source, self._offset = source, offset
-        self._shape, self._chunks, self._itemsize = shape, chunks, itemsize
+    def __init__(self, source: Source, slabs: plain.Slabs, written: bool) -> None:
+        super().__init__(source)
+        self._slabs, self._written = slabs, written
 
     def cut(self, chunks: Index) -> Slabs:
         """The same array in other pieces."""
-        return Slabs(self._source, self._offset, self._shape, chunks, self._itemsize)
-
-    @property
-    def files(self) -> Files:
-        return self._source.files
-
-    def path(self, index: Index) -> str:
-        return self._source.path
+        return Slabs(self._source, replace(self._slabs, chunks=chunks), self._written)
 
     def locate(self, index: Index) -> ChunkRef | None:
         """Raises `BadChunkError` when the file has changed, `ShortChunkError` when it ends before the array does."""
         self._source.check()
-        if self._offset is None:
+        if not self._written:
             return None
-        start, count = 0, 1
-        for i, c, n in zip(index, self._chunks, self._shape, strict=True):
-            start = start * n + i * c
-            count *= min(c, n - i * c)
-        at, length = self._offset + start * self._itemsize, count * self._itemsize
-        self._source.has(at, length)
-        return ChunkRef(self._source.path, at, length)
+        found = self._slabs.locate(index)
+        self._source.has(found.offset, found.length or 0)
+        return found
 
 
-class Whole:
+class Whole(InFile):
     """An array that only libhdf5 reads, a box at a time; its stored size is not known."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    @property
-    def files(self) -> Files:
-        return self._source.files
-
-    def path(self, index: Index) -> str:
-        return self._source.path
 
     def locate(self, index: Index) -> ChunkRef | None:
         self._source.check()
@@ -151,15 +116,12 @@ class _Piece:
         return tuple(i + s for i, s in zip(own, self.shift, strict=True))
 
 
-class Mapped:
+class Mapped(InFile):
     """The chunks of a virtual dataset: `owner` says for each of the grid which piece has it, -1 for none."""
 
     def __init__(self, source: Source, pieces: Sequence[_Piece], owner: NDArray[np.int32]) -> None:
-        self._source, self._pieces, self._owner = source, pieces, owner
-
-    @property
-    def files(self) -> Files:
-        return self._source.files
+        super().__init__(source)
+        self._pieces, self._owner = pieces, owner
 
     def path(self, index: Index) -> str:
         owner = int(self._owner[index])

@@ -28,8 +28,22 @@ NAME = "image"
 _DIMS = ("x", "y", "z", "time", "dim_5", "dim_6", "dim_7")
 _TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"}
 _UNITS = {1: "m", 2: "mm", 3: "um"}
-_LENGTHS = {348: 1, 540: 2}
+_VERSIONS = {348: b"1", 540: b"2"}
+"""NIfTI's version by the length of its header."""
 _MOST = 540
+_FIELDS = {
+    348: {
+        "dim": (40, "8h"), "datatype": (70, "h"), "pixdim": (76, "8f"), "vox_offset": (108, "f"), "scl": (112, "2f"),
+        "units": (123, "B"), "descrip": (148, "80s"), "codes": (252, "2h"), "qform": (256, "6f"), "sform": (280, "12f"),
+        "magic": (344, "3s"),
+    },
+    540: {
+        "magic": (4, "3s"), "datatype": (12, "h"), "dim": (16, "8q"), "pixdim": (104, "8d"), "vox_offset": (168, "q"),
+        "scl": (176, "2d"), "descrip": (240, "80s"), "codes": (344, "2i"), "qform": (352, "6d"), "sform": (400, "12d"),
+        "units": (500, "i"),
+    },
+}  # fmt: skip
+"""The offset of each field in a header's C struct, and its type."""
 
 
 def claims(url: Any) -> bool:
@@ -37,7 +51,7 @@ def claims(url: Any) -> bool:
     name = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
     if str(name).endswith(".nii.gz"):
         return magic(url, 2) == b"\x1f\x8b"
-    return _version(magic(url, _MOST)) is not None
+    return _form(magic(url, _MOST)) is not None
 
 
 def open_nifti(url: str | os.PathLike[str], files: Files | None = None) -> Store:
@@ -80,12 +94,13 @@ def _table(path: str, files: Files, header: _Header, size: int) -> ArrayTable:
     return table_of(NAME, places, _DIMS[: len(shape)][::-1], header.dtype, header.attrs())
 
 
-def _version(head: bytes) -> int | None:
-    """1 or 2 for a NIfTI header, a pair of files included."""
-    length = min((int.from_bytes(head[:4], order) for order in ("little", "big")), default=0)
-    version = _LENGTHS.get(length)
-    at = {1: 344, 2: 4}.get(version or 0, 0)
-    return version if head[at : at + 3] in (b"n+%d" % (version or 0), b"ni%d" % (version or 0)) else None
+def _form(head: bytes) -> tuple[str, int] | None:
+    """The byte order and length of a NIfTI header, of one of a pair of files too; None for anything else."""
+    for sign, length in (("<", int.from_bytes(head[:4], "little")), (">", int.from_bytes(head[:4], "big"))):
+        if length in _VERSIONS:
+            at = _FIELDS[length]["magic"][0]
+            return (sign, length) if head[at : at + 3] in (s + _VERSIONS[length] for s in (b"n+", b"ni")) else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -100,21 +115,34 @@ class _Header:
     pixdim: tuple[float, ...]
     qform: tuple[float, ...]
     sform: tuple[float, ...]
-    codes: tuple[int, int]
+    codes: tuple[int, ...]
     units: int
     description: str
 
     @classmethod
     def of(cls, path: str, head: bytes) -> _Header:
         """Raises: `UnsupportedStoreError`, `BadChunkError`, `ShortChunkError`."""
-        version = _version(head)
-        if version is None or len(head) < (348, 540)[version - 1]:
-            kind = UnsupportedStoreError if version is None else ShortChunkError
+        form = _form(head)
+        if form is None or len(head) < form[1]:
+            kind = UnsupportedStoreError if form is None else ShortChunkError
             raise kind(f"{path!r} is no NIfTI file: its {len(head)} first bytes are no header")
-        if head[{1: 345, 2: 5}[version] : {1: 346, 2: 6}[version]] == b"i":
+        order, length = form
+        found = {name: struct.unpack_from(order + what, head, at) for name, (at, what) in _FIELDS[length].items()}
+        if found["magic"][0].startswith(b"ni"):
             raise UnsupportedStoreError(f"{path!r} is the header of a pair of files; join them into one .nii")
-        order = "<" if int.from_bytes(head[:4], "little") in _LENGTHS else ">"
-        return _first(path, order, head) if version == 1 else _second(path, order, head)
+        return cls(
+            shape=_shape(found["dim"]),
+            dtype=_dtype(path, found["datatype"][0], order),
+            start=_start(found["vox_offset"][0], length + 4),
+            slope=found["scl"][0],
+            inter=found["scl"][1],
+            pixdim=found["pixdim"],
+            qform=found["qform"],
+            sform=found["sform"],
+            codes=found["codes"],
+            units=found["units"][0],
+            description=_text(found["descrip"][0]),
+        )
 
     @property
     def stop(self) -> int:
@@ -167,50 +195,6 @@ def _rotation(bcd: Sequence[float]) -> NDArray[np.float64]:
             [2 * (b * c + a * d), a * a + c * c - b * b - d * d, 2 * (c * d - a * b)],
             [2 * (b * d - a * c), 2 * (c * d + a * b), a * a + d * d - b * b - c * c],
         ]
-    )
-
-
-def _first(path: str, order: str, head: bytes) -> _Header:
-    """A header of NIfTI-1, by the offsets of its C struct."""
-
-    def at(offset: int, what: str) -> tuple[Any, ...]:
-        return struct.unpack_from(order + what, head, offset)
-
-    vox_offset, slope, inter = at(108, "3f")
-    return _Header(
-        shape=_shape(at(40, "8h")),
-        dtype=_dtype(path, at(70, "h")[0], order),
-        start=_start(vox_offset, 352),
-        slope=slope,
-        inter=inter,
-        pixdim=at(76, "8f"),
-        qform=at(256, "6f"),
-        sform=at(280, "12f"),
-        codes=at(252, "2h"),
-        units=at(123, "B")[0],
-        description=_text(head[148:228]),
-    )
-
-
-def _second(path: str, order: str, head: bytes) -> _Header:
-    """A header of NIfTI-2."""
-
-    def at(offset: int, what: str) -> tuple[Any, ...]:
-        return struct.unpack_from(order + what, head, offset)
-
-    (vox_offset,), (slope, inter) = at(168, "q"), at(176, "2d")
-    return _Header(
-        shape=_shape(at(16, "8q")),
-        dtype=_dtype(path, at(12, "h")[0], order),
-        start=_start(vox_offset, 544),
-        slope=slope,
-        inter=inter,
-        pixdim=at(104, "8d"),
-        qform=at(352, "6d"),
-        sform=at(400, "12d"),
-        codes=at(344, "2i"),
-        units=at(500, "i")[0],
-        description=_text(head[240:320]),
     )
 
 

@@ -74,7 +74,7 @@ class Slabs:
     def path(self, index: Index) -> str:
         return self.file
 
-    def locate(self, index: Index) -> ChunkRef | None:
+    def locate(self, index: Index) -> ChunkRef:
         starts = [i * c for i, c in zip(index, self.chunks, strict=True)]
         rows = [min(c, n - a) for c, n, a in zip(self.chunks, self.shape, starts, strict=True)]
         at = self.offset + sum(a * stride for a, stride in zip(starts, self.strides, strict=True))
@@ -106,24 +106,24 @@ def slabs(
     for outer, inner in reversed(list(pairwise(order))):
         strides[outer] = strides[inner] * max(shape[inner], 1)
     apart = record is not None and record != strides[0]
-    sizes = _slab([shape[d] for d in order], itemsize, apart)
+    sizes = slab([shape[d] for d in order], itemsize, apart)
     chunks = [sizes[list(order).index(d)] for d in range(len(shape))]
     if record is not None:
         strides[0] = record
     return Slabs(Present(files), file, offset, tuple(shape), tuple(strides), tuple(chunks), itemsize)
 
 
-def _slab(sizes: Sequence[int], itemsize: int, apart: bool) -> list[int]:
-    """The shape of a slab, outermost dim first: contiguous rows of one dim."""
-    slab = [1] * len(sizes)
+def slab(sizes: Sequence[int], itemsize: int, apart: bool = False) -> list[int]:
+    """The shape of a slab, outermost dim first: contiguous rows of one dim; rows of the first may lie apart."""
+    found = [1] * len(sizes)
     for d, size in enumerate(sizes):
         row = max(itemsize * prod(sizes[d + 1 :]), 1)
         if row <= _MOST:
-            slab[d + 1 :] = [max(n, 1) for n in sizes[d + 1 :]]
+            found[d + 1 :] = [max(n, 1) for n in sizes[d + 1 :]]
             if not (apart and d == 0):
-                slab[d] = max(1, min(size, (_MOST if d else _SLAB) // row))
+                found[d] = max(1, min(size, (_MOST if d else _SLAB) // row))
             break
-    return slab
+    return found
 
 
 def table_of(
