@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jigsaw.io.cluster import client_of
 from jigsaw.io.commands import options
 from jigsaw.io.conversion.run import Converted, convert, is_complete, verify
-from jigsaw.io.errors import FieldError, ReadError, WriteError
+from jigsaw.io.errors import ReadError, WriteError
 from jigsaw.io.reports.explain import size
 from jigsaw.layout import ShardingError
 
@@ -117,21 +116,8 @@ class _Line:
         print(f"\r{size(done)} of {size(whole)}, {size(int(rate))}/s ", end=end, file=sys.stderr, flush=True)
 
 
-@contextmanager
-def _client(args: argparse.Namespace) -> Generator[Client | None]:
+def _client(args: argparse.Namespace) -> AbstractContextManager[Client | None]:
     """The client of the cluster that was named or started; None for threads."""
     if args.scheduler == "threads":
-        yield None
-        return
-    try:
-        from dask.distributed import Client, LocalCluster
-    except ImportError as missing:
-        raise FieldError("--scheduler needs dask's: pip install 'dask[distributed]'") from missing
-    if args.scheduler != "local":
-        with Client(args.scheduler) as client:
-            yield client
-        return
-    quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # dask's server has a page even without one
-    local: Any = {"host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
-    with LocalCluster(n_workers=args.workers or os.cpu_count() or 1, **local) as cluster, Client(cluster) as client:
-        yield client
+        return nullcontext()
+    return client_of(None if args.scheduler == "local" else args.scheduler, args.workers)

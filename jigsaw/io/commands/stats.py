@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jigsaw.io.cluster import client_of
 from jigsaw.io.commands import options
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import FieldError, ReadError
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = args.checkpoint or f"{args.output}.part"
     try:
         check_suffix(args.output)
-        with _cluster(args) as client:
+        with _client(args) as client:
             dataset = _opened(args, client is not None)
             found = statistics(
                 dataset,
@@ -115,25 +115,8 @@ def _ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-@contextmanager
-def _cluster(args: argparse.Namespace) -> Generator[Client | None]:
+def _client(args: argparse.Namespace) -> AbstractContextManager[Client | None]:
     """The client of the cluster that was named or started; None without."""
     if args.scheduler is None and args.dask is None:
-        yield None
-        return
-    try:
-        from dask.distributed import Client, LocalCluster
-    except ImportError as missing:
-        raise FieldError("--dask and --scheduler need dask's scheduler: pip install 'dask[distributed]'") from missing
-    if args.scheduler is not None:
-        with Client(args.scheduler) as client:
-            yield client
-        return
-    quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # dask's server has a page even without one
-    local: Any = {"host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
-    with LocalCluster(n_workers=args.dask or _cores(), **local) as cluster, Client(cluster) as client:
-        yield client
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return nullcontext()
+    return client_of(args.scheduler, args.dask)

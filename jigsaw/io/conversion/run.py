@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io.cluster import cores, in_order, workers_of
 from jigsaw.io.conversion.journal import Index, Journal, Key, combined, digest_of
-from jigsaw.io.conversion.on_dask import by_workers
 from jigsaw.io.conversion.source import Selected, recommended, select
 from jigsaw.io.errors import WriteError
 from jigsaw.io.writing.cf import Coordinate, plain
@@ -84,7 +84,7 @@ def convert(
     - `replace`: start again, whatever there is at `target`.
 
     Raises: `WriteError` for a target that is complete already, belongs to another conversion, or reads back other than
-    written; a `ReadError` for the source.
+    written; a `ReadError` for the source; `FieldError` for a cluster without workers.
     """
     path = Path(target)
     if replace:
@@ -194,9 +194,8 @@ def _together(array: Array, data: xr.Dataset, budget: int) -> int:
 
 def _workers(threads: int | None, regions: Sequence[Region], budget: int) -> int:
     """Threads such that what they hold (the region, what is read back, what is encoded) stays within the budget."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     largest = max((r.nbytes for r in regions), default=1)
-    return max(1, min(threads or cores, budget // max(1, 3 * largest)))
+    return max(1, min(threads or cores(), budget // max(1, 3 * largest)))
 
 
 def _move_all(
@@ -209,9 +208,7 @@ def _move_all(
     progress: Progress | None,
 ) -> None:
     whole, written = sum(r.nbytes for r in regions), 0
-    moved = (
-        _by_threads(regions, data, path, threads) if client is None else by_workers(client, move, regions, data, path)
-    )
+    moved = _by_workers(regions, data, path, client) if client else _by_threads(regions, data, path, threads)
     for region, found in moved:
         journal.add(found)
         written += region.nbytes
@@ -231,6 +228,13 @@ def _by_threads(regions: Sequence[Region], data: xr.Dataset, path: Path, threads
                 yield running[done], done.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _by_workers(regions: Sequence[Region], data: xr.Dataset, path: Path, client: Client) -> Iterator[Moved]:
+    """The same by the workers of a cluster, in the order of the regions; only digests come back."""
+    threads = sum(workers_of(client).values())
+    shared: Any = client.scatter(data, broadcast=True, hash=False)
+    return in_order(client, ((r, client.submit(move, r, shared, path, pure=False)) for r in regions), threads)
 
 
 def move(region: Region, data: xr.Dataset, path: Path) -> list[tuple[Key, str]]:

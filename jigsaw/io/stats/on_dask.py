@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 import threading
 import uuid
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io.cluster import in_order, workers_of
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import FieldError
 from jigsaw.io.stats.moments import Float, Moments
@@ -27,8 +27,6 @@ from jigsaw.mesh import coordinate
 
 if TYPE_CHECKING:
     from dask.distributed import Client
-
-_AHEAD = 2  # blocks a worker has been given and not yet answered
 
 
 def _check(dataset: Dataset) -> None:
@@ -58,28 +56,23 @@ def blocks(series: Series, start: int, client: Client) -> Iterator[Block]:
 
     Raises: what a worker's read raised, and `FieldError` when the cluster has no worker.
     """
-    known: Any = client.nthreads()
-    workers = len(known)
-    if not workers:
-        raise FieldError(f"the dask cluster at {client.scheduler_info()['address']} has no workers; start some first")
+    workers = len(workers_of(client))
     _check(series.dataset)
     key, follows = uuid.uuid4().hex, series.follows
     work: Any = client.scatter(_Work(key, series.dataset, series.weights), broadcast=True, hash=False)
-    before = None if start == 0 else client.submit(_tile, work, start - 1, pure=False)
-    ranges = iter([(a, min(a + series.block, len(series))) for a in range(start, len(series), series.block)])
-    running: deque[tuple[int, Any]] = deque()
+
+    def given() -> Iterator[tuple[int, Any]]:
+        before = None if start == 0 else client.submit(_tile, work, start - 1, pure=False)
+        for first in range(start, len(series), series.block):
+            stop = min(first + series.block, len(series))
+            part = client.submit(_part, work, range(first, stop), follows[first:stop], pure=False)
+            yield stop, client.submit(_joined, work, part, before, pure=False)
+            before = client.submit(_last, part, pure=False)
+
     try:
-        while True:
-            while len(running) < _AHEAD * workers and (span := next(ranges, None)) is not None:
-                part = client.submit(_part, work, range(*span), follows[slice(*span)], pure=False)
-                running.append((span[1], client.submit(_joined, work, part, before, pure=False)))
-                before = client.submit(_last, part, pure=False)
-            if not running:
-                return
-            stop, future = running.popleft()
-            yield Block(stop, *future.result())
+        for stop, moments in in_order(client, given(), workers):
+            yield Block(stop, *moments)
     finally:
-        client.cancel([future for _, future in running])
         client.run(_forget, key, on_error="ignore")
 
 
