@@ -16,7 +16,7 @@ import zarr
 from globe_store import globe
 from globe_store import write as write_globe
 from google_crc32c import value as crc32c
-from numcodecs import LZ4, Blosc, GZip, Zlib, Zstd
+from numcodecs import LZ4, Blosc, Delta, GZip, Zlib, Zstd
 from toy_store import request, write
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
@@ -144,7 +144,7 @@ def test_a_damaged_coordinate_is_a_typed_error(tmp_path):
     path = write_globe(tmp_path / "g.zarr", globe())
     (chunk,) = (p for p in Path(path, "latitude", "c").rglob("*") if p.is_file())
     chunk.write_bytes(b"rubbish")
-    with pytest.raises(CorruptChunkError, match=r"array 'latitude' of .* cannot be read"):
+    with pytest.raises(CorruptChunkError, match=r"chunk \(0,\) of array 'latitude' in .* cannot be read"):
         jigsaw.io.open(path, mesh={"lat": 1}, fields=["t2m"])
 
 
@@ -235,8 +235,25 @@ def test_a_chunk_that_decodes_to_too_much_is_refused_before_memory_is_taken(tmp_
     codec, bomb, match = BOMBS[kind]
     path = one(tmp_path / "s.zarr", version=2, compressors=codec)
     (tmp_path / "s.zarr" / "a" / "0").write_bytes(bytes(bomb()))
-    table = open_store(path).arrays["a"]
-    refused(match, lambda: table.load((0,), np.empty(64, np.uint8)))
+    store = open_store(path)
+    refused(match, lambda: store.arrays["a"].load((0,), np.empty(64, np.uint8)))
+    refused(match, lambda: store.read_small("a"))  # as a coordinate
+
+
+def test_a_coordinate_that_claims_to_be_large_is_refused_before_memory_is_taken(tmp_path):
+    for claim in ({"shape": [2**30]}, {"shape": [2**62]}, {"chunks": [2**30]}):
+        path = one(tmp_path / "s.zarr", version=2, fill_value=1)
+        for chunk in (tmp_path / "s.zarr" / "a").glob("[0-9]*"):
+            chunk.unlink()  # all of it is the fill value
+        edit(tmp_path / "s.zarr" / "a" / ".zarray", lambda m, claim=claim: m.update(claim))
+        store = open_store(path)
+        refused("array 'a' of shape .* is too large for a coordinate", lambda store=store: store.read_small("a"))
+
+
+def test_a_coordinate_whose_codecs_only_zarr_knows(tmp_path):
+    store = open_store(one(tmp_path / "s.zarr", version=2, filters=[Delta("f4")], compressors=Zlib()))
+    assert store.arrays["a"].decoder is None
+    np.testing.assert_allclose(store.read_small("a"), np.arange(64) / 7, rtol=1e-5)
 
 
 @pytest.mark.parametrize("how", [{"compressors": None}, {"compressors": Blosc()}, {"compressors": Zstd()}], ids=str)

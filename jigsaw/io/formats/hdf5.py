@@ -31,7 +31,6 @@ from jigsaw.layout import Box
 
 _SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
 _STARTS = (0, 512, 1024, 2048, 4096)
-_LARGEST_SMALL = 1 << 31
 _LINKS = 32
 _PLUGINS = {32000: "lzf", 32026: "Blosc2", 32013: "ZFP", 32017: "SZ", 32024: "SZ3", 4: "szip", 307: "bzip2"}
 
@@ -267,17 +266,10 @@ class _Opening:
         )
 
     def read_small(self, name: str) -> NDArray[Any]:
-        """A whole array as it is stored.
-
-        Raises: `UnsupportedStoreError` for one that claims to be larger than any coordinate.
-        """
+        """A whole array as it is stored."""
         if name in self._texts:
             return self._texts[name]()
         table = self._tables[name]
-        if prod(table.shape) * table.itemsize > _LARGEST_SMALL:
-            raise UnsupportedStoreError(
-                f"array {name!r} of shape {table.shape} is too large for a coordinate ({_LARGEST_SMALL} bytes)"
-            )
         return plain.whole(table).astype(table.dtype, copy=False)
 
 

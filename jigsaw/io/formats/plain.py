@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from jigsaw.io._memory import fresh
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.fetch.at_once import at_once
 from jigsaw.io.fetch.files import Files, Room, Target
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, Decoder, ShortChunkError
 from jigsaw.io.table import ArrayTable, ChunkRef, Index
@@ -26,6 +27,7 @@ _SLAB = 1 << 20
 """Bytes of a slab whose rows are smaller."""
 _MOST = 1 << 24
 """Bytes of a slab whose rows are larger."""
+_LARGEST_SMALL = 1 << 31
 
 T = TypeVar("T")
 
@@ -160,10 +162,10 @@ def read_box(table: ArrayTable, box: Box) -> NDArray[Any]:
     Raises: `CorruptChunkError` or `TruncatedError`.
     """
     out = np.empty([b - a for a, b in box], np.dtype(table.dtype).newbyteorder("="))
-    spans = [range(along.find(a), along.find(b - 1) + 1) for (a, b), along in zip(box, table.along, strict=True)]
     if 0 in out.shape:
         return out
-    for index in product(*spans):
+
+    def read(index: Index) -> None:
         room = fresh(table.bytes_of(index))
         if table.load(index, room).stored is None:
             table.fill(room, index)
@@ -173,12 +175,34 @@ def read_box(table: ArrayTable, box: Box) -> NDArray[Any]:
         ]  # of the array
         to = tuple(slice(low - a, high - a) for (low, high, _), (a, _) in zip(inside, box, strict=True))
         out[to] = values[tuple(slice(low - start, high - start) for low, high, start in inside)]
+
+    spans = [range(along.find(a), along.find(b - 1) + 1) for (a, b), along in zip(box, table.along, strict=True)]
+    if table.far:
+        at_once(read, [*product(*spans)])
+    else:
+        for index in product(*spans):
+            read(index)
     return out
 
 
+def check_small(name: str, shape: Sequence[int], size: int) -> None:
+    """Raises: `UnsupportedStoreError` for an array that claims more bytes than any coordinate has."""
+    if size > _LARGEST_SMALL:
+        raise UnsupportedStoreError(
+            f"array {name!r} of shape {tuple(shape)} is too large for a coordinate ({_LARGEST_SMALL} bytes)"
+        )
+
+
 def whole(table: ArrayTable) -> NDArray[Any]:
-    """All stored values; records between which other arrays lie are read in as few requests as `gap` allows."""
+    """All stored values of a coordinate, in the machine's byte order.
+
+    Records between which other arrays lie are read in as few requests as `gap` allows.
+
+    Raises: `UnsupportedStoreError` for an array, or a chunk of one, that claims to be larger than any coordinate;
+    `CorruptChunkError` or `TruncatedError`.
+    """
     places, shape = table.places, table.shape
+    check_small(table.name, shape, max(prod(shape) * table.itemsize, table.chunk_bytes))
     step = 0 if not shape else prod(shape[1:]) * table.itemsize
     if not isinstance(places, Slabs) or 0 in shape or places.chunks[:1] != (1,) or step == places.strides[0]:
         return read_box(table, tuple((0, n) for n in shape))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import zarr
+from numpy.typing import NDArray
 from zarr.codecs import ShardingCodec
 from zarr.core.chunk_grids import RegularChunkGrid
 from zarr.core.metadata.v2 import ArrayV2Metadata
@@ -33,6 +34,7 @@ from jigsaw.io.formats.codecs import (
     without_crc,
 )
 from jigsaw.io.formats.packing import masks_of
+from jigsaw.io.formats.plain import check_small, whole
 from jigsaw.io.formats.zarr_keys import Keys
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
 
@@ -59,10 +61,16 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
         if isinstance(e, ReadError):
             raise
         raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from e
-    return Store(_name(group), tables, dict(group.attrs), lambda name: _whole(group, sources[name]))
+
+    def read_small(name: str) -> NDArray[Any]:
+        return _by_zarr(group, sources[name]) if tables[name].decoder is None else whole(tables[name])
+
+    return Store(_name(group), tables, dict(group.attrs), read_small)
 
 
-def _whole(group: zarr.Group, array: Any) -> np.ndarray[Any, Any]:
+def _by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
+    """A coordinate whose codecs only zarr knows."""
+    check_small(array.path, array.shape, array.nbytes)
     try:
         return np.asarray(array[...])
     except ReadError:
