@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from dask.distributed import LocalCluster
 from globe_store import globe
 
 import jigsaw.io as jio
@@ -265,10 +266,9 @@ def test_what_reads_back_other_than_written_is_refused(tmp_path, archive, monkey
 
 
 def test_a_dask_cluster_does_it(tmp_path, archive, capsys):
-    distributed = pytest.importorskip("distributed")
     quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
     how = {"n_workers": 1, "processes": False, "protocol": "tcp", "host": "127.0.0.1", "scheduler_kwargs": quiet}
-    with distributed.LocalCluster(**how) as cluster:
+    with LocalCluster(**how) as cluster:
         argv = ["--scheduler", cluster.scheduler_address, "--shards", "time=5", "--verify"]
         assert main(["convert", str(archive), str(tmp_path / "made.zarr"), *argv]) == 0
     assert "verified: 4 arrays" in capsys.readouterr().out

@@ -61,7 +61,10 @@ TARGETS = list(
 
 def iris_cube(grid, data):
     """A cube of iris, which wants both coordinates monotonic."""
-    iris = pytest.importorskip("iris.cube") and pytest.importorskip("iris")
+    import iris.coord_systems  # here as below, because every rank imports this file
+    import iris.coords
+    import iris.cube
+
     lat, lon = grid
     order = np.argsort(lon)
     sphere = iris.coord_systems.GeogCS(6371229.0)
@@ -83,7 +86,8 @@ def by_iris(x, source, target, scheme):
 
 @pytest.mark.parametrize("source", SOURCES, ids=range(len(SOURCES)))
 def test_values_are_those_of_iris(source):
-    analysis = pytest.importorskip("iris.analysis")
+    from iris import analysis
+
     rng = np.random.default_rng(1)
     x = rng.standard_normal([len(v) for v in source])
     holes = np.ma.masked_array(x, rng.random(x.shape) < 0.2)
@@ -103,13 +107,16 @@ def test_values_are_those_of_iris(source):
 
 
 def as_xarray(grid, x=None):
-    xr = pytest.importorskip("xarray")  # here, because every rank imports this file
+    import xarray as xr
+
     coords = {"latitude": grid[0], "longitude": grid[1]}
     return xr.Dataset(coords=coords) if x is None else xr.DataArray(x, coords, ("latitude", "longitude"))
 
 
 def test_values_are_those_of_xarray_regrid():
-    pytest.importorskip("xarray_regrid")
+    import xarray_regrid
+
+    assert xarray_regrid.Regridder  # which its import gives every array, as `regrid`
     rng = np.random.default_rng(2)
     source = centred(36), east(72, 2.5)
     x = rng.standard_normal((36, 72))
