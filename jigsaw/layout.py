@@ -32,6 +32,12 @@ class ShardingError(ValueError):
     """
 
 
+def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
+    """What picks a box out of memory that holds the whole array, or the box `within`."""
+    lows = [0] * len(box) if within is None else [low for low, _ in within]
+    return tuple(slice(a - low, b - low) for (a, b), low in zip(box, lows, strict=True))
+
+
 def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1) -> tuple[int, ...]:
     """Where `size` rows are cut into `pieces`: ``pieces + 1`` non-decreasing points from 0 to `size`.
 

@@ -12,7 +12,7 @@ from jigsaw.io import coords
 from jigsaw.io.boundary import Boundary, Rule
 from jigsaw.io.errors import GridError, HaloError
 from jigsaw.io.poles import boundary_at_poles
-from jigsaw.layout import Axes, Box, Coordinate, DimSpec, Layout, ShardingError, Split
+from jigsaw.layout import Axes, Coordinate, DimSpec, Layout, ShardingError, Split, slices
 
 Width = int | tuple[int, int]
 DATA = "data"
@@ -142,9 +142,7 @@ class Frame:
     def inner(self, coordinate: Coordinate) -> tuple[slice, ...]:
         """Where the owned rows lie in what a mesh coordinate holds, a slice a spatial dim."""
         layout = self.layout((1,), (None,))
-        owned: Box = layout.owned(coordinate)[1:]
-        held: Box = layout.held(coordinate)[1:]
-        return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(owned, held, strict=True))
+        return slices(layout.owned(coordinate)[1:], layout.held(coordinate)[1:])
 
 
 def _check_names(name: str, given: Any, dims: Sequence[str]) -> None:

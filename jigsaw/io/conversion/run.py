@@ -29,7 +29,7 @@ from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array
 from jigsaw.io.writing.sink import Completeness, completeness_of
 from jigsaw.io.writing.zarr_writer import ZarrSink, zarr_attrs
-from jigsaw.layout import Box
+from jigsaw.layout import Box, slices
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -129,7 +129,7 @@ def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
 def _digest(stored: Any, array: Array) -> str | None:
     """That of the values of an array; None where they cannot be decoded."""
     try:
-        return combined(digest_of(stored[_slices(unit_box(array, i))]) for i in units(array))
+        return combined(digest_of(stored[slices(unit_box(array, i))]) for i in units(array))
     except Exception:  # a codec fails on damaged bytes in any way it likes
         return None
 
@@ -249,7 +249,7 @@ def move(region: Region, data: xr.Dataset, path: Path) -> list[tuple[Key, str]]:
     written: list[tuple[Key, str]] = []
     for index in region.units:
         box = unit_box(array, index)
-        part = values[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(box, region.box, strict=True))]
+        part = values[slices(box, region.box)]
         sink.put(array.name, box, part)
         digest = digest_of(part)
         if digest_of(_stored(path, array.name, box)) != digest:
@@ -260,7 +260,7 @@ def move(region: Region, data: xr.Dataset, path: Path) -> list[tuple[Key, str]]:
 
 def _values(data: xr.Dataset, region: Region) -> NDArray[Any]:
     """What xarray reads of the box; in this thread alone, for there is a region a thread."""
-    part = data.variables[region.array.name][_slices(region.box)]
+    part = data.variables[region.array.name][slices(region.box)]
     loaded = part.load(scheduler="synchronous") if part.chunks else part
     return np.asarray(loaded.values).astype(region.array.dtype, copy=False)
 
@@ -269,11 +269,7 @@ def _stored(path: Path, name: str, box: Box) -> NDArray[Any]:
     import zarr
 
     array: Any = zarr.open_array(f"{path}/{name}", mode="r", zarr_format=3)
-    return np.asarray(array[_slices(box)])
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in box)
+    return np.asarray(array[slices(box)])
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------

@@ -22,12 +22,14 @@ from jigsaw.io.errors import ReadError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats import plain
 from jigsaw.io.formats.codecs import BadChunkError
-from jigsaw.io.formats.hdf5_dims import MAKANI, attributes, dims_of, ids_of, is_only_a_dim, masks, name_in_store
+from jigsaw.io.formats.hdf5_dims import MAKANI, attributes, dims_of, ids_of, is_only_a_dim, name_in_store
 from jigsaw.io.formats.hdf5_filters import Filter, Pipeline, pipeline_of
 from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder, leaves_edges
 from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, virtual_grid
+from jigsaw.io.formats.packing import masks_of, signed_as_said
+from jigsaw.io.formats.values import table_of
 from jigsaw.io.table import ArrayTable, Index, Places, Store
-from jigsaw.layout import Box
+from jigsaw.layout import Box, slices
 
 _SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
 _STARTS = (0, 512, 1024, 2048, 4096)
@@ -189,9 +191,7 @@ class _Opening:
         if dataset.dtype.kind not in "biuf":
             return None
         attrs = attributes(dataset)
-        dtype = np.dtype(dataset.dtype.str)
-        if dtype.kind == "i" and str(attrs.get("_Unsigned", "")).lower() == "true":  # how NetCDF-3 spells it
-            dtype = np.dtype(dtype.str.replace("i", "u"))
+        dtype = signed_as_said(np.dtype(dataset.dtype.str), attrs)
         stored = self._stored(found, dtype)
         return ArrayTable(
             name=name,
@@ -201,7 +201,7 @@ class _Opening:
             chunks=stored.chunks,
             fill_value=_fill(dataset),
             attrs=attrs,
-            masks=masks(attrs, dtype),
+            masks=masks_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs)),
             decoder=stored.decoder,
             places=stored.places,
             load_slowly=_by_library(found, stored.filters),
@@ -327,7 +327,7 @@ def _by_library(found: _Found, filters: tuple[Filter, ...]) -> Callable[[Box], N
             raise UnsupportedStoreError(
                 f"dataset {path!r} in {source.path} needs the HDF5 filter {names}: pip install hdf5plugin"
             )
-        return source.slowly(path, tuple(slice(*rows) for rows in box))
+        return source.slowly(path, slices(box))
 
     return load
 
@@ -354,17 +354,7 @@ def _annotate_makani(tables: dict[str, ArrayTable], source: Source) -> None:
             attrs = {"units": "seconds since 1970-01-01", **stamps.attrs}
             tables[stamps.name] = replace(stamps, dims=MAKANI[:1], attrs=attrs)
         if names is None:
-            names = _numbers(group + slash + "channel", channels, source)
+            own = group + slash + "channel"
+            names = table_of(own, np.arange(channels), (own,), {}, source.path)
         if names.shape == (channels,):
             tables[names.name] = replace(names, dims=MAKANI[1:2], attrs={"axis": "Z", **names.attrs})
-
-
-def _numbers(name: str, count: int, source: Source) -> ArrayTable:
-    """The coordinate 0, 1, 2… of a dim that has none."""
-
-    def load(box: Box) -> NDArray[Any]:
-        return np.arange(*box[0])
-
-    return ArrayTable(
-        name, (count,), (name,), "<i8", (max(count, 1),), None, {}, (), None, Whole(source), load, clipped=True
-    )

@@ -47,21 +47,6 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def masks(attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[float, ...]:
-    """The stored values that mean "missing": those of ``_FillValue`` and ``missing_value``, as the array holds them."""
-    if dtype.kind not in "iuf":
-        return ()
-    found = [x for k in ("_FillValue", "missing_value") if k in attrs for x in np.ravel(np.asarray(attrs[k])).tolist()]
-    numbers = [x for x in found if isinstance(x, int | float) and x == x]
-    return tuple(dict.fromkeys(_as_stored(x, dtype) for x in numbers))
-
-
-def _as_stored(value: float, dtype: np.dtype[Any]) -> float:
-    if dtype.kind == "u" and value < 0:
-        return value + 2.0 ** (8 * dtype.itemsize)
-    return float(np.asarray(value).astype(dtype)) if dtype.kind == "f" else float(value)
-
-
 def is_scale(dataset: Any) -> bool:
     """Whether a dataset holds the coordinate of a dim."""
     return _text(dataset, "CLASS") == b"DIMENSION_SCALE"

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import MissingLevelError, UnsupportedStoreError
-from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
+from jigsaw.io.formats.values import table_of
+from jigsaw.io.table import ArrayTable, Store
 
 _KINDS = ("scale", "translation", "identity")
 
@@ -124,38 +124,12 @@ def _with_coordinates(
         dims=tuple(axis.name for axis in axes),
         attrs={**table.attrs, "affine": affine.tolist(), "space_units": unit},
     )
-    tables = {name: _computed(name, values, attrs[name]) for name, values in coordinates.items()}
+    tables = {
+        name: table_of(name, values, (name.rpartition("/")[2],), attrs[name], "the multiscales metadata")
+        for name, values in coordinates.items()
+    }
 
     def read(name: str) -> NDArray[Any]:
         return coordinates[name] if name in coordinates else store.read_small(name)
 
     return Store(store.url, {table.name: image, **tables}, store.attrs, read)
-
-
-class _Nowhere:
-    """The place of values that are computed."""
-
-    files: Files = Local(False)
-
-    def path(self, index: Index) -> str:
-        return "the multiscales metadata"
-
-    def locate(self, index: Index) -> ChunkRef | None:
-        return ChunkRef(self.path(index), 0, 0)
-
-
-def _computed(name: str, values: NDArray[np.float64], attrs: Mapping[str, Any]) -> ArrayTable:
-    """A coordinate that the store does not hold."""
-    return ArrayTable(
-        name=name,
-        shape=values.shape,
-        dims=(name.rpartition("/")[2],),
-        dtype=values.dtype.str,
-        chunks=values.shape,
-        fill_value=0.0,
-        attrs=attrs,
-        masks=(),
-        decoder=None,
-        places=_Nowhere(),
-        load_slowly=lambda box: values[slice(*box[0])],
-    )

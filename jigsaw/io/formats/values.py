@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from jigsaw.io.errors import GridError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.table import ArrayTable, ChunkRef, Index
+from jigsaw.layout import slices
 
 
 def coordinate_tables(
@@ -47,17 +48,17 @@ def table_of(name: str, values: NDArray[Any], dims: tuple[str, ...], attrs: Mapp
         masks=(),
         decoder=None,
         places=NoFile(f"{of}, in memory"),
-        load_slowly=lambda box: values[tuple(slice(a, b) for a, b in box)],
+        load_slowly=lambda box: values[slices(box)],
         clipped=True,
         slices=True,
     )
 
 
 class NoFile:
-    """Nowhere in a file: `label` stands for one in messages."""
+    """Nowhere in a file: `label` stands for one in messages; `length` is what a chunk would have in one."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, label: str, length: int | None = None) -> None:
+        self._label, self._length = label, length
 
     @property
     def files(self) -> Files:
@@ -67,4 +68,4 @@ class NoFile:
         return self._label
 
     def locate(self, index: Index) -> ChunkRef | None:
-        return ChunkRef(self._label, 0, None)
+        return ChunkRef(self._label, 0, self._length)

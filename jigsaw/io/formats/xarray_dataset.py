@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
-from jigsaw.layout import Box
+from jigsaw.layout import Box, slices
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -28,7 +28,7 @@ def _table(name: str, variable: xr.Variable) -> ArrayTable:
     chunks, lengths = _chunks(variable)
 
     def load(box: Box) -> NDArray[Any]:
-        return np.asarray(variable[tuple(slice(*rows) for rows in box)].values)
+        return np.asarray(variable[slices(box)].values)
 
     return ArrayTable(
         name=name,

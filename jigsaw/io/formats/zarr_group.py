@@ -33,10 +33,11 @@ from jigsaw.io.formats.codecs import (
     decoder_of_v3,
     without_crc,
 )
-from jigsaw.io.formats.packing import masks_of
+from jigsaw.io.formats.packing import masks_of, signed_as_said
 from jigsaw.io.formats.plain import check_small, whole
 from jigsaw.io.formats.zarr_keys import Keys
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
+from jigsaw.layout import slices
 
 _MISSING = 2**64 - 1
 _SHARDS_KEPT = 128
@@ -135,7 +136,7 @@ def _members(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
 def table_of(name: str, array: Any) -> ArrayTable:
     """The chunk table of one zarr array."""
     meta = array.metadata
-    dtype = _stored_dtype(array)
+    dtype = signed_as_said(np.dtype(array.dtype), array.metadata.attributes)
     files = files_of(array.store)
     if isinstance(meta, ArrayV2Metadata):
         chunks, dims = tuple(meta.chunks), _dims(meta)
@@ -156,7 +157,7 @@ def table_of(name: str, array: Any) -> ArrayTable:
         masks=_masks(meta, dtype),
         decoder=decoder,
         places=places,
-        load_slowly=lambda box: np.asarray(array[tuple(slice(*rows) for rows in box)]),
+        load_slowly=lambda box: np.asarray(array[slices(box)]),
     )
 
 
@@ -223,14 +224,6 @@ def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any]) -> tup
     if isinstance(meta, ArrayV2Metadata) and (meta.fill_value or "scale_factor" in attrs):
         found.append(_scalar(meta.fill_value))
     return masks_of(dtype, found)
-
-
-def _stored_dtype(array: Any) -> np.dtype[Any]:
-    """The dtype of the stored values; ``_Unsigned`` is how NetCDF-3 spells an unsigned one."""
-    dtype = np.dtype(array.dtype)
-    if dtype.kind == "i" and str(array.metadata.attributes.get("_Unsigned", "")).lower() == "true":
-        return np.dtype(dtype.str.replace("i", "u"))
-    return dtype
 
 
 def _decoded(value: Any, dtype: np.dtype[Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -11,11 +10,11 @@ import numpy as np
 
 from jigsaw.io import portion
 from jigsaw.io.coords import SPACE
-from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats.codecs import Decoder
+from jigsaw.io.formats.values import NoFile
 from jigsaw.io.portion import Portion, Rect
 from jigsaw.io.survey import Variable
-from jigsaw.io.table import SMALL, WORTH, ArrayTable, ChunkRef, Index
+from jigsaw.io.table import SMALL, WORTH, ArrayTable, Index
 
 SHARD_BYTES = 1 << 27
 """Decoded bytes that a shard holds at most, unless one chunk is larger: what a writer keeps in memory at a time."""
@@ -69,25 +68,8 @@ def proposed(variable: Variable, chunks: Mapping[str, int], ratio: float) -> Arr
     shape = chunks_of(dims_of(variable), table.itemsize, chunks)
     stored = max(1, int(prod(shape) * table.itemsize * ratio))
     decoder = Decoder(np.dtype(table.dtype), tuple(range(table.ndim)), "blosc")
-    places = _Nowhere(stored)
+    places = NoFile("a store that is not written yet", stored)
     return _Proposed(table.name, table.shape, table.dims, table.dtype, shape, None, {}, (), decoder, places)
-
-
-@dataclass(frozen=True)
-class _Nowhere:
-    """Chunks of one stored size."""
-
-    stored: int
-
-    @property
-    def files(self) -> Files:
-        return Local()
-
-    def path(self, index: Index) -> str:
-        return "a store that is not written yet"
-
-    def locate(self, index: Index) -> ChunkRef | None:
-        return ChunkRef(self.path(index), 0, self.stored)
 
 
 class _Proposed(ArrayTable):

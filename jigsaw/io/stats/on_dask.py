@@ -22,7 +22,7 @@ from jigsaw.io.errors import FieldError
 from jigsaw.io.stats.moments import Float, Moments
 from jigsaw.io.stats.series import Series
 from jigsaw.io.stats.state import Block
-from jigsaw.io.stats.tiles import Array, inner, of_steps, plain
+from jigsaw.io.stats.tiles import Array, of_steps, plain
 from jigsaw.mesh import coordinate
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class _Reader:
     def __init__(self, work: _Work) -> None:
         self.dataset = work.dataset
         at, layout = coordinate(self.dataset.device_mesh()), self.dataset.layout
-        self.inner = inner(layout, at)
+        self.inner = self.dataset.frame.inner(at)
         self.weights: Float | None = Series.of(self.dataset, work.weights, 1).row_weights(layout.owned(at)[2:])
         self.engine = self.dataset.new_engine()
 

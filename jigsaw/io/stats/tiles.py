@@ -15,7 +15,7 @@ from jigsaw.io.loader import Batch, DataLoader
 from jigsaw.io.stats.moments import Float, Moments
 from jigsaw.io.stats.series import Series
 from jigsaw.io.stats.state import Block
-from jigsaw.layout import Coordinate, Layout
+from jigsaw.layout import Layout
 from jigsaw.mesh import coordinate
 
 Array = NDArray[Any]
@@ -47,7 +47,7 @@ class _Carry:
         self.series, dataset = series, series.dataset
         self.mesh = dataset.device_mesh()
         self.at = coordinate(self.mesh)
-        self.inner = inner(dataset.layout, self.at)
+        self.inner = dataset.frame.inner(self.at)
         self.weights = series.row_weights(dataset.layout.owned(self.at)[2:])
         self.names = [name for name, _ in dataset.frame.axes]
         self.before = None if start == 0 else self._tile(dataset[start - 1].input.local[None])[0]
@@ -98,12 +98,6 @@ def _goes_on(layout: Layout, rank: int) -> bool:
         return stop > first
 
     return some(rank) and (rank == layout.size_of(DATA) - 1 or some(rank + 1))
-
-
-def inner(layout: Layout, at: Coordinate) -> tuple[slice, ...]:
-    r"""Where the owned rows of space lie in what is held of [T, C, \*space]."""
-    pairs = zip(layout.owned(at)[2:], layout.held(at)[2:], strict=True)
-    return tuple(slice(a - low, b - low) for (a, b), (low, _) in pairs)
 
 
 def plain(local: torch.Tensor) -> Array:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.exchange import redistribute
 from jigsaw.io.errors import FieldError, PeerError
-from jigsaw.layout import Box, Cut, Interval, Layout, cut_points, whole
+from jigsaw.layout import Box, Cut, Interval, Layout, cut_points, slices, whole
 from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
 
@@ -144,7 +144,7 @@ def _extents(box: Box) -> tuple[int, ...]:
 
 def _at(x: Tensor, box: Box, within: Box) -> Tensor:
     """The rows `box` of the last dims of `x`, which holds the rows `within`."""
-    return x[(..., *(slice(a - low, b - low) for (a, b), (low, _) in zip(box, within, strict=True)))]
+    return x[(..., *slices(box, within))]
 
 
 class _Sums:

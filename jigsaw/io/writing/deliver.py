@@ -17,7 +17,7 @@ from jigsaw.io.errors import ReadError, WriteError
 from jigsaw.io.writing.outline import Outline, Source
 from jigsaw.io.writing.pieces import Part, Unit, plan_pieces, rounds, volume
 from jigsaw.io.writing.sink import Sink
-from jigsaw.layout import Box, ShardingError
+from jigsaw.layout import Box, ShardingError, slices
 from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
 
@@ -106,7 +106,7 @@ def deliver(source: Source, mesh: DeviceMesh, sink: Sink, dim: str | None, done:
 
 def _rows(tile: Tile, owned: Box, box: Box) -> Tensor:
     """A box of this rank's own tile."""
-    return tile.local[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, owned, strict=True))]
+    return tile.local[slices(box, owned)]
 
 
 def _swapped(source: Source, batch: Sequence[Unit], mesh: DeviceMesh, me: int) -> dict[Box, Tensor]:
@@ -139,7 +139,7 @@ def _put(source: Source, unit: Unit, base: Sequence[int], moved: dict[Box, Tenso
         block[...] = source.array.fill
     for part in unit.parts:
         rows = moved[part.taken].reshape([b - a for a, b in part.placed])
-        block[tuple(slice(a, b) for a, b in part.placed)] = _numpy(rows)
+        block[slices(part.placed)] = _numpy(rows)
     box = tuple((a + n, b + n) for (a, b), n in zip(unit.box, base, strict=True))
     if source.dropped is not None:
         block, box = block.squeeze(source.dropped), (*box[: source.dropped], *box[source.dropped + 1 :])

@@ -21,7 +21,7 @@ from jigsaw.io.errors import WriteError
 from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array, Found
 from jigsaw.io.writing.sink import Completeness, completeness_of
-from jigsaw.layout import Box
+from jigsaw.layout import Box, slices
 
 _DEFLATE: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True}
 _STEPS_A_CHUNK = 1024
@@ -94,7 +94,7 @@ class NetcdfSink:
             self._plain()
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
-        self._file.variables[name][tuple(slice(a, b) for a, b in box)] = block
+        self._file.variables[name][slices(box)] = block
 
     def commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
         for c in coords:

@@ -23,7 +23,7 @@ from jigsaw.io.errors import WriteError
 from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array, Found
 from jigsaw.io.writing.sink import Completeness, completeness_of
-from jigsaw.layout import Box
+from jigsaw.layout import Box, slices
 
 _STEPS_A_CHUNK = 1024
 
@@ -160,7 +160,7 @@ class ZarrSink:
         return self._arrays[name]
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
-        self._arrays[name][tuple(slice(a, b) for a, b in box)] = block
+        self._arrays[name][slices(box)] = block
 
     def close(self, done: bool) -> None:
         self._arrays.clear()
