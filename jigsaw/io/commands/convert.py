@@ -14,9 +14,7 @@ import numpy as np
 from jigsaw.io.cluster import client_of
 from jigsaw.io.commands import options
 from jigsaw.io.conversion.run import Converted, convert, is_complete, verify
-from jigsaw.io.errors import ReadError, WriteError
 from jigsaw.io.reports.explain import size
-from jigsaw.layout import ShardingError
 
 if TYPE_CHECKING:
     from dask.distributed import Client
@@ -48,17 +46,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replace", action="store_true", help="start again, whatever Zarr store there is")
 
 
+@options.refusing
 def run(args: argparse.Namespace) -> int:
     """Convert and say what was made; 1 with the reason when it failed."""
-    try:
-        target = Path(args.target)
-        if not (args.verify and not args.replace and target.is_dir() and is_complete(target)):
-            print(report(_converted(args)))
-        if args.verify:
-            return _verified(args.target)
-    except (ReadError, WriteError, ShardingError, OSError) as refused:
-        print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
-        return 1
+    target = Path(args.target)
+    if not (args.verify and not args.replace and target.is_dir() and is_complete(target)):
+        print(report(_converted(args)))
+    if args.verify:
+        return _verified(args.target)
     return 0
 
 

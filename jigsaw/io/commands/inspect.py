@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jigsaw.io.commands import options
-from jigsaw.io.errors import ReadError
 from jigsaw.io.reports.explain import aligned, size
 from jigsaw.io.reports.summary import Axis, Described, Summary, Times, summarize
 from jigsaw.io.reports.summary_map import draw_map
 from jigsaw.io.store import open_store
-from jigsaw.layout import ShardingError
 
 _TEXT = 70
 _ATTRIBUTES = 12
@@ -31,18 +29,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--select", type=options.integers, metavar="number=0", help="the index in any other dim")
 
 
+@options.refusing
 def run(args: argparse.Namespace) -> int:
     """Print what there is; 1 with the reason when it cannot be read."""
-    try:
-        store = open_store(args.store)
-        found = summarize(args.store, args.fields, args.dims)
-        print(json.dumps(found.as_dict(), indent=1, default=str) if args.json else report(found))
-        if args.plot:
-            drawn = draw_map(store, args.plot, args.fields, args.step, args.select, args.dims)
-            print(f"\n{drawn}, drawn to {args.plot}", file=sys.stderr if args.json else sys.stdout)
-    except (ReadError, ShardingError, IndexError) as refused:
-        print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
-        return 1
+    store = open_store(args.store)
+    found = summarize(args.store, args.fields, args.dims)
+    print(json.dumps(found.as_dict(), indent=1, default=str) if args.json else report(found))
+    if args.plot:
+        drawn = draw_map(store, args.plot, args.fields, args.step, args.select, args.dims)
+        print(f"\n{drawn}, drawn to {args.plot}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
 

@@ -1,9 +1,33 @@
-"""Values of command-line options: lists of names, sizes by dim, spans of time."""
+"""What the commands share: values of options (lists of names, sizes by dim, spans of time), and how they refuse."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
+
+from jigsaw.io.errors import ReadError, WriteError
+from jigsaw.layout import ShardingError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def refusing(command: Command) -> Command:
+    """The command, with what it refuses told in one line, and the exit status 1 then."""
+
+    @wraps(command)
+    def told(args: argparse.Namespace) -> int:
+        try:
+            return command(args)
+        except BrokenPipeError:
+            raise  # whoever read has enough
+        except (ReadError, WriteError, ShardingError, IndexError, OSError) as refused:
+            print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
+            return 1
+
+    return told
 
 
 def names(text: str) -> list[str]:

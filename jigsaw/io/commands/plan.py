@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from jigsaw.io import coords
 from jigsaw.io.commands import options
 from jigsaw.io.dataset import Dataset
-from jigsaw.io.errors import GridError, ReadError
+from jigsaw.io.errors import GridError
 from jigsaw.io.opening import open
 from jigsaw.io.plan import MODES, ReadPlan
 from jigsaw.io.reports.explain import advice, report
@@ -53,19 +52,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@options.refusing
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 with the reason when there is none."""
-    try:
-        dataset = _opened(args)
-        plan = dataset.plan(args.samples)
-        if args.plot:
-            draw(dataset, plan, args.plot)
-        print("\n\n".join([report(dataset, plan), *_advised(args, dataset, plan)]))
-        if args.plot:
-            print(f"\ndrawn to {args.plot}")
-    except (ReadError, ShardingError, IndexError) as refused:
-        print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
-        return 1
+    dataset = _opened(args)
+    plan = dataset.plan(args.samples)
+    if args.plot:
+        draw(dataset, plan, args.plot)
+    print("\n\n".join([report(dataset, plan), *_advised(args, dataset, plan)]))
+    if args.plot:
+        print(f"\ndrawn to {args.plot}")
     return 0
 
 

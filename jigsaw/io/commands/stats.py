@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING
 from jigsaw.io.cluster import client_of
 from jigsaw.io.commands import options
 from jigsaw.io.dataset import Dataset
-from jigsaw.io.errors import FieldError, ReadError
+from jigsaw.io.errors import FieldError
 from jigsaw.io.opening import open
 from jigsaw.io.stats.files import check_suffix
 from jigsaw.io.stats.run import statistics
 from jigsaw.io.stats.series import WEIGHTS
 from jigsaw.io.stats.table import Statistics
-from jigsaw.layout import ShardingError
 from jigsaw.mesh import coordinate, init_mesh
 
 if TYPE_CHECKING:
@@ -55,29 +53,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@options.refusing
 def run(args: argparse.Namespace) -> int:
     """Write the file and print what is in it; 1 with the reason when there is none."""
     checkpoint = args.checkpoint or f"{args.output}.part"
-    try:
-        check_suffix(args.output)
-        with _client(args) as client:
-            dataset = _opened(args, client is not None)
-            found = statistics(
-                dataset,
-                weights=args.weights,
-                block=args.block,
-                checkpoint=checkpoint,
-                resume=args.resume,
-                progress=not args.no_progress,
-                client=client,
-            )
-        if client is not None or not any(coordinate(dataset.device_mesh())):
-            found.write(args.output)
-            Path(checkpoint).unlink(missing_ok=True)
-            print(report(found) + f"\n\nwritten to {args.output}")
-    except (ReadError, ShardingError, OSError) as refused:
-        print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
-        return 1
+    check_suffix(args.output)
+    with _client(args) as client:
+        dataset = _opened(args, client is not None)
+        found = statistics(
+            dataset,
+            weights=args.weights,
+            block=args.block,
+            checkpoint=checkpoint,
+            resume=args.resume,
+            progress=not args.no_progress,
+            client=client,
+        )
+    if client is not None or not any(coordinate(dataset.device_mesh())):
+        found.write(args.output)
+        Path(checkpoint).unlink(missing_ok=True)
+        print(report(found) + f"\n\nwritten to {args.output}")
     return 0
 
 
