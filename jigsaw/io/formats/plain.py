@@ -21,7 +21,7 @@ from jigsaw.io.fetch.at_once import at_once
 from jigsaw.io.fetch.files import Files, Room, Target
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, Decoder, ShortChunkError
 from jigsaw.io.table import ArrayTable, ChunkRef, Index
-from jigsaw.layout import Box
+from jigsaw.layout import Box, slices
 
 _SLAB = 1 << 20
 """Bytes of a slab whose rows are smaller."""
@@ -169,12 +169,9 @@ def read_box(table: ArrayTable, box: Box) -> NDArray[Any]:
         room = fresh(table.bytes_of(index))
         if table.load(index, room).stored is None:
             table.fill(room, index)
-        values = table.view(room, index)
-        inside = [
-            (max(a, c), min(b, d), c) for (a, b), (c, d) in zip(box, table.box_of(index), strict=True)
-        ]  # of the array
-        to = tuple(slice(low - a, high - a) for (low, high, _), (a, _) in zip(inside, box, strict=True))
-        out[to] = values[tuple(slice(low - start, high - start) for low, high, start in inside)]
+        here = table.box_of(index)
+        inside = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, here, strict=True))
+        out[slices(inside, box)] = table.view(room, index)[slices(inside, here)]
 
     spans = [range(along.find(a), along.find(b - 1) + 1) for (a, b), along in zip(box, table.along, strict=True)]
     if table.far:
