@@ -23,7 +23,7 @@ _FORMATS = (
     ("formats.hdf5", "open_hdf5", "hdf5"),
 )
 # Single files behind a URL are known by how they begin: their suffix only says that it is worth a request to look.
-_SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", ".nii")
+_SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy")
 _MAGIC = {
     b"CDF": ("formats.netcdf3", "open_netcdf3"),
     b"\x89HDF\r\n\x1a\n": ("formats.hdf5", "open_hdf5"),
@@ -87,11 +87,12 @@ def _may_be_hdf5(url: Any) -> bool:
 
 
 def _open_url(url: str, options: Mapping[str, Any] | None) -> Store:
-    suffix = PurePosixPath(url.partition("?")[0]).suffix.lower()
-    if suffix not in _SUFFIXES:
+    name = PurePosixPath(url.partition("?")[0].lower())
+    is_nifti = name.name.endswith((".nii", ".nii.gz"))
+    if not is_nifti and name.suffix not in _SUFFIXES:
         return _of("formats.zarr_group", "open_zarr", "zarr")(url, options)
     files, path = _of("fetch.objects", "files_of_url", "remote")(url, options)
-    if suffix == ".nii":
+    if is_nifti:
         return _of("formats.nifti", "open_nifti")(path, files)
     begins = _beginning(files, path)
     for magic, (module, opener) in _MAGIC.items():

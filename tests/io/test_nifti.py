@@ -3,15 +3,20 @@
 import gzip
 import os
 import zlib
+from datetime import timedelta
 
 import nibabel as nib
 import numpy as np
 import pytest
+from fault_proxy import Proxy
+from remote_servers import nginx
 
 import jigsaw
-from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.errors import CorruptChunkError, FetchError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.formats import unpacked
 from jigsaw.io.formats.nifti import claims, open_nifti
 from jigsaw.io.formats.plain import read_box
+from jigsaw.io.store import open_store
 from jigsaw.testing import on_ranks, world_mesh
 
 SHAPE = (11, 10, 13)
@@ -137,6 +142,93 @@ def test_a_changed_file_is_not_decompressed_for_an_old_store(tmp_path, cache):
         store.read_small("image")
 
 
+# -- far away --------------------------------------------------------------------------------------------------------
+
+QUICK = {"retry_config": {"max_retries": 1, "backoff": {"init_backoff": timedelta(milliseconds=1)}}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A folder, and the proxy through which nginx serves it."""
+    root = tmp_path_factory.mktemp("www")
+    with nginx(root, tmp_path_factory.mktemp("nginx")) as address, Proxy(address) as proxy:
+        yield root, proxy
+
+
+@pytest.fixture
+def far(served):
+    root, proxy = served
+    proxy.faults, proxy.spoils = [], ""
+    proxy.clear()
+    path = write(root / "v.nii.gz", shape=(90, 80, 70), slope=(0.5, -100.0))
+    return path, proxy, f"http://{proxy.address}/v.nii.gz"
+
+
+def test_a_compressed_volume_behind_http(far, cache):
+    path, proxy, url = far
+    store, image = open_store(url), nib.load(path)
+    np.testing.assert_array_equal(store.read_small("image"), np.asanyarray(image.dataobj.get_unscaled()).T)
+    np.testing.assert_allclose(store.attrs["affine"], image.affine, rtol=0, atol=1e-6)
+    assert [method for method, _, _ in proxy.requests].count("GET") == 2  # its header, and all of it
+    size = os.path.getsize(path)
+    assert size < proxy.body_bytes < size + (1 << 17)
+    proxy.clear()
+    read_box(open_store(url).arrays["image"], ((0, 70), (3, 9), (0, 90)))
+    assert proxy.body_bytes < 1 << 17  # its header alone
+    assert len(entries(cache)) == 1
+
+
+def test_crops_of_a_compressed_volume_behind_http(far, cache):
+    path, proxy, url = far
+    crops_of_far(url, str(cache))
+    assert len(entries(cache)) == 1
+    whole = f"bytes=0-{os.path.getsize(path) - 1}"
+    assert [asked for _, _, asked in proxy.requests].count(whole) == 1  # by one of the ranks
+
+
+@on_ranks(2)
+def crops_of_far(url, folder):
+    os.environ["JIGSAW_CACHE"] = folder
+    mesh = world_mesh(z=2)
+    ds = jigsaw.io.open_volumes([url], mesh=mesh, crop=(32, 32, 32), normalize=(0, 1))
+    assert ds[0].image.full_tensor().shape == (1, 32, 32, 32)
+    del os.environ["JIGSAW_CACHE"]
+
+
+def test_a_compressed_object_is_fetched_in_blocks(far, cache, monkeypatch):
+    path, proxy, url = far
+    monkeypatch.setattr(unpacked, "_FETCHED", 50_000)
+    np.testing.assert_array_equal(
+        open_store(url).read_small("image"), np.asanyarray(nib.load(path).dataobj.get_unscaled()).T
+    )
+    assert proxy.methods["GET"] == 1 + -(-os.path.getsize(path) // 50_000)
+
+
+def test_a_compressed_object_that_changes_is_another_entry(far, cache):
+    path, _, url = far
+    store = open_store(url)
+    write(path, shape=(90, 80, 70), seed=1)
+    np.testing.assert_array_equal(open_store(url).read_small("image"), np.asanyarray(nib.load(path).dataobj).T)
+    assert len(entries(cache)) == 2
+    for each in entries(cache):
+        each.unlink()
+    with pytest.raises(CorruptChunkError, match="changed since"):
+        store.read_small("image")
+
+
+def test_compressed_objects_that_cannot_be_had(far, cache):
+    path, proxy, url = far
+    with pytest.raises(UnsupportedStoreError, match=r"there is no object 'none.nii.gz'"):
+        open_store(url.replace("/v.", "/none."), QUICK)
+    os.truncate(path, 30_000)
+    with pytest.raises(TruncatedError, match=r"v.nii.gz cannot be read as NIfTI: its gzip stream ends early"):
+        open_store(url, QUICK)
+    proxy.faults = ["503"] * 9
+    with pytest.raises(FetchError, match="given up after 2 tries"):
+        open_store(url, QUICK)
+    assert not entries(cache)
+
+
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
@@ -230,5 +322,3 @@ def test_what_is_no_nifti_is_refused(tmp_path):
             open_nifti(folder)
     with pytest.raises(UnsupportedStoreError, match="there is no file"):
         open_nifti(tmp_path / "none.nii.gz")
-    with pytest.raises(UnsupportedStoreError, match="copy it to this machine"):
-        open_nifti("https://host/v.nii.gz")

@@ -165,6 +165,16 @@ class Remote:
 
         return self._tried(path, lambda: int(obstore.head(self.store, path)["size"]))
 
+    def stamp(self, path: str) -> tuple[int, str] | None:
+        """The size of an object and what tells it from one that replaces it; None when it is missing.  One request.
+
+        Raises: `BadChunkError` when it has changed.
+        """
+        import obstore
+
+        meta = self._tried(path, lambda: obstore.head(self.store, path))
+        return None if meta is None else (int(meta["size"]), repr(self._check_unchanged(path, meta)))
+
     def whole(self, path: str, room: Room) -> Bytes | None:
         """All bytes of an object, in memory of obstore's; `room` is not used.  One request."""
         return self._tried(path, lambda: self._get(path, None)[0])
@@ -229,8 +239,8 @@ class Remote:
             self._check_unchanged(path, meta)
         return raw, int(meta["size"])
 
-    def _check_unchanged(self, path: str, meta: Any) -> None:
-        """An object that is read in parts stays the one whose first part was read."""
+    def _check_unchanged(self, path: str, meta: Any) -> Any:
+        """The stamp of an object that is read in parts: it stays the one whose first part was read."""
         stamp = (meta["e_tag"] or "").removeprefix("W/") or (meta["size"], meta["last_modified"])
         with self._lock:
             if self._stamps.setdefault(path, stamp) != stamp:
@@ -238,6 +248,7 @@ class Remote:
             self._stamps.move_to_end(path)
             if len(self._stamps) > _KEPT:
                 self._stamps.popitem(last=False)
+        return stamp
 
     def _tried(self, path: str, step: Callable[[], T], suffix: bool = False) -> Any:
         """What a request gives, tried again while that may help; None for a missing object."""

@@ -1,4 +1,4 @@
-"""NIfTI-1 and NIfTI-2 volumes, `.nii` by offset and `.nii.gz` through a decompressed file in the cache.
+"""NIfTI-1 and NIfTI-2 volumes: `.nii` by offset, `.nii.gz`, also far away, through a decompressed file in the cache.
 
 The first index of a NIfTI image, x, runs fastest, so in memory its dims are ``(time,) z, y, x``.
 """
@@ -60,11 +60,15 @@ def open_nifti(url: str | os.PathLike[str], files: Files | None = None) -> Store
     ``affine`` [4, 4] takes (x, y, z) indices to millimetres (that of sform, else qform, else voxel sizes alone),
     ``zooms`` are the voxel sizes along x, y, z and time; scl_slope and scl_inter are scale_factor and add_offset.
 
+    A `.nii.gz` is fetched and decompressed here, once a machine.
+
     Raises: `UnsupportedStoreError` for what is no NIfTI, or of complex or colour values, `TruncatedError` for a file
     that ends early, `CorruptChunkError` for a damaged header.
     """
-    path, files = os.fspath(url), files or Local(keep=True)
-    table = parsed(path, "NIfTI", lambda: _packed(path) if path.endswith(".gz") else _plain(files, path))
+    path = os.fspath(url)
+    packed = path.lower().endswith(".gz")
+    files = files or Local(keep=not packed)
+    table = parsed(path, "NIfTI", lambda: (_packed if packed else _plain)(files, path))
     return Store(path, {NAME: table}, dict(table.attrs), lambda name: whole(table))
 
 
@@ -73,15 +77,13 @@ def _plain(files: Files, path: str) -> ArrayTable:
     return _table(path, files, _Header.of(path, head_of(files, path, _MOST)), size)
 
 
-def _packed(path: str) -> ArrayTable:
+def _packed(files: Files, path: str) -> ArrayTable:
     """Of a gzip file: its header says how much there is to decompress."""
-    if "://" in path:
-        raise UnsupportedStoreError(f"{path!r} is compressed as a whole and far away; copy it to this machine first")
-    stamp = Stamp.of(path)
-    header = _Header.of(path, _unpacked.head_of(path, _MOST))
-    files = Unpacked(stamp, header.stop)
-    files.make()
-    return _table(path, files, header, header.stop)
+    stamp = Stamp.of(files, path)
+    header = _Header.of(path, _unpacked.head_of(files, path, stamp.size, _MOST))
+    unpacked = Unpacked(files, path, stamp, header.stop)
+    unpacked.make()
+    return _table(path, unpacked, header, header.stop)
 
 
 def _table(path: str, files: Files, header: _Header, size: int) -> ArrayTable:

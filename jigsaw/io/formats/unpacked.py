@@ -1,8 +1,9 @@
 """Files that are compressed as a whole, decompressed once into a cache: from then on any part of them can be read.
 
 The cache is a directory, ``$JIGSAW_CACHE`` or ``~/.cache/jigsaw``, of at most ``$JIGSAW_CACHE_BYTES`` (64e9).  An entry
-is named by the file's path, size and time of change, so a changed file gets another one; what was used longest ago goes
-first.  An entry is written beside its place and then renamed: it is whole or absent, also after a kill.
+is named by the file's path, size and time of change (an object's URL, size and ETag), so a changed one gets another;
+what was used longest ago goes first.  An entry is written beside its place and then renamed: it is whole or absent,
+also after a kill.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from jigsaw.io._memory import fresh
 from jigsaw.io.errors import UnsupportedStoreError
-from jigsaw.io.fetch.files import Local, Room, Target
+from jigsaw.io.fetch.files import Files, Local, Room, Target
+from jigsaw.io.fetch.objects import Remote
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
 
 _BLOCK = 1 << 20
+_HEAD, _FETCHED = 1 << 16, 1 << 23
+"""Stored bytes that are read at a time: to look at a header, and of all."""
 _RATIO = 1032
 """What deflate compresses at most: a file that claims more holds less."""
 _BEYOND = 1 << 16
@@ -35,15 +40,20 @@ _ABANDONED_S = 86_400
 
 @dataclass(frozen=True)
 class Stamp:
-    """A file as it was when it was opened."""
+    """A file, by its whole path, or an object, by its URL, as it was when it was opened."""
 
-    path: str
+    name: str
     size: int
-    changed: int
+    changed: int | str
 
     @classmethod
-    def of(cls, path: str) -> Stamp:
+    def of(cls, files: Files, path: str) -> Stamp:
         """Raises: `UnsupportedStoreError` when there is no such file."""
+        if isinstance(files, Remote):
+            known = files.stamp(path)
+            if known is None:
+                raise UnsupportedStoreError(f"there is no object {path!r} in {files.name}")
+            return cls(f"{files.name}/{path}", *known)
         try:
             found = os.stat(path)
         except OSError as e:
@@ -55,7 +65,7 @@ class Stamp:
     @property
     def entry(self) -> Path:
         """Where its decompressed bytes are kept."""
-        key = blake2b(repr((self.path, self.size, self.changed)).encode(), digest_size=16).hexdigest()
+        key = blake2b(repr((self.name, self.size, self.changed)).encode(), digest_size=16).hexdigest()
         return directory() / f"{key}.raw"
 
 
@@ -78,7 +88,7 @@ def most_bytes() -> int:
 
 
 class Unpacked:
-    """One gzip file as `Files`: its ranges are those of the `length` bytes that it holds.
+    """One gzip file of `packed` as `Files`: its ranges are those of the `length` bytes that it holds.
 
     Raises: `BadChunkError` for a length that no file of that size can hold.
     """
@@ -86,17 +96,17 @@ class Unpacked:
     far = False
     gap = Local.gap
 
-    def __init__(self, stamp: Stamp, length: int) -> None:
+    def __init__(self, packed: Files, path: str, stamp: Stamp, length: int) -> None:
         if length > _RATIO * stamp.size:
             raise BadChunkError(f"its header claims {length} bytes, more than {stamp.size} compressed ones can hold")
-        self.stamp, self.length = stamp, length
+        self._packed, self._path, self.stamp, self.length = packed, path, stamp, length
         self._local = Local(keep=True)
         self._making = threading.Lock()
 
-    def __getstate__(self) -> tuple[Stamp, int]:
-        return self.stamp, self.length
+    def __getstate__(self) -> tuple[Files, str, Stamp, int]:
+        return self._packed, self._path, self.stamp, self.length
 
-    def __setstate__(self, state: tuple[Stamp, int]) -> None:
+    def __setstate__(self, state: tuple[Files, str, Stamp, int]) -> None:
         self.__init__(*state)
 
     def size(self, path: str) -> int | None:
@@ -124,16 +134,18 @@ class Unpacked:
     def make(self) -> None:
         """Decompress the file into its entry, unless it is there; one process of this machine does.
 
+        An object that is far away is fetched by that process alone, a block at a time.
+
         Raises: as `ranges`, and `UnsupportedStoreError` when there is no room for it.
         """
         entry = self.stamp.entry
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry.with_suffix(".lock")):
             if not entry.exists():
-                if Stamp.of(self.stamp.path) != self.stamp:
+                if Stamp.of(self._packed, self._path) != self.stamp:
                     raise BadChunkError("the file has changed since it was opened; open the store again")
-                _make_room(entry.parent, self.length, self.stamp.path)
-                _write(entry, _contents(self.stamp.path, self.length))
+                _make_room(entry.parent, self.length, self.stamp.name)
+                _write(entry, _contents(_blocks(self._packed, self._path, self.stamp.size, _FETCHED), self.length))
             # the time of use; that of change stays, by which a file that changes while it is read is known
             os.utime(entry, ns=(time.time_ns(), entry.stat().st_mtime_ns))
 
@@ -182,23 +194,23 @@ def _make_room(folder: Path, length: int, path: str) -> None:
 # -- gzip ------------------------------------------------------------------------------------------------------------
 
 
-def head_of(path: str, length: int) -> bytes:
-    """The first decompressed bytes, `length` of them or as many as there are.
+def head_of(files: Files, path: str, size: int, length: int) -> bytes:
+    """The first decompressed bytes of a file of `size`, `length` of them or as many as there are.
 
     Raises: `BadChunkError` for what is no gzip, `ShortChunkError` when the stream ends early.
     """
     head = b""
-    for block in _stream(path):
+    for block in _stream(_blocks(files, path, size, _HEAD)):
         head += block
         if len(head) >= length:
             break
     return head[:length]
 
 
-def _contents(path: str, length: int) -> Iterator[bytes]:
+def _contents(packed: Iterator[bytes], length: int) -> Iterator[bytes]:
     """Exactly `length` decompressed bytes; the stream is read, and its checksum compared, to the end."""
     done = 0
-    for block in _stream(path):
+    for block in _stream(packed):
         yield block[: max(0, length - done)]
         done += len(block)
         if done > length + _BEYOND:
@@ -207,19 +219,29 @@ def _contents(path: str, length: int) -> Iterator[bytes]:
         raise ShortChunkError(f"it decompresses to {done} bytes and its header describes {length}")
 
 
-def _stream(path: str) -> Iterator[bytes]:
+def _blocks(files: Files, path: str, size: int, first: int) -> Iterator[bytes]:
+    """The stored bytes of a file of that size, one block after the other; the first of `first` bytes."""
+    start, length = 0, first
+    while start < size:
+        raw = fresh(min(length, size - start))
+        if not files.ranges(path, [(start, raw)]):
+            raise BadChunkError("the file is gone since it was opened; open the store again")
+        yield raw.tobytes()
+        start, length = start + raw.size, _FETCHED
+
+
+def _stream(packed: Iterator[bytes]) -> Iterator[bytes]:
     """The decompressed bytes of all members, in blocks."""
-    with open(path, "rb") as file:
-        engine, rest = zlib.decompressobj(wbits=31), file.read(_BLOCK)
-        while rest:
-            try:
-                block = engine.decompress(rest, _BLOCK)
-            except zlib.error as e:
-                raise BadChunkError(f"its gzip stream is damaged: {e}") from e
-            yield block
-            rest = (engine.unused_data if engine.eof else engine.unconsumed_tail) or file.read(_BLOCK)
-            if engine.eof:
-                rest = rest.lstrip(b"\0")
-                engine = zlib.decompressobj(wbits=31) if rest else engine
-        if not engine.eof:
-            raise ShortChunkError("its gzip stream ends early")
+    engine, rest = zlib.decompressobj(wbits=31), next(packed, b"")
+    while rest:
+        try:
+            block = engine.decompress(rest, _BLOCK)
+        except zlib.error as e:
+            raise BadChunkError(f"its gzip stream is damaged: {e}") from e
+        yield block
+        rest = (engine.unused_data if engine.eof else engine.unconsumed_tail) or next(packed, b"")
+        if engine.eof:
+            rest = rest.lstrip(b"\0")
+            engine = zlib.decompressobj(wbits=31) if rest else engine
+    if not engine.eof:
+        raise ShortChunkError("its gzip stream ends early")
