@@ -10,6 +10,7 @@ import pytest
 from globe_store import globe, write
 
 from jigsaw.__main__ import main
+from jigsaw.io.commands.options import boundary
 
 
 def planned(capsys, *argv):
@@ -54,6 +55,18 @@ def test_a_region_does_not_wrap(tmp_path, capsys):
     assert "lon 2;" in planned(capsys, path, "--mesh", "lon=2", "--halo", "lon=2", "--fields", "t2m")
     assert main(["plan", path, "--boundary", "lon=periodic"]) == 1
     assert "GridError: boundary={'lon': 'periodic'} needs 'lon' to go round once" in capsys.readouterr().err
+
+
+def test_boundaries(wb2, capsys):
+    beyond = ["--mesh", "lat=2", "--halo", "lat=2", "--fields", "t2m", "--boundary"]
+    assert boundary("lat=fill:-0.5,lon=periodic") == {"lat": ("fill", -0.5), "lon": "periodic"}
+    assert "halo lat 2 (fill)" in planned(capsys, wb2, *beyond, "lat=fill:-0.5")
+    assert "halo lat 2 (reflect)" in planned(capsys, wb2, *beyond, "lat=reflect,lon=periodic")
+    assert main(["plan", wb2, *beyond, "lat=fill"]) == 1
+    assert "('fill', number)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", wb2, *beyond, "lat=fill:much"])
+    assert "lat=fill:much is no rule like lat=fill:0 with a number" in capsys.readouterr().err
 
 
 def test_a_missing_chunk_is_fill_and_nobody_decodes_it(tmp_path, capsys):

@@ -56,6 +56,18 @@ def halo(text: str) -> int | dict[str, int]:
     return int(text) if text.isdecimal() else integers(text)
 
 
+def boundary(text: str) -> dict[str, Any]:
+    """``lon=periodic,lat=fill:0``: what lies beyond the ends of which dim."""
+    found: dict[str, Any] = {}
+    for dim, rule in pairs(text).items():
+        name, colon, value = rule.partition(":")
+        try:
+            found[dim] = (name, float(value)) if colon else name
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{dim}={rule} is no rule like lat=fill:0 with a number") from None
+    return found
+
+
 def spec(text: str) -> dict[str, Any]:
     """``lat=lat,lon=lon+depth``: which axes cut which dim."""
     return {dim: tuple(axes.split("+")) for dim, axes in pairs(text).items()}

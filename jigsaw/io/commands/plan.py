@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from jigsaw.io import coords
 from jigsaw.io.commands import options
@@ -30,7 +31,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--spec", type=options.spec, metavar="lat=lat,lon=lon", help="which axis cuts which dim; a+b for several"
     )
     parser.add_argument(
-        "--boundary", type=options.pairs, metavar="lon=periodic", help="by default longitudes wrap round if they can"
+        "--boundary",
+        type=options.boundary,
+        metavar="lon=periodic,lat=fill:0",
+        help="what the halo holds beyond the ends of a dim; by default longitudes wrap round if they can",
     )
     parser.add_argument(
         "--inputs", type=options.offsets, default=[0], metavar="-1,0", help="input steps (write --inputs=-1,0)"
@@ -76,7 +80,7 @@ def _advised(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) -> list
 
 
 def _opened(args: argparse.Namespace) -> Dataset:
-    def attempt(boundary: dict[str, str]) -> Dataset:
+    def attempt(boundary: dict[str, Any]) -> Dataset:
         return open(
             args.store,
             mesh=args.mesh,
