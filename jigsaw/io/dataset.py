@@ -37,7 +37,10 @@ from jigsaw.tile import Tile
 
 @dataclass(frozen=True)
 class Sample:
-    r"""One sample: `input` and `target` tiles [T, C, \*space] (None without targets), and the times of their steps.
+    r"""One sample: `input` and `target` tiles [T, C, \*space] (None without targets), and the times [T] of their steps.
+
+    Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
+    other calendars.
 
     With forcings, they are the last channels of the input, and `target_forcings` [T, C, \*space] are those of the
     target's times, with the input's halo: what a rollout puts beside the state that it has predicted.
@@ -78,6 +81,10 @@ class Dataset(Samples):
 
     It pickles as what it describes: unpickled in another process, it opens the store and joins the mesh when it first
     reads.
+
+    *Sends*: what `plan` says, on a process group of its own.
+
+    Raises: `IndexError` for a sample that there is not; the `ReadError` of a read that failed, on every rank.
     """
 
     source: Source
@@ -289,6 +296,7 @@ class Dataset(Samples):
         return self.plan_of(self.reading(wanted))
 
     def plan_of(self, reading: Reading) -> ReadPlan:
+        """The read plan of a reading."""
         return plan_read(reading.request, self.store.arrays, mode=self.mode)
 
     def __getitem__(self, sample: int) -> Sample:

@@ -25,7 +25,9 @@ from jigsaw.tile import Tile
 
 @dataclass(frozen=True)
 class Batch:
-    r"""`input` and `target` tiles [B, T, C, \\*space] (None without targets), the samples, and their times [B, T].
+    r"""`input` and `target` tiles [B, T, C, \*space] (None without targets), the samples, and their times [B, T].
+
+    Times are datetime64, or cftime dates of other calendars.
 
     With forcings, they are the last channels of the input, and `target_forcings` those of the target's times.
     """

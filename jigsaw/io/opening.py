@@ -110,7 +110,8 @@ def open(
 
     *Sends*: nothing.
 
-    Raises: a `ReadError` of `jigsaw.io.errors` naming what was asked and what there is, alike on every rank.
+    Raises: a `ReadError` of `jigsaw.io.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
+    what there is, alike on every rank.
     """
     source = Source(store, options, disk_cache, level)
     found = Survey(source.store, dims, along)

@@ -42,7 +42,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion made: `written` and `kept` count the units of this run and of those before it."""
+    """What a conversion made at `path`: its arrays, and the digest of each one's values, by name.
+
+    `written` and `kept` count the units (chunks, or shards where there are any) of this run and of those before it.
+    """
 
     path: str
     arrays: tuple[Array, ...]
@@ -208,7 +211,7 @@ def _move_all(
     progress: Progress | None,
 ) -> None:
     whole, written = sum(r.nbytes for r in regions), 0
-    moved = _by_workers(regions, data, path, client) if client else _by_threads(regions, data, path, threads)
+    moved = _by_threads(regions, data, path, threads) if client is None else _by_workers(regions, data, path, client)
     for region, found in moved:
         journal.add(found)
         written += region.nbytes

@@ -21,7 +21,7 @@ from jigsaw.layout import Box
 
 @dataclass(frozen=True)
 class SourceArray:
-    """What an array of a source is, before anything of it is read.
+    """What an array of a source is, before anything of it is read: `dims` names each dim of its `shape`.
 
     `attrs` mean what they mean in a file: scale_factor, add_offset, _FillValue, standard_name, units….
     """

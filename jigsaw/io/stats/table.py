@@ -38,8 +38,8 @@ class Statistics(Mapping[str, dict[str, float]]):
     """Statistics of channels: ``stats["t2m"]["mean"]``, or ``stats.columns["mean"]`` for all of them, [C] float64.
 
     The statistics are ``count, missing, mean, std, min, max`` of the values, and ``diff_count`` … ``diff_max`` of the
-    differences between consecutive steps; a file of another origin has some of them.  `fields` is empty where the file
-    has no names.  `attrs` say what they were taken of.
+    differences between consecutive steps, in the units of the fields; a file of another origin has some of them.
+    `fields` is empty where the file has no names.  `attrs` say what they were taken of.
     """
 
     fields: tuple[str, ...]

@@ -35,6 +35,7 @@ class VolumeSample:
 
     `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
     `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
+    Both are in the unit of the file, which is mm in most.
     """
 
     image: Tile
@@ -61,6 +62,12 @@ class Volumes(Samples):
     ``len(ds)`` samples, `crops` of each volume.  ``ds[i]`` reads one (every rank of the mesh must ask for it, in the
     same order), a `jigsaw.io.VolumeLoader` reads batches in the background.  Where a crop lies follows from (`seed`,
     `epoch`, i) alone; `at` gives the dataset of another epoch.
+
+    It pickles as what it describes: unpickled in another process, it joins the mesh when it first reads.
+
+    *Sends*: what `plan` says, on a process group of its own.
+
+    Raises: `IndexError` for a sample that there is not; the `ReadError` of a read that failed, on every rank.
     """
 
     images: tuple[Volume, ...]
@@ -104,6 +111,7 @@ class Volumes(Samples):
 
     @property
     def label_channels(self) -> int:
+        """How many channels a label has; 0 without labels."""
         return self.labels[0].channels if self.labels else 0
 
     def sample_bytes(self) -> int:

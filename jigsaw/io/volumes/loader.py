@@ -45,7 +45,8 @@ class VolumeLoader(Epochs[Volumes, _Block, VolumeBatch]):
     A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
     `threads` decode.  An iteration that is left early ends its epoch.
 
-    Making one, and every step of an iteration, is collective over the mesh.
+    Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
+    state; one that was unpickled joins the mesh when it first reads.
 
     *Sends*: what `Volumes.plan` says, on process groups of its own.
 

@@ -66,7 +66,8 @@ def open_volumes(
 
     *Sends*: nothing without `foreground`; with it, what was found of each label map.
 
-    Raises: a `ReadError` of `jigsaw.io.errors` naming what was asked and what there is, alike on every rank.
+    Raises: a `ReadError` of `jigsaw.io.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
+    what there is, alike on every rank.
     """
     pictures = _volumes("images", images, image_array, level)
     maps = () if labels is None else _volumes("labels", labels, label_array, level)
