@@ -291,9 +291,12 @@ class Dataset(Samples):
         return np.concatenate(found)
 
     def plan(self, sample: int | Sequence[int] = 0) -> ReadPlan:
-        """The read plan of one sample, or of several read together: bytes, chunks, who decodes what, amplification."""
+        """The read plan of one sample, or of several read together: bytes, chunks, who decodes what, amplification.
+
+        Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
+        """
         wanted = [sample] if isinstance(sample, int | np.integer) else list(sample)
-        return self.plan_of(self.reading(wanted))
+        return self.plan_of(self.reading(wanted)).ask_sizes()
 
     def plan_of(self, reading: Reading) -> ReadPlan:
         """The read plan of a reading."""

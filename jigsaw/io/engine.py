@@ -25,6 +25,7 @@ from jigsaw.io._scatter import FoundNaNError, Placing, pack, packed_box
 from jigsaw.io.boundary import fill
 from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
 from jigsaw.io.fetch.ahead import Ahead
+from jigsaw.io.lookups import Lookups, total
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.table import Loaded, Store
 
@@ -99,6 +100,11 @@ class Engine:
                 self.peers.gather(((type(error).__name__, str(error)), 0))
             if self.arena is not None:
                 self.arena.leave(self.reads)
+
+    @property
+    def looked_up(self) -> Lookups:
+        """The reads of shard indices and of Blosc's tables that planning took, since the store was opened."""
+        return total(table.looked_up for table in self.store.arrays.values())
 
     def close(self) -> None:
         """End the threads and let go of the shared memory."""

@@ -156,7 +156,7 @@ def open(
     )
     if forced:
         forced.check(made.input_times(0))
-    made.plan(0)  # what cannot be planned is refused here, not at the first batch
+    made.plan_of(made.reading([0]))  # what cannot be planned is refused here, not at the first batch
     return made
 
 

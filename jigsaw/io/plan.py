@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,17 +21,19 @@ from jigsaw.io.fetch.at_once import at_once
 from jigsaw.io.fetch.batches import Batch, batches
 from jigsaw.io.fit import check_fits
 from jigsaw.io.formats.members import by_member
+from jigsaw.io.lookups import Lookups, total
 from jigsaw.io.request import Request
 from jigsaw.layout import ShardingError
 
 if TYPE_CHECKING:
-    from jigsaw.io.portion import Portion
+    from jigsaw.io.portion import Portion, Rect
     from jigsaw.io.table import ArrayTable, ChunkRef
 
 __all__ = ["MODES", "NOBODY", "Box", "Index", "Job", "ReadPlan", "Row", "Run", "plan_read"]
 
 Tables = Mapping[str, "ArrayTable"]
 Members = tuple[int, ...]
+Sizes = Mapping[str, "int | None"]
 
 MODES = ("independent", "neighbours", "cooperative")
 
@@ -58,7 +60,8 @@ class Row:
 
     `decoded_bytes` counts whole chunks, or the part of one that is decoded; `useful_bytes` what of them lands in the
     rank's own tile (in the stored dtype), `sent_bytes` what the rank hands to others; `fallback` the chunks that only
-    the format's library could decode.
+    the format's library could decode; `unsized` those whose stored size is not known beforehand, which `stored_bytes`
+    leaves out: never any in what was done.
     """
 
     requests: int = 0
@@ -68,6 +71,12 @@ class Row:
     decoded_bytes: int = 0
     useful_bytes: int = 0
     sent_bytes: int = 0
+    unsized: int = 0
+
+    @property
+    def stored(self) -> int | None:
+        """The stored bytes; None where they are not known."""
+        return None if self.unsized else self.stored_bytes
 
     def __add__(self, other: Row) -> Row:
         return Row(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -76,11 +85,14 @@ class Row:
 class ReadPlan:
     """How the ranks of one domain group read one sample.
 
-    Ranks are numbered in the layout's row-major order.  `modes` says for each array how its chunks are loaded.
+    Ranks are numbered in the layout's row-major order.  `modes` says for each array how its chunks are loaded.  `sizes`
+    are those of far objects that hold one chunk each, None for missing ones; they change nothing but `rows`, because
+    ranks that read do not ask for them.
     """
 
-    def __init__(self, request: Request, tables: Tables, mode: str) -> None:
+    def __init__(self, request: Request, tables: Tables, mode: str, sizes: Sizes | None = None) -> None:
         self.request, self.tables = request, tables
+        self.sizes: dict[str, int | None] = dict(sizes or {})
         self.ranks = request.layout.ranks
         self._geometry: dict[str, list[Geometry]] = {}
         for number, part in enumerate(request.parts):
@@ -117,15 +129,34 @@ class ReadPlan:
         return mode if mode != "auto" else min(MODES, key=lambda each: self.cost(name, each))
 
     def cost(self, name: str, mode: str) -> float:
-        """What reading an array costs in a mode, in CPU seconds over all ranks."""
-        requests = stored = decoded = sent = shared = 0
-        for chunk, readers in self._readers[name].items():
-            for owner, served in self._loads(name, chunk, readers, mode):
-                row = self._load(name, chunk, served)
-                requests, stored = requests + row.requests, stored + row.stored_bytes
-                decoded, shared = decoded + row.decoded_bytes, shared + (len(served) > 1)
-                sent += sum(self._landing(name, chunk, m) for m in served if m != owner)
-        return cost(self.tables[name], requests, stored, decoded, sent, shared)
+        """What reading an array costs in a mode, in CPU seconds over all ranks.
+
+        Requests are counted as they are made: near chunks of a far object by one.  An unknown size counts as decoded.
+        """
+        table, jobs = self.tables[name], self._jobs_of(name, mode)
+        stored = decoded = sent = shared = requests = 0
+        for job in jobs:
+            row = self._load(name, job.chunk, job.readers)
+            requests, decoded = requests + row.requests, decoded + row.decoded_bytes
+            stored += row.decoded_bytes if row.unsized else row.stored_bytes
+            shared += len(job.readers) > 1
+            sent += sum(self._landing(name, job.chunk, m) for m in job.readers if m != job.owner)
+        if table.far:
+            requests = sum(batch.requests for m in range(self.ranks) for batch in batches(self, _of(jobs, m)))
+        return cost(table, requests, stored, decoded, sent, shared)
+
+    def _jobs_of(self, name: str, mode: str) -> list[Job]:
+        """The jobs of an array, were it read in this mode and alone."""
+        jobs = [
+            Job(name, chunk, owner, served)
+            for chunk, readers in self._readers[name].items()
+            for owner, served in self._loads(name, chunk, readers, mode)
+        ]
+        if mode != "cooperative" or not self.tables[name].far:
+            return jobs  # who owns a chunk changes the requests for objects of many chunks, and little else
+        own = [sum(self._weight(job) for job in _of(jobs, m) if job.is_private) for m in range(self.ranks)]
+        shared = self._balanced([job for job in jobs if not job.is_private], own, {name: mode})
+        return [*shared, *(job for job in jobs if job.is_private)]
 
     def _loads(self, name: str, chunk: Index, readers: Sequence[int], mode: str) -> list[tuple[int, Members]]:
         """(owner, readers) of every load of a chunk; an owner that is still to be chosen is the first reader."""
@@ -168,9 +199,11 @@ class ReadPlan:
             return None
         key = array, chunk, readers
         if key not in self._portions:
-            rects = [box.rect for m in readers for box in self._boxes(array, chunk, m)]
-            self._portions[key] = self.tables[array].portion(chunk, rects)
+            self._portions[key] = self.tables[array].portion(chunk, self._rects(array, chunk, readers))
         return self._portions[key]
+
+    def _rects(self, array: str, chunk: Index, readers: Members) -> list[Rect]:
+        return [box.rect for m in readers for box in self._boxes(array, chunk, m)]
 
     def _load(self, array: str, chunk: Index, readers: Members) -> Row:
         """What loading a chunk for these ranks takes of the one that does it."""
@@ -178,9 +211,18 @@ class ReadPlan:
         if ref is None:
             return Row()
         part, slow = self.portion(array, chunk, readers), int(table.decoder is None)
-        if part is None:
-            return Row(1, 1, slow, ref.length or 0, table.bytes_of(chunk))
-        return Row(max(len(part.ranges), 1), 1, slow, ref.length or 0 if slow else part.stored, part.decoded)
+        if part is not None:
+            return Row(max(len(part.ranges), 1), 1, slow, ref.length or 0 if slow else part.stored, part.decoded)
+        unsized = int(ref.length is None and not slow)
+        return Row(1, 1, slow, ref.length or 0, table.bytes_of(chunk), unsized=unsized)
+
+    def _taking(self, array: str, chunk: Index, readers: Members) -> Row:
+        """The same, as far as `sizes` say more."""
+        row, ref = self._load(array, chunk, readers), self.ref(array, chunk)
+        if not row.unsized or ref is None or ref.path not in self.sizes:
+            return row
+        size = self.sizes[ref.path]
+        return Row(1) if size is None else replace(row, stored_bytes=size, unsized=0)
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -188,35 +230,29 @@ class ReadPlan:
     def shared(self) -> tuple[Job, ...]:
         """The jobs whose chunk several ranks read, in the order in which all ranks take them."""
         todo = [
-            (name, chunk, owner, served)
+            Job(name, chunk, owner, served)
             for name, readers_of in self._readers.items()
             if self.modes[name] != "independent"
             for chunk, readers in readers_of.items()
             for owner, served in self._loads(name, chunk, readers, self.modes[name])
             if len(served) > 1
         ]
-        owners = self._balance(todo)
-        return tuple(
-            Job(name, chunk, owner, readers) for (name, chunk, _, readers), owner in zip(todo, owners, strict=True)
-        )
+        load = [sum(map(self._weight, self.private(member))) for member in range(self.ranks)] if todo else []
+        return tuple(self._balanced(todo, load, self.modes))
 
-    def _balance(self, todo: Sequence[tuple[str, Index, int, Members]]) -> list[int]:
-        """The owner of each shared chunk: the largest first, each to the rank with the least so far."""
-        load = [self._own_load(member) for member in range(self.ranks)] if todo else []
+    def _balanced(self, todo: Sequence[Job], load: list[int], modes: Mapping[str, str]) -> list[Job]:
+        """Shared jobs with their owners: the largest first, each to the rank with the least so far."""
         owners = [NOBODY] * len(todo)
-        weights = [self._weight(name, chunk, readers) for name, chunk, _, readers in todo]
+        weights = [self._weight(job) for job in todo]
         for i in sorted(range(len(todo)), key=lambda i: (-weights[i], i)):
             if weights[i]:
-                fixed = self.modes[todo[i][0]] == "neighbours"
-                owners[i] = todo[i][2] if fixed else min(range(self.ranks), key=lambda m: (load[m], m))
+                fixed = modes[todo[i].array] == "neighbours"
+                owners[i] = todo[i].owner if fixed else min(range(self.ranks), key=lambda m: (load[m], m))
                 load[owners[i]] += weights[i]
-        return owners
+        return [Job(job.array, job.chunk, owner, job.readers) for job, owner in zip(todo, owners, strict=True)]
 
-    def _own_load(self, member: int) -> int:
-        return sum(self._weight(job.array, job.chunk, job.readers) for job in self.private(member))
-
-    def _weight(self, array: str, chunk: Index, readers: Members) -> int:
-        row = self._load(array, chunk, readers)
+    def _weight(self, job: Job) -> int:
+        row = self._load(job.array, job.chunk, job.readers)
         return row.stored_bytes or row.decoded_bytes
 
     def private(self, member: int) -> Iterator[Job]:
@@ -271,9 +307,8 @@ class ReadPlan:
                 if member != job.owner != NOBODY:
                     rows[job.owner].sent_bytes += landing
             if job.owner != NOBODY:
-                rows[job.owner] += self._load(job.array, job.chunk, job.readers)
-                if self.tables[job.array].far:
-                    rows[job.owner].requests -= self._load(job.array, job.chunk, job.readers).requests
+                row = self._taking(job.array, job.chunk, job.readers)
+                rows[job.owner] += replace(row, requests=0) if self.tables[job.array].far else row
         for member, row in enumerate(rows):
             row.requests += sum(batch.requests for batch in self.batches(member))
         return tuple(rows)
@@ -286,10 +321,39 @@ class ReadPlan:
     def union_bytes(self) -> int:
         """The decoded size of what the sample needs of its chunks, each once."""
         return sum(
-            self._load(name, chunk, tuple(readers)).decoded_bytes
+            self._taking(name, chunk, tuple(readers)).decoded_bytes
             for name, readers_of in self._readers.items()
             for chunk, readers in readers_of.items()
         )
+
+    def ask_sizes(self) -> ReadPlan:
+        """This plan, its `sizes` complete: of every object of unknown size one is asked, many at a time."""
+        unknown = {
+            ref.path: self.tables[name].places.files
+            for name, readers_of in self._readers.items()
+            if self.tables[name].far
+            for chunk in readers_of
+            if (ref := self.ref(name, chunk)) is not None and ref.length is None and ref.path not in self.sizes
+        }
+        at_once(lambda path: self.sizes.update({path: unknown[path].size(path)}), list(unknown))
+        for known in ("rows", "union_bytes"):
+            vars(self).pop(known, None)
+        return self
+
+    @property
+    def lookups(self) -> Lookups:
+        """What one rank that knows none of them yet reads to know all `rows`: the indices of shards, once, and Blosc's
+        tables of blocks.  `Engine.looked_up` counts what it has read.
+        """
+        _ = self.rows  # asks for every part
+        chunks = [(self.tables[name], chunk) for name, readers_of in self._readers.items() for chunk in readers_of]
+        indices = dict(found for table, chunk in chunks if (found := table.index_of(chunk)) is not None)
+        tables = {
+            (name, chunk): took
+            for name, chunk, readers in self._portions
+            if (took := self.tables[name].table_of(chunk, self._rects(name, chunk, readers))).requests
+        }
+        return total((*indices.values(), *tables.values()))
 
     @property
     def amplification(self) -> float:
@@ -316,15 +380,19 @@ class ReadPlan:
         return "\n".join(lines)
 
 
-def plan_read(request: Request, tables: Tables, mode: str = "auto") -> ReadPlan:
+def _of(jobs: Sequence[Job], member: int) -> list[Job]:
+    return [job for job in jobs if job.owner == member]
+
+
+def plan_read(request: Request, tables: Tables, mode: str = "auto", sizes: Sizes | None = None) -> ReadPlan:
     """The plan of one sample: the same on every rank, without talking.
 
     `mode` is ``"cooperative"``, ``"neighbours"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them
-    for each array (`jigsaw.io.cost`).
+    for each array (`jigsaw.io.cost`).  `sizes` are of far objects, where another plan has asked for them.
 
     Raises: `ShardingError` or `ReadError` when the parts do not fill the sample exactly once, or do not fit the arrays.
     """
     if mode not in ("auto", *MODES):
         raise ShardingError(f"mode={mode!r} must be one of {['auto', *MODES]}")
     check_fits(request, tables)
-    return ReadPlan(by_member(request, tables), tables, mode)
+    return ReadPlan(by_member(request, tables), tables, mode, sizes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,11 +14,13 @@ from numpy.typing import NDArray
 
 from jigsaw.io import portion
 from jigsaw.io._memory import Scratch, fresh
+from jigsaw.io.block_tables import BlockTables
 from jigsaw.io.chunk_grid import Along
 from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
 from jigsaw.io.fetch.files import Files, Room, Target
 from jigsaw.io.formats import blosc as _blosc
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
+from jigsaw.io.lookups import Indexed, Lookups, total
 from jigsaw.io.portion import Portion, Rect
 from jigsaw.layout import Box
 
@@ -35,11 +35,8 @@ SMALL = 1 << 18
 """Chunks of fewer bytes are decoded whole: the bookkeeping of a part costs as much."""
 WORTH = 0.75
 """A part that needs more than this share of a chunk is decoded as the whole."""
-_FRAMES_KEPT = 1024
 _OVERHEAD = 1 << 16
 """Bytes of headers and checksums that a chunk never has."""
-_BLOCK = 1 << 14
-"""Blosc's blocks are hardly ever smaller."""
 
 scratch = Scratch()
 
@@ -136,10 +133,7 @@ class ArrayTable:
     clipped: bool = False
     slices: bool = False
     members: Members | None = None
-    _frames: OrderedDict[Index, _blosc.Frame] = field(
-        default_factory=OrderedDict[Index, _blosc.Frame], repr=False, init=False
-    )
-    _lock: Any = field(default_factory=threading.Lock, repr=False, init=False)
+    _tables: BlockTables = field(default_factory=BlockTables, repr=False, init=False)
 
     # -- geometry ----------------------------------------------------------------------------------------------------
 
@@ -252,14 +246,18 @@ class ArrayTable:
 
         Raises: `CorruptChunkError` for a Blosc frame whose header is damaged.
         """
-        needed = portion.share(rects, self.shape_of(index))
-        if not self.is_divisible or needed > WORTH or (1 - needed) * self.bytes_of(index) < self._table_bytes:
+        if not self._may_part(index, rects):
             return None
         if self.decoder is None:
             rows = portion.hull(rects)
             return Portion((), (), rows, prod(b - a for a, b in rows) * self.itemsize)
         ref = self.locate(index)
         return None if ref is None or ref.mask else self._portion(index, ref, rects)
+
+    def _may_part(self, index: Index, rects: Sequence[Rect]) -> bool:
+        """Whether a part may do, as far as geometry says."""
+        needed = portion.share(rects, self.shape_of(index))
+        return self.is_divisible and needed <= WORTH and (1 - needed) * self.bytes_of(index) >= self._table_bytes
 
     def _portion(self, index: Index, ref: ChunkRef, rects: Sequence[Rect]) -> Portion | None:
         assert self.decoder is not None
@@ -276,40 +274,23 @@ class ArrayTable:
         return None if found.decoded > WORTH * size else found
 
     def _frame(self, index: Index, ref: ChunkRef) -> _blosc.Frame | None:
-        """The block table of a Blosc chunk, read once and kept; None when the chunk is missing."""
-        with self._lock:
-            if index in self._frames:
-                return self._frames[index]
-        raw = self._beginning(index, ref)
-        if raw is None:
-            return None
-        head = raw[: _blosc.HEADER].tobytes()
-        _, count = _blosc.head_of(head, self.bytes_of(index), ref.length)
-        table = fresh(0 if head[2] & 0x2 else 4 * count)
-        if ref.length is not None and table.size > ref.length:
-            raise ShortChunkError(f"it has {ref.length} bytes, too few for its table of {count} blocks")
-        known = min(raw.size - _blosc.HEADER, table.size)
-        table[:known] = raw[_blosc.HEADER : _blosc.HEADER + known]
-        if known < table.size:
-            self.places.files.ranges(ref.path, [(ref.offset + _blosc.HEADER + known, table[known:])])
-        made = _blosc.frame_of(head, table)
-        with self._lock:
-            self._frames[index] = made
-            if len(self._frames) > _FRAMES_KEPT:
-                self._frames.popitem(last=False)
-        return made
+        return self._tables.frame(index, ref, self.bytes_of(index), self.places.files)
 
-    def _beginning(self, index: Index, ref: ChunkRef) -> Bytes | None:
-        """The header of a Blosc chunk, and of one far away the table that it can be expected to have; None: missing."""
-        files, table = self.places.files, 4 * -(-self.bytes_of(index) // _BLOCK)
-        if files.far and (ref.length is None or ref.length >= _blosc.HEADER + table):
-            raw = fresh(_blosc.HEADER + table)
-            try:
-                return raw if files.ranges(ref.path, [(ref.offset, raw)]) else None
-            except ShortChunkError:  # an object of unknown size that compresses to less
-                pass
-        raw = fresh(_blosc.HEADER)
-        return raw if files.ranges(ref.path, [(ref.offset, raw)]) else None
+    # -- what finding chunks takes -----------------------------------------------------------------------------------
+
+    @property
+    def looked_up(self) -> Lookups:
+        """The reads of indices and tables of blocks so far."""
+        made = [self.places.made] if isinstance(self.places, Indexed) else []
+        return total([*made, self._tables.made])
+
+    def index_of(self, index: Index) -> tuple[str, Lookups] | None:
+        """The object whose index says where a chunk lies, and what reading it takes; None where there is none."""
+        return self.places.index_of(index) if isinstance(self.places, Indexed) else None
+
+    def table_of(self, index: Index, rects: Sequence[Rect]) -> Lookups:
+        """What reading the table of blocks took, for the part of a chunk that these boxes need."""
+        return self._tables.took(index) if self._may_part(index, rects) else Lookups()
 
     # -- loading -----------------------------------------------------------------------------------------------------
 

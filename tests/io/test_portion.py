@@ -159,6 +159,7 @@ def test_parts_of_chunks_give_the_same_tile(tmp_path, kind, mode, axes):
     got = engine.read(plan)
     np.testing.assert_array_equal(got, held(x, request.layout, coordinate(mesh)))
     assert engine.stats == plan.rows[mesh.get_rank()]
+    assert engine.looked_up == plan.lookups == plan_read(request, engine.store.arrays, mode).lookups
     engine.close()
 
 
@@ -175,6 +176,17 @@ def test_bands_read_their_own_blocks(tmp_path, kind):
     else:
         whole = sum(arrays["air"].stored_bytes((t, 0, 0, 0)) for t in range(2))
         assert plan.total.stored_bytes < 1.3 * whole
+
+
+@pytest.mark.parametrize(("kind", "shards", "frames"), [("sharded", 1, 2), ("blosc", 0, 2), ("plain", 0, 0)])
+def test_lookups_are_the_indices_and_tables_that_are_read(tmp_path, kind, shards, frames):
+    path, _ = write(tmp_path, kind)
+    arrays = open_store(path).arrays
+    plan = plan_read(asked({"lat": 4}), arrays)
+    blocks = -(-arrays["air"].chunk_bytes // (1 << 13))
+    # an index has (offset, length) of two chunks and its checksum; a table comes after its header of 16 bytes
+    expected = shards + 2 * frames, shards * (2 * 16 + 4) + frames * (16 + 4 * blocks)
+    assert plan.lookups == arrays["air"].looked_up == expected
 
 
 def test_a_damaged_table_of_blocks_is_named(tmp_path):

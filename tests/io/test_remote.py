@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import globe_store
@@ -12,14 +13,17 @@ import pytest
 import zarr
 from fault_proxy import Proxy
 from remote_servers import nginx
-from toy_store import V2, held, request, sample, write
+from toy_store import V2, held, layout, request, sample, write
 
 import jigsaw
+from jigsaw.io.cost import cost
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FetchError, MissingArrayError, UnsupportedStoreError
 from jigsaw.io.fetch.objects import files_of_url
 from jigsaw.io.formats.zarr_group import open_zarr
-from jigsaw.io.plan import plan_read
+from jigsaw.io.plan import MODES, plan_read
+from jigsaw.io.request import Part, Request
+from jigsaw.layout import Layout
 from jigsaw.testing import run_on_ranks, world_mesh
 
 QUICK = {
@@ -103,32 +107,65 @@ def test_every_form_gives_its_values(stores, proxy, form):
         np.testing.assert_array_equal(store.read_small(array), x)
 
 
-@pytest.mark.parametrize("name", ["v2-blosc", "sharded-default", "v3-plain"])
-def test_requests_and_bytes_are_those_of_the_plan(stores, proxy, name):
-    engine = Engine(open_zarr(at(proxy, name)), None)
+def two_levels(array):
+    """Levels 2 and 5 of a step of the big store."""
+    parts = (Part(array, (((1, 0),), ((2, 0), (5, 1)), None, None), (0, 1, 2, 3)),)
+    return Request(layout(2, 1, (384, 384), {}), parts)
+
+
+CASES = {
+    "v2-blosc": request({}, halo=2),
+    "v3-plain": request({}, halo=2),
+    "sharded-default": request({}, halo=2),
+    "big": two_levels("blosc"),
+    "big-plain": two_levels("plain"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_planned_is_what_is_asked_for(stores, proxy, case):
+    engine = Engine(open_zarr(at(proxy, case.removesuffix("-plain") if "big" in case else case)), None)
+    asked, arrays = CASES[case], engine.store.arrays
     try:
-        asked = request({}, halo=2)
-        for again in range(2):
-            proxy.clear()
-            plan = plan_read(asked, engine.store.arrays)
-            rows, indices = plan.total, list(proxy.requests)
-            shards = {ref.path for job in plan.jobs if (ref := plan.ref(job.array, job.chunk)).length is not None}
-            assert len(indices) == (0 if again else len(shards))
-            assert all(asked_range.startswith("bytes=-") for _, _, asked_range in indices)
+        proxy.clear()
+        plan = plan_read(asked, arrays)
+        assert plan.lookups == engine.looked_up == (proxy.count, proxy.body_bytes)
+        assert (plan.lookups.requests > 0) == (case in ("sharded-default", "big"))
+
+        whole = [job for job in plan.jobs if plan.ref(job.array, job.chunk).length is None and not plan.part_of(job)]
+        assert (plan.total.stored is None) == bool(whole) and plan.total.unsized == len(whole)
+        plan.ask_sizes()
+        assert proxy.methods["HEAD"] == len(plan.sizes) >= len(whole)
+        assert plan.total.unsized == 0 and plan.total.stored == plan.total.stored_bytes > 0
+
+        for _ in range(2):
             proxy.clear()
             engine.stats = type(engine.stats)()
-            np.testing.assert_allclose(engine.read(plan), expected(stores[1][name], asked), rtol=2e-6)
-            assert proxy.count == rows.requests == engine.stats.requests
-            assert engine.stats.chunks == rows.chunks and engine.stats.decoded_bytes == rows.decoded_bytes
-            # bytes between wanted inner chunks come with them
+            engine.read(plan)
+            assert proxy.count == engine.stats.requests and (engine.stats,) == plan.rows
+            # bytes between wanted inner chunks come with them, and those between wanted blocks
             assert proxy.body_bytes >= engine.stats.stored_bytes
-            if name != "sharded-default":
-                assert proxy.body_bytes == engine.stats.stored_bytes
-            else:
-                assert rows.requests < rows.chunks
-                assert engine.stats.stored_bytes == rows.stored_bytes
+            assert case != "v2-blosc" or proxy.body_bytes == engine.stats.stored_bytes
+            assert case != "sharded-default" or engine.stats.requests < engine.stats.chunks
+            proxy.clear()
+            assert plan_read(asked, arrays).lookups == plan.lookups and proxy.count == 0  # they are kept
     finally:
         engine.close()
+    assert engine.looked_up == plan.lookups
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["v2-blosc", "sharded-default"])
+def test_the_cost_is_that_of_what_will_be_done(stores, proxy, name, mode):
+    arrays = open_zarr(at(proxy, name)).arrays
+    asked = request({"lat": 2}, halo=2)
+    air = replace(asked, parts=asked.parts[:1], gaps=True)
+    plan = plan_read(air, arrays, mode)
+    total = plan.total
+    stored = total.stored_bytes or total.decoded_bytes  # of unknown size
+    done = total.requests, stored, total.decoded_bytes, total.sent_bytes, len(plan.shared)
+    assert plan.cost("air", mode) == pytest.approx(cost(arrays["air"], *done))
+    assert name == "v2-blosc" or total.requests < total.chunks
 
 
 @pytest.mark.parametrize("array", ["blosc", "plain"])
@@ -168,6 +205,13 @@ def test_a_missing_object_is_a_missing_chunk(tmp_path, tmp_path_factory):
     with nginx(tmp_path, tmp_path_factory.mktemp("nginx")) as address, Proxy(address) as proxy:
         store = open_zarr(f"http://{proxy.address}/m.zarr")
         for name, table in store.arrays.items():
+            plan = plan_read(one_step(name, table.shape[1]), store.arrays)
+            assert (plan.total.chunks, plan.total.stored) == (1, None)
+            assert (plan.ask_sizes().total.requests, plan.total.chunks, plan.total.stored) == (1, 0, 0)
+            engine = Engine(store, None)
+            assert engine.read(plan).ravel().tolist() == [9] * table.shape[1]
+            assert (engine.stats,) == plan.rows
+            engine.close()
             room = np.full(table.chunk_bytes, 7, np.uint8)
             assert table.portion((0, 0), [(((0, 1),), ((3, 4),))]) is None
             assert table.load((0, 0), room).stored is None
@@ -176,6 +220,11 @@ def test_a_missing_object_is_a_missing_chunk(tmp_path, tmp_path_factory):
             proxy.always, proxy.spoils = "403", f"{name}/c/0"
             with pytest.raises(FetchError, match=r"m.zarr/\w+/c/0/0 cannot be read: the server answered 403"):
                 table.load((0, 0), room)
+
+
+def one_step(array, size):
+    parts = (Part(array, (((0, 0),), None), (0, 3), at=((1, 0), (2, 0))),)
+    return Request(Layout.of((1, 1, 1, size), (None, None, "lat", "lon"), {}), parts)
 
 
 # -- opening ---------------------------------------------------------------------------------------------------------
@@ -359,20 +408,20 @@ def test_a_failure_is_told_to_every_rank(stores, proxy, name, spoils):
 @pytest.fixture(scope="module")
 def globe_proxy(tmp_path_factory):
     root = tmp_path_factory.mktemp("globes")
-    for layout in ("v2", "sharded"):
-        zarr.consolidate_metadata(globe_store.write(root / f"{layout}.zarr", globe_store.globe(), layout, (3, 2, 5, 7)))
+    for form in ("v2", "sharded"):
+        zarr.consolidate_metadata(globe_store.write(root / f"{form}.zarr", globe_store.globe(), form, (3, 2, 5, 7)))
     with nginx(root, tmp_path_factory.mktemp("nginx")) as address, Proxy(address) as made:
         yield root, made
 
 
 @pytest.mark.parametrize("steps_kept", [0, 3])
-@pytest.mark.parametrize("layout", ["v2", "sharded"])
-def test_a_loader_reads_ahead_over_samples(globe_proxy, layout, steps_kept):
+@pytest.mark.parametrize("form", ["v2", "sharded"])
+def test_a_loader_reads_ahead_over_samples(globe_proxy, form, steps_kept):
     root, proxy = globe_proxy
     data = jigsaw.io.open(
-        f"http://{proxy.address}/{layout}.zarr", mesh=jigsaw.init_mesh(data=1, device="cpu"), inputs=[0, 1]
+        f"http://{proxy.address}/{form}.zarr", mesh=jigsaw.init_mesh(data=1, device="cpu"), inputs=[0, 1]
     )
-    whole = globe_store.stacked(str(root / f"{layout}.zarr"), data.fields)
+    whole = globe_store.stacked(str(root / f"{form}.zarr"), data.fields)
     proxy.latency = 0.002
     proxy.clear()
     kept = steps_kept * data.sample_bytes() // 2

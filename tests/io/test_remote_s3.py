@@ -38,15 +38,18 @@ def test_a_bucket_is_listed_and_read(bucket, name):
     proxy, options, values = bucket
     store = open_zarr(f"s3://tests/d/{name}.zarr", options)
     assert set(store.arrays) == set(values[name]) and store.url == f"s3://tests/d/{name}.zarr"
-    np.testing.assert_array_equal(store.read_small("mask"), values[name]["mask"])
     engine = Engine(store, None)
     asked = request({}, halo=1)
+    proxy.clear()
     plan = plan_read(asked, store.arrays)
-    requests = plan.total.requests
+    assert plan.lookups == engine.looked_up == (proxy.count, proxy.body_bytes)
+    requests = plan.ask_sizes().total.requests
     proxy.clear()
     np.testing.assert_allclose(engine.read(plan), expected(values[name], asked), rtol=2e-6)
-    assert proxy.count == requests == engine.stats.requests and proxy.methods.keys() == {"GET"}
+    assert proxy.count == requests and proxy.methods.keys() == {"GET"}
+    assert (engine.stats,) == plan.rows
     assert proxy.body_bytes >= engine.stats.stored_bytes > 0
+    np.testing.assert_array_equal(store.read_small("mask"), values[name]["mask"])
     engine.close()
 
 

@@ -17,6 +17,7 @@ from jigsaw.io._memory import fresh
 from jigsaw.io.errors import FieldError
 from jigsaw.io.fetch.files import Files, Room, Target
 from jigsaw.io.formats.codecs import Bytes
+from jigsaw.io.lookups import Indexed, Lookups
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Places, Store
 
 _HEAD = 16
@@ -51,6 +52,8 @@ class DiskCache:
             files = table.places.files
             if id(files) not in kept:
                 kept[id(files)] = _Kept(files, Path(self.folder), self.limit)
+            if isinstance(table.places, Indexed):
+                return replace(table, places=_CachedIndexed(table.places, table.places, kept[id(files)]))
             return replace(table, places=_Cached(table.places, kept[id(files)]))
 
         return replace(store, arrays={name: cached(table) for name, table in store.arrays.items()})
@@ -67,6 +70,21 @@ class _Cached:
 
     def locate(self, index: Index) -> ChunkRef | None:
         return self._places.locate(index)
+
+
+class _CachedIndexed(_Cached):
+    """Those that are looked up in indices, which their array keeps itself."""
+
+    def __init__(self, places: Places, indexed: Indexed, files: Files) -> None:
+        super().__init__(places, files)
+        self._indexed = indexed
+
+    @property
+    def made(self) -> Lookups:
+        return self._indexed.made
+
+    def index_of(self, index: Index) -> tuple[str, Lookups]:
+        return self._indexed.index_of(index)
 
 
 class _Kept:

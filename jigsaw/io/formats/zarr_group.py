@@ -36,6 +36,7 @@ from jigsaw.io.formats.codecs import (
 from jigsaw.io.formats.packing import masks_of, signed_as_said
 from jigsaw.io.formats.plain import check_small, whole
 from jigsaw.io.formats.zarr_keys import Keys
+from jigsaw.io.lookups import Lookups, Tally
 from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
 from jigsaw.layout import slices
 
@@ -277,6 +278,11 @@ class _Once:
         self._read, self._lock = read, threading.Lock()
         self._found: list[_Shard | None] = []
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether it was read, and there is no shard."""
+        return self._found == [None]
+
     def __call__(self) -> _Shard | None:
         with self._lock:
             if not self._found:
@@ -304,9 +310,24 @@ class Shards:
         self._checked = checked
         self._known: OrderedDict[Index, _Once] = OrderedDict()
         self._lock = threading.Lock()
+        self._tally = Tally()
 
     def path(self, index: Index) -> str:
         return self._objects.path(self._outer(index))
+
+    @property
+    def made(self) -> Lookups:
+        """The reads of indices so far; a question for the size, where a store cannot read from the end, is not one."""
+        return self._tally.made
+
+    def index_of(self, index: Index) -> tuple[str, Lookups]:
+        """The shard that has a chunk, and what reading its index takes."""
+        outer = self._outer(index)
+        known = self._known.get(outer)
+        return self._objects.path(outer), self._lookup(is_there=known is None or not known.is_missing)
+
+    def _lookup(self, is_there: bool) -> Lookups:
+        return Lookups(1, self._index_bytes) if is_there else Lookups(int(isinstance(self.files, Remote)))
 
     def _outer(self, index: Index) -> Index:
         return tuple(i // n for i, n in zip(index, self._per_shard, strict=True))
@@ -328,6 +349,7 @@ class Shards:
 
     def _read(self, path: str) -> _Shard | None:
         found = self._edge(path)
+        self._tally.add(self._lookup(is_there=found is not None))
         if found is None:
             return None
         raw, size = found

@@ -38,6 +38,18 @@ def _head(dataset: Dataset, plan: ReadPlan) -> list[str]:
         *dataset.store.notes,
         f"reads {steps} steps of {count} channels ({names}), {space}",
         f"mesh {mesh}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
+        *_requests(plan),
+    ]
+
+
+def _requests(plan: ReadPlan) -> list[str]:
+    """How often the store is asked."""
+    lookups = plan.lookups
+    if not lookups.requests:
+        return [f"{plan.total.requests} requests"]
+    return [
+        f"{plan.total.requests} requests; to plan them, each rank reads {size(lookups.bytes)} of shard indices and "
+        f"block tables in {lookups.requests} requests, once"
     ]
 
 
@@ -123,11 +135,13 @@ def _rows(owned: Interval, held: Interval) -> str:
 
 
 def _figures(row: Row) -> list[str]:
-    return [str(row.chunks), *map(size, (row.stored_bytes, row.decoded_bytes, row.useful_bytes, row.sent_bytes))]
+    return [str(row.chunks), *map(size, (row.stored, row.decoded_bytes, row.useful_bytes, row.sent_bytes))]
 
 
-def size(count: int) -> str:
-    """A number of bytes in the unit that shows it best."""
+def size(count: int | None) -> str:
+    """A number of bytes in the unit that shows it best; None is unknown."""
+    if count is None:
+        return "unknown"
     if count < 1000:
         return f"{count} B"
     value, unit = next(((count / 10**p, u) for p, u in _UNITS if count < 999.5 * 10**p), (count / 1e12, "TB"))
@@ -146,10 +160,10 @@ def _amplification(plan: ReadPlan) -> list[str]:
         f"amplification {plan.amplification:.2f}: bytes decoded by all ranks / bytes of the needed chunks, each once"
     ]
     for mode in MODES:
-        other = plan_read(plan.request, plan.tables, mode=mode)
+        other = plan_read(plan.request, plan.tables, mode, plan.sizes)
         total = other.total
         lines.append(
-            f"  all {mode}: {other.amplification:.2f}, {total.chunks} chunks, {size(total.stored_bytes)} read, "
+            f"  all {mode}: {other.amplification:.2f}, {total.chunks} chunks, {size(total.stored)} read, "
             f"{size(total.decoded_bytes)} decoded, {size(total.sent_bytes)} sent"
         )
     return lines

@@ -35,10 +35,12 @@ _CHEAP = 3000
 
 
 class Figures(NamedTuple):
-    """What reading a sample costs: CPU seconds over all ranks, bytes over all ranks, bytes decoded by the busiest."""
+    """What reading a sample costs: CPU seconds over all ranks, bytes over all ranks (None: unknown), bytes decoded by
+    the busiest.
+    """
 
     seconds: float
-    stored_bytes: int
+    stored_bytes: int | None
     decoded_bytes: int
     sent_bytes: int
     busiest_bytes: int
@@ -49,7 +51,7 @@ class Figures(NamedTuple):
         total = plan.total
         return cls(
             sum(plan.cost(name, mode) for name, mode in plan.modes.items()),
-            total.stored_bytes,
+            total.stored,
             total.decoded_bytes,
             total.sent_bytes,
             max(row.decoded_bytes for row in plan.rows),
@@ -129,7 +131,7 @@ def recommend(
     if wanted < 1:
         raise ShardingError(f"ranks={ranks} must be at least 1")
     request = dataset.reading([len(dataset) // 2 if sample is None else sample]).request
-    plan = plan_read(request, dataset.store.arrays, dataset.mode)
+    plan = plan_read(request, dataset.store.arrays, dataset.mode).ask_sizes()
     return Recommendation(Figures.of(plan), meshes(dataset, request, wanted), chunkings(dataset, request, plan))
 
 

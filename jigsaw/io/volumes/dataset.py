@@ -140,10 +140,13 @@ class Volumes(Samples):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def plan(self, sample: int = 0) -> tuple[ReadPlan, ...]:
-        """The read plans of a crop: of its image, and of its label where there are labels."""
-        return self._plans(self.crop(sample), self.frame)
+        """The read plans of a crop: of its image, and of its label where there are labels.
 
-    def _plans(self, crop: Crop, frame: Frame) -> tuple[ReadPlan, ...]:
+        Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
+        """
+        return tuple(plan.ask_sizes() for plan in self.plans_of(self.crop(sample), self.frame))
+
+    def plans_of(self, crop: Crop, frame: Frame) -> tuple[ReadPlan, ...]:
         image = self.images[crop.volume]
         layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
         request = Request(
@@ -185,7 +188,7 @@ class Volumes(Samples):
         ]
         for i, crop in enumerate(crops):
             for block, layout, fill, plan in zip(
-                blocks, layouts, (self.fill, self.label_fill), self._plans(crop, frame), strict=False
+                blocks, layouts, (self.fill, self.label_fill), self.plans_of(crop, frame), strict=False
             ):
                 _read_window(engine, plan, block[i : i + 1], layout.held(here)[2:], crop.origin, fill)
         image, label = (torch.from_numpy(block) for block in blocks)

@@ -98,7 +98,7 @@ def open_volumes(
         seed=seed,
     )
     for index in range(0, len(made), crops):
-        made.plan(index)  # what cannot be planned is refused here, not at the first batch
+        made.plans_of(made.crop(index), made.frame)  # what cannot be planned is refused here, not at the first batch
     return replace(made, found=find(maps, foreground, device_mesh)) if foreground else made
 
 
