@@ -115,6 +115,12 @@ def test_memory_and_waiting(bench, folder):
     assert cases.bound_bytes(task, {"useful": 400e6, "chunk": 54e6}) == 3 * 400e6 + 54e6 + 150e6
 
 
+def test_a_store_far_away(bench):
+    found = bench("http_store").run("shard", latency=0.002, rate=50e6, steps=2, repeat=1)
+    assert found["limit_bytes_per_s"] > 0 and found["share"] > 0 and found["cpu_s"] > 0
+    assert found["reference_share"] == pytest.approx(found["limit_bytes_per_s"] / 50e6, abs=1e-3)
+
+
 def test_a_rank_that_fails_says_why(bench, folder):
     task = globe_task(bench, folder, engine="zarr", variables=("nothing",))
     with pytest.raises(RuntimeError, match=r"zarr on wb2, rank 0: (.|\n)*KeyError"):
