@@ -15,6 +15,7 @@ from jigsaw.io.errors import (
     CorruptChunkError,
     FieldError,
     GridError,
+    HaloError,
     MissingArrayError,
     MissingLevelError,
     ReadError,
@@ -90,6 +91,60 @@ def test_what_a_smaller_volume_lacks_is_fill(toy, axes):
             assert origin[2] == -((40 - SHAPES[volume][2]) // 2)
             np.testing.assert_array_equal(got[0], box(values[volume][0], origin, (24, 20, 40), -7.0))
             np.testing.assert_array_equal(got_label[0], box(values[volume][1], origin, (24, 20, 40), 9))
+
+
+PAD = {"z": ("reflect", "reflect"), "y": ("replicate", "edge"), "x": (("fill", 3.0), "constant")}
+
+
+def padded(values, origin, crop, halo, smaller):
+    """The crop [z, y, x] and its halo, of a volume that goes on beyond its ends as its boundary says."""
+    for d in sorted(range(3), key=lambda d: d in smaller):
+        pads = [(halo[d], halo[d]) if i == d else (0, 0) for i in range(3)]
+        # what a smaller volume lacks is fill: of the crop, and so of its halo
+        how, number = ("constant", -7.0) if d in smaller else (PAD["zyx"[d]][1], 3.0)
+        values = np.pad(values, pads, how, **({"constant_values": number} if how == "constant" else {}))
+    return box(values, origin, [n + 2 * width for n, width in zip(crop, halo, strict=True)], -7.0)
+
+
+def read_held(images, axes, options):
+    """Of every sample: its place, which rows this rank holds, and their values."""
+    ds = open_volumes(images, mesh=world_mesh(**axes), boundary={d: rule for d, (rule, _) in PAD.items()}, **options)
+    found = []
+    for i in range(len(ds)):
+        tile = ds[i].image
+        held = tile.layout.held(tile.mesh.get_coordinate())[1:]
+        found.append((ds.crop(i), held, tile.local[0].numpy(), tile.full_tensor()[0].numpy()))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["cooperative", "independent"])
+@pytest.mark.parametrize("axes", [{"z": 1}, {"z": 2}, {"z": 2, "x": 2}, {"y": 4}], ids=str)
+@pytest.mark.parametrize("crop", [(8, 10, 8), (9, 18, 16), (20, 10, 17), (20, 10, 8)], ids=str)
+def test_the_halo_beyond_a_crop_is_the_volumes_and_beyond_that_the_boundarys(toy, axes, crop, mode):
+    images, _, values = toy
+    halo, size = (3, 2, 4), int(np.prod(list(axes.values())))
+    widths = dict(zip("zyx", halo, strict=True))
+    options = {"crop": crop, "crops": 4, "halo": widths, "seed": 2, "fill": -7.0, "mode": mode}
+    for found in run_on_ranks(size, read_held, images, axes, options):
+        for at, held, local, full in found:
+            volume = values[at.volume][0]
+            smaller = [d for d in range(3) if volume.shape[d] < crop[d]]
+            whole = padded(volume, at.origin, crop, halo, smaller)
+            mine = tuple(slice(a + w, b + w) for (a, b), w in zip(held, halo, strict=True))
+            assert all(a == -w for (a, _), w, axis in zip(held, halo, "zyx", strict=True) if axis not in axes)
+            np.testing.assert_array_equal(local, whole[mine])
+            np.testing.assert_array_equal(full, box(volume, at.origin, crop, -7.0))
+
+
+def test_boundaries_that_a_crop_cannot_have(toy):
+    images, _, _ = toy
+    options = {"mesh": {"z": 2}, "crop": (8, 8, 8), "halo": {"z": 8}}
+    with pytest.raises(GridError, match="a crop's ends do not meet"):
+        open_volumes(images, boundary={"z": "periodic"}, **options)
+    with pytest.raises(GridError, match=r"'pole'.* is for 'lat'"):
+        open_volumes(images, boundary={"z": "pole"}, **options)
+    with pytest.raises(HaloError, match="use at most 7"):
+        open_volumes(images, boundary={"z": "reflect"}, **options)
 
 
 def test_only_the_chunks_of_the_crop_are_read(tmp_path):

@@ -149,21 +149,24 @@ class Volumes(Samples):
     def plans_of(self, crop: Crop, frame: Frame) -> tuple[ReadPlan, ...]:
         image = self.images[crop.volume]
         layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
+        window, first = _window(layout, crop.origin, image.shape)
         request = Request(
-            _window(layout, crop.origin, image.shape),
-            image.parts(_first(crop)),
+            window,
+            image.parts(first),
             self.scale,
             self.offset,
             read_as(self.dtype),
+            boundary=frame.boundary,
         )
         plans = [plan_read(request, image.tables, self.mode)]
         if self.labels:
             label = self.labels[crop.volume]
             bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
             masked = any(table.masks for table in label.tables.values())
+            window, first = _window(bare, crop.origin, label.shape)
             request = Request(
-                _window(bare, crop.origin, label.shape),
-                label.parts(_first(crop)),
+                window,
+                label.parts(first),
                 dtype=name_of(self.label_dtype),
                 nan=self.label_fill if masked else "keep",
             )
@@ -230,22 +233,20 @@ class Volumes(Samples):
 # -- windows ---------------------------------------------------------------------------------------------------------
 
 
-def _first(crop: Crop) -> tuple[int, ...]:
-    """The first row of the volume that a crop holds."""
-    return tuple(max(n, 0) for n in crop.origin)
+def _window(layout: Layout, at: Sequence[int], shape: Sequence[int]) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of what the volume has of a crop, and the row of the volume where that begins along each dim.
 
-
-def _inside(first: int, rows: int, size: int) -> Interval:
-    """The rows of a crop that the volume has."""
-    return max(-first, 0), min(size - first, rows)
-
-
-def _window(layout: Layout, at: Sequence[int], shape: Sequence[int]) -> Layout:
-    """The layout of the part of a crop that the volume has: all of it, unless the volume is smaller."""
-    cuts = list(layout.cuts)
+    With a boundary it has rows of the crop's halo too; where a volume is smaller than the crop, all beyond it is fill.
+    """
+    cuts, begins = list(layout.cuts), list[int]()
     for d, (first, size) in enumerate(zip(at, shape, strict=True), start=2):
-        cuts[d] = _clipped(cuts[d], *_inside(first, cuts[d].size, size))
-    return Layout(tuple(cuts), layout.axes)
+        cut = cuts[d]
+        is_wider = not cut.wraps and 0 <= first <= size - cut.size
+        low, high = (min(a for a, _ in cut.held), max(b for _, b in cut.held)) if is_wider else (0, cut.size)
+        low, high = max(-first, low), min(size - first, high)
+        cuts[d] = (_widened if is_wider else _clipped)(cut, low, high)
+        begins.append(first + low)
+    return Layout(tuple(cuts), layout.axes), tuple(begins)
 
 
 def _clipped(cut: Cut, low: int, high: int) -> Cut:
@@ -256,15 +257,21 @@ def _clipped(cut: Cut, low: int, high: int) -> Cut:
     return Cut(high - low, points, cut.axes, held)
 
 
+def _widened(cut: Cut, low: int, high: int) -> Cut:
+    """The rows from `low` to `high`: the crop's and its halo's, which the ranks at its ends own in this read."""
+    points = (0, *(p - low for p in cut.points[1:-1]), high - low)
+    return Cut(high - low, points, cut.axes, tuple((a - low, b - low) for a, b in cut.held), wraps=False)
+
+
 def _read_window(
     engine: Engine, plan: ReadPlan, out: NDArray[Any], held: Sequence[Interval], at: Sequence[int], fill: float
 ) -> None:
-    """Read a crop into `out` [1, C, \\*held]; rows beyond the volume are `fill`."""
+    """Read a crop into `out` [1, C, \\*held]; what a smaller volume lacks is `fill`."""
     crop_sizes = [high - low for low, high in held]
     window = plan.request.layout
     lows = [max(-first, 0) for first in at]
     spans = [
-        (max(a, low) - a, min(b, low + cut.size) - a)
+        (max(a, low) - a, min(b, low + cut.size) - a) if cut.wraps else (0, b - a)
         for (a, b), low, cut in zip(held, lows, window.cuts[2:], strict=True)
     ]
     inside = tuple(slice(a, max(a, b)) for a, b in spans)

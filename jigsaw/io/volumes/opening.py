@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.io.boundary import Rule
 from jigsaw.io.dtypes import dtype_of
 from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.frame import Frame, Width
@@ -36,6 +37,7 @@ def open_volumes(
     foreground: Foreground | None = None,
     spec: Mapping[str, DimSpec] | None = None,
     halo: Width | Mapping[str, Width] | None = None,
+    boundary: Mapping[str, Rule] | None = None,
     split: Split | Mapping[str, Split] = "balanced",
     align: int | Mapping[str, int] = 1,
     normalize: tuple[Any, Any] | None = None,
@@ -60,6 +62,9 @@ def open_volumes(
     - `crops`: how many of each volume make an epoch;
     - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`); without it every place is alike;
     - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels have no halo;
+    - `boundary`: what the halo holds beyond the ends of a crop, by dim: with ``"reflect"``, ``"replicate"`` or
+      ``("fill", number)`` the volume's own rows, and beyond the volume what the rule says (see `jigsaw.io.boundary`),
+      but for `fill` where the volume is smaller than the crop; by default, ``"clip"``, it ends with the crop;
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
     - `dtype`, `label_dtype`: of the tiles;
     - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image.
@@ -84,7 +89,7 @@ def open_volumes(
         labels=maps,
         mesh=device_mesh,
         device=device,
-        frame=Frame.of(sizes, axes, spec, halo, None, split, align),
+        frame=_frame(sizes, axes, spec, halo, boundary, split, align),
         crops=crops,
         foreground=foreground,
         found=(),
@@ -100,6 +105,18 @@ def open_volumes(
     for index in range(0, len(made), crops):
         made.plans_of(made.crop(index), made.frame)  # what cannot be planned is refused here, not at the first batch
     return replace(made, found=find(maps, foreground, device_mesh)) if foreground else made
+
+
+def _frame(sizes: Mapping[str, int], *how: Any) -> Frame:
+    """Raises: `GridError` for a boundary that joins ends, which crops do not have; `HaloError`."""
+    frame = Frame.of(sizes, *how).on({})
+    for dim, wraps in zip(frame.dims, frame.periodic, strict=True):
+        if wraps:
+            raise GridError(
+                f"boundary={{{dim!r}: 'periodic'}}: a crop's ends do not meet; use 'reflect', 'replicate' or "
+                "('fill', number)"
+            )
+    return frame
 
 
 def _volumes(name: str, given: Sequence[Given], array: str | None, level: int) -> tuple[Volume, ...]:
