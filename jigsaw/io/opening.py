@@ -26,7 +26,7 @@ from jigsaw.io.samples import taken
 from jigsaw.io.source import Source
 from jigsaw.io.stats.normalize import Normalize, multiply_add
 from jigsaw.io.survey import Survey, Turn, Variable
-from jigsaw.io.times import TimeAxis, is_int
+from jigsaw.io.times import TimeAxis
 from jigsaw.io.windows import anchors, offsets
 from jigsaw.layout import DimSpec, Split
 
@@ -197,8 +197,7 @@ def _series(axis: TimeAxis | None, time: Any, every: Any) -> TimeAxis | None:
             if value != default:
                 raise WindowError(f"{name}={value!r} selects steps, but the fields have no time dim")
         return None
-    selected = axis.take(slice(*axis.select(time)))
-    return selected if is_int(every) and every == 1 else selected.every(every)
+    return axis.series(time, every)
 
 
 def _default_fields(found: Survey, select: Mapping[str, Any] | None) -> list[str]:

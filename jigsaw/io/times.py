@@ -150,6 +150,11 @@ class TimeAxis:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
+    def series(self, time: slice | tuple[Any, Any] | None, every: Any) -> TimeAxis:
+        """The steps that `select` finds inside `time`, of them those of `every`; of 1 all, however far apart."""
+        selected = self.take(slice(*self.select(time)))
+        return selected if is_int(every) and every == 1 else selected.every(every)
+
     def every(self, frequency: Any) -> TimeAxis:
         """The steps that lie whole multiples of `frequency` (``"6h"``, or a number of usual steps) after the first.
 

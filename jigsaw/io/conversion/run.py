@@ -28,7 +28,7 @@ from jigsaw.io.errors import WriteError
 from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array
 from jigsaw.io.writing.sink import Completeness, completeness_of
-from jigsaw.io.writing.zarr_writer import ZarrSink, zarr_attrs
+from jigsaw.io.writing.zarr_writer import ZarrSink, is_zarr, zarr_attrs
 from jigsaw.layout import Box, slices
 
 if TYPE_CHECKING:
@@ -280,11 +280,10 @@ def _stored(path: Path, name: str, box: Box) -> NDArray[Any]:
 
 def _remove(path: Path) -> None:
     """What `replace` removes: a Zarr store and its journal, nothing else."""
-    known = any((path / name).exists() for name in ("zarr.json", ".zgroup"))
-    if path.exists() and not known:
+    if path.exists() and not is_zarr(path):
         raise WriteError(f"{path} is no Zarr store, so it is not replaced; remove it yourself")
     _journal_of(path).unlink(missing_ok=True)
-    if known:
+    if is_zarr(path):
         shutil.rmtree(path)
 
 

@@ -226,8 +226,7 @@ def _steps(found: Survey, chosen: Sequence[str], time: Any, every: Any) -> Any:
     axis = found.time([found.variables[name] for name in chosen])
     if axis is None:
         raise WindowError(f"time={time!r}, every={every!r} select steps, but the fields have no time dim")
-    kept = axis.take(slice(*axis.select(time)))
-    at = (kept if is_int(every) and every == 1 else kept.every(every)).at
+    at = axis.series(time, every).at
     apart = np.unique(np.diff(at))
     return slice(int(at[0]), int(at[-1]) + 1, int(apart[0]) if len(apart) else 1) if len(apart) < 2 else at
 

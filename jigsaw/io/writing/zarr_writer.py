@@ -92,12 +92,11 @@ class ZarrSink:
             self._create_coordinate(coordinate)
 
     def _clear(self, replace: bool) -> None:
-        known = any((self._path / name).exists() for name in ("zarr.json", ".zgroup"))
         if self._path.is_dir() and not any(self._path.iterdir()):
             return
         if not replace:
             raise WriteError(f"{self._path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
-        if not known:
+        if not is_zarr(self._path):
             raise WriteError(f"{self._path} is no Zarr store, so mode='w' does not replace it; remove it yourself")
         shutil.rmtree(self._path)
 
@@ -179,6 +178,11 @@ def _array(name: str, array: Any) -> Array:
 
 def _coordinate(name: str, array: Any) -> Coordinate:
     return Coordinate(name, tuple(array.metadata.dimension_names or ()), np.asarray(array[...]), dict(array.attrs))
+
+
+def is_zarr(path: Path) -> bool:
+    """Whether a folder is a Zarr group."""
+    return any((path / name).exists() for name in ("zarr.json", ".zgroup"))
 
 
 def zarr_attrs(path: Path) -> Mapping[str, Any]:
