@@ -6,7 +6,7 @@ normalisation do is one multiply-add, y = raw * a + b, whose a and b are compute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -28,7 +28,10 @@ _BLOCK = 1 << 18
 
 
 class FoundNaNError(Exception):
-    """A missing value where none is allowed; the caller says where."""
+    """A missing value where none is allowed: in which of several chunks; the caller says where that is."""
+
+    def __init__(self, chunk: int = 0) -> None:
+        self.chunk = chunk
 
 
 def _slice(start: int, step: int, count: int) -> slice:
@@ -100,6 +103,58 @@ class Placing:
             source = np.broadcast_to(np.asarray(self.fill, np.float64), tuple(r.length for r in runs))
             self._place_run(source, runs, box, out)
 
+    def room(self, strip: Array, scratch: Callable[[int], Array]) -> Array:
+        """Where the values of a strip are converted: where they lie, if they have that dtype already."""
+        if self.is_copy or (strip.dtype == self.work and not self.masks):
+            return strip
+        return np.ndarray(strip.shape, self.work, scratch(strip.size * self.work.itemsize))
+
+    def settle(self, chunks: Array, box: Box, work: Array) -> None:
+        """Convert what `box` takes of each of these chunks, [K, \\*chunk], to where it lies in `work`.
+
+        `box` takes them whole along their last dim, which is one of space.
+
+        Raises: `FoundNaNError`, with the number of the chunk.
+        """
+        for runs in product(*box.runs[:-1]):
+            rows = (slice(None), *(_slice(r.source, r.source_step, r.length) for r in runs))
+            try:
+                if self.is_copy:
+                    self._check(chunks[rows])
+                else:
+                    self._block(chunks[rows], work[rows], *self._factors((*runs, *box.runs[-1]), box))
+            except FoundNaNError:
+                found = np.isnan(work[rows]).reshape(len(work), -1).any(axis=1)
+                raise FoundNaNError(int(found.argmax())) from None
+
+    def _factors(self, runs: Sequence[Run], box: Box) -> tuple[float | Array, float | Array]:
+        """a and b along the stored dim of channels; numbers where all are 1 or 0.
+
+        A b of 0 among others is -0.0: to add 0.0 would make 0.0 of -0.0, where a channel by itself is left as it is.
+        """
+        channels = self._where(runs, box, len(self.order) + len(box.at))[1]
+        a, b = self.a[channels], self.b[channels]
+        shape = [-1 if to == 1 else 1 for to in self.to]
+        scales, shifts = any(x != 1.0 for x in a), any(x != 0.0 for x in b)
+        return (
+            np.array(a, self.work).reshape(shape) if scales else 1.0,
+            np.array([x or -0.0 for x in b], self.work).reshape(shape) if shifts else 0.0,
+        )
+
+    def lay(self, strip: Array, box: Box, out: Array) -> None:
+        """Put chunks that `settle` made, [K, \\*chunk], side by side along their last dim, where `box` says."""
+        last = strip.ndim - 2
+        to = self.to[last]
+        order = [at for d in (*self.order, *self.dropped) for at in ((0, d + 1) if d == last else (d + 1,))]
+        for runs in product(*box.runs):
+            rows = [_slice(r.source, r.source_step, r.length) for r in runs[:-1]]
+            source = strip[(slice(None), *rows)].transpose(order)
+            target = out[self._where(runs, box, out.ndim)]
+            shape = (*target.shape[:to], len(strip), -1, *target.shape[to + 1 :])
+            picked = self._picked(box, out.ndim)
+            source = source[(*picked[:to], slice(None), *picked[to:])]
+            np.copyto(target.reshape(shape), source, casting="unsafe")
+
     def destination(self, box: Box, shape: Sequence[int], out: Array) -> Array | None:
         """The part of `out` that a chunk fills whole, row by row and in its own dtype; None when there is none.
 
@@ -123,19 +178,27 @@ class Placing:
         return self.is_ordered and not self.masks and self.memory == tuple(range(len(self.memory)))
 
     def _place_run(self, source: Array, runs: Sequence[Run], box: Box, out: Array) -> None:
-        where = [slice(None)] * out.ndim
-        picked: list[Any] = [slice(None)] * out.ndim
+        where = self._where(runs, box, out.ndim)
+        ordered = source if self.is_ordered else source.transpose(self.order + self.dropped)
+        if box.at or self.dropped:
+            ordered = ordered[self._picked(box, out.ndim)]
+        a, b = self.turned if box.turned else (self.a, self.b)
+        self._convert(ordered, out[where], a[where[1]], b[where[1]])
+
+    def _where(self, runs: Sequence[Run], box: Box, ndim: int) -> tuple[slice, ...]:
+        """The part of the sample that a run of each stored dim fills."""
+        where = [slice(None)] * ndim
         for dim, index in box.at:
             where[dim] = slice(index, index + 1)
-            picked[dim] = None
         for d in self.order:
             run = runs[d]
             where[self.to[d]] = _slice(run.target, run.target_step, run.length)
-        ordered = source if self.is_ordered else source.transpose(self.order + self.dropped)
-        if box.at or self.dropped:
-            ordered = ordered[(*picked, *(0 for _ in self.dropped))]
-        a, b = self.turned if box.turned else (self.a, self.b)
-        self._convert(ordered, out[tuple(where)], a[where[1]], b[where[1]])
+        return tuple(where)
+
+    def _picked(self, box: Box, ndim: int) -> tuple[Any, ...]:
+        """What makes stored dims, in the order of the sample's, those of the sample."""
+        fixed = {dim for dim, _ in box.at}
+        return (*(None if dim in fixed else slice(None) for dim in range(ndim)), *(0 for _ in self.dropped))
 
     @cached_property
     def is_ordered(self) -> bool:
@@ -156,6 +219,11 @@ class Placing:
         return self.is_plain and all(x == 1.0 for x in a) and all(x == 0.0 for x in b)
 
     @cached_property
+    def is_copy(self) -> bool:
+        """Whether every value is laid down as it is stored."""
+        return self._is_copy(self.a, self.b)
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether no value means "missing" and none replaces a missing one."""
         return not self.masks and not isinstance(self.nan, float | int)
@@ -168,7 +236,7 @@ class Placing:
         for start in range(0, out.shape[0], rows):
             self._block(source[start : start + rows], out[start : start + rows], a, b)
 
-    def _block(self, source: Array, out: Array, a: float, b: float) -> None:
+    def _block(self, source: Array, out: Array, a: float | Array, b: float | Array) -> None:
         direct = out.dtype == self.work
         y: Array = out if direct else np.empty(out.shape, self.work)
         if (source.dtype.kind == "f" and source.dtype.itemsize > self.work.itemsize) or source.dtype.kind == "b":
@@ -176,17 +244,20 @@ class Placing:
             source_or_y = y
         else:
             source_or_y = source
-        if a != 1.0:
-            np.multiply(source_or_y, self.work.type(a), out=y, dtype=self.work, casting="unsafe")
-        elif source_or_y is source:
+        if isinstance(a, np.ndarray) or a != 1.0:
+            np.multiply(source_or_y, self._number(a), out=y, dtype=self.work, casting="unsafe")
+        elif source_or_y is source and y is not source:
             np.copyto(y, source, casting="unsafe")
-        if b != 0.0:
-            np.add(y, self.work.type(b), out=y)
+        if isinstance(b, np.ndarray) or b != 0.0:
+            np.add(y, self._number(b), out=y)
         for mask in self.masks:
             np.copyto(y, np.nan, where=source == mask)
         self._settle(y)
         if not direct:
             np.copyto(out, y, casting="unsafe")
+
+    def _number(self, x: float | Array) -> Any:
+        return x if isinstance(x, np.ndarray) else self.work.type(x)
 
     def _settle(self, y: Array) -> None:
         """What the policy says becomes of missing values."""

@@ -127,6 +127,7 @@ class Geometry:
 
     def __init__(self, number: int, part: Part, table: ArrayTable, request: Request, turned: bool = False) -> None:
         self._turned, ways = turned, _ways(request, turned)
+        self._part_to = part.to
         self._part, self._at = number, [request.layout.cuts[dim] for dim, _ in part.at]
         self._fixed = part.at
         self._dims: list[tuple[Cut | None, list[ByChunk]]] = []
@@ -174,6 +175,15 @@ class Geometry:
     def owns(self, chunk: Index, member: int) -> bool:
         """Whether a rank owns rows of a chunk, rather than only holding some as its halo."""
         return all(c in rows for rows, c in zip(self._inner[member], chunk, strict=True))
+
+    @property
+    def ends_in_space(self) -> bool:
+        """Whether the last stored dim is a spatial one."""
+        return bool(self._dims) and self._part_to[-1] >= 2
+
+    def last(self, member: int) -> ByChunk:
+        """What a rank takes along the last stored dim, for each of the chunks there."""
+        return self._rows[member][-1]
 
     def box(self, chunk: Index, member: int) -> Box | None:
         """What a rank takes of a chunk; None for nothing."""

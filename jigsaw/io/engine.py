@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from math import prod
 from typing import Any
@@ -27,9 +27,12 @@ from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
 from jigsaw.io.fetch.ahead import Ahead
 from jigsaw.io.lookups import Lookups, total
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
+from jigsaw.io.strips import Strip, strips
 from jigsaw.io.table import Loaded, Store
 
 _LITTLE = 1 << 27
+_NEAR = 1 << 19
+"""Bytes of decoded chunks that are converted at a time: they are still in the second-level cache."""
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
@@ -60,7 +63,7 @@ class Engine:
         self.budget, self.stats, self.reads = budget, Row(), 0
         self.threads = threads or _fair_share(len(self.peers.neighbours))
         self._busy, self._counting = threading.Lock(), threading.Lock()
-        self.scratch = Scratch()
+        self.scratch, self.converted = Scratch(), Scratch()
         self.ahead = Ahead(self.peers.me, budget) if any(t.far for t in store.arrays.values()) else None
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
 
@@ -240,8 +243,8 @@ class _Reading:
         for at, (number, job) in enumerate(self.through):
             if job.owner == self.me:
                 yield lambda at=at, number=number, job=job: self._load_shared(at, number, job)
-        for job in self.plan.private(self.me):
-            yield lambda job=job: self._load_private(job)
+        for strip in strips(self.plan, self.me):
+            yield lambda strip=strip: self._load_strip(strip)
 
     def _work(self, todo: Iterator[Callable[[], None]]) -> None:
         try:
@@ -294,6 +297,35 @@ class _Reading:
 
         arena.wait(free, self.number)
 
+    def _load_strip(self, strip: Strip) -> None:
+        """Load chunks that this rank alone reads, and that lie side by side, and place them as one."""
+        if strip.box is None:
+            self._load_private(*strip.jobs)
+            return
+        table = self.plan.tables[strip.jobs[0].array]
+        room = self.engine.scratch(len(strip.jobs) * table.chunk_bytes)
+        chunks, placing = table.strip(room), self.placings[strip.box.part]
+        work = placing.room(chunks, self.engine.converted)
+        near = max(1, _NEAR // table.chunk_bytes)
+        for start in range(0, len(strip.jobs), near):
+            some = slice(start, start + near)
+            self._decode(strip.jobs[some], room[start * table.chunk_bytes :])
+            try:
+                placing.settle(chunks[some], strip.box, work[some])
+            except FoundNaNError as e:
+                job = strip.jobs[start + e.chunk]
+                raise self._nan(job, self.plan.boxes(job, self.me)[0]) from None
+        placing.lay(work, strip.box, self.out)
+        self._row().useful_bytes += prod(strip.box.extents) * table.itemsize
+
+    def _decode(self, jobs: Sequence[Job], room: Bytes) -> None:
+        """Load chunks of one array, one after the other, into memory."""
+        table, chunks = self.plan.tables[jobs[0].array], [job.chunk for job in jobs]
+        for n, loaded in enumerate(table.load_strip(chunks, room)):
+            self._count(jobs[n], loaded)
+            if loaded.stored is None:
+                table.fill(room[n * table.chunk_bytes : (n + 1) * table.chunk_bytes], chunks[n])
+
     def _load_private(self, job: Job) -> None:
         """Load a chunk that this rank alone reads, and take what it needs of it."""
         table = self.plan.tables[job.array]
@@ -326,6 +358,10 @@ class _Reading:
         else:
             fetched = ahead.take(self.plan, job)
             loaded = Loaded(None, False) if fetched is None else table.decode(job.chunk, fetched, room)
+        self._count(job, loaded)
+        return loaded
+
+    def _count(self, job: Job, loaded: Loaded) -> None:
         if loaded.stored is None:
             self._check_missing(job)
         else:
@@ -335,7 +371,6 @@ class _Reading:
             row.fallback += loaded.fallback
             row.stored_bytes += loaded.stored
             row.decoded_bytes += loaded.decoded
-        return loaded
 
     def _check_missing(self, job: Job) -> None:
         """A far store does not say beforehand that a chunk is missing, so it took a request; a near one did."""

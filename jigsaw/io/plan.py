@@ -276,6 +276,10 @@ class ReadPlan:
         """What of a job's chunk is loaded; None for all of it."""
         return self.portion(job.array, job.chunk, job.readers)
 
+    def geometry(self, array: str) -> Sequence[Geometry]:
+        """Which chunks of an array ranks need: one a part, and one of its rows beyond a pole."""
+        return self._geometry[array]
+
     def boxes(self, job: Job, member: int) -> tuple[Box, ...]:
         """What a rank takes of a job's chunk: a box a part, and one of its rows beyond a pole."""
         return self._boxes(job.array, job.chunk, member)

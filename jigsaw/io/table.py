@@ -305,6 +305,40 @@ class ArrayTable:
         fetched = self.fetch(index, scratch, part, out)
         return Loaded(None, False) if fetched is None else self.decode(index, fetched, out)
 
+    def load_strip(self, indices: Sequence[Index], out: Bytes) -> list[Loaded]:
+        """Load whole chunks of one size, one after the other in `out`; of a file that holds several, it is asked once.
+
+        Raises: what `load` raises.
+        """
+        rooms = [out[at : at + self.chunk_bytes] for at in range(0, len(indices) * self.chunk_bytes, self.chunk_bytes)]
+        try:
+            return self._load_strip(indices, rooms)
+        except (BadChunkError, OSError):  # which one it was shows when each is loaded by itself
+            return [self.load(index, memory) for index, memory in zip(indices, rooms, strict=True)]
+
+    def _load_strip(self, indices: Sequence[Index], rooms: Sequence[Bytes]) -> list[Loaded]:
+        assert self.decoder is not None
+        refs = [self._found(index) for index in indices]
+        lengths = [0 if ref is None else ref.length or 0 for ref in refs]
+        memory, ends = scratch(sum(lengths)), np.cumsum(lengths).tolist()
+        raws = [memory[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        found = self._read_strip(refs, raws)
+        for ref, raw, room in zip(refs, raws, rooms, strict=True):
+            if ref is not None and ref.path in found:
+                self.decoder.decode(raw, room, ref.mask)
+        return [
+            Loaded(None, False) if ref is None or ref.path not in found else Loaded(length, False, 1, room.size)
+            for ref, length, room in zip(refs, lengths, rooms, strict=True)
+        ]
+
+    def _read_strip(self, refs: Sequence[ChunkRef | None], raws: Sequence[Bytes]) -> set[str]:
+        """Read the stored bytes of chunks; the files that there are."""
+        targets: dict[str, list[Target]] = {}
+        for ref, raw in zip(refs, raws, strict=True):
+            if ref is not None:
+                targets.setdefault(ref.path, []).append((ref.offset, raw))
+        return {path for path, each in targets.items() if self.places.files.ranges(path, each)}
+
     def fetch(self, index: Index, room: Room, part: Portion | None = None, out: Bytes | None = None) -> Fetched | None:
         """The stored bytes of a chunk or of a part of it, in memory that `room` gives; None for a missing chunk.
 
@@ -413,11 +447,19 @@ class ArrayTable:
 
     def view(self, out: Bytes, index: Index) -> NDArray[Any]:
         """The loaded bytes as an array of the chunk's shape, without copying."""
-        shape = self.shape_of(index)
+        return self._view(out, self.shape_of(index))[0]
+
+    def strip(self, out: Bytes) -> NDArray[Any]:
+        """The bytes of chunks of one size, one after the other, as an array [K, \\*chunk], without copying."""
+        return self._view(out, self.chunks)
+
+    def _view(self, out: Bytes, shape: tuple[int, ...]) -> NDArray[Any]:
         dtype, order = self._stored
+        count = out.size // max(prod(shape) * dtype.itemsize, 1)
         if order is None:
-            return np.ndarray(shape, dtype, out)
-        return np.ndarray([shape[d] for d in order], dtype, out).transpose(np.argsort(order))
+            return np.ndarray((count, *shape), dtype, out)
+        turned = np.ndarray((count, *(shape[d] for d in order)), dtype, out)
+        return turned.transpose(0, *(1 + np.argsort(order)))
 
     @cached_property
     def _stored(self) -> tuple[np.dtype[Any], tuple[int, ...] | None]:

@@ -18,7 +18,6 @@ from jigsaw.io.portion import Portion, Spans, joined
 HEADER = 16
 _MEMCPYED = 0x2
 _WHOLE = 0x10
-_BAD_TABLE = "its table of blocks points outside the frame, or twice to one place"
 _FORMAT = 2
 _RESERVED = 0x8
 _MOST_SPLITS, _LEAST_SPLIT = 16, 128
@@ -121,21 +120,15 @@ def check(raw: Bytes, chunk_bytes: int) -> None:
     _, count = head_of(head, chunk_bytes, raw.size)
     if head[2] & _MEMCPYED:
         return
-    if count == 1:  # small chunks are one block; numpy would take as long as decoding them
-        if not HEADER + 4 <= int.from_bytes(raw[HEADER : HEADER + 4].tobytes(), "little", signed=True) <= raw.size - 4:
-            raise BadChunkError(_BAD_TABLE)
-        return
     _starts(raw[HEADER : HEADER + 4 * count], raw.size)
 
 
-def _starts(table: Bytes, stored: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the blocks of a table begin: in its order, and rising."""
-    begin = table.view("<i4").astype(np.int64)
-    rising = begin if len(begin) == 1 else np.sort(begin)
-    low = HEADER + table.size
-    if rising[0] < low or rising[-1] > stored - 4 or (np.diff(rising) <= 0).any():
-        raise BadChunkError(_BAD_TABLE)
-    return begin, rising
+def _starts(table: Bytes, stored: int) -> list[int]:
+    """Where the blocks of a table begin, in its order.  Mostly few: a list is faster than numpy."""
+    begin: list[int] = table.view("<i4").tolist()
+    if min(begin) < HEADER + table.size or max(begin) > stored - 4 or len(set(begin)) < len(begin):
+        raise BadChunkError("its table of blocks points outside the frame, or twice to one place")
+    return begin
 
 
 def frame_of(head: bytes, table: Bytes) -> Frame:
@@ -149,6 +142,7 @@ def frame_of(head: bytes, table: Bytes) -> Frame:
         begin = HEADER + np.arange(count, dtype=np.int64) * block
         end = np.minimum(begin + block, HEADER + size)
         return Frame(head, size, block, begin, end)
-    begin, rising = _starts(table, stored)
+    begin = np.array(_starts(table, stored), np.int64)
+    rising = np.sort(begin)
     nexts = np.append(rising[1:], stored)
     return Frame(head, size, block, begin, nexts[np.searchsorted(rising, begin)])

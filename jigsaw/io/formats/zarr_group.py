@@ -311,6 +311,8 @@ class Shards:
         self._known: OrderedDict[Index, _Once] = OrderedDict()
         self._lock = threading.Lock()
         self._tally = Tally()
+        self._last: tuple[Index, _Shard | None] = (), None
+        """The shard of the last lookup: the next is nearly always of the same one."""
 
     def path(self, index: Index) -> str:
         return self._objects.path(self._outer(index))
@@ -330,7 +332,7 @@ class Shards:
         return Lookups(1, self._index_bytes) if is_there else Lookups(int(isinstance(self.files, Remote)))
 
     def _outer(self, index: Index) -> Index:
-        return tuple(i // n for i, n in zip(index, self._per_shard, strict=True))
+        return tuple([i // n for i, n in zip(index, self._per_shard, strict=True)])
 
     def _shard(self, outer: Index) -> _Shard | None:
         with self._lock:
@@ -371,8 +373,11 @@ class Shards:
         return (raw, size) if self.files.ranges(path, [(start, raw)]) else None
 
     def locate(self, index: Index) -> ChunkRef | None:
-        shard = self._shard(self._outer(index))
-        flat = 0
+        outer, flat = self._outer(index), 0
+        known, shard = self._last
+        if known != outer:
+            shard = self._shard(outer)
+            self._last = outer, shard
         for i, n in zip(index, self._per_shard, strict=True):
             flat = flat * n + i % n
         offset, length = shard.index[flat] if shard else (_MISSING, _MISSING)
