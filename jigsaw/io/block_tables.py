@@ -13,7 +13,7 @@ from jigsaw.io.formats.codecs import Bytes, ShortChunkError
 from jigsaw.io.lookups import Lookups, Tally
 
 if TYPE_CHECKING:
-    from jigsaw.io.table import ChunkRef, Index
+    from jigsaw.io.chunk import ChunkRef, Index
 
 _KEPT = 1024
 _BLOCK = 1 << 14

@@ -23,12 +23,13 @@ from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
 from jigsaw.io._scatter import FoundNaNError, Placing, pack, packed_box
 from jigsaw.io.boundary import fill
+from jigsaw.io.chunk import Loaded
 from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
 from jigsaw.io.fetch.ahead import Ahead
 from jigsaw.io.lookups import Lookups, total
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.strips import Strip, strips
-from jigsaw.io.table import Loaded, Store
+from jigsaw.io.table import Store
 
 _LITTLE = 1 << 27
 _NEAR = 1 << 19

@@ -26,8 +26,9 @@ from jigsaw.io.request import Request
 from jigsaw.layout import ShardingError
 
 if TYPE_CHECKING:
+    from jigsaw.io.chunk import ChunkRef
     from jigsaw.io.portion import Portion, Rect
-    from jigsaw.io.table import ArrayTable, ChunkRef
+    from jigsaw.io.table import ArrayTable
 
 __all__ = ["MODES", "NOBODY", "Box", "Index", "Job", "ReadPlan", "Row", "Run", "plan_read"]
 

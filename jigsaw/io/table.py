@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from jigsaw.io import portion
 from jigsaw.io._memory import Scratch, fresh
 from jigsaw.io.block_tables import BlockTables
+from jigsaw.io.chunk import ChunkRef, Codec, Fetched, Index, Loaded, Places
 from jigsaw.io.chunk_grid import Along
 from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
-from jigsaw.io.fetch.files import Files, Room, Target
+from jigsaw.io.fetch.files import Room, Target
 from jigsaw.io.formats import blosc as _blosc
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
 from jigsaw.io.lookups import Indexed, Lookups, total
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
     from jigsaw.io.formats.members import Members
 
-Index = tuple[int, ...]
-
 SMALL = 1 << 18
 """Chunks of fewer bytes are decoded whole: the bookkeeping of a part costs as much."""
 WORTH = 0.75
@@ -39,72 +38,6 @@ _OVERHEAD = 1 << 16
 """Bytes of headers and checksums that a chunk never has."""
 
 scratch = Scratch()
-
-
-class ChunkRef(NamedTuple):
-    """Where a chunk's stored bytes lie: `length` bytes at `offset` of an object.
-
-    `length` is None where the store does not tell, and the whole object is meant.  `mask` has bit k set where HDF5 left
-    out filter k for this chunk.
-    """
-
-    path: str
-    offset: int
-    length: int | None
-    mask: int = 0
-
-
-class Places(Protocol):
-    """Where an array's chunks lie, in one format."""
-
-    @property
-    def files(self) -> Files: ...
-
-    def path(self, index: Index) -> str: ...
-
-    def locate(self, index: Index) -> ChunkRef | None: ...
-
-
-class Codec(Protocol):
-    """From the stored bytes of a chunk to its values; `jigsaw.io.formats.codecs.Decoder` is Zarr's.
-
-    `is_plain`: the stored bytes are the values.  `splits`: a part can be decoded alone (plain bytes and Blosc frames).
-    """
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    @property
-    def order(self) -> tuple[int, ...]: ...
-
-    @property
-    def is_plain(self) -> bool: ...
-
-    @property
-    def splits(self) -> bool: ...
-
-    def decode(self, raw: Bytes, out: Bytes, mask: int = 0) -> None: ...
-
-
-class Loaded(NamedTuple):
-    """What loading a chunk took; `stored` is None for a missing chunk."""
-
-    stored: int | None
-    fallback: bool
-    requests: int = 1
-    decoded: int = 0
-
-
-class Fetched(NamedTuple):
-    """The stored bytes of a chunk, or of a part of it; `raw` is None when they are already where they belong.
-
-    `requests` are those it took, where the chunk was fetched together with others.
-    """
-
-    raw: Bytes | None
-    ref: ChunkRef
-    portion: Portion | None
-    requests: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,10 +13,10 @@ from concurrent.futures import CancelledError, Future, InvalidStateError, Thread
 from contextlib import suppress
 from dataclasses import dataclass
 
+from jigsaw.io.chunk import Fetched
 from jigsaw.io.fetch.at_once import IN_FLIGHT
 from jigsaw.io.fetch.batches import Batch
 from jigsaw.io.plan import Job, ReadPlan
-from jigsaw.io.table import Fetched
 
 
 @dataclass(eq=False)

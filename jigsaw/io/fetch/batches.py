@@ -7,8 +7,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from jigsaw.io.chunk import ChunkRef
     from jigsaw.io.plan import Job, ReadPlan
-    from jigsaw.io.table import ArrayTable, ChunkRef
+    from jigsaw.io.table import ArrayTable
 
 MOST = 4 << 20
 """Bytes of one request for several chunks: more of them would wait for each other."""

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from jigsaw.io._memory import fresh
+from jigsaw.io.chunk import ChunkRef, Index, Places
 from jigsaw.io.errors import FieldError
 from jigsaw.io.fetch.files import Files, Room, Target
 from jigsaw.io.formats.codecs import Bytes
 from jigsaw.io.lookups import Indexed, Lookups
-from jigsaw.io.table import ArrayTable, ChunkRef, Index, Places, Store
+from jigsaw.io.table import ArrayTable, Store
 
 _HEAD = 16
 _SUFFIX = ".chunk"

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io._memory import fresh
+from jigsaw.io.chunk import Index, Places
 from jigsaw.io.errors import ReadError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats import plain
@@ -28,7 +29,7 @@ from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder
 from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, virtual_grid
 from jigsaw.io.formats.packing import masks_of, signed_as_said
 from jigsaw.io.formats.values import table_of
-from jigsaw.io.table import ArrayTable, Index, Places, Store
+from jigsaw.io.table import ArrayTable, Store
 from jigsaw.layout import Box, slices
 
 _SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")

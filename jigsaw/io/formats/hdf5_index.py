@@ -21,11 +21,11 @@ import numpy as np
 from h5py._objects import phil
 from numpy.typing import NDArray
 
+from jigsaw.io.chunk import ChunkRef, Index
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
 from jigsaw.io.formats.seekable import Seekable
-from jigsaw.io.table import ChunkRef, Index
 
 LIBRARY = threading.RLock()
 SIGNATURE = b"\x89HDF\r\n\x1a\n"

@@ -16,11 +16,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io.chunk import ChunkRef, Index, Places
 from jigsaw.io.errors import UnsupportedStoreError
 from jigsaw.io.formats import plain
 from jigsaw.io.formats.hdf5_filters import Pipeline
 from jigsaw.io.formats.hdf5_index import InFile, Source
-from jigsaw.io.table import ArrayTable, ChunkRef, Index, Places
+from jigsaw.io.table import ArrayTable
 from jigsaw.layout import Box
 
 _LARGEST_GRID = 1 << 26

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io._memory import fresh
+from jigsaw.io.chunk import ChunkRef, Index
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.at_once import at_once
 from jigsaw.io.fetch.files import Files, Room, Target
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, Decoder, ShortChunkError
-from jigsaw.io.table import ArrayTable, ChunkRef, Index
+from jigsaw.io.table import ArrayTable
 from jigsaw.layout import Box, slices
 
 _SLAB = 1 << 20

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io.chunk import ChunkRef, Index
 from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
+from jigsaw.io.table import ArrayTable, Store
 from jigsaw.layout import Box, slices
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore, ObjectStore
 
 from jigsaw.io._memory import fresh
+from jigsaw.io.chunk import ChunkRef, Index
 from jigsaw.io.errors import CorruptChunkError, MissingArrayError, ReadError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.fetch.objects import Remote, files_of_url, is_remote
@@ -37,7 +38,7 @@ from jigsaw.io.formats.packing import masks_of, signed_as_said
 from jigsaw.io.formats.plain import check_small, whole
 from jigsaw.io.formats.zarr_keys import Keys
 from jigsaw.io.lookups import Lookups, Tally
-from jigsaw.io.table import ArrayTable, ChunkRef, Index, Store
+from jigsaw.io.table import ArrayTable, Store
 from jigsaw.layout import slices
 
 _MISSING = 2**64 - 1

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.io._memory import Scratch
+from jigsaw.io.chunk import Index
 from jigsaw.io.errors import FieldError, GridError
-from jigsaw.io.table import Index
 from jigsaw.io.volumes.volume import Stored, Volume
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of, coordinate

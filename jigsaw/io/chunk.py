@@ -1,0 +1,79 @@
+"""One stored chunk: where its bytes lie, what decodes them, and what loading it took."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jigsaw.io.fetch.files import Files
+from jigsaw.io.formats.codecs import Bytes
+from jigsaw.io.portion import Portion
+
+Index = tuple[int, ...]
+
+
+class ChunkRef(NamedTuple):
+    """Where a chunk's stored bytes lie: `length` bytes at `offset` of an object.
+
+    `length` is None where the store does not tell, and the whole object is meant.  `mask` has bit k set where HDF5 left
+    out filter k for this chunk.
+    """
+
+    path: str
+    offset: int
+    length: int | None
+    mask: int = 0
+
+
+class Places(Protocol):
+    """Where an array's chunks lie, in one format."""
+
+    @property
+    def files(self) -> Files: ...
+
+    def path(self, index: Index) -> str: ...
+
+    def locate(self, index: Index) -> ChunkRef | None: ...
+
+
+class Codec(Protocol):
+    """From the stored bytes of a chunk to its values; `jigsaw.io.formats.codecs.Decoder` is Zarr's.
+
+    `is_plain`: the stored bytes are the values.  `splits`: a part can be decoded alone (plain bytes and Blosc frames).
+    """
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+
+    @property
+    def is_plain(self) -> bool: ...
+
+    @property
+    def splits(self) -> bool: ...
+
+    def decode(self, raw: Bytes, out: Bytes, mask: int = 0) -> None: ...
+
+
+class Loaded(NamedTuple):
+    """What loading a chunk took; `stored` is None for a missing chunk."""
+
+    stored: int | None
+    fallback: bool
+    requests: int = 1
+    decoded: int = 0
+
+
+class Fetched(NamedTuple):
+    """The stored bytes of a chunk, or of a part of it; `raw` is None when they are already where they belong.
+
+    `requests` are those it took, where the chunk was fetched together with others.
+    """
+
+    raw: Bytes | None
+    ref: ChunkRef
+    portion: Portion | None
+    requests: int | None = None
