@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from jigsaw.io.errors import ReadError
 
+_GRAIN = 1 << 20
+"""Bytes that scratch memory grows by: sizes that differ by little would leave holes in the heap."""
+
 
 class Scratch(threading.local):
     """Memory of each thread that the next call overwrites."""
@@ -24,7 +27,8 @@ class Scratch(threading.local):
 
     def __call__(self, size: int) -> NDArray[np.uint8]:
         if self._room.size < size:
-            self._room = fresh(size)
+            self._room = fresh(0)  # given back before there is more
+            self._room = fresh(-(-size // _GRAIN) * _GRAIN)
         return self._room[:size]
 
 

@@ -27,6 +27,7 @@ from jigsaw.io.chunk import Loaded
 from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
 from jigsaw.io.fetch.ahead import Ahead
 from jigsaw.io.lookups import Lookups, total
+from jigsaw.io.pieces import Piece, in_order, whole
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.strips import Strip, strips
 from jigsaw.io.table import Store
@@ -63,6 +64,7 @@ class Engine:
         self.memory = Memory(pinned=isinstance(mesh, DeviceMesh) and mesh.device_type == "cuda")
         self.budget, self.stats, self.reads = budget, Row(), 0
         self.threads = threads or _fair_share(len(self.peers.neighbours))
+        self.lanes = self.peers.gather(self.threads)
         self._busy, self._counting = threading.Lock(), threading.Lock()
         self.scratch, self.converted = Scratch(), Scratch()
         self.ahead = Ahead(self.peers.me, budget) if any(t.far for t in store.arrays.values()) else None
@@ -129,9 +131,9 @@ def _fair_share(ranks: int) -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _slots(ranks: int, chunk_bytes: int) -> int:
-    """How many chunks the ranks of a machine have in shared memory: one each, two while that is little."""
-    return max(ranks, min(2 * ranks, _LITTLE // max(chunk_bytes, 1)))
+def _slots(threads: int, size: int) -> int:
+    """How many pieces lie in the shared memory of a machine: one a loading thread, two while that is little."""
+    return max(threads, min(2 * threads, _LITTLE // max(size, 1)))
 
 
 class _StoppedError(Exception):
@@ -190,12 +192,12 @@ class _Reading:
         hosts, here = self.peers.hosts, self.peers.hosts[self.me]
         near = self.peers.neighbours
         self.local = {m: i for i, m in enumerate(near)}
-        # jobs whose chunk passes through this machine's arena, in the order of their slots
-        self.through = [
-            (n, job) for n, job in enumerate(plan.shared) if job.owner != NOBODY and hosts[job.owner] == here
-        ]
-        size = max((plan.tables[job.array].chunk_bytes for _, job in self.through), default=0)
-        self.slots = max(1, min(SLOTS, _slots(len(near), size), len(self.through), self.engine.budget // max(size, 1)))
+        # what passes through this machine's arena, in the order of its slots
+        shared = [(n, job) for n, job in enumerate(plan.shared) if job.owner != NOBODY and hosts[job.owner] == here]
+        self.through = in_order(plan, shared, self.engine.lanes, cut=not self.peers.is_spread)
+        size = max((piece.size(plan.tables[piece.job.array]) for piece in self.through), default=0)
+        slots = _slots(sum(self.engine.lanes[m] for m in near), size)
+        self.slots = max(1, min(SLOTS, slots, len(self.through), self.engine.budget // max(size, 1)))
         if self.arena is not None:
             self.arena.start(self.number, plan.digest, size, self.slots if self.through else 0)
         coord = list(request.layout.coords())[self.me]
@@ -218,7 +220,7 @@ class _Reading:
         try:
             for job in self.plan.shared:
                 if job.owner == NOBODY and self.me in job.readers:
-                    self.take(job, None)
+                    self.take(whole(job), None)
             self._take_published()
             while wait(workers, 0.01).not_done:
                 self._went_wrong()
@@ -241,9 +243,8 @@ class _Reading:
 
     def _todo(self) -> Iterator[Callable[[], None]]:
         """What this rank loads; what others wait for comes first."""
-        for at, (number, job) in enumerate(self.through):
-            if job.owner == self.me:
-                yield lambda at=at, number=number, job=job: self._load_shared(at, number, job)
+        for lane in range(self.engine.threads):
+            yield lambda lane=lane: self._load_shared(lane)
         for strip in strips(self.plan, self.me):
             yield lambda strip=strip: self._load_strip(strip)
 
@@ -261,34 +262,59 @@ class _Reading:
             self._failure = self._failure or e
             self._stop.set()
 
-    def _load_shared(self, at: int, number: int, job: Job) -> None:
-        """Load a chunk into its slot once the one before has been taken from it, and show it."""
-        table = self.plan.tables[job.array]
+    def _load_shared(self, lane: int) -> None:
+        """Load the pieces of a lane, each into its slot once the one before has been taken from it, and show them."""
+        flow: Callable[[Bytes], None] | None = None
+        for at, piece in enumerate(self.through):
+            if (piece.job.owner, piece.lane) == (self.me, lane):
+                room = self._slot(at, piece)
+                if piece.rows is None:
+                    self._load_whole(piece.job, room)
+                else:
+                    flow = self._flow(piece.job) if flow is None or piece.rows[0] == 0 else flow
+                    flow(room)
+                self._show(at, piece, room)
+
+    def _slot(self, at: int, piece: Piece) -> Bytes:
+        """The memory of a slot, once it is free."""
+        size = piece.size(self.plan.tables[piece.job.array])
         if self.arena is None:
-            room = np.empty(table.chunk_bytes, np.uint8)
-        else:
-            self._await_slot(at)
-            room = self.arena.memory(at % self.slots, table.chunk_bytes)
-        loaded = self._load(job, room)
-        if loaded.stored is None:
-            table.fill(room, job.chunk)
-        chunk = table.view(room, job.chunk)
+            return np.empty(size, np.uint8)
+        self._await_slot(at)
+        return self.arena.memory(at % self.slots, size)
+
+    def _load_whole(self, job: Job, room: Bytes) -> None:
+        if self._load(job, room).stored is None:
+            self.plan.tables[job.array].fill(room, job.chunk)
+
+    def _flow(self, job: Job) -> Callable[[Bytes], None]:
+        """Begin to load a chunk piece by piece, and count it as the one request that it is."""
+        ref, table = self.plan.ref(job.array, job.chunk), self.plan.tables[job.array]
+        flow = table.flow(job.chunk)
+        self._count(job, Loaded((ref and ref.length) or 0, False, 1, table.bytes_of(job.chunk)))
+        return flow
+
+    def _show(self, at: int, piece: Piece, room: Bytes) -> None:
+        """Let all that read a piece have it."""
+        job, table = piece.job, self.plan.tables[piece.job.array]
+        values = table.view(room, job.chunk, piece.shape(table))
         for reader in job.readers:
             if reader not in self.local:
-                self._parcels[reader, number] = [pack(chunk, box) for box in self.plan.boxes(job, reader)]
+                self._parcels[reader, piece.number] = [pack(values, box) for box in self.plan.boxes(job, reader)]
+        if piece.is_last:
+            self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
         if self.arena is not None:
-            self.arena.publish(at % self.slots, ticket(self.number, number))
+            self.arena.publish(at % self.slots, ticket(self.number, at))
         elif self.me in job.readers:
-            self.take(job, chunk)
-        self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
+            self.take(piece, values)
 
     def _await_slot(self, at: int) -> None:
-        """Wait until everybody here has taken the chunk that lay in the slot before."""
+        """Wait until everybody here has taken the piece that lay in the slot before."""
         if at < self.slots:
             return
-        arena, (number, job) = self.arena, self.through[at - self.slots]
+        arena, job = self.arena, self.through[at - self.slots].job
         assert arena is not None
-        last, readers = ticket(self.number, number), [self.local[m] for m in job.readers if m in self.local]
+        last, readers = ticket(self.number, at - self.slots), [self.local[m] for m in job.readers if m in self.local]
         slot = at % self.slots
 
         def free() -> bool:
@@ -333,7 +359,7 @@ class _Reading:
         direct = self._destination(job)
         room = self.engine.scratch(table.bytes_of(job.chunk)) if direct is None else direct.reshape(-1).view(np.uint8)
         loaded = self._load(job, room)
-        self.take(job, None if loaded.stored is None else table.view(room, job.chunk))
+        self.take(whole(job), None if loaded.stored is None else table.view(room, job.chunk))
 
     def _destination(self, job: Job) -> Array | None:
         """Where in the sample all of a chunk lies as it is decoded; None when it has to be cut or turned."""
@@ -390,12 +416,12 @@ class _Reading:
             return
         arena, slots = self.arena, self.slots
         pending = [
-            (at % slots, ticket(self.number, number), job)
-            for at, (number, job) in enumerate(self.through)
-            if self.me in job.readers
+            (at % slots, ticket(self.number, at), piece)
+            for at, piece in enumerate(self.through)
+            if self.me in piece.job.readers
         ]
         while pending:
-            # a slot's next job is shown only after this one was taken, so looking at one job a slot suffices
+            # a slot's next piece is shown only after this one was taken, so looking at one a slot suffices
             window = pending[:slots]
             shown = [each for each in window if arena.is_published(each[0], each[1])]
             if not shown:
@@ -403,16 +429,17 @@ class _Reading:
                 arena.wait(lambda asked=asked: self._went_wrong() or asked(), self.number)
                 continue
             arena.check_digests(self.number)
-            for slot, mark, job in shown:
-                table = self.plan.tables[job.array]
-                self.take(job, table.view(arena.memory(slot, table.chunk_bytes), job.chunk))
+            for slot, mark, piece in shown:
+                table = self.plan.tables[piece.job.array]
+                memory = arena.memory(slot, piece.size(table))
+                self.take(piece, table.view(memory, piece.job.chunk, piece.shape(table)))
                 arena.release(slot, mark)
             pending = [each for each in window if each not in shown] + pending[slots:]
 
-    def take(self, job: Job, chunk: Array | None) -> None:
-        """This rank's boxes of a chunk, or of a missing one when it is None."""
-        for box in self.plan.boxes(job, self.me):
-            self._take_box(job, box, chunk, box)
+    def take(self, piece: Piece, values: Array | None) -> None:
+        """This rank's boxes of a piece, or of a missing chunk when it is None."""
+        for box, within in piece.cut(self.plan.boxes(piece.job, self.me)):
+            self._take_box(piece.job, box, values, within)
 
     def _take_box(self, job: Job, box: Box, values: Array | None, within: Box) -> None:
         """Place `box` of a job's chunk, found as `within` in `values`."""

@@ -19,6 +19,7 @@ from jigsaw.io.chunk import ChunkRef, Codec, Fetched, Index, Loaded, Places
 from jigsaw.io.chunk_grid import Along
 from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
 from jigsaw.io.fetch.files import Room, Target
+from jigsaw.io.flow import Flow
 from jigsaw.io.formats import blosc as _blosc
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
 from jigsaw.io.lookups import Indexed, Lookups, total
@@ -272,6 +273,24 @@ class ArrayTable:
                 targets.setdefault(ref.path, []).append((ref.offset, raw))
         return {path for path, each in targets.items() if self.places.files.ranges(path, each)}
 
+    def flow(self, index: Index) -> Callable[[Bytes], None]:
+        """What fills memory with the next decoded bytes of a chunk that `splits`, at each call.
+
+        Raises: what `load` raises; so does each call.
+        """
+        flow: Flow = self._tried(index, lambda: self._flow(index))
+        return lambda out: self._tried(index, lambda: flow.read(out))
+
+    def _flow(self, index: Index) -> Flow:
+        assert self.decoder is not None
+        ref = self._found(index)
+        frame = None if ref is None or self.decoder.is_plain else self._frame(index, ref)
+        if ref is None or not (self.decoder.is_plain or frame):
+            raise BadChunkError("it vanished while it was read")
+        if frame is None and ref.length != self.bytes_of(index):
+            raise ShortChunkError(f"it has {ref.length} bytes and the chunk has {self.bytes_of(index)}")
+        return Flow(self.places.files, ref, self.bytes_of(index), frame, scratch)
+
     def fetch(self, index: Index, room: Room, part: Portion | None = None, out: Bytes | None = None) -> Fetched | None:
         """The stored bytes of a chunk or of a part of it, in memory that `room` gives; None for a missing chunk.
 
@@ -378,9 +397,9 @@ class ArrayTable:
     def _refused(self, kind: type[ReadError], index: Index, why: Exception) -> ReadError:
         return kind(f"chunk {index} of array {self.name!r} in {self.path(index)} cannot be read: {why}")
 
-    def view(self, out: Bytes, index: Index) -> NDArray[Any]:
-        """The loaded bytes as an array of the chunk's shape, without copying."""
-        return self._view(out, self.shape_of(index))[0]
+    def view(self, out: Bytes, index: Index, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        """The loaded bytes as an array of the chunk's shape, or of another one, without copying."""
+        return self._view(out, shape or self.shape_of(index))[0]
 
     def strip(self, out: Bytes) -> NDArray[Any]:
         """The bytes of chunks of one size, one after the other, as an array [K, \\*chunk], without copying."""

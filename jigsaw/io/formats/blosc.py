@@ -7,14 +7,17 @@ so every compressor, shuffle and split that Blosc knows works.  Format: github.c
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io._memory import fresh
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError, blosc_decode
 from jigsaw.io.portion import Portion, Spans, joined
 
+Room = Callable[[int], Bytes]
 HEADER = 16
 _MEMCPYED = 0x2
 _WHOLE = 0x10
@@ -59,14 +62,24 @@ class Frame:
                 at[np.searchsorted(begins, begin, side="right") - 1]
                 - begins[np.searchsorted(begins, begin, side="right") - 1]
             )
-            blosc_decode(self._frame_of(begin + moved, end + moved, stop - start, raw), out[start:stop])
+            low, high = int((begin + moved).min()), int((end + moved).max())
+            frame = self._frame_of(begin + moved, end + moved, stop - start, fresh)
+            frame[-(high - low) :] = raw[low:high]
+            blosc_decode(frame, out[start:stop])
 
-    def _frame_of(self, begin: NDArray[np.int64], end: NDArray[np.int64], size: int, raw: Bytes) -> Bytes:
-        """A frame of some blocks, found at [begin, end) of `raw`, that decodes to `size` bytes."""
+    def run(self, first: int, last: int, read: Callable[[int, Bytes], None], room: Room, out: Bytes) -> None:
+        """Decode the blocks [first, last) into `out`; `read` fills memory with stored bytes from an offset on."""
+        begin, end = self.begin[first:last], self.end[first:last]
+        low, high = int(begin.min()), int(end.max())
+        frame = self._frame_of(begin, end, out.size, room)
+        read(low, frame[-(high - low) :])
+        blosc_decode(frame, out)
+
+    def _frame_of(self, begin: NDArray[np.int64], end: NDArray[np.int64], size: int, room: Room) -> Bytes:
+        """A frame of some blocks that decodes to `size` bytes; what is stored at [begin, end) is to close it."""
         table = HEADER + (0 if self.is_copied else 4 * len(begin))
         low, high = int(begin.min()), int(end.max())
-        made = np.empty(table + high - low, np.uint8)
-        made[table:] = raw[low:high]
+        made = room(table + high - low)
         version, codec, flags, typesize = self.head[:4]
         if size < self.block:  # the last block alone: it is shorter than the others, and never split
             flags |= _WHOLE

@@ -1,0 +1,117 @@
+"""Shared chunks pass from rank to rank in pieces: shared memory then holds a few rows of each instead of all of them,
+and a piece is taken while it still lies in the cache of the core that decoded it.
+
+Who cuts what, and in which order pieces have their slots, follows from the plan: the same on every rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from math import prod
+from operator import neg
+from typing import TYPE_CHECKING, NamedTuple
+
+from jigsaw.io.plan import Box, Job, ReadPlan, Run
+from jigsaw.layout import Interval
+
+if TYPE_CHECKING:
+    from jigsaw.io.table import ArrayTable
+
+PIECE = 1 << 22
+"""Bytes of a piece, or one row where that is more: what the caches hold."""
+
+
+class Piece(NamedTuple):
+    """Rows of a job's chunk along `dim`; all of it where `rows` is None.
+
+    `number` is the job's in the plan; the pieces of a `lane` of its owner are decoded one after the other.
+    """
+
+    number: int
+    job: Job
+    lane: int
+    dim: int = 0
+    rows: Interval | None = None
+    is_last: bool = True
+
+    def shape(self, table: ArrayTable) -> tuple[int, ...]:
+        """The rows along each stored dim."""
+        shape = list(table.shape_of(self.job.chunk))
+        if self.rows is not None:
+            shape[self.dim] = self.rows[1] - self.rows[0]
+        return tuple(shape)
+
+    def size(self, table: ArrayTable) -> int:
+        """Its decoded bytes; a slot has room for a whole chunk of the array where chunks are not cut."""
+        return table.chunk_bytes if self.rows is None else prod(self.shape(table)) * table.itemsize
+
+    def cut(self, boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+        """What of these boxes of the chunk lies in the piece: as found in the chunk, and as found in the piece."""
+        if self.rows is None:
+            yield from zip(boxes, boxes, strict=True)
+            return
+        for box in boxes:
+            found = [part for run in box.runs[self.dim] if (part := _between(run, self.rows)).length]
+            if found:
+                here = [run._replace(source=run.source - self.rows[0]) for run in found]
+                yield _with(box, self.dim, found), _with(box, self.dim, here)
+
+
+def _with(box: Box, dim: int, runs: Sequence[Run]) -> Box:
+    return box._replace(runs=(*box.runs[:dim], tuple(runs), *box.runs[dim + 1 :]))
+
+
+def _between(run: Run, rows: Interval) -> Run:
+    """The part of a run whose source rows lie in an interval."""
+    source = range(run.source, run.source + run.source_step * run.length, run.source_step)
+    if run.source_step > 0:
+        first, stop = (bisect_left(source, row) for row in rows)
+    else:
+        stop, first = (bisect_left(source, 1 - row, key=neg) for row in rows)
+    return run._replace(
+        source=run.source + run.source_step * first, target=run.target + run.target_step * first, length=stop - first
+    )
+
+
+def whole(job: Job, number: int = 0, lane: int = 0) -> Piece:
+    """All of a job's chunk as one piece."""
+    return Piece(number, job, lane)
+
+
+def in_order(plan: ReadPlan, jobs: Sequence[tuple[int, Job]], lanes: Sequence[int], cut: bool = True) -> list[Piece]:
+    """The pieces of numbered jobs in the order of their slots; a rank has so many `lanes`.
+
+    Lanes take turns, so that the slots of any moment hold pieces of all.
+    """
+    queues: dict[tuple[int, int], list[Piece]] = {}
+    seen = [0] * len(lanes)
+    for number, job in jobs:
+        lane = seen[job.owner] % lanes[job.owner]
+        seen[job.owner] += 1
+        queues.setdefault((job.owner, lane), []).extend(_pieces(plan, job, number, lane, cut))
+    return [piece for turn in zip_longest(*queues.values()) for piece in turn if piece is not None]
+
+
+def _pieces(plan: ReadPlan, job: Job, number: int, lane: int, cut: bool) -> Iterator[Piece]:
+    table, chunk = plan.tables[job.array], job.chunk
+    size = table.bytes_of(chunk)
+    if not cut or size <= PIECE or not _flows(plan, job):
+        yield whole(job, number, lane)
+        return
+    assert table.decoder is not None
+    dim = next(d for d in table.decoder.order if table.shape_of(chunk)[d] > 1)
+    rows = table.shape_of(chunk)[dim]
+    step = max(1, PIECE * rows // size)
+    for start in range(0, rows, step):
+        yield Piece(number, job, lane, dim, (start, min(start + step, rows)), start + step >= rows)
+
+
+def _flows(plan: ReadPlan, job: Job) -> bool:
+    """Whether a chunk can be decoded from its beginning to its end, all of it, as it is fetched."""
+    table = plan.tables[job.array]
+    if table.decoder is None or not table.decoder.splits or table.far:
+        return False
+    ref = plan.ref(job.array, job.chunk)
+    return plan.part_of(job) is None and ref is not None and ref.length is not None and not ref.mask
