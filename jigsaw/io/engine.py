@@ -1,8 +1,8 @@
 """Carries a read plan out, together with the ranks that share the sample.
 
-A pool of threads loads this rank's chunks: a chunk that others need too into the arena, where every rank of the machine
-takes its boxes straight from, and one that only this rank needs into scratch memory.  Ranks on other machines get their
-boxes by one all-to-all.  A read ends well on all ranks, or raises on all of them.
+A pool of threads loads this rank's chunks: a chunk that others need too piece by piece into the arena, where every rank
+of the machine takes its boxes straight from, and one that only this rank needs into scratch memory.  Ranks on other
+machines get their boxes by one all-to-all.  A read ends well on all ranks, or raises on all of them.
 """
 
 from __future__ import annotations
