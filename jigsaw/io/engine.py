@@ -7,7 +7,6 @@ machines get their boxes by one all-to-all.  A read ends well on all ranks, or r
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -27,12 +26,11 @@ from jigsaw.io.chunk import Loaded
 from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
 from jigsaw.io.fetch.ahead import Ahead
 from jigsaw.io.lookups import Lookups, total
-from jigsaw.io.pieces import Piece, in_order, whole
+from jigsaw.io.pieces import Piece, fair_share, in_order, room_for, whole
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.strips import Strip, strips
 from jigsaw.io.table import Store
 
-_LITTLE = 1 << 27
 _NEAR = 1 << 19
 """Bytes of decoded chunks that are converted at a time: they are still in the second-level cache."""
 Array = NDArray[Any]
@@ -63,7 +61,7 @@ class Engine:
         self.arena = attach(self.peers, timeout)
         self.memory = Memory(pinned=isinstance(mesh, DeviceMesh) and mesh.device_type == "cuda")
         self.budget, self.stats, self.reads = budget, Row(), 0
-        self.threads = threads or _fair_share(len(self.peers.neighbours))
+        self.threads = threads or fair_share(len(self.peers.neighbours))
         self.lanes = self.peers.gather(self.threads)
         self._busy, self._counting = threading.Lock(), threading.Lock()
         self.scratch, self.converted = Scratch(), Scratch()
@@ -127,15 +125,6 @@ class Engine:
             self.stats = self.stats + more
 
 
-def _fair_share(ranks: int) -> int:
-    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
-
-
-def _slots(threads: int, size: int) -> int:
-    """How many pieces lie in the shared memory of a machine: one a loading thread, two while that is little."""
-    return max(threads, min(2 * threads, _LITTLE // max(size, 1)))
-
-
 class _StoppedError(Exception):
     """The read has failed elsewhere; a loading thread gives up."""
 
@@ -195,9 +184,8 @@ class _Reading:
         # what passes through this machine's arena, in the order of its slots
         shared = [(n, job) for n, job in enumerate(plan.shared) if job.owner != NOBODY and hosts[job.owner] == here]
         self.through = in_order(plan, shared, self.engine.lanes, cut=not self.peers.is_spread)
-        size = max((piece.size(plan.tables[piece.job.array]) for piece in self.through), default=0)
-        slots = _slots(sum(self.engine.lanes[m] for m in near), size)
-        self.slots = max(1, min(SLOTS, slots, len(self.through), self.engine.budget // max(size, 1)))
+        threads = sum(self.engine.lanes[m] for m in near)
+        size, self.slots = room_for(plan, self.through, min(threads, SLOTS // 2), self.engine.budget)
         if self.arena is not None:
             self.arena.start(self.number, plan.digest, size, self.slots if self.through else 0)
         coord = list(request.layout.coords())[self.me]
@@ -268,11 +256,11 @@ class _Reading:
         for at, piece in enumerate(self.through):
             if (piece.job.owner, piece.lane) == (self.me, lane):
                 room = self._slot(at, piece)
-                if piece.rows is None:
-                    self._load_whole(piece.job, room)
-                else:
+                if piece.rows is not None:
                     flow = self._flow(piece.job) if flow is None or piece.rows[0] == 0 else flow
                     flow(room)
+                elif self._load(piece.job, room).stored is None:
+                    self.plan.tables[piece.job.array].fill(room, piece.job.chunk)
                 self._show(at, piece, room)
 
     def _slot(self, at: int, piece: Piece) -> Bytes:
@@ -282,10 +270,6 @@ class _Reading:
             return np.empty(size, np.uint8)
         self._await_slot(at)
         return self.arena.memory(at % self.slots, size)
-
-    def _load_whole(self, job: Job, room: Bytes) -> None:
-        if self._load(job, room).stored is None:
-            self.plan.tables[job.array].fill(room, job.chunk)
 
     def _flow(self, job: Job) -> Callable[[Bytes], None]:
         """Begin to load a chunk piece by piece, and count it as the one request that it is."""

@@ -6,6 +6,7 @@ Who cuts what, and in which order pieces have their slots, follows from the plan
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 22
 """Bytes of a piece, or one row where that is more: what the caches hold."""
+_LITTLE = 1 << 27
 
 
 class Piece(NamedTuple):
@@ -92,6 +94,18 @@ def in_order(plan: ReadPlan, jobs: Sequence[tuple[int, Job]], lanes: Sequence[in
         seen[job.owner] += 1
         queues.setdefault((job.owner, lane), []).extend(_pieces(plan, job, number, lane, cut))
     return [piece for turn in zip_longest(*queues.values()) for piece in turn if piece is not None]
+
+
+def fair_share(ranks: int) -> int:
+    """The threads of a rank: the cores of its machine shared among the ranks there, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def room_for(plan: ReadPlan, pieces: Sequence[Piece], threads: int, budget: int) -> tuple[int, int]:
+    """The size and number of slots for pieces: one a loading thread, two while that is little, within a budget."""
+    size = max((piece.size(plan.tables[piece.job.array]) for piece in pieces), default=0)
+    wanted = max(threads, min(2 * threads, _LITTLE // max(size, 1)))
+    return size, max(1, min(wanted, len(pieces), budget // max(size, 1)))
 
 
 def _pieces(plan: ReadPlan, job: Job, number: int, lane: int, cut: bool) -> Iterator[Piece]:
