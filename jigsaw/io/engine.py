@@ -181,7 +181,6 @@ class _Reading:
         hosts, here = self.peers.hosts, self.peers.hosts[self.me]
         near = self.peers.neighbours
         self.local = {m: i for i, m in enumerate(near)}
-        # what passes through this machine's arena, in the order of its slots
         shared = [(n, job) for n, job in enumerate(plan.shared) if job.owner != NOBODY and hosts[job.owner] == here]
         self.through = in_order(plan, shared, self.engine.lanes, cut=not self.peers.is_spread)
         threads = sum(self.engine.lanes[m] for m in near)
