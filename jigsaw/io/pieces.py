@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 22
 """Bytes of a piece, or one row where that is more: what the caches hold."""
-_LITTLE = 1 << 27
+_LITTLE = 1 << 24
 
 
 class Piece(NamedTuple):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jigsaw.io.errors import ReadError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+
+_LAST_S = 5.0
+"""How long the end of the process waits for reads that are due: other ranks may never take part in theirs."""
 
 
 class Prefetch(Generic[Job, Result]):
@@ -31,6 +36,7 @@ class Prefetch(Generic[Job, Result]):
         self._thread: threading.Thread | None = None
         self.waited_s = 0.0
         if ahead > 0:
+            _reading.add(self)
             self._thread = threading.Thread(target=self._work, name="jigsaw-prefetch", daemon=True)
             self._thread.start()
 
@@ -65,10 +71,10 @@ class Prefetch(Generic[Job, Result]):
             self._ready.clear()
             self._changed.notify_all()
 
-    def join(self) -> None:
-        """Wait until the thread has ended."""
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended, so many seconds at most."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -93,3 +99,17 @@ class Prefetch(Generic[Job, Result]):
             if not self._stopped:
                 self._ready.append((result, error))
                 self._changed.notify_all()
+
+
+_reading: weakref.WeakSet[Prefetch[Any, Any]] = weakref.WeakSet()
+"""Those whose thread may run: each is alive as long as its thread."""
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads while Python still runs: one that comes back from a library later would abort the process."""
+    until = time.monotonic() + _LAST_S
+    for each in list(_reading):
+        each.stop()
+    for each in list(_reading):
+        each.join(max(0.0, until - time.monotonic()))

@@ -372,3 +372,15 @@ def test_reading_a_local_store_loads_no_library_that_it_does_not_use(wb2):
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.split("\n")[0] == "5 []"
+
+
+def test_a_process_may_end_in_the_midst_of_an_iteration(wb2):
+    """A thread that comes back from a decoder while Python ends would abort the process, now and then."""
+    code = (
+        "import jigsaw\n"
+        f"ds = jigsaw.io.open({str(wb2)!r}, mesh=jigsaw.init_mesh(device='cpu', lat=1), fields={FIELDS!r})\n"
+        "held = [iter(jigsaw.io.DataLoader(ds)) for _ in range(5)]\n"
+        "next(held[0])"
+    )
+    for _ in range(4):
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
