@@ -41,9 +41,10 @@ class Engine:
     """Reads samples of a store for one rank of a domain group.
 
     Making one is collective over `mesh` (ranks along the axes `apart` read other samples).  `threads` load chunks at
-    the same time; by default the cores of this machine are shared among its ranks.  `budget` bounds the shared memory
-    of one machine, in bytes, down to one chunk; it must be the same on every rank.  `stats` adds up what this rank
-    did, and equals its row of the plans.
+    the same time; by default the cores of this machine are shared among its ranks.  `budget` bounds the bytes in
+    flight, down to one chunk: the shared memory of one machine, and with it a chunk for each of this rank's threads
+    and what the rank has fetched and not decoded yet; it must be the same on every rank.  `stats` adds up what this
+    rank did, and equals its row of the plans.
     """
 
     def __init__(
@@ -187,6 +188,9 @@ class _Reading:
         size, self.slots = room_for(plan, self.through, min(threads, SLOTS // 2), self.engine.budget)
         if self.arena is not None:
             self.arena.start(self.number, plan.digest, size, self.slots if self.through else 0)
+        if self.engine.ahead is not None:
+            chunk = max((plan.tables[name].chunk_bytes for name in plan.modes), default=0)
+            self.engine.ahead.beside = size * self.slots + self.engine.threads * chunk
         coord = list(request.layout.coords())[self.me]
         shape, dtype = request.layout.local_shape(coord), np.dtype(request.dtype)
         self.out = self.engine.memory.empty(shape, dtype) if out is None else out

@@ -196,6 +196,23 @@ def test_many_requests_are_under_way(stores, proxy):
     engine.close()
 
 
+@pytest.mark.parametrize("chunks", [1, 4, 7])
+def test_one_budget_for_what_is_fetched_and_what_is_decoded(stores, proxy, chunks):
+    """A chunk is being decoded, and what else the budget has room for is fetched: one at least."""
+    proxy.latency = 0.05
+    store = open_zarr(at(proxy, "v2-blosc"))
+    size = store.arrays["air"].chunk_bytes
+    engine = Engine(store, None, threads=1, budget=chunks * size)
+    proxy.clear()
+    try:
+        times, levels = (tuple((i, i) for i in range(n)) for n in (4, 3))
+        alone = Part("air", (times, levels, None, None), (0, 1, 2, 3))
+        engine.read(plan_read(Request(layout(3, 4, (13, 10), {}), (alone,)), store.arrays))
+        assert proxy.most_at_once == max(chunks - 1, 1)
+    finally:
+        engine.close()
+
+
 def test_a_missing_object_is_a_missing_chunk(tmp_path, tmp_path_factory):
     group = zarr.open_group(str(tmp_path / "m.zarr"), mode="w")
     for name, size in (("small", 8), ("large", 1 << 21)):

@@ -33,12 +33,13 @@ class _Group:
 class Ahead:
     """The far jobs of the reads of one rank, fetched in the order in which they are added.
 
-    What is under way or fetched and not taken yet is at most `budget` bytes, or one request; a chunk of unknown stored
-    size counts as its decoded one.
+    What is under way or fetched and not taken yet, with what is in flight `beside` it, is at most `budget` bytes, or
+    one request; a chunk of unknown stored size counts as its decoded one.
     """
 
     def __init__(self, me: int, budget: int) -> None:
         self._me, self._budget = me, budget
+        self.beside = 0
         self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="jigsaw-fetch")
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="jigsaw-plan")
         self._expected: dict[Hashable, Future[ReadPlan]] = {}
@@ -117,7 +118,8 @@ class Ahead:
         self._pool.shutdown(cancel_futures=True)
 
     def _submit(self) -> None:
-        while self._waiting and (not self._held or self._held + self._waiting[0].batch.size <= self._budget):
+        most = self._budget - self.beside
+        while self._waiting and (not self._held or self._held + self._waiting[0].batch.size <= most):
             self._start(self._waiting.popleft())
 
     def _start(self, group: _Group) -> None:
