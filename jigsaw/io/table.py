@@ -399,7 +399,7 @@ class ArrayTable:
 
     def view(self, out: Bytes, index: Index, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
         """The loaded bytes as an array of the chunk's shape, or of another one, without copying."""
-        return self._view(out, shape or self.shape_of(index))[0]
+        return self._view(out, shape or self.shape_of(index))[0, ...]  # an array, of a chunk without dims too
 
     def strip(self, out: Bytes) -> NDArray[Any]:
         """The bytes of chunks of one size, one after the other, as an array [K, \\*chunk], without copying."""
