@@ -1,7 +1,12 @@
 """The stores that the tests of the reader share."""
 
+import importlib
+
 import pytest
 from globe_store import globe, write
+
+# iris brings a PROJ library and ecCodes another: loaded after ecCodes, pyproj's aborts the process when it ends
+importlib.import_module("pyproj")
 
 
 @pytest.fixture(scope="session")
