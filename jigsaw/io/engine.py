@@ -28,11 +28,9 @@ from jigsaw.io.fetch.ahead import Ahead
 from jigsaw.io.lookups import Lookups, total
 from jigsaw.io.pieces import Piece, fair_share, in_order, room_for, whole
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
-from jigsaw.io.strips import Strip, strips
+from jigsaw.io.strips import NEAR, Strip, strips
 from jigsaw.io.table import Store
 
-_NEAR = 1 << 19
-"""Bytes of decoded chunks that are converted at a time: they are still in the second-level cache."""
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
@@ -41,10 +39,9 @@ class Engine:
     """Reads samples of a store for one rank of a domain group.
 
     Making one is collective over `mesh` (ranks along the axes `apart` read other samples).  `threads` load chunks at
-    the same time; by default the cores of this machine are shared among its ranks.  `budget` bounds the bytes in
-    flight, down to one chunk: the shared memory of one machine, and with it a chunk for each of this rank's threads
-    and what the rank has fetched and not decoded yet; it must be the same on every rank.  `stats` adds up what this
-    rank did, and equals its row of the plans.
+    the same time; by default the cores of this machine are shared among its ranks.  `budget`, the same on every rank,
+    bounds the bytes in flight, down to one chunk: the shared memory of a machine, and with it a chunk for each thread
+    and what this rank has fetched and not decoded yet.  `stats` adds up what it did, and equals its row of the plans.
     """
 
     def __init__(
@@ -189,8 +186,7 @@ class _Reading:
         if self.arena is not None:
             self.arena.start(self.number, plan.digest, size, self.slots if self.through else 0)
         if self.engine.ahead is not None:
-            chunk = max((plan.tables[name].chunk_bytes for name in plan.modes), default=0)
-            self.engine.ahead.beside = size * self.slots + self.engine.threads * chunk
+            self.engine.ahead.beside = size * self.slots + self.engine.threads * plan.chunk_bytes
         coord = list(request.layout.coords())[self.me]
         shape, dtype = request.layout.local_shape(coord), np.dtype(request.dtype)
         self.out = self.engine.memory.empty(shape, dtype) if out is None else out
@@ -320,7 +316,7 @@ class _Reading:
         room = self.engine.scratch(len(strip.jobs) * table.chunk_bytes)
         chunks, placing = table.strip(room), self.placings[strip.box.part]
         work = placing.room(chunks, self.engine.converted)
-        near = max(1, _NEAR // table.chunk_bytes)
+        near = max(1, NEAR // table.chunk_bytes)
         for start in range(0, len(strip.jobs), near):
             some = slice(start, start + near)
             self._decode(strip.jobs[some], room[start * table.chunk_bytes :])

@@ -264,6 +264,11 @@ class ReadPlan:
                     yield Job(name, chunk, member, (member,))
 
     @property
+    def chunk_bytes(self) -> int:
+        """The decoded size of the largest chunk."""
+        return max((self.tables[name].chunk_bytes for name in self.modes), default=0)
+
+    @property
     def jobs(self) -> tuple[Job, ...]:
         """Every job of every rank."""
         return self.shared + tuple(job for member in range(self.ranks) for job in self.private(member))

@@ -19,6 +19,8 @@ SMALL = 1 << 20
 """Chunks of more decoded bytes are placed one by one."""
 LONG = 1 << 23
 """The decoded bytes of a strip at most: they stay in a third-level cache until they are placed."""
+NEAR = 1 << 19
+"""The decoded bytes that are converted at a time: they are still in the second-level cache."""
 
 
 class Strip(NamedTuple):
