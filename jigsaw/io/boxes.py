@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from jigsaw.io.boundary import WRAPPED, Boundary
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from jigsaw.io.table import ArrayTable
 
 Index = tuple[int, ...]
+
+WORTH = 0.75
+"""A part that needs more than this share of a chunk is decoded as the whole."""
 
 
 class Run(NamedTuple):
@@ -127,6 +131,7 @@ class Geometry:
 
     def __init__(self, number: int, part: Part, table: ArrayTable, request: Request, turned: bool = False) -> None:
         self._turned, ways = turned, _ways(request, turned)
+        self._along, self._share = table.along, dict[int, list[dict[int, float]]]()
         self._part_to = part.to
         self._part, self._at = number, [request.layout.cuts[dim] for dim, _ in part.at]
         self._fixed = part.at
@@ -184,6 +189,22 @@ class Geometry:
     def last(self, member: int) -> ByChunk:
         """What a rank takes along the last stored dim, for each of the chunks there."""
         return self._rows[member][-1]
+
+    def share(self, chunk: Index, member: int) -> float:
+        """Which part of a chunk a rank takes."""
+        return prod(shares.get(c, 0.0) for shares, c in zip(self._shares(member), chunk, strict=True))
+
+    def _shares(self, member: int) -> list[dict[int, float]]:
+        """The same along each stored dim."""
+        if member not in self._share:
+            self._share[member] = [
+                {
+                    c: sum(b - a for a, b in _united(run.rows for run in runs)) / along.length(c)
+                    for c, runs in rows.items()
+                }
+                for rows, along in zip(self._rows[member], self._along, strict=True)
+            ]
+        return self._share[member]
 
     def box(self, chunk: Index, member: int) -> Box | None:
         """What a rank takes of a chunk; None for nothing."""

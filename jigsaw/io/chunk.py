@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -35,6 +35,13 @@ class Places(Protocol):
     def path(self, index: Index) -> str: ...
 
     def locate(self, index: Index) -> ChunkRef | None: ...
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Places that know those of chunks that follow each other along the last dim in one go."""
+
+    def locate_row(self, first: Index, count: int) -> list[ChunkRef | None]: ...
 
 
 class Codec(Protocol):

@@ -8,7 +8,7 @@ machines get their boxes by one all-to-all.  A read ends well on all ranks, or r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from math import prod
 from typing import Any
@@ -310,31 +310,37 @@ class _Reading:
     def _load_strip(self, strip: Strip) -> None:
         """Load chunks that this rank alone reads, and that lie side by side, and place them as one."""
         if strip.box is None:
-            self._load_private(*strip.jobs)
+            self._load_private(strip.job())
             return
-        table = self.plan.tables[strip.jobs[0].array]
-        room = self.engine.scratch(len(strip.jobs) * table.chunk_bytes)
+        table = self.plan.tables[strip.array]
+        room = self.engine.scratch(len(strip.chunks) * table.chunk_bytes)
         chunks, placing = table.strip(room), self.placings[strip.box.part]
         work = placing.room(chunks, self.engine.converted)
         near = max(1, NEAR // table.chunk_bytes)
-        for start in range(0, len(strip.jobs), near):
+        for start in range(0, len(strip.chunks), near):
             some = slice(start, start + near)
-            self._decode(strip.jobs[some], room[start * table.chunk_bytes :])
+            self._decode(strip, some, room[start * table.chunk_bytes :])
             try:
                 placing.settle(chunks[some], strip.box, work[some])
             except FoundNaNError as e:
-                job = strip.jobs[start + e.chunk]
+                job = strip.job(start + e.chunk)
                 raise self._nan(job, self.plan.boxes(job, self.me)[0]) from None
         placing.lay(work, strip.box, self.out)
         self._row().useful_bytes += prod(strip.box.extents) * table.itemsize
 
-    def _decode(self, jobs: Sequence[Job], room: Bytes) -> None:
-        """Load chunks of one array, one after the other, into memory."""
-        table, chunks = self.plan.tables[jobs[0].array], [job.chunk for job in jobs]
-        for n, loaded in enumerate(table.load_strip(chunks, room)):
-            self._count(jobs[n], loaded)
-            if loaded.stored is None:
+    def _decode(self, strip: Strip, some: slice, room: Bytes) -> None:
+        """Load chunks of a strip, one after the other, into memory."""
+        table, chunks = self.plan.tables[strip.array], strip.chunks[some]
+        sizes = table.load_row(chunks[0], len(chunks), room)
+        for n, size in enumerate(sizes):
+            if size is None:
+                self._check_missing(strip.job(some.start + n))
                 table.fill(room[n * table.chunk_bytes : (n + 1) * table.chunk_bytes], chunks[n])
+        row, there = self._row(), [size for size in sizes if size is not None]
+        row.requests += len(there)
+        row.chunks += len(there)
+        row.stored_bytes += sum(there)
+        row.decoded_bytes += len(there) * table.chunk_bytes
 
     def _load_private(self, job: Job) -> None:
         """Load a chunk that this rank alone reads, and take what it needs of it."""
@@ -437,15 +443,8 @@ class _Reading:
         self._row().useful_bytes += prod(box.extents) * self.plan.tables[job.array].itemsize
 
     def _nan(self, job: Job, box: Box) -> NaNError:
-        table = self.plan.tables[job.array]
-        picks = self.plan.request.parts[box.part].picks
-        at = [
-            f"{name} {c * size + runs[0].source}"
-            for name, picked, c, size, runs in zip(table.dims, picks, job.chunk, table.chunks, box.runs, strict=True)
-            if picked is not None
-        ]
         return NaNError(
-            f"array {job.array!r} has missing values at {', '.join(at) or 'its only step'} (chunk {job.chunk}) and "
+            f"array {job.array!r} has missing values at {self.plan.where(job, box)} (chunk {job.chunk}) and "
             f'nan="raise" allows none; use nan="keep" or a number'
         )
 

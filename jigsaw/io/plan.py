@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from jigsaw.io.boxes import Box, Geometry, Index, Run, geometries
+from jigsaw.io.boxes import WORTH, Box, Geometry, Index, Run, geometries
 from jigsaw.io.cost import cost
 from jigsaw.io.fetch.at_once import at_once
 from jigsaw.io.fetch.batches import Batch, batches
@@ -196,12 +196,16 @@ class ReadPlan:
 
     def portion(self, array: str, chunk: Index, readers: Members) -> Portion | None:
         """What of a chunk is loaded for these ranks; None for all of it."""
-        if not self.tables[array].is_divisible:
+        if not self.tables[array].is_divisible or self._is_whole(array, chunk, readers):
             return None
         key = array, chunk, readers
         if key not in self._portions:
             self._portions[key] = self.tables[array].portion(chunk, self._rects(array, chunk, readers))
         return self._portions[key]
+
+    def _is_whole(self, array: str, chunk: Index, readers: Members) -> bool:
+        """Whether one box alone says that a part of a chunk is not worth it."""
+        return any(geometry.share(chunk, m) > WORTH for geometry in self._geometry[array] for m in readers)
 
     def _rects(self, array: str, chunk: Index, readers: Members) -> list[Rect]:
         return [box.rect for m in readers for box in self._boxes(array, chunk, m)]
@@ -258,10 +262,17 @@ class ReadPlan:
 
     def private(self, member: int) -> Iterator[Job]:
         """The jobs that a rank does for itself alone."""
-        for name, readers_of in self._readers.items():
-            for chunk, readers in readers_of.items():
-                if member in readers and (member, (member,)) in self._loads(name, chunk, readers, self.modes[name]):
-                    yield Job(name, chunk, member, (member,))
+        for name in self._readers:
+            for chunk in self.private_chunks(name, member):
+                yield Job(name, chunk, member, (member,))
+
+    def private_chunks(self, name: str, member: int) -> list[Index]:
+        """The chunks of an array that a rank loads for itself alone, in C order."""
+        mine, mode = [c for c, readers in self._readers[name].items() if member in readers], self.modes[name]
+        if mode == "independent":
+            return mine
+        readers_of, alone = self._readers[name], (member, (member,))
+        return [chunk for chunk in mine if alone in self._loads(name, chunk, readers_of[chunk], mode)]
 
     @property
     def chunk_bytes(self) -> int:
@@ -282,6 +293,11 @@ class ReadPlan:
         """What of a job's chunk is loaded; None for all of it."""
         return self.portion(job.array, job.chunk, job.readers)
 
+    @property
+    def arrays(self) -> Sequence[str]:
+        """The arrays that are read."""
+        return list(self._geometry)
+
     def geometry(self, array: str) -> Sequence[Geometry]:
         """Which chunks of an array ranks need: one a part, and one of its rows beyond a pole."""
         return self._geometry[array]
@@ -296,6 +312,16 @@ class ReadPlan:
             found = (each.box(chunk, member) for each in self._geometry[array])
             self._taken[key] = tuple(box for box in found if box is not None)
         return self._taken[key]
+
+    def where(self, job: Job, box: Box) -> str:
+        """The first step, level, … of a box, as an error names it."""
+        table, picks = self.tables[job.array], self.request.parts[box.part].picks
+        at = [
+            f"{name} {along.start(c) + runs[0].source}"
+            for name, picked, c, along, runs in zip(table.dims, picks, job.chunk, table.along, box.runs, strict=True)
+            if picked is not None
+        ]
+        return ", ".join(at) or "its only step"
 
     def box_bytes(self, job: Job, member: int) -> int:
         """The bytes of those boxes, in the stored dtype."""

@@ -7,13 +7,13 @@ its rows are copied as long ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from jigsaw.io.boxes import Box, Run
+from jigsaw.io.boxes import Box, Index, Run
+from jigsaw.io.plan import Job
 
 if TYPE_CHECKING:
-    from jigsaw.io.plan import Job, ReadPlan
+    from jigsaw.io.plan import ReadPlan
 
 SMALL = 1 << 20
 """Chunks of more decoded bytes are placed one by one."""
@@ -24,21 +24,34 @@ NEAR = 1 << 19
 
 
 class Strip(NamedTuple):
-    """Jobs of one array and one rank, and what of their chunks lands in the sample.
+    """Chunks of one array that one rank alone reads, and what of them lands in its sample.
 
-    Several jobs are chunks that follow each other along the array's last dim, whole along it; the box is that of the
-    chunk that they would be as one.  The box of a single job is None: it is the plan's to say.
+    Those that have a box follow each other along the array's last dim, and are whole along it: the box is that of the
+    chunk that they would be as one.  A chunk without is by itself, and its boxes are the plan's to say.
     """
 
-    jobs: tuple[Job, ...]
+    array: str
+    chunks: tuple[Index, ...]
+    owner: int
     box: Box | None = None
+
+    def job(self, number: int = 0) -> Job:
+        """What the plan calls one of its chunks."""
+        return Job(self.array, self.chunks[number], self.owner, (self.owner,))
 
 
 def strips(plan: ReadPlan, member: int) -> Iterator[Strip]:
-    """The private jobs of a rank, in their order."""
-    for array, found in groupby(plan.private(member), key=lambda job: job.array):
+    """What a rank loads for itself alone, in the plan's order."""
+    for array in plan.arrays:
         last = _last_runs(plan, array, member)
-        yield from (_strip(plan, jobs, last) for jobs in _joined(plan, found, last))
+        for chunks in _joined(plan, array, member, last):
+            run = last.get(chunks[0][-1]) if chunks[0] else None
+            if run is None or _is_part(plan, array, chunks[0], member):
+                yield Strip(array, chunks, member)
+                continue
+            (box,) = plan.boxes(Job(array, chunks[0], member, (member,)), member)
+            whole = run._replace(length=len(chunks) * run.length)
+            yield Strip(array, chunks, member, box._replace(runs=(*box.runs[:-1], (whole,))))
 
 
 def _last_runs(plan: ReadPlan, array: str, member: int) -> dict[int, Run]:
@@ -51,32 +64,28 @@ def _last_runs(plan: ReadPlan, array: str, member: int) -> dict[int, Run]:
     return {c: runs[0] for c, runs in rows.items() if len(runs) == 1 and runs[0] == (0, 1, runs[0].target, 1, n)}
 
 
-def _joined(plan: ReadPlan, jobs: Iterator[Job], last: dict[int, Run]) -> Iterator[list[Job]]:
-    """Jobs whose chunks follow each other in the array and in the sample, and are loaded whole."""
-    strip: list[Job] = []
-    for job in jobs:
-        most = LONG // max(plan.tables[job.array].chunk_bytes, 1)
-        if strip and (len(strip) >= most or not _follows(plan, strip[-1], job, last)):
-            yield strip
+def _joined(plan: ReadPlan, array: str, member: int, last: dict[int, Run]) -> Iterator[tuple[Index, ...]]:
+    """Chunks that follow each other in the array and in the sample, and are loaded whole."""
+    after = {c for c, run in last.items() if c - 1 in last and last[c - 1].target + run.length == run.target}
+    most = LONG // max(plan.tables[array].chunk_bytes, 1)
+    strip: list[Index] = []
+    for chunk in plan.private_chunks(array, member):
+        follows = (
+            strip
+            and chunk[-1] in after
+            and strip[-1] == (*chunk[:-1], chunk[-1] - 1)
+            and len(strip) < most
+            and not _is_part(plan, array, chunk, member)
+            and not _is_part(plan, array, strip[-1], member)
+        )
+        if strip and not follows:
+            yield tuple(strip)
             strip = []
-        strip.append(job)
+        strip.append(chunk)
     if strip:
-        yield strip
+        yield tuple(strip)
 
 
-def _follows(plan: ReadPlan, job: Job, then: Job, last: dict[int, Run]) -> bool:
-    if job.chunk[:-1] != then.chunk[:-1] or then.chunk[-1] != job.chunk[-1] + 1:
-        return False
-    here, there = last.get(job.chunk[-1]), last.get(then.chunk[-1])
-    if here is None or there is None or there.target != here.target + here.length:
-        return False
-    return plan.part_of(job) is None and plan.part_of(then) is None
-
-
-def _strip(plan: ReadPlan, jobs: list[Job], last: dict[int, Run]) -> Strip:
-    run = last.get(jobs[0].chunk[-1])
-    if run is None or plan.part_of(jobs[0]) is not None:
-        return Strip(tuple(jobs))
-    (box,) = plan.boxes(jobs[0], jobs[0].owner)
-    whole = run._replace(length=len(jobs) * run.length)
-    return Strip(tuple(jobs), box._replace(runs=(*box.runs[:-1], (whole,))))
+def _is_part(plan: ReadPlan, array: str, chunk: Index, member: int) -> bool:
+    """Whether a rank loads less than the chunk."""
+    return plan.portion(array, chunk, (member,)) is not None

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from jigsaw.io import portion
 from jigsaw.io._memory import Scratch, fresh
 from jigsaw.io.block_tables import BlockTables
-from jigsaw.io.chunk import ChunkRef, Codec, Fetched, Index, Loaded, Places
+from jigsaw.io.boxes import WORTH
+from jigsaw.io.chunk import ChunkRef, Codec, Fetched, Index, Loaded, Places, Rows
 from jigsaw.io.chunk_grid import Along
 from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
 from jigsaw.io.fetch.files import Room, Target
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 SMALL = 1 << 18
 """Chunks of fewer bytes are decoded whole: the bookkeeping of a part costs as much."""
-WORTH = 0.75
-"""A part that needs more than this share of a chunk is decoded as the whole."""
 _OVERHEAD = 1 << 16
 """Bytes of headers and checksums that a chunk never has."""
 
@@ -163,12 +162,14 @@ class ArrayTable:
         return self._tried(index, lambda: self._found(index))
 
     def _found(self, index: Index) -> ChunkRef | None:
-        """Where a chunk lies, unless it claims more bytes than any codec makes of its values."""
         ref = self.places.locate(index)
-        most = 2 * self.bytes_of(index) + _OVERHEAD
-        if self.decoder is not None and ref is not None and (ref.length or 0) > most:
-            raise BadChunkError(f"it has {ref.length} stored bytes, for a chunk of {self.bytes_of(index)}")
+        self._check_size(ref, self.bytes_of(index))
         return ref
+
+    def _check_size(self, ref: ChunkRef | None, size: int) -> None:
+        """Refuse a chunk that claims more bytes than any codec makes of its values."""
+        if ref is not None and (ref.length or 0) > 2 * size + _OVERHEAD and self.decoder is not None:
+            raise BadChunkError(f"it has {ref.length} stored bytes, for a chunk of {size}")
 
     def stored_bytes(self, index: Index) -> int:
         """The stored size of a chunk: 0 when it is missing, or when the store does not tell."""
@@ -239,39 +240,52 @@ class ArrayTable:
         fetched = self.fetch(index, scratch, part, out)
         return Loaded(None, False) if fetched is None else self.decode(index, fetched, out)
 
-    def load_strip(self, indices: Sequence[Index], out: Bytes) -> list[Loaded]:
-        """Load whole chunks of one size, one after the other in `out`; of a file that holds several, it is asked once.
+    def load_row(self, first: Index, count: int, out: Bytes) -> list[int | None]:
+        """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`.
+
+        Returns: the stored size of each; None for a missing one, which leaves its memory.
 
         Raises: what `load` raises.
         """
-        rooms = [out[at : at + self.chunk_bytes] for at in range(0, len(indices) * self.chunk_bytes, self.chunk_bytes)]
+        each = self.chunk_bytes
+        rooms = [out[at : at + each] for at in range(0, count * each, each)]
         try:
-            return self._load_strip(indices, rooms)
+            return self._load_row(first, rooms)
         except (BadChunkError, OSError):  # which one it was shows when each is loaded by itself
-            return [self.load(index, memory) for index, memory in zip(indices, rooms, strict=True)]
+            chunks = ((*first[:-1], first[-1] + n) for n in range(count))
+            return [self.load(chunk, memory).stored for chunk, memory in zip(chunks, rooms, strict=True)]
 
-    def _load_strip(self, indices: Sequence[Index], rooms: Sequence[Bytes]) -> list[Loaded]:
+    def _load_row(self, first: Index, rooms: Sequence[Bytes]) -> list[int | None]:
         assert self.decoder is not None
-        refs = [self._found(index) for index in indices]
-        lengths = [0 if ref is None else ref.length or 0 for ref in refs]
-        memory, ends = scratch(sum(lengths)), np.cumsum(lengths).tolist()
-        raws = [memory[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-        found = self._read_strip(refs, raws)
-        for ref, raw, room in zip(refs, raws, rooms, strict=True):
-            if ref is not None and ref.path in found:
-                self.decoder.decode(raw, room, ref.mask)
-        return [
-            Loaded(None, False) if ref is None or ref.path not in found else Loaded(length, False, 1, room.size)
-            for ref, length, room in zip(refs, lengths, rooms, strict=True)
-        ]
-
-    def _read_strip(self, refs: Sequence[ChunkRef | None], raws: Sequence[Bytes]) -> set[str]:
-        """Read the stored bytes of chunks; the files that there are."""
+        refs = self._row(first, len(rooms))
+        memory, at = scratch(sum(ref.length or 0 for ref in refs if ref is not None)), 0
+        stored: list[tuple[ChunkRef, Bytes, Bytes]] = []
         targets: dict[str, list[Target]] = {}
-        for ref, raw in zip(refs, raws, strict=True):
+        for ref, room in zip(refs, rooms, strict=True):
             if ref is not None:
+                raw = memory[at : at + (ref.length or 0)]
+                at += raw.size
+                stored.append((ref, raw, room))
                 targets.setdefault(ref.path, []).append((ref.offset, raw))
-        return {path for path, each in targets.items() if self.places.files.ranges(path, each)}
+        there = {path for path, each in targets.items() if self.places.files.ranges(path, each)}
+        for ref, raw, room in stored:
+            if ref.path in there:
+                self.decoder.decode(raw, room, ref.mask)
+        return [None if ref is None or ref.path not in there else ref.length or 0 for ref in refs]
+
+    def _row(self, first: Index, count: int) -> list[ChunkRef | None]:
+        """Where chunks lie that follow each other along the last dim."""
+        refs = self._locate_row(first, count)
+        for ref in refs:
+            self._check_size(ref, self.chunk_bytes)
+        return refs
+
+    @cached_property
+    def _locate_row(self) -> Callable[[Index, int], list[ChunkRef | None]]:
+        return self.places.locate_row if isinstance(self.places, Rows) else self._locate_each
+
+    def _locate_each(self, first: Index, count: int) -> list[ChunkRef | None]:
+        return [self.places.locate((*first[:-1], first[-1] + n)) for n in range(count)]
 
     def flow(self, index: Index) -> Callable[[Bytes], None]:
         """What fills memory with the next decoded bytes of a chunk that `splits`, at each call.

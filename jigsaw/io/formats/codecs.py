@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -85,13 +86,20 @@ def _claims(claimed: int, out: Bytes) -> None:
         raise BadChunkError(f"its header claims {claimed} decoded bytes and the chunk has {out.size}")
 
 
-def _blosc(raw: Bytes, out: Bytes) -> None:
+@cache
+def _of_blosc() -> tuple[Callable[[Bytes, int], None], Step]:
+    """What checks a frame, and what decodes it: to import them at every chunk would take as long as to check it."""
     from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
 
     from jigsaw.io.formats.blosc import check  # which builds on this file
 
+    return check, blosc.decompress
+
+
+def _blosc(raw: Bytes, out: Bytes) -> None:
+    check, decompress = _of_blosc()
     check(raw, out.size)
-    blosc.decompress(raw, out)
+    decompress(raw, out)
 
 
 def blosc_decode(frame: Bytes, out: Bytes) -> None:

@@ -271,6 +271,18 @@ class _Shard:
     size: int
     index: list[list[int]]
 
+    def refs(self, first: int, count: int) -> list[ChunkRef | None]:
+        """Where chunks lie that follow each other in the index; a damaged one is refused before anybody allocates."""
+        found: list[ChunkRef | None] = []
+        for offset, length in self.index[first : first + count]:
+            if offset == length == _MISSING:
+                found.append(None)
+            elif offset + length > self.size:
+                raise ShortChunkError(f"the index says {length} bytes at {offset} and the shard has {self.size}")
+            else:
+                found.append(ChunkRef(self.path, offset, length))
+        return found
+
 
 class _Once:
     """A shard's index, read when it is first asked for; others who ask meanwhile wait, and a failure is not kept."""
@@ -374,19 +386,31 @@ class Shards:
         return (raw, size) if self.files.ranges(path, [(start, raw)]) else None
 
     def locate(self, index: Index) -> ChunkRef | None:
-        outer, flat = self._outer(index), 0
+        return self._within(index, 1)[0]
+
+    def locate_row(self, first: Index, count: int) -> list[ChunkRef | None]:
+        """Where the chunk `first` lies, and those that follow it along the last dim."""
+        found: list[ChunkRef | None] = []
+        *others, last = first
+        stop, per_shard = last + count, self._per_shard[-1]
+        while last < stop:
+            here = min(stop - last, per_shard - last % per_shard)
+            found += self._within((*others, last), here)
+            last += here
+        return found
+
+    def _within(self, first: Index, count: int) -> list[ChunkRef | None]:
+        """The same of chunks in one shard."""
+        outer, flat = self._outer(first), 0
         known, shard = self._last
         if known != outer:
             shard = self._shard(outer)
             self._last = outer, shard
-        for i, n in zip(index, self._per_shard, strict=True):
+        if shard is None:
+            return [None] * count
+        for i, n in zip(first, self._per_shard, strict=True):
             flat = flat * n + i % n
-        offset, length = shard.index[flat] if shard else (_MISSING, _MISSING)
-        if shard is None or offset == length == _MISSING:
-            return None
-        if offset + length > shard.size:  # before anybody allocates what a damaged index claims
-            raise ShortChunkError(f"the index says {length} bytes at {offset} and the shard has {shard.size}")
-        return ChunkRef(shard.path, offset, length)
+        return shard.refs(flat, count)
 
 
 Places = Objects | Shards

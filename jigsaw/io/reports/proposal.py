@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from jigsaw.io import portion
+from jigsaw.io.boxes import WORTH
 from jigsaw.io.chunk import Index
 from jigsaw.io.coords import SPACE
 from jigsaw.io.formats.codecs import Decoder
 from jigsaw.io.formats.values import NoFile
 from jigsaw.io.portion import Portion, Rect
 from jigsaw.io.survey import Variable
-from jigsaw.io.table import SMALL, WORTH, ArrayTable
+from jigsaw.io.table import SMALL, ArrayTable
 
 SHARD_BYTES = 1 << 27
 """Decoded bytes that a shard holds at most, unless one chunk is larger: what a writer keeps in memory at a time."""
