@@ -265,7 +265,7 @@ def _cut_layer(layer: nn.Module, role: Role, line: DeviceMesh) -> None:
                 dim = 0
             if p.shape[dim] % line.size() == 0:
                 setattr(owner, name, _cut_parameter(p, dim, line))
-    setattr(layer, "role", role)  # noqa: B010 (a plain layer has no such attribute)
+    object.__setattr__(layer, "role", role)  # a plain layer has no such attribute yet
     object.__setattr__(layer, "__class__", _CUT[type(layer)])
 
 

@@ -7,7 +7,7 @@ normalisation do is one multiply-add, y = raw * a + b, whose a and b are compute
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-_BLOCK = 1 << 18
+_BLOCK = 1 << 19
 """Bytes of the destination that are scaled at a time: they stay in the second-level cache between the two passes."""
 
 
@@ -58,6 +58,9 @@ class Placing:
     fill: float
     stored: np.dtype[Any]
     memory: tuple[int, ...]
+    _made: dict[tuple[int, ...], tuple[float | Array, float | Array]] = field(
+        default_factory=dict[Any, Any], repr=False
+    )
 
     @classmethod
     def of(cls, part: Part, table: ArrayTable, request: Request, channels: tuple[int, int]) -> Placing:
@@ -132,14 +135,16 @@ class Placing:
 
         A b of 0 among others is -0.0: to add 0.0 would make 0.0 of -0.0, where a channel by itself is left as it is.
         """
-        channels = self._where(runs, box, len(self.order) + len(box.at))[1]
-        a, b = self.a[channels], self.b[channels]
-        shape = [-1 if to == 1 else 1 for to in self.to]
-        scales, shifts = any(x != 1.0 for x in a), any(x != 0.0 for x in b)
-        return (
-            np.array(a, self.work).reshape(shape) if scales else 1.0,
-            np.array([x or -0.0 for x in b], self.work).reshape(shape) if shifts else 0.0,
-        )
+        at = dict(box.at).get(1)
+        channels = (at, 1, 1) if at is not None else runs[self.to.index(1)][2:]
+        if channels not in self._made:
+            a, b = self.a[_slice(*channels)], self.b[_slice(*channels)]
+            shape = [-1 if to == 1 else 1 for to in self.to]
+            self._made[channels] = (
+                np.array(a, self.work).reshape(shape) if any(x != 1.0 for x in a) else 1.0,
+                np.array([x or -0.0 for x in b], self.work).reshape(shape) if any(x != 0.0 for x in b) else 0.0,
+            )
+        return self._made[channels]
 
     def lay(self, strip: Array, box: Box, out: Array) -> None:
         """Put chunks that `settle` made, [K, \\*chunk], side by side along their last dim, where `box` says."""

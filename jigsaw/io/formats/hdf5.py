@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from math import prod
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from jigsaw.layout import Box, slices
 _SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
 _STARTS = (0, 512, 1024, 2048, 4096)
 _LINKS = 32
+_H5O: Any = import_module("h5py.h5o")  # which h5py's types do not list
 _PLUGINS = {32000: "lzf", 32026: "Blosc2", 32013: "ZFP", 32017: "SZ", 32024: "SZ3", 4: "szip", 307: "bzip2"}
 
 
@@ -305,7 +307,7 @@ def _is_native(dataset: Any) -> bool:
 
 
 def _address(member: Any) -> int:
-    return int(getattr(h5py, "h5o").get_info(member.id).addr)  # noqa: B009  # a module that h5py's types do not list
+    return int(_H5O.get_info(member.id).addr)
 
 
 def _member(group: Any, name: str) -> Any:
@@ -337,7 +339,7 @@ def _available(number: int) -> bool:
     """Whether libhdf5 has a filter; the plugins of hdf5plugin are registered by importing it."""
     if not h5py.h5z.filter_avail(number):
         try:
-            import hdf5plugin  # noqa: F401  # pyright: ignore[reportUnusedImport]
+            import_module("hdf5plugin")
         except ImportError:
             return False
     return bool(h5py.h5z.filter_avail(number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,8 @@ def draw_map(
     Raises: a `ReadError` as `jigsaw.io.open`, `IndexError` for a step that there is not, `UnsupportedStoreError`
     where matplotlib is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ImportError as missing:
-        raise UnsupportedStoreError("drawing a map needs matplotlib: pip install 'jigsaw-torch[plot]'") from missing
+    if find_spec("matplotlib") is None:
+        raise UnsupportedStoreError("drawing a map needs matplotlib: pip install 'jigsaw-torch[plot]'")
     plan: dict[str, Any] = {"select": select, "dims": dims}
     first = open(store, mesh={}, fields=fields and list(fields[:1]), **plan).channels[0]
     name = first.array if first.level is None else first.name
