@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,6 +55,21 @@ def byte_spans(rects: Sequence[Rect], shape: Sequence[int], order: Sequence[int]
     sizes = [shape[d] for d in order]
     parts = [_of_rect([rect[d] for d in order], sizes) for rect in rects]
     return joined(np.concatenate(parts) * itemsize, gap)
+
+
+def blocks_of(spans: Spans, block: int) -> Spans:
+    """The blocks of so many bytes that hold these: runs [first, stop), rising and apart."""
+    return joined(np.stack([spans[:, 0] // block, -(-spans[:, 1] // block)], axis=1), 0)
+
+
+@lru_cache(maxsize=1024)
+def blocks_of_rects(
+    rects: tuple[Rect, ...], shape: tuple[int, ...], order: tuple[int, ...], itemsize: int, block: int
+) -> Spans:
+    """The same of boxes of a decoded chunk; most chunks of an array ask for the same."""
+    runs = blocks_of(byte_spans(rects, shape, order, itemsize, 0), block)
+    runs.flags.writeable = False
+    return runs
 
 
 def _of_rect(rect: Sequence[Sequence[Interval]], sizes: Sequence[int]) -> Spans:

@@ -196,17 +196,15 @@ class ArrayTable:
 
     def _portion(self, index: Index, ref: ChunkRef, rects: Sequence[Rect]) -> Portion | None:
         assert self.decoder is not None
-        plain, files = self.decoder.is_plain, self.places.files
-        order, size = self.decoder.order, self.bytes_of(index)
-        spans = portion.byte_spans(rects, self.shape_of(index), order, self.itemsize, files.gap if plain else 0)
-        if plain:
-            found = portion.plain(spans)
+        gap, shape, order = self.places.files.gap, self.shape_of(index), self.decoder.order
+        if self.decoder.is_plain:
+            found = portion.plain(portion.byte_spans(rects, shape, order, self.itemsize, gap))
         else:
             frame = self._tried(index, lambda: self._frame(index, ref))
             if frame is None:
                 return None
-            found: Portion = self._tried(index, lambda: frame.portion(spans, files.gap))
-        return None if found.decoded > WORTH * size else found
+            found = frame.part(portion.blocks_of_rects(tuple(rects), shape, order, self.itemsize, frame.block), gap)
+        return None if found.decoded > WORTH * self.bytes_of(index) else found
 
     def _frame(self, index: Index, ref: ChunkRef) -> _blosc.Frame | None:
         return self._tables.frame(index, ref, self.bytes_of(index), self.places.files)

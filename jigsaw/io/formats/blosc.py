@@ -9,13 +9,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io._memory import fresh
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError, blosc_decode
-from jigsaw.io.portion import Portion, Spans, joined
+from jigsaw.io.portion import Portion, Spans, blocks_of, joined
 
 Room = Callable[[int], Bytes]
 HEADER = 16
@@ -44,12 +45,25 @@ class Frame:
 
     def portion(self, spans: Spans, gap: int) -> Portion:
         """The blocks that hold these decoded bytes; those stored less than `gap` bytes apart are one request."""
-        blocks = np.stack([spans[:, 0] // self.block, -(-spans[:, 1] // self.block)], axis=1)
-        runs = joined(blocks, 0)
-        stored = np.array([(self.begin[a:b].min(), self.end[a:b].max()) for a, b in runs], np.int64)
-        whole = joined(stored, gap)
-        valid = tuple((int(a) * self.block, min(int(b) * self.block, self.size)) for a, b in runs)
-        return Portion(tuple((int(a), int(b - a)) for a, b in whole), valid, decoded=sum(b - a for a, b in valid))
+        return self.part(blocks_of(spans, self.block), gap)
+
+    def part(self, runs: Spans, gap: int) -> Portion:
+        """The same of the blocks of these runs, [first, stop)."""
+        stored = joined(self._stored(runs), gap).tolist()
+        valid = np.minimum(runs * self.block, self.size).tolist()
+        ranges, spans = tuple((a, b - a) for a, b in stored), tuple((a, b) for a, b in valid)
+        return Portion(ranges, spans, decoded=sum(b - a for a, b in spans))
+
+    def _stored(self, runs: Spans) -> Spans:
+        """Where the blocks of each run are stored."""
+        if self._is_rising:
+            return np.stack([self.begin[runs[:, 0]], self.end[runs[:, 1] - 1]], axis=1)
+        return np.array([(self.begin[a:b].min(), self.end[a:b].max()) for a, b in runs], np.int64)
+
+    @cached_property
+    def _is_rising(self) -> bool:
+        """Whether blocks are stored in their order, as they nearly always are."""
+        return bool((self.begin[1:] > self.begin[:-1]).all())
 
     def decode(self, portion: Portion, raw: Bytes, out: Bytes) -> None:
         """Decode the portion, whose ranges lie one after the other in `raw`, to where its blocks belong in `out`."""
