@@ -196,14 +196,14 @@ class ReadPlan:
 
     def portion(self, array: str, chunk: Index, readers: Members) -> Portion | None:
         """What of a chunk is loaded for these ranks; None for all of it."""
-        if not self.tables[array].is_divisible or self._is_whole(array, chunk, readers):
+        if not self.tables[array].is_divisible or self._needs_most(array, chunk, readers):
             return None
         key = array, chunk, readers
         if key not in self._portions:
             self._portions[key] = self.tables[array].portion(chunk, self._rects(array, chunk, readers))
         return self._portions[key]
 
-    def _is_whole(self, array: str, chunk: Index, readers: Members) -> bool:
+    def _needs_most(self, array: str, chunk: Index, readers: Members) -> bool:
         """Whether one box alone says that a part of a chunk is not worth it."""
         return any(geometry.share(chunk, m) > WORTH for geometry in self._geometry[array] for m in readers)
 

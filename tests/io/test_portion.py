@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numcodecs import Blosc
 from numcodecs import blosc as library
-from toy_store import held, layout
+from toy_store import held, layout, request
+from toy_store import write as write_toy
 
 from jigsaw.io import table as tables
 from jigsaw.io.engine import Engine
@@ -18,7 +19,7 @@ from jigsaw.io.errors import CorruptChunkError
 from jigsaw.io.formats.blosc import frame_of, head_of
 from jigsaw.io.formats.codecs import BadChunkError
 from jigsaw.io.plan import MODES, plan_read
-from jigsaw.io.portion import byte_spans, joined
+from jigsaw.io.portion import byte_spans, joined, share
 from jigsaw.io.request import Part, Request
 from jigsaw.io.store import open_store
 from jigsaw.mesh import coordinate
@@ -97,6 +98,24 @@ def test_blocks_of_a_frame_are_those_of_the_library(cname, shuffle, dtype):
             assert part.decoded == sum(b - a for a, b in part.spans) and part.stored <= raw.size
 
 
+def test_blocks_that_are_stored_in_another_order():
+    """As several threads of Blosc leave them."""
+    x = np.arange(20_000, dtype="f4").view("u1")
+    raw = np.frombuffer(library.compress(x.view("f4"), b"lz4", 5, 1, 1 << 13), np.uint8)
+    made, table = frame(raw), 16 + 4 * frame(raw).begin.size
+    order = np.random.default_rng(0).permutation(made.begin.size)
+    stored = [raw[made.begin[k] : made.end[k]] for k in order]
+    begin = np.empty(order.size, "<i4")
+    begin[order] = table + np.cumsum([0, *(part.size for part in stored[:-1])])
+    turned = np.concatenate([raw[:16], begin.view("u1"), *stored])
+    for spans in ([[0, 9000]], [[20_000, 30_000], [70_000, 80_000]]):
+        part = frame(turned).portion(np.array(spans), gap=0)
+        fetched, out = np.concatenate([turned[at : at + n] for at, n in part.ranges]), np.zeros(x.size, np.uint8)
+        frame(turned).decode(part, fetched, out)
+        for a, b in spans:
+            np.testing.assert_array_equal(out[a:b], x[a:b])
+
+
 @given(st.integers(0, 79), st.integers(0, 255))
 @settings(deadline=None, max_examples=300)
 def test_a_changed_header_or_table_is_refused_or_stays_within_the_chunk(at, value):
@@ -111,6 +130,20 @@ def test_a_changed_header_or_table_is_refused_or_stays_within_the_chunk(at, valu
         found.decode(part, fetched, np.zeros(x.size, np.uint8))
     except BadChunkError:
         return
+
+
+@pytest.mark.parametrize("halo", [0, 2])
+@pytest.mark.parametrize("axes", [{}, {"lat": 3}, {"lat": 2, "lon": 2}], ids=str)
+def test_the_share_that_a_rank_takes_of_a_chunk_is_that_of_its_box(tmp_path, axes, halo):
+    path, _ = write_toy(tmp_path)
+    plan = plan_read(request(axes, halo=halo), open_store(path).arrays)
+    for name in plan.arrays:
+        for geometry in plan.geometry(name):
+            for member in range(plan.ranks):
+                for chunk in geometry.chunks(member):
+                    box = geometry.box(chunk, member)
+                    of_box = share([box.rect], plan.tables[name].shape_of(chunk))
+                    assert geometry.share(chunk, member) == pytest.approx(of_box)
 
 
 # -- through the reader ----------------------------------------------------------------------------------------------

@@ -87,6 +87,46 @@ def test_a_missing_inner_chunk_is_none(tmp_path):
     assert table.fill_value == 9
 
 
+def row_of_shards(folder):
+    """Ten chunks of one row in four shards, of which one is missing, and inner chunks of another; and its values."""
+    group = zarr.open_group(str(folder / "s.zarr"), mode="w")
+    made = group.create_array("a", shape=(2, 20), chunks=(1, 2), shards=(1, 6), dtype="f4", fill_value=9)
+    made[1, 2:12] = np.arange(10)
+    made[1, 18:] = 1
+    return open_store(folder / "s.zarr").arrays["a"], made[1]
+
+
+@pytest.mark.parametrize("places", ["shards", "objects"])
+def test_a_row_of_chunks_is_loaded_as_each_by_itself(tmp_path, places):
+    table, values = row_of_shards(tmp_path)
+    if places == "objects":
+        made = zarr.open_group(str(tmp_path / "o.zarr"), mode="w").create_array(
+            "a", shape=(2, 20), chunks=(1, 2), dtype="f4", fill_value=9
+        )
+        made[1] = values
+        table = open_store(tmp_path / "o.zarr").arrays["a"]
+    for first in range(10):
+        for count in range(1, 11 - first):
+            room = np.zeros((count, 2), "f4")
+            sizes = table.load_row((1, first), count, room.reshape(-1).view("u1"))
+            each = [table.locate((1, first + n)) for n in range(count)]
+            assert sizes == [ref and ref.length for ref in each]
+            there = np.repeat([size is not None for size in sizes], 2)
+            stored = values[2 * first : 2 * (first + count)]
+            np.testing.assert_array_equal(room.ravel(), np.where(there, stored, 0))
+            assert (stored[~there] == 9).all()
+
+
+def test_a_damaged_chunk_of_a_row_is_named(tmp_path):
+    ref = row_of_shards(tmp_path)[0].locate((1, 4))
+    with open(ref.path, "r+b") as f:
+        f.seek(ref.offset)
+        f.write(b"\0" * 4)
+    table = open_store(tmp_path / "s.zarr").arrays["a"]
+    with pytest.raises(CorruptChunkError, match=r"chunk \(1, 4\) of array 'a'"):
+        table.load_row((1, 2), 4, np.zeros(32, "u1"))
+
+
 @pytest.mark.parametrize(
     "form",
     [("v2", "blosc"), ("v2", "zstd"), ("v2", "zlib"), ("v2", "none"), ("v3", "crc"), ("v2", "delta")],
