@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.io._arena import SLOTS, attach, error_of, ticket
 from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
-from jigsaw.io._scatter import FoundNaNError, Placing, pack, packed_box
+from jigsaw.io._scatter import FoundNaNError, Placing, packed_box
 from jigsaw.io.boundary import fill
 from jigsaw.io.chunk import Loaded
 from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
 from jigsaw.io.fetch.ahead import Ahead
 from jigsaw.io.lookups import Lookups, total
+from jigsaw.io.parcels import Parcels
 from jigsaw.io.pieces import Piece, fair_share, in_order, room_for, whole
 from jigsaw.io.plan import NOBODY, Box, Job, ReadPlan, Row
 from jigsaw.io.strips import NEAR, Strip, strips
@@ -137,7 +138,7 @@ class _Reading:
         self._taking = threading.Lock()
         self._failure: BaseException | None = None
         self._rows: dict[int, Row] = {}
-        self._parcels: dict[tuple[int, int], list[Bytes]] = {}
+        self.parcels = Parcels(plan, engine.peers)
 
     # -- the whole ---------------------------------------------------------------------------------------------------
 
@@ -281,9 +282,7 @@ class _Reading:
         """Let all that read a piece have it."""
         job, table = piece.job, self.plan.tables[piece.job.array]
         values = table.view(room, job.chunk, piece.shape(table))
-        for reader in job.readers:
-            if reader not in self.local:
-                self._parcels[reader, piece.number] = [pack(values, box) for box in self.plan.boxes(job, reader)]
+        self.parcels.pack(job, piece.number, values)
         if piece.is_last:
             self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
         if self.arena is not None:
@@ -453,9 +452,7 @@ class _Reading:
     def _over_machines(self, failure: BaseException | None) -> BaseException | None:
         """Exchange boxes with the ranks of other machines; what any rank failed with."""
         failure = self._agree(failure)
-        hosts = self.peers.hosts
-        far = any(hosts[job.owner] != hosts[m] for job in self.plan.shared if job.owner != NOBODY for m in job.readers)
-        if failure is not None or not far:
+        if failure is not None or not self.parcels.are_any:
             return failure
         return self._agree(self._tried(self._swap))
 
@@ -473,27 +470,5 @@ class _Reading:
         return None
 
     def _swap(self) -> None:
-        nothing = np.empty(0, np.uint8)
-        parcels = [(to, self._parcels[to, number]) for to, number in sorted(self._parcels)]
-        outgoing = [
-            np.concatenate([nothing, *(part for to, parts in parcels if to == m for part in parts)])
-            for m in range(self.peers.size)
-        ]
-        coming = [
-            [job for job in self.plan.shared if job.owner == m and self.me in job.readers and m not in self.local]
-            for m in range(self.peers.size)
-        ]
-        sizes = [sum(self.plan.box_bytes(job, self.me) for job in jobs) for jobs in coming]
-        for jobs, got in zip(coming, self.peers.swap(outgoing, sizes), strict=True):
-            self._take_parcels(jobs, got)
-
-    def _take_parcels(self, jobs: list[Job], got: Bytes) -> None:
-        done = 0
-        for job in jobs:
-            table = self.plan.tables[job.array]
-            dtype = np.dtype(table.dtype)
-            for box in self.plan.boxes(job, self.me):
-                size = prod(box.extents) * dtype.itemsize
-                values = got[done : done + size].view(dtype).reshape(box.extents)
-                self._take_box(job, box, values, packed_box(box))
-                done += size
+        for job, box, values in self.parcels.swap():
+            self._take_box(job, box, values, packed_box(box))

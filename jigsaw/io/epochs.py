@@ -55,6 +55,9 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
     Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`.
     """
 
+    _arrays = 1
+    """How many arrays a batch is read into."""
+
     def __init__(
         self,
         dataset: Data,
@@ -179,6 +182,7 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
             self._state = State(self._state.seed, self._state.epoch + 1)
         self._resumed = False
         self._join()
+        self._engine.memory.keep((self._ahead + 1) * self._arrays)  # that of a batch in use, and of those ahead
         at = self._order.settled(self._state)
         alone = all(size == 1 for _, size in self.dataset.frame.domain)
         current = self._current = Prefetch(lambda turn: (turn, self._read(turn)), self._turns(at), self._ahead, alone)

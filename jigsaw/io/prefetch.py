@@ -58,10 +58,13 @@ class Prefetch(Generic[Job, Result]):
             result, error = self._ready[0]
             if error is not None:
                 raise error
+            if (
+                result is None
+            ):  # one that was kept and raised would keep the frames that it went through, and their batch
+                raise StopIteration
             self._ready.popleft()
             self._taken += 1
             self._changed.notify_all()
-        assert result is not None
         return result
 
     def stop(self) -> None:
@@ -84,7 +87,7 @@ class Prefetch(Generic[Job, Result]):
                 if not self._is_due(number):
                     return
                 self._hand_over(self._read(job), None)
-            self._hand_over(None, StopIteration())
+            self._hand_over(None, None)
         except BaseException as error:  # the taker raises it
             self._hand_over(None, error)
 
@@ -95,6 +98,7 @@ class Prefetch(Generic[Job, Result]):
             return not (self._stopped and (self._alone or number >= self._taken + self._ahead))
 
     def _hand_over(self, result: Result | None, error: BaseException | None) -> None:
+        """Let the taker have a result or an error; neither is the end."""
         with self._changed:
             if not self._stopped:
                 self._ready.append((result, error))

@@ -256,6 +256,19 @@ def test_batches_survive_the_ones_that_follow(wb2):
         torch.testing.assert_close(batch.input.local, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_no_more_memory_is_made_than_batches_ahead_and_in_use(wb2, ahead):
+    data = opened(wb2, world_mesh(lat=1))
+    loader = jigsaw.io.DataLoader(data, batch_size=2, prefetch_bytes=ahead * 2 * data.sample_bytes(), drop_last=True)
+    made, make = [], loader._engine.memory._fresh
+    loader._engine.memory._fresh = lambda size: made.append(size) or make(size)
+    for _ in range(4):
+        for batch in loader:
+            batch.input.local.add_(1.0)
+    loader.close()
+    assert 0 < len(made) <= max(ahead + 1, 2), "without reading ahead, a batch is read while the loop has the last one"
+
+
 def test_loading_a_state_ends_the_iteration_under_way(wb2):
     loader = jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)))
     running = iter(loader)

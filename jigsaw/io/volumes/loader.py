@@ -54,6 +54,8 @@ class VolumeLoader(Epochs[Volumes, _Block, VolumeBatch]):
     `ReadError` of the read that failed, with its traceback.
     """
 
+    _arrays = 2  # images and labels
+
     def _crops(self, turn: Turn, samples: tuple[int, ...]) -> list[Crop]:
         dataset = self.dataset.at(turn.at.seed, turn.at.epoch)
         return [dataset.crop(sample) for sample in samples]
