@@ -58,10 +58,8 @@ class Prefetch(Generic[Job, Result]):
             result, error = self._ready[0]
             if error is not None:
                 raise error
-            if (
-                result is None
-            ):  # one that was kept and raised would keep the frames that it went through, and their batch
-                raise StopIteration
+            if result is None:
+                raise StopIteration  # made anew: one that is kept would keep the frames it went through, and a batch
             self._ready.popleft()
             self._taken += 1
             self._changed.notify_all()
