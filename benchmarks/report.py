@@ -74,7 +74,7 @@ def read(files: Sequence[Path]) -> tuple[list[Result], dict[str, dict[str, str]]
         here: dict[str, list[Result]] = {}
         for result in results:
             here.setdefault(result.get("case", ""), []).append(result)
-        for case in here.keys() & QUESTIONS.keys():
+        for case in (each for each in QUESTIONS if each in here):
             cases[case], headers[case] = here[case], {**header, "file": file.name}
     return [result for case in QUESTIONS for result in cases.get(case, [])], headers
 
