@@ -118,7 +118,10 @@ class Memory:
     def _pick(self, size: int | None) -> NDArray[np.uint8] | None:
         """An idle piece of this size, or the one that is idle for longest."""
         for _ in range(len(self._idle)):
-            memory = self._idle.popleft()
+            try:
+                memory = self._idle.popleft()
+            except IndexError:  # another thread was faster
+                return None
             if size in (None, memory.size):
                 return memory
             self._idle.append(memory)
