@@ -217,7 +217,7 @@ class Placing:
                 np.copyto(out, source, casting="unsafe")
             self._check(out)
             return
-        for t, c in np.ndindex(*out.shape[:2]):
+        for t, c in reversed(list(np.ndindex(*out.shape[:2]))):  # what was decoded last is still in a cache
             self._planes(source[t, c, ...], out[t, c, ...], a[c], b[c])
 
     def _is_copy(self, a: Sequence[float], b: Sequence[float]) -> bool:
@@ -238,7 +238,7 @@ class Placing:
         if out.ndim == 0:
             source, out = source[None], out[None]
         rows = max(1, _BLOCK // max(out[:1].nbytes, 1))
-        for start in range(0, out.shape[0], rows):
+        for start in reversed(range(0, out.shape[0], rows)):
             self._block(source[start : start + rows], out[start : start + rows], a, b)
 
     def _block(self, source: Array, out: Array, a: float | Array, b: float | Array) -> None:
