@@ -13,6 +13,7 @@ import torch
 from globe_store import globe, stacked, write
 
 import jigsaw
+from jigsaw.io import _memory
 from jigsaw.io.errors import CorruptChunkError, FieldError, ReadError, StateError, WindowError
 from jigsaw.io.prefetch import Prefetch
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
@@ -257,7 +258,9 @@ def test_batches_survive_the_ones_that_follow(wb2):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_no_more_memory_is_made_than_batches_ahead_and_in_use(wb2, ahead):
+def test_no_more_memory_is_made_than_batches_ahead_and_in_use(wb2, ahead, monkeypatch):
+    if ahead:
+        monkeypatch.setattr(_memory, "_PATIENCE_S", 60.0)  # however late the loop comes to let go of a batch
     data = opened(wb2, world_mesh(lat=1))
     loader = jigsaw.io.DataLoader(data, batch_size=2, prefetch_bytes=ahead * 2 * data.sample_bytes(), drop_last=True)
     made, make = [], loader._engine.memory._fresh
