@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import jigsaw
-from jigsaw.testing import RankFailure, assert_adjoint, assert_same_on_every_mesh
+from jigsaw.testing import RankFailedError, assert_adjoint, assert_same_on_every_mesh
 
 X = torch.randn(2, 3, 13, 10, generator=torch.Generator().manual_seed(0))
 TWO = [{"lat": 2}]
@@ -124,7 +124,7 @@ def test_what_is_wrong_is_named(wrong, words):
 
 
 def test_a_rank_that_raises_names_the_mesh():
-    with pytest.raises(RankFailure, match="KeyError: 'only on tiles'") as info:
+    with pytest.raises(RankFailedError, match="KeyError: 'only on tiles'") as info:
         assert_same_on_every_mesh(Scaled("raise"), X, TWO)
     assert info.value.__notes__ == ["on the mesh lat=2"]
 

@@ -22,7 +22,7 @@ from jigsaw.mesh import submesh
 from jigsaw.nn.linear import Linear
 from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 from jigsaw.sharding import units_of
-from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 
 SPEC = ("data", None, "lat", "lon")
 MESHES = [
@@ -775,6 +775,6 @@ def _weights_elsewhere():
     ],
 )
 def test_misuse_is_told(body, message):
-    with pytest.raises(RankFailure, match=f"(?s){message}") as caught:
+    with pytest.raises(RankFailedError, match=f"(?s){message}") as caught:
         body()
     assert isinstance(caught.value.__cause__, ShardingError | TypeError)

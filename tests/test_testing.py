@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import textwrap
 import time
 
 import pytest
+import scipy.stats
 import torch
 import torch.distributed as dist
 
-from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 from jigsaw.testing.world import _world
 
 
@@ -144,8 +146,19 @@ def test_every_body_starts_with_the_same_seed_and_dtype():
     assert torch.equal(_draws()[0][0], a)
 
 
+@on_ranks(2)
+def _draws_from_global_states():
+    return float(scipy.stats.norm.rvs()), random.random()  # numpy's and Python's
+
+
+def test_every_body_starts_with_the_same_global_states():
+    first, second = _draws_from_global_states()
+    assert first == second
+    assert _draws_from_global_states()[0] == first
+
+
 def test_a_failing_rank_shows_its_own_traceback_first():
-    with pytest.raises(RankFailure) as info:
+    with pytest.raises(RankFailedError) as info:
         _fails_on(1, "raise")
     message = str(info.value)
     assert message.startswith("_fails_on failed on rank 1 of 2:\n\nTraceback")
@@ -155,27 +168,27 @@ def test_a_failing_rank_shows_its_own_traceback_first():
 
 
 def test_a_failed_assertion_shows_the_locals():
-    with pytest.raises(RankFailure, match=r"(?s)assert wanted == 4.*locals of _fails_on:.*wanted = 3"):
+    with pytest.raises(RankFailedError, match=r"(?s)assert wanted == 4.*locals of _fails_on:.*wanted = 3"):
         _fails_on(0, "assert")
 
 
 @pytest.mark.parametrize(("how", "words"), [("exit", "exit code 7"), ("kill", "killed by SIGKILL")])
 def test_a_dying_rank_is_the_cause_whatever_its_neighbours_say(how, words):
     with pytest.raises(
-        RankFailure, match=rf"failed on rank 0 of 2:\n\nthe process of rank 0 ended without a word \({words}\)"
+        RankFailedError, match=rf"failed on rank 0 of 2:\n\nthe process of rank 0 ended without a word \({words}\)"
     ):
         _fails_on(0, how)
 
 
 def test_a_hang_shows_every_ranks_stack():
-    with pytest.raises(RankFailure, match=r"still running after 1.5 s") as info:
+    with pytest.raises(RankFailedError, match=r"still running after 1.5 s") as info:
         _hangs()
     assert "all_reduce" in str(info.value)
     assert "_sleep_for_ever" in str(info.value)
 
 
 def test_the_same_error_everywhere_is_told_once():
-    with pytest.raises(RankFailure, match=r"(?s)ValueError: a global fact.*the same on ranks \d, \d$") as info:
+    with pytest.raises(RankFailedError, match=r"(?s)ValueError: a global fact.*the same on ranks \d, \d$") as info:
         _all_raise()
     assert str(info.value).count("Traceback") == 1
     assert len(info.value.failures) == 3
@@ -183,7 +196,7 @@ def test_the_same_error_everywhere_is_told_once():
 
 def test_after_a_failure_the_next_test_has_a_fresh_world():
     before = _pid()
-    with pytest.raises(RankFailure):
+    with pytest.raises(RankFailedError):
         _fails_on(1, "raise")
     after = _pid()
     assert not set(before) & set(after)
@@ -202,7 +215,7 @@ def test_groups_left_behind_are_closed_in_time():
 def test_what_does_not_pickle_is_named():
     with pytest.raises(TypeError, match=r"_gathered: 'argument 0' \(function\) does not pickle.*pass plain values"):
         _gathered(lambda: 0)
-    with pytest.raises(RankFailure, match="_returns_a_lambda returned a function that does not pickle"):
+    with pytest.raises(RankFailedError, match="_returns_a_lambda returned a function that does not pickle"):
         _returns_a_lambda()
 
 
@@ -217,7 +230,7 @@ def test_a_world_has_ranks():
 
 
 def test_a_world_inside_a_rank_is_refused():
-    with pytest.raises(RankFailure, match=r"on_ranks\(1\) was called inside a rank"):
+    with pytest.raises(RankFailedError, match=r"on_ranks\(1\) was called inside a rank"):
         run_on_ranks(2, run_on_ranks, 1, _plain, 1)
 
 

@@ -37,7 +37,7 @@ def assert_adjoint(
 
     Source: Hewett and Grady, A linear algebraic approach to model parallelism in deep learning, arXiv 2006.03108.
 
-    Raises: `AssertionError` with both products; `RankFailure` when a rank raises.
+    Raises: `AssertionError` with both products; `RankFailedError` when a rank raises.
     """
     for axes in meshes:
         ranks = math.prod(axes.values())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jigsaw.testing.failure import RankFailure
+from jigsaw.testing.failure import RankFailedError
 from jigsaw.testing.oracle import assert_same_on_every_mesh
 
 _PACKAGES = ("jigsaw-torch", "torch", "numpy", "zarr", "numcodecs", "h5py", "netCDF4", "xarray", "dask", "matplotlib")
@@ -61,7 +61,7 @@ def _parity(ranks: int) -> bool:
     start = time.perf_counter()
     try:
         assert_same_on_every_mesh(model, torch.randn(2, 3, 33, 20), [axes])
-    except (AssertionError, RankFailure) as failure:
+    except (AssertionError, RankFailedError) as failure:
         print(f"parity:   FAILED on {ranks} ranks\n{failure}")
         return False
     print(f"parity:   tiles on {ranks} ranks give what plain torch gives ({time.perf_counter() - start:.1f} s)")

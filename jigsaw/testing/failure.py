@@ -59,7 +59,7 @@ class Failure:
         return cls(rank, summary, text, pickled, time.monotonic())
 
 
-class RankFailure(AssertionError):  # noqa: N818 (it reads like pytest's own: a failure of the code under test)
+class RankFailedError(AssertionError):
     """A test body failed on a rank: the message opens with that rank's own traceback.
 
     `failures` has every rank's part, the cause first.
@@ -69,7 +69,7 @@ class RankFailure(AssertionError):  # noqa: N818 (it reads like pytest's own: a 
         super().__init__(message)
         self.failures = tuple(failures)
 
-    def __reduce__(self) -> tuple[type[RankFailure], tuple[str, tuple[Failure, ...]]]:
+    def __reduce__(self) -> tuple[type[RankFailedError], tuple[str, tuple[Failure, ...]]]:
         return type(self), (str(self), self.failures)
 
 
@@ -89,7 +89,7 @@ def failure_of(name: str, size: int, failures: Sequence[Failure]) -> BaseExcepti
         lines += ["", f"the same on rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"]
     for other in others:
         lines += ["", f"rank {other.rank}: {other.text.rstrip() if other.text.startswith('still') else other.summary}"]
-    error = RankFailure("\n".join(lines), ordered)
+    error = RankFailedError("\n".join(lines), ordered)
     error.__cause__ = cause
     return error
 

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from jigsaw import comm
 from jigsaw.layout import Spec
 from jigsaw.mesh import axes_of
-from jigsaw.testing.failure import RankFailure
+from jigsaw.testing.failure import RankFailedError
 from jigsaw.testing.rank import world_mesh
 from jigsaw.testing.world import run_on_ranks
 from jigsaw.tile import Tile, shard
@@ -68,7 +68,7 @@ def assert_same_on_every_mesh(
     Each tensor may be off by ``atol + rtol * max |expected|``.
 
     Raises: `AssertionError` that lists every tensor that differs, with the mesh, the rank and the worst place;
-    `RankFailure` when a rank raises; `ValueError` for a mesh that cuts nothing.
+    `RankFailedError` when a rank raises; `ValueError` for a mesh that cuts nothing.
     """
     if gradients not in (None, "parts", "whole"):
         raise ValueError(f"gradients={gradients!r}: each rank's gradient is one of its 'parts' or the 'whole'")
@@ -95,7 +95,7 @@ def assert_same_on_every_mesh(
             found = run_on_ranks(
                 ranks, _differences, replace(case, specs=by_input), expected, axes, rtol, atol, timeout=timeout
             )
-        except RankFailure as error:
+        except RankFailedError as error:
             error.add_note(f"on the mesh {_show(axes)}")
             raise
         lines = [f"  rank {rank}: {line}" for rank, differences in enumerate(found) for line in differences]

@@ -123,7 +123,7 @@ def _run(job: Job, rank: int) -> Report:
 def _same_start() -> None:
     """Every rank starts every body alike, whatever ran before: one seed, float32, gradients on."""
     torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002 (what a body calls may use the legacy global state)
+    np.random.seed(0)  # noqa: NPY002 (scipy and others draw from the global state, which only this can seed)
     random.seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)

@@ -40,8 +40,8 @@ def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]],
     float32. The arguments (parameters, fixture values) must pickle, and the function must be at module level. It
     returns the list of what each rank returned, or None when no rank returned anything (as pytest wants of a test).
 
-    Raises: `RankFailure`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer than
-    `timeout` seconds; the world is then killed and the next test starts a fresh one.
+    Raises: `RankFailedError`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer
+    than `timeout` seconds; the world is then killed and the next test starts a fresh one.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, list[T] | None]:
@@ -62,7 +62,7 @@ def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]],
 def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
     """Call a module-level `function` on `ranks` ranks and return what each returned; `on_ranks` without the decorator.
 
-    Raises: `RankFailure`, as `on_ranks` does.
+    Raises: `RankFailedError`, as `on_ranks` does.
     """
     return _world(ranks).run(_body_of(function), args, kwargs, timeout)
 

@@ -20,7 +20,7 @@ from jigsaw.io.plan import plan_read
 from jigsaw.io.request import DROPPED, Part, Request
 from jigsaw.io.store import open_store
 from jigsaw.layout import Layout
-from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 
 FAST = ("v2", "blosc")
 
@@ -423,7 +423,7 @@ def body_killed(path, told):
 def test_a_killed_rank_is_named_and_leaves_nothing(tmp_path):
     path, _ = write(tmp_path, chunk=(1, 3, 13, 10))
     before = set(os.listdir("/dev/shm"))
-    with pytest.raises(RankFailure):
+    with pytest.raises(RankFailedError):
         run_on_ranks(3, body_killed, path, str(tmp_path))
     for rank in (0, 2):
         text = (tmp_path / str(rank)).read_text()

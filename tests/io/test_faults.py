@@ -32,7 +32,7 @@ from jigsaw.io.formats.netcdf3 import open_netcdf3
 from jigsaw.io.formats.nifti import open_nifti
 from jigsaw.io.plan import plan_read
 from jigsaw.io.store import open_store
-from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 
 MODES = ("independent", "neighbours", "cooperative")
 
@@ -480,7 +480,7 @@ def body_killed(path, told):
 def test_a_rank_that_is_killed_fails_every_read_of_the_others_and_leaves_nothing(tmp_path):
     path, _ = write(tmp_path, chunk=(1, 3, 4, 10))
     before = set(os.listdir("/dev/shm"))
-    with pytest.raises(RankFailure):
+    with pytest.raises(RankFailedError):
         run_on_ranks(3, body_killed, path, str(tmp_path))
     for rank in (0, 2):
         lines = (tmp_path / str(rank)).read_text().splitlines()

@@ -25,7 +25,7 @@ from jigsaw import comm
 from jigsaw.io.errors import FieldError, GridError, WriteError
 from jigsaw.io.writing.write import Writer, completeness, write
 from jigsaw.layout import ShardingError
-from jigsaw.testing import RankFailure, on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 
 SHAPE = (3, 4, 13, 10)
 DIMS = ("time", "channel", "lat", "lon")
@@ -414,7 +414,7 @@ def body_killed(folder):
 
 
 def test_a_killed_run_leaves_what_is_complete(tmp_path):
-    with pytest.raises(RankFailure, match=r"SIGKILL|another rank ended"):
+    with pytest.raises(RankFailedError, match=r"SIGKILL|another rank ended"):
         run_on_ranks(2, body_killed, str(tmp_path))
     assert "another rank ended while they were writing together" in (tmp_path / "told").read_text()
     path, x = tmp_path / "a.zarr", array((4, 64, 64))
