@@ -36,6 +36,7 @@ def opened(task: Task, folder: str) -> Opened:
         name, _, workers = task.engine.partition("+DataLoader-")
         open_with = {
             "bare-loop": jigsaw_side.bare_loop,
+            "bare-loop-kept": jigsaw_side.bare_loop,
             "zarr": zarr_slices,
             "zarr+zarrs": zarrs_slices,
             "tensorstore": tensorstore_slices,

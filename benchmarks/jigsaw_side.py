@@ -120,13 +120,15 @@ def stepped(batches: Iterator[Any], step_s: float) -> Iterator[Any]:
 def bare_loop(task: Task) -> tuple[Any, dict[str, Any]]:
     """Nothing but reading and decoding the chunks that a sample needs, one by one, into the same memory each time.
 
-    Where the chunks lie is known before it begins.
+    `bare-loop-kept` decodes each to memory of its own, as large as a sample in all: what is decoded is then there to be
+    used, as a chunk after the other.  Where the chunks lie is known before either begins.
     """
     from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
 
     import jigsaw
 
     blosc.use_threads = False
+    kept = task.engine.endswith("-kept")
     ds = jigsaw.io.open(task.path, fields=fields_of(task), mesh=dict(task.mesh), inputs=range(task.per_sample))
     tables = ds.store.arrays
     known: list[Any] = []
@@ -134,15 +136,17 @@ def bare_loop(task: Task) -> tuple[Any, dict[str, Any]]:
         plan = ds.plan(sample * task.per_sample)
         known.append([(plan.ref(job.array, job.chunk), tables[job.array].chunk_bytes) for job in plan.jobs])
     stored = np.empty(max(ref.length for refs in known for ref, _ in refs), np.uint8)
-    decoded = np.empty(max(size for refs in known for _, size in refs), np.uint8)
+    decoded = np.empty(max((sum if kept else max)(size for _, size in refs) for refs in known), np.uint8)
 
     def read(wanted: Sequence[int]) -> Iterator[np.ndarray]:
         for sample in wanted:
+            start = 0
             for ref, size in known[sample]:
                 fd = os.open(ref.path, os.O_RDONLY)
                 os.preadv(fd, [stored[: ref.length]], ref.offset)
                 os.close(fd)
-                blosc.decompress(stored[: ref.length], decoded[:size])
+                blosc.decompress(stored[: ref.length], decoded[start : start + size])
+                start += size if kept else 0
             yield decoded
 
     return read, {"numcodecs": version("numcodecs"), "blosc.use_threads": False}

@@ -22,7 +22,7 @@ from jigsaw.mesh import submesh
 from jigsaw.nn.linear import Linear
 from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 from jigsaw.sharding import units_of
-from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 SPEC = ("data", None, "lat", "lon")
 MESHES = [
@@ -243,7 +243,13 @@ def _forecast(axes, mode, dtype, rtol):
     _assert_same_state(model, expected, rtol)
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [
+        pytest.param(torch.float64, 1e-9, id="float64"),
+        pytest.param(torch.float32, 1e-4, id="float32", marks=pytest.mark.slow),
+    ],
+)
 @on_modes()
 @on_meshes([*MESHES, *CHANNEL_MESHES])
 def test_ten_steps_of_a_forecast(axes, mode, dtype, rtol):
@@ -708,49 +714,41 @@ def test_units_are_elements_of_sequences_that_are_big_enough():
 # -- misuse -----------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
 def _replaces_a_parameter():
     model, _, mesh = _pair(Net, {"lat": 2})
     model.blocks[0].gain = nn.Parameter(torch.ones(6, 1, 1))
     model(jigsaw.shard(_batch()[0], mesh, SPEC))
 
 
-@on_ranks(2)
 def _different_models():
     parallelize(nn.Linear(2, 2 + dist.get_rank()), world_mesh(lat=2))
 
 
-@on_ranks(2)
 def _twice():
     mesh = world_mesh(lat=2)
     parallelize(parallelize(nn.Linear(2, 2), mesh), mesh)
 
 
-@on_ranks(2)
 def _sparse():
     parallelize(nn.Sequential(nn.Embedding(3, 2, sparse=True)), world_mesh(lat=2))
 
 
-@on_ranks(2)
 def _pickles():
     pickle.dumps(parallelize(nn.Linear(2, 2), world_mesh(lat=2)))
 
 
-@on_ranks(2)
 def _mixes_summed_and_averaged():
     model, _, mesh = _pair(Net, {"lat": 2})
     stray = torch.ones(6, 1, 1, requires_grad=True)
     _ = jigsaw.shard(_batch()[0], mesh, SPEC) * (model.blocks[0].gain * stray)
 
 
-@on_ranks(2)
 def _cuts_channels_by_two_axes():
     mesh = world_mesh(channel=2)
     layer = parallelize(nn.Linear(4, 4), mesh)
     layer(jigsaw.shard(torch.ones(4, 4), mesh, ("channel", None)))
 
 
-@on_ranks(2)
 def _weights_elsewhere():
     other = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["a"]
     model = nn.Linear(2, 2)
@@ -765,7 +763,7 @@ def _weights_elsewhere():
             _replaces_a_parameter,
             "'gain' of Block was replaced or added after parallelize.*call jigsaw.parallelize last",
         ),
-        (_different_models, "same model on every rank, but rank 1 of the mesh.*weight"),
+        (_different_models, r"same model on every rank, but rank \d of the mesh.*weight"),
         (_twice, "Linear went through jigsaw.parallelize before; call it once"),
         (_sparse, "module '0' makes sparse gradients.*sparse=False"),
         (_pickles, "cannot be pickled.*state_dict"),
@@ -774,7 +772,7 @@ def _weights_elsewhere():
         (_mixes_summed_and_averaged, "leaves that are summed and leaves that are averaged"),
     ],
 )
+@on_ranks(2)
 def test_misuse_is_told(body, message):
-    with pytest.raises(RankFailedError, match=f"(?s){message}") as caught:
+    with pytest.raises((ShardingError, TypeError), match=f"(?s){message}"):
         body()
-    assert isinstance(caught.value.__cause__, ShardingError | TypeError)

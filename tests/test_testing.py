@@ -47,7 +47,7 @@ def _fails_on(rank, how):
     dist.all_reduce(torch.ones(1))
 
 
-@on_ranks(2, timeout=1.5)
+@on_ranks(2, timeout=4)
 def _hangs():
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1))
@@ -181,7 +181,7 @@ def test_a_dying_rank_is_the_cause_whatever_its_neighbours_say(how, words):
 
 
 def test_a_hang_shows_every_ranks_stack():
-    with pytest.raises(RankFailedError, match=r"still running after 1.5 s") as info:
+    with pytest.raises(RankFailedError, match=r"still running after 4 s") as info:
         _hangs()
     assert "all_reduce" in str(info.value)
     assert "_sleep_for_ever" in str(info.value)
@@ -205,6 +205,7 @@ def test_after_a_failure_the_next_test_has_a_fresh_world():
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_groups_left_behind_are_closed_in_time():
     told = [_makes_a_group()[0] for _ in range(100)]
     assert all(total == 2.0 for total, _ in told)

@@ -142,6 +142,7 @@ def run_training(ranks: int, out: Path, *flags: str) -> dict:
     return report
 
 
+@pytest.mark.slow
 def test_training_is_the_same_on_one_and_four_ranks(tmp_path):
     alone, tiles = run_training(1, tmp_path), run_training(4, tmp_path)
     assert len(alone["losses"]) == 3
