@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jigsaw.io.survey import Survey, Variable
+from jigsaw.io.writing.cf import Coordinate
 from jigsaw.io.writing.outline import CHANNEL, LEVEL, Field
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ _OF_WRITER = "jigsaw_"
 
 @dataclass(frozen=True)
 class Lent:
-    """Coordinates (all but time, whose values the user gives), attributes, and what each channel becomes."""
+    """Coordinates, attributes, and what each channel becomes; of `time` only how it is stored, the user gives when."""
 
     coords: Mapping[str, Any]
     attrs: Mapping[str, Any]
     field_attrs: Mapping[str, Mapping[str, Any]]
     fields: list[Field]
-    time: Mapping[str, Any]
+    time: Coordinate | None
 
 
 def lent(dataset: Dataset, dims: Sequence[str] | None) -> Lent:
@@ -48,13 +49,17 @@ def lent(dataset: Dataset, dims: Sequence[str] | None) -> Lent:
         attrs={k: v for k, v in store.attrs.items() if not k.startswith(_OF_WRITER)},
         field_attrs={v.table.name: {k: x for k, x in v.table.attrs.items() if k not in _OF_STORAGE} for v in variables},
         fields=fields,
-        time={} if timed is None else _of(survey, timed, "time"),
+        time=None if timed is None else _time(survey, timed),
     )
 
 
 def _of(survey: Survey, variable: Variable, role: str) -> Mapping[str, Any]:
     """The attributes of a coordinate, whatever the store calls its dim."""
     return {k: v for k, v in survey.attrs(variable, role).items() if k not in _OF_STORAGE}
+
+
+def _time(survey: Survey, variable: Variable) -> Coordinate:
+    return Coordinate("time", ("time",), survey.values(variable, "time"), _of(survey, variable, "time"))
 
 
 def _level(survey: Survey, variable: Variable, level: int | None) -> float | None:

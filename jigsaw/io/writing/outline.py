@@ -343,13 +343,16 @@ def outline(
     given: Mapping[str, Any],
     how: Choices,
     known: Found | None,
+    like: Mapping[str, Coordinate] | None = None,
 ) -> Outline:
-    """What one append writes, checked against the store that there is (`known`).
+    """What one append writes, checked against the store that there is (`known`); coordinates that are given without
+    attributes are stored as those of `like`.
 
     Raises: `FieldError`, `GridError`, `ShardingError` or `WriteError` naming what does not fit.
     """
     there = {} if known is None else known.coords
-    coords = [coordinate_of(n, value, there[n].attrs if n in there else None) for n, value in given.items()]
+    bare = {n: c for n, c in (like or {}).items() if not isinstance(given.get(n), tuple)}
+    coords = [coordinate_of(n, value, there.get(n, bare.get(n))) for n, value in given.items()]
     at_levels = next((c.values for c in (*coords, *there.values()) if c.name == LEVEL), None)
     levels = None if fields is None else _levels_of(fields, at_levels)
     sources = _sources_of(data, dims, fields, levels, how)
@@ -402,7 +405,20 @@ def _growing(coords: Sequence[Coordinate], known: Found, dim: str | None) -> tup
         fixed = dim not in c.dims
         if c.dims != there.dims or (fixed and not np.array_equal(c.values, there.values)):
             raise GridError(f"coords[{c.name!r}] differs from that of the store, which has dims {there.dims}")
+        _check_stored_exactly(c, there)
     return tuple(c for c in coords if dim in c.dims)
+
+
+def _check_stored_exactly(c: Coordinate, there: Coordinate) -> None:
+    """What the store's dtype would round or cut off is refused."""
+    numbers = c.values.dtype.kind in "fiu" and there.values.dtype.kind in "fiu"
+    with np.errstate(invalid="ignore"):
+        kept = c.values.astype(there.values.dtype) if numbers else c.values
+    if not np.array_equal(kept, c.values, equal_nan=numbers):
+        raise GridError(
+            f"coords[{c.name!r}] are stored as {there.values.dtype} in {there.attrs.get('units', 'no units')!r}, which "
+            f"do not hold {c.values.ravel()[:2]}… exactly; give finer units when the store is made"
+        )
 
 
 def _all_of(sources: Sequence[Source], known: Found, how: Choices) -> Sequence[Source]:

@@ -155,7 +155,7 @@ class Writer:
         self._fields = None if fields is None else [parse_field(f) for f in fields]
         self._how = Choices(suffix, append_dim, chunks or {}, shards or {}, encoding or {}, dict(field_attrs or {}))
         self._how.check()
-        self._time_attrs: Mapping[str, Any] = {}
+        self._stored_like: Mapping[str, Coordinate] = {}
         if like is not None:
             self._lend(like)
         self._sink: Sink = _sink(suffix, self.path, append_dim, encoding or {})
@@ -169,7 +169,7 @@ class Writer:
         found = lent(like, None if isinstance(self._dims, Mapping) else self._dims)
         self._coords = {**found.coords, **self._coords}
         self._attrs = {**found.attrs, **self._attrs}
-        self._time_attrs = found.time
+        self._stored_like = {} if found.time is None else {"time": found.time}
         if self._fields is None and not isinstance(self._dims, Mapping) and CHANNEL in self._dims:
             self._fields = found.fields
         self._how = replace(self._how, field_attrs={**found.field_attrs, **self._how.field_attrs})
@@ -251,9 +251,7 @@ class Writer:
 
     def _outlined(self, data: Data, coords: Mapping[str, Any]) -> Outline:
         given = dict(coords) if self._mesh is not None else {**self._coords, **coords}
-        if "time" in given and self._time_attrs and not isinstance(given["time"], tuple):
-            given["time"] = given["time"], self._time_attrs
-        return outline(data, self._dims, self._fields, given, self._how, self._known)
+        return outline(data, self._dims, self._fields, given, self._how, self._known, self._stored_like)
 
     def _begin(self, mesh: DeviceMesh, piece: Outline) -> None:
         """Make the store, where there is none to append to."""

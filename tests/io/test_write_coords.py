@@ -1,0 +1,95 @@
+"""Coordinates of stores that are written: dates of any year and units, and what an append may not round."""
+
+import cftime
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from globe_store import globe
+from globe_store import write as write_globe
+
+import jigsaw
+from jigsaw.io.errors import GridError
+from jigsaw.io.writing.write import Writer, write
+from jigsaw.testing import run_on_ranks, world_mesh
+
+SUFFIXES = ("zarr", "nc")
+DIMS = ("time", "channel", "lat", "lon")
+TIMES = np.datetime64("2020-02-28T18", "ns") + np.arange(2) * np.timedelta64(6, "h")
+
+
+def whole_tile():
+    """[time, lat] on one rank."""
+    return jigsaw.shard(torch.arange(6.0).reshape(2, 3), jigsaw.init_mesh(device="cpu", lat=1), (None, None))
+
+
+def opened(path):
+    """What xarray reads, without a word of warning."""
+    return xr.open_dataset(path, decode_timedelta=True).load()
+
+
+FAR = {
+    "later": np.array(["2500-01-01", "2500-01-02"], "M8[us]"),
+    "earlier": np.array(["1500-01-01T12", "1500-01-02T12"], "M8[s]"),
+    "days": np.array(["3000-01-01", "3000-01-02"], "M8[D]"),
+}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("given", FAR.values(), ids=FAR)
+def test_years_beyond_nanoseconds(tmp_path, suffix, given):
+    path = tmp_path / f"a.{suffix}"
+    options = {"dims": ("time", "lat"), "append_dim": "time"}
+    tile = whole_tile()
+    for more, mode in ((0, "w-"), (2, "a")):
+        write(path, {"u": tile}, coords={"time": given + np.timedelta64(more, "D")}, mode=mode, **options)
+    wide = xr.coders.CFDatetimeCoder(time_unit="us")
+    found = xr.open_dataset(path, decode_times=wide).time.values
+    np.testing.assert_array_equal(found, np.concatenate([given, given + np.timedelta64(2, "D")]).astype("M8[us]"))
+
+
+def test_nanoseconds_and_missing_dates(tmp_path):
+    tile = whole_tile()
+    exact = np.array(["2000-01-01T00:00:00.000000001", "2000-01-02"], "M8[ns]")
+    missing = np.array(["2000-01-01", "NaT"], "M8[ns]")
+    for suffix in SUFFIXES:
+        path = tmp_path / f"a.{suffix}"
+        write(path, {"u": tile}, dims=("time", "lat"), coords={"time": exact, "issued": (("time",), missing)})
+        ds = opened(path)
+        np.testing.assert_array_equal(ds.time.values, exact)
+        np.testing.assert_array_equal(ds.issued.values, missing)
+
+
+def body_float_days(source, path):
+    data = jigsaw.io.open(source, mesh=world_mesh(lat=2))
+    with Writer(path, dims=DIMS, like=data, append_dim="time") as out:
+        for i in range(3):
+            out.append(data[i].input, coords={"time": data[i].input_times})
+    write(path, data[3].input, dims=DIMS, like=data, append_dim="time", mode="a", coords={"time": data[3].input_times})
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_times_that_a_store_holds_as_fractions_of_days_are_written_so(tmp_path, suffix):
+    data = globe()[["2m_temperature"]]
+    data.time.encoding = {"units": "days since 1900-01-01", "calendar": "standard", "dtype": "float64"}
+    run_on_ranks(2, body_float_days, write_globe(tmp_path / "in.zarr", data), str(tmp_path / f"out.{suffix}"))
+    back = opened(tmp_path / f"out.{suffix}")
+    np.testing.assert_array_equal(back.time.values, data.time.values[:4])
+    assert back.time.encoding["units"] == "days since 1900-01-01" and back.time.encoding["dtype"] == np.float64
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_append_never_rounds_a_coordinate(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    options = {"dims": ("time", "lat"), "append_dim": "time"}
+    tile = whole_tile()
+    days = np.array([cftime.DatetimeNoLeap(2020, 1, 1), cftime.DatetimeNoLeap(2020, 1, 2)])
+    coords = {"time": (days, {"units": "days since 2000-01-01"}), "run": (("time",), [1, 2])}
+    write(path, {"u": tile}, coords=coords, **options)
+    noon = np.array([cftime.DatetimeNoLeap(2020, 1, 3, 12), cftime.DatetimeNoLeap(2020, 1, 4, 12)])
+    with pytest.raises(GridError, match=r"coords\['time'\] are stored as int64 in 'days since 2000-01-01'"):
+        write(path, {"u": tile}, coords={"time": noon, "run": (("time",), [3, 4])}, mode="a", **options)
+    dates = (("time",), TIMES)
+    with pytest.raises(GridError, match=r"coords\['run'\] holds dates or durations, but it is stored without units"):
+        write(path, {"u": tile}, coords={"time": days, "run": dates}, mode="a", **options)
+    assert opened(path).sizes["time"] == 2
