@@ -1,4 +1,4 @@
-"""Coordinates of stores that are written: dates of any year and units, and what an append may not round."""
+"""Coordinates and chunks of stores that grow: dates of any year and units, what is rounded, sizes beyond a dim."""
 
 import cftime
 import numpy as np
@@ -54,10 +54,12 @@ def test_nanoseconds_and_missing_dates(tmp_path):
     missing = np.array(["2000-01-01", "NaT"], "M8[ns]")
     for suffix in SUFFIXES:
         path = tmp_path / f"a.{suffix}"
-        write(path, {"u": tile}, dims=("time", "lat"), coords={"time": exact, "issued": (("time",), missing)})
+        coords = {"time": exact, "issued": (("time",), missing), "made": exact[1]}
+        write(path, {"u": tile}, dims=("time", "lat"), coords=coords)
         ds = opened(path)
         np.testing.assert_array_equal(ds.time.values, exact)
         np.testing.assert_array_equal(ds.issued.values, missing)
+        assert ds.made.values == exact[1]
 
 
 def body_float_days(source, path):
@@ -93,3 +95,16 @@ def test_an_append_never_rounds_a_coordinate(tmp_path, suffix):
     with pytest.raises(GridError, match=r"coords\['run'\] holds dates or durations, but it is stored without units"):
         write(path, {"u": tile}, coords={"time": days, "run": dates}, mode="a", **options)
     assert opened(path).sizes["time"] == 2
+
+
+@pytest.mark.parametrize("sizes", [{"chunks": {"lat": 7}}, {"chunks": {"lat": 7}, "shards": {"lat": 21, "time": 4}}])
+def test_chunks_and_shards_larger_than_a_dim_are_those_of_the_dim(tmp_path, sizes):
+    path, tile = tmp_path / "a.zarr", whole_tile()
+    options = {"dims": ("time", "lat"), "append_dim": "time", **sizes}
+    with Writer(path, **options) as out:
+        out.append({"u": tile}, coords={"time": TIMES})
+        out.append({"u": tile}, coords={"time": TIMES + np.timedelta64(12, "h")})
+    write(path, {"u": tile}, coords={"time": TIMES + np.timedelta64(24, "h")}, mode="a", **options)
+    found = opened(path).u
+    np.testing.assert_array_equal(found.values, np.tile(tile.full_tensor().numpy(), (3, 1)))
+    assert found.encoding["chunks"][1] == 3 and (found.encoding["shards"] or (4, 3))[1] == 3

@@ -107,7 +107,7 @@ def _encoded(
     if values.dtype.kind == "O":
         return _calendar_dates(name, values, attrs, fractions)
     gone = np.isnat(values)
-    exact = _nanoseconds(np.where(gone, np.zeros((), values.dtype), values))
+    exact = _nanoseconds(np.where(gone, np.zeros((), values.dtype), values).ravel())
     if values.dtype.kind == "m":
         step, described = _of_durations(name, exact, attrs)
         since = exact
@@ -120,11 +120,12 @@ def _encoded(
             "stored in; give finer units when the store is made: (values, {'units': 'seconds since 1970-01-01'})"
         )
     numbers = (since / step).astype(np.float64) if fractions else (since // step).astype(np.int64)
+    numbers = numbers.reshape(values.shape)
     return np.where(gone, np.nan, numbers) if gone.any() else numbers, described
 
 
 def _nanoseconds(values: NDArray[Any]) -> NDArray[Any]:
-    """Dates or durations as Python's integers: 64 bits of nanoseconds end 292 years from 1970."""
+    """Dates or durations [n] as Python's integers: 64 bits of nanoseconds end 292 years from 1970."""
     kind, fine = values.dtype.kind, np.datetime_data(values.dtype)[0] in ("ns", "ps", "fs", "as")
     ticks = values.astype(f"{kind}8[{'ns' if fine else 'us'}]").astype(np.int64)
     return np.multiply(ticks.astype(object), 1 if fine else 1000, dtype=object)

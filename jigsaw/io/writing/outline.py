@@ -311,12 +311,14 @@ def _chunk(dim: str, size: int, layout: Layout, at: int, how: Choices) -> int:
 
 def _shard(name: str, dim: str, size: int, chunk: int, how: Choices) -> int:
     asked = int(how.shards.get(dim, chunk))
+    if asked >= size and dim != how.append_dim:  # the whole dim, whatever its chunks
+        return -(-size // chunk) * chunk
     if asked % chunk:
         raise WriteError(
             f"array {name!r}: shards={{{dim!r}: {asked}}} must hold whole chunks of {chunk}; "
             f"choose {asked - asked % chunk or chunk} or {asked - asked % chunk + chunk}"
         )
-    return asked if dim == how.append_dim else min(asked, -(-size // chunk) * chunk)
+    return asked
 
 
 def _check_dims(how: Choices, sources: Sequence[Source]) -> dict[str, int]:
@@ -441,7 +443,10 @@ def _as_stored(source: Source, known: Found, how: Choices) -> Source:
             f"{there.dtype} {dict(zip(there.dims, there.shape, strict=True))}"
         )
     for what, asked, has in (("chunks", how.chunks, there.chunks), ("shards", how.shards, there.units)):
-        wrong = {d: n for d, n in zip(there.dims, has, strict=True) if d in asked and asked[d] != n}
+        sizes = zip(there.dims, has, shape, strict=True)
+        # what reaches beyond a dim was made as large as the dim
+        whole = {d: n for d, n, size in sizes if d != how.append_dim and asked.get(d, n) > n >= size}
+        wrong = {d: n for d, n in zip(there.dims, has, strict=True) if asked.get(d, n) != n and d not in whole}
         if wrong:
             raise WriteError(f"{what}={dict(asked)} differ from those of array {mine.name!r} in the store, {wrong}")
     return replace(source, array=replace(there, shape=mine.shape))
