@@ -1,4 +1,6 @@
-"""Coordinates and chunks of stores that grow: dates of any year and units, what is rounded, sizes beyond a dim."""
+"""What a written store says: dates of any year and units, fill values, sizes beyond a dim; how it is replaced."""
+
+import shutil
 
 import cftime
 import numpy as np
@@ -9,7 +11,7 @@ from globe_store import globe
 from globe_store import write as write_globe
 
 import jigsaw
-from jigsaw.io.errors import GridError
+from jigsaw.io.errors import GridError, WriteError
 from jigsaw.io.writing.write import Writer, write
 from jigsaw.testing import run_on_ranks, world_mesh
 
@@ -108,3 +110,44 @@ def test_chunks_and_shards_larger_than_a_dim_are_those_of_the_dim(tmp_path, size
     found = opened(path).u
     np.testing.assert_array_equal(found.values, np.tile(tile.full_tensor().numpy(), (3, 1)))
     assert found.encoding["chunks"][1] == 3 and (found.encoding["shards"] or (4, 3))[1] == 3
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_fill_values_that_are_given_stand_for_missing_values(tmp_path, suffix):
+    mesh, path = jigsaw.init_mesh(device="cpu", lat=1), tmp_path / f"a.{suffix}"
+    tiles = {"u": torch.tensor([[1.0, 9e36, 3.0]]), "n": torch.tensor([[1, -999, 3]], dtype=torch.int32)}
+    attrs = {"u": {"_FillValue": np.float32(9e36), "units": "K"}, "n": {"_FillValue": np.int32(-999)}}
+    depth = (("lat",), np.array([-1.0, 5.0, 6.0]), {"_FillValue": -1.0})
+    sea = (("lat",), np.array([True, False, True]))
+    cut = {name: jigsaw.shard(x, mesh, (None, None)) for name, x in tiles.items()}
+    made = {"made": np.datetime64("2020-01-01"), "n": np.float32(2)}
+    coords = {"depth": depth, "sea": sea, "half": (("lat",), np.arange(3, dtype="f2"))}
+    write(path, cut, dims=("time", "lat"), coords=coords, field_attrs=attrs, attrs=made)
+    found = opened(path)
+    np.testing.assert_array_equal(found.u.values, [[1, np.nan, 3]])
+    np.testing.assert_array_equal(found.n.values, [[1, np.nan, 3]])
+    np.testing.assert_array_equal(found.depth.values, [np.nan, 5, 6])
+    assert found.sea.values.tolist() == [1, 0, 1] and found.half.values.tolist() == [0, 1, 2]
+    assert found.attrs["made"] == "2020-01-01" and found.u.attrs["units"] == "K"
+
+
+def test_a_store_whose_replacement_is_ended_is_gone_not_halved(tmp_path, monkeypatch):
+    path, tile = tmp_path / "a.zarr", whole_tile()
+    options = {"dims": ("time", "lat"), "mode": "w"}
+    write(path, {"u": tile}, **options)
+    (tmp_path / "link.zarr").symlink_to(path)
+    with pytest.raises(WriteError, match=r"link\.zarr is a symbolic link, so it is not replaced"):
+        write(tmp_path / "link.zarr", {"u": tile}, **options)
+
+    def ended(folder, ignore_errors=False):
+        if folder.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", ended)
+        write(path, {"u": tile}, **options)
+    assert not path.exists()
+    write(path, {"u": tile}, **options)
+    np.testing.assert_array_equal(opened(path).u.values, tile.full_tensor().numpy())
+    write(path, {"u": tile}, **options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.zarr", "link.zarr"]

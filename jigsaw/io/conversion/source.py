@@ -47,6 +47,12 @@ class Selected:
         """All that is no array to move: coordinates, their bounds, labels; stored whole."""
         return [_coordinate(str(n), v) for n, v in self.data.variables.items() if n not in self.arrays]
 
+    @property
+    def places(self) -> set[str]:
+        """Every file, folder or URL that values come from, as far as xarray says."""
+        encodings = (self.data.encoding, *(v.encoding for v in self.data.variables.values()))
+        return {*self.files, *(str(e["source"]) for e in encodings if e.get("source"))}
+
     def dims(self, name: str) -> list[tuple[str, str, int]]:
         """(role, own name, size) of each dim of an array."""
         variable = self.data.variables[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, timedelta
 from typing import Any
 
 import numpy as np
@@ -179,7 +180,9 @@ def _calendar_dates(
 
 
 def plain(value: Any) -> Any:
-    """An attribute as JSON and NetCDF hold it: numpy scalars and arrays as Python's own."""
+    """An attribute as JSON and NetCDF hold it: numpy scalars and arrays as Python's own, dates as text."""
+    if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
+        return str(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
