@@ -1,6 +1,7 @@
 """What a written store says: dates of any year and units, fill values, sizes beyond a dim; how it is replaced."""
 
 import shutil
+import warnings
 
 import cftime
 import numpy as np
@@ -151,3 +152,24 @@ def test_a_store_whose_replacement_is_ended_is_gone_not_halved(tmp_path, monkeyp
     np.testing.assert_array_equal(opened(path).u.values, tile.full_tensor().numpy())
     write(path, {"u": tile}, **options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.zarr", "link.zarr"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_is_lent_names_only_what_is_written(tmp_path, suffix):
+    data = globe()[["2m_temperature"]]
+    half = 7.5 * np.array([1.0, -1.0])
+    data = data.assign_coords(lat_bnds=(("latitude", "side"), data.latitude.values[:, None] + half), crs=0)
+    data["latitude"].attrs.update(units="degrees_north", bounds="lat_bnds")
+    data["2m_temperature"].attrs.update(grid_mapping="crs", cell_measures="area: cells", cell_methods="time: mean")
+    source = jigsaw.io.open(write_globe(tmp_path / "in.zarr", data), mesh=jigsaw.init_mesh(device="cpu", lat=1))
+    path = tmp_path / f"out.{suffix}"
+    crs = ((), np.int32(0), {"grid_mapping_name": "latitude_longitude"})
+    for given in ({}, {"crs": crs}):
+        how = {"dims": DIMS, "like": source, "mode": "w"}
+        with Writer(path, coords=given, **how) as out:
+            out.append(source[0].input, coords={"time": source[0].input_times})
+        with warnings.catch_warnings(action="error"), xr.open_dataset(path, decode_coords="all") as found:
+            mapping = found["2m_temperature"].encoding.get("grid_mapping")
+            assert (mapping, "crs" in found.coords) == (("crs", True) if given else (None, False))
+            assert found["2m_temperature"].attrs["cell_methods"] == "time: mean"
+            assert found.lat.attrs == {"units": "degrees_north"}

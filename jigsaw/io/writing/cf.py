@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from jigsaw.io.errors import GridError, UnsupportedStoreError
 from jigsaw.io.times import decode_times
 
+REFERENCES = ("grid_mapping", "bounds", "climatology", "cell_measures", "ancillary_variables", "formula_terms")
+"""The attributes that name other variables."""
 _LAT = {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}
 _LON = {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}
 _DEFAULTS: dict[str, dict[str, Any]] = {
