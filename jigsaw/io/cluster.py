@@ -21,14 +21,20 @@ _AHEAD = 2  # how much each of those that work has been given and has not yet an
 def client_of(address: str | None, workers: int | None = None) -> Generator[Client]:
     """A client of the cluster at `address`; without one, of a local cluster of so many workers (one a core).
 
-    Raises: `FieldError` where dask's scheduler is not installed.
+    Raises: `FieldError` where dask's scheduler is not installed, or none answers at the address.
     """
     try:
         from dask.distributed import Client, LocalCluster
     except ImportError as missing:
         raise FieldError("a dask cluster needs dask's scheduler: pip install 'dask[distributed]'") from missing
     if address is not None:
-        with Client(address) as client:
+        try:
+            found = Client(address)
+        except (ValueError, OSError) as error:
+            raise FieldError(
+                f"no dask scheduler answers at {address!r} ({error}); give one that runs, like tcp://host:8786"
+            ) from error
+        with found as client:
             yield client
         return
     quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # dask's server has a page even without one

@@ -15,7 +15,7 @@ from jigsaw.io.engine import Engine
 from jigsaw.io.errors import ReadError
 from jigsaw.io.frame import DATA, Frame
 from jigsaw.io.table import Store
-from jigsaw.layout import Axes
+from jigsaw.layout import Axes, ShardingError
 from jigsaw.mesh import axes_of, init_mesh
 
 
@@ -82,5 +82,10 @@ class Samples(ABC):
 
 
 def taken(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, str | None, Axes]:
-    """The mesh, its device and its axes; only axes where it was given as integers."""
+    """The mesh, its device and its axes; only axes where it was given as integers.
+
+    Raises: `ShardingError` for sizes below 1.
+    """
+    if isinstance(mesh, Mapping) and any(size < 1 for size in mesh.values()):
+        raise ShardingError(f"mesh={dict(mesh)} must have axes of at least one rank each")
     return (None, None, tuple(mesh.items())) if isinstance(mesh, Mapping) else (mesh, mesh.device_type, axes_of(mesh))

@@ -97,6 +97,8 @@ def test_the_picture_is_drawn(tmp_path, capsys, chunk):
         ),
         (["--targets", "99"], r"WindowError: a window from offset 0 to 99"),
         (["--samples", "99"], r"IndexError: sample 99 of a dataset of 9"),
+        (["--mesh", "lat=0"], r"ShardingError: mesh=\{'lat': 0\} must have axes of at least one rank each"),
+        (["--plot", "plan.xyz"], r"UnsupportedStoreError: a picture is not written as 'plan.xyz'; its ending may be"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_status_1(wb2, capsys, argv, match):
@@ -117,6 +119,8 @@ def test_a_path_that_is_no_store(tmp_path, capsys):
         (["--mesh", "lat"], "'lat' is not a list like lat=2"),
         (["--mesh", "lat=x"], "with whole numbers"),
         (["--samples", "a"], "not a list of whole numbers"),
+        (["--samples="], "names no sample; give at least one, like 0"),
+        (["--mesh", "lat=2,lat=3"], "'lat=2,lat=3' names lat twice"),
     ],
 )
 def test_options_are_checked(wb2, capsys, argv, match):

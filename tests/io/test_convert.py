@@ -299,3 +299,21 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, archive):
         with pytest.raises(WriteError, match=r"mine (exists and no journal|is no Zarr store)"):
             convert(archive, tmp_path / "mine", replace=replace)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+def test_replace_removes_neither_the_source_nor_what_a_wrong_call_would_replace(tmp_path):
+    data, store = globe(3), tmp_path / "in.zarr"
+    data.to_zarr(store, zarr_format=3)
+    for source in (store, xr.open_zarr(store, consolidated=False)):
+        with pytest.raises(WriteError, match=r"in\.zarr is what the conversion reads, so it is not replaced"):
+            convert(source, store, replace=True)
+    with pytest.raises(jio.MissingArrayError, match=r"field 'nothing'"):
+        convert(store, store, fields=["nothing"], replace=True)
+    (tmp_path / "link.zarr").symlink_to(store)
+    with pytest.raises(WriteError, match=r"link\.zarr is what the conversion reads"):
+        convert(store, tmp_path / "link.zarr", replace=True)
+    convert(data, tmp_path / "made.zarr")
+    with pytest.raises(UnsupportedStoreError):
+        convert(tmp_path / "none.nc", tmp_path / "made.zarr", replace=True)
+    assert all(verify(tmp_path / "made.zarr").values())
+    xr.testing.assert_equal(xr.open_zarr(store, consolidated=False).load(), data)

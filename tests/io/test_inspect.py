@@ -111,7 +111,8 @@ def test_a_volume_and_a_plane_are_drawn(tmp_path, capsys):
     ("argv", "match"),
     [
         (["--fields", "t3m"], r"MissingArrayError: field 't3m' is not in the store; did you mean 't2m'"),
-        (["--plot", "x.png", "--step", "99"], r"IndexError"),
+        (["--plot", "x.png", "--step", "99"], r"IndexError: step 99 of '2m_temperature', which has 10"),
+        (["--plot", "x.xyz"], r"UnsupportedStoreError: a picture is not written as 'x.xyz'; its ending may be .*png"),
         (["--dims", "lat=nothing"], r"GridError: dims=\{'lat': 'nothing'\}"),
     ],
 )

@@ -187,6 +187,14 @@ def test_members_follow_each_other_without_a_difference(tmp_path):
     check(statistics(ds, block=3), expected(whole, np.arange(20) != 10))
 
 
+def test_what_never_varies_has_no_deviation():
+    steps = [np.full((1, 40, 50), 101325.7)] * 3
+    weights = np.linspace(0.1, 1.3, 2000).reshape(40, 50)
+    for chosen in (None, weights):
+        found = Moments.nothing(1).add(Moments.of(x, chosen) for x in steps).summary()
+        assert (found["mean"][0], found["std"][0]) == (101325.7, 0.0)
+
+
 def test_large_offsets_do_not_cancel():
     r = np.random.default_rng(0)
     values = 1e9 + r.normal(size=(20, 1, 50))

@@ -68,10 +68,17 @@ def test_spans(wb2, tmp_path, span, steps):
     assert Statistics.read(out).attrs["steps"] == steps
 
 
-def test_a_span_without_dots_is_refused(wb2, capsys):
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["--time", "2020"], "'2020' is no span like 1979..2015"),
+        (["--dask", "-1"], "'-1' is not a whole number of at least 1"),
+    ],
+)
+def test_options_are_checked(wb2, capsys, argv, match):
     with pytest.raises(SystemExit):
-        main(["stats", wb2, "--time", "2020", "--output", "s.nc"])
-    assert "'2020' is no span like 1979..2015" in capsys.readouterr().err
+        main(["stats", wb2, "--output", "s.nc", *argv])
+    assert match in capsys.readouterr().err
 
 
 def test_under_torchrun_each_rank_takes_its_tile(wb2, tmp_path):
@@ -94,6 +101,9 @@ def test_under_torchrun_each_rank_takes_its_tile(wb2, tmp_path):
         (["--output", "s.txt"], r"FieldError: statistics are written as .nc, .npz, .json, not 's.txt'"),
         (["--output", "s.nc", "--fields", "t3m"], r"MissingArrayError: field 't3m' is not in the store"),
         (["--output", "s.nc", "--every", "5h"], r"WindowError: every='5h'"),
+        (["--output", "s.nc", "--every", "0"], r"WindowError: every=0 must be at least one step"),
+        (["--output", "no/s.nc"], r"FieldError: statistics are to be written to 'no/s.nc', whose folder is not there"),
+        (["--output", "s.nc", "--scheduler", "host"], r"FieldError: no dask scheduler answers at 'host'"),
         (["--output", "s.nc", "--mesh", "lat=2"], r"ShardingError: .* 1 ranks"),
     ],
 )

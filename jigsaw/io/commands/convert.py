@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="threads|local|tcp://host:8786",
         help="threads of this process, a local dask cluster, or a running one",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="threads, or workers of a local cluster")
+    parser.add_argument("--workers", type=options.count, metavar="N", help="threads, or workers of a local cluster")
     parser.add_argument("--verify", action="store_true", help="read the whole store again and compare digests")
     parser.add_argument("--replace", action="store_true", help="start again, whatever Zarr store there is")
 

@@ -40,6 +40,10 @@ def pairs(text: str) -> dict[str, str]:
     found = [entry.partition("=") for entry in names(text)]
     if any(not (key and sign and value) for key, sign, value in found):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like lat=2,lon=2")
+    named = [key for key, _, _ in found]
+    twice = sorted({key for key in named if named.count(key) > 1})
+    if twice:
+        raise argparse.ArgumentTypeError(f"{text!r} names {twice[0]} twice")
     return {key: value for key, _, value in found}
 
 
@@ -79,6 +83,21 @@ def offsets(text: str) -> list[int]:
         return [int(entry) for entry in names(text)]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers like -1,0") from None
+
+
+def samples(text: str) -> list[int]:
+    """``0,1``, at least one."""
+    found = offsets(text)
+    if not found:
+        raise argparse.ArgumentTypeError("names no sample; give at least one, like 0")
+    return found
+
+
+def count(text: str) -> int:
+    """``4``, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def span(text: str) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--targets", type=options.offsets, default=[1], metavar="1", help="target steps")
     parser.add_argument(
-        "--samples", type=options.offsets, default=[0], metavar="0", help="the samples that are read together"
+        "--samples", type=options.samples, default=[0], metavar="0", help="the samples that are read together"
     )
     parser.add_argument("--select", type=options.integers, metavar="number=0", help="the index in any other dim")
     parser.add_argument("--mode", choices=("auto", *MODES), default="auto")

@@ -13,7 +13,7 @@ from jigsaw.io.commands import options
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import FieldError
 from jigsaw.io.opening import open
-from jigsaw.io.stats.files import check_suffix
+from jigsaw.io.stats.files import check_path
 from jigsaw.io.stats.run import statistics
 from jigsaw.io.stats.series import WEIGHTS
 from jigsaw.io.stats.table import Statistics
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--time", type=options.span, metavar="1979..2015", help="dates, both included, or steps like 0..100"
     )
     parser.add_argument(
-        "--every", type=options.every, metavar="6h", help="thin the steps: a duration, or a number of steps"
+        "--every", type=options.every, default=1, metavar="6h", help="thin the steps: a duration, or a number of steps"
     )
     parser.add_argument("--weights", choices=WEIGHTS, default="none", help="area: rows by their share of the sphere")
     parser.add_argument("--select", type=options.integers, metavar="number=0", help="the index in any other dim")
@@ -49,7 +49,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     cluster = parser.add_mutually_exclusive_group()
     cluster.add_argument("--scheduler", metavar="tcp://host:8786", help="use this dask.distributed cluster")
     cluster.add_argument(
-        "--dask", type=int, nargs="?", const=0, metavar="WORKERS", help="start a local dask cluster, a worker a core"
+        "--dask",
+        type=options.count,
+        nargs="?",
+        const=0,
+        metavar="WORKERS",
+        help="start a local dask cluster, a worker a core",
     )
 
 
@@ -57,7 +62,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the file and print what is in it; 1 with the reason when there is none."""
     checkpoint = args.checkpoint or f"{args.output}.part"
-    check_suffix(args.output)
+    check_path(args.output)
     with _client(args) as client:
         dataset = _opened(args, client is not None)
         found = statistics(
@@ -100,7 +105,7 @@ def _opened(args: argparse.Namespace, by_workers: bool) -> Dataset:
         mesh=mesh,
         fields=args.fields,
         time=args.time,
-        every=args.every or 1,
+        every=args.every,
         select=args.select,
         dtype="float64",
     )

@@ -9,7 +9,6 @@ says that nothing is complete and lists no array; then one file, replaced atomic
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from jigsaw.io.errors import WriteError
 from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array
 from jigsaw.io.writing.sink import Completeness, completeness_of
-from jigsaw.io.writing.zarr_writer import ZarrSink, is_zarr, zarr_attrs
+from jigsaw.io.writing.zarr_writer import ZarrSink, is_zarr, remove_store, zarr_attrs
 from jigsaw.layout import Box, slices
 
 if TYPE_CHECKING:
@@ -84,17 +83,17 @@ def convert(
     - `dtype`: what floats are rounded to, such as ``"float32"``; by default they stay what xarray makes of them;
     - `client`: a `dask.distributed` client whose workers do it; without one, `threads` of this process (one a core);
     - `budget`: bytes that this process (or a worker's thread) holds at a time, at least one region;
-    - `replace`: start again, whatever there is at `target`.
+    - `replace`: start again, whatever Zarr store there is at `target`, unless it is the source.
 
     Raises: `WriteError` for a target that is complete already, belongs to another conversion, or reads back other than
     written; a `ReadError` for the source; `FieldError` for a cluster without workers.
     """
     path = Path(target)
-    if replace:
-        _remove(path)
     chosen = select(source, fields, time, every, dims, engine)
     sizes = recommended(chosen, mesh or {}, dims) if chunks is None else chunks
     arrays = tuple(chosen.outline(sizes, shards, dtype))
+    if replace:
+        _remove(path, chosen)
     journal = _journal(path, chosen, arrays)
     store = _Target(path, chosen, arrays)
     if not journal.is_made:
@@ -278,13 +277,16 @@ def _stored(path: Path, name: str, box: Box) -> NDArray[Any]:
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
-def _remove(path: Path) -> None:
-    """What `replace` removes: a Zarr store and its journal, nothing else."""
+def _remove(path: Path, chosen: Selected) -> None:
+    """What `replace` removes: a Zarr store and its journal, nothing else, and never what is to be read."""
     if path.exists() and not is_zarr(path):
         raise WriteError(f"{path} is no Zarr store, so it is not replaced; remove it yourself")
+    read = [Path(p).resolve() for p in chosen.places if "://" not in p]
+    if any(path.resolve() in (p, *p.parents) for p in read):
+        raise WriteError(f"{path} is what the conversion reads, so it is not replaced; write elsewhere")
     _journal_of(path).unlink(missing_ok=True)
-    if is_zarr(path):
-        shutil.rmtree(path)
+    if path.exists():
+        remove_store(path)
 
 
 def _journal_of(path: Path) -> Path:

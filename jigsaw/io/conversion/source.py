@@ -21,13 +21,12 @@ from jigsaw.io.reports.proposal import chunks_of, shards_of
 from jigsaw.io.reports.recommend import best_chunks
 from jigsaw.io.survey import Survey
 from jigsaw.io.times import is_int
-from jigsaw.io.writing.cf import Coordinate, coordinate_of
+from jigsaw.io.writing.cf import REFERENCES, Coordinate, coordinate_of
 from jigsaw.io.writing.outline import Array
 
 if TYPE_CHECKING:
     import xarray as xr
 
-_REFERENCES = ("grid_mapping", "bounds", "climatology", "cell_measures", "ancillary_variables", "formula_terms")
 _KINDS = "biuf"
 
 
@@ -46,6 +45,12 @@ class Selected:
     def coordinates(self) -> list[Coordinate]:
         """All that is no array to move: coordinates, their bounds, labels; stored whole."""
         return [_coordinate(str(n), v) for n, v in self.data.variables.items() if n not in self.arrays]
+
+    @property
+    def places(self) -> set[str]:
+        """Every file, folder or URL that values come from, as far as xarray says."""
+        encodings = (self.data.encoding, *(v.encoding for v in self.data.variables.values()))
+        return {*self.files, *(str(e["source"]) for e in encodings if e.get("source"))}
 
     def dims(self, name: str) -> list[tuple[str, str, int]]:
         """(role, own name, size) of each dim of an array."""
@@ -92,7 +97,7 @@ class Selected:
     def _beside(self, name: str) -> dict[str, str]:
         """The attribute by which CF readers find coordinates that are no dims."""
         dims = set(self.data.variables[name].dims)
-        referred = {word for v in self.data.variables.values() for k in _REFERENCES for word in _words(v, k)}
+        referred = {word for v in self.data.variables.values() for k in REFERENCES for word in _words(v, k)}
         beside = [
             str(n)
             for n, c in self.data.coords.items()
@@ -206,7 +211,7 @@ def _chosen(found: Survey, fields: Sequence[str]) -> list[str]:
 def _with_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:
     """The chosen variables, their coordinates, and what these name (the bounds of cells, a grid mapping)."""
     kept: set[str] = {str(n) for n in data[list(chosen)].variables}
-    named = {word for n in kept for key in _REFERENCES for word in _words(data.variables[n], key)}
+    named = {word for n in kept for key in REFERENCES for word in _words(data.variables[n], key)}
     return data.drop_vars([n for n in data.variables if str(n) not in kept | named])
 
 
@@ -261,7 +266,7 @@ def _words(variable: Any, key: str) -> list[str]:
 
 def _attributes(variable: Any) -> dict[str, Any]:
     """The attributes as they are stored: xarray moves those that name other variables aside."""
-    return {**variable.attrs, **{k: variable.encoding[k] for k in _REFERENCES if k in variable.encoding}}
+    return {**variable.attrs, **{k: variable.encoding[k] for k in REFERENCES if k in variable.encoding}}
 
 
 def _coordinate(name: str, variable: Any) -> Coordinate:

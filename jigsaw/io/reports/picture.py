@@ -22,7 +22,7 @@ _GREYS = ("#222222", "#666666", "#999999", "#cccccc")
 def draw(dataset: Dataset, plan: ReadPlan, path: str | Path) -> None:
     """Write the picture of a plan; the file's ending says its format.
 
-    Raises: `UnsupportedStoreError` where matplotlib is not installed.
+    Raises: `UnsupportedStoreError` where matplotlib is not installed or does not write such a file.
     """
     try:
         import matplotlib
@@ -35,6 +35,20 @@ def draw(dataset: Dataset, plan: ReadPlan, path: str | Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
     _map(left, dataset, plan, shades)
     _bars(right, plan, shades)
+    save(figure, path)
+
+
+def save(figure: Any, path: str | Path) -> None:
+    """Write a figure of matplotlib.
+
+    Raises: `UnsupportedStoreError` for an ending that it does not write.
+    """
+    endings = sorted(figure.canvas.get_supported_filetypes())
+    ending = Path(path).suffix.removeprefix(".")
+    if ending and ending not in endings:
+        raise UnsupportedStoreError(
+            f"a picture is not written as {str(path)!r}; its ending may be {', '.join(endings)}"
+        )
     figure.savefig(path, dpi=120)
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import UnsupportedStoreError
 from jigsaw.io.opening import open
+from jigsaw.io.reports.picture import save
 from jigsaw.io.table import Store
 from jigsaw.mesh import init_mesh
 
@@ -32,7 +33,7 @@ def draw_map(
     """Draw the first of `fields` at a step; of a volume its middle slice.  Says what was drawn.
 
     Raises: a `ReadError` as `jigsaw.io.open`, `IndexError` for a step that there is not, `UnsupportedStoreError`
-    where matplotlib is not installed.
+    where matplotlib is not installed or does not write such a file.
     """
     if find_spec("matplotlib") is None:
         raise UnsupportedStoreError("drawing a map needs matplotlib: pip install 'jigsaw-torch[plot]'")
@@ -40,6 +41,8 @@ def draw_map(
     first = open(store, mesh={}, fields=fields and list(fields[:1]), **plan).channels[0]
     name = first.array if first.level is None else first.name
     dataset = open(store, mesh=init_mesh(device="cpu", data=1), fields=[name], **plan)
+    if not -len(dataset) <= step < len(dataset):
+        raise IndexError(f"step {step} of {name!r}, which has {len(dataset)}")
     number = range(len(dataset))[step]
     values = dataset[number].input.local[0, 0].numpy()
     names, rows = dataset.frame.dims, dict(dataset.whole_coords)
@@ -94,7 +97,7 @@ def _draw(
     axes.set_title(title, fontsize=11)
     units = str(dataset.variables[0].table.attrs.get("units", ""))
     figure.colorbar(drawn, ax=axes, label=units or "no units given", shrink=0.85, extend="both")
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def _degrees(axes: Any, lat: NDArray[Any], lon: NDArray[Any]) -> None:

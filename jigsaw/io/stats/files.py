@@ -217,8 +217,8 @@ def _netcdf(path: Path, mode: Literal["r", "w"] = "r") -> Any:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def check_suffix(path: str | os.PathLike[str]) -> Path:
-    """The path, when its ending is one that is written.
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """The path, when its ending is one that is written, and its folder is there.
 
     Raises: `FieldError`.
     """
@@ -226,12 +226,14 @@ def check_suffix(path: str | os.PathLike[str]) -> Path:
         raise FieldError(
             f"statistics are written as {', '.join(SUFFIXES)}, not {str(path)!r}; choose one of the endings"
         )
+    if not Path(path).parent.is_dir():
+        raise FieldError(f"statistics are to be written to {str(path)!r}, whose folder is not there; make it first")
     return Path(path)
 
 
 def write(found: Statistics, path: str | os.PathLike[str]) -> None:
     """See `Statistics.write`."""
-    at = check_suffix(path)
+    at = check_path(path)
     if not found.fields:
         raise FieldError(f"{found.source} have no names; read them with fields=[…] before they are written")
     writers = {".nc": _write_nc, ".npz": _write_npz, ".json": _write_json}

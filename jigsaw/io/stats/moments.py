@@ -74,7 +74,9 @@ class Moments:
         t = self.table
         seen = t[_COUNT] > 0
         variance = np.divide(t[_M2], t[_WEIGHT], out=np.full_like(t[_M2], np.nan), where=t[_WEIGHT] > 0)
-        found = {"mean": t[_MEAN], "std": np.sqrt(variance), "min": t[_MIN], "max": t[_MAX]}
+        alike = t[_MIN] == t[_MAX]  # a mean that is rounded would give what never varies a std of 1e-13
+        mean, std = np.where(alike, t[_MIN], t[_MEAN]), np.where(alike, 0.0, np.sqrt(variance))
+        found = {"mean": mean, "std": std, "min": t[_MIN], "max": t[_MAX]}
         blank = {name: np.where(seen, values, np.nan) for name, values in found.items()}
         return {"count": t[_COUNT].copy(), "missing": t[_MISSING].copy(), **blank}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, timedelta
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from jigsaw.io.errors import GridError, UnsupportedStoreError
 from jigsaw.io.times import decode_times
 
+REFERENCES = ("grid_mapping", "bounds", "climatology", "cell_measures", "ancillary_variables", "formula_terms")
+"""The attributes that name other variables."""
 _LAT = {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}
 _LON = {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -39,28 +42,44 @@ class Coordinate:
     attrs: Mapping[str, Any]
 
 
-def coordinate_of(name: str, given: Any, stored: Mapping[str, Any] | None = None) -> Coordinate:
+def coordinate_of(name: str, given: Any, stored: Coordinate | None = None) -> Coordinate:
     """What a user gives for a coordinate, encoded.
 
     `given` is an array along the dim of that name, ``(array, attrs)``, ``(dims, array)``, ``(dims, array, attrs)`` or
     an xarray variable.  Dates, durations and cftime objects become numbers: in the units among its attributes, or those
-    that a store has already (`stored`), else in the coarsest that is exact.  Without attributes those of the CF
-    conventions for its name are set.
+    of a coordinate that is stored already (`stored`), else in the coarsest that is exact.  They are integers, unless
+    the stored ones are floats or one is missing, which is NaN.  Without attributes those of the CF conventions for its
+    name are set.
 
-    Raises: `GridError` for a shape that does not fit its dims, or dates that the units do not express exactly.
+    Raises: `GridError` for a shape that does not fit its dims, or dates that are no whole units where integers are
+    stored.
     """
     dims, values, attrs = _taken_apart(name, given)
     if values.ndim != len(dims):
         raise GridError(f"coords[{name!r}] has dims {dims} but shape {values.shape}; give (dims, values)")
     known = dict(_DEFAULTS.get(name, {}) if attrs is None else attrs)
-    units = stored if stored is not None else known
+    if stored is not None:
+        known = dict(stored.attrs)
     if values.dtype.kind in "mMO" and values.size and not isinstance(values.flat[0], str):
-        values, time = _encoded(name, values, units)
-        known |= time
+        units = known if stored is None else _stored_units(name, stored)
+        values, time = _encoded(name, values, units, stored is not None and stored.values.dtype.kind == "f")
+        known = {**time, **known}
     elif values.dtype.kind in "OU":
         values = values.astype(str)
     values = values if values.dtype.kind == "U" else values.astype(values.dtype.newbyteorder("="))
-    return Coordinate(name, dims, values, known if stored is None else dict(stored))
+    return Coordinate(name, dims, values, known)
+
+
+def _stored_units(name: str, stored: Coordinate) -> Mapping[str, Any]:
+    """The attributes by which readers decode what is stored: without a calendar it is the standard one."""
+    if stored.values.dtype.kind in "mMO":  # xarray has decoded it
+        return stored.attrs
+    if stored.attrs.get("units") is None:
+        raise GridError(
+            f"coords[{name!r}] holds dates or durations, but it is stored without units; give numbers, or "
+            "(values, {'units': 'hours since 1970-01-01'}) when the store is made"
+        )
+    return {"calendar": "standard", **stored.attrs}
 
 
 def _taken_apart(name: str, given: Any) -> tuple[tuple[str, ...], NDArray[Any], Mapping[str, Any] | None]:
@@ -85,53 +104,67 @@ def _one_dim(name: str, values: Any) -> tuple[tuple[str, ...], NDArray[Any], Non
     return (name,) if array.ndim else (), array, None
 
 
-def _encoded(name: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
+def _encoded(
+    name: str, values: NDArray[Any], attrs: Mapping[str, Any], fractions: bool
+) -> tuple[NDArray[Any], dict[str, Any]]:
+    if values.dtype.kind == "O":
+        return _calendar_dates(name, values, attrs, fractions)
+    gone = np.isnat(values)
+    exact = _nanoseconds(np.where(gone, np.zeros((), values.dtype), values).ravel())
     if values.dtype.kind == "m":
-        return _durations(name, values, attrs)
-    return _dates(name, values, attrs) if values.dtype.kind == "M" else _calendar_dates(name, values, attrs)
-
-
-def _coarsest(nanoseconds: NDArray[np.int64]) -> str:
-    return next(unit for unit, n in _NANOSECONDS.items() if not (nanoseconds % n).any())
-
-
-def _durations(name: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
-    exact = values.astype("timedelta64[ns]").astype(np.int64)
-    units = str(attrs.get("units", _coarsest(exact)))
-    if units not in _NANOSECONDS | {"days": 0, "minutes": 0}:
-        raise GridError(f"coords[{name!r}] has units {units!r}; durations are stored in {', '.join(_NANOSECONDS)}")
-    step = {**_NANOSECONDS, "days": 86_400_000_000_000, "minutes": 60_000_000_000}[units]
-    if (exact % step).any():
+        step, described = _of_durations(name, exact, attrs)
+        since = exact
+    else:
+        origin, step, described = _of_dates(name, exact, attrs)
+        since = exact - origin
+    if not fractions and (since % step != 0).any():
         raise GridError(
-            f"coords[{name!r}] is not whole {units}, the units that it is stored in; store it in finer ones"
+            f"coords[{name!r}]: {values.ravel()[:2]}… are not whole {described['units']!r}, the units that they are "
+            "stored in; give finer units when the store is made: (values, {'units': 'seconds since 1970-01-01'})"
         )
+    numbers = (since / step).astype(np.float64) if fractions else (since // step).astype(np.int64)
+    numbers = numbers.reshape(values.shape)
+    return np.where(gone, np.nan, numbers) if gone.any() else numbers, described
+
+
+def _nanoseconds(values: NDArray[Any]) -> NDArray[Any]:
+    """Dates or durations [n] as Python's integers: 64 bits of nanoseconds end 292 years from 1970."""
+    kind, fine = values.dtype.kind, np.datetime_data(values.dtype)[0] in ("ns", "ps", "fs", "as")
+    ticks = values.astype(f"{kind}8[{'ns' if fine else 'us'}]").astype(np.int64)
+    return np.multiply(ticks.astype(object), 1 if fine else 1000, dtype=object)
+
+
+def _coarsest(nanoseconds: NDArray[Any]) -> str:
+    return next(unit for unit, n in _NANOSECONDS.items() if (nanoseconds % n == 0).all())
+
+
+def _of_durations(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The nanoseconds of the units that durations are stored in, and their attributes."""
+    steps = {"days": 86_400_000_000_000, "minutes": 60_000_000_000, **_NANOSECONDS}
+    units = str(attrs.get("units", _coarsest(exact)))
+    if units not in steps:
+        raise GridError(f"coords[{name!r}] has units {units!r}; durations are stored in {', '.join(_NANOSECONDS)}")
     # the attribute by which xarray knows durations from plain numbers
-    return exact // step, {"units": units, "dtype": "timedelta64[ns]"}
+    return steps[units], {"units": units, "dtype": "timedelta64[ns]"}
 
 
-def _dates(name: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
-    exact = values.astype("datetime64[ns]").astype(np.int64)
+def _of_dates(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]]:
+    """Where the units that dates are stored in begin, how long one is (nanoseconds), and their attributes."""
     units = str(attrs.get("units", f"{_coarsest(exact)} since 1970-01-01"))
     calendar = str(attrs.get("calendar", "proleptic_gregorian"))
-    if "units" not in attrs and units.startswith("nano"):
-        return exact, {"units": units, "calendar": calendar}
-    try:  # where the reader sees 0 and 1 is where these units put them
-        origin, one = decode_times(np.array([0, 1]), {"units": units, "calendar": calendar}).stamps
+    try:  # where the reader sees 0 and 1000 is where these units put them; it has no nanoseconds
+        origin, after = decode_times(np.array([0, 1000]), {"units": units, "calendar": calendar}).stamps
     except UnsupportedStoreError as error:
         raise GridError(f"coords[{name!r}]: {error}") from error
     if not isinstance(origin, np.datetime64):
         raise GridError(f"coords[{name!r}] holds datetime64, which calendar {calendar!r} lacks; give cftime dates")
-    step = int((one - origin).astype("timedelta64[ns]").astype(np.int64))
-    since = exact - origin.astype("datetime64[ns]").astype(np.int64)
-    if step == 0 or (since % step).any():
-        raise GridError(
-            f"coords[{name!r}]: {values.ravel()[:2]}… are not whole {units!r}, the units that they are stored in; "
-            "give finer units when the store is made: (values, {'units': 'seconds since 1970-01-01'})"
-        )
-    return since // step, {"units": units, "calendar": calendar}
+    first, thousandth = (int(t.astype("datetime64[us]").astype(np.int64)) for t in (origin, after))
+    return first * 1000, thousandth - first, {"units": units, "calendar": calendar}
 
 
-def _calendar_dates(name: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
+def _calendar_dates(
+    name: str, values: NDArray[Any], attrs: Mapping[str, Any], fractions: bool
+) -> tuple[NDArray[Any], dict[str, Any]]:
     import cftime
 
     first: Any = values.flat[0]
@@ -145,11 +178,13 @@ def _calendar_dates(name: str, values: NDArray[Any], attrs: Mapping[str, Any]) -
     numbers = np.asarray(cftime.date2num(values, units, calendar))
     if not np.array_equal(np.asarray(cftime.num2date(numbers, units, calendar)), values):
         raise GridError(f"coords[{name!r}] are not expressed exactly by {units!r}; give finer units")
-    return numbers, {"units": units, "calendar": calendar}
+    return numbers.astype(np.float64) if fractions else numbers, {"units": units, "calendar": calendar}
 
 
 def plain(value: Any) -> Any:
-    """An attribute as JSON and NetCDF hold it: numpy scalars and arrays as Python's own."""
+    """An attribute as JSON and NetCDF hold it: numpy scalars and arrays as Python's own, dates as text."""
+    if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
+        return str(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

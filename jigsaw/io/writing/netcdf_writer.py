@@ -25,6 +25,8 @@ from jigsaw.layout import Box, slices
 
 _DEFLATE: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True}
 _STEPS_A_CHUNK = 1024
+# what NetCDF lacks, and what holds it exactly
+_HELD = {"bool": "i1", "float16": "f4"}
 
 
 class NetcdfSink:
@@ -70,7 +72,7 @@ class NetcdfSink:
                 array.dtype,
                 array.dims,
                 chunksizes=array.chunks or None,
-                fill_value=array.fill if np.dtype(array.dtype).kind == "f" else None,
+                fill_value=array.attrs.get("_FillValue", array.fill if np.dtype(array.dtype).kind == "f" else None),
                 **(self._encoding if array.dims else {}),
             )
             made.setncatts({k: _attribute(v) for k, v in array.attrs.items() if k != "_FillValue"})
@@ -81,8 +83,9 @@ class NetcdfSink:
     def _create_coordinate(self, c: Coordinate) -> None:
         grows = self._dim in c.dims
         chunks = [_STEPS_A_CHUNK if d == self._dim else max(n, 1) for d, n in zip(c.dims, c.values.shape, strict=True)]
-        kind = str if c.values.dtype.kind == "U" else c.values.dtype
-        made = self._file.createVariable(c.name, kind, c.dims, chunksizes=chunks if grows else None)
+        kind = str if c.values.dtype.kind == "U" else _HELD.get(c.values.dtype.name, c.values.dtype)
+        fill = c.attrs.get("_FillValue")
+        made = self._file.createVariable(c.name, kind, c.dims, chunksizes=chunks if grows else None, fill_value=fill)
         made.setncatts({k: _attribute(v) for k, v in c.attrs.items() if k != "_FillValue"})
 
     def _plain(self) -> None:

@@ -311,12 +311,14 @@ def _chunk(dim: str, size: int, layout: Layout, at: int, how: Choices) -> int:
 
 def _shard(name: str, dim: str, size: int, chunk: int, how: Choices) -> int:
     asked = int(how.shards.get(dim, chunk))
+    if asked >= size and dim != how.append_dim:  # the whole dim, whatever its chunks
+        return -(-size // chunk) * chunk
     if asked % chunk:
         raise WriteError(
             f"array {name!r}: shards={{{dim!r}: {asked}}} must hold whole chunks of {chunk}; "
             f"choose {asked - asked % chunk or chunk} or {asked - asked % chunk + chunk}"
         )
-    return asked if dim == how.append_dim else min(asked, -(-size // chunk) * chunk)
+    return asked
 
 
 def _check_dims(how: Choices, sources: Sequence[Source]) -> dict[str, int]:
@@ -343,13 +345,16 @@ def outline(
     given: Mapping[str, Any],
     how: Choices,
     known: Found | None,
+    like: Mapping[str, Coordinate] | None = None,
 ) -> Outline:
-    """What one append writes, checked against the store that there is (`known`).
+    """What one append writes, checked against the store that there is (`known`); coordinates that are given without
+    attributes are stored as those of `like`.
 
     Raises: `FieldError`, `GridError`, `ShardingError` or `WriteError` naming what does not fit.
     """
     there = {} if known is None else known.coords
-    coords = [coordinate_of(n, value, there[n].attrs if n in there else None) for n, value in given.items()]
+    bare = {n: c for n, c in (like or {}).items() if not isinstance(given.get(n), tuple)}
+    coords = [coordinate_of(n, value, there.get(n, bare.get(n))) for n, value in given.items()]
     at_levels = next((c.values for c in (*coords, *there.values()) if c.name == LEVEL), None)
     levels = None if fields is None else _levels_of(fields, at_levels)
     sources = _sources_of(data, dims, fields, levels, how)
@@ -402,7 +407,20 @@ def _growing(coords: Sequence[Coordinate], known: Found, dim: str | None) -> tup
         fixed = dim not in c.dims
         if c.dims != there.dims or (fixed and not np.array_equal(c.values, there.values)):
             raise GridError(f"coords[{c.name!r}] differs from that of the store, which has dims {there.dims}")
+        _check_stored_exactly(c, there)
     return tuple(c for c in coords if dim in c.dims)
+
+
+def _check_stored_exactly(c: Coordinate, there: Coordinate) -> None:
+    """What the store's dtype would round or cut off is refused."""
+    numbers = c.values.dtype.kind in "fiu" and there.values.dtype.kind in "fiu"
+    with np.errstate(invalid="ignore"):
+        kept = c.values.astype(there.values.dtype) if numbers else c.values
+    if not np.array_equal(kept, c.values, equal_nan=numbers):
+        raise GridError(
+            f"coords[{c.name!r}] are stored as {there.values.dtype} in {there.attrs.get('units', 'no units')!r}, which "
+            f"do not hold {c.values.ravel()[:2]}… exactly; give finer units when the store is made"
+        )
 
 
 def _all_of(sources: Sequence[Source], known: Found, how: Choices) -> Sequence[Source]:
@@ -425,7 +443,10 @@ def _as_stored(source: Source, known: Found, how: Choices) -> Source:
             f"{there.dtype} {dict(zip(there.dims, there.shape, strict=True))}"
         )
     for what, asked, has in (("chunks", how.chunks, there.chunks), ("shards", how.shards, there.units)):
-        wrong = {d: n for d, n in zip(there.dims, has, strict=True) if d in asked and asked[d] != n}
+        sizes = zip(there.dims, has, shape, strict=True)
+        # what reaches beyond a dim was made as large as the dim
+        whole = {d: n for d, n, size in sizes if d != how.append_dim and asked.get(d, n) > n >= size}
+        wrong = {d: n for d, n in zip(there.dims, has, strict=True) if asked.get(d, n) != n and d not in whole}
         if wrong:
             raise WriteError(f"{what}={dict(asked)} differ from those of array {mine.name!r} in the store, {wrong}")
     return replace(source, array=replace(there, shape=mine.shape))

@@ -109,7 +109,8 @@ class Writer:
       variable; whole, the same on every rank, in the order of the tiles' rows.  Dates are stored in CF units and
       calendars; a coordinate without attributes gets those of the CF conventions;
     - `attrs`: of the store, `field_attrs`: of each array; `like`: a `jigsaw.io.Dataset` that lends its space and level
-      coordinates, the units of time, all attributes, its channels and the names that its store has for them;
+      coordinates, the units of time, all attributes but those that name what is not written, its channels and the names
+      that its store has for them;
     - `chunks`, `shards`: sizes by dim; by default one step of time, all levels, and in space the largest tile, so
       that chunks and tiles align; shards hold whole chunks, Zarr alone has them;
     - `append_dim`: the dim along which it grows, such as ``time`` or ``prediction_timedelta``;
@@ -155,7 +156,7 @@ class Writer:
         self._fields = None if fields is None else [parse_field(f) for f in fields]
         self._how = Choices(suffix, append_dim, chunks or {}, shards or {}, encoding or {}, dict(field_attrs or {}))
         self._how.check()
-        self._time_attrs: Mapping[str, Any] = {}
+        self._stored_like: Mapping[str, Coordinate] = {}
         if like is not None:
             self._lend(like)
         self._sink: Sink = _sink(suffix, self.path, append_dim, encoding or {})
@@ -166,10 +167,10 @@ class Writer:
     def _lend(self, like: Dataset) -> None:
         from jigsaw.io.writing.like import lent
 
-        found = lent(like, None if isinstance(self._dims, Mapping) else self._dims)
+        found = lent(like, None if isinstance(self._dims, Mapping) else self._dims, self._coords)
         self._coords = {**found.coords, **self._coords}
         self._attrs = {**found.attrs, **self._attrs}
-        self._time_attrs = found.time
+        self._stored_like = {} if found.time is None else {"time": found.time}
         if self._fields is None and not isinstance(self._dims, Mapping) and CHANNEL in self._dims:
             self._fields = found.fields
         self._how = replace(self._how, field_attrs={**found.field_attrs, **self._how.field_attrs})
@@ -251,9 +252,7 @@ class Writer:
 
     def _outlined(self, data: Data, coords: Mapping[str, Any]) -> Outline:
         given = dict(coords) if self._mesh is not None else {**self._coords, **coords}
-        if "time" in given and self._time_attrs and not isinstance(given["time"], tuple):
-            given["time"] = given["time"], self._time_attrs
-        return outline(data, self._dims, self._fields, given, self._how, self._known)
+        return outline(data, self._dims, self._fields, given, self._how, self._known, self._stored_like)
 
     def _begin(self, mesh: DeviceMesh, piece: Outline) -> None:
         """Make the store, where there is none to append to."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from base64 import standard_b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import numpy as np
 import zarr
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.group import ConsolidatedMetadata, GroupMetadata
 
@@ -83,7 +85,7 @@ class ZarrSink:
                 shards=array.shards,
                 fill_value=array.fill,
                 dimension_names=array.dims,
-                attributes={k: plain(v) for k, v in array.attrs.items()},
+                attributes=_attributes(array.attrs, array.dtype),
                 zarr_format=3,
                 **self._encoding,
             )
@@ -98,7 +100,7 @@ class ZarrSink:
             raise WriteError(f"{self._path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
         if not is_zarr(self._path):
             raise WriteError(f"{self._path} is no Zarr store, so mode='w' does not replace it; remove it yourself")
-        shutil.rmtree(self._path)
+        remove_store(self._path)
 
     def _create_coordinate(self, c: Coordinate) -> None:
         grows = [d == self._dim for d in c.dims]
@@ -109,7 +111,7 @@ class ZarrSink:
             chunks=tuple(_STEPS_A_CHUNK if g else max(n, 1) for g, n in zip(grows, c.values.shape, strict=True)),
             fill_value=np.nan if c.values.dtype.kind == "f" else None,
             dimension_names=c.dims,
-            attributes={k: plain(v) for k, v in c.attrs.items()},
+            attributes=_attributes(c.attrs, c.values.dtype),
             zarr_format=3,
         )
         self._metadata[c.name] = made.metadata
@@ -178,6 +180,28 @@ def _array(name: str, array: Any) -> Array:
 
 def _coordinate(name: str, array: Any) -> Coordinate:
     return Coordinate(name, tuple(array.metadata.dimension_names or ()), np.asarray(array[...]), dict(array.attrs))
+
+
+def _attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+    """Attributes as JSON; the ``_FillValue`` of floats as xarray has it in Zarr v3, base64 of its eight bytes."""
+    found = {k: plain(v) for k, v in attrs.items()}
+    fill = found.get("_FillValue")
+    if isinstance(fill, int | float) and np.dtype(dtype).kind == "f":
+        found["_FillValue"] = standard_b64encode(pack("<d", fill)).decode()
+    return found
+
+
+def remove_store(path: Path) -> None:
+    """Remove a store that is there: at once, for what is left of it would still say that it is whole.
+
+    Raises: `WriteError` for a symbolic link.
+    """
+    if path.is_symlink():
+        raise WriteError(f"{path} is a symbolic link, so it is not replaced; remove it yourself")
+    gone = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)
 
 
 def is_zarr(path: Path) -> bool:

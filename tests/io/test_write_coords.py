@@ -1,0 +1,175 @@
+"""What a written store says: dates of any year and units, fill values, sizes beyond a dim; how it is replaced."""
+
+import shutil
+import warnings
+
+import cftime
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from globe_store import globe
+from globe_store import write as write_globe
+
+import jigsaw
+from jigsaw.io.errors import GridError, WriteError
+from jigsaw.io.writing.write import Writer, write
+from jigsaw.testing import run_on_ranks, world_mesh
+
+SUFFIXES = ("zarr", "nc")
+DIMS = ("time", "channel", "lat", "lon")
+TIMES = np.datetime64("2020-02-28T18", "ns") + np.arange(2) * np.timedelta64(6, "h")
+
+
+def whole_tile():
+    """[time, lat] on one rank."""
+    return jigsaw.shard(torch.arange(6.0).reshape(2, 3), jigsaw.init_mesh(device="cpu", lat=1), (None, None))
+
+
+def opened(path):
+    """What xarray reads, without a word of warning."""
+    return xr.open_dataset(path, decode_timedelta=True).load()
+
+
+FAR = {
+    "later": np.array(["2500-01-01", "2500-01-02"], "M8[us]"),
+    "earlier": np.array(["1500-01-01T12", "1500-01-02T12"], "M8[s]"),
+    "days": np.array(["3000-01-01", "3000-01-02"], "M8[D]"),
+}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("given", FAR.values(), ids=FAR)
+def test_years_beyond_nanoseconds(tmp_path, suffix, given):
+    path = tmp_path / f"a.{suffix}"
+    options = {"dims": ("time", "lat"), "append_dim": "time"}
+    tile = whole_tile()
+    for more, mode in ((0, "w-"), (2, "a")):
+        write(path, {"u": tile}, coords={"time": given + np.timedelta64(more, "D")}, mode=mode, **options)
+    wide = xr.coders.CFDatetimeCoder(time_unit="us")
+    found = xr.open_dataset(path, decode_times=wide).time.values
+    np.testing.assert_array_equal(found, np.concatenate([given, given + np.timedelta64(2, "D")]).astype("M8[us]"))
+
+
+def test_nanoseconds_and_missing_dates(tmp_path):
+    tile = whole_tile()
+    exact = np.array(["2000-01-01T00:00:00.000000001", "2000-01-02"], "M8[ns]")
+    missing = np.array(["2000-01-01", "NaT"], "M8[ns]")
+    for suffix in SUFFIXES:
+        path = tmp_path / f"a.{suffix}"
+        coords = {"time": exact, "issued": (("time",), missing), "made": exact[1]}
+        write(path, {"u": tile}, dims=("time", "lat"), coords=coords)
+        ds = opened(path)
+        np.testing.assert_array_equal(ds.time.values, exact)
+        np.testing.assert_array_equal(ds.issued.values, missing)
+        assert ds.made.values == exact[1]
+
+
+def body_float_days(source, path):
+    data = jigsaw.io.open(source, mesh=world_mesh(lat=2))
+    with Writer(path, dims=DIMS, like=data, append_dim="time") as out:
+        for i in range(3):
+            out.append(data[i].input, coords={"time": data[i].input_times})
+    write(path, data[3].input, dims=DIMS, like=data, append_dim="time", mode="a", coords={"time": data[3].input_times})
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_times_that_a_store_holds_as_fractions_of_days_are_written_so(tmp_path, suffix):
+    data = globe()[["2m_temperature"]]
+    data.time.encoding = {"units": "days since 1900-01-01", "calendar": "standard", "dtype": "float64"}
+    run_on_ranks(2, body_float_days, write_globe(tmp_path / "in.zarr", data), str(tmp_path / f"out.{suffix}"))
+    back = opened(tmp_path / f"out.{suffix}")
+    np.testing.assert_array_equal(back.time.values, data.time.values[:4])
+    assert back.time.encoding["units"] == "days since 1900-01-01" and back.time.encoding["dtype"] == np.float64
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_append_never_rounds_a_coordinate(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    options = {"dims": ("time", "lat"), "append_dim": "time"}
+    tile = whole_tile()
+    days = np.array([cftime.DatetimeNoLeap(2020, 1, 1), cftime.DatetimeNoLeap(2020, 1, 2)])
+    coords = {"time": (days, {"units": "days since 2000-01-01"}), "run": (("time",), [1, 2])}
+    write(path, {"u": tile}, coords=coords, **options)
+    noon = np.array([cftime.DatetimeNoLeap(2020, 1, 3, 12), cftime.DatetimeNoLeap(2020, 1, 4, 12)])
+    with pytest.raises(GridError, match=r"coords\['time'\] are stored as int64 in 'days since 2000-01-01'"):
+        write(path, {"u": tile}, coords={"time": noon, "run": (("time",), [3, 4])}, mode="a", **options)
+    dates = (("time",), TIMES)
+    with pytest.raises(GridError, match=r"coords\['run'\] holds dates or durations, but it is stored without units"):
+        write(path, {"u": tile}, coords={"time": days, "run": dates}, mode="a", **options)
+    assert opened(path).sizes["time"] == 2
+
+
+@pytest.mark.parametrize("sizes", [{"chunks": {"lat": 7}}, {"chunks": {"lat": 7}, "shards": {"lat": 21, "time": 4}}])
+def test_chunks_and_shards_larger_than_a_dim_are_those_of_the_dim(tmp_path, sizes):
+    path, tile = tmp_path / "a.zarr", whole_tile()
+    options = {"dims": ("time", "lat"), "append_dim": "time", **sizes}
+    with Writer(path, **options) as out:
+        out.append({"u": tile}, coords={"time": TIMES})
+        out.append({"u": tile}, coords={"time": TIMES + np.timedelta64(12, "h")})
+    write(path, {"u": tile}, coords={"time": TIMES + np.timedelta64(24, "h")}, mode="a", **options)
+    found = opened(path).u
+    np.testing.assert_array_equal(found.values, np.tile(tile.full_tensor().numpy(), (3, 1)))
+    assert found.encoding["chunks"][1] == 3 and (found.encoding["shards"] or (4, 3))[1] == 3
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_fill_values_that_are_given_stand_for_missing_values(tmp_path, suffix):
+    mesh, path = jigsaw.init_mesh(device="cpu", lat=1), tmp_path / f"a.{suffix}"
+    tiles = {"u": torch.tensor([[1.0, 9e36, 3.0]]), "n": torch.tensor([[1, -999, 3]], dtype=torch.int32)}
+    attrs = {"u": {"_FillValue": np.float32(9e36), "units": "K"}, "n": {"_FillValue": np.int32(-999)}}
+    depth = (("lat",), np.array([-1.0, 5.0, 6.0]), {"_FillValue": -1.0})
+    sea = (("lat",), np.array([True, False, True]))
+    cut = {name: jigsaw.shard(x, mesh, (None, None)) for name, x in tiles.items()}
+    made = {"made": np.datetime64("2020-01-01"), "n": np.float32(2)}
+    coords = {"depth": depth, "sea": sea, "half": (("lat",), np.arange(3, dtype="f2"))}
+    write(path, cut, dims=("time", "lat"), coords=coords, field_attrs=attrs, attrs=made)
+    found = opened(path)
+    np.testing.assert_array_equal(found.u.values, [[1, np.nan, 3]])
+    np.testing.assert_array_equal(found.n.values, [[1, np.nan, 3]])
+    np.testing.assert_array_equal(found.depth.values, [np.nan, 5, 6])
+    assert found.sea.values.tolist() == [1, 0, 1] and found.half.values.tolist() == [0, 1, 2]
+    assert found.attrs["made"] == "2020-01-01" and found.u.attrs["units"] == "K"
+
+
+def test_a_store_whose_replacement_is_ended_is_gone_not_halved(tmp_path, monkeypatch):
+    path, tile = tmp_path / "a.zarr", whole_tile()
+    options = {"dims": ("time", "lat"), "mode": "w"}
+    write(path, {"u": tile}, **options)
+    (tmp_path / "link.zarr").symlink_to(path)
+    with pytest.raises(WriteError, match=r"link\.zarr is a symbolic link, so it is not replaced"):
+        write(tmp_path / "link.zarr", {"u": tile}, **options)
+
+    def ended(folder, ignore_errors=False):
+        if folder.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", ended)
+        write(path, {"u": tile}, **options)
+    assert not path.exists()
+    write(path, {"u": tile}, **options)
+    np.testing.assert_array_equal(opened(path).u.values, tile.full_tensor().numpy())
+    write(path, {"u": tile}, **options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.zarr", "link.zarr"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_is_lent_names_only_what_is_written(tmp_path, suffix):
+    data = globe()[["2m_temperature"]]
+    half = 7.5 * np.array([1.0, -1.0])
+    data = data.assign_coords(lat_bnds=(("latitude", "side"), data.latitude.values[:, None] + half), crs=0)
+    data["latitude"].attrs.update(units="degrees_north", bounds="lat_bnds")
+    data["2m_temperature"].attrs.update(grid_mapping="crs", cell_measures="area: cells", cell_methods="time: mean")
+    source = jigsaw.io.open(write_globe(tmp_path / "in.zarr", data), mesh=jigsaw.init_mesh(device="cpu", lat=1))
+    path = tmp_path / f"out.{suffix}"
+    crs = ((), np.int32(0), {"grid_mapping_name": "latitude_longitude"})
+    for given in ({}, {"crs": crs}):
+        how = {"dims": DIMS, "like": source, "mode": "w"}
+        with Writer(path, coords=given, **how) as out:
+            out.append(source[0].input, coords={"time": source[0].input_times})
+        with warnings.catch_warnings(action="error"), xr.open_dataset(path, decode_coords="all") as found:
+            mapping = found["2m_temperature"].encoding.get("grid_mapping")
+            assert (mapping, "crs" in found.coords) == (("crs", True) if given else (None, False))
+            assert found["2m_temperature"].attrs["cell_methods"] == "time: mean"
+            assert found.lat.attrs == {"units": "degrees_north"}
