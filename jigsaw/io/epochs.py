@@ -185,13 +185,23 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         self._engine.memory.keep((self._ahead + 1) * self._arrays)  # that of a batch in use, and of those ahead
         at = self._order.settled(self._state)
         alone = all(size == 1 for _, size in self.dataset.frame.domain)
-        current = self._current = Prefetch(lambda turn: (turn, self._read(turn)), self._turns(at), self._ahead, alone)
+        current = self._current = Prefetch(self._read_or_refuse, self._turns(at), self._ahead, alone)
         try:
             for turn, block in current:
                 self._state = turn.after
                 yield self._batch(turn, block)
         finally:
             current.stop()
+
+    def _read_or_refuse(self, turn: Turn) -> tuple[Turn, Block]:
+        """Read a batch; an error of this rank alone, such as memory that its device lacks, is told to the others, who
+        raise it in place of their next batch.
+        """
+        try:
+            return turn, self._read(turn)
+        except BaseException as e:
+            self._engine.refuse(e)
+            raise
 
     def _turns(self, at: State) -> Iterator[Turn]:
         """The batches of the epoch that are left."""

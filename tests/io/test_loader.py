@@ -14,7 +14,7 @@ from globe_store import globe, stacked, write
 
 import jigsaw
 from jigsaw.io import _memory
-from jigsaw.io.errors import CorruptChunkError, FieldError, ReadError, StateError, WindowError
+from jigsaw.io.errors import CorruptChunkError, FieldError, PeerError, ReadError, StateError, WindowError
 from jigsaw.io.prefetch import Prefetch
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
@@ -129,6 +129,35 @@ def test_leaving_early_never_hangs_the_other_ranks(wb2, ahead):
         seen = [batch.samples for batch in islice(loader, epoch + 1)]
         assert len(seen) == epoch + 1
     assert sorted(batch.samples[0] for batch in loader) == list(range(8))
+
+
+@pytest.mark.parametrize("ahead", [None, 0])
+@on_ranks(3)
+def test_what_fails_after_a_batch_was_read_fails_the_next_one_everywhere(wb2, ahead):
+    mesh = world_mesh(lat=3)
+    loader = jigsaw.io.DataLoader(opened(wb2, mesh), batch_size=2, prefetch_bytes=ahead)
+    running, failing = iter(loader), mesh.get_local_rank() == 1
+    bring, brought = loader._carrier.bring, []
+
+    def without_memory(tensors):
+        brought.append(None)
+        if failing and len(brought) == 2:
+            raise MemoryError("of the device")
+        return bring(tensors)
+
+    loader._carrier.bring = without_memory
+    next(running)
+    if failing:
+        with pytest.raises(MemoryError, match="of the device"):
+            next(running)
+    else:
+        next(running)
+        with pytest.raises(PeerError, match="rank 1 of the domain group failed: MemoryError: of the device"):
+            next(running)
+    assert [len(batch.samples) for batch in loader] == [2, 2, 2, 2]
+    loader.close()
+    with pytest.raises(ReadError, match="was closed"):
+        next(iter(loader))
 
 
 def test_a_step_that_windows_share_is_read_once(wb2):
