@@ -20,6 +20,7 @@ from jigsaw.io.frame import DATA
 from jigsaw.io.order import Order, State
 from jigsaw.io.prefetch import Prefetch
 from jigsaw.io.samples import Samples
+from jigsaw.io.times import is_int
 from jigsaw.layout import Coordinate
 from jigsaw.mesh import coordinate
 
@@ -52,7 +53,8 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
     A subclass says how a batch is read (in the background, in order) and what it becomes.  Making one is collective
     over the mesh; one of a dataset that was unpickled joins the mesh when it first reads.
 
-    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`.
+    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; for a `seed`,
+    `prefetch_bytes` or `threads` that are no such number.
     """
 
     _arrays = 1
@@ -70,8 +72,10 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         threads: int | None = None,
     ) -> None:
         count = len(dataset)
-        if batch_size < 1:
-            raise FieldError(f"batch_size={batch_size} must be at least 1, the samples of a batch over the whole mesh")
+        _check_number("batch_size", batch_size, 1, ": the samples of a batch over the whole mesh")
+        _check_number("seed", seed, 0)
+        _check_number("prefetch_bytes", 0 if prefetch_bytes is None else prefetch_bytes, 0)
+        _check_number("threads", 1 if threads is None else threads, 1)
         if drop_last and batch_size > count:
             raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
         self.dataset = dataset
@@ -225,6 +229,11 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         """How many batches may be ready before they are asked for."""
         budget = self._prefetch_bytes
         return BATCHES_AHEAD if budget is None else budget // max(self.batch_bytes, 1)
+
+
+def _check_number(name: str, value: int, least: int, meaning: str = "") -> None:
+    if not is_int(value) or value < least:
+        raise FieldError(f"{name}={value!r} must be a whole number, {least} or more{meaning}")
 
 
 def _revived(kind: type[Made], dataset: Samples, made_of: Mapping[str, Any], state: Mapping[str, int]) -> Made:

@@ -220,11 +220,15 @@ def test_a_torn_state_is_refused_and_changes_nothing(wb2, state, match):
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be a whole number, 1 or more"),
+        ({"batch_size": 2.0}, r"batch_size=2.0 must be a whole number, 1 or more: the samples of a batch"),
         ({"batch_size": 9, "drop_last": True}, "leaves no batch of a dataset of 8 samples"),
+        ({"seed": -1}, "seed=-1 must be a whole number, 0 or more"),
+        ({"prefetch_bytes": 1e9}, r"prefetch_bytes=1000000000.0 must be a whole number"),
+        ({"threads": 0}, "threads=0 must be a whole number, 1 or more"),
     ],
 )
-def test_batch_sizes_that_make_no_batch(wb2, kwargs, match):
+def test_numbers_that_make_no_loader(wb2, kwargs, match):
     with pytest.raises(FieldError, match=match):
         jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), **kwargs)
 
