@@ -118,6 +118,9 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
     def _left(self) -> None:
         """What else ends with an iteration."""
 
+    def _failed(self) -> None:
+        """Forget what a batch that has failed, here or on another rank, may have left."""
+
     # -- the mesh ----------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
@@ -198,14 +201,17 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
             current.stop()
 
     def _read_or_refuse(self, turn: Turn) -> tuple[Turn, Block]:
-        """Read a batch; an error of this rank alone, such as memory that its device lacks, is told to the others, who
+        """Read a batch.  An error of this rank alone, such as memory that its device lacks, is told to the others, who
         raise it in place of their next batch.
         """
+        before = self._engine.reads
         try:
             return turn, self._read(turn)
         except BaseException as e:
-            self._engine.refuse(e)
-            raise
+            if getattr(e, "heard", False) or self._engine.reads == before or turn.following:
+                self._failed()
+                self._engine.refuse(e)
+            raise  # after the last batch was read there is no read of the others to take part in
 
     def _turns(self, at: State) -> Iterator[Turn]:
         """The batches of the epoch that are left."""

@@ -120,6 +120,9 @@ class DataLoader(Epochs[Dataset, _Block, Batch]):
         """The dataset with fewer targets, as far as epochs have needed it: it finds what it reads once."""
         return {}
 
+    def _failed(self) -> None:
+        vars(self).pop("_kept", None)  # ranks that read different parts of a batch would keep different steps
+
     def _of(self, epoch: int) -> Dataset:
         """The dataset with as many targets as the epoch has."""
         steps = self._rollout.at(epoch)

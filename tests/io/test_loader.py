@@ -131,21 +131,28 @@ def test_leaving_early_never_hangs_the_other_ranks(wb2, ahead):
     assert sorted(batch.samples[0] for batch in loader) == list(range(8))
 
 
-@pytest.mark.parametrize("ahead", [None, 0])
-@on_ranks(3)
-def test_what_fails_after_a_batch_was_read_fails_the_next_one_everywhere(wb2, ahead):
-    mesh = world_mesh(lat=3)
-    loader = jigsaw.io.DataLoader(opened(wb2, mesh), batch_size=2, prefetch_bytes=ahead)
-    running, failing = iter(loader), mesh.get_local_rank() == 1
+def out_of_memory(loader, number):
+    """Let a loader's device have no memory for its batch of that number, and for no other."""
     bring, brought = loader._carrier.bring, []
 
-    def without_memory(tensors):
+    def failing(tensors):
         brought.append(None)
-        if failing and len(brought) == 2:
+        if len(brought) == number:
             raise MemoryError("of the device")
         return bring(tensors)
 
-    loader._carrier.bring = without_memory
+    loader._carrier.bring = failing
+
+
+@pytest.mark.parametrize("ahead", [None, 0])
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+@on_ranks(3)
+def test_what_fails_after_a_batch_was_read_fails_the_next_one_everywhere(wb2, ahead, cache_bytes):
+    mesh = world_mesh(lat=3)
+    loader = jigsaw.io.DataLoader(opened(wb2, mesh), batch_size=2, prefetch_bytes=ahead, cache_bytes=cache_bytes)
+    running, failing = iter(loader), mesh.get_local_rank() == 1
+    if failing:
+        out_of_memory(loader, 2)
     next(running)
     if failing:
         with pytest.raises(MemoryError, match="of the device"):
@@ -158,6 +165,21 @@ def test_what_fails_after_a_batch_was_read_fails_the_next_one_everywhere(wb2, ah
     loader.close()
     with pytest.raises(ReadError, match="was closed"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+@on_ranks(2)
+def test_what_fails_after_the_last_batch_was_read_fails_there_alone(wb2, cache_bytes):
+    mesh = world_mesh(lat=2)
+    loader = jigsaw.io.DataLoader(opened(wb2, mesh), batch_size=4, cache_bytes=cache_bytes)
+    if mesh.get_local_rank() == 1:
+        out_of_memory(loader, 2)
+        with pytest.raises(MemoryError, match="of the device"):
+            list(loader)
+    else:
+        assert len(list(loader)) == 2
+    loader.load_state_dict({"seed": 0, "epoch": 1, "next_sample": 0})
+    assert len(list(loader)) == 2
 
 
 def test_a_step_that_windows_share_is_read_once(wb2):
