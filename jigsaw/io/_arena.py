@@ -82,7 +82,7 @@ class Arena:
         self.slots = slots
         need = self._header_bytes + self._slot_bytes * slots
         if os.fstat(self._fd).st_size < need:
-            os.ftruncate(self._fd, need)  # every rank asks for the same size
+            os.pwrite(self._fd, b"\0", need)  # grows at the most: a rank that reads something else may have more
         if self._data is None or len(self._data) < need:
             self._data = mmap.mmap(self._fd, need)
 

@@ -414,6 +414,21 @@ def fail():
 
 
 @on_ranks(2)
+def body_smaller_slots(path):
+    """A rank that asks for less than another one, and has not seen its memory grow, takes none of it away."""
+    arena = Engine(open_store(path), world_mesh(lat=2)).arena
+    if dist.get_rank() == 0:
+        arena._lay_out(1 << 20, 4)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fstat", lambda fd: os.stat_result([0] * 10))
+            arena._lay_out(1 << 16, 1)
+    dist.barrier()
+    arena.memory(arena.slots - 1, 1 << 16)[:] = 1
+
+
+@on_ranks(2)
 def body_unclosed(path):
     """A reader that nobody closed lets go of its memory with the last reference."""
     gc.collect()
@@ -444,6 +459,7 @@ def body_read_after_close(path):
 
 BODIES = [
     body_early_refusal,
+    body_smaller_slots,
     body_unclosed,
     body_read_after_close,
     body_other_error,
