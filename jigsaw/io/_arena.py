@@ -39,7 +39,7 @@ class Arena:
     """The shared memory of the ranks of one machine; `me` counts among them."""
 
     def __init__(self, fd: int, me: int, names: Sequence[int], pids: Sequence[int], timeout: float) -> None:
-        self._fd, self.me, self.size = fd, me, len(pids)
+        self._fd, self.me, self.size = -1, me, len(pids)
         self._names, self._pids, self._timeout = names, pids, timeout
         self._header_bytes = header_bytes(self.size)
         self._map = mmap.mmap(fd, self._header_bytes)
@@ -53,6 +53,7 @@ class Arena:
         self._deaths = {each: m for each, m in watched if each is not None}
         for each in self._deaths:
             self._watch.register(each, select.POLLIN)
+        self._fd = fd  # now there is something to close
 
     # -- where words lie ---------------------------------------------------------------------------------------------
 
@@ -64,21 +65,24 @@ class Arena:
 
     # -- a read's beginning and end ----------------------------------------------------------------------------------
 
-    def start(self, read: int, digest: int, slot_bytes: int, slots: int) -> None:
-        """Begin a read once everybody has left the one before; the slots may then be laid out anew."""
+    def await_turn(self, read: int) -> None:
+        """Wait until everybody has left the read before, who would take a failure in this one for one in that."""
         words = self._words
         self.wait(lambda: all(words[self._of(m, _LEFT)] >= read - 1 for m in range(self.size)), read - 1, _LEFT)
+
+    def start(self, read: int, digest: int, slot_bytes: int, slots: int) -> None:
+        """Begin a read whose turn it is: the slots may be laid out anew."""
         if slots:
             self._lay_out(slot_bytes, slots)
-        words[self._of(self.me, _DIGEST)] = digest
-        words[self._of(self.me, _STARTED)] = read
+        self._words[self._of(self.me, _DIGEST)] = digest
+        self._words[self._of(self.me, _STARTED)] = read
 
     def _lay_out(self, slot_bytes: int, slots: int) -> None:
         self._slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
         self.slots = slots
         need = self._header_bytes + self._slot_bytes * slots
         if os.fstat(self._fd).st_size < need:
-            os.ftruncate(self._fd, need)  # every rank asks for the same size
+            os.pwrite(self._fd, b"\0", need)  # grows at the most: a rank that reads something else may have more
         if self._data is None or len(self._data) < need:
             self._data = mmap.mmap(self._fd, need)
 
@@ -194,7 +198,10 @@ class Arena:
         for fd in self._deaths:
             os.close(fd)
         os.close(self._fd)
-        self._fd = -1
+        self._fd, self._data = -1, None
+
+    def __del__(self) -> None:
+        self.close()  # a reader that nobody closed lets go of its memory with its last reference
 
 
 def ticket(read: int, job: int) -> int:

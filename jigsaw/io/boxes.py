@@ -33,6 +33,11 @@ class Run(NamedTuple):
     length: int
 
     @property
+    def each(self) -> range:
+        """The rows of the chunk, one after the other."""
+        return range(self.source, self.source + self.source_step * self.length, self.source_step)
+
+    @property
     def rows(self) -> Interval:
         """The interval of the chunk's rows that it spans."""
         last = self.source + self.source_step * (self.length - 1)
@@ -54,6 +59,12 @@ class Box(NamedTuple):
     def extents(self) -> tuple[int, ...]:
         """The number of rows along each stored dim."""
         return tuple(sum(run.length for run in runs) for runs in self.runs)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it takes a row of the chunk more than once, as rows beyond an edge do."""
+        rows = [[x for run in runs for x in run.each] for runs in self.runs if len(runs) > 1]
+        return any(len(set(taken)) < len(taken) for taken in rows)
 
     @property
     def rect(self) -> Rect:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -225,7 +225,7 @@ class Dataset(Samples):
                 f"a rollout of {steps} steps needs as many targets, but the dataset was opened with "
                 f"targets={list(self.targets)}"
             )
-        return self if steps == len(self.targets) else replace(self, targets=self.targets[:steps])
+        return self if steps == len(self.targets) else self.changed(targets=self.targets[:steps])
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -23,7 +24,7 @@ from jigsaw.io._peers import Peers, meet
 from jigsaw.io._scatter import FoundNaNError, Placing, packed_box
 from jigsaw.io.boundary import fill
 from jigsaw.io.chunk import Loaded
-from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError
+from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError, ReadError
 from jigsaw.io.fetch.ahead import Ahead
 from jigsaw.io.lookups import Lookups, total
 from jigsaw.io.parcels import Parcels
@@ -63,6 +64,7 @@ class Engine:
         self.threads = threads or fair_share(len(self.peers.neighbours))
         self.lanes = self.peers.gather(self.threads)
         self._busy, self._counting = threading.Lock(), threading.Lock()
+        self._is_closed = False
         self.scratch, self.converted = Scratch(), Scratch()
         self.ahead = Ahead(self.peers.me, budget) if any(t.far for t in store.arrays.values()) else None
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
@@ -74,11 +76,17 @@ class Engine:
 
         *Sends*: nothing on one machine; else one all-to-all of the boxes that other machines need, in the stored dtype.
 
-        Raises: a `ReadError` on every rank when it fails on any.
+        Raises: a `ReadError` on every rank when it fails on any; of an engine that was closed.
         """
         with self._busy:
+            if self._is_closed:
+                raise ReadError("this reader was closed; make a new dataset or loader to read on")
             self.reads += 1
-            return _Reading(self, plan, self.reads).run(out)
+            try:
+                return _Reading(self, plan, self.reads).run(out)
+            except BaseException as e:
+                vars(e)["heard"] = True
+                raise
 
     def plan(self, make: Callable[[], ReadPlan], key: Hashable = None) -> ReadPlan:
         """The plan of the next read: the one that `ahead` expected under `key`, or else made now.
@@ -90,19 +98,28 @@ class Engine:
         try:
             return (self.ahead and self.ahead.planned(key)) or make()
         except BaseException as e:
-            self._refuse(e)
+            self.refuse(e)
             raise
 
-    def _refuse(self, error: BaseException) -> None:
-        """Take part in a read as one that has failed."""
-        with self._busy:
+    def refuse(self, error: BaseException) -> None:
+        """Take part in the next read as one that has failed, so that others do not wait for this rank.
+
+        Nothing happens when they know of the error already, from the read that failed with it.
+        """
+        if self._is_closed or getattr(error, "heard", False):
+            return
+        with self._busy, suppress(PeerError):
             self.reads += 1
-            if self.arena is not None:
-                self.arena.fail(self.reads, error)
-            if self.peers.is_spread:
-                self.peers.gather(((type(error).__name__, str(error)), 0))
-            if self.arena is not None:
-                self.arena.leave(self.reads)
+            try:
+                if self.arena is not None:
+                    self.arena.await_turn(self.reads)
+                    self.arena.fail(self.reads, error)
+                if self.peers.is_spread:
+                    self.peers.gather(((type(error).__name__, str(error)), 0))
+            finally:
+                vars(error)["heard"] = True
+                if self.arena is not None:
+                    self.arena.leave(self.reads)
 
     @property
     def looked_up(self) -> Lookups:
@@ -110,7 +127,8 @@ class Engine:
         return total(table.looked_up for table in self.store.arrays.values())
 
     def close(self) -> None:
-        """End the threads and let go of the shared memory."""
+        """End the threads and let go of the shared memory; nothing can be read afterwards."""
+        self._is_closed = True
         self.pool.shutdown()
         if self.ahead is not None:
             self.ahead.close()
@@ -170,6 +188,8 @@ class _Reading:
         return None
 
     def _here(self, out: Array | None) -> None:
+        if self.arena is not None:
+            self.arena.await_turn(self.number)
         self._begin(out)
         self._load_and_take()
 

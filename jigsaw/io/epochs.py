@@ -20,6 +20,7 @@ from jigsaw.io.frame import DATA
 from jigsaw.io.order import Order, State
 from jigsaw.io.prefetch import Prefetch
 from jigsaw.io.samples import Samples
+from jigsaw.io.times import is_int
 from jigsaw.layout import Coordinate
 from jigsaw.mesh import coordinate
 
@@ -52,7 +53,8 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
     A subclass says how a batch is read (in the background, in order) and what it becomes.  Making one is collective
     over the mesh; one of a dataset that was unpickled joins the mesh when it first reads.
 
-    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`.
+    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; for a `seed`,
+    `prefetch_bytes` or `threads` that are no such number.
     """
 
     _arrays = 1
@@ -70,8 +72,10 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         threads: int | None = None,
     ) -> None:
         count = len(dataset)
-        if batch_size < 1:
-            raise FieldError(f"batch_size={batch_size} must be at least 1, the samples of a batch over the whole mesh")
+        _check_number("batch_size", batch_size, 1, ": the samples of a batch over the whole mesh")
+        _check_number("seed", seed, 0)
+        _check_number("prefetch_bytes", 0 if prefetch_bytes is None else prefetch_bytes, 0)
+        _check_number("threads", 1 if threads is None else threads, 1)
         if drop_last and batch_size > count:
             raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
         self.dataset = dataset
@@ -113,6 +117,9 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
 
     def _left(self) -> None:
         """What else ends with an iteration."""
+
+    def _failed(self) -> None:
+        """Forget what a batch that has failed, here or on another rank, may have left."""
 
     # -- the mesh ----------------------------------------------------------------------------------------------------
 
@@ -185,13 +192,26 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         self._engine.memory.keep((self._ahead + 1) * self._arrays)  # that of a batch in use, and of those ahead
         at = self._order.settled(self._state)
         alone = all(size == 1 for _, size in self.dataset.frame.domain)
-        current = self._current = Prefetch(lambda turn: (turn, self._read(turn)), self._turns(at), self._ahead, alone)
+        current = self._current = Prefetch(self._read_or_refuse, self._turns(at), self._ahead, alone)
         try:
             for turn, block in current:
                 self._state = turn.after
                 yield self._batch(turn, block)
         finally:
             current.stop()
+
+    def _read_or_refuse(self, turn: Turn) -> tuple[Turn, Block]:
+        """Read a batch.  An error of this rank alone, such as memory that its device lacks, is told to the others, who
+        raise it in place of their next batch.
+        """
+        before = self._engine.reads
+        try:
+            return turn, self._read(turn)
+        except BaseException as e:
+            if getattr(e, "heard", False) or self._engine.reads == before or turn.following:
+                self._failed()
+                self._engine.refuse(e)
+            raise  # after the last batch was read there is no read of the others to take part in
 
     def _turns(self, at: State) -> Iterator[Turn]:
         """The batches of the epoch that are left."""
@@ -215,6 +235,11 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         """How many batches may be ready before they are asked for."""
         budget = self._prefetch_bytes
         return BATCHES_AHEAD if budget is None else budget // max(self.batch_bytes, 1)
+
+
+def _check_number(name: str, value: int, least: int, meaning: str = "") -> None:
+    if not is_int(value) or value < least:
+        raise FieldError(f"{name}={value!r} must be a whole number, {least} or more{meaning}")
 
 
 def _revived(kind: type[Made], dataset: Samples, made_of: Mapping[str, Any], state: Mapping[str, int]) -> Made:

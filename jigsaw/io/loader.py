@@ -115,10 +115,22 @@ class DataLoader(Epochs[Dataset, _Block, Batch]):
         if self._engine.ahead is not None:
             self._engine.ahead.forget()
 
+    @cached_property
+    def _shorter(self) -> dict[int, Dataset]:
+        """The dataset with fewer targets, as far as epochs have needed it: it finds what it reads once."""
+        return {}
+
+    def _failed(self) -> None:
+        vars(self).pop("_kept", None)  # ranks that read different parts of a batch would keep different steps
+
     def _of(self, epoch: int) -> Dataset:
         """The dataset with as many targets as the epoch has."""
         steps = self._rollout.at(epoch)
-        return self.dataset if steps == len(self.dataset.targets) else self.dataset.rollout(steps)
+        if steps == len(self.dataset.targets):
+            return self.dataset
+        if steps not in self._shorter:
+            self._shorter[steps] = self.dataset.rollout(steps)
+        return self._shorter[steps]
 
     def _read(self, turn: Turn) -> _Block:
         dataset = self._of(turn.at.epoch)

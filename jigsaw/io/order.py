@@ -106,7 +106,7 @@ class Order:
 
     def settled(self, state: State) -> State:
         """The same place, but the end of an epoch is the beginning of the next."""
-        left = self.usable - state.next_sample
+        left = self.count - state.next_sample  # a place that another batch size led to may leave more whole batches
         done = left <= 0 or (self.drop_last and left < self.batch_size)
         return State(state.seed, state.epoch + 1, 0) if done else state
 

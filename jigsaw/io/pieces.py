@@ -67,7 +67,7 @@ def _with(box: Box, dim: int, runs: Sequence[Run]) -> Box:
 
 def _between(run: Run, rows: Interval) -> Run:
     """The part of a run whose source rows lie in an interval."""
-    source = range(run.source, run.source + run.source_step * run.length, run.source_step)
+    source = run.each
     if run.source_step > 0:
         first, stop = (bisect_left(source, row) for row in rows)
     else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,6 +65,10 @@ class Samples(ABC):
     @cached_property
     def _joined(self) -> DeviceMesh:
         return init_mesh(device=self.device, **dict(self.frame.axes))
+
+    def changed(self, **fields: Any) -> Self:
+        """The same with other fields, on the mesh that this one has joined."""
+        return replace(self, **({"mesh": vars(self).get("_joined", self.mesh)} | fields))
 
     def new_engine(self, threads: int | None = None) -> Engine:
         """A reader of plans with process groups of its own; making one is collective over the mesh."""

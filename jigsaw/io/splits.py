@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -83,10 +82,10 @@ class _Spans:
         dataset = self.dataset
         if self.began is not None:
             kept = self._forecasts(self.began, ends)
-            made = replace(dataset, choices={**dataset.choices, self.began: kept})
+            made = dataset.changed(choices={**dataset.choices, self.began: kept})
         else:
             low, high = self._places()
-            made = replace(dataset, anchors=dataset.anchors[(low >= ends[0]) & (high <= ends[1])])
+            made = dataset.changed(anchors=dataset.anchors[(low >= ends[0]) & (high <= ends[1])])
         if not len(made):
             raise WindowError(f"split: {name}={wanted!r} holds no sample; {self._available()}")
         return made

@@ -50,6 +50,9 @@ def strips(plan: ReadPlan, member: int) -> Iterator[Strip]:
                 yield Strip(array, chunks, member)
                 continue
             (box,) = plan.boxes(Job(array, chunks[0], member, (member,)), member)
+            if box.repeats:  # a strip is converted where it lies, once
+                yield from (Strip(array, (chunk,), member) for chunk in chunks)
+                continue
             whole = run._replace(length=len(chunks) * run.length)
             yield Strip(array, chunks, member, box._replace(runs=(*box.runs[:-1], (whole,))))
 

@@ -1,5 +1,6 @@
 """Reading on real ranks: the same values on every mesh, bytes counted, failures told to all, nothing left behind."""
 
+import gc
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from toy_store import FORMS, held, layout, request, sample, write
 
 from jigsaw.io._peers import meet
 from jigsaw.io.engine import Engine
-from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError, TruncatedError
+from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError, ReadError, TruncatedError
 from jigsaw.io.plan import plan_read
 from jigsaw.io.request import DROPPED, Part, Request
 from jigsaw.io.store import open_store
@@ -389,7 +390,84 @@ def body_late(path):
     engine.close()
 
 
-BODIES = [body_other_error, body_differs, body_closed, body_vanished, body_late]
+@on_ranks(2)
+def body_early_refusal(path):
+    """A rank whose next read cannot be planned tells of it once the others have left this one."""
+    engine = Engine(open_store(path), world_mesh(lat=2))
+    plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
+    if dist.get_rank() == 0:
+        engine.read(plan)
+        with pytest.raises(OSError, match="no such plan"):
+            engine.plan(fail)
+    else:
+        check, arena = engine.arena.check_digests, engine.arena
+        arena.check_digests = lambda read: (time.sleep(0.3), arena.check(read), check(read))  # as one that polls late
+        engine.read(plan)
+        with pytest.raises(PeerError, match="rank 0 of the domain group failed: OSError: no such plan"):
+            engine.read(plan)
+    engine.read(plan)
+    engine.close()
+
+
+def fail():
+    raise OSError("no such plan")
+
+
+@on_ranks(2)
+def body_smaller_slots(path):
+    """A rank that asks for less than another one, and has not seen its memory grow, takes none of it away."""
+    arena = Engine(open_store(path), world_mesh(lat=2)).arena
+    if dist.get_rank() == 0:
+        arena._lay_out(1 << 20, 4)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fstat", lambda fd: os.stat_result([0] * 10))
+            arena._lay_out(1 << 16, 1)
+    dist.barrier()
+    arena.memory(arena.slots - 1, 1 << 16)[:] = 1
+
+
+@on_ranks(2)
+def body_unclosed(path):
+    """A reader that nobody closed lets go of its memory with the last reference."""
+    gc.collect()
+    before = shared_memory()
+    for _ in range(3):
+        engine = Engine(open_store(path), world_mesh(lat=2))
+        engine.read(plan_read(request({"lat": 2}), engine.store.arrays, "cooperative"))
+        assert len(shared_memory()) > len(before)
+        dist.barrier()
+        del engine
+        gc.collect()
+    assert len(shared_memory()) == len(before)
+
+
+def shared_memory():
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return [link for link in links if os.path.lexists(link) and "memfd:jigsaw" in os.readlink(link)]
+
+
+@on_ranks(2)
+def body_read_after_close(path):
+    engine = Engine(open_store(path), world_mesh(lat=2))
+    plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
+    engine.close()
+    with pytest.raises(ReadError, match="this reader was closed"):
+        engine.read(plan)
+
+
+BODIES = [
+    body_early_refusal,
+    body_smaller_slots,
+    body_unclosed,
+    body_read_after_close,
+    body_other_error,
+    body_differs,
+    body_closed,
+    body_vanished,
+    body_late,
+]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda b: b.__name__)

@@ -14,7 +14,7 @@ from globe_store import globe, stacked, write
 
 import jigsaw
 from jigsaw.io import _memory
-from jigsaw.io.errors import CorruptChunkError, FieldError, ReadError, StateError, WindowError
+from jigsaw.io.errors import CorruptChunkError, FieldError, PeerError, ReadError, StateError, WindowError
 from jigsaw.io.prefetch import Prefetch
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
@@ -131,6 +131,57 @@ def test_leaving_early_never_hangs_the_other_ranks(wb2, ahead):
     assert sorted(batch.samples[0] for batch in loader) == list(range(8))
 
 
+def out_of_memory(loader, number):
+    """Let a loader's device have no memory for its batch of that number, and for no other."""
+    bring, brought = loader._carrier.bring, []
+
+    def failing(tensors):
+        brought.append(None)
+        if len(brought) == number:
+            raise MemoryError("of the device")
+        return bring(tensors)
+
+    loader._carrier.bring = failing
+
+
+@pytest.mark.parametrize("ahead", [None, 0])
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+@on_ranks(3)
+def test_what_fails_after_a_batch_was_read_fails_the_next_one_everywhere(wb2, ahead, cache_bytes):
+    mesh = world_mesh(lat=3)
+    loader = jigsaw.io.DataLoader(opened(wb2, mesh), batch_size=2, prefetch_bytes=ahead, cache_bytes=cache_bytes)
+    running, failing = iter(loader), mesh.get_local_rank() == 1
+    if failing:
+        out_of_memory(loader, 2)
+    next(running)
+    if failing:
+        with pytest.raises(MemoryError, match="of the device"):
+            next(running)
+    else:
+        next(running)
+        with pytest.raises(PeerError, match="rank 1 of the domain group failed: MemoryError: of the device"):
+            next(running)
+    assert [len(batch.samples) for batch in loader] == [2, 2, 2, 2]
+    loader.close()
+    with pytest.raises(ReadError, match="was closed"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+@on_ranks(2)
+def test_what_fails_after_the_last_batch_was_read_fails_there_alone(wb2, cache_bytes):
+    mesh = world_mesh(lat=2)
+    loader = jigsaw.io.DataLoader(opened(wb2, mesh), batch_size=4, cache_bytes=cache_bytes)
+    if mesh.get_local_rank() == 1:
+        out_of_memory(loader, 2)
+        with pytest.raises(MemoryError, match="of the device"):
+            list(loader)
+    else:
+        assert len(list(loader)) == 2
+    loader.load_state_dict({"seed": 0, "epoch": 1, "next_sample": 0})
+    assert len(list(loader)) == 2
+
+
 def test_a_step_that_windows_share_is_read_once(wb2):
     kwargs = {"batch_size": 8, "drop_last": True}
     ds = opened(wb2, world_mesh(lat=1))
@@ -191,11 +242,15 @@ def test_a_torn_state_is_refused_and_changes_nothing(wb2, state, match):
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be a whole number, 1 or more"),
+        ({"batch_size": 2.0}, r"batch_size=2.0 must be a whole number, 1 or more: the samples of a batch"),
         ({"batch_size": 9, "drop_last": True}, "leaves no batch of a dataset of 8 samples"),
+        ({"seed": -1}, "seed=-1 must be a whole number, 0 or more"),
+        ({"prefetch_bytes": 1e9}, r"prefetch_bytes=1000000000.0 must be a whole number"),
+        ({"threads": 0}, "threads=0 must be a whole number, 1 or more"),
     ],
 )
-def test_batch_sizes_that_make_no_batch(wb2, kwargs, match):
+def test_numbers_that_make_no_loader(wb2, kwargs, match):
     with pytest.raises(FieldError, match=match):
         jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), **kwargs)
 

@@ -41,6 +41,11 @@ def test_an_epoch_hands_out_each_sample_once_and_resumes_anywhere(shuffle, drop_
     assert [s for samples, _ in torn_apart for s in samples][: len(rest)] == rest
 
 
+def test_only_the_tail_is_dropped_after_another_batch_size():
+    rest = [samples for samples, _ in Order(10, 4, False, True).batches(State(0, 2, 2))]
+    assert rest == [(2, 3, 4, 5), (6, 7, 8, 9)]
+
+
 def test_a_place_in_the_dropped_tail_is_the_next_epoch():
     assert Order(10, 4, False, True).settled(State(0, 2, 9)) == State(0, 3, 0)
 

@@ -10,6 +10,7 @@ import xarray as xr
 from globe_store import stacked
 
 import jigsaw
+from jigsaw.io import samples
 from jigsaw.io.errors import ReadError
 from jigsaw.testing import on_ranks, world_mesh
 
@@ -57,6 +58,20 @@ def test_unpickled_on_every_rank_they_join_the_mesh(wb2):
     assert loader.bytes_read == 0
     assert [b.samples for b in loader] == [(0, 1, 2), (3, 4, 5), (6,)]
     assert loader.state_dict()["seed"] == 4
+
+
+@on_ranks(2)
+def test_an_unpickled_loader_joins_the_mesh_once_however_long_rollouts_are(wb2):
+    ds = pickle.loads(pickle.dumps(opened(wb2, world_mesh(lat=2))))
+    loader = pickle.loads(pickle.dumps(jigsaw.io.DataLoader(ds, batch_size=3, rollout={0: 1, 1: 2})))
+    made, joined = [], samples.init_mesh
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "init_mesh", lambda **axes: made.append(axes) or joined(**axes))
+        assert [batch.target.shape[1] for _ in range(2) for batch in loader] == [1, 1, 1, 2, 2, 2]
+    assert made == [{"device": "cpu", "lat": 2}]
+    shorter, part = loader.dataset.rollout(1), jigsaw.io.split(loader.dataset, train=(0, 6))["train"]
+    assert shorter.device_mesh() is part.device_mesh() is loader.dataset.device_mesh()
+    loader.close()
 
 
 def test_a_plan_of_integers_and_a_dataset_of_xarray_pickle_too(wb2):

@@ -7,6 +7,7 @@ from numcodecs import Blosc
 from toy_store import request, write
 
 from jigsaw.io import strips as strips_module
+from jigsaw.io.boundary import Boundary
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import CorruptChunkError, NaNError
 from jigsaw.io.plan import plan_read
@@ -82,6 +83,31 @@ def test_a_channel_that_is_not_shifted_keeps_its_negative_zeros(tmp_path, monkey
     joined, alone, _ = both_ways(tmp_path, shifted, monkeypatch)
     assert joined.tobytes() == alone.tobytes()
     assert np.signbit(joined[0, 0]).all()
+
+
+@pytest.mark.parametrize("rule", ["periodic", "reflect", "replicate"])
+def test_rows_that_are_held_twice_are_scaled_once(tmp_path, monkeypatch, rule):
+    values = np.arange(120, dtype="f4").reshape(1, 2, 5, 12)
+    _, asked = row_of_chunks(tmp_path, values)
+    rows = asked.layout.dim(2)[0].with_beyond(2, 1)
+    way = {"boundary": (Boundary(rule), Boundary())} | FACTORS["scaled"]
+    held = Request(asked.layout.replace_dim(2, rows), asked.parts, **{k: v[:2] for k, v in way.items()})
+    joined, alone, _ = both_ways(tmp_path, held, monkeypatch)
+    assert joined.tobytes() == alone.tobytes()
+    factors = np.array([2.0, 0.5], "f4")[:, None, None], np.array([1.0, 0.0], "f4")[:, None, None]
+    mode = {"periodic": "wrap", "replicate": "edge"}.get(rule, rule)
+    np.testing.assert_array_equal(
+        joined, np.pad(values * factors[0] + factors[1], ((0, 0), (0, 0), (2, 1), (0, 0)), mode)
+    )
+
+
+def test_a_level_in_two_channels_is_scaled_for_each(tmp_path, monkeypatch):
+    values = np.arange(120, dtype="i2").reshape(1, 2, 5, 12)
+    _, asked = row_of_chunks(tmp_path, values)
+    twice = Part("x", (((0, 0),), ((1, 0), (1, 1)), None, None), (0, 1, 2, 3))
+    joined, alone, _ = both_ways(tmp_path, Request(asked.layout, (twice,), scale=(2.0, 3.0)), monkeypatch)
+    assert joined.tobytes() == alone.tobytes()
+    np.testing.assert_array_equal(joined, values[:, [1, 1]] * np.array([2.0, 3.0], "f4")[:, None, None])
 
 
 def test_a_missing_chunk_amid_a_strip_is_its_fill_value(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -127,7 +127,7 @@ class Volumes(Samples):
 
     def at(self, seed: int, epoch: int) -> Volumes:
         """The same volumes with the crops of another seed and epoch."""
-        return replace(self, seed=seed, epoch=epoch)
+        return self.changed(seed=seed, epoch=epoch)
 
     def crop(self, sample: int) -> Crop:
         """Which box of which volume a sample is: O(1), the same on every rank."""
