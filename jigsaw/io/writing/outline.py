@@ -442,6 +442,11 @@ def _as_stored(source: Source, known: Found, how: Choices) -> Source:
             f"array {mine.name!r} is {mine.dtype} {dict(zip(mine.dims, mine.shape, strict=True))}, but the store has "
             f"{there.dtype} {dict(zip(there.dims, there.shape, strict=True))}"
         )
+    if packed := [k for k in ("scale_factor", "add_offset") if k in there.attrs and k not in mine.attrs]:
+        raise WriteError(
+            f"array {mine.name!r} of the store is packed by {' and '.join(packed)}, and values are appended as they are "
+            "given; write a new store, or convert this one to floats (python -m jigsaw convert)"
+        )
     for what, asked, has in (("chunks", how.chunks, there.chunks), ("shards", how.shards, there.units)):
         sizes = zip(there.dims, has, shape, strict=True)
         # what reaches beyond a dim was made as large as the dim
