@@ -144,6 +144,21 @@ def test_chunks_that_were_never_written_are_the_fill_value(tmp_path):
             np.testing.assert_array_equal(store.read_small(name), f[name][...])
 
 
+def test_chunks_that_libhdf5_lists_at_wrong_places(tmp_path):
+    """One unlimited dim that is not the first: an index that has it outermost."""
+    path, x = tmp_path / "x.h5", values("f4", (6, 40, 3))
+    with h5py.File(path, "w", libver="latest") as f:
+        for name, first in (("inner", 6), ("single", 2), ("outer", None)):
+            most = (None, 40, 3) if first is None else (first, None, 3)
+            made = f.create_dataset(name, (first or 6, 40, 3), "f4", chunks=(2, 1, 3), maxshape=most, **SHUFFLED)
+            made[:, :2] = x[: first or 6, :2]  # few, so that the wrong places are all in the grid
+    store = open_hdf5(path, cache="")
+    assert [store.arrays[name].decoder is None for name in ("inner", "single", "outer")] == [True, False, False]
+    with h5py.File(path) as f:
+        for name in f:
+            assert bits(store.read_small(name)) == bits(f[name][...]), name
+
+
 def test_contiguous_compact_scalar_and_offset_files(tmp_path):
     path, x = tmp_path / "x.h5", values(">f4", (4, 3, 200, 300))
     with h5py.File(path, "w", userblock_size=1024) as f:

@@ -26,7 +26,7 @@ from jigsaw.io.formats import plain
 from jigsaw.io.formats.codecs import BadChunkError
 from jigsaw.io.formats.hdf5_dims import MAKANI, attributes, dims_of, ids_of, is_only_a_dim, name_in_store
 from jigsaw.io.formats.hdf5_filters import Filter, Pipeline, pipeline_of
-from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder, leaves_edges
+from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder, leaves_edges, misplaces
 from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, virtual_grid
 from jigsaw.io.formats.packing import masks_of, signed_as_said
 from jigsaw.io.formats.values import table_of
@@ -288,6 +288,8 @@ class _Stored(NamedTuple):
 def _chunked(found: _Found, dtype: np.dtype[Any], plist: Any, native: bool) -> _Stored:
     shape, chunks = tuple(found.dataset.shape), tuple(found.dataset.chunks)
     filters = tuple(_filter(plist, k) for k in range(plist.get_nfilters()))
+    if misplaces(found.dataset):
+        return _Stored(chunks, None, Whole(found.source), filters=filters)
     pipeline = pipeline_of(dtype, len(shape), filters) if native else None
     exact = prod(chunks) * dtype.itemsize if pipeline is not None and pipeline.is_plain else None
     edges = (1 << len(filters)) - 1 if filters and leaves_edges(plist) else 0
