@@ -109,6 +109,20 @@ def test_unsigned_values_and_coordinates(tmp_path):
     assert want.lat.values[-1] == 75
 
 
+@pytest.mark.parametrize("form", [2, 3])
+def test_missing_chunks_of_unsigned_values(tmp_path, form):
+    group, dims = zarr.open_group(tmp_path / "u.zarr", mode="w", zarr_format=form), ("time", "lat", "lon")
+    made = group.create_array(
+        "v", shape=(2, 4, 5), chunks=(1, 2, 5), dtype="i1", fill_value=-1, dimension_names=dims if form == 3 else None
+    )
+    made.attrs.update({"_Unsigned": "true", "_FillValue": -1, "_ARRAY_DIMENSIONS": dims})
+    made[0, :2] = np.arange(-6, 4).reshape(2, 5)
+    ds = one_rank(str(tmp_path / "u.zarr"), inputs=[0, 1])
+    got = ds[0].input.local[:, 0].numpy()
+    want = made[...].view("u1").astype("f4")
+    np.testing.assert_array_equal(got, np.where(want == 255, np.nan, want))
+
+
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
