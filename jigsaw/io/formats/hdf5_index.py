@@ -221,7 +221,9 @@ def misplaces(dataset: Any) -> bool:
     (seen up to 2.0.0) lists its chunks as if it counted through the dims in their order.  Its reads are right.
     """
     unlimited = [d for d, most in enumerate(dataset.maxshape) if most is None]
-    if len(unlimited) != 1 or all(n <= c for n, c in zip(dataset.maxshape[: unlimited[0]], dataset.chunks)):
+    if len(unlimited) != 1 or all(
+        n <= c for n, c in zip(dataset.maxshape[: unlimited[0]], dataset.chunks, strict=False)
+    ):
         return False
     found = ctypes.c_int(0)
     with LIBRARY, phil:
