@@ -360,7 +360,7 @@ def _cftime(raw: NDArray[Any], units: str, calendar: str) -> NDArray[Any]:
         ) from missing
     try:
         return np.asarray(cftime.num2date(raw, units, calendar), dtype=object)
-    except (ValueError, OverflowError) as e:
+    except (ValueError, OverflowError, KeyError) as e:
         raise _unknown_units(units, calendar) from e
 
 

@@ -113,7 +113,7 @@ def test_the_mixed_calendar_counts_back_across_its_reform():
         "days since 2001-02-29",
     ],
 )
-@pytest.mark.parametrize("calendar", ["standard", "noleap", "of mars"])
+@pytest.mark.parametrize("calendar", ["standard", "noleap", "of mars", ""])
 def test_units_without_a_fixed_meaning_are_refused(units, calendar):
     with pytest.raises(UnsupportedStoreError, match=r"time units .* are not"):
         decode_times(np.arange(3), {"units": units, "calendar": calendar})
