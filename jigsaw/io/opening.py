@@ -121,6 +121,7 @@ def open(
     grid = found.grid(variables)
     axis = _series(found.time(variables), time, every)
     device_mesh, device, axes = taken(mesh)
+    _check_orders(found, variables[0], grid, {"lat": lat_order, "lon": lon})
     frame = Frame.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _turned(grid, lat_order, lon)
     frame = frame.on(whole_coords)
@@ -237,6 +238,21 @@ def _turned(grid: Mapping[str, NDArray[Any]], lat_order: str, lon: str) -> tuple
         return Turn(flipped), values
     shift, values["lon"] = coords.turned(grid["lon"], lon)
     return Turn(flipped, {"lon": shift} if shift else {}), values
+
+
+def _check_orders(found: Survey, first: Variable, grid: Mapping[str, NDArray[Any]], orders: Mapping[str, str]) -> None:
+    """Raises: `GridError` for an order of rows whose places nobody tells."""
+    for dim, order in orders.items():
+        if order == "store" or dim not in grid:
+            continue
+        if not (
+            found.coords.has_values(first.table, first.dim(dim)) and len(grid[dim]) and grid[dim].dtype.kind in "iuf"
+        ):
+            argument = "lon" if dim == "lon" else "lat_order"
+            raise GridError(
+                f"{argument}={order!r} needs a coordinate of numbers along {first.dim(dim)!r}, which the store lacks; "
+                f"use {argument}='store'"
+            )
 
 
 def _flipped(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import zarr
 from globe_store import globe, stacked, write
 
 import jigsaw
-from jigsaw.io.errors import FieldError, GridError, WindowError
+from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, WindowError
 from jigsaw.testing import on_ranks, world_mesh
 
 
@@ -51,6 +51,34 @@ def test_longitudes_need_a_lon_dim(tmp_path):
     path = saved(tmp_path, xr.Dataset({"v": (("time", "y", "x"), np.zeros((2, 3, 4), "f4"))}))
     with pytest.raises(GridError, match=r"turns longitudes, but the fields' spatial dims are \['y', 'x'\]"):
         one_rank(path, lon="0..360")
+
+
+@pytest.mark.parametrize("order", [{"lat_order": "north-first"}, {"lon": "-180..180"}])
+@pytest.mark.parametrize("coordinates", ["none", "texts", "of another length"])
+def test_an_order_of_rows_needs_their_coordinates(tmp_path, order, coordinates):
+    data = xr.Dataset({"v": (("time", "lat", "lon"), np.zeros((2, 3, 4), "f4"))})
+    if coordinates == "texts":
+        data = data.assign_coords(lat=["a", "b", "c"], lon=["a", "b", "c", "d"])
+    path = saved(tmp_path, data)
+    if coordinates == "of another length":
+        for dim in ("lat", "lon"):
+            zarr.open_group(path).create_array(dim, shape=(9,), dtype="f4", dimension_names=[dim])
+    with pytest.raises(GridError, match=r"(lon|lat_order)='.*' needs a coordinate of numbers along '(lat|lon)'"):
+        one_rank(path, **order)
+
+
+@pytest.mark.parametrize("value", ["abc", [1.0, 2.0]])
+@pytest.mark.parametrize("attr", ["scale_factor", "add_offset"])
+@pytest.mark.parametrize("name", ["v", "time", "lat"])
+def test_packing_by_what_is_no_number(tmp_path, name, attr, value):
+    data = xr.Dataset(
+        {"v": (("time", "lat", "lon"), np.zeros((2, 3, 4), "f4"))},
+        {"time": [0, 1], "lat": [0.0, 1, 2], "lon": range(4)},
+    )
+    path = saved(tmp_path, data)
+    zarr.open_group(path)[name].attrs[attr] = value
+    with pytest.raises(UnsupportedStoreError, match=f"array '{name}' has {attr}=.* which is no number"):
+        one_rank(path)
 
 
 def test_a_curvilinear_ocean(tmp_path):
