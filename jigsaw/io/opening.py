@@ -265,7 +265,7 @@ def _flipped(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...
 
 
 def _nan_policy(nan: str | float) -> str | float:
-    if isinstance(nan, str) and nan not in ("keep", "raise"):
+    if nan not in ("keep", "raise") and not isinstance(nan, int | float | np.number):
         raise FieldError(f"nan={nan!r} must be 'keep', 'raise' or a number")
     return nan
 

@@ -118,11 +118,11 @@ class TimeAxis:
         whole year), of durations such as ``"24h"`` where the steps are durations (both ends included), or of integers
         (step positions, the end excluded).
 
-        Raises: `WindowError` when nothing is inside, or dates are asked of a store without time units.
+        Raises: `WindowError` for anything else, when nothing is inside, or dates are asked of a store without units.
         """
         if wanted is None:
             return 0, len(self)
-        first, last = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
+        first, last = _ends(wanted)
         if isinstance(wanted, slice) and wanted.step not in (None, 1):
             raise WindowError(f"time={wanted} has a step; thin the series with every={wanted.step} instead")
         if all(end is None or is_int(end) for end in (first, last)):
@@ -200,6 +200,15 @@ class TimeAxis:
             return f"{self.usual} month(s)"
         hours = self.usual / 3_600_000_000
         return f"{hours / 24:g} day(s)" if hours >= 24 else f"{hours:g} hour(s)"
+
+
+def _ends(wanted: Any) -> tuple[Any, Any]:
+    """Raises: `WindowError` for what has no two ends."""
+    if isinstance(wanted, slice):
+        return wanted.start, wanted.stop
+    if not isinstance(wanted, list | tuple | np.ndarray) or len(wanted) != 2:
+        raise WindowError(f"time={wanted!r} must be a slice or a pair of dates, or of step positions")
+    return wanted[0], wanted[1]
 
 
 def is_int(value: Any) -> bool:
