@@ -149,4 +149,6 @@ def _times_at(axis: TimeAxis, value: Any) -> Sequence[int]:
 def _values_at(there: NDArray[Any], value: Any) -> NDArray[Any]:
     if isinstance(value, str) or there.dtype.kind not in "fiu":
         return np.flatnonzero(there.astype(str) == str(value))
+    if not isinstance(value, int | float | np.number):
+        return np.zeros(0, np.int64)
     return np.flatnonzero(np.isclose(there.astype(np.float64), float(value), rtol=1e-6, atol=0))

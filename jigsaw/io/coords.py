@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from jigsaw.io.table import ArrayTable
 
 SPACE = ("lat", "lon", "z", "y", "x")
-ROLES = ("time", "init", "lead", "member", "level", *SPACE)
+_TIMES = ("time", "init", "lead")
+ROLES = (*_TIMES, "member", "level", *SPACE)
 
 _STANDARD_NAMES = {
     "time": "time",
@@ -152,7 +153,7 @@ class Coords:
             group, said = _group(name), _said(table.attrs)
             if len(table.dims) == 2 and said == "lat":
                 self._planes.append((group, tuple(table.dims)))
-            if len(table.dims) == 1 and said and name != group + table.dims[0]:
+            if len(table.dims) == 1 and said and name != group + table.dims[0] and _may_be(table.dims[0], said):
                 self._auxiliary.setdefault((group, table.dims[0]), name)
 
     def name(self, array: ArrayTable, dim: str) -> str | None:
@@ -168,11 +169,16 @@ class Coords:
         name = self.name(array, dim)
         return {} if name is None else self.arrays[name].attrs
 
+    def has_values(self, array: ArrayTable, dim: str) -> bool:
+        """Whether the store has a value for each row along a dim of `array`."""
+        name, size = self.name(array, dim), array.shape[array.dims.index(dim)]
+        return name is not None and tuple(self.arrays[name].shape) == (size,)
+
     def values(self, store: _Store, array: ArrayTable, dim: str) -> NDArray[Any]:
         """The values along a dim of `array`: its coordinate variable, or 0, 1, 2… where it has none."""
-        name, size = self.name(array, dim), array.shape[array.dims.index(dim)]
-        if name is None or tuple(self.arrays[name].shape) != (size,):
-            return np.arange(size)
+        name = self.name(array, dim)
+        if name is None or not self.has_values(array, dim):
+            return np.arange(array.shape[array.dims.index(dim)])
         table, stored = self.arrays[name], store.read_small(name)
         if str(table.attrs.get("_Unsigned", "")).lower() == "true" and stored.dtype.kind == "i":
             stored = stored.view(stored.dtype.str.replace("i", "u"))
@@ -217,6 +223,14 @@ class Coords:
                 if not any(_said(attrs) in ("lat", "lon") for attrs in alone):
                     return dict(zip(dims, ("y", "x"), strict=True))
         return {}
+
+
+def _may_be(dim: str, role: str) -> bool:
+    """Whether a variable of another name may say what a dim is: a series of pressures along time does not."""
+    named = _NAMES.get(dim.lower())
+    if named is None or named in _TIMES:
+        return named is None or role in _TIMES
+    return role == named or (named in ("z", "y", "x") and role not in _TIMES)
 
 
 def _group(name: str) -> str:

@@ -121,6 +121,7 @@ def open(
     grid = found.grid(variables)
     axis = _series(found.time(variables), time, every)
     device_mesh, device, axes = taken(mesh)
+    _check_orders(found, variables[0], grid, {"lat": lat_order, "lon": lon})
     frame = Frame.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _turned(grid, lat_order, lon)
     frame = frame.on(whole_coords)
@@ -239,6 +240,21 @@ def _turned(grid: Mapping[str, NDArray[Any]], lat_order: str, lon: str) -> tuple
     return Turn(flipped, {"lon": shift} if shift else {}), values
 
 
+def _check_orders(found: Survey, first: Variable, grid: Mapping[str, NDArray[Any]], orders: Mapping[str, str]) -> None:
+    """Raises: `GridError` for an order of rows whose places nobody tells."""
+    for dim, order in orders.items():
+        if order == "store" or dim not in grid:
+            continue
+        if not (
+            found.coords.has_values(first.table, first.dim(dim)) and len(grid[dim]) and grid[dim].dtype.kind in "iuf"
+        ):
+            argument = "lon" if dim == "lon" else "lat_order"
+            raise GridError(
+                f"{argument}={order!r} needs a coordinate of numbers along {first.dim(dim)!r}, which the store lacks; "
+                f"use {argument}='store'"
+            )
+
+
 def _flipped(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...]:
     if lat_order not in _LAT_ORDERS:
         raise GridError(f"lat_order={lat_order!r} must be one of {_LAT_ORDERS}")
@@ -249,7 +265,7 @@ def _flipped(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...
 
 
 def _nan_policy(nan: str | float) -> str | float:
-    if isinstance(nan, str) and nan not in ("keep", "raise"):
+    if nan not in ("keep", "raise") and not isinstance(nan, int | float | np.number):
         raise FieldError(f"nan={nan!r} must be 'keep', 'raise' or a number")
     return nan
 

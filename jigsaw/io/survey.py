@@ -95,8 +95,14 @@ class Survey:
         return Levels(numeric.astype(np.float64), str(self.attrs(variable, "level").get("units", "")))
 
     def of(self, channels: Sequence[Channel]) -> tuple[Variable, ...]:
-        """The variables of these channels, each once, in order."""
-        return tuple(self.variables[name] for name in dict.fromkeys(c.array for c in channels))
+        """The variables of these channels, each once, in order.
+
+        Raises: `UnsupportedStoreError` for one whose scale or offset is no number.
+        """
+        found = tuple(self.variables[name] for name in dict.fromkeys(c.array for c in channels))
+        for variable in found:
+            variable.table.check_packing()
+        return found
 
     def grid(self, variables: Sequence[Variable]) -> dict[str, NDArray[Any]]:
         """The coordinate values along each spatial dim, in canonical order, of variables that share one grid.

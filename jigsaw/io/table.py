@@ -18,7 +18,7 @@ from jigsaw.io.block_tables import BlockTables
 from jigsaw.io.boxes import WORTH
 from jigsaw.io.chunk import ChunkRef, Codec, Fetched, Index, Loaded, Places, Rows
 from jigsaw.io.chunk_grid import Along
-from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
+from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Room, Target
 from jigsaw.io.flow import Flow
 from jigsaw.io.formats import blosc as _blosc
@@ -140,11 +140,25 @@ class ArrayTable:
 
     @property
     def scale(self) -> float:
-        return float(self.attrs.get("scale_factor", 1.0))
+        """Raises: `UnsupportedStoreError` for an attribute that is no number; so does `offset`."""
+        return self._number("scale_factor", 1.0)
 
     @property
     def offset(self) -> float:
-        return float(self.attrs.get("add_offset", 0.0))
+        return self._number("add_offset", 0.0)
+
+    def check_packing(self) -> None:
+        """Raises: what `scale` and `offset` raise."""
+        _ = self.scale, self.offset
+
+    def _number(self, attr: str, default: float) -> float:
+        value = self.attrs.get(attr, default)
+        try:
+            return float(value)
+        except (TypeError, ValueError) as e:
+            raise UnsupportedStoreError(
+                f"array {self.name!r} has {attr}={value!r}, which is no number; rewrite the attribute"
+            ) from e
 
     # -- places ------------------------------------------------------------------------------------------------------
 

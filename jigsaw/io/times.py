@@ -34,7 +34,12 @@ _MONTHS = {
     **dict.fromkeys(("y", "yr", "yrs", "year", "years"), 12),
 }
 _DURATION = re.compile(r"^\s*(?P<count>[+-]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z]+)\s*$", re.IGNORECASE)
+_DATE = re.compile(
+    r"^\s*(\d{4})(?:-(\d{1,2})(?:-(\d{1,2})(?:[T ](\d{2})(?::?(\d{2})(?::?(\d{2})(?:\.\d*)?)?)?Z?)?)?)?\s*$"
+)
 _DAY = 86_400_000_000
+_MOST = 2.0**62
+_REFORM = np.datetime64("1582-10-15")
 _GREGORIAN = ("standard", "gregorian", "proleptic_gregorian")
 
 
@@ -64,8 +69,12 @@ class TimeAxis:
         ticks = elapsed if months is None else months
         steps = np.diff(ticks)
         usual = _most_common(steps) if len(steps) else 0
-        if len(steps) and usual <= 0:
-            raise GridError("the time coordinate does not rise; sort the store by time")
+        falls = np.flatnonzero(elapsed[1:] < elapsed[:-1])
+        if len(steps) and (usual <= 0 or len(falls)):
+            i = int(falls[0]) if len(falls) else 0
+            raise GridError(
+                f"the time coordinate does not rise: {stamps[i]} is followed by {stamps[i + 1]}; sort the store by time"
+            )
         return cls(stamps, elapsed, digits, np.arange(len(stamps)), ticks, usual, months is not None)
 
     def __len__(self) -> int:
@@ -109,11 +118,11 @@ class TimeAxis:
         whole year), of durations such as ``"24h"`` where the steps are durations (both ends included), or of integers
         (step positions, the end excluded).
 
-        Raises: `WindowError` when nothing is inside, or dates are asked of a store without time units.
+        Raises: `WindowError` for anything else, when nothing is inside, or dates are asked of a store without units.
         """
         if wanted is None:
             return 0, len(self)
-        first, last = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
+        first, last = _ends(wanted)
         if isinstance(wanted, slice) and wanted.step not in (None, 1):
             raise WindowError(f"time={wanted} has a step; thin the series with every={wanted.step} instead")
         if all(end is None or is_int(end) for end in (first, last)):
@@ -193,6 +202,15 @@ class TimeAxis:
         return f"{hours / 24:g} day(s)" if hours >= 24 else f"{hours:g} hour(s)"
 
 
+def _ends(wanted: Any) -> tuple[Any, Any]:
+    """Raises: `WindowError` for what has no two ends."""
+    if isinstance(wanted, slice):
+        return wanted.start, wanted.stop
+    if not isinstance(wanted, list | tuple | np.ndarray) or len(wanted) != 2:
+        raise WindowError(f"time={wanted!r} must be a slice or a pair of dates, or of step positions")
+    return wanted[0], wanted[1]
+
+
 def is_int(value: Any) -> bool:
     """Whether a value is a whole number, and no truth value."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
@@ -224,7 +242,10 @@ def duration_of(wanted: Any) -> tuple[int, int]:
     if match is None or unit not in {**_MICROSECONDS, **_MONTHS}:
         raise WindowError(f"{wanted!r} is no number of steps, nor a duration like '6h', '-30min', '1 day', '3 months'")
     if unit in _MONTHS:
-        return 0, round(float(match["count"]) * _MONTHS[unit])
+        months = float(match["count"]) * _MONTHS[unit]
+        if not months.is_integer():
+            raise WindowError(f"{wanted!r} is no whole number of months, and a part of one has no fixed length")
+        return 0, int(months)
     return round(float(match["count"]) * _MICROSECONDS[unit]), 0
 
 
@@ -242,18 +263,37 @@ def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
 
     A step that differs from the usual one is a gap; steps of calendar months or years are equal steps.
 
-    Raises: `UnsupportedStoreError` for units that have no fixed length on their calendar, or a time zone, `GridError`
-    for falling times.
+    Raises: `UnsupportedStoreError` for texts, and for units that have no fixed length on their calendar, or a time
+    zone; `GridError` for falling or missing times.
     """
     units, calendar = str(attrs.get("units", "")), str(attrs.get("calendar", "standard")).lower()
+    _check_values(raw)
     if raw.dtype.kind == "O":
         return _of_dates(raw, _cftime_elapsed(raw))
     if raw.dtype.kind == "m" or units.lower() in _MICROSECONDS or units.lower() in ("nanoseconds", "ns"):
         elapsed = _elapsed(raw, units.lower()) if raw.dtype.kind != "m" else raw.astype("timedelta64[us]").astype("i8")
         return TimeAxis.of(elapsed.astype("timedelta64[us]"), elapsed, None)
     if raw.dtype.kind != "M" and " since " not in units:
-        return TimeAxis.of(raw, np.rint(raw.astype(np.float64) * 1e6).astype(np.int64), None)
+        return TimeAxis.of(raw, _times(raw, 1_000_000), None)
     return _of_dates(*_stamps(raw, units, calendar))
+
+
+def _check_values(raw: NDArray[Any]) -> None:
+    if raw.dtype.kind not in "iufmMO" or (raw.dtype.kind == "O" and not all(hasattr(t, "calendar") for t in raw)):
+        raise UnsupportedStoreError(
+            f"the time coordinate holds {str(raw[0])!r}, which is no number; rewrite it with CF units such as "
+            "'hours since 1900-01-01', or name another coordinate with dims={'time': …}"
+        )
+    if raw.dtype.kind in "mM":
+        _check_present(~np.isnat(raw))
+
+
+def _check_present(there: NDArray[np.bool_]) -> None:
+    if not there.all():
+        step = int(np.argmin(there))
+        raise GridError(
+            f"the time coordinate has no time at step {step}, or one beyond all dates; leave such steps out"
+        )
 
 
 def _of_dates(stamps: NDArray[Any], elapsed: NDArray[np.int64]) -> TimeAxis:
@@ -264,6 +304,8 @@ def _cftime_elapsed(stamps: NDArray[Any]) -> NDArray[np.int64]:
     """Microseconds of cftime objects."""
     import cftime
 
+    if not len(stamps):
+        return np.zeros(0, np.int64)
     return np.asarray(cftime.date2num(stamps, "microseconds since 1970-01-01", stamps[0].calendar), dtype=np.int64)
 
 
@@ -276,13 +318,18 @@ def _stamps(raw: NDArray[Any], units: str, calendar: str) -> tuple[NDArray[Any],
         raise _unknown_units(units, calendar)
     unit = match["unit"].lower()
     if unit not in _MICROSECONDS and "nano" not in unit:
+        _check_present(np.isfinite(raw))
         stamps = _cftime(raw, units, calendar)
         return stamps, _cftime_elapsed(stamps)
     since = _elapsed(raw, unit)
-    # the mixed Julian/Gregorian calendar differs from numpy's proleptic one before its reform in 1582
-    if calendar in _GREGORIAN and (calendar == "proleptic_gregorian" or int(match["year"]) >= 1583):
-        stamps = _reference(match) + since.astype("timedelta64[us]")
-        return stamps, stamps.astype(np.int64)
+    if calendar in _GREGORIAN:
+        try:
+            stamps = _reference(match) + since.astype("timedelta64[us]")
+        except ValueError as e:  # the 30th of February
+            raise _unknown_units(units, calendar) from e
+        # the mixed Julian/Gregorian calendar differs from numpy's proleptic one before its reform in 1582
+        if calendar == "proleptic_gregorian" or (int(match["year"]) >= 1583 and not (stamps < _REFORM).any()):
+            return stamps, stamps.astype(np.int64)
     return _cftime(raw, units, calendar), since
 
 
@@ -295,10 +342,15 @@ def _unknown_units(units: str, calendar: str) -> UnsupportedStoreError:
 
 def _elapsed(raw: NDArray[Any], unit: str) -> NDArray[np.int64]:
     if "nano" in unit or unit == "ns":
-        return raw.astype(np.int64) // 1000
-    if raw.dtype.kind in "iu":
-        return raw.astype(np.int64) * _MICROSECONDS[unit]
-    return np.rint(raw.astype(np.float64) * _MICROSECONDS[unit]).astype(np.int64)
+        return _times(raw, 1) // 1000
+    return _times(raw, _MICROSECONDS[unit])
+
+
+def _times(raw: NDArray[Any], by: int) -> NDArray[np.int64]:
+    """`by` times as much, rounded to whole numbers, which int64 must hold."""
+    wide = raw.astype(np.float64) * by
+    _check_present(np.abs(wide) < _MOST)
+    return raw.astype(np.int64) * by if raw.dtype.kind in "iu" else np.rint(wide).astype(np.int64)
 
 
 def _reference(match: re.Match[str]) -> np.datetime64:
@@ -317,7 +369,7 @@ def _cftime(raw: NDArray[Any], units: str, calendar: str) -> NDArray[Any]:
         ) from missing
     try:
         return np.asarray(cftime.num2date(raw, units, calendar), dtype=object)
-    except ValueError as e:
+    except (ValueError, OverflowError, KeyError) as e:
         raise _unknown_units(units, calendar) from e
 
 
@@ -337,10 +389,10 @@ def stamp_digits(stamps: NDArray[Any]) -> NDArray[np.int64]:
 def _digits(when: Any, pad: str) -> int:
     """YYYYMMDDhhmmss of a date, partial ones filled up with `pad`: "2008" covers all that begins with 2008."""
     text = str(np.datetime64(when)) if isinstance(when, datetime | date) else str(when)
-    digits = re.sub(r"\D", "", text)
-    if not re.match(r"^\s*\d{4}(-\d{1,2}(-\d{1,2}([T ]\d{2}(:?\d{2}(:?\d{2}(\.\d*)?)?)?Z?)?)?)?\s*$", text):
+    match = _DATE.match(text)
+    if match is None:
         raise WindowError(f"{when!r} is not a date like '2008', '2008-06', '2008-06-30' or '2008-06-30T18:00'")
-    return int(digits[:14].ljust(14, pad))
+    return int("".join(part.zfill(2) for part in match.groups() if part).ljust(14, pad))
 
 
 # -- gaps ------------------------------------------------------------------------------------------------------------

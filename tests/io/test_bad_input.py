@@ -67,6 +67,8 @@ REFUSED = [
     ),
     ({"normalize": {"t2m": (280.0, 0.0)}}, FieldError, r"mean 280 and std 0; need finite numbers and std > 0"),
     ({"normalize": {"t2m": 280.0}}, FieldError, r"normalize\['t2m'\]=280.0 must be \(mean, std\)"),
+    ({"nan": None}, FieldError, r"nan=None must be 'keep', 'raise' or a number"),
+    ({"time": "2020"}, WindowError, r"time='2020' must be a slice or a pair of dates"),
     ({"nan": "drop"}, FieldError, r"nan='drop' must be 'keep', 'raise' or a number"),
     ({"dtype": "int8"}, FieldError, r"dtype='int8' must be one of"),
     ({"mode": "fast"}, FieldError, r"mode='fast' must be one of"),

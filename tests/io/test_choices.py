@@ -150,6 +150,8 @@ def test_a_chunk_that_members_share_is_decoded_once(store):
         ({"lead": 0, "number": "7"}, r"'7'\} is 0 values of 'number' .* which has 1, 2, 3"),
         ({"lead": "5h", "number": 0}, r"'5h'\} is 0 values of 'prediction_timedelta'"),
         ({"lead": 4, "number": 0}, "is outside array"),
+        ({"lead": 0, "number": None}, "None} is 0 values of 'number'"),
+        ({"lead": 0, "number": {}}, "{}} is 0 values of 'number'"),
         ({"lead": 0, "number": [1, 1]}, "picks nothing, or one place twice"),
         ({"lead": 0, "number": ("1", "2")}, "is no range"),
         ({"lead": ("30h", "60h"), "number": 0}, "selects no step"),

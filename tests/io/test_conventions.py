@@ -7,7 +7,7 @@ import zarr
 from globe_store import globe, stacked, write
 
 import jigsaw
-from jigsaw.io.errors import FieldError, GridError, WindowError
+from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, WindowError
 from jigsaw.testing import on_ranks, world_mesh
 
 
@@ -51,6 +51,34 @@ def test_longitudes_need_a_lon_dim(tmp_path):
     path = saved(tmp_path, xr.Dataset({"v": (("time", "y", "x"), np.zeros((2, 3, 4), "f4"))}))
     with pytest.raises(GridError, match=r"turns longitudes, but the fields' spatial dims are \['y', 'x'\]"):
         one_rank(path, lon="0..360")
+
+
+@pytest.mark.parametrize("order", [{"lat_order": "north-first"}, {"lon": "-180..180"}])
+@pytest.mark.parametrize("coordinates", ["none", "texts", "of another length"])
+def test_an_order_of_rows_needs_their_coordinates(tmp_path, order, coordinates):
+    data = xr.Dataset({"v": (("time", "lat", "lon"), np.zeros((2, 3, 4), "f4"))})
+    if coordinates == "texts":
+        data = data.assign_coords(lat=["a", "b", "c"], lon=["a", "b", "c", "d"])
+    path = saved(tmp_path, data)
+    if coordinates == "of another length":
+        for dim in ("lat", "lon"):
+            zarr.open_group(path).create_array(dim, shape=(9,), dtype="f4", dimension_names=[dim])
+    with pytest.raises(GridError, match=r"(lon|lat_order)='.*' needs a coordinate of numbers along '(lat|lon)'"):
+        one_rank(path, **order)
+
+
+@pytest.mark.parametrize("value", ["abc", [1.0, 2.0]])
+@pytest.mark.parametrize("attr", ["scale_factor", "add_offset"])
+@pytest.mark.parametrize("name", ["v", "time", "lat"])
+def test_packing_by_what_is_no_number(tmp_path, name, attr, value):
+    data = xr.Dataset(
+        {"v": (("time", "lat", "lon"), np.zeros((2, 3, 4), "f4"))},
+        {"time": [0, 1], "lat": [0.0, 1, 2], "lon": range(4)},
+    )
+    path = saved(tmp_path, data)
+    zarr.open_group(path)[name].attrs[attr] = value
+    with pytest.raises(UnsupportedStoreError, match=f"array '{name}' has {attr}=.* which is no number"):
+        one_rank(path)
 
 
 def test_a_curvilinear_ocean(tmp_path):
@@ -107,6 +135,20 @@ def test_unsigned_values_and_coordinates(tmp_path):
     np.testing.assert_array_equal(ds[1].input.local[0, 0], want.v.values[1])
     np.testing.assert_array_equal(ds.whole_coords["lat"], want.lat.values)
     assert want.lat.values[-1] == 75
+
+
+@pytest.mark.parametrize("form", [2, 3])
+def test_missing_chunks_of_unsigned_values(tmp_path, form):
+    group, dims = zarr.open_group(tmp_path / "u.zarr", mode="w", zarr_format=form), ("time", "lat", "lon")
+    made = group.create_array(
+        "v", shape=(2, 4, 5), chunks=(1, 2, 5), dtype="i1", fill_value=-1, dimension_names=dims if form == 3 else None
+    )
+    made.attrs.update({"_Unsigned": "true", "_FillValue": -1, "_ARRAY_DIMENSIONS": dims})
+    made[0, :2] = np.arange(-6, 4).reshape(2, 5)
+    ds = one_rank(str(tmp_path / "u.zarr"), inputs=[0, 1])
+    got = ds[0].input.local[:, 0].numpy()
+    want = made[...].view("u1").astype("f4")
+    np.testing.assert_array_equal(got, np.where(want == 255, np.nan, want))
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

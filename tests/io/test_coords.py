@@ -115,6 +115,28 @@ def test_a_coordinate_of_another_name_is_found_or_given():
     assert given.roles(v) == ("time", "lat", "lon")
 
 
+@pytest.mark.parametrize(
+    ("dim", "series", "role"),
+    [
+        ("time", {"units": "Pa"}, "time"),
+        ("time", {"units": "degrees_north"}, "time"),
+        ("number", {"units": "hours since 2000-01-01"}, "member"),
+        ("lat", {"units": "hours since 2000-01-01"}, "lat"),
+        ("y", {"units": "degrees_north"}, "lat"),
+        ("z", {"units": "hPa"}, "level"),
+        ("step", {"units": "hours since 2000-01-01"}, "time"),
+        ("c", {"units": "hours since 2000-01-01"}, "time"),
+    ],
+)
+def test_a_series_along_a_dim_is_no_coordinate_of_another_kind(dim, series, role):
+    """Surface pressures along time do not make it a level."""
+    v, along = table("v", dim, "lat" if dim != "lat" else "t", "lon"), table("ps", dim, **series)
+    v = table("v", dim, "j", "lon") if role == "lat" and dim == "y" else v
+    found = coords_of(v, along)
+    assert found.roles(v)[0] == role
+    assert (found.name(v, dim) == "ps") == (role != {"number": "member"}.get(dim, dim))
+
+
 @pytest.mark.parametrize("dims", [("j", "i"), ("south_north", "west_east"), ("lat", "lon")])
 def test_latitudes_of_two_dims_make_a_grid_of_y_and_x(dims):
     lat, lon = table("lat", *dims, units="degrees_north"), table("lon", *dims, units="degrees_east")

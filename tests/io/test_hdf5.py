@@ -129,6 +129,7 @@ def test_chunks_that_were_never_written_are_the_fill_value(tmp_path):
         late = f.create_dataset("late", (6, 8), "f4", chunks=(2, 3), fillvalue=-7.0, **SHUFFLED)
         late[2:4, 1:2] = 1.0
         f.create_dataset("never", (6, 8), "i2", fillvalue=5)
+        f.create_dataset("long", (6, 8), np.longdouble, chunks=(2, 3), fillvalue=np.nan)
         f.create_dataset("empty", (0, 8), "i2", chunks=(2, 4), maxshape=(None, 8))
         dcpl = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         dcpl.set_chunk((2, 3))
@@ -142,6 +143,44 @@ def test_chunks_that_were_never_written_are_the_fill_value(tmp_path):
     with h5py.File(path) as f:
         for name in f:
             np.testing.assert_array_equal(store.read_small(name), f[name][...])
+
+
+def test_chunks_that_libhdf5_lists_at_wrong_places(tmp_path):
+    """One unlimited dim that is not the first: an index that has it outermost."""
+    path, x = tmp_path / "x.h5", values("f4", (6, 40, 3))
+    with h5py.File(path, "w", libver="latest") as f:
+        for name, first in (("inner", 6), ("single", 2), ("outer", None)):
+            most = (None, 40, 3) if first is None else (first, None, 3)
+            made = f.create_dataset(name, (first or 6, 40, 3), "f4", chunks=(2, 1, 3), maxshape=most, **SHUFFLED)
+            made[:, :2] = x[: first or 6, :2]  # few, so that the wrong places are all in the grid
+    store = open_hdf5(path, cache="")
+    assert [store.arrays[name].decoder is None for name in ("inner", "single", "outer")] == [True, False, False]
+    with h5py.File(path) as f:
+        for name in f:
+            assert bits(store.read_small(name)) == bits(f[name][...]), name
+
+
+@pytest.mark.parametrize(("dtype", "said", "fill"), [("i1", "true", -1), ("i2", "true", -7), ("u1", "false", 250)])
+@pytest.mark.parametrize("written", [True, False])
+def test_missing_values_of_the_other_sign(tmp_path, dtype, said, fill, written):
+    path, dims = str(tmp_path / "x.nc"), {"time": 2, "lat": 4, "lon": 5}
+    info = np.iinfo(dtype)
+    with netCDF4.Dataset(path, "w") as f:
+        for name, size in dims.items():
+            f.createDimension(name, size)
+        for name, chunks in (("whole", {"contiguous": True}), ("chunked", {"chunksizes": (1, 2, 5), "zlib": True})):
+            made = f.createVariable(name, dtype, tuple(dims), fill_value=fill, **chunks)
+            made.setncatts({"_Unsigned": said, "scale_factor": 0.5})
+            made.set_auto_maskandscale(False)
+            if written:
+                made[:] = np.linspace(info.min, info.max, 40).astype(dtype).reshape(2, 4, 5)
+                made[0, 1, 2] = fill
+    ds = jigsaw.io.open(path, mesh=world_mesh(lat=1), fields=["whole", "chunked"])
+    with xr.open_dataset(path, engine="netcdf4") as want:
+        for step in range(2):
+            for channel, name in enumerate(ds.fields):
+                np.testing.assert_array_equal(ds[step].input.local[0, channel], want[name].values[step])
+        assert np.isnan(want["whole"].values[0, 1, 2])
 
 
 def test_contiguous_compact_scalar_and_offset_files(tmp_path):

@@ -97,11 +97,12 @@ def test_truncated_and_lying_npy(tmp_path):
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (2**40, 2**20)})
     with pytest.raises(TruncatedError, match="takes 4611686018427387904 bytes"):
         open_npy(path)
-    with open(path, "r+b") as file:
-        file.seek(12)
-        file.write(b"\xff{{{")
-    with pytest.raises(CorruptChunkError, match=r"cannot be read as \.npy: its header"):
-        open_npy(path)
+    for damage in (b"\xff{{{", b"{'a': 1}  }"):
+        with open(path, "r+b") as file:
+            file.seek(10)
+            file.write(damage)
+        with pytest.raises(CorruptChunkError, match=r"cannot be read as \.npy: its header"):
+            open_npy(path)
     with open(path, "r+b") as file:
         file.seek(6)
         file.write(b"\x09")

@@ -68,14 +68,64 @@ def test_a_gap_and_a_double_step_break_the_series():
 def test_times_that_fall_are_refused():
     with pytest.raises(GridError, match="does not rise"):
         decode_times(np.array([12, 6, 0]), {"units": "hours since 2000-01-01"})
+    with pytest.raises(GridError, match=r"does not rise: 2000-01-01T18.* is followed by 2000-01-01T12"):
+        decode_times(np.array([0, 6, 12, 18, 12, 18, 24]), {"units": "hours since 2000-01-01"})
+
+
+@pytest.mark.parametrize("attrs", [{}, {"units": "hours"}, {"units": "days since 2000-01-01"}])
+@pytest.mark.parametrize("missing", [np.nan, np.inf, 9.969209968386869e36])
+@pytest.mark.parametrize("at", [0, 3])
+def test_steps_without_a_time_are_refused(attrs, missing, at):
+    raw = np.arange(6.0)
+    raw[at] = missing
+    with pytest.raises(GridError, match=f"no time at step {at}"):
+        decode_times(raw, attrs)
+    if np.isnan(missing):
+        with pytest.raises(GridError, match=f"no time at step {at}"):
+            decode_times(np.arange(6).astype("M8[h]") + np.where(np.arange(6) == at, np.timedelta64("NaT"), 0), {})
+
+
+@pytest.mark.parametrize("dtype", [str, object, "S10"])
+def test_times_that_are_texts_are_refused(dtype):
+    with pytest.raises(UnsupportedStoreError, match=r"holds .*2000-01-01.*, which is no number"):
+        decode_times(np.array(["2000-01-01", "2000-01-02"], dtype), {})
+
+
+@pytest.mark.parametrize("calendar", ["standard", "noleap"])
+def test_a_series_without_steps(calendar):
+    assert len(decode_times(np.zeros(0), {"units": "days since 2000-01-01", "calendar": calendar})) == 0
+
+
+def test_the_mixed_calendar_counts_back_across_its_reform():
+    attrs = {"units": "days since 1583-01-01"}
+    stamps = decode_times(np.arange(-80, -76), attrs).stamps
+    assert [str(t) for t in stamps] == [str(t) for t in cftime.num2date(range(-80, -76), **attrs)]
+    assert str(stamps[0])[:10] == "1582-10-03"
 
 
 @pytest.mark.parametrize(
-    "units", ["months since 2000-01-01", "hours since last tuesday", "hours since 2000-01-01 00:00:00 +02:00"]
+    "units",
+    [
+        "months since 2000-01-01",
+        "hours since last tuesday",
+        "hours since 2000-01-01 00:00:00 +02:00",
+        "days since 2000-13-01",
+        "days since 2001-02-29",
+    ],
 )
-def test_units_without_a_fixed_meaning_are_refused(units):
+@pytest.mark.parametrize("calendar", ["standard", "noleap", "of mars", ""])
+def test_units_without_a_fixed_meaning_are_refused(units, calendar):
     with pytest.raises(UnsupportedStoreError, match=r"time units .* are not"):
-        decode_times(np.arange(3), {"units": units})
+        decode_times(np.arange(3), {"units": units, "calendar": calendar})
+
+
+def test_dates_beyond_their_calendar_are_refused():
+    attrs = {"units": "days since 2000-01-01", "calendar": "noleap"}
+    for beyond in ([0, 1e18, 2e18], [0, 2**60, 2**61]):
+        with pytest.raises(GridError, match="no time at step 1"):
+            decode_times(np.array(beyond), attrs)
+    with pytest.raises(UnsupportedStoreError, match=r"time units .* are not"):
+        decode_times(np.array([0, 1e18, 2e18]), {**attrs, "units": "common_years since 2000-01-01"})
 
 
 @pytest.mark.parametrize(
@@ -88,6 +138,9 @@ def test_units_without_a_fixed_meaning_are_refused(units):
         (("1951-12-01T00:00", None), (47, 48)),
         (slice(3, -1), (3, 47)),
         ((datetime(1948, 2, 1), np.datetime64("1948-03-01")), (1, 3)),
+        (("1948-2-1", "1948-3-1"), (1, 3)),
+        (("1948-2", "1948-3"), (1, 3)),
+        (("1948-1-2", "1948-4-1 00:00"), (1, 4)),
     ],
 )
 def test_a_selection_includes_both_ends(wanted, want):
@@ -100,6 +153,9 @@ def test_a_selection_includes_both_ends(wanted, want):
         (("1990", "1991"), r"selects no step; the store has 48, 1948-01-01.* to 1951-12"),
         (("June", None), "'June' is not a date"),
         (slice(0, 9, 2), "has a step"),
+        (5, "time=5 must be a slice or a pair"),
+        ("1948", "time='1948' must be a slice or a pair"),
+        (("1948", "1949", "1950"), "must be a slice or a pair"),
     ],
 )
 def test_selections_that_find_nothing(wanted, match):
@@ -143,6 +199,7 @@ def test_durations_are_steps(axis, wanted, steps):
     [
         (six_hourly(), "7h", r"inputs='7h' is no whole number of the series' steps, which are 6 hour\(s\)"),
         (six_hourly(), "1 month", "is no whole number of the series' steps"),
+        (monthly(months("1948-01", "1952-01")), "1.5 months", "is no whole number of months"),
         (monthly(months("1948-01", "1952-01")), "30 days", r"steps, which are 1 month\(s\)"),
         (six_hourly(), "soon", "'soon' is no number of steps, nor a duration"),
         (six_hourly(), "6m", "'6m' is no number of steps"),

@@ -4,6 +4,7 @@ import pickle
 import threading
 from itertools import islice
 
+import h5py
 import nibabel
 import numpy as np
 import pytest
@@ -234,6 +235,25 @@ def test_a_whole_volume_is_cut_like_its_crops(toy):
     np.testing.assert_array_equal(sample.image.full_tensor()[0], values[1][0])
     np.testing.assert_array_equal(sample.label.full_tensor()[0], values[1][1])
     np.testing.assert_array_equal(sample.affine, AFFINE)
+
+
+def test_the_affine_of_an_hdf5_file(tmp_path):
+    """A table of numbers stays one; what is no table of 4 x 4 is refused."""
+    path, values = tmp_path / "v.h5", image((8, 7, 6))
+    with h5py.File(path, "w") as f:
+        f["image"] = values
+        for dim, (name, size) in enumerate(zip("zyx", values.shape, strict=True)):
+            f[name] = np.arange(size)
+            f[name].make_scale()
+            f["image"].dims[dim].attach_scale(f[name])
+        f["image"].attrs["affine"] = AFFINE
+    sample = open_volumes([path], mesh=world_mesh(z=1), crop=(4, 4, 4))[0]
+    np.testing.assert_allclose(sample.affine @ [0, 0, 0, 1], AFFINE @ [*sample.origin[::-1], 1])
+    for wrong in ("right", AFFINE[:3], np.full((4, 4), np.nan), np.arange(16.0)):
+        with h5py.File(path, "a") as f:
+            f["image"].attrs["affine"] = wrong
+        with pytest.raises(GridError, match="must be an invertible 4 x 4 matrix of numbers"):
+            open_volumes([path], mesh=world_mesh(z=1), crop=(4, 4, 4))
 
 
 # -- OME-Zarr --------------------------------------------------------------------------------------------------------

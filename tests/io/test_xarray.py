@@ -36,3 +36,19 @@ def test_calendars_that_xarray_decoded(calendar):
     ds = jigsaw.io.open(data, mesh=world_mesh(lat=1), fields=["t2m"], targets=[1], time=("2000-03-01", None))
     assert len(ds) == {"noleap": 7, "360_day": 5}[calendar]
     np.testing.assert_allclose(ds[0].input.local[0, 0], data["2m_temperature"].values[-len(ds) - 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", [{}, {"mask_and_scale": False}, {"decode_cf": False}])
+@pytest.mark.parametrize("chunks", [None, {}])
+def test_packed_values_are_those_meant_whoever_decodes_them(tmp_path, how, chunks):
+    values = np.random.default_rng(0).normal(size=(3, 4, 5)).round(1)
+    values[1, 2, 3] = np.nan
+    data = xr.Dataset({"v": (("time", "lat", "lon"), values), "w": (("time", "lat", "lon"), np.abs(values) * 9)})
+    packed = {"v": {"dtype": "i2", "scale_factor": 0.1, "add_offset": 1.0, "_FillValue": -999}}
+    packed["w"] = {"dtype": "i1", "scale_factor": 0.1, "_FillValue": -1, "_Unsigned": "true"}
+    data.to_netcdf(tmp_path / "x.nc", encoding=packed, format="NETCDF3_CLASSIC")
+    with xr.open_dataset(tmp_path / "x.nc", chunks=chunks, **how) as opened:
+        ds = jigsaw.io.open(opened, mesh=world_mesh(lat=1), inputs=[0, 1, 2])
+        got = ds[0].input.local.numpy()
+    np.testing.assert_allclose(got[:, 0], values, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[:, 1], np.abs(values) * 9, rtol=1e-5, atol=1e-6)

@@ -40,8 +40,7 @@ def attributes(found: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        values: list[Any] = [_plain(x) for x in value.ravel().tolist()]
-        return values[0] if len(values) == 1 else values
+        return _plain(value.ravel()[0]) if value.size == 1 else [_plain(x) for x in value]
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     return value.item() if isinstance(value, np.generic) else value

@@ -31,6 +31,7 @@ LIBRARY = threading.RLock()
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _EDGES_ARE_LEFT = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
+_EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 _COLUMNS = 4  # place in the grid, offset, length, mask
 _WORTH_KEEPING = 4096
 """Indices of fewer chunks are asked for again: that takes a few milliseconds."""
@@ -213,11 +214,31 @@ def leaves_edges(plist: Any) -> bool:
     return bool(found.value & _EDGES_ARE_LEFT)
 
 
+def misplaces(dataset: Any) -> bool:
+    """Whether libhdf5 tells wrong places for the chunks of a dataset.
+
+    An index that is an extensible array has the one unlimited dim outermost, wherever it is in the dataset; libhdf5
+    (seen up to 2.0.0) lists its chunks as if it counted through the dims in their order.  Its reads are right.
+    """
+    unlimited = [d for d, most in enumerate(dataset.maxshape) if most is None]
+    if len(unlimited) != 1 or all(
+        n <= c for n, c in zip(dataset.maxshape[: unlimited[0]], dataset.chunks, strict=False)
+    ):
+        return False
+    found = ctypes.c_int(0)
+    with LIBRARY, phil:
+        failed = _library().H5Dget_chunk_index_type(dataset.id.id, ctypes.byref(found)) < 0
+    if failed:
+        raise RuntimeError("libhdf5 does not tell the kind of its index of chunks")
+    return found.value == _EXTENSIBLE_ARRAY
+
+
 @cache
 def _library() -> Any:
     """The C functions of the libhdf5 that h5py is linked to, called with the GIL held, as h5py calls them."""
     found = ctypes.PyDLL(str(h5py.h5p.__file__))
     found.H5Pget_chunk_opts.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)]
+    found.H5Dget_chunk_index_type.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_int)]
     return found
 
 

@@ -185,7 +185,7 @@ class _Header:
         attrs, dtype = variable.attrs, signed_as_said(variable.dtype, variable.attrs)
         missing: Sequence[Any] = [attrs[k] for k in ("_FillValue", "missing_value") if k in attrs]
         dims = [self.dims[d][0] for d in variable.dims]
-        return table_of(variable.name, places, dims, dtype, attrs, masks=masks_of(dtype, missing))
+        return table_of(variable.name, places, dims, dtype, attrs, masks=masks_of(dtype, missing, variable.dtype))
 
 
 def _text(raw: bytes) -> str:

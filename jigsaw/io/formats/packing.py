@@ -18,13 +18,17 @@ def signed_as_said(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[A
     return dtype
 
 
-def masks_of(dtype: np.dtype[Any], missing: Iterable[Any]) -> tuple[float, ...]:
-    """The stored values that mean "missing": numbers and lists of them, as an array of `dtype` holds them."""
+def masks_of(dtype: np.dtype[Any], missing: Iterable[Any], stored: np.dtype[Any] | None = None) -> tuple[float, ...]:
+    """The stored values that mean "missing": numbers and lists of them, as an array of `dtype` holds them.
+
+    `stored` is the dtype before `signed_as_said`, in which such numbers are written.
+    """
     if dtype.kind not in "iuf":
         return ()
+    turns = stored is not None and stored.kind != dtype.kind
     flat = [x for value in missing for x in np.ravel(np.asarray(value)).tolist()]
-    numbers = [as_stored(x, dtype) for x in flat if isinstance(x, int | float) and x == x]
-    return tuple(dict.fromkeys(numbers))
+    numbers = [x for x in flat if isinstance(x, int | float) and x == x]
+    return tuple(dict.fromkeys(float(fill_of(x, dtype)) if turns else as_stored(x, dtype) for x in numbers))
 
 
 def as_stored(value: float, dtype: np.dtype[Any]) -> float:
@@ -32,3 +36,17 @@ def as_stored(value: float, dtype: np.dtype[Any]) -> float:
     if dtype.kind == "u" and value < 0:
         return value + 2.0 ** (8 * dtype.itemsize)
     return float(np.asarray(value).astype(dtype)) if dtype.kind == "f" else float(value)
+
+
+def fill_of(value: Any, dtype: np.dtype[Any]) -> Any:
+    """A fill value as a Python number that `dtype` holds: one that was written for the other sign has the same bits.
+
+    What is no number stays as it is.
+    """
+    if not isinstance(value, int | float | np.number) or dtype.kind not in "iuf":
+        return value.item() if isinstance(value, np.generic) else value
+    if dtype.kind == "f" or not np.isfinite(value) or value != np.floor(value):
+        return float(value)
+    bits = 8 * dtype.itemsize
+    wrapped = int(value) % 2**bits
+    return wrapped - 2**bits if dtype.kind == "i" and wrapped >= 2 ** (bits - 1) else wrapped

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -94,8 +95,8 @@ def _npy_header(files: Files, path: str) -> tuple[tuple[int, ...], bool, np.dtyp
         if version not in readers:
             raise UnsupportedStoreError(f"{path!r} is .npy of version {version}; those of numbers are (1, 0) or (2, 0)")
         shape, fortran, dtype = readers[version](file)
-    except (ValueError, SyntaxError, TypeError) as e:
-        kind = ShortChunkError if "EOF" in str(e) else BadChunkError
+    except (ValueError, SyntaxError, TypeError, TokenError) as e:
+        kind = ShortChunkError if isinstance(e, ValueError) and "EOF" in str(e) else BadChunkError
         raise kind(f"its header: {e}") from e
     return tuple(shape), bool(fortran), dtype, file.tell()
 

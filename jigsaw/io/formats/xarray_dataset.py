@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from jigsaw.io.chunk import ChunkRef, Index
 from jigsaw.io.fetch.files import Files, Local
+from jigsaw.io.formats.packing import masks_of, signed_as_said
 from jigsaw.io.table import ArrayTable, Store
 from jigsaw.layout import Box, slices
 
@@ -27,6 +28,8 @@ def open_xarray(dataset: xr.Dataset) -> Store:
 
 def _table(name: str, variable: xr.Variable) -> ArrayTable:
     chunks, lengths = _chunks(variable)
+    own = variable.dtype.newbyteorder("=")
+    dtype, attrs = signed_as_said(own, variable.attrs), dict(variable.attrs)
 
     def load(box: Box) -> NDArray[Any]:
         return np.asarray(variable[slices(box)].values)
@@ -35,11 +38,12 @@ def _table(name: str, variable: xr.Variable) -> ArrayTable:
         name=name,
         shape=tuple(variable.shape),
         dims=tuple(map(str, variable.dims)),
-        dtype=variable.dtype.newbyteorder("=").str,
+        dtype=dtype.str,
         chunks=chunks,
         fill_value=None,
-        attrs=dict(variable.attrs),
-        masks=(),  # xarray has decoded missing values to NaN
+        attrs=attrs,
+        # of what xarray has decoded it keeps such attributes elsewhere
+        masks=masks_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs), own),
         decoder=None,
         places=_Places(name),
         load_slowly=load,

@@ -34,7 +34,7 @@ from jigsaw.io.formats.codecs import (
     decoder_of_v3,
     without_crc,
 )
-from jigsaw.io.formats.packing import masks_of, signed_as_said
+from jigsaw.io.formats.packing import fill_of, masks_of, signed_as_said
 from jigsaw.io.formats.plain import check_small, whole
 from jigsaw.io.formats.zarr_keys import Keys
 from jigsaw.io.lookups import Lookups, Tally
@@ -138,7 +138,8 @@ def _members(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
 def table_of(name: str, array: Any) -> ArrayTable:
     """The chunk table of one zarr array."""
     meta = array.metadata
-    dtype = signed_as_said(np.dtype(array.dtype), array.metadata.attributes)
+    own = np.dtype(array.dtype)
+    dtype = signed_as_said(own, array.metadata.attributes)
     files = files_of(array.store)
     if isinstance(meta, ArrayV2Metadata):
         chunks, dims = tuple(meta.chunks), _dims(meta)
@@ -154,9 +155,9 @@ def table_of(name: str, array: Any) -> ArrayTable:
         dims=tuple(d or f"dim_{i}" for i, d in enumerate(dims or [None] * len(chunks))),
         dtype=(decoder.dtype if decoder else dtype).str,
         chunks=chunks,
-        fill_value=_scalar(meta.fill_value),
+        fill_value=fill_of(meta.fill_value, dtype),
         attrs=_attributes(meta),
-        masks=_masks(meta, dtype),
+        masks=_masks(meta, dtype, own),
         decoder=decoder,
         places=places,
         load_slowly=lambda box: np.asarray(array[slices(box)]),
@@ -215,7 +216,7 @@ def _scalar(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any]) -> tuple[float, ...]:
+def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
     """The stored values that mean "missing", by the conventions that xarray reads by.
 
     Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.  That of v2 is 0 when
@@ -225,7 +226,7 @@ def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any]) -> tup
     found: list[Any] = [_decoded(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
     if isinstance(meta, ArrayV2Metadata) and (meta.fill_value or "scale_factor" in attrs):
         found.append(_scalar(meta.fill_value))
-    return masks_of(dtype, found)
+    return masks_of(dtype, found, own)
 
 
 def _decoded(value: Any, dtype: np.dtype[Any]) -> Any:

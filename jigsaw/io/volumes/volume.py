@@ -203,9 +203,10 @@ def _given_affine(store: Store, table: ArrayTable) -> Affine | None:
     value = table.attrs.get("affine", store.attrs.get("affine"))
     if value is None:
         return None
-    affine = np.asarray(value, np.float64)
+    try:
+        affine = np.asarray(value, np.float64)
+    except (TypeError, ValueError):  # texts, or rows of several lengths
+        affine = np.zeros(0)
     if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-300:
-        raise GridError(
-            f"{store.url}: affine {np.asarray(value).tolist()} must be an invertible 4 x 4 matrix of numbers"
-        )
+        raise GridError(f"{store.url}: affine {value!r} must be an invertible 4 x 4 matrix of numbers")
     return affine
