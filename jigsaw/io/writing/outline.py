@@ -444,8 +444,8 @@ def _as_stored(source: Source, known: Found, how: Choices) -> Source:
         )
     if packed := [k for k in ("scale_factor", "add_offset") if k in there.attrs and k not in mine.attrs]:
         raise WriteError(
-            f"array {mine.name!r} of the store is packed by {' and '.join(packed)}, and values are appended as they are "
-            "given; write a new store, or convert this one to floats (python -m jigsaw convert)"
+            f"array {mine.name!r} of the store is packed by {' and '.join(packed)}, and values are appended as "
+            "they are given; write a new store, or convert this one to floats (python -m jigsaw convert)"
         )
     for what, asked, has in (("chunks", how.chunks, there.chunks), ("shards", how.shards, there.units)):
         sizes = zip(there.dims, has, shape, strict=True)
