@@ -11,6 +11,7 @@ import xarray as xr
 import zarr
 from google_crc32c import value as crc32c
 from toy_store import FORMS, SLOW, write
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.store import open_store
@@ -85,6 +86,18 @@ def test_a_missing_inner_chunk_is_none(tmp_path):
     table = open_store(tmp_path / "s.zarr").arrays["a"]
     assert [table.locate((i,)) is None for i in range(4)] == [True, False, True, True]
     assert table.fill_value == 9
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_an_index_of_a_shard_in_big_endian(tmp_path, sealed):
+    group = zarr.open_group(str(tmp_path / "s.zarr"), mode="w")
+    index = [BytesCodec(endian="big"), *([Crc32cCodec()] if sealed else [])]
+    codec = ShardingCodec(chunk_shape=(2,), codecs=[BytesCodec()], index_codecs=index)
+    made = group.create_array("a", shape=(8,), chunks=(4,), dtype="i4", serializer=codec, compressors=None)
+    made[...] = np.arange(8)
+    table = open_store(tmp_path / "s.zarr").arrays["a"]
+    assert table.chunks == (2,)
+    np.testing.assert_array_equal(whole(table), np.arange(8))
 
 
 def row_of_shards(folder):
@@ -220,6 +233,27 @@ def test_unsigned_attribute(tmp_path):
     table = open_store(group).arrays["a"]
     assert (table.dtype, table.masks) == ("|u1", (255.0,))
     assert whole(table).tolist() == [255, 254, 5]
+
+
+@pytest.mark.parametrize(("dtype", "said", "fill", "want"), [("i1", "true", -1, 255), ("u2", "false", 65535, -1)])
+def test_a_missing_chunk_of_the_other_sign(tmp_path, dtype, said, fill, want):
+    group = zarr.open_group(str(tmp_path / "u.zarr"), mode="w")
+    attrs = {"_Unsigned": said, "_FillValue": fill}
+    group.create_array("a", shape=(3,), chunks=(3,), dtype=dtype, fill_value=fill, attributes=attrs)
+    table = open_store(group).arrays["a"]
+    room = np.zeros(table.chunk_bytes, np.uint8)
+    table.fill(room, (0,))
+    assert (table.fill_value, table.masks) == (want, (want,))
+    assert table.view(room, (0,)).tolist() == [want] * 3
+
+
+def test_a_mask_is_one_whole_number(tmp_path):
+    """Of 64 bits too, where a float stands for many."""
+    most = 2**63 - 1
+    group = zarr.open_group(str(tmp_path / "m.zarr"), mode="w")
+    group.create_array("a", shape=(3,), chunks=(3,), dtype="i8", attributes={"missing_value": most})
+    table = open_store(group).arrays["a"]
+    assert [np.int64(most - n) == table.masks[0] for n in range(3)] == [True, False, False]
 
 
 def test_nested_groups_and_small_reads(tmp_path):

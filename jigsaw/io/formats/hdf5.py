@@ -28,7 +28,7 @@ from jigsaw.io.formats.hdf5_dims import MAKANI, attributes, dims_of, ids_of, is_
 from jigsaw.io.formats.hdf5_filters import Filter, Pipeline, pipeline_of
 from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder, leaves_edges
 from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, virtual_grid
-from jigsaw.io.formats.packing import masks_of, signed_as_said
+from jigsaw.io.formats.packing import fill_of, masks_of, signed_as_said
 from jigsaw.io.formats.values import table_of
 from jigsaw.io.table import ArrayTable, Store
 from jigsaw.layout import Box, slices
@@ -202,7 +202,7 @@ class _Opening:
             dims=dims_of(dataset, by_id),
             dtype=dtype.str,
             chunks=stored.chunks,
-            fill_value=_fill(dataset),
+            fill_value=fill_of(dataset.fillvalue, dtype),
             attrs=attrs,
             masks=masks_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs)),
             decoder=stored.decoder,
@@ -230,7 +230,7 @@ class _Opening:
             slabs = plain.slabs(held.files, held.path, offset or 0, shape, dtype.itemsize)
             return _Stored(slabs.chunks, as_is, Slabs(held, slabs, written=offset is not None), clipped=True)
         if layout == h5py.h5d.VIRTUAL:
-            grid = virtual_grid(dataset, source, self._outside, _fill(dataset), self._source_table)
+            grid = virtual_grid(dataset, source, self._outside, fill_of(dataset.fillvalue, dtype), self._source_table)
             if grid is not None and native and dtype == dataset.dtype:
                 return _Stored(grid.chunks, grid.decoder, grid.places, clipped=grid.clipped)
         chunks = tuple(plain.slab(shape, dtype.itemsize))
@@ -312,11 +312,6 @@ def _address(member: Any) -> int:
 
 def _member(group: Any, name: str) -> Any:
     return group[name]
-
-
-def _fill(dataset: Any) -> Any:
-    value = dataset.fillvalue
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _by_library(found: _Found, filters: tuple[Filter, ...]) -> Callable[[Box], NDArray[Any]]:

@@ -28,7 +28,18 @@ def masks_of(dtype: np.dtype[Any], missing: Iterable[Any]) -> tuple[float, ...]:
 
 
 def as_stored(value: float, dtype: np.dtype[Any]) -> float:
-    """The value that an array of `dtype` holds for it: rounded, or of the other sign."""
-    if dtype.kind == "u" and value < 0:
-        return value + 2.0 ** (8 * dtype.itemsize)
-    return float(np.asarray(value).astype(dtype)) if dtype.kind == "f" else float(value)
+    """The value that an array of `dtype` holds for it: rounded, or of the other sign; whole numbers stay exact."""
+    if dtype.kind == "f":
+        return float(np.asarray(value).astype(dtype))
+    number = int(value) if isinstance(value, int) or value.is_integer() else value
+    span = 1 << 8 * dtype.itemsize
+    low = 0 if dtype.kind == "u" else -(span >> 1)
+    if low <= number < low + span or not -(span >> 1) <= number < span:
+        return number
+    return number + span if number < low else number - span
+
+
+def fill_of(value: Any, dtype: np.dtype[Any]) -> Any:
+    """What a missing chunk is full of, as an array of `dtype` holds it."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    return as_stored(plain, dtype) if dtype.kind in "iu" and isinstance(plain, int) else plain

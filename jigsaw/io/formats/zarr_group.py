@@ -34,7 +34,7 @@ from jigsaw.io.formats.codecs import (
     decoder_of_v3,
     without_crc,
 )
-from jigsaw.io.formats.packing import masks_of, signed_as_said
+from jigsaw.io.formats.packing import fill_of, masks_of, signed_as_said
 from jigsaw.io.formats.plain import check_small, whole
 from jigsaw.io.formats.zarr_keys import Keys
 from jigsaw.io.lookups import Lookups, Tally
@@ -154,7 +154,7 @@ def table_of(name: str, array: Any) -> ArrayTable:
         dims=tuple(d or f"dim_{i}" for i, d in enumerate(dims or [None] * len(chunks))),
         dtype=(decoder.dtype if decoder else dtype).str,
         chunks=chunks,
-        fill_value=_scalar(meta.fill_value),
+        fill_value=fill_of(meta.fill_value, dtype),
         attrs=_attributes(meta),
         masks=_masks(meta, dtype),
         decoder=decoder,
@@ -181,10 +181,10 @@ def _of_v3(
         sharding = codecs[0]
         inner = tuple(sharding.chunk_shape)
         decoder = decoder_of_v3(dtype, len(inner), sharding.codecs)
-        index_codecs = [c.to_dict()["name"] for c in sharding.index_codecs]
-        if decoder and index_codecs in (["bytes"], ["bytes", "crc32c"]):
-            checked = len(index_codecs) == 2
-            return inner, names, decoder, Shards(array, inner, outer, sharding, checked, files)
+        # an index is an array [chunks, 2] of u8, so what its codecs are is known as an array's are
+        index = decoder_of_v3(np.dtype("u8"), len(inner) + 1, sharding.index_codecs)
+        if decoder and index and index.compression is None and index.order == tuple(range(len(inner) + 1)):
+            return inner, names, decoder, Shards(array, inner, outer, sharding, index, files)
         return outer, names, None, Objects(array, files)
     return outer, names, decoder_of_v3(dtype, len(outer), codecs), Objects(array, files)
 
@@ -211,10 +211,6 @@ def _attributes(meta: ArrayV2Metadata | ArrayV3Metadata) -> dict[str, Any]:
     return {k: v for k, v in meta.attributes.items() if k != "_ARRAY_DIMENSIONS"}
 
 
-def _scalar(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
 def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any]) -> tuple[float, ...]:
     """The stored values that mean "missing", by the conventions that xarray reads by.
 
@@ -224,7 +220,7 @@ def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any]) -> tup
     attrs = meta.attributes
     found: list[Any] = [_decoded(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
     if isinstance(meta, ArrayV2Metadata) and (meta.fill_value or "scale_factor" in attrs):
-        found.append(_scalar(meta.fill_value))
+        found.append(fill_of(meta.fill_value, dtype))
     return masks_of(dtype, found)
 
 
@@ -312,15 +308,15 @@ class Shards:
         inner: Sequence[int],
         outer: Sequence[int],
         codec: ShardingCodec,
-        checked: bool,
+        index: Decoder,
         files: Files,
     ) -> None:
         self.files = files
         self._objects = Objects(array, files)
         self._per_shard = tuple(o // i for o, i in zip(outer, inner, strict=True))
-        self._index_bytes = 16 * prod(self._per_shard) + 4 * checked
+        self._index_bytes = 16 * prod(self._per_shard) + 4 * index.checked
         self._at_end = codec.index_location.value == "end"
-        self._checked = checked
+        self._index = index
         self._known: OrderedDict[Index, _Once] = OrderedDict()
         self._lock = threading.Lock()
         self._tally = Tally()
@@ -370,9 +366,9 @@ class Shards:
         raw, size = found
         if size < self._index_bytes:
             raise ShortChunkError(f"the shard has {size} bytes and its index alone {self._index_bytes}")
-        if self._checked:
+        if self._index.checked:
             raw = without_crc(raw)
-        return _Shard(path, size, raw.view("<u8").reshape(-1, 2).tolist())
+        return _Shard(path, size, raw.view(self._index.dtype).reshape(-1, 2).tolist())
 
     def _edge(self, path: str) -> tuple[Bytes, int] | None:
         """Where the index lies, as far as the shard reaches, and the shard's size; a store far away is asked once."""
