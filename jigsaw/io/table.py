@@ -18,7 +18,7 @@ from jigsaw.io.block_tables import BlockTables
 from jigsaw.io.boxes import WORTH
 from jigsaw.io.chunk import ChunkRef, Codec, Fetched, Index, Loaded, Places, Rows
 from jigsaw.io.chunk_grid import Along
-from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
+from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Room, Target
 from jigsaw.io.flow import Flow
 from jigsaw.io.formats import blosc as _blosc
@@ -140,11 +140,26 @@ class ArrayTable:
 
     @property
     def scale(self) -> float:
-        return float(self.attrs.get("scale_factor", 1.0))
+        """What stored values are multiplied with.
+
+        Raises: `UnsupportedStoreError` when the attribute is no number.
+        """
+        return self._number("scale_factor", 1.0)
 
     @property
     def offset(self) -> float:
-        return float(self.attrs.get("add_offset", 0.0))
+        """What is then added.
+
+        Raises: `UnsupportedStoreError` when the attribute is no number.
+        """
+        return self._number("add_offset", 0.0)
+
+    def _number(self, name: str, usual: float) -> float:
+        value = self.attrs.get(name, usual)
+        try:
+            return float(np.asarray(value).item())
+        except (ValueError, TypeError, OverflowError) as e:
+            raise UnsupportedStoreError(f"array {self.name!r} has {name}={value!r}; need one number") from e
 
     # -- places ------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Every storage form of zarr as a chunk table: the same values as zarr's own, byte ranges, refusals."""
 
+import json
 import os
 import shutil
 import struct
@@ -13,6 +14,7 @@ from google_crc32c import value as crc32c
 from toy_store import FORMS, SLOW, write
 from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 
+import jigsaw
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.store import open_store
 
@@ -269,3 +271,61 @@ def test_nested_groups_and_small_reads(tmp_path):
 def test_what_is_no_store(tmp_path):
     with pytest.raises(UnsupportedStoreError, match="not a zarr group"):
         open_store(str(tmp_path / "nothing.zarr"))
+
+
+def lying(folder, name, value):
+    """A store whose array has this attribute, as it stands in the file."""
+    group = zarr.open_group(str(folder / "l.zarr"), mode="w", zarr_format=2)
+    group.create_array("a", shape=(4, 5), chunks=(4, 5), dtype="f4")[...] = 1.0
+    attrs = {"_ARRAY_DIMENSIONS": ["lat", "lon"]} | {name: value}
+    (folder / "l.zarr" / "a" / ".zattrs").write_text(json.dumps(attrs if name else value))
+    return str(folder / "l.zarr")
+
+
+@pytest.mark.parametrize("dims", [["lat"], ["lat", 1], ["lat", ["lon"]], 7, {"lat": 4, "lon": 5}], ids=str)
+def test_dims_that_are_no_names(tmp_path, dims):
+    with pytest.raises(UnsupportedStoreError, match=r"array 'a' has the dims .* need 2 names"):
+        open_store(lying(tmp_path, "_ARRAY_DIMENSIONS", dims))
+
+
+@pytest.mark.parametrize("value", [7, [], "x"])
+def test_attributes_that_are_none(tmp_path, value):
+    with pytest.raises(UnsupportedStoreError, match="metadata that cannot be read"):
+        open_store(lying(tmp_path, "", value))
+
+
+@pytest.mark.parametrize("name", ["scale_factor", "add_offset"])
+@pytest.mark.parametrize("value", ["x", None, [1.0, 2.0], {}, 10**400], ids=lambda v: str(v)[:10])
+def test_packing_by_what_is_no_number(tmp_path, name, value):
+    with pytest.raises(UnsupportedStoreError, match=f"array 'a' has {name}=.* need one number"):
+        jigsaw.io.open(lying(tmp_path, name, value), mesh={"lat": 1}, fields=["a"])
+
+
+@pytest.mark.parametrize(
+    ("said", "masks"), [("Infinity", (np.inf,)), ("-Infinity", (-np.inf,)), ("NaN", ()), ("AAAAAAAA+D8=", (1.5,))]
+)
+def test_a_fill_value_in_words(tmp_path, said, masks):
+    assert open_store(lying(tmp_path, "_FillValue", said)).arrays["a"].masks == masks
+
+
+def test_a_fill_value_in_words_that_say_nothing(tmp_path):
+    with pytest.raises(UnsupportedStoreError, match="metadata that cannot be read"):
+        open_store(lying(tmp_path, "_FillValue", "AAAAAAAA"))
+
+
+@pytest.mark.parametrize("rows", [2**40, 2**62, 2**70])
+def test_a_dim_of_more_rows_than_there_can_be(tmp_path, rows):
+    path = lying(tmp_path, "units", "K")
+    file = tmp_path / "l.zarr" / "a" / ".zarray"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shape": [4, rows]}))
+    with pytest.raises(UnsupportedStoreError, match="too large for a coordinate"):
+        jigsaw.io.open(path, mesh={"lat": 1}, fields=["a"])
+
+
+def test_texts_beside_fields(tmp_path):
+    path = lying(tmp_path, "units", "K")
+    names = zarr.open_group(path, mode="a").create_array("names", shape=(4, 5), chunks=(4, 5), dtype=str)
+    names.attrs["_ARRAY_DIMENSIONS"] = ["lat", "lon"]
+    assert jigsaw.io.open(path, mesh={"lat": 1}).fields == ("a",)
+    with pytest.raises(UnsupportedStoreError, match="only numbers can be read"):
+        jigsaw.io.open(path, mesh={"lat": 1}, fields=["names"])

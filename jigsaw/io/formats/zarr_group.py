@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from base64 import standard_b64decode
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from zarr.codecs import ShardingCodec
 from zarr.core.chunk_grids import RegularChunkGrid
 from zarr.core.metadata.v2 import ArrayV2Metadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
-from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore, ObjectStore
 
 from jigsaw.io._memory import fresh
@@ -60,15 +60,16 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     try:
         sources = dict(_arrays(group) if named is None else _named(group, named))
         tables = {name: table_of(name, array) for name, array in sources.items()}
-    except (ValueError, TypeError, KeyError) as e:  # what zarr makes of metadata that lies, "../" in a name included
-        if isinstance(e, ReadError):
-            raise
+        attrs = dict(group.attrs)
+    except ReadError:
+        raise
+    except Exception as e:  # zarr may make anything of metadata that lie, "../" in a name included
         raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from e
 
     def read_small(name: str) -> NDArray[Any]:
         return _by_zarr(group, sources[name]) if tables[name].decoder is None else whole(tables[name])
 
-    return Store(_name(group), tables, dict(group.attrs), read_small)
+    return Store(_name(group), tables, attrs, read_small)
 
 
 def _by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
@@ -93,7 +94,9 @@ def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
         called, where = repr(url), {"store": url, "storage_options": options or None}
     try:
         return zarr.open_group(**where, mode="r")
-    except (NodeNotFoundError, FileNotFoundError, ValueError, TypeError, ImportError) as e:
+    except ReadError:
+        raise
+    except Exception as e:  # of any store, and of metadata that lie
         raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened: {e}") from e
 
 
@@ -138,7 +141,7 @@ def _members(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
 def table_of(name: str, array: Any) -> ArrayTable:
     """The chunk table of one zarr array."""
     meta = array.metadata
-    dtype = signed_as_said(np.dtype(array.dtype), array.metadata.attributes)
+    dtype = signed_as_said(np.dtype(object) if array.dtype.kind == "T" else np.dtype(array.dtype), meta.attributes)
     files = files_of(array.store)
     if isinstance(meta, ArrayV2Metadata):
         chunks, dims = tuple(meta.chunks), _dims(meta)
@@ -151,7 +154,7 @@ def table_of(name: str, array: Any) -> ArrayTable:
     return ArrayTable(
         name=name,
         shape=tuple(array.shape),
-        dims=tuple(d or f"dim_{i}" for i, d in enumerate(dims or [None] * len(chunks))),
+        dims=_named_dims(name, dims, len(chunks)),
         dtype=(decoder.dtype if decoder else dtype).str,
         chunks=chunks,
         fill_value=fill_of(meta.fill_value, dtype),
@@ -165,6 +168,13 @@ def table_of(name: str, array: Any) -> ArrayTable:
 
 def _dims(meta: ArrayV2Metadata | ArrayV3Metadata) -> Any:
     return meta.dimension_names if isinstance(meta, ArrayV3Metadata) else meta.attributes.get("_ARRAY_DIMENSIONS")
+
+
+def _named_dims(name: str, dims: Any, ndim: int) -> tuple[str, ...]:
+    found = dims or [None] * ndim
+    if not isinstance(found, list | tuple) or len(found) != ndim or any(not isinstance(d, str | None) for d in found):
+        raise UnsupportedStoreError(f"array {name!r} has the dims {dims!r}; need {ndim} names")
+    return tuple(d or f"dim_{i}" for i, d in enumerate(found))
 
 
 def _of_v3(
@@ -225,16 +235,13 @@ def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any]) -> tup
 
 
 def _decoded(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Xarray writes the ``_FillValue`` of a zarr v3 float as base64 of its eight bytes."""
-    if isinstance(value, str) and dtype.kind == "f":
-        from base64 import standard_b64decode
-        from struct import unpack
-
-        try:
-            return unpack("<d", standard_b64decode(value))[0]
-        except ValueError:
-            return float(value)  # "NaN"
-    return value
+    """Xarray writes the ``_FillValue`` of a zarr v3 float as base64 of its eight bytes, others as "NaN"."""
+    if not isinstance(value, str) or dtype.kind != "f":
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return np.frombuffer(standard_b64decode(value), "<f8").item()
 
 
 # -- where chunks lie ------------------------------------------------------------------------------------------------
