@@ -329,3 +329,19 @@ def test_texts_beside_fields(tmp_path):
     assert jigsaw.io.open(path, mesh={"lat": 1}).fields == ("a",)
     with pytest.raises(UnsupportedStoreError, match="only numbers can be read"):
         jigsaw.io.open(path, mesh={"lat": 1}, fields=["names"])
+
+
+@pytest.mark.parametrize("shards", [None, (8, 8)], ids=["chunks", "shards"])
+def test_a_damaged_member_of_a_zip_is_named(tmp_path, shards):
+    path = tmp_path / "s.zip"
+    values = np.arange(1, 65, dtype="f4").reshape(8, 8)
+    with zarr.storage.ZipStore(path, mode="w") as store:
+        group = zarr.open_group(store, mode="w")
+        made = group.create_array("a", shape=(8, 8), chunks=(4, 4), shards=shards, dtype="f4", compressors=None)
+        made[...] = values
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(values[0, :4].tobytes())] ^= 0xFF
+    path.write_bytes(raw)
+    table = open_store(zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")).arrays["a"]
+    with pytest.raises(CorruptChunkError, match="Bad CRC-32"):
+        table.load((0, 0), np.empty(table.chunk_bytes, np.uint8))
