@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import GridError
+from jigsaw.io.formats.plain import check_small
 
 if TYPE_CHECKING:
     from jigsaw.io.table import ArrayTable
@@ -175,10 +176,15 @@ class Coords:
         return name is not None and tuple(self.arrays[name].shape) == (size,)
 
     def values(self, store: _Store, array: ArrayTable, dim: str) -> NDArray[Any]:
-        """The values along a dim of `array`: its coordinate variable, or 0, 1, 2… where it has none."""
+        """The values along a dim of `array`: its coordinate variable, or 0, 1, 2… where it has none.
+
+        Raises: `UnsupportedStoreError` for a dim that claims more rows than any coordinate has.
+        """
         name = self.name(array, dim)
         if name is None or not self.has_values(array, dim):
-            return np.arange(array.shape[array.dims.index(dim)])
+            size = array.shape[array.dims.index(dim)]
+            check_small(f"{array.name}: {dim}", (size,), 8 * size)
+            return np.arange(size)
         table, stored = self.arrays[name], store.read_small(name)
         if str(table.attrs.get("_Unsigned", "")).lower() == "true" and stored.dtype.kind == "i":
             stored = stored.view(stored.dtype.str.replace("i", "u"))

@@ -140,22 +140,26 @@ class ArrayTable:
 
     @property
     def scale(self) -> float:
-        """Raises: `UnsupportedStoreError` for an attribute that is no number; so does `offset`."""
+        """What stored values are multiplied with.
+
+        Raises: `UnsupportedStoreError` for an attribute that is no number; so does `offset`.
+        """
         return self._number("scale_factor", 1.0)
 
     @property
     def offset(self) -> float:
+        """What is then added."""
         return self._number("add_offset", 0.0)
 
     def check_packing(self) -> None:
         """Raises: what `scale` and `offset` raise."""
         _ = self.scale, self.offset
 
-    def _number(self, attr: str, default: float) -> float:
-        value = self.attrs.get(attr, default)
+    def _number(self, attr: str, usual: float) -> float:
+        value = self.attrs.get(attr, usual)
         try:
-            return float(value)
-        except (TypeError, ValueError) as e:
+            return float(np.asarray(value).item())
+        except (TypeError, ValueError, OverflowError) as e:
             raise UnsupportedStoreError(
                 f"array {self.name!r} has {attr}={value!r}, which is no number; rewrite the attribute"
             ) from e

@@ -247,6 +247,22 @@ def one_step(array, size):
 # -- opening ---------------------------------------------------------------------------------------------------------
 
 
+def test_missing_chunks_of_shards_take_no_request(tmp_path, tmp_path_factory):
+    group = zarr.open_group(str(tmp_path / "s.zarr"), mode="w")
+    for name, fill in (("a", 3.0), ("b", 4.0)):
+        options = {"dimension_names": ("time", "lat", "lon"), "fill_value": fill}
+        made = group.create_array(name, shape=(1, 8, 8), chunks=(1, 2, 2), shards=(1, 8, 8), dtype="f4", **options)
+        made[0, 2:4] = 1.0
+    zarr.consolidate_metadata(group.store)
+    with nginx(tmp_path, tmp_path_factory.mktemp("nginx")) as address, Proxy(address) as proxy:
+        ds = jigsaw.io.open(at(proxy, "s"), mesh=world_mesh(lat=1, lon=1), fields=["a", "b"], mode="independent")
+        plan = ds.plan(0)
+        proxy.clear()
+        got = ds[0].input.local.numpy()
+        assert proxy.count == plan.total.requests > 0
+    np.testing.assert_array_equal(got[0], np.stack([group["a"][0], group["b"][0]]))
+
+
 def test_without_listing_the_arrays_are_named(stores, proxy):
     url = at(proxy, "v3-default")
     with pytest.raises(UnsupportedStoreError, match=r"cannot be listed: it has no consolidated metadata.*'arrays'"):

@@ -1,5 +1,6 @@
 """Every storage form of zarr as a chunk table: the same values as zarr's own, byte ranges, refusals."""
 
+import json
 import os
 import shutil
 import struct
@@ -11,7 +12,9 @@ import xarray as xr
 import zarr
 from google_crc32c import value as crc32c
 from toy_store import FORMS, SLOW, write
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 
+import jigsaw
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.store import open_store
 
@@ -85,6 +88,18 @@ def test_a_missing_inner_chunk_is_none(tmp_path):
     table = open_store(tmp_path / "s.zarr").arrays["a"]
     assert [table.locate((i,)) is None for i in range(4)] == [True, False, True, True]
     assert table.fill_value == 9
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_an_index_of_a_shard_in_big_endian(tmp_path, sealed):
+    group = zarr.open_group(str(tmp_path / "s.zarr"), mode="w")
+    index = [BytesCodec(endian="big"), *([Crc32cCodec()] if sealed else [])]
+    codec = ShardingCodec(chunk_shape=(2,), codecs=[BytesCodec()], index_codecs=index)
+    made = group.create_array("a", shape=(8,), chunks=(4,), dtype="i4", serializer=codec, compressors=None)
+    made[...] = np.arange(8)
+    table = open_store(tmp_path / "s.zarr").arrays["a"]
+    assert table.chunks == (2,)
+    np.testing.assert_array_equal(whole(table), np.arange(8))
 
 
 def row_of_shards(folder):
@@ -222,6 +237,27 @@ def test_unsigned_attribute(tmp_path):
     assert whole(table).tolist() == [255, 254, 5]
 
 
+@pytest.mark.parametrize(("dtype", "said", "fill", "want"), [("i1", "true", -1, 255), ("u2", "false", 65535, -1)])
+def test_a_missing_chunk_of_the_other_sign(tmp_path, dtype, said, fill, want):
+    group = zarr.open_group(str(tmp_path / "u.zarr"), mode="w")
+    attrs = {"_Unsigned": said, "_FillValue": fill}
+    group.create_array("a", shape=(3,), chunks=(3,), dtype=dtype, fill_value=fill, attributes=attrs)
+    table = open_store(group).arrays["a"]
+    room = np.zeros(table.chunk_bytes, np.uint8)
+    table.fill(room, (0,))
+    assert (table.fill_value, table.masks) == (want, (want,))
+    assert table.view(room, (0,)).tolist() == [want] * 3
+
+
+def test_a_mask_is_one_whole_number(tmp_path):
+    """Of 64 bits too, where a float stands for many."""
+    most = 2**63 - 1
+    group = zarr.open_group(str(tmp_path / "m.zarr"), mode="w")
+    group.create_array("a", shape=(3,), chunks=(3,), dtype="i8", attributes={"missing_value": most})
+    table = open_store(group).arrays["a"]
+    assert [np.int64(most - n) == table.masks[0] for n in range(3)] == [True, False, False]
+
+
 def test_nested_groups_and_small_reads(tmp_path):
     group = zarr.open_group(str(tmp_path / "n.zarr"), mode="w")
     group.create_group("high").create_array("t", shape=(3,), chunks=(2,), dtype="f4")[...] = 4.0
@@ -235,3 +271,77 @@ def test_nested_groups_and_small_reads(tmp_path):
 def test_what_is_no_store(tmp_path):
     with pytest.raises(UnsupportedStoreError, match="not a zarr group"):
         open_store(str(tmp_path / "nothing.zarr"))
+
+
+def lying(folder, name, value):
+    """A store whose array has this attribute, as it stands in the file."""
+    group = zarr.open_group(str(folder / "l.zarr"), mode="w", zarr_format=2)
+    group.create_array("a", shape=(4, 5), chunks=(4, 5), dtype="f4")[...] = 1.0
+    attrs = {"_ARRAY_DIMENSIONS": ["lat", "lon"]} | {name: value}
+    (folder / "l.zarr" / "a" / ".zattrs").write_text(json.dumps(attrs if name else value))
+    return str(folder / "l.zarr")
+
+
+@pytest.mark.parametrize("dims", [["lat"], ["lat", 1], ["lat", ["lon"]], 7, {"lat": 4, "lon": 5}], ids=str)
+def test_dims_that_are_no_names(tmp_path, dims):
+    with pytest.raises(UnsupportedStoreError, match=r"array 'a' has the dims .* need 2 names"):
+        open_store(lying(tmp_path, "_ARRAY_DIMENSIONS", dims))
+
+
+@pytest.mark.parametrize("value", [7, [], "x"])
+def test_attributes_that_are_none(tmp_path, value):
+    with pytest.raises(UnsupportedStoreError, match="metadata that cannot be read"):
+        open_store(lying(tmp_path, "", value))
+
+
+@pytest.mark.parametrize("name", ["scale_factor", "add_offset"])
+@pytest.mark.parametrize("value", ["x", None, [1.0, 2.0], {}, 10**400], ids=lambda v: str(v)[:10])
+def test_packing_by_what_is_no_number(tmp_path, name, value):
+    with pytest.raises(UnsupportedStoreError, match=f"array 'a' has {name}=.* no number"):
+        jigsaw.io.open(lying(tmp_path, name, value), mesh={"lat": 1}, fields=["a"])
+
+
+@pytest.mark.parametrize(
+    ("said", "masks"), [("Infinity", (np.inf,)), ("-Infinity", (-np.inf,)), ("NaN", ()), ("AAAAAAAA+D8=", (1.5,))]
+)
+def test_a_fill_value_in_words(tmp_path, said, masks):
+    assert open_store(lying(tmp_path, "_FillValue", said)).arrays["a"].masks == masks
+
+
+def test_a_fill_value_in_words_that_say_nothing(tmp_path):
+    with pytest.raises(UnsupportedStoreError, match="metadata that cannot be read"):
+        open_store(lying(tmp_path, "_FillValue", "AAAAAAAA"))
+
+
+@pytest.mark.parametrize("rows", [2**40, 2**62, 2**70])
+def test_a_dim_of_more_rows_than_there_can_be(tmp_path, rows):
+    path = lying(tmp_path, "units", "K")
+    file = tmp_path / "l.zarr" / "a" / ".zarray"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shape": [4, rows]}))
+    with pytest.raises(UnsupportedStoreError, match="too large for a coordinate"):
+        jigsaw.io.open(path, mesh={"lat": 1}, fields=["a"])
+
+
+def test_texts_beside_fields(tmp_path):
+    path = lying(tmp_path, "units", "K")
+    names = zarr.open_group(path, mode="a").create_array("names", shape=(4, 5), chunks=(4, 5), dtype=str)
+    names.attrs["_ARRAY_DIMENSIONS"] = ["lat", "lon"]
+    assert jigsaw.io.open(path, mesh={"lat": 1}).fields == ("a",)
+    with pytest.raises(UnsupportedStoreError, match="only numbers can be read"):
+        jigsaw.io.open(path, mesh={"lat": 1}, fields=["names"])
+
+
+@pytest.mark.parametrize("shards", [None, (8, 8)], ids=["chunks", "shards"])
+def test_a_damaged_member_of_a_zip_is_named(tmp_path, shards):
+    path = tmp_path / "s.zip"
+    values = np.arange(1, 65, dtype="f4").reshape(8, 8)
+    with zarr.storage.ZipStore(path, mode="w") as store:
+        group = zarr.open_group(store, mode="w")
+        made = group.create_array("a", shape=(8, 8), chunks=(4, 4), shards=shards, dtype="f4", compressors=None)
+        made[...] = values
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(values[0, :4].tobytes())] ^= 0xFF
+    path.write_bytes(raw)
+    table = open_store(zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")).arrays["a"]
+    with pytest.raises(CorruptChunkError, match="Bad CRC-32"):
+        table.load((0, 0), np.empty(table.chunk_bytes, np.uint8))

@@ -177,9 +177,16 @@ def test_what_is_lent_names_only_what_is_written(tmp_path, suffix):
 
 def test_values_are_not_appended_to_packed_ones(tmp_path):
     path = tmp_path / "packed.zarr"
-    packed = {"dtype": "int16", "scale_factor": 0.5, "add_offset": 100.0}
+    packed = {"dtype": "int16", "scale_factor": 0.5, "add_offset": 100.0, "_FillValue": -9999}
     xr.Dataset({"u": (("time", "lat"), np.full((2, 3), 110.0))}, {"time": TIMES}).to_zarr(path, encoding={"u": packed})
     tile = jigsaw.shard(torch.ones(2, 3, dtype=torch.int16), jigsaw.init_mesh(device="cpu", lat=1), (None, None))
     with pytest.raises(WriteError, match=r"'u' of the store is packed by scale_factor and add_offset.*convert"):
-        write(path, {"u": tile}, dims=("time", "lat"), append_dim="time", mode="a", coords={"time": TIMES + np.timedelta64(12, "h")})
+        write(
+            path,
+            {"u": tile},
+            dims=("time", "lat"),
+            append_dim="time",
+            mode="a",
+            coords={"time": TIMES + np.timedelta64(12, "h")},
+        )
     np.testing.assert_array_equal(opened(path).u, np.full((2, 3), 110.0))

@@ -140,12 +140,18 @@ def _fetch(group: _Group) -> None:
     """Fetch what a group's jobs need, unless nobody wants it any more."""
     if group.promise.cancelled():
         return
-    plan, jobs = group.plan, group.batch.jobs
-    wanted = [(job.chunk, plan.part_of(job)) for job in jobs]
     with suppress(InvalidStateError):  # given up meanwhile
         try:
-            found = plan.tables[jobs[0].array].fetch_together(wanted, group.batch.requests)
+            found = _found(group.plan, group.batch)
         except BaseException as e:
             group.promise.set_exception(e)
         else:
-            group.promise.set_result(dict(zip(jobs, found, strict=True)))
+            group.promise.set_result(found)
+
+
+def _found(plan: ReadPlan, batch: Batch) -> dict[Job, Fetched | None]:
+    if not batch.requests:  # missing chunks, of any array
+        return dict.fromkeys(batch.jobs)
+    wanted = [(job.chunk, plan.part_of(job)) for job in batch.jobs]
+    fetched = plan.tables[batch.jobs[0].array].fetch_together(wanted, batch.requests)
+    return dict(zip(batch.jobs, fetched, strict=True))

@@ -28,14 +28,15 @@ def masks_of(dtype: np.dtype[Any], missing: Iterable[Any], stored: np.dtype[Any]
     turns = stored is not None and stored.kind != dtype.kind
     flat = [x for value in missing for x in np.ravel(np.asarray(value)).tolist()]
     numbers = [x for x in flat if isinstance(x, int | float) and x == x]
-    return tuple(dict.fromkeys(float(fill_of(x, dtype)) if turns else as_stored(x, dtype) for x in numbers))
+    return tuple(dict.fromkeys(fill_of(x, dtype) if turns else as_stored(x, dtype) for x in numbers))
 
 
 def as_stored(value: float, dtype: np.dtype[Any]) -> float:
-    """The value that an array of `dtype` holds for it: rounded, or of the other sign."""
-    if dtype.kind == "u" and value < 0:
-        return value + 2.0 ** (8 * dtype.itemsize)
-    return float(np.asarray(value).astype(dtype)) if dtype.kind == "f" else float(value)
+    """The value that an array of `dtype` holds for it: rounded, or of the other sign; whole numbers stay exact."""
+    if dtype.kind == "f":
+        return float(np.asarray(value).astype(dtype))
+    number = int(value) if isinstance(value, int) or value.is_integer() else value
+    return number + (1 << 8 * dtype.itemsize) if dtype.kind == "u" and number < 0 else number
 
 
 def fill_of(value: Any, dtype: np.dtype[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from base64 import standard_b64decode
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from zarr.codecs import ShardingCodec
 from zarr.core.chunk_grids import RegularChunkGrid
 from zarr.core.metadata.v2 import ArrayV2Metadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
-from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore, ObjectStore
 
 from jigsaw.io._memory import fresh
@@ -60,15 +60,16 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     try:
         sources = dict(_arrays(group) if named is None else _named(group, named))
         tables = {name: table_of(name, array) for name, array in sources.items()}
-    except (ValueError, TypeError, KeyError) as e:  # what zarr makes of metadata that lies, "../" in a name included
-        if isinstance(e, ReadError):
-            raise
+        attrs = dict(group.attrs)
+    except ReadError:
+        raise
+    except Exception as e:  # zarr may make anything of metadata that lie, "../" in a name included
         raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from e
 
     def read_small(name: str) -> NDArray[Any]:
         return _by_zarr(group, sources[name]) if tables[name].decoder is None else whole(tables[name])
 
-    return Store(_name(group), tables, dict(group.attrs), read_small)
+    return Store(_name(group), tables, attrs, read_small)
 
 
 def _by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
@@ -93,7 +94,9 @@ def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
         called, where = repr(url), {"store": url, "storage_options": options or None}
     try:
         return zarr.open_group(**where, mode="r")
-    except (NodeNotFoundError, FileNotFoundError, ValueError, TypeError, ImportError) as e:
+    except ReadError:
+        raise
+    except Exception as e:  # of any store, and of metadata that lie
         raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened: {e}") from e
 
 
@@ -138,8 +141,8 @@ def _members(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
 def table_of(name: str, array: Any) -> ArrayTable:
     """The chunk table of one zarr array."""
     meta = array.metadata
-    own = np.dtype(array.dtype)
-    dtype = signed_as_said(own, array.metadata.attributes)
+    own = np.dtype(object) if array.dtype.kind == "T" else np.dtype(array.dtype)
+    dtype = signed_as_said(own, meta.attributes)
     files = files_of(array.store)
     if isinstance(meta, ArrayV2Metadata):
         chunks, dims = tuple(meta.chunks), _dims(meta)
@@ -152,7 +155,7 @@ def table_of(name: str, array: Any) -> ArrayTable:
     return ArrayTable(
         name=name,
         shape=tuple(array.shape),
-        dims=tuple(d or f"dim_{i}" for i, d in enumerate(dims or [None] * len(chunks))),
+        dims=_named_dims(name, dims, len(chunks)),
         dtype=(decoder.dtype if decoder else dtype).str,
         chunks=chunks,
         fill_value=fill_of(meta.fill_value, dtype),
@@ -166,6 +169,13 @@ def table_of(name: str, array: Any) -> ArrayTable:
 
 def _dims(meta: ArrayV2Metadata | ArrayV3Metadata) -> Any:
     return meta.dimension_names if isinstance(meta, ArrayV3Metadata) else meta.attributes.get("_ARRAY_DIMENSIONS")
+
+
+def _named_dims(name: str, dims: Any, ndim: int) -> tuple[str, ...]:
+    found = dims or [None] * ndim
+    if not isinstance(found, list | tuple) or len(found) != ndim or any(not isinstance(d, str | None) for d in found):
+        raise UnsupportedStoreError(f"array {name!r} has the dims {dims!r}; need {ndim} names")
+    return tuple(d or f"dim_{i}" for i, d in enumerate(found))
 
 
 def _of_v3(
@@ -182,10 +192,10 @@ def _of_v3(
         sharding = codecs[0]
         inner = tuple(sharding.chunk_shape)
         decoder = decoder_of_v3(dtype, len(inner), sharding.codecs)
-        index_codecs = [c.to_dict()["name"] for c in sharding.index_codecs]
-        if decoder and index_codecs in (["bytes"], ["bytes", "crc32c"]):
-            checked = len(index_codecs) == 2
-            return inner, names, decoder, Shards(array, inner, outer, sharding, checked, files)
+        # an index is an array [chunks, 2] of u8, so what its codecs are is known as an array's are
+        index = decoder_of_v3(np.dtype("u8"), len(inner) + 1, sharding.index_codecs)
+        if decoder and index and index.compression is None and index.order == tuple(range(len(inner) + 1)):
+            return inner, names, decoder, Shards(array, inner, outer, sharding, index, files)
         return outer, names, None, Objects(array, files)
     return outer, names, decoder_of_v3(dtype, len(outer), codecs), Objects(array, files)
 
@@ -212,10 +222,6 @@ def _attributes(meta: ArrayV2Metadata | ArrayV3Metadata) -> dict[str, Any]:
     return {k: v for k, v in meta.attributes.items() if k != "_ARRAY_DIMENSIONS"}
 
 
-def _scalar(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
 def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
     """The stored values that mean "missing", by the conventions that xarray reads by.
 
@@ -225,21 +231,18 @@ def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any], own: n
     attrs = meta.attributes
     found: list[Any] = [_decoded(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
     if isinstance(meta, ArrayV2Metadata) and (meta.fill_value or "scale_factor" in attrs):
-        found.append(_scalar(meta.fill_value))
+        found.append(fill_of(meta.fill_value, dtype))
     return masks_of(dtype, found, own)
 
 
 def _decoded(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Xarray writes the ``_FillValue`` of a zarr v3 float as base64 of its eight bytes."""
-    if isinstance(value, str) and dtype.kind == "f":
-        from base64 import standard_b64decode
-        from struct import unpack
-
-        try:
-            return unpack("<d", standard_b64decode(value))[0]
-        except ValueError:
-            return float(value)  # "NaN"
-    return value
+    """Xarray writes the ``_FillValue`` of a zarr v3 float as base64 of its eight bytes, others as "NaN"."""
+    if not isinstance(value, str) or dtype.kind != "f":
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return np.frombuffer(standard_b64decode(value), "<f8").item()
 
 
 # -- where chunks lie ------------------------------------------------------------------------------------------------
@@ -313,15 +316,15 @@ class Shards:
         inner: Sequence[int],
         outer: Sequence[int],
         codec: ShardingCodec,
-        checked: bool,
+        index: Decoder,
         files: Files,
     ) -> None:
         self.files = files
         self._objects = Objects(array, files)
         self._per_shard = tuple(o // i for o, i in zip(outer, inner, strict=True))
-        self._index_bytes = 16 * prod(self._per_shard) + 4 * checked
+        self._index_bytes = 16 * prod(self._per_shard) + 4 * index.checked
         self._at_end = codec.index_location.value == "end"
-        self._checked = checked
+        self._index = index
         self._known: OrderedDict[Index, _Once] = OrderedDict()
         self._lock = threading.Lock()
         self._tally = Tally()
@@ -371,9 +374,9 @@ class Shards:
         raw, size = found
         if size < self._index_bytes:
             raise ShortChunkError(f"the shard has {size} bytes and its index alone {self._index_bytes}")
-        if self._checked:
+        if self._index.checked:
             raw = without_crc(raw)
-        return _Shard(path, size, raw.view("<u8").reshape(-1, 2).tolist())
+        return _Shard(path, size, raw.view(self._index.dtype).reshape(-1, 2).tolist())
 
     def _edge(self, path: str) -> tuple[Bytes, int] | None:
         """Where the index lies, as far as the shard reaches, and the shard's size; a store far away is asked once."""

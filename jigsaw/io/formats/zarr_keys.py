@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from zarr.core.sync import sync
 
 from jigsaw.io.fetch.batches import merged
 from jigsaw.io.fetch.files import Room, Target, scatter
-from jigsaw.io.formats.codecs import Bytes, ShortChunkError
+from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
 
 
 class Keys:
@@ -27,22 +27,25 @@ class Keys:
     def size(self, path: str) -> int | None:
         """The length of an object in bytes; None when it is missing."""
         try:
-            return int(sync(self._store.getsize(path)))
+            return int(_answer(self._store.getsize(path)))
         except FileNotFoundError:
             return None
 
     def whole(self, path: str, room: Room) -> Bytes | None:
-        """All bytes of an object."""
-        found: Any = sync(self._store.get(path, default_buffer_prototype()))
+        """All bytes of an object.
+
+        Raises: `BadChunkError` when the store fails.
+        """
+        found: Any = _answer(self._store.get(path, default_buffer_prototype()))
         return None if found is None else np.frombuffer(found.to_bytes(), np.uint8)
 
     def ranges(self, path: str, targets: Sequence[Target]) -> bool:
         """Fill every target, those at most `gap` bytes apart by one request; False when the object is missing.
 
-        Raises: `ShortChunkError` when the object ends before.
+        Raises: `ShortChunkError` when the object ends before, `BadChunkError` when the store fails.
         """
         parts = merged(((offset, offset + memory.size) for offset, memory in targets), self.gap)
-        got: list[Any] = sync(self._all([(path, RangeByteRequest(*part)) for part in parts]))
+        got: list[Any] = _answer(self._all([(path, RangeByteRequest(*part)) for part in parts]))
         found = [None if each is None else np.frombuffer(each.to_bytes(), np.uint8) for each in got]
         for (start, stop), raw in zip(parts, found, strict=True):
             if raw is not None and raw.size != stop - start:
@@ -53,3 +56,13 @@ class Keys:
         from asyncio import gather
 
         return await gather(*(self._store.get(key, default_buffer_prototype(), part) for key, part in wanted))
+
+
+def _answer(asked: Coroutine[Any, Any, Any]) -> Any:
+    """What the store answers; one of anybody's may raise anything, as a zip file does for a damaged member."""
+    try:
+        return sync(asked)
+    except OSError:
+        raise
+    except Exception as e:
+        raise BadChunkError(f"its store says: {e}") from e
