@@ -28,28 +28,40 @@ class Lent:
     time: Mapping[str, Any]
 
 
-def lent(dataset: Dataset, dims: Sequence[str] | None) -> Lent:
-    """What of a dataset belongs to tiles with these dims; a dim is found by its canonical name."""
+def lent(dataset: Dataset, dims: Sequence[str] | None, fields: Sequence[Field] | None = None) -> Lent:
+    """What of a dataset belongs to tiles with these dims and `fields`, by default those of its target.
+
+    A spatial dim is found by its canonical name, or by the store's own.
+    """
     store, variables, survey = dataset.store, dataset.variables, Survey(dataset.store)
+    own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
     found: dict[str, Any] = {}
     for dim in dims or dataset.whole_coords:
-        if dim in dataset.whole_coords:
-            found[dim] = dataset.whole_coords[dim], _of(survey, variables[0], dim)
+        role = dim if dim in dataset.whole_coords else own.get(dim)
+        if role in dataset.whole_coords:
+            found[dim] = dataset.whole_coords[role], _of(survey, variables[0], role)
+    if fields is None:
+        fields = _fields(dataset, survey)
     leveled = next((v for v in variables if LEVEL in v.roles), None)
-    by_name = {v.table.name: v for v in variables}
-    fields = [Field(c.array, _level(survey, by_name[c.array], c.level)) for c in dataset.channels]
-    if leveled is not None and CHANNEL in (dims or ()):
+    used = {f.level for f in fields} - {None}
+    if leveled is not None and used and CHANNEL in (dims or ()):
         values = survey.values(leveled, LEVEL)
-        used = {f.level for f in fields}
         found[LEVEL] = values[[float(v) in used for v in values]], _of(survey, leveled, LEVEL)
     timed = next((v for v in variables if "time" in v.roles), None)
     return Lent(
         coords=found,
         attrs={k: v for k, v in store.attrs.items() if not k.startswith(_OF_WRITER)},
         field_attrs={v.table.name: {k: x for k, x in v.table.attrs.items() if k not in _OF_STORAGE} for v in variables},
-        fields=fields,
+        fields=list(fields),
         time={} if timed is None else _of(survey, timed, "time"),
     )
+
+
+def _fields(dataset: Dataset, survey: Survey) -> list[Field]:
+    """What each channel of the target is in the store."""
+    by_name = {v.table.name: v for v in dataset.variables}
+    channels = [dataset.channels[c] for c in dataset.target_channels]
+    return [Field(c.array, _level(survey, by_name[c.array], c.level)) for c in channels]
 
 
 def _of(survey: Survey, variable: Variable, role: str) -> Mapping[str, Any]:
