@@ -58,6 +58,8 @@ class Frame:
         dims = tuple(sizes)
         for name, given in (("spec", spec), ("halo", halo), ("boundary", boundary), ("split", split), ("align", align)):
             _check_names(name, given, dims)
+        for name, given in (("spec", spec), ("boundary", boundary)):
+            _check_by_dim(name, given, dims)
         chosen = dict(spec) if spec is not None else {d: d for d in dims}
         for dim, entry in chosen.items():
             if DATA in ((entry,) if isinstance(entry, str) else entry or ()):
@@ -152,6 +154,11 @@ def _check_names(name: str, given: Any, dims: Sequence[str]) -> None:
             raise GridError(
                 f"{name}={dict(given)!r} names {unknown[0]!r}, but the fields' spatial dims are {list(dims)}"
             )
+
+
+def _check_by_dim(name: str, given: Any, dims: Sequence[str]) -> None:
+    if given is not None and not isinstance(given, Mapping):
+        raise GridError(f"{name}={given!r} must say it by dim: {name}={{{dims[0]!r}: {given!r}}}")
 
 
 def _margins(dim: str, size: int, halo: Width | Mapping[str, Width] | None) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
 from functools import cached_property
@@ -113,7 +113,7 @@ class TimeAxis:
         """
         if wanted is None:
             return 0, len(self)
-        first, last = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
+        first, last = _ends(wanted)
         if isinstance(wanted, slice) and wanted.step not in (None, 1):
             raise WindowError(f"time={wanted} has a step; thin the series with every={wanted.step} instead")
         if all(end is None or is_int(end) for end in (first, last)):
@@ -191,6 +191,14 @@ class TimeAxis:
             return f"{self.usual} month(s)"
         hours = self.usual / 3_600_000_000
         return f"{hours / 24:g} day(s)" if hours >= 24 else f"{hours:g} hour(s)"
+
+
+def _ends(wanted: Any) -> tuple[Any, Any]:
+    if isinstance(wanted, slice):
+        return wanted.start, wanted.stop
+    if isinstance(wanted, str) or not isinstance(wanted, Sequence) or len(wanted) != 2:
+        raise WindowError(f"time={wanted!r} is no span; give (first, last), like ('1979', '2015'), or a slice")
+    return wanted[0], wanted[1]
 
 
 def is_int(value: Any) -> bool:

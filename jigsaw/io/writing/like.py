@@ -37,7 +37,7 @@ def lent(dataset: Dataset, dims: Sequence[str] | None, fields: Sequence[Field] |
     own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
     found: dict[str, Any] = {}
     for dim in dims or dataset.whole_coords:
-        role = dim if dim in dataset.whole_coords else own.get(dim)
+        role = dim if dim in dataset.whole_coords else own.get(dim, dim)
         if role in dataset.whole_coords:
             found[dim] = dataset.whole_coords[role], _of(survey, variables[0], role)
     if fields is None:
