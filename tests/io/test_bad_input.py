@@ -106,6 +106,11 @@ def test_no_store(tmp_path):
     for path in (tmp_path / "nothing.zarr", tmp_path):
         with pytest.raises(UnsupportedStoreError, match=str(tmp_path)):
             jigsaw.io.open(str(path), mesh={"lat": 1})
+    globe(2).to_netcdf(tmp_path / "2020.nc")
+    with pytest.raises(UnsupportedStoreError, match=r"a folder of files; give those along time as a glob: '.*/\*\.nc'"):
+        jigsaw.io.open(str(tmp_path), mesh={"lat": 1})
+    with pytest.raises(UnsupportedStoreError, match=r"an xarray DataArray is no Dataset: give .to_dataset\("):
+        jigsaw.io.open(globe(2)["2m_temperature"], mesh={"lat": 1})
 
 
 @on_ranks(2)
