@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from operator import index
 from typing import Any, Generic, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,7 @@ from jigsaw.io._device import Carrier
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import FieldError
 from jigsaw.io.frame import DATA
-from jigsaw.io.order import Order, State
+from jigsaw.io.order import Order, State, is_count
 from jigsaw.io.prefetch import Prefetch
 from jigsaw.io.samples import Samples
 from jigsaw.layout import Coordinate
@@ -52,7 +53,7 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
     A subclass says how a batch is read (in the background, in order) and what it becomes.  Making one is collective
     over the mesh; one of a dataset that was unpickled joins the mesh when it first reads.
 
-    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`.
+    Raises: `FieldError` for a seed below 0, a batch size below 1, or larger than the dataset with `drop_last`.
     """
 
     _arrays = 1
@@ -70,14 +71,16 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         threads: int | None = None,
     ) -> None:
         count = len(dataset)
-        if batch_size < 1:
-            raise FieldError(f"batch_size={batch_size} must be at least 1, the samples of a batch over the whole mesh")
+        if not is_count(batch_size) or batch_size < 1:
+            raise FieldError(f"batch_size={batch_size} must be at least 1, a number of samples over the mesh")
+        if not is_count(seed):
+            raise FieldError(f"seed={seed!r} must be a whole number, 0 or more")
         if drop_last and batch_size > count:
             raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
         self.dataset = dataset
         self._prefetch_bytes, self._threads = prefetch_bytes, threads
         self._order = Order(count, batch_size, shuffle, drop_last)
-        self._state = State.from_dict(State(seed).as_dict(), count)
+        self._state = State(index(seed))
         self._resumed = False
         self._current: Prefetch[Turn, tuple[Turn, Block]] | None = None
         self._waited_s = 0.0

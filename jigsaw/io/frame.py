@@ -12,6 +12,7 @@ from jigsaw.io import coords
 from jigsaw.io.boundary import Boundary, Rule
 from jigsaw.io.errors import GridError, HaloError
 from jigsaw.io.poles import boundary_at_poles
+from jigsaw.io.times import is_int
 from jigsaw.layout import Axes, Coordinate, DimSpec, Layout, ShardingError, Split, slices
 
 Width = int | tuple[int, int]
@@ -162,8 +163,11 @@ def _check_by_dim(name: str, given: Any, dims: Sequence[str]) -> None:
 
 
 def _margins(dim: str, size: int, halo: Width | Mapping[str, Width] | None) -> tuple[int, int]:
-    width = (halo.get(dim, 0) if isinstance(halo, Mapping) else halo) or 0
-    below, above = (width, width) if isinstance(width, int) else width
+    width: Any = (halo.get(dim, 0) if isinstance(halo, Mapping) else halo) or 0
+    pair: Any = (width, width) if is_int(width) else width
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_int, pair)):
+        raise HaloError(f"halo={{{dim!r}: {width!r}}} must be a number of rows, or (below, above)")
+    below, above = int(pair[0]), int(pair[1])
     if min(below, above) < 0:
         raise HaloError(f"halo={{{dim!r}: {width}}} is negative; a halo is the rows held beyond those owned")
     if max(below, above) > size:

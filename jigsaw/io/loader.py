@@ -69,9 +69,9 @@ class DataLoader(Epochs[Dataset, _Block, Batch]):
 
     *Sends*: what `Dataset.plan` says, on process groups of its own.
 
-    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; `WindowError` for a
-    `rollout` that the targets cannot give; while iterating, the `ReadError` of the read that failed, with its
-    traceback.
+    Raises: `FieldError` for a seed below 0, a batch size below 1, or larger than the dataset with `drop_last`;
+    `WindowError` for a `rollout` that the targets cannot give; while iterating, the `ReadError` of the read that
+    failed, with its traceback.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class State:
                 f"a loader's state has the keys {names}, but got {shown}; save what loader.state_dict() returns"
             )
         values = {name: given[name] for name in names}
-        wrong = [f"{n}={v!r}" for n, v in values.items() if not _is_count(v)]
+        wrong = [f"{n}={v!r}" for n, v in values.items() if not is_count(v)]
         if wrong:
             raise StateError(
                 f"a loader's state holds integers >= 0, but got {', '.join(wrong)}; the checkpoint is torn"
@@ -82,7 +82,7 @@ class State:
         return cls(**values)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     """Whether a value is a whole number >= 0 of any kind that a checkpoint may hand back."""
     try:
         return not isinstance(value, bool) and index(value) >= 0
@@ -139,7 +139,7 @@ class Rollout:
         Raises: `WindowError` for a schedule that does not begin at epoch 0, or asks for more or fewer than there are.
         """
         lengths = {} if given is None else {0: given} if isinstance(given, int) else dict(given)
-        wrong = [n for pair in lengths.items() for n in pair if not _is_count(n)]
+        wrong = [n for pair in lengths.items() for n in pair if not is_count(n)]
         if wrong or (given is not None and 0 not in lengths):
             raise WindowError(f"rollout={given!r} must be targets by first epoch, from 0 on, like {{0: 1, 5: 4}}")
         over = [n for n in lengths.values() if not 1 <= n <= targets]

@@ -42,6 +42,10 @@ REFUSED = [
         r"halo=\{'lat': 14\} is larger than the domain: 'lat' has 13 rows; use at most 13",
     ),
     ({"halo": {"lat": -1}}, HaloError, r"halo=\{'lat': -1\} is negative"),
+    ({"halo": "2"}, HaloError, r"halo=\{'lat': '2'\} must be a number of rows, or \(below, above\)"),
+    ({"halo": 1.5}, HaloError, r"halo=\{'lat': 1.5\} must be a number of rows"),
+    ({"halo": {"lon": (1, 2, 3)}}, HaloError, r"halo=\{'lon': \(1, 2, 3\)\} must be a number of rows"),
+    ({"select": {"level": 500}}, GridError, r"names 'level'.*there are \[\]; a level is part of a field: 'geop"),
     (
         {"halo": {"latitude": 1}},
         GridError,
@@ -100,6 +104,21 @@ def test_open_refuses_on_every_rank_without_a_word_between_them(wb2):
             with pytest.raises(error, match=match):
                 jigsaw.io.open(wb2, **({"mesh": world_mesh(lat=2), "fields": ["t2m"]} | asked))
     assert sent.calls == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 2.0}, "batch_size=2.0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be a whole number, 0 or more"),
+        ({"seed": "7"}, "seed='7' must be a whole number"),
+    ],
+)
+def test_a_loader_refuses(wb2, asked, match):
+    ds = jigsaw.io.open(wb2, mesh=world_mesh(lat=1), fields=["t2m"])
+    with pytest.raises(FieldError, match=match):
+        DataLoader(ds, **asked)
 
 
 def test_no_store(tmp_path):

@@ -51,8 +51,8 @@ class VolumeLoader(Epochs[Volumes, _Block, VolumeBatch]):
 
     *Sends*: what `Volumes.plan` says, on process groups of its own.
 
-    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; while iterating, the
-    `ReadError` of the read that failed, with its traceback.
+    Raises: `FieldError` for a seed below 0, a batch size below 1, or larger than the dataset with `drop_last`; while
+    iterating, the `ReadError` of the read that failed, with its traceback.
     """
 
     _arrays = 2  # images and labels
