@@ -13,12 +13,13 @@ from jigsaw.tile import Tile, from_local, shard
 
 if TYPE_CHECKING:
     from jigsaw import io, testing
-    from jigsaw.checkpoint import load, save
+    from jigsaw.checkpoint import CheckpointError, load, save
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Cut",
     "Layout",
     "ShardingError",
@@ -47,6 +48,7 @@ _LATER = {
     "parallelize": "jigsaw.parallel",
     "no_sync": "jigsaw.parallel",
     "clip_grad_norm_": "jigsaw.parallel",
+    "CheckpointError": "jigsaw.checkpoint",
     "save": "jigsaw.checkpoint",
     "load": "jigsaw.checkpoint",
 }

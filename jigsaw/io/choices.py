@@ -68,7 +68,11 @@ def _dim_of(name: str, further: Mapping[str, Variable], select: Mapping[str, Any
         return name
     meant = [dim for dim, v in further.items() if v.roles[v.table.dims.index(dim)] == name]
     if len(meant) != 1:
-        raise GridError(f"select names {name!r}, which is no further dim of the fields; there are {sorted(further)}")
+        hint = {"level": "; a level is part of a field: 'geopotential@500'", "time": "; steps are picked by time="}
+        raise GridError(
+            f"select names {name!r}, which is no further dim of the fields; there are {sorted(further)}"
+            + hint.get(name, "")
+        )
     if meant[0] in select:
         raise GridError(f"select names {meant[0]!r} twice, also as {name!r}")
     return meant[0]

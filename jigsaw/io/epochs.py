@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from operator import index
 from typing import Any, Generic, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,7 +82,7 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         self.dataset = dataset
         self._prefetch_bytes, self._threads = prefetch_bytes, threads
         self._order = Order(count, batch_size, shuffle, drop_last)
-        self._state = State.from_dict(State(seed).as_dict(), count)
+        self._state = State(index(seed))
         self._resumed = False
         self._current: Prefetch[Turn, tuple[Turn, Block]] | None = None
         self._waited_s = 0.0

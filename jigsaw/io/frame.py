@@ -12,6 +12,7 @@ from jigsaw.io import coords
 from jigsaw.io.boundary import Boundary, Rule
 from jigsaw.io.errors import GridError, HaloError
 from jigsaw.io.poles import boundary_at_poles
+from jigsaw.io.times import is_int
 from jigsaw.layout import Axes, Coordinate, DimSpec, Layout, ShardingError, Split, slices
 
 Width = int | tuple[int, int]
@@ -58,6 +59,8 @@ class Frame:
         dims = tuple(sizes)
         for name, given in (("spec", spec), ("halo", halo), ("boundary", boundary), ("split", split), ("align", align)):
             _check_names(name, given, dims)
+        for name, given in (("spec", spec), ("boundary", boundary)):
+            _check_by_dim(name, given, dims)
         chosen = dict(spec) if spec is not None else {d: d for d in dims}
         for dim, entry in chosen.items():
             if DATA in ((entry,) if isinstance(entry, str) else entry or ()):
@@ -154,9 +157,17 @@ def _check_names(name: str, given: Any, dims: Sequence[str]) -> None:
             )
 
 
+def _check_by_dim(name: str, given: Any, dims: Sequence[str]) -> None:
+    if given is not None and not isinstance(given, Mapping):
+        raise GridError(f"{name}={given!r} must say it by dim: {name}={{{dims[0]!r}: {given!r}}}")
+
+
 def _margins(dim: str, size: int, halo: Width | Mapping[str, Width] | None) -> tuple[int, int]:
-    width = (halo.get(dim, 0) if isinstance(halo, Mapping) else halo) or 0
-    below, above = (width, width) if isinstance(width, int) else width
+    width: Any = (halo.get(dim, 0) if isinstance(halo, Mapping) else halo) or 0
+    pair: Any = (width, width) if is_int(width) else width
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_int, pair)):
+        raise HaloError(f"halo={{{dim!r}: {width!r}}} must be a number of rows, or (below, above)")
+    below, above = int(pair[0]), int(pair[1])
     if min(below, above) < 0:
         raise HaloError(f"halo={{{dim!r}: {width}}} is negative; a halo is the rows held beyond those owned")
     if max(below, above) > size:

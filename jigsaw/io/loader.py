@@ -61,16 +61,17 @@ class DataLoader(Epochs[Dataset, _Block, Batch]):
     state means the same place.
 
     A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
-    `threads` decode.  An iteration that is left early ends its epoch: the next one begins a new epoch, as with torch's.
+    `threads` decode (None: this machine's cores, shared among its ranks).  An iteration that is left early ends its
+    epoch: the next one begins a new epoch, as with torch's.  `state_dict` resumes in O(1) on any mesh.
 
     Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
     state; one that was unpickled joins the mesh when it first reads.
 
     *Sends*: what `Dataset.plan` says, on process groups of its own.
 
-    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; `WindowError` for a
-    `rollout` that the targets cannot give; while iterating, the `ReadError` of the read that failed, with its
-    traceback.
+    Raises: `FieldError` for a seed below 0, a batch size below 1, or larger than the dataset with `drop_last`;
+    `WindowError` for a `rollout` that the targets cannot give; while iterating, the `ReadError` of the read that
+    failed, with its traceback.
     """
 
     def __init__(

@@ -74,7 +74,9 @@ def open(
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `fields`: names (see `jigsaw.io.fields`), in channel order; by default every variable on the first one's grid;
     - `target_fields`: those of the target, where they differ; the union is read for every step;
-    - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name. `data` cuts batches;
+    - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name (``lat``, whatever the
+      store calls it).  `data` cuts batches.  An axis that the mesh lacks counts as size 1, and ranks along one that
+      cuts nothing read the same;
     - `halo`: rows of the input beyond those owned, a number or (below, above), for all spatial dims or by dim;
       targets have none;
     - `boundary`: what the halo holds beyond the ends of a dim (see `jigsaw.io.boundary`): ``"periodic"`` the rows of
@@ -91,7 +93,8 @@ def open(
       `lead`, `init`: an integer is a position; a float, string, date or duration is a value (``"24h"``); a list, a
       slice or pair of ends, or ``"all"`` makes samples of each;
     - `dims`: what the store's dims are, where that is not found: ``{"time": "valid_time", "lat": "j"}``;
-    - `normalize`: (mean, std) by field, fused into the read;
+    - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`, or
+      ``{"t2m": (mean, std)}`` by field; fused into the read;
     - `nan`: ``"keep"``, ``"raise"``, or the number that stands in the result for missing values;
     - `dtype`: of the tiles;
     - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;

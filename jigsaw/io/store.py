@@ -44,7 +44,10 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> Store:
         return _open_url(str(url), options)
     if options:
         raise UnsupportedStoreError(f"options={dict(options)!r} are for URLs (s3://, https://…), and {url!r} is none")
-    if type(url).__module__.partition(".")[0] == "xarray" and hasattr(url, "variables"):
+    if type(url).__module__.partition(".")[0] == "xarray":
+        if not hasattr(url, "variables"):
+            kind = type(url).__name__
+            raise UnsupportedStoreError(f"an xarray {kind} is no Dataset: give .to_dataset(name='t2m') of it")
         return _of("formats.xarray_dataset", "open_xarray")(url)
     for module, opener, extra in _FORMATS:
         if extra and not _may_be_hdf5(url):

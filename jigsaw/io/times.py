@@ -207,7 +207,7 @@ def _ends(wanted: Any) -> tuple[Any, Any]:
     if isinstance(wanted, slice):
         return wanted.start, wanted.stop
     if not isinstance(wanted, list | tuple | np.ndarray) or len(wanted) != 2:
-        raise WindowError(f"time={wanted!r} must be a slice or a pair of dates, or of step positions")
+        raise WindowError(f"time={wanted!r} is no span; give (first, last), like ('1979', '2015'), or a slice")
     return wanted[0], wanted[1]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -14,13 +14,14 @@ from jigsaw.io.errors import WindowError
 from jigsaw.io.times import TimeAxis, is_int
 
 
-def offsets(name: str, given: Sequence[Any], axis: TimeAxis | None = None) -> tuple[int, ...]:
+def offsets(name: str, given: Any, axis: TimeAxis | None = None) -> tuple[int, ...]:
     """The steps of a window relative to its anchor, checked: integers, or durations such as ``"-6h"`` along `axis`.
 
     Raises: `WindowError` for what is neither, is no whole number of steps, or comes twice.
     """
-    if isinstance(given, str):
-        raise WindowError(f"{name}={given!r} is one string; give a list: {name}=[{given!r}]")
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        what = "one string" if isinstance(given, str) else "no list"
+        raise WindowError(f"{name}={given!r} is {what}; give a list: {name}=[{given!r}]")
     wrong = [o for o in given if not (is_int(o) or isinstance(o, str | timedelta | np.timedelta64))]
     if wrong:
         raise WindowError(

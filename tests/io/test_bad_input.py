@@ -42,6 +42,10 @@ REFUSED = [
         r"halo=\{'lat': 14\} is larger than the domain: 'lat' has 13 rows; use at most 13",
     ),
     ({"halo": {"lat": -1}}, HaloError, r"halo=\{'lat': -1\} is negative"),
+    ({"halo": "2"}, HaloError, r"halo=\{'lat': '2'\} must be a number of rows, or \(below, above\)"),
+    ({"halo": 1.5}, HaloError, r"halo=\{'lat': 1.5\} must be a number of rows"),
+    ({"halo": {"lon": (1, 2, 3)}}, HaloError, r"halo=\{'lon': \(1, 2, 3\)\} must be a number of rows"),
+    ({"select": {"level": 500}}, GridError, r"names 'level'.*there are \[\]; a level is part of a field: 'geop"),
     (
         {"halo": {"latitude": 1}},
         GridError,
@@ -52,6 +56,11 @@ REFUSED = [
     ({"spec": {"lat": "lat", "lon": "lat"}}, ShardingError, r"uses axis 'lat' more than once"),
     ({"boundary": {"lon": "wrap"}}, GridError, r"boundary=\{'lon': 'wrap'\} is not a rule: use 'periodic'"),
     ({"inputs": range(-11, 1)}, WindowError, r"offset -11 to 0 needs 12 steps, but the series has 10"),
+    ({"boundary": "periodic"}, GridError, r"boundary='periodic' must say it by dim: boundary=\{'lat': 'periodic'\}"),
+    ({"spec": "lat"}, GridError, r"spec='lat' must say it by dim: spec=\{'lat': 'lat'\}"),
+    ({"inputs": 0}, WindowError, r"inputs=0 is no list; give a list: inputs=\[0\]"),
+    ({"time": "2020-01"}, WindowError, r"time='2020-01' is no span; give \(first, last\), like \('1979', '2015'\)"),
+    ({"time": 3}, WindowError, r"time=3 is no span"),
     ({"inputs": []}, WindowError, r"inputs=\[\] names no step"),
     ({"targets": [1, 1]}, WindowError, r"targets=\[1, 1\] names a step twice"),
     ({"time": ("1990", "1991")}, WindowError, r"selects no step; the store has 10, 2020-01-01"),
@@ -68,7 +77,7 @@ REFUSED = [
     ({"normalize": {"t2m": (280.0, 0.0)}}, FieldError, r"mean 280 and std 0; need finite numbers and std > 0"),
     ({"normalize": {"t2m": 280.0}}, FieldError, r"normalize\['t2m'\]=280.0 must be \(mean, std\)"),
     ({"nan": None}, FieldError, r"nan=None must be 'keep', 'raise' or a number"),
-    ({"time": "2020"}, WindowError, r"time='2020' must be a slice or a pair of dates"),
+    ({"normalize": True}, FieldError, r"normalize=True must be \(mean, std\) by field, Statistics, or the path"),
     ({"nan": "drop"}, FieldError, r"nan='drop' must be 'keep', 'raise' or a number"),
     ({"dtype": "int8"}, FieldError, r"dtype='int8' must be one of"),
     ({"mode": "fast"}, FieldError, r"mode='fast' must be one of"),
@@ -102,6 +111,11 @@ def test_no_store(tmp_path):
     for path in (tmp_path / "nothing.zarr", tmp_path):
         with pytest.raises(UnsupportedStoreError, match=str(tmp_path)):
             jigsaw.io.open(str(path), mesh={"lat": 1})
+    globe(2).to_netcdf(tmp_path / "2020.nc")
+    with pytest.raises(UnsupportedStoreError, match=r"a folder of files; give those along time as a glob: '.*/\*\.nc'"):
+        jigsaw.io.open(str(tmp_path), mesh={"lat": 1})
+    with pytest.raises(UnsupportedStoreError, match=r"an xarray DataArray is no Dataset: give .to_dataset\("):
+        jigsaw.io.open(globe(2)["2m_temperature"], mesh={"lat": 1})
 
 
 @on_ranks(2)

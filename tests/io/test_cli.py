@@ -49,6 +49,13 @@ def test_one_rank_and_explicit_modes(wb2, capsys):
     assert "mesh one rank; halo none" in planned(capsys, wb2)
 
 
+def test_an_axis_that_cuts_nothing_is_said(wb2, capsys):
+    told = "axis latitude cuts none of the dims lat, lon: all ranks along it read the same"
+    assert told in planned(capsys, wb2, "--mesh", "latitude=2,lon=2")
+    assert "cuts none" not in planned(capsys, wb2, "--mesh", "latitude=2,lon=2", "--spec", "lat=latitude,lon=lon")
+    assert "cuts none" not in planned(capsys, wb2, "--mesh", "data=2,lat=2,lon=1")
+
+
 def test_a_region_does_not_wrap(tmp_path, capsys):
     data = globe().isel(longitude=slice(0, 8))
     path = write(tmp_path / "region.zarr", data)

@@ -133,6 +133,9 @@ def test_normalisation_is_fused_and_named_by_channel_field_or_array(wb2):
     mean, std = np.array([5e4, 280, 260, 270, 280]), np.array([1e3, 10, 9, 10, 11])
     want = (whole - mean[:, None, None]) / std[:, None, None]
     np.testing.assert_allclose(ds[2].input.local[0], want[2], rtol=1e-9, atol=1e-6)
+    other = {"geopotential@500": (5e4, 1e3), "t2m": (280.0, 10.0), "temperature": stats["temperature"]}
+    again = one_rank(wb2, fields=["z500", "2m_temperature", "temperature"], normalize=other, dtype="float64")
+    assert (again.scale, again.offset) == (ds.scale, ds.offset)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), (torch.float16, 1e-2), ("bfloat16", 1e-2)])

@@ -85,6 +85,22 @@ def test_filters_of_hdf5_are_named(tmp_path):
     assert 0 < found.stored_bytes < found.decoded_bytes
 
 
+def test_many_files_are_told_of_as_they_are_stored(tmp_path, capsys):
+    data = globe()[["temperature"]].assign_coords(
+        time=xr.date_range("2001-02-27", periods=10, freq="D", calendar="noleap", use_cftime=True)
+    )
+    for name, steps in (("a", slice(0, 6)), ("b", slice(6, 10))):
+        encoding = {"temperature": {"zlib": True, "shuffle": True, "chunksizes": (2, 3, 13, 16)}}
+        data.isel(time=steps).to_netcdf(tmp_path / f"{name}.nc", engine="netcdf4", encoding=encoding)
+    one, found = summarize(tmp_path / "a.nc").variables[0], summarize(str(tmp_path / "*.nc"))
+    (all_files,) = found.variables
+    assert (all_files.chunks, all_files.codec) == (one.chunks, one.codec) == ((2, 3, 13, 16), "shuffle + deflate")
+    assert (one.chunk_count, all_files.chunk_count) == (3, 5)
+    assert one.stored_bytes < all_files.stored_bytes < 2 * one.stored_bytes
+    assert found.times[0].calendar == "noleap"
+    assert "5 of 2x3x13x16" in inspected(capsys, tmp_path / "*.nc")
+
+
 def test_the_map_is_drawn_of_the_values(tmp_path, wb2, capsys, monkeypatch):
     from jigsaw.io.reports import summary_map
 

@@ -3,6 +3,7 @@
 import pickle
 import threading
 from itertools import islice
+from pathlib import Path
 
 import h5py
 import nibabel
@@ -439,6 +440,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
             None,
             {**crop, "foreground": Foreground()},
         ),
+        (FieldError, "images='a.nii' must be a list of at least one path", "a.nii", None, crop),
+        (FieldError, "labels=.*Path.* must be a list of at least one path", [a], Path("a.nii"), crop),
         (FieldError, "crops=0 must be at least 1", [a], None, {**crop, "crops": 0}),
         (FieldError, "normalize=.* standard deviations above 0", [a], None, {**crop, "normalize": (0.0, 0.0)}),
         (FieldError, "label_dtype='float32' must be one of", [a], None, {**crop, "label_dtype": "float32"}),

@@ -288,6 +288,27 @@ def body_round_trip(source, path):
         assert torch.equal(again[0].input.full_tensor(), sample.input.full_tensor())
 
 
+def test_a_forecast_is_named_as_the_target_and_lies_on_the_dims_of_the_store(tmp_path):
+    source = write_globe(tmp_path / "in.zarr", globe())
+    fields = ["t2m", "z500", "temperature@850"]
+    ds = jigsaw.io.open(source, mesh=world(lat=1), fields=fields, targets=[1, 2], target_fields=["z500", "t2m"])
+    sample, dims = ds[0], ("time", "channel", "latitude", "longitude")
+    write(tmp_path / "a.zarr", sample.target, dims=dims, like=ds, coords={"time": sample.target_times})
+    back, there = opened(tmp_path / "a.zarr"), xr.open_zarr(source, consolidated=False).sel(level=[500])
+    assert set(back) == {"geopotential", "2m_temperature"}
+    np.testing.assert_allclose(back["2m_temperature"], there["2m_temperature"].sel(time=back.time), rtol=1e-6)
+    np.testing.assert_array_equal(back["geopotential"], there["geopotential"].sel(time=back.time))
+    for name in ("latitude", "longitude"):
+        np.testing.assert_array_equal(back[name], there[name])
+    named = ("mine", "height@500", "warmth@850")
+    write(tmp_path / "b.zarr", sample.input, dims=DIMS, like=ds, fields=named)
+    assert opened(tmp_path / "b.zarr").level.values.tolist() == [500, 850]
+    write(tmp_path / "c.zarr", sample.input, dims=DIMS, like=ds, fields=("a", "b", "c"))
+    assert dict(opened(tmp_path / "c.zarr").sizes) == {"time": 1, "lat": 13, "lon": 16}
+    with pytest.raises(FieldError, match=r"there are 2 fields for the 3 channels of .*: geopotential@500, 2m_temp"):
+        write(tmp_path / "d.zarr", sample.input, dims=DIMS, like=ds)
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_calendars_and_units(tmp_path, suffix):
     tile = cut(array((2, 3)), world(lat=1), (None, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from base64 import standard_b64decode
 from collections import OrderedDict
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,7 @@ from jigsaw.layout import slices
 
 _MISSING = 2**64 - 1
 _SHARDS_KEPT = 128
+_SINGLE = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", ".zarr")
 
 
 def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
@@ -97,7 +100,15 @@ def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
     except ReadError:
         raise
     except Exception as e:  # of any store, and of metadata that lie
-        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened: {e}") from e
+        why = _files_in(url) or f": {e}"
+        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}") from e
+
+
+def _files_in(url: Any) -> str:
+    """What to give instead of a folder of files along time."""
+    folder = Path(url) if isinstance(url, str | os.PathLike) and os.path.isdir(url) else None
+    found = next((p for p in sorted(folder.iterdir()) if p.suffix in _SINGLE), None) if folder else None
+    return f", but a folder of files; give those along time as a glob: '{folder}/*{found.suffix}'" if found else ""
 
 
 def _name(group: zarr.Group) -> str:

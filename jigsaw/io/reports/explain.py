@@ -38,8 +38,17 @@ def _head(dataset: Dataset, plan: ReadPlan) -> list[str]:
         *dataset.store.notes,
         f"reads {steps} steps of {count} channels ({names}), {space}",
         f"mesh {mesh}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
+        *_idle(dataset, plan),
         *_requests(plan),
     ]
+
+
+def _idle(dataset: Dataset, plan: ReadPlan) -> list[str]:
+    """The axes that cut no dim, because `spec`, or the name of a dim, does not name them."""
+    cutting = {axis for cut in plan.request.layout.cuts for axis in cut.axes}
+    idle = [name for name, n in dataset.frame.domain if n > 1 and name not in cutting]
+    dims = ", ".join(dataset.frame.dims)
+    return [f"axis {name} cuts none of the dims {dims}: all ranks along it read the same" for name in idle]
 
 
 def _requests(plan: ReadPlan) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +159,7 @@ def _described(
     table = variable.table
     levels = found.levels[table.name]
     grid, time = _grid(found, variable), _times(found, variable)
-    attrs = table.attrs
+    attrs, stored = table.attrs, _storage(found.store, table)
     return Described(
         name=table.name,
         short_name=_SHORT.get(table.name, ""),
@@ -169,12 +169,12 @@ def _described(
         long_name=str(attrs.get("long_name", attrs.get("standard_name", ""))),
         levels=tuple(levels.values.tolist()) if levels else (),
         level_units=levels.units if levels else "",
-        chunks=table.chunks,
+        chunks=stored.chunks,
         shards=_shards(table) if in_objects else None,
-        chunk_count=prod(table.grid),
-        codec=codec_of(table),
+        chunk_count=stored.chunk_count,
+        codec=stored.codec,
         decoded_bytes=prod(table.shape) * table.itemsize,
-        stored_bytes=_stored(table),
+        stored_bytes=stored.size,
         scale=table.scale,
         offset=table.offset,
         missing=tuple(table.masks),
@@ -236,7 +236,8 @@ def _times(found: Survey, variable: Variable) -> Times | None:
     attrs = found.attrs(variable, "time")
     axis = decode_times(found.values(variable, "time"), attrs)
     gaps = [(str(axis.stamps[i]), str(axis.stamps[i + 1])) for i in axis.breaks]
-    calendar = "" if axis.digits is None else str(attrs.get("calendar", "standard"))
+    own = getattr(axis.stamps[0], "calendar", "standard") if len(axis) else "standard"
+    calendar = "" if axis.digits is None else str(attrs.get("calendar", own))
     ends = (str(axis.stamps[0]), str(axis.stamps[-1])) if len(axis) else ("", "")
     return Times(len(axis), *ends, _step(axis), calendar, tuple(gaps[:_GAPS]), len(gaps))
 
@@ -253,6 +254,32 @@ def _step(axis: TimeAxis) -> str:
 
 
 # -- how it is stored --------------------------------------------------------------------------------------------------
+
+
+class _Storage(NamedTuple):
+    """The chunks of an array, how many there are, and their stored size where it is known."""
+
+    chunks: tuple[int, ...]
+    chunk_count: int
+    codec: str
+    size: int | None
+
+
+def _storage(store: Store, table: ArrayTable) -> _Storage:
+    """Of an array of many files: the chunks of the first, all else from some files spread over the series."""
+    if table.members is None:
+        return _Storage(table.chunks, prod(table.grid), codec_of(table), _stored(table))
+    names = table.members.names
+    at = np.unique(np.linspace(0, len(names) - 1, min(len(names), _SAMPLED)).astype(int))
+    each = [store.arrays[names[int(i)]] for i in at]
+    known = [size for size in map(_stored, each) if size is not None]
+    times = len(names) / len(each)
+    return _Storage(
+        each[0].chunks,
+        round(sum(prod(t.grid) for t in each) * times),
+        " or ".join(dict.fromkeys(map(codec_of, each))),
+        round(sum(known) * times) if len(known) == len(each) else None,
+    )
 
 
 def codec_of(table: ArrayTable) -> str:

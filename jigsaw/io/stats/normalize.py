@@ -11,7 +11,7 @@ import numpy as np
 
 from jigsaw.io.errors import FieldError
 from jigsaw.io.fields import Channel
-from jigsaw.io.stats.table import Statistics
+from jigsaw.io.stats.table import Statistics, quantity
 
 Normalize = Mapping[str, Any] | Statistics | str | os.PathLike[str] | None
 
@@ -19,9 +19,9 @@ Normalize = Mapping[str, Any] | Statistics | str | os.PathLike[str] | None
 def multiply_add(channels: Sequence[Channel], normalize: Normalize) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Scale and offset of every channel, from ``{"t2m": (mean, std)}`` or ``{"t2m": {"mean": …, "std": …}}``.
 
-    A key is a channel (``geopotential@500``), a field as it was asked for, or an array of the store; for a field of
-    several levels mean and std may be sequences, a value a level.  Or from a file of statistics, or `Statistics`, which
-    may have more channels than are read.
+    A key is a channel (``geopotential@500``) under any name of `jigsaw.io.fields`, a field as it was asked for, or an
+    array of the store; for a field of several levels mean and std may be sequences, a value a level.  Or from a file of
+    statistics, or `Statistics`, which may have more channels than are read.
 
     Raises: `FieldError` for a channel without statistics, statistics without a channel, or a std that is not positive.
     """
@@ -31,14 +31,27 @@ def multiply_add(channels: Sequence[Channel], normalize: Normalize) -> tuple[tup
         normalize = Statistics.read(normalize)
     if isinstance(normalize, Statistics):
         normalize = normalize.mean_std(channels)
-    named = {name for c in channels for name in (c.name, c.field, c.array)}
-    unknown = sorted(set(normalize) - named)
+    # a user may give anything
+    if not isinstance(normalize, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise FieldError(
+            f"normalize={normalize!r} must be (mean, std) by field, Statistics, or the path of a file of statistics"
+        )
+    given = _by_own_names(normalize, channels)
+    pairs = [_mean_std(c, channels, given) for c in channels]
+    return tuple(1.0 / std for _, std in pairs), tuple(-mean / std for mean, std in pairs)
+
+
+def _by_own_names(given: Mapping[str, Any], channels: Sequence[Channel]) -> dict[str, Any]:
+    """The same, a channel that has another name in it by its own."""
+    own = {name for c in channels for name in (c.name, c.field, c.array)}
+    meant = {quantity(c.name): c.name for c in channels}
+    other = {key: meant.get(quantity(key)) for key in given if key not in own}
+    unknown = sorted(key for key, name in other.items() if name is None)
     if unknown:
         raise FieldError(
             f"normalize has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}"
         )
-    pairs = [_mean_std(c, channels, normalize) for c in channels]
-    return tuple(1.0 / std for _, std in pairs), tuple(-mean / std for mean, std in pairs)
+    return {name: given[key] for key, name in other.items() if name} | {k: given[k] for k in given if k in own}
 
 
 def _mean_std(channel: Channel, channels: Sequence[Channel], normalize: Mapping[str, Any]) -> tuple[float, float]:

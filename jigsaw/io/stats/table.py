@@ -118,14 +118,14 @@ class Statistics(Mapping[str, dict[str, float]]):
             return position
         if channel.name in self.fields:
             return self.fields.index(channel.name)
-        wanted = _quantity(channel.name)
+        wanted = quantity(channel.name)
         for i, name in enumerate(self.fields):
-            if _quantity(name) == wanted:
+            if quantity(name) == wanted:
                 return i
         raise FieldError(f"{self.source} has no channel {channel.name!r}; it has {_listed(self.fields)}")
 
 
-def _quantity(name: str) -> tuple[str, float | None]:
+def quantity(name: str) -> tuple[str, float | None]:
     """The short name and the level of a channel: ("z", 500.0) of ``z500`` and of ``geopotential@500``."""
     base, at, level = name.partition("@")
     if at:

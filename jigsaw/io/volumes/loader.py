@@ -43,15 +43,16 @@ class VolumeLoader(Epochs[Volumes, _Block, VolumeBatch]):
     `seed` and epoch alone, never on the mesh; `state_dict` resumes in O(1) on any mesh.
 
     A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
-    `threads` decode.  An iteration that is left early ends its epoch.
+    `threads` decode (None: this machine's cores, shared among its ranks).  An iteration that is left early ends its
+    epoch.
 
     Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
     state; one that was unpickled joins the mesh when it first reads.
 
     *Sends*: what `Volumes.plan` says, on process groups of its own.
 
-    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; while iterating, the
-    `ReadError` of the read that failed, with its traceback.
+    Raises: `FieldError` for a seed below 0, a batch size below 1, or larger than the dataset with `drop_last`; while
+    iterating, the `ReadError` of the read that failed, with its traceback.
     """
 
     _arrays = 2  # images and labels

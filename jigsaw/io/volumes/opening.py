@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,7 +68,9 @@ def open_volumes(
       but for `fill` where the volume is smaller than the crop; by default, ``"clip"``, it ends with the crop;
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
     - `dtype`, `label_dtype`: of the tiles;
-    - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image.
+    - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
+    - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
+    - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
 
     *Sends*: nothing without `foreground`; with it, what was found of each label map.
 
@@ -120,8 +123,8 @@ def _frame(sizes: Mapping[str, int], *how: Any) -> Frame:
 
 
 def _volumes(name: str, given: Sequence[Given], array: str | None, level: int) -> tuple[Volume, ...]:
-    if isinstance(given, str) or not len(given):
-        raise FieldError(f"{name}={given!r} must be a list of at least one path")
+    if isinstance(given, str | os.PathLike) or not len(given):
+        raise FieldError(f"{name}={given!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))")
     return tuple(Volume(tuple(each) if isinstance(each, list | tuple) else (each,), array, level) for each in given)
 
 

@@ -29,31 +29,46 @@ class Lent:
     time: Coordinate | None
 
 
-def lent(dataset: Dataset, dims: Sequence[str] | None, given: Collection[str] = ()) -> Lent:
-    """What of a dataset belongs to tiles with these dims, written beside the coordinates `given`; a dim is found by its
-    canonical name.  Attributes that name what is not written (bounds, a grid mapping) are left out.
+def lent(
+    dataset: Dataset,
+    dims: Sequence[str] | None,
+    fields: Sequence[Field] | None = None,
+    given: Collection[str] = (),
+) -> Lent:
+    """What of a dataset belongs to tiles with these dims and `fields`, by default those of its target.
+
+    A spatial dim is found by its canonical name, or by the store's own.  Attributes that name what is written neither
+    as a field nor among the coordinates `given` (bounds, a grid mapping) are left out.
     """
     store, variables, survey = dataset.store, dataset.variables, Survey(dataset.store)
+    own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
     found: dict[str, Any] = {}
-    written = {*given, *(v.table.name for v in variables)}
+    fields = _fields(dataset, survey) if fields is None else fields
+    written = {*given, *(f.array for f in fields)}
     for dim in dims or dataset.whole_coords:
-        if dim in dataset.whole_coords:
-            found[dim] = dataset.whole_coords[dim], _of(survey, variables[0], dim, written)
+        role = dim if dim in dataset.whole_coords else own.get(dim, dim)
+        if role in dataset.whole_coords:
+            found[dim] = dataset.whole_coords[role], _of(survey, variables[0], role, written)
     leveled = next((v for v in variables if LEVEL in v.roles), None)
-    by_name = {v.table.name: v for v in variables}
-    fields = [Field(c.array, _level(survey, by_name[c.array], c.level)) for c in dataset.channels]
-    if leveled is not None and CHANNEL in (dims or ()):
+    used = {f.level for f in fields} - {None}
+    if leveled is not None and used and CHANNEL in (dims or ()):
         values = survey.values(leveled, LEVEL)
-        used = {f.level for f in fields}
         found[LEVEL] = values[[float(v) in used for v in values]], _of(survey, leveled, LEVEL, written)
     timed = next((v for v in variables if "time" in v.roles), None)
     return Lent(
         coords=found,
         attrs={k: v for k, v in store.attrs.items() if not k.startswith(_OF_WRITER)},
         field_attrs={v.table.name: _kept(v.table.attrs, written) for v in variables},
-        fields=fields,
+        fields=list(fields),
         time=None if timed is None else _time(survey, timed, written),
     )
+
+
+def _fields(dataset: Dataset, survey: Survey) -> list[Field]:
+    """What each channel of the target is in the store."""
+    by_name = {v.table.name: v for v in dataset.variables}
+    channels = [dataset.channels[c] for c in dataset.target_channels]
+    return [Field(c.array, _level(survey, by_name[c.array], c.level)) for c in channels]
 
 
 def _of(survey: Survey, variable: Variable, role: str, written: Collection[str]) -> Mapping[str, Any]:

@@ -136,6 +136,9 @@ class Field:
     array: str
     level: float | None
 
+    def __str__(self) -> str:
+        return self.array if self.level is None else f"{self.array}@{self.level:g}"
+
 
 def parse_field(field: str) -> Field:
     """``t2m`` is an array, ``z@500`` the level 500 of an array.
@@ -214,7 +217,8 @@ def _split(
         raise FieldError(f"fields name channels, but dims={dims} have no {CHANNEL!r}")
     at = dims.index(CHANNEL)
     if len(fields) != tile.shape[at]:
-        raise FieldError(f"there are {len(fields)} fields for the {tile.shape[at]} channels of {tile.layout}")
+        named = ", ".join(map(str, fields))
+        raise FieldError(f"there are {len(fields)} fields for the {tile.shape[at]} channels of {tile.layout}: {named}")
     found: list[Source] = []
     for name in dict.fromkeys(f.array for f in fields):
         mine = [(c, f.level) for c, f in enumerate(fields) if f.array == name]

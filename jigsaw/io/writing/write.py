@@ -109,8 +109,9 @@ class Writer:
       variable; whole, the same on every rank, in the order of the tiles' rows.  Dates are stored in CF units and
       calendars; a coordinate without attributes gets those of the CF conventions;
     - `attrs`: of the store, `field_attrs`: of each array; `like`: a `jigsaw.io.Dataset` that lends its space and level
-      coordinates, the units of time, all attributes but those that name what is not written, its channels and the names
-      that its store has for them;
+      coordinates (space along dims named as in jigsaw, ``lat``, or as in its store), the units of time, all attributes
+      but those that name what is not written, and as `fields` the channels of its target by the names that its store
+      has for them;
     - `chunks`, `shards`: sizes by dim; by default one step of time, all levels, and in space the largest tile, so
       that chunks and tiles align; shards hold whole chunks, Zarr alone has them;
     - `append_dim`: the dim along which it grows, such as ``time`` or ``prediction_timedelta``;
@@ -167,7 +168,8 @@ class Writer:
     def _lend(self, like: Dataset) -> None:
         from jigsaw.io.writing.like import lent
 
-        found = lent(like, None if isinstance(self._dims, Mapping) else self._dims, self._coords)
+        dims = None if isinstance(self._dims, Mapping) else self._dims
+        found = lent(like, dims, self._fields, self._coords)
         self._coords = {**found.coords, **self._coords}
         self._attrs = {**found.attrs, **self._attrs}
         self._stored_like = {} if found.time is None else {"time": found.time}
