@@ -112,11 +112,11 @@ def load(
     small = {key: pickle.loads(value) for key, value in _read(path, small).items()}
     if optimizer is not None:
         _check_groups(path, small["optimizer groups"], _groups(optimizer, _names(model, optimizer)))
+    for name, thing in things.items():  # they refuse what does not fit them, so before anything else is changed
+        thing.load_state_dict(small[f"state of {name}"])
     found = _read(path, state | slots)
     if optimizer is not None:
         _restore(optimizer, _names(model, optimizer), small["optimizer groups"], {key: found[key] for key in slots})
-    for name, thing in things.items():
-        thing.load_state_dict(small[f"state of {name}"])
 
 
 def _read(path: Path_, state: dict[str, Any]) -> dict[str, Any]:

@@ -208,3 +208,22 @@ def test_an_optimizer_of_other_groups_is_refused_and_nothing_is_read(tmp_path):
     with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, this one has \[1, 1\]"):
         load(path, model=other, optimizer=split)
     assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
+
+
+class Refusing:
+    """A loader of another, shorter dataset."""
+
+    def state_dict(self):
+        return {"seen": 9}
+
+    def load_state_dict(self, state):
+        raise ValueError(f"{state['seen']} samples are more than there are")
+
+
+def test_a_loader_that_refuses_its_state_leaves_the_model_as_it_is(tmp_path):
+    model = nn.Linear(2, 3)
+    path = _saved(tmp_path / "it", nn.Linear(2, 3), loader=Refusing())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="9 samples are more than there are"):
+        load(path, model=model, loader=Refusing())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

@@ -13,7 +13,8 @@ from jigsaw.io.formats.codecs import Bytes, ShortChunkError
 from jigsaw.io.lookups import Lookups, Tally
 
 if TYPE_CHECKING:
-    from jigsaw.io.chunk import ChunkRef, Index
+    from jigsaw.io.chunk import ChunkRef
+    from jigsaw.io.chunk_grid import Index
 
 _KEPT = 1024
 _BLOCK = 1 << 14

@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from jigsaw.io.boundary import WRAPPED, Boundary
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.request import DROPPED, Part, Picks, Request, runs_of
 from jigsaw.layout import Cut, Interval
 
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
     from jigsaw.io.chunk_grid import Along
     from jigsaw.io.portion import Rect
     from jigsaw.io.table import ArrayTable
-
-Index = tuple[int, ...]
-
-WORTH = 0.75
-"""A part that needs more than this share of a chunk is decoded as the whole."""
 
 
 class Run(NamedTuple):

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.fetch.files import Files
 from jigsaw.io.formats.codecs import Bytes
 from jigsaw.io.portion import Portion
-
-Index = tuple[int, ...]
 
 
 class ChunkRef(NamedTuple):

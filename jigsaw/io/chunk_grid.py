@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+Index = tuple[int, ...]
+"""Which chunk along each dim."""
+
 
 class Along:
     """The chunks along one dim of `size` rows.

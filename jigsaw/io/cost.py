@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jigsaw.io.table import ArrayTable
 
+WORTH = 0.75
+"""A part that needs more than this share of a chunk is decoded as the whole."""
+
 _DECODE = {"fast": 2e9, "slow": 4e8, "library": 2e8, "plain": 8e9}
 _FETCH = {False: 2e9, True: 1e8}
 _REQUEST = {False: 1e-5, True: 2e-3}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from jigsaw.io.chunk import Index
+    from jigsaw.io.chunk_grid import Index
 
 
 class Lookups(NamedTuple):

@@ -15,13 +15,14 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from jigsaw.io.boxes import WORTH, Box, Geometry, Index, Run, geometries
-from jigsaw.io.cost import cost
+from jigsaw.io.boxes import Box, Geometry, Run, geometries
+from jigsaw.io.chunk_grid import Index
+from jigsaw.io.cost import WORTH, cost
 from jigsaw.io.fetch.at_once import at_once
 from jigsaw.io.fetch.batches import Batch, batches
 from jigsaw.io.fit import check_fits
-from jigsaw.io.formats.members import by_member
 from jigsaw.io.lookups import Lookups, total
+from jigsaw.io.members import by_member
 from jigsaw.io.request import Request
 from jigsaw.layout import ShardingError
 

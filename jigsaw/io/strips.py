@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from jigsaw.io.boxes import Box, Index, Run
+from jigsaw.io.boxes import Box, Run
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.plan import Job
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from jigsaw.io import portion
 from jigsaw.io._memory import Scratch, fresh
 from jigsaw.io.block_tables import BlockTables
-from jigsaw.io.boxes import WORTH
-from jigsaw.io.chunk import ChunkRef, Codec, Fetched, Index, Loaded, Places, Rows
-from jigsaw.io.chunk_grid import Along
+from jigsaw.io.chunk import ChunkRef, Codec, Fetched, Loaded, Places, Rows
+from jigsaw.io.chunk_grid import Along, Index
+from jigsaw.io.cost import WORTH
 from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Room, Target
 from jigsaw.io.flow import Flow
@@ -30,7 +30,7 @@ from jigsaw.layout import Box
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jigsaw.io.formats.members import Members
+    from jigsaw.io.members import Members
 
 SMALL = 1 << 18
 """Chunks of fewer bytes are decoded whole: the bookkeeping of a part costs as much."""

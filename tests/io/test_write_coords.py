@@ -100,6 +100,16 @@ def test_an_append_never_rounds_a_coordinate(tmp_path, suffix):
     assert opened(path).sizes["time"] == 2
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_text_beside_the_coordinates(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    coords = {"model": ((), "small", {"long_name": "which"}), "run": "first"}
+    write(path, {"u": whole_tile()}, dims=("time", "lat"), coords=coords)
+    found = opened(path)
+    assert (str(found["model"].values), found["model"].attrs["long_name"]) == ("small", "which")
+    assert str(found["run"].values) == "first"
+
+
 @pytest.mark.parametrize("sizes", [{"chunks": {"lat": 7}}, {"chunks": {"lat": 7}, "shards": {"lat": 21, "time": 4}}])
 def test_chunks_and_shards_larger_than_a_dim_are_those_of_the_dim(tmp_path, sizes):
     path, tile = tmp_path / "a.zarr", whole_tile()

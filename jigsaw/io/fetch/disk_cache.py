@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from jigsaw.io._memory import fresh
-from jigsaw.io.chunk import ChunkRef, Index, Places
+from jigsaw.io.chunk import ChunkRef, Places
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.errors import FieldError
 from jigsaw.io.fetch.files import Files, Room, Target
 from jigsaw.io.formats.codecs import Bytes

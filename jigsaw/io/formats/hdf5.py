@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io._memory import fresh
-from jigsaw.io.chunk import Index, Places
+from jigsaw.io.chunk import Places
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.errors import ReadError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats import plain

@@ -21,7 +21,8 @@ import numpy as np
 from h5py._objects import phil
 from numpy.typing import NDArray
 
-from jigsaw.io.chunk import ChunkRef, Index
+from jigsaw.io.chunk import ChunkRef
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError

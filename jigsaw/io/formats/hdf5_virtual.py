@@ -16,7 +16,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.chunk import ChunkRef, Index, Places
+from jigsaw.io.chunk import ChunkRef, Places
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.errors import UnsupportedStoreError
 from jigsaw.io.formats import plain
 from jigsaw.io.formats.hdf5_filters import Pipeline

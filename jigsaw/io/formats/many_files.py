@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.chunk import ChunkRef, Index
+from jigsaw.io.chunk import ChunkRef
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.coords import role_of
 from jigsaw.io.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats import values as _values
-from jigsaw.io.formats.members import Members
 from jigsaw.io.formats.plain import read_box
+from jigsaw.io.members import Members
 from jigsaw.io.table import ArrayTable, Store
 from jigsaw.io.times import TimeAxis, decode_times
 from jigsaw.layout import Box

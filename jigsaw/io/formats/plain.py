@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io._memory import fresh
-from jigsaw.io.chunk import ChunkRef, Index
+from jigsaw.io.chunk import ChunkRef
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.at_once import at_once
 from jigsaw.io.fetch.files import Files, Room, Target

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.chunk import ChunkRef, Index
+from jigsaw.io.chunk import ChunkRef
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats.packing import masks_of, signed_as_said
 from jigsaw.io.table import ArrayTable, Store

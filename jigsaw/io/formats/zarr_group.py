@@ -23,7 +23,8 @@ from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.storage import LocalStore, ObjectStore
 
 from jigsaw.io._memory import fresh
-from jigsaw.io.chunk import ChunkRef, Index
+from jigsaw.io.chunk import ChunkRef
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.errors import CorruptChunkError, MissingArrayError, ReadError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.fetch.objects import Remote, files_of_url, is_remote

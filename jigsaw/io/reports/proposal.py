@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from jigsaw.io import portion
-from jigsaw.io.boxes import WORTH
-from jigsaw.io.chunk import Index
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.coords import SPACE
+from jigsaw.io.cost import WORTH
 from jigsaw.io.formats.codecs import Decoder
 from jigsaw.io.formats.values import NoFile
 from jigsaw.io.portion import Portion, Rect

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import FieldError, GridError
+from jigsaw.io.grids.latlon import latitudes
 from jigsaw.io.stats.moments import Float
 
 WEIGHTS = ("none", "area")
@@ -105,16 +106,14 @@ def area(lat: Float) -> Float:
 
     Raises: `GridError` for latitudes that do not rise or fall, or lie beyond the poles.
     """
-    steps = np.diff(lat)
-    if not (np.all(steps > 0) or np.all(steps < 0)) or np.abs(lat).max() > 90 + 1e-4:
-        raise GridError("weights='area' needs latitudes that rise or fall, from -90 to 90 degrees; use 'none'")
+    try:
+        rows = latitudes(lat)
+    except GridError as e:
+        raise GridError(f"weights='area' needs latitudes: {e}; or use 'none'") from e
     if len(lat) == 1:
         return np.ones(1)
-    middle = (lat[:-1] + lat[1:]) / 2
-    ends = lat[0] - steps[0] / 2, lat[-1] + steps[-1] / 2
-    edges = np.clip(np.concatenate([[ends[0]], middle, [ends[1]]]), -90, 90)
-    cells = np.abs(np.diff(np.sin(np.deg2rad(edges))))
-    return cells / cells.mean()
+    cells = np.diff(np.sin(np.deg2rad(rows.edges)))
+    return (cells if lat[0] < lat[-1] else cells[::-1]) / cells.mean()
 
 
 def elapsed(dataset: Dataset) -> Float:

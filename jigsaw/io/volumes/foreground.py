@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.io._memory import Scratch
-from jigsaw.io.chunk import Index
+from jigsaw.io.chunk_grid import Index
 from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.volumes.volume import Stored, Volume
 from jigsaw.layout import Layout

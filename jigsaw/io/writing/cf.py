@@ -93,7 +93,8 @@ def _taken_apart(name: str, given: Any) -> tuple[tuple[str, ...], NDArray[Any], 
     if len(parts) == 2 and isinstance(parts[1], Mapping):
         return (name,), np.asarray(parts[0]), parts[1]
     named = parts and (isinstance(parts[0], str) or all(isinstance(d, str) for d in np.ravel(parts[0]).tolist()))
-    if len(parts) in (2, 3) and named and not isinstance(parts[1], str | Mapping):
+    told = len(parts) == 3 and isinstance(parts[2], Mapping)
+    if named and (told or (len(parts) in (2, 3) and not isinstance(parts[1], str | Mapping))):
         dims = (parts[0],) if isinstance(parts[0], str) else tuple(parts[0])
         return dims, np.asarray(parts[1]), parts[2] if len(parts) == 3 else None
     return _one_dim(name, list(parts))

@@ -107,7 +107,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Choices:
+class Storage:
     """How a user wants it stored."""
 
     suffix: str
@@ -173,7 +173,7 @@ def _sources_of(
     dims: Dims,
     fields: Sequence[Field] | None,
     levels: NDArray[Any] | None,
-    how: Choices,
+    how: Storage,
 ) -> tuple[Source, ...]:
     """Every array to write, with the tile that it is made of, its halo left out.
 
@@ -211,7 +211,7 @@ def _bare(tile: Any, dims: Sequence[str]) -> Tile:
 
 
 def _split(
-    tile: Tile, dims: tuple[str, ...], fields: Sequence[Field], levels: NDArray[Any] | None, how: Choices
+    tile: Tile, dims: tuple[str, ...], fields: Sequence[Field], levels: NDArray[Any] | None, how: Storage
 ) -> tuple[Source, ...]:
     if CHANNEL not in dims:
         raise FieldError(f"fields name channels, but dims={dims} have no {CHANNEL!r}")
@@ -233,7 +233,7 @@ def _split(
     return tuple(found)
 
 
-def _surface(tile: Tile, dims: tuple[str, ...], at: int, name: str, channel: int, how: Choices) -> Source:
+def _surface(tile: Tile, dims: tuple[str, ...], at: int, name: str, channel: int, how: Storage) -> Source:
     kept = [d for d in range(tile.ndim) if d != at]
     shape = tuple(tile.shape[d] for d in kept)
     array = _array(name, tuple(dims[d] for d in kept), shape, tile, kept, how)
@@ -248,7 +248,7 @@ def _leveled(
     channels: Sequence[int],
     where: Sequence[int],
     size: int,
-    how: Choices,
+    how: Storage,
 ) -> Source:
     if len(set(where)) != len(where):
         raise FieldError(f"fields name a level of {name!r} twice; name each channel once")
@@ -275,7 +275,7 @@ def _runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[int, in
 
 
 def _array(
-    name: str, dims: tuple[str, ...], shape: tuple[int, ...], tile: Tile, kept: Sequence[int], how: Choices
+    name: str, dims: tuple[str, ...], shape: tuple[int, ...], tile: Tile, kept: Sequence[int], how: Storage
 ) -> Array:
     if how.append_dim is not None and how.append_dim not in dims:
         raise WriteError(
@@ -288,7 +288,7 @@ def _array(
     return Array(name, dims, shape, _dtype(tile, how), chunks, shards if how.shards else None, attrs)
 
 
-def _dtype(tile: Tile, how: Choices) -> str:
+def _dtype(tile: Tile, how: Storage) -> str:
     own = str(tile.dtype).removeprefix("torch.")
     asked = how.encoding.get("dtype", _STORED.get(own, own))
     try:
@@ -301,7 +301,7 @@ def _dtype(tile: Tile, how: Choices) -> str:
     return found.name
 
 
-def _chunk(dim: str, size: int, layout: Layout, at: int, how: Choices) -> int:
+def _chunk(dim: str, size: int, layout: Layout, at: int, how: Storage) -> int:
     """What is asked for, else one step of time and the largest piece of a cut dim, so that chunks and tiles align."""
     grows = dim == how.append_dim
     if dim in how.chunks:
@@ -313,7 +313,7 @@ def _chunk(dim: str, size: int, layout: Layout, at: int, how: Choices) -> int:
     return max(1, size if dim == LEVEL else largest)
 
 
-def _shard(name: str, dim: str, size: int, chunk: int, how: Choices) -> int:
+def _shard(name: str, dim: str, size: int, chunk: int, how: Storage) -> int:
     asked = int(how.shards.get(dim, chunk))
     if asked >= size and dim != how.append_dim:  # the whole dim, whatever its chunks
         return -(-size // chunk) * chunk
@@ -325,7 +325,7 @@ def _shard(name: str, dim: str, size: int, chunk: int, how: Choices) -> int:
     return asked
 
 
-def _check_dims(how: Choices, sources: Sequence[Source]) -> dict[str, int]:
+def _check_dims(how: Storage, sources: Sequence[Source]) -> dict[str, int]:
     """The size of each dim; what names a dim that no array has is a mistake."""
     sizes: dict[str, int] = {}
     for source in sources:
@@ -347,7 +347,7 @@ def outline(
     dims: Dims,
     fields: Sequence[Field] | None,
     given: Mapping[str, Any],
-    how: Choices,
+    how: Storage,
     known: Found | None,
     like: Mapping[str, Coordinate] | None = None,
 ) -> Outline:
@@ -427,7 +427,7 @@ def _check_stored_exactly(c: Coordinate, there: Coordinate) -> None:
         )
 
 
-def _all_of(sources: Sequence[Source], known: Found, how: Choices) -> Sequence[Source]:
+def _all_of(sources: Sequence[Source], known: Found, how: Storage) -> Sequence[Source]:
     grow = {name for name, a in known.arrays.items() if how.append_dim in a.dims}
     named = {s.array.name for s in sources}
     if grow != named:
@@ -437,7 +437,7 @@ def _all_of(sources: Sequence[Source], known: Found, how: Choices) -> Sequence[S
     return sources
 
 
-def _as_stored(source: Source, known: Found, how: Choices) -> Source:
+def _as_stored(source: Source, known: Found, how: Storage) -> Source:
     """The source with the chunks and shards of the store."""
     mine, there = source.array, known.arrays[source.array.name]
     shape = tuple(m if d == how.append_dim else t for d, m, t in zip(mine.dims, mine.shape, there.shape, strict=False))

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.io.errors import WriteError
 from jigsaw.io.writing.cf import Coordinate
 from jigsaw.io.writing.deliver import alike, deliver, together
-from jigsaw.io.writing.outline import CHANNEL, Array, Choices, Data, Dims, Found, Outline, outline, parse_field
+from jigsaw.io.writing.outline import CHANNEL, Array, Data, Dims, Found, Outline, Storage, outline, parse_field
 from jigsaw.io.writing.sink import Completeness, Sink, completeness_of
 from jigsaw.layout import ShardingError
 from jigsaw.mesh import coordinate, same_mesh
@@ -155,7 +155,7 @@ class Writer:
         self._dims, self._coords, self._attrs = dims, dict(coords or {}), dict(attrs or {})
         self._mode, self._dim, self._budget = mode, append_dim, budget
         self._fields = None if fields is None else [parse_field(f) for f in fields]
-        self._how = Choices(suffix, append_dim, chunks or {}, shards or {}, encoding or {}, dict(field_attrs or {}))
+        self._how = Storage(suffix, append_dim, chunks or {}, shards or {}, encoding or {}, dict(field_attrs or {}))
         self._how.check()
         self._stored_like: Mapping[str, Coordinate] = {}
         if like is not None:
