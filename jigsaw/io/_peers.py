@@ -75,16 +75,20 @@ class Peers:
         except RuntimeError as e:
             raise PeerError(f"another rank of the domain group has ended or does not answer: {e}") from e
 
-    def swap(self, outgoing: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Give each its bytes of `outgoing`, and get `sizes` bytes from each.
+    def swap(
+        self,
+        going: NDArray[np.uint8],
+        counts: Sequence[int],
+        coming: NDArray[np.uint8],
+        sizes: Sequence[int],
+    ) -> None:
+        """Give each its `counts` bytes of `going`, and get `sizes` bytes of each into `coming`.
 
-        *Sends*: `outgoing`, in one all-to-all.
+        *Sends*: `going`, in one all-to-all.
         """
-        sent = torch.from_numpy(np.concatenate(outgoing))
-        room = torch.empty(sum(sizes), dtype=torch.uint8)
-        counts, options = [x.size for x in outgoing], dist.AllToAllOptions()
-        self._heard(lambda: self._group.alltoall_base(room, sent, list(sizes), counts, options).wait())
-        return [part.numpy() for part in room.split(list(sizes))]
+        sent, room = torch.from_numpy(going), torch.from_numpy(coming)
+        options = dist.AllToAllOptions()
+        self._heard(lambda: self._group.alltoall_base(room, sent, list(sizes), list(counts), options).wait())
 
     def close(self) -> None:
         """Let go of the group."""

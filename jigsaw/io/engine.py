@@ -224,7 +224,10 @@ class _Reading:
         if ahead is not None:
             ahead.add(self.plan)
         todo = self._todo()
-        workers = [self.engine.pool.submit(self._work, todo) for _ in range(self.engine.threads)]
+        try:
+            workers = [self.engine.pool.submit(self._work, todo) for _ in range(self.engine.threads)]
+        except RuntimeError as e:  # Python starts no threads while it ends
+            raise ReadError("this process ends, and the read that it was to take part in with it") from e
         try:
             for job in self.plan.shared:
                 if job.owner == NOBODY and self.me in job.readers:
@@ -471,8 +474,11 @@ class _Reading:
 
     def _over_machines(self, failure: BaseException | None) -> BaseException | None:
         """Exchange boxes with the ranks of other machines; what any rank failed with."""
+        any_go = self.parcels.are_any
+        if failure is None and any_go:
+            failure = self._tried(self.parcels.lay_out)
         failure = self._agree(failure)
-        if failure is not None or not self.parcels.are_any:
+        if failure is not None or not any_go:
             return failure
         return self._agree(self._tried(self._swap))
 

@@ -38,30 +38,29 @@ class Parcels:
             if reader not in self._near:
                 self._packed[reader, number] = [pack(values, box) for box in self._plan.boxes(job, reader)]
 
+    def lay_out(self) -> None:
+        """Make room for what goes and for what comes, so that memory is short before the others wait in `swap`."""
+        plan, me, everybody = self._plan, self._peers.me, range(self._peers.size)
+        packed = [(to, part) for to, number in sorted(self._packed) for part in self._packed.pop((to, number))]
+        self._counts = [sum(part.size for to, part in packed if to == m) for m in everybody]
+        self._going = np.concatenate([np.empty(0, np.uint8), *(part for _, part in packed)])
+        self._wanted = [
+            [job for job in plan.shared if job.owner == m and me in job.readers and m not in self._near]
+            for m in everybody
+        ]
+        self._sizes = [sum(plan.box_bytes(job, me) for job in jobs) for jobs in self._wanted]
+        self._coming = np.empty(sum(self._sizes), np.uint8)
+
     def swap(self) -> Iterator[tuple[Job, Box, Array]]:
-        """Send what was packed; what comes, box by box, in the stored dtype.  Collective over the peers.
+        """Send what was laid out; what comes, box by box, in the stored dtype.  Collective over the peers.
 
         *Sends*: the packed boxes, by one all-to-all.
         """
-        plan, me, nothing = self._plan, self._peers.me, np.empty(0, np.uint8)
-        packed = [(to, self._packed[to, number]) for to, number in sorted(self._packed)]
-        outgoing = [
-            np.concatenate([nothing, *(part for to, parts in packed if to == m for part in parts)])
-            for m in range(self._peers.size)
-        ]
-        coming = [
-            [job for job in plan.shared if job.owner == m and me in job.readers and m not in self._near]
-            for m in range(self._peers.size)
-        ]
-        sizes = [sum(plan.box_bytes(job, me) for job in jobs) for jobs in coming]
-        for jobs, got in zip(coming, self._peers.swap(outgoing, sizes), strict=True):
-            yield from self._opened(jobs, got)
-
-    def _opened(self, jobs: list[Job], got: Bytes) -> Iterator[tuple[Job, Box, Array]]:
+        self._peers.swap(self._going, self._counts, self._coming, self._sizes)
         done = 0
-        for job in jobs:
+        for job in (job for jobs in self._wanted for job in jobs):
             dtype = np.dtype(self._plan.tables[job.array].dtype)
             for box in self._plan.boxes(job, self._peers.me):
                 size = prod(box.extents) * dtype.itemsize
-                yield job, box, got[done : done + size].view(dtype).reshape(box.extents)
+                yield job, box, self._coming[done : done + size].view(dtype).reshape(box.extents)
                 done += size

@@ -17,6 +17,7 @@ from toy_store import FORMS, held, layout, request, sample, write
 from jigsaw.io._peers import meet
 from jigsaw.io.engine import Engine
 from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError, ReadError, TruncatedError
+from jigsaw.io.parcels import Parcels
 from jigsaw.io.plan import plan_read
 from jigsaw.io.request import DROPPED, Part, Request
 from jigsaw.io.store import open_store
@@ -166,8 +167,17 @@ def body_far(path, values, axes, per_machine):
     with pytest.raises(CorruptChunkError, match=r"chunk \(0, 0, 0, 0\) of array 'air'"):
         engine.read(plan_read(request(axes, steps=(0,)), engine.store.arrays, "cooperative"))
     asked = request(axes, steps=(1,))
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(Parcels, "lay_out", without_memory)
+        with pytest.raises((MemoryError, PeerError), match=r"^no room$|rank 1 .* failed: MemoryError: no room"):
+            engine.read(plan_read(asked, engine.store.arrays, "cooperative"))
     np.testing.assert_array_equal(read_once(engine, asked), expected(values, asked, engine.peers.me, steps=(1,)))
     engine.close()
+
+
+def without_memory(parcels):
+    raise MemoryError("no room")
 
 
 @pytest.mark.parametrize("per_machine", [1, 2])
@@ -457,7 +467,19 @@ def body_read_after_close(path):
         engine.read(plan)
 
 
+@on_ranks(2)
+def body_ending(path):
+    """Python starts no threads once it ends, and closes pools of them itself."""
+    engine = Engine(open_store(path), world_mesh(lat=2))
+    if dist.get_rank() == 1:
+        engine.pool.shutdown()
+    with pytest.raises(ReadError, match=r"this process ends, and the read that it was to take part in"):
+        engine.read(plan_read(request({"lat": 2}), engine.store.arrays, "cooperative"))
+    engine.close()
+
+
 BODIES = [
+    body_ending,
     body_early_refusal,
     body_smaller_slots,
     body_unclosed,
