@@ -153,9 +153,9 @@ def test_a_selection_includes_both_ends(wanted, want):
         (("1990", "1991"), r"selects no step; the store has 48, 1948-01-01.* to 1951-12"),
         (("June", None), "'June' is not a date"),
         (slice(0, 9, 2), "has a step"),
-        (5, "time=5 must be a slice or a pair"),
-        ("1948", "time='1948' must be a slice or a pair"),
-        (("1948", "1949", "1950"), "must be a slice or a pair"),
+        (5, "time=5 is no span; give"),
+        ("1948", "time='1948' is no span; give"),
+        (("1948", "1949", "1950"), "is no span; give"),
     ],
 )
 def test_selections_that_find_nothing(wanted, match):
