@@ -110,6 +110,15 @@ def test_a_text_beside_the_coordinates(tmp_path, suffix):
     assert str(found["run"].values) == "first"
 
 
+def test_attributes_of_numpy_keep_their_type_in_netcdf(tmp_path):
+    flags = {"flag_values": np.array([0, 1], "i1"), "valid_max": np.int16(9), "flag_meanings": "sea land", "ok": True}
+    write(tmp_path / "a.nc", {"u": whole_tile()}, dims=("time", "lat"), field_attrs={"u": flags})
+    found = opened(tmp_path / "a.nc").u.attrs
+    np.testing.assert_array_equal(found["flag_values"], [0, 1])
+    assert (found["flag_values"].dtype, found["valid_max"].dtype) == (np.dtype("i1"), np.dtype("i2"))
+    assert (found["flag_meanings"], found["ok"]) == ("sea land", 1)
+
+
 @pytest.mark.parametrize("sizes", [{"chunks": {"lat": 7}}, {"chunks": {"lat": 7}, "shards": {"lat": 21, "time": 4}}])
 def test_chunks_and_shards_larger_than_a_dim_are_those_of_the_dim(tmp_path, sizes):
     path, tile = tmp_path / "a.zarr", whole_tile()

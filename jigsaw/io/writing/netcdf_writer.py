@@ -134,7 +134,9 @@ def _attrs(thing: Any) -> dict[str, Any]:
 
 
 def _attribute(value: Any) -> Any:
-    """An attribute as NetCDF holds it: text, numbers, lists of numbers."""
+    """An attribute as NetCDF holds it: text, numbers, lists of numbers; those of numpy keep their type."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iuf" and value.ndim < 2:
+        return value
     value = plain(value)
     if isinstance(value, bool):
         return int(value)
