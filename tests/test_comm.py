@@ -171,6 +171,7 @@ def test_members_come_in_mesh_order(ranks):
         check_every_choice(ranks, mesh)
 
 
+@pytest.mark.slow
 @on_ranks(8)
 def test_some_axes_of_a_mesh_over_the_whole_job():
     ranks = [[[6, 1], [0, 3]], [[2, 5], [4, 7]]]

@@ -25,6 +25,7 @@ def run(*argv):
         sys.modules.update({name: module for name, module in before.items() if module is not None})
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(tmp_path):
     common = ["--data", str(tmp_path / "scans"), "--volumes", "2", "--out", str(tmp_path / "out")]
     halves = run_on_ranks(2, run, "--mesh", "z=2", "--epochs", "5", *common)

@@ -243,17 +243,27 @@ def _forecast(axes, mode, dtype, rtol):
     _assert_same_state(model, expected, rtol)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rtol"),
-    [
-        pytest.param(torch.float64, 1e-9, id="float64"),
-        pytest.param(torch.float32, 1e-4, id="float32", marks=pytest.mark.slow),
-    ],
-)
+FIRST = [{"lat": 2, "lon": 2}, *CHANNEL_MESHES]
+
+
+@on_modes()
+@on_meshes(FIRST)
+def test_ten_steps_of_a_forecast(axes, mode):
+    run_on_ranks(_ranks(axes), _forecast, axes, mode, torch.float64, 1e-9)
+
+
+@pytest.mark.slow
+@on_modes()
+@on_meshes([axes for axes in MESHES if axes not in FIRST])
+def test_ten_steps_of_a_forecast_on_other_meshes(axes, mode):
+    run_on_ranks(_ranks(axes), _forecast, axes, mode, torch.float64, 1e-9)
+
+
+@pytest.mark.slow
 @on_modes()
 @on_meshes([*MESHES, *CHANNEL_MESHES])
-def test_ten_steps_of_a_forecast(axes, mode, dtype, rtol):
-    run_on_ranks(_ranks(axes), _forecast, axes, mode, dtype, rtol)
+def test_ten_steps_of_a_forecast_in_float32(axes, mode):
+    run_on_ranks(_ranks(axes), _forecast, axes, mode, torch.float32, 1e-4)
 
 
 @on_modes()
