@@ -312,11 +312,26 @@ def broken(change):
         (lambda m: m.update(axes=["z", "y", "x"]), 0, UnsupportedStoreError, "axis 'z' has no name"),
         (lambda m: m["axes"].pop(), 0, UnsupportedStoreError, "3 axes for array 's0' of 4 dims"),
         (lambda m: m["datasets"][0].update(path="../x"), 0, UnsupportedStoreError, "name '../x', which is no array"),
-        (
-            lambda m: m["datasets"][0].update(coordinateTransformations=[{"type": "scale", "scale": [1.0]}]),
-            0,
+        *(
+            (
+                lambda m, step=step: m["datasets"][0].update(coordinateTransformations=[step]),
+                0,
+                UnsupportedStoreError,
+                "coordinate transformation .* is none of scale, translation, identity with 4 numbers",
+            )
+            for step in ({"type": "scale", "scale": [1.0]}, {"type": "scale", "scale": ["a"] * 4}, {"type": "affine"})
+        ),
+        (  # numbers in an array of their own
+            lambda m: m["datasets"][1].update(coordinateTransformations=[{"type": "scale", "path": "s1/scale"}]),
+            1,
             UnsupportedStoreError,
-            "coordinate transformation .* is none of scale, translation, identity with 4 numbers",
+            "coordinate transformation .*path.* is none of scale",
+        ),
+        (
+            lambda m: m["datasets"][1].pop("coordinateTransformations"),
+            1,
+            UnsupportedStoreError,
+            "lack 'coordinateTransformations'",
         ),
     ],
 )
