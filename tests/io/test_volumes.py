@@ -442,6 +442,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (GridError, "has channels 1 and .*two.zarr.* 2", [a, two], None, crop),
         (GridError, "has t 2, c 2 beside space", [deep], None, crop),
         (GridError, "share a grid", [[a, small]], None, crop),
+        (GridError, "lie apart by .* voxels, and they are the channels of one image", [[a, moved]], None, crop),
         (GridError, "must be an invertible 4 x 4 matrix", [flat], None, crop),
         (GridError, r"crop=\(4, 4\) must be 3 sizes >= 1", [a], None, {"crop": (4, 4)}),
         (MissingArrayError, "has 0 arrays with dims z, y, x", [bare], None, crop),

@@ -18,7 +18,7 @@ from jigsaw.io.frame import Frame, Width
 from jigsaw.io.samples import taken
 from jigsaw.io.volumes.dataset import Volumes
 from jigsaw.io.volumes.foreground import Foreground, find
-from jigsaw.io.volumes.volume import Volume
+from jigsaw.io.volumes.volume import Affine, Volume
 from jigsaw.layout import DimSpec, Split
 
 _LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
@@ -138,22 +138,29 @@ def _check_alike(images: Sequence[Volume], labels: Sequence[Volume], labelled: b
             if mine != theirs:
                 raise GridError(f"{volumes[0].url} has {kind} {mine} and {other.url} {theirs}: they make no one batch")
     for each in images:
-        _ = each.affine  # what is no affine is refused here
+        _check_placed(each, "the channels of one image", each.affines)
     for image, label in zip(images, labels, strict=False):
         if image.shape != label.shape:
             raise GridError(f"image {image.url} has shape {image.shape} and its label map {label.url} {label.shape}")
-        if image.is_placed and label.is_placed and _apart(image, label) > 0.5:
+        _check_placed(image, "an image and its label map", (*image.affines[:1], *label.affines))
+
+
+def _check_placed(image: Volume, what: str, affines: Sequence[tuple[str, Affine]]) -> None:
+    """Raises: `GridError` where a corner of one lies more than half a voxel from that of the first."""
+    for url, affine in affines[1:]:
+        apart = _apart(image, affines[0][1], affine)
+        if apart > 0.5:
             raise GridError(
-                f"image {image.url} and its label map {label.url} lie apart by {_apart(image, label):.3g} voxels; "
+                f"{affines[0][0]} and {url} lie apart by {apart:.3g} voxels, and they are {what}; "
                 "resample one onto the other"
             )
 
 
-def _apart(image: Volume, label: Volume) -> float:
-    """The largest distance between the same corner of both, in voxels of the image."""
+def _apart(image: Volume, one: Affine, other: Affine) -> float:
+    """The largest distance between the same corner of both, in voxels of the first."""
     ends = [dict(zip(image.dims, image.shape, strict=True)).get(d, 1) - 1 for d in "xyz"]
     corners = np.array(np.meshgrid(*[(0, n) for n in ends], [1], indexing="ij")).reshape(4, -1)
-    there = np.linalg.solve(image.affine, label.affine @ corners)
+    there = np.linalg.solve(one, other @ corners)
     return float(np.abs(there - corners).max())
 
 
