@@ -40,7 +40,8 @@ class Foreground:
     """How crops are weighted towards the foreground of the label map.
 
     A crop is centred on a foreground voxel with the probability ``pos / (pos + neg)``, else on a background voxel, as
-    MONAI's ``RandCropByPosNegLabel``; the centre moves inwards where the crop would reach beyond the volume.
+    MONAI's ``RandCropByPosNegLabel``; the centre moves inwards where the crop would reach beyond the volume.  Missing
+    values of a label map are neither.
 
     - `classes`: the labels that count as foreground; by default all but 0;
     - `by`: ``"voxels"``, every foreground voxel alike, or ``"classes"``, every class of the volume alike, then a voxel
@@ -182,8 +183,10 @@ def _look(volume: Volume, stored: Stored, index: Index, how: Foreground, so_far:
         table.fill(room, index)
     box = table.box_of(index)
     values = table.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
-    if (table.scale, table.offset) != (1.0, 0.0):
-        values = values * table.scale + table.offset
+    if table.masks or (table.scale, table.offset) != (1.0, 0.0):
+        missing = np.isin(values, table.masks)
+        values = values * np.float64(table.scale) + table.offset
+        values[missing] = np.nan
     order = [stored.roles.index(d) for d in volume.dims]
     rest = [d for d in range(table.ndim) if d not in order]
     values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
@@ -206,6 +209,9 @@ def _look_through(
 
 
 def _sift(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground, so_far: Found) -> Found:
+    if values.dtype.kind == "f":  # as they are read: rounded; what is missing is neither foreground nor background
+        known = np.isfinite(values)
+        values, flat = np.rint(values[known]), flat[known]
     hashes = _hashed(flat)
     if how.classes is not None:
         front = np.isin(values, how.classes)

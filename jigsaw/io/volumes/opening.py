@@ -67,7 +67,7 @@ def open_volumes(
       ``("fill", number)`` the volume's own rows, and beyond the volume what the rule says (see `jigsaw.io.boundary`),
       but for `fill` where the volume is smaller than the crop; by default, ``"clip"``, it ends with the crop;
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
-    - `dtype`, `label_dtype`: of the tiles;
+    - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
     - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
     - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
@@ -75,7 +75,7 @@ def open_volumes(
     *Sends*: nothing without `foreground`; with it, what was found of each label map.
 
     Raises: a `ReadError` of `jigsaw.io.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
-    what there is, alike on every rank.
+    what there is, alike on every rank.  Reading raises `FieldError` for a label that `label_dtype` cannot hold.
     """
     pictures = _volumes("images", images, image_array, level)
     maps = () if labels is None else _volumes("labels", labels, label_array, level)
@@ -87,6 +87,7 @@ def open_volumes(
         raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
     device_mesh, device, axes = taken(mesh)
     scale, offset = _multiply_add(normalize, pictures[0].channels)
+    label_type = dtype_of("label_dtype", label_dtype, _LABEL_DTYPES)
     made = Volumes(
         images=pictures,
         labels=maps,
@@ -99,9 +100,9 @@ def open_volumes(
         scale=scale,
         offset=offset,
         dtype=dtype_of("dtype", dtype),
-        label_dtype=dtype_of("label_dtype", label_dtype, _LABEL_DTYPES),
-        fill=fill,
-        label_fill=label_fill,
+        label_dtype=label_type,
+        fill=_fill(fill),
+        label_fill=_label_fill(label_fill, label_type),
         mode=_mode(mode),
         seed=seed,
     )
@@ -182,6 +183,20 @@ def _multiply_add(normalize: tuple[Any, Any] | None, channels: int) -> tuple[tup
     if not (np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()):
         raise FieldError(f"normalize={normalize!r}: means must be finite and standard deviations above 0")
     return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
+
+
+def _fill(fill: Any) -> float:
+    try:
+        return float(fill)
+    except (TypeError, ValueError) as e:
+        raise FieldError(f"fill={fill!r} must be a number, what stands where an image has no voxel") from e
+
+
+def _label_fill(fill: Any, dtype: torch.dtype) -> int:
+    held = torch.iinfo(dtype)
+    if not isinstance(fill, int | float | np.number) or fill != fill // 1 or not held.min <= fill <= held.max:
+        raise FieldError(f"label_fill={fill!r} must be an integer that {dtype} holds, from {held.min} to {held.max}")
+    return int(fill)
 
 
 def _mode(mode: str) -> str:
