@@ -194,9 +194,13 @@ def _fill(fill: Any) -> float:
 
 def _label_fill(fill: Any, dtype: torch.dtype) -> int:
     held = torch.iinfo(dtype)
-    if not isinstance(fill, int | float | np.number) or fill != fill // 1 or not held.min <= fill <= held.max:
+    try:
+        number = int(fill)
+    except (TypeError, ValueError, OverflowError):  # no number, NaN, infinite
+        number = None
+    if number is None or number != fill or not held.min <= number <= held.max:
         raise FieldError(f"label_fill={fill!r} must be an integer that {dtype} holds, from {held.min} to {held.max}")
-    return int(fill)
+    return number
 
 
 def _mode(mode: str) -> str:
