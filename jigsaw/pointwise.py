@@ -109,8 +109,9 @@ def cut_whole(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
             f"plain tensors are whole: pass the whole tensor, or make a Tile of local parts with jigsaw.from_local"
         )
     for d in range(x.ndim):
-        if x.shape[d] > 1 and (layout.is_cut(lead + d) or any(c.has_halo for c in layout.dim(lead + d))):
-            x = _take(x, d, layout.dim(lead + d), tile, layout)
+        cuts = layout.dim(lead + d)
+        if x.shape[d] == layout.shape[lead + d] and any(c.is_cut or c.has_halo for c in cuts):
+            x = _take(x, d, cuts, tile, layout)
     return x
 
 
@@ -156,6 +157,14 @@ def _meet(tiles: Sequence[Tile], dim: int) -> tuple[Cut, ...]:
     """The cuts of one dim of a broadcast; `dim` counts from the right."""
     groups = [t.layout.dim(t.ndim + dim) for t in tiles]
     wide = [g for g, t in zip(groups, tiles, strict=True) if t.shape[dim] != 1]
+    # a row that is cut lies on one rank alone: the last batch of an epoch may have fewer samples than there are groups
+    single = [g for g, t in zip(groups, tiles, strict=True) if t.shape[dim] == 1 and any(c.is_cut for c in g)]
+    if wide and single:
+        raise ShardingError(
+            f"dim {dim} has one row, which is cut, so not every rank has it to broadcast; make it whole with "
+            "tile.redistribute"
+        )
+    wide = wide or single
     if not wide:
         return (whole(1),)
     first = wide[0]

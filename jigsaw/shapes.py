@@ -191,6 +191,9 @@ def _movedim(input: Tile, source: Any, destination: Any) -> Tile:
 def _expand(input: Tile, size: Any, *more: int) -> Tile:
     wanted = _sizes(size, more)
     lead = len(wanted) - input.ndim
+    for d in range(input.ndim):
+        if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1) and input.layout.is_cut(d):  # some have no row
+            input = input.with_layout(input.layout.replace_dim(d, whole(1)).without_beyond())
     layout, local_shape = input.layout, [-1] * input.ndim
     for d in range(input.ndim):
         if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1):
@@ -412,7 +415,7 @@ def _joined(function: Any, tensors: Sequence[Any], dim: int) -> tuple[list[Tenso
 def _entered(tile: Tile, layout: Layout) -> Tensor:
     """The local part of a tile in a join whose result has `layout`."""
     anchor = Tile(tile.local.new_empty(layout.local_shape(tile.coordinate)), layout, tile.mesh)
-    return align([tile, anchor])[1][0]
+    return align([tile, anchor])[1][0].expand(anchor.local.shape)  # one row, which is cut in another tile
 
 
 @implements(torch.cat, torch.concat, torch.concatenate)

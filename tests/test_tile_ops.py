@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from jigsaw.testing import assert_same_on_every_mesh
+import jigsaw
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 
 SPACE = (None, None, "lat", "lon")
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
@@ -121,3 +122,36 @@ def test_the_batch_is_a_dim_like_any_other(name):
         [{"data": 2}, {"data": 2, "lat": 2}, {"data": 3}],
         spec=("data", None, "lat", None),
     )
+
+
+FEW = {
+    "arithmetic": lambda x: (x + x.tanh()) * x,
+    "skips": lambda x: torch.cat([x, x.tanh(), torch.ones(1, 1, 5, 6, dtype=x.dtype)], 1),
+    "stack": lambda x: torch.stack([x, 2 * x], 2),
+    "whole tensors": lambda x: x * torch.arange(30, dtype=x.dtype).reshape(1, 1, 5, 6) + torch.ones(3, 1, 1).to(x),
+    "where": lambda x: torch.where(x > 0, x, -x),
+    "one tile whole": lambda x: x * x.mean(0, keepdim=True) + torch.cat([x, x.mean(0, keepdim=True)], 1)[:, 2:5],
+    "loss": lambda x: F.mse_loss(x, x.square()) + F.l1_loss(x.softmax(1), x),
+    "cross entropy": lambda x: F.cross_entropy(x, x.detach().argmax(1)),
+    "expand": lambda x: x.expand(4, -1, -1, -1) * torch.arange(4, dtype=x.dtype).reshape(4, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_batch_of_fewer_samples_than_there_are_groups(name):
+    """The last batch of an epoch: some ranks have no row of it."""
+    torch.manual_seed(0)
+    meshes = [{"data": 2}, {"data": 3}, {"data": 2, "lat": 2}]
+    model = functools.partial(_few, name)
+    assert_same_on_every_mesh(model, torch.randn(1, 3, 5, 6), meshes, spec=("data", None, "lat", None))
+
+
+def _few(name, x):
+    return FEW[name](x)
+
+
+@on_ranks(2)
+def test_a_row_that_is_cut_is_not_broadcast_against_many():
+    tile = jigsaw.shard(torch.ones(1, 4), world_mesh(data=2), ("data", None))
+    with pytest.raises(jigsaw.ShardingError, match="has one row, which is cut"):
+        tile + jigsaw.shard(torch.ones(6, 4), tile.mesh, ("data", None))

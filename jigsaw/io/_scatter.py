@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io.errors import FieldError, NaNError, ReadError
 from jigsaw.io.plan import Box, Run
 from jigsaw.io.request import DROPPED, Part, Request
 
@@ -27,11 +28,31 @@ _BLOCK = 1 << 19
 """Bytes of the destination that are scaled at a time: they stay in the second-level cache between the two passes."""
 
 
-class FoundNaNError(Exception):
-    """A missing value where none is allowed: in which of several chunks; the caller says where that is."""
+class FoundError(Exception):
+    """A value that the sample cannot have: in which of several chunks; the caller says where that is."""
 
     def __init__(self, chunk: int = 0) -> None:
         self.chunk = chunk
+
+    def at(self, array: str, where: str, dtype: str) -> ReadError:
+        """What the user is told."""
+        raise NotImplementedError
+
+
+class FoundNaNError(FoundError):
+    """A missing value where none is allowed."""
+
+    def at(self, array: str, where: str, dtype: str) -> ReadError:
+        return NaNError(
+            f'array {array!r} has missing values at {where} and nan="raise" allows none; use nan="keep" or a number'
+        )
+
+
+class FoundUnfitError(FoundError):
+    """A value that the integers of the sample cannot hold."""
+
+    def at(self, array: str, where: str, dtype: str) -> ReadError:
+        return FieldError(f"array {array!r} has values at {where} that {dtype} cannot hold; read it as a wider dtype")
 
 
 def _slice(start: int, step: int, count: int) -> slice:
@@ -55,6 +76,7 @@ class Placing:
     masks: tuple[float, ...]
     nan: str | float
     work: np.dtype[Any]
+    dtype: np.dtype[Any]
     fill: float
     stored: np.dtype[Any]
     memory: tuple[int, ...]
@@ -88,6 +110,7 @@ class Placing:
             masks=table.masks,
             nan=request.nan,
             work=np.dtype("float64" if wide else "float32"),
+            dtype=np.dtype(request.dtype),
             fill=_fill_of(table),
             stored=np.dtype(table.dtype),
             memory=() if table.decoder is None else tuple(table.decoder.order),
@@ -117,7 +140,7 @@ class Placing:
 
         `box` takes them whole along their last dim, which is one of space.
 
-        Raises: `FoundNaNError`, with the number of the chunk.
+        Raises: a `FoundError`, with the number of the chunk.
         """
         for runs in product(*box.runs[:-1]):
             rows = (slice(None), *(_slice(r.source, r.source_step, r.length) for r in runs))
@@ -126,9 +149,8 @@ class Placing:
                     self._check(chunks[rows])
                 else:
                     self._block(chunks[rows], work[rows], *self._factors((*runs, *box.runs[-1]), box))
-            except FoundNaNError:
-                found = np.isnan(work[rows]).reshape(len(work), -1).any(axis=1)
-                raise FoundNaNError(int(found.argmax())) from None
+            except FoundError as e:
+                raise type(e)(next(k for k, y in enumerate(work[rows]) if self._refused(y))) from None
 
     def _factors(self, runs: Sequence[Run], box: Box) -> tuple[float | Array, float | Array]:
         """a and b along the stored dim of channels; numbers where all are 1 or 0.
@@ -213,9 +235,9 @@ class Placing:
 
     def _convert(self, source: Array, out: Array, a: Sequence[float], b: Sequence[float]) -> None:
         if self._is_copy(a, b):
+            self._check(source)
             if source.__array_interface__["data"] != out.__array_interface__["data"]:  # else it was decoded in place
                 np.copyto(out, source, casting="unsafe")
-            self._check(out)
             return
         for t, c in reversed(list(np.ndindex(*out.shape[:2]))):  # what was decoded last is still in a cache
             self._planes(source[t, c, ...], out[t, c, ...], a[c], b[c])
@@ -230,8 +252,9 @@ class Placing:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether no value means "missing" and none replaces a missing one."""
-        return not self.masks and not isinstance(self.nan, float | int)
+        """Whether no value means "missing", none replaces a missing one, and none has to be rounded."""
+        rounds = self.dtype.kind in "iu" and self.stored.kind == "f"
+        return not self.masks and not isinstance(self.nan, float | int) and not rounds
 
     def _planes(self, source: Array, out: Array, a: float, b: float) -> None:
         """One (time, channel) of any number of space dims, a block of rows at a time."""
@@ -265,15 +288,25 @@ class Placing:
         return x if isinstance(x, np.ndarray) else self.work.type(x)
 
     def _settle(self, y: Array) -> None:
-        """What the policy says becomes of missing values."""
-        if self.nan == "raise":
-            self._check(y)
-        elif not isinstance(self.nan, str):
+        """What the policy says becomes of missing values, and the nearest integer of what lands as one."""
+        if not isinstance(self.nan, str):
             np.copyto(y, self.nan, where=np.isnan(y))
+        if self.dtype.kind in "iu":  # a scale makes 0.99999 of a label 1
+            np.rint(y, out=y)
+        self._check(y)
 
     def _check(self, y: Array) -> None:
+        refused = self._refused(y)
+        if refused is not None:
+            raise refused
+
+    def _refused(self, y: Array) -> type[FoundError] | None:
         if self.nan == "raise" and y.dtype.kind == "f" and np.isnan(y).any():
-            raise FoundNaNError
+            return FoundNaNError
+        if self.dtype.kind not in "iu" or np.can_cast(y.dtype, self.dtype) or not y.size:
+            return None
+        held = np.iinfo(self.dtype)
+        return None if y.min() >= held.min and y.max() < held.max + 1 else FoundUnfitError
 
 
 def _is_whole(runs: Sequence[Run], rows: int) -> bool:

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.io._arena import SLOTS, attach, error_of, ticket
 from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
-from jigsaw.io._scatter import FoundNaNError, Placing, packed_box
+from jigsaw.io._scatter import FoundError, Placing, packed_box
 from jigsaw.io.boundary import fill
 from jigsaw.io.chunk import Loaded
-from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError, ReadError
+from jigsaw.io.errors import CorruptChunkError, PeerError, ReadError
 from jigsaw.io.fetch.ahead import Ahead
 from jigsaw.io.lookups import Lookups, total
 from jigsaw.io.parcels import Parcels
@@ -344,9 +344,9 @@ class _Reading:
             self._decode(strip, some, room[start * table.chunk_bytes :])
             try:
                 placing.settle(chunks[some], strip.box, work[some])
-            except FoundNaNError as e:
+            except FoundError as e:
                 job = strip.job(start + e.chunk)
-                raise self._nan(job, self.plan.boxes(job, self.me)[0]) from None
+                raise self._refusal(e, job, self.plan.boxes(job, self.me)[0]) from None
         placing.lay(work, strip.box, self.out)
         self._row().useful_bytes += prod(strip.box.extents) * table.itemsize
 
@@ -460,15 +460,13 @@ class _Reading:
                 placing.place_fill(within, self.out)
             else:
                 placing.place(values, within, self.out)
-        except FoundNaNError:
-            raise self._nan(job, box) from None
+        except FoundError as e:
+            raise self._refusal(e, job, box) from None
         self._row().useful_bytes += prod(box.extents) * self.plan.tables[job.array].itemsize
 
-    def _nan(self, job: Job, box: Box) -> NaNError:
-        return NaNError(
-            f"array {job.array!r} has missing values at {self.plan.where(job, box)} (chunk {job.chunk}) and "
-            f'nan="raise" allows none; use nan="keep" or a number'
-        )
+    def _refusal(self, found: FoundError, job: Job, box: Box) -> ReadError:
+        where = f"{self.plan.where(job, box)} (chunk {job.chunk})"
+        return found.at(job.array, where, self.plan.request.dtype)
 
     # -- over machines -----------------------------------------------------------------------------------------------
 

@@ -159,6 +159,30 @@ def test_what_was_found_is_kept_until_the_labels_change(tmp_path):
     assert len(os.listdir(folder)) == 2
 
 
+def test_a_torn_file_of_the_cache_is_made_again(tmp_path):
+    path, folder = str(tmp_path / "a.zarr"), tmp_path / "cache"
+    write(path, label((16, 8, 8)))
+    want = cached([path], str(folder), {"z": 1})
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    for torn in (whole[:-50], whole[: len(whole) // 2], b""):
+        file.write_bytes(torn)
+        assert run_on_ranks(2, cached, [path], str(folder), {"z": 2}) == [want] * 2
+        assert cached([path], str(folder), {"z": 1}) == want
+        assert len(file.read_bytes()) == len(whole)
+
+
+@on_ranks(2)
+def test_a_cache_that_cannot_be_written_is_told_to_every_rank(tmp_path):
+    mesh, path = world_mesh(z=2), tmp_path / "a.zarr"
+    if mesh.get_rank() == 0:
+        write(path, label((16, 8, 8)))
+    torch.distributed.barrier()
+    how = Foreground(cache=str(path / "zarr.json"))
+    with pytest.raises(FieldError, match=r"cache='.*zarr.json' of a Foreground cannot be written"):
+        find([Volume((str(path),))], how, mesh)
+
+
 @on_ranks(2)
 def test_a_damaged_label_map_is_told_to_every_rank(tmp_path):
     mesh, path = world_mesh(z=2), tmp_path / "a.zarr"

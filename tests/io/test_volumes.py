@@ -312,11 +312,26 @@ def broken(change):
         (lambda m: m.update(axes=["z", "y", "x"]), 0, UnsupportedStoreError, "axis 'z' has no name"),
         (lambda m: m["axes"].pop(), 0, UnsupportedStoreError, "3 axes for array 's0' of 4 dims"),
         (lambda m: m["datasets"][0].update(path="../x"), 0, UnsupportedStoreError, "name '../x', which is no array"),
-        (
-            lambda m: m["datasets"][0].update(coordinateTransformations=[{"type": "scale", "scale": [1.0]}]),
-            0,
+        *(
+            (
+                lambda m, step=step: m["datasets"][0].update(coordinateTransformations=[step]),
+                0,
+                UnsupportedStoreError,
+                "coordinate transformation .* is none of scale, translation, identity with 4 numbers",
+            )
+            for step in ({"type": "scale", "scale": [1.0]}, {"type": "scale", "scale": ["a"] * 4}, {"type": "affine"})
+        ),
+        (  # numbers in an array of their own
+            lambda m: m["datasets"][1].update(coordinateTransformations=[{"type": "scale", "path": "s1/scale"}]),
+            1,
             UnsupportedStoreError,
-            "coordinate transformation .* is none of scale, translation, identity with 4 numbers",
+            "coordinate transformation .*path.* is none of scale",
+        ),
+        (
+            lambda m: m["datasets"][1].pop("coordinateTransformations"),
+            1,
+            UnsupportedStoreError,
+            "lack 'coordinateTransformations'",
         ),
     ],
 )
@@ -427,6 +442,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (GridError, "has channels 1 and .*two.zarr.* 2", [a, two], None, crop),
         (GridError, "has t 2, c 2 beside space", [deep], None, crop),
         (GridError, "share a grid", [[a, small]], None, crop),
+        (GridError, "lie apart by .* voxels, and they are the channels of one image", [[a, moved]], None, crop),
         (GridError, "must be an invertible 4 x 4 matrix", [flat], None, crop),
         (GridError, r"crop=\(4, 4\) must be 3 sizes >= 1", [a], None, {"crop": (4, 4)}),
         (MissingArrayError, "has 0 arrays with dims z, y, x", [bare], None, crop),

@@ -47,7 +47,8 @@ def multiscale(store: Store, level: int = 0) -> Store:
     if len(axes) != table.ndim:
         raise UnsupportedStoreError(f"{store.url}: {len(axes)} axes for array {path!r} of {table.ndim} dims")
     dataset = image["datasets"][level]
-    scale, shift = _transform(store, [*_steps(dataset), *_steps(image)], len(axes))
+    steps = [*_listed(store, dataset, "coordinateTransformations"), *(image.get("coordinateTransformations") or ())]
+    scale, shift = _transform(store, steps, len(axes))
     return _with_coordinates(store, table, axes, scale, shift)
 
 
@@ -80,10 +81,6 @@ def _listed(store: Store, image: Mapping[str, Any], key: str) -> Sequence[Any]:
     return found
 
 
-def _steps(entry: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return entry.get("coordinateTransformations") or ()
-
-
 def _transform(
     store: Store, steps: Sequence[Mapping[str, Any]], ndim: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -91,8 +88,8 @@ def _transform(
     scale, shift = np.ones(ndim), np.zeros(ndim)
     for step in steps:
         kind = step.get("type")
-        values = np.asarray(step.get(str(kind), np.ones(ndim)), np.float64) if kind in _KINDS else None
-        if values is None or values.shape != (ndim,) or not np.isfinite(values).all():
+        values = _numbers(step.get(str(kind)) if kind != "identity" else np.ones(ndim))
+        if kind not in _KINDS or values.shape != (ndim,) or not np.isfinite(values).all():
             raise UnsupportedStoreError(
                 f"{store.url}: coordinate transformation {dict(step)!r} is none of {', '.join(_KINDS)} "
                 f"with {ndim} numbers"
@@ -102,6 +99,14 @@ def _transform(
         elif kind == "translation":
             shift = shift + values
     return scale, shift
+
+
+def _numbers(given: Any) -> NDArray[np.float64]:
+    """What is no numbers as none."""
+    try:
+        return np.asarray([] if given is None else given, np.float64)
+    except (TypeError, ValueError):
+        return np.empty(0)
 
 
 def _with_coordinates(

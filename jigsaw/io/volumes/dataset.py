@@ -162,13 +162,13 @@ class Volumes(Samples):
         if self.labels:
             label = self.labels[crop.volume]
             bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
-            masked = any(table.masks for table in label.tables.values())
+            lacks = any(table.masks or np.dtype(table.dtype).kind == "f" for table in label.tables.values())
             window, first = _window(bare, crop.origin, label.shape)
             request = Request(
                 window,
                 label.parts(first),
                 dtype=name_of(self.label_dtype),
-                nan=self.label_fill if masked else "keep",
+                nan=self.label_fill if lacks else "keep",
             )
             plans.append(plan_read(request, label.tables, self.mode))
         return tuple(plans)

@@ -7,12 +7,14 @@ without replacement that can be taken chunk by chunk, by any rank, in any order,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,8 @@ from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.volumes.volume import Stored, Volume
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of, coordinate
+
+T = TypeVar("T")
 
 _ROWS = 1 << 20
 """Voxels that are hashed at a time."""
@@ -40,7 +44,8 @@ class Foreground:
     """How crops are weighted towards the foreground of the label map.
 
     A crop is centred on a foreground voxel with the probability ``pos / (pos + neg)``, else on a background voxel, as
-    MONAI's ``RandCropByPosNegLabel``; the centre moves inwards where the crop would reach beyond the volume.
+    MONAI's ``RandCropByPosNegLabel``; the centre moves inwards where the crop would reach beyond the volume.  Missing
+    values of a label map are neither.
 
     - `classes`: the labels that count as foreground; by default all but 0;
     - `by`: ``"voxels"``, every foreground voxel alike, or ``"classes"``, every class of the volume alike, then a voxel
@@ -111,10 +116,10 @@ class Found:
 def find(labels: Sequence[Volume], how: Foreground, mesh: DeviceMesh | None) -> tuple[Found, ...]:
     """The foreground of every label map; collective over `mesh`, whose ranks share out the chunks.
 
-    *Sends*: one agreement on what the cache has, and one a label map that it has not.
+    *Sends*: one agreement on what the cache has, one a label map that it has not, and one more where that is kept.
 
-    Raises: `GridError` for label maps of several channels, `FieldError` for too many classes, or the `ReadError` of a
-    chunk, alike on every rank.
+    Raises: `GridError` for label maps of several channels, `FieldError` for too many classes, or for a cache that
+    cannot be written, or the `ReadError` of a chunk, alike on every rank.
     """
     for volume in labels:
         if volume.channels != 1:
@@ -122,14 +127,27 @@ def find(labels: Sequence[Volume], how: Foreground, mesh: DeviceMesh | None) -> 
                 f"{volume.url} has {volume.channels} channels; foreground is found in label maps of one channel"
             )
     me, ranks = _place(mesh)
-    known = _agreed(mesh, {i: _cached(v, how) for i, v in enumerate(labels)} if me == 0 and how.cache else {})[0]
+    known = _by_first(mesh, me, lambda: {i: _cached(v, how) for i, v in enumerate(labels)} if how.cache else {})
     found: list[Found] = []
     for number, volume in enumerate(labels):
         cached = known.get(number)
         found.append(_found(volume, how, mesh, me, ranks, number) if cached is None else cached)
-        if cached is None and me == 0 and how.cache:
-            _keep(volume, how, found[-1])
+        if cached is None and how.cache:
+            _by_first(mesh, me, partial(_keep, volume, how, found[-1]))
     return tuple(found)
+
+
+def _by_first(mesh: DeviceMesh | None, me: int, act: Callable[[], T]) -> T:
+    """What `act` gives on the first rank, or raises there, on every rank."""
+    mine: T | Exception | None = None
+    try:
+        mine = act() if me == 0 else None
+    except Exception as e:  # told to all ranks
+        mine = e
+    first = _agreed(mesh, mine)[0]
+    if isinstance(first, Exception):
+        raise first
+    return first
 
 
 def _place(mesh: DeviceMesh | None) -> tuple[int, int]:
@@ -182,8 +200,10 @@ def _look(volume: Volume, stored: Stored, index: Index, how: Foreground, so_far:
         table.fill(room, index)
     box = table.box_of(index)
     values = table.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
-    if (table.scale, table.offset) != (1.0, 0.0):
-        values = values * table.scale + table.offset
+    if table.masks or (table.scale, table.offset) != (1.0, 0.0):
+        missing = np.isin(values, table.masks)
+        values = values * np.float64(table.scale) + table.offset
+        values[missing] = np.nan
     order = [stored.roles.index(d) for d in volume.dims]
     rest = [d for d in range(table.ndim) if d not in order]
     values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
@@ -206,6 +226,9 @@ def _look_through(
 
 
 def _sift(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground, so_far: Found) -> Found:
+    if values.dtype.kind == "f":  # as they are read: rounded; what is missing is neither foreground nor background
+        known = np.isfinite(values)
+        values, flat = np.rint(values[known]), flat[known]
     hashes = _hashed(flat)
     if how.classes is not None:
         front = np.isin(values, how.classes)
@@ -260,22 +283,26 @@ def _file(volume: Volume, how: Foreground) -> Path:
 
 
 def _cached(volume: Volume, how: Foreground) -> Found | None:
-    file = _file(volume, how)
-    if not file.exists():
+    """None too for a torn file, which is then made again."""
+    try:
+        with np.load(_file(volume, how)) as held:
+            labels, counts = held["labels"].tolist(), held["counts"].tolist()
+            parts = [Kept(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
-    with np.load(file) as held:
-        labels, counts = held["labels"].tolist(), held["counts"].tolist()
-        parts = [Kept(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
     return Found(parts[0], dict(zip(labels, parts[1:], strict=True)))
 
 
 def _keep(volume: Volume, how: Foreground, found: Found) -> None:
     file, parts = _file(volume, how), [found.background, *found.classes.values()]
-    file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f".{file.stem}.{os.getpid()}.npz")
     arrays: dict[str, Any] = {"labels": np.array(list(found.classes), np.int64)}
     arrays["counts"] = np.array([p.count for p in parts], np.int64)
     for i, p in enumerate(parts):
         arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}
-    np.savez(draft, **arrays)
-    draft.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(draft, **arrays)
+        draft.replace(file)
+    except OSError as e:
+        raise FieldError(f"cache={how.cache!r} of a Foreground cannot be written: {e}") from e

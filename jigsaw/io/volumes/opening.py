@@ -18,7 +18,7 @@ from jigsaw.io.frame import Frame, Width
 from jigsaw.io.samples import taken
 from jigsaw.io.volumes.dataset import Volumes
 from jigsaw.io.volumes.foreground import Foreground, find
-from jigsaw.io.volumes.volume import Volume
+from jigsaw.io.volumes.volume import Affine, Volume
 from jigsaw.layout import DimSpec, Split
 
 _LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
@@ -67,7 +67,7 @@ def open_volumes(
       ``("fill", number)`` the volume's own rows, and beyond the volume what the rule says (see `jigsaw.io.boundary`),
       but for `fill` where the volume is smaller than the crop; by default, ``"clip"``, it ends with the crop;
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
-    - `dtype`, `label_dtype`: of the tiles;
+    - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
     - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
     - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
@@ -75,7 +75,7 @@ def open_volumes(
     *Sends*: nothing without `foreground`; with it, what was found of each label map.
 
     Raises: a `ReadError` of `jigsaw.io.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
-    what there is, alike on every rank.
+    what there is, alike on every rank.  Reading raises `FieldError` for a label that `label_dtype` cannot hold.
     """
     pictures = _volumes("images", images, image_array, level)
     maps = () if labels is None else _volumes("labels", labels, label_array, level)
@@ -87,6 +87,7 @@ def open_volumes(
         raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
     device_mesh, device, axes = taken(mesh)
     scale, offset = _multiply_add(normalize, pictures[0].channels)
+    label_type = dtype_of("label_dtype", label_dtype, _LABEL_DTYPES)
     made = Volumes(
         images=pictures,
         labels=maps,
@@ -99,9 +100,9 @@ def open_volumes(
         scale=scale,
         offset=offset,
         dtype=dtype_of("dtype", dtype),
-        label_dtype=dtype_of("label_dtype", label_dtype, _LABEL_DTYPES),
-        fill=fill,
-        label_fill=label_fill,
+        label_dtype=label_type,
+        fill=_fill(fill),
+        label_fill=_label_fill(label_fill, label_type),
         mode=_mode(mode),
         seed=seed,
     )
@@ -138,22 +139,29 @@ def _check_alike(images: Sequence[Volume], labels: Sequence[Volume], labelled: b
             if mine != theirs:
                 raise GridError(f"{volumes[0].url} has {kind} {mine} and {other.url} {theirs}: they make no one batch")
     for each in images:
-        _ = each.affine  # what is no affine is refused here
+        _check_placed(each, "the channels of one image", each.affines)
     for image, label in zip(images, labels, strict=False):
         if image.shape != label.shape:
             raise GridError(f"image {image.url} has shape {image.shape} and its label map {label.url} {label.shape}")
-        if image.is_placed and label.is_placed and _apart(image, label) > 0.5:
+        _check_placed(image, "an image and its label map", (*image.affines[:1], *label.affines))
+
+
+def _check_placed(image: Volume, what: str, affines: Sequence[tuple[str, Affine]]) -> None:
+    """Raises: `GridError` where a corner of one lies more than half a voxel from that of the first."""
+    for url, affine in affines[1:]:
+        apart = _apart(image, affines[0][1], affine)
+        if apart > 0.5:
             raise GridError(
-                f"image {image.url} and its label map {label.url} lie apart by {_apart(image, label):.3g} voxels; "
+                f"{affines[0][0]} and {url} lie apart by {apart:.3g} voxels, and they are {what}; "
                 "resample one onto the other"
             )
 
 
-def _apart(image: Volume, label: Volume) -> float:
-    """The largest distance between the same corner of both, in voxels of the image."""
+def _apart(image: Volume, one: Affine, other: Affine) -> float:
+    """The largest distance between the same corner of both, in voxels of the first."""
     ends = [dict(zip(image.dims, image.shape, strict=True)).get(d, 1) - 1 for d in "xyz"]
     corners = np.array(np.meshgrid(*[(0, n) for n in ends], [1], indexing="ij")).reshape(4, -1)
-    there = np.linalg.solve(image.affine, label.affine @ corners)
+    there = np.linalg.solve(one, other @ corners)
     return float(np.abs(there - corners).max())
 
 
@@ -175,6 +183,24 @@ def _multiply_add(normalize: tuple[Any, Any] | None, channels: int) -> tuple[tup
     if not (np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()):
         raise FieldError(f"normalize={normalize!r}: means must be finite and standard deviations above 0")
     return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
+
+
+def _fill(fill: Any) -> float:
+    try:
+        return float(fill)
+    except (TypeError, ValueError) as e:
+        raise FieldError(f"fill={fill!r} must be a number, what stands where an image has no voxel") from e
+
+
+def _label_fill(fill: Any, dtype: torch.dtype) -> int:
+    held = torch.iinfo(dtype)
+    try:
+        number = int(fill)
+    except (TypeError, ValueError, OverflowError):  # no number, NaN, infinite
+        number = None
+    if number is None or number != fill or not held.min <= number <= held.max:
+        raise FieldError(f"label_fill={fill!r} must be an integer that {dtype} holds, from {held.min} to {held.max}")
+    return number
 
 
 def _mode(mode: str) -> str:

@@ -122,15 +122,15 @@ class Volume:
     # -- the world ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def is_placed(self) -> bool:
-        """Whether its store says where it lies."""
-        return _given_affine(self._stores[0], self.stored[0].table) is not None
+    def affines(self) -> tuple[tuple[str, Affine], ...]:
+        """Of each of its stores that says where it lies: its name and affine."""
+        given = [(st.url, _given_affine(st, s.table)) for st, s in zip(self._stores, self.stored, strict=True)]
+        return tuple((url, affine) for url, affine in given if affine is not None)
 
-    @cached_property
+    @property
     def affine(self) -> Affine:
         """From voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; the identity where it is unknown."""
-        found = _given_affine(self._stores[0], self.stored[0].table)
-        return np.eye(4) if found is None else found
+        return self.affines[0][1] if self.affines else np.eye(4)
 
     @property
     def spacing(self) -> tuple[float, ...]:

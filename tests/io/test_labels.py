@@ -1,0 +1,115 @@
+"""Label maps stored as numbers of any kind: rounded, missing ones told apart, none that their dtype cannot hold."""
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from volume_store import AFFINE, image, label, write
+
+from jigsaw.io.errors import FieldError
+from jigsaw.io.volumes.foreground import Foreground, find
+from jigsaw.io.volumes.opening import open_volumes
+from jigsaw.io.volumes.volume import Volume
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+
+SHAPE = (9, 8, 7)
+WHOLE = {"crop": SHAPE, "foreground": Foreground(by="classes")}
+
+
+def counts(values):
+    return {int(k): int((values == k).sum()) for k in np.unique(values[values != 0])}
+
+
+def found(ds):
+    return {k: kept.count for k, kept in ds.found[0].classes.items()}
+
+
+def scaled(path, values):
+    """A label map of floats that nibabel stores as integers with a slope: of most labels it gives back 0.99999."""
+    stored = nibabel.Nifti1Image(values.T.astype("f8"), AFFINE)
+    stored.set_data_dtype("i2")
+    nibabel.save(stored, path)
+    assert (nibabel.load(path).get_fdata() != values.T).any()
+    return str(path)
+
+
+def read_scaled(images, labels, axes):
+    ds = open_volumes(images, labels, mesh=world_mesh(**axes), **WHOLE)
+    return ds[0].label.full_tensor()[0].numpy(), found(ds)
+
+
+@pytest.mark.parametrize("axes", [{"z": 1}, {"z": 2}], ids=str)
+def test_labels_with_a_scale_are_rounded_not_cut_off(tmp_path, axes):
+    values = np.random.default_rng(0).integers(0, 4, SHAPE)
+    images, labels = [write(tmp_path / "i.zarr", image(SHAPE))], [scaled(tmp_path / "l.nii", values)]
+    for got, classes in run_on_ranks(axes["z"], read_scaled, images, labels, axes):
+        np.testing.assert_array_equal(got, values)
+        assert classes == counts(values)
+
+
+@pytest.mark.parametrize("chunks", [(4, 4, 4), (2, 8, 7), (1, 1, 4)])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("label_dtype", ["uint8", "int64"])
+def test_floats_are_labels_and_nan_is_none(tmp_path, chunks, dtype, label_dtype):
+    values = label(SHAPE).astype(dtype) - 1e-4
+    values[2] = np.nan
+    path = write(tmp_path / "l.zarr", values, chunks=chunks)
+    ds = open_volumes(
+        [write(tmp_path / "i.zarr", image(SHAPE))],
+        [path],
+        mesh=world_mesh(z=1),
+        label_fill=7,
+        label_dtype=label_dtype,
+        **WHOLE,
+    )
+    want = np.where(np.isnan(values), 7, np.rint(values))
+    np.testing.assert_array_equal(ds[0].label.local[0], want)
+    assert found(ds) == {k: n for k, n in counts(want).items() if k != 7}
+    assert ds.found[0].background.count == (want == 0).sum()
+
+
+def test_a_missing_value_of_a_label_map_is_neither_foreground_nor_background(tmp_path):
+    values = label(SHAPE).astype("i2")
+    values[4] = -1
+    path = write(tmp_path / "l.zarr", values)
+    import zarr
+
+    zarr.open_group(path, mode="r+")["image"].attrs["_FillValue"] = -1
+    for by in ("voxels", "classes"):
+        (seen,) = find([Volume((path,))], Foreground(by=by), None)
+        assert sum(kept.count for kept in seen.classes.values()) == (values > 0).sum()
+        assert seen.background.count == (values == 0).sum()
+
+
+@on_ranks(2)
+def test_a_label_that_its_dtype_cannot_hold_is_refused_on_every_rank(tmp_path):
+    mesh = world_mesh(z=2)
+    wide, infinite = tmp_path / "wide.zarr", tmp_path / "inf.zarr"
+    if mesh.get_rank() == 0:
+        values = label((16, 8, 8)).astype("i2")
+        write(tmp_path / "i.zarr", image((16, 8, 8)))
+        values[12, 3, 3] = 300  # of the second rank's half
+        write(wide, values, chunks=(4, 8, 8))
+        write(infinite, np.where(values == 300, np.inf, values), chunks=(1, 2, 4))
+    torch.distributed.barrier()
+    options = {"mesh": mesh, "crop": (16, 8, 8)}
+    for mode in ("cooperative", "independent"):
+        for path, dtype in ((wide, "uint8"), (infinite, "int64")):
+            ds = open_volumes([str(tmp_path / "i.zarr")], [str(path)], label_dtype=dtype, mode=mode, **options)
+            with pytest.raises(FieldError, match=f"that {dtype} cannot hold; read it as a wider dtype"):
+                ds[0]
+    ds = open_volumes([str(tmp_path / "i.zarr")], [str(wide)], label_dtype="int16", **options)
+    assert ds[0].label.full_tensor().max() == 300
+
+
+def test_a_fill_that_no_voxel_can_hold_is_refused(tmp_path):
+    paths = [write(tmp_path / "i.zarr", image(SHAPE))], [write(tmp_path / "l.zarr", label(SHAPE))]
+    for why, more in [
+        (r"label_fill=-1 must be an integer that torch.uint8 holds", {"label_fill": -1, "label_dtype": "uint8"}),
+        (r"label_fill=0.5 must be an integer", {"label_fill": 0.5}),
+        (r"label_fill=nan must be an integer", {"label_fill": float("nan")}),
+        (r"label_fill='x' must be an integer", {"label_fill": "x"}),
+        (r"fill='x' must be a number", {"fill": "x"}),
+    ]:
+        with pytest.raises(FieldError, match=why):
+            open_volumes(*paths, mesh={}, crop=(12, 8, 8), **more)
