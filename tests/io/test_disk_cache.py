@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from fault_proxy import Proxy
 from globe_store import globe
 from remote_servers import nginx
 from toy_store import request, sample, write
@@ -16,7 +17,7 @@ from zarr.storage import MemoryStore
 
 import jigsaw
 from jigsaw.io.engine import Engine
-from jigsaw.io.errors import FieldError, UnsupportedStoreError
+from jigsaw.io.errors import CorruptChunkError, FieldError, UnsupportedStoreError
 from jigsaw.io.fetch.disk_cache import DiskCache
 from jigsaw.io.fetch.files import identity
 from jigsaw.io.fetch.objects import files_of_url
@@ -170,6 +171,21 @@ def test_an_object_that_was_replaced_is_fetched_again(tmp_path):
             got = engine.read(plan_read(request({}), engine.store.arrays))
             engine.close()
             np.testing.assert_array_equal(got, sample(values))
+
+
+def test_what_cannot_be_decoded_is_not_kept(tmp_path):
+    """A server answers once with what is not the object: a page that says so, with status 200."""
+    cache = DiskCache(tmp_path / "cache", 1 << 22)
+    path, values = write(tmp_path)
+    zarr.consolidate_metadata(path)
+    with nginx(tmp_path, tmp_path) as address, Proxy(address) as proxy:
+        engine = Engine(cache.of(open_store(f"http://{proxy.address}/v2-blosc.zarr")))
+        plan = plan_read(request({}), engine.store.arrays)
+        proxy.faults = ["200"]
+        with pytest.raises(CorruptChunkError, match=r"chunk .* of array .* cannot be read"):
+            engine.read(plan)
+        np.testing.assert_array_equal(engine.read(plan), sample(values))
+        engine.close()
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ class DiskCache:
     """What `jigsaw.io.open` keeps of a far store: stored bytes as they were fetched, at most `limit` bytes in `folder`.
 
     The ranks of a machine may share it, and so may runs and stores: it outlives them.  It is for a store that does not
-    change; remove the folder after one did.  A file of it that is damaged is fetched again.  Arrays that nothing tells
+    change; remove the folder after one did.  A file of it that is damaged is fetched again, and so is a
+    chunk that could not be decoded.  Arrays that nothing tells
     from those of other stores (in memory, of a session that writes) are not kept.
 
     Raises: `FieldError` for a limit that is not positive.
@@ -117,7 +118,7 @@ class _CachedIndexed(_Cached):
 
 
 class _Kept:
-    """`Files` whose answers are kept on disk: a file an answer, named by a digest of what was asked of which object."""
+    """`Files` whose answers are kept on disk: a file an answer, named by its object and what was asked of it."""
 
     def __init__(self, files: Files, folder: _Folder) -> None:
         self._files, self._folder = files, folder
@@ -151,6 +152,10 @@ class _Kept:
         for offset, memory in lacking:
             self._folder.write(after, f"{offset}+{memory.size}", memory)
         return True
+
+    def forget(self, path: str) -> None:
+        """Keep nothing of an object any more: it could not be decoded."""
+        self._folder.remove(self._known(path))
 
     def _known(self, path: str) -> Identity:
         found = identity(self._files, path)
@@ -201,8 +206,15 @@ class _Folder:
                 raise
 
     def _place(self, known: Identity, what: str) -> Path:
-        asked = f"{known.place}\n{what}"
-        return self._path / (hashlib.blake2b(asked.encode(), digest_size=16).hexdigest() + _SUFFIX)
+        return self._path / f"{_name(known)}-{what}{_SUFFIX}"
+
+    def remove(self, known: Identity) -> None:
+        """Every answer about an object."""
+        with suppress(OSError):
+            for _, _, file in self._entries():
+                if os.path.basename(file).startswith(f"{_name(known)}-"):
+                    with suppress(FileNotFoundError):
+                        os.unlink(file)
 
     def _draft(self, size: int) -> str:
         """A file of that size to be written, for which there is room.
@@ -250,6 +262,10 @@ class _Folder:
                     with suppress(FileNotFoundError):
                         found = entry.stat()
                         yield found.st_mtime_ns, found.st_size, entry.path
+
+
+def _name(known: Identity) -> str:
+    return hashlib.blake2b(known.place.encode(), digest_size=16).hexdigest()
 
 
 def _mark(known: Identity) -> bytes:

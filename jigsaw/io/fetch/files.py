@@ -57,6 +57,13 @@ class Lasting(Protocol):
     def identity(self, path: str) -> Identity | None: ...
 
 
+@runtime_checkable
+class Keeping(Protocol):
+    """Files that keep what they fetched; what they have of an object can be let go of."""
+
+    def forget(self, path: str) -> None: ...
+
+
 def identity(files: Files, path: str) -> Identity | None:
     """That of an object; None where `files` do not know it."""
     return files.identity(path) if isinstance(files, Lasting) else None
