@@ -417,9 +417,7 @@ class ArrayTable:
         try:
             return step()
         except BadChunkError as e:
-            if isinstance(
-                self.places.files, Keeping
-            ):  # a server may answer better next time
+            if isinstance(self.places.files, Keeping):  # a server may answer better next time
                 self.places.files.forget(self.path(index))
             kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
             raise self._refused(kind, index, e) from e
