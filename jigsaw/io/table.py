@@ -19,7 +19,7 @@ from jigsaw.io.chunk import ChunkRef, Codec, Fetched, Loaded, Places, Rows
 from jigsaw.io.chunk_grid import Along, Index
 from jigsaw.io.cost import WORTH
 from jigsaw.io.errors import CorruptChunkError, FetchError, ReadError, TruncatedError, UnsupportedStoreError
-from jigsaw.io.fetch.files import Room, Target
+from jigsaw.io.fetch.files import Keeping, Room, Target
 from jigsaw.io.flow import Flow
 from jigsaw.io.formats import blosc as _blosc
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
@@ -417,6 +417,8 @@ class ArrayTable:
         try:
             return step()
         except BadChunkError as e:
+            if isinstance(self.places.files, Keeping):  # a server may answer better next time
+                self.places.files.forget(self.path(index))
             kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
             raise self._refused(kind, index, e) from e
         except OSError as e:

@@ -4,6 +4,7 @@ import gzip
 import os
 import zlib
 from datetime import timedelta
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -140,6 +141,43 @@ def test_a_changed_file_is_not_decompressed_for_an_old_store(tmp_path, cache):
     write(path, seed=1)
     with pytest.raises(CorruptChunkError, match="changed since it was opened"):
         store.read_small("image")
+
+
+def test_an_entry_that_was_cut_short_is_made_again(tmp_path, cache):
+    """As a machine that loses its power may leave it, before it is opened and while it is."""
+    path = write(tmp_path / "v.nii.gz")
+    store, expected = assert_alike(path), np.asarray(nib.load(path).dataobj).T
+    for opened in (store, open_nifti(path)):
+        entries(cache)[0].write_bytes(entries(cache)[0].read_bytes()[:1000])
+        np.testing.assert_array_equal(opened.read_small("image"), expected)
+
+
+def test_files_of_others_come_and_go_while_room_is_made(tmp_path, cache, monkeypatch):
+    """Of all that is listed nothing is there any more when it is looked at: drafts are renamed, entries removed."""
+    gone = [cache / "one.1.part", cache / "one.raw"]
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(gone))
+    path = write(tmp_path / "v.nii.gz")
+    np.testing.assert_array_equal(open_nifti(path).read_small("image"), np.asarray(nib.load(path).dataobj).T)
+
+
+def test_an_entry_that_others_remove_at_once_is_made_again(tmp_path, cache, monkeypatch):
+    make, left = unpacked.Unpacked.make, [0, 1]
+
+    def made_and_removed(file):
+        make(file)
+        if left:
+            left.pop()
+            entries(cache)[0].unlink()
+
+    path = write(tmp_path / "v.nii.gz")
+    store = open_nifti(path)
+    entries(cache)[0].unlink()
+    monkeypatch.setattr(unpacked.Unpacked, "make", made_and_removed)
+    np.testing.assert_array_equal(store.read_small("image"), np.asarray(nib.load(path).dataobj).T)
+    left[:] = range(99)
+    entries(cache)[0].unlink()
+    with pytest.raises(CorruptChunkError, match="too small for all who use it; set JIGSAW_CACHE_BYTES"):
+        open_nifti(path).read_small("image")
 
 
 # -- far away --------------------------------------------------------------------------------------------------------

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import hashlib
 import os
 import tempfile
-import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from jigsaw.io._memory import fresh
 from jigsaw.io.chunk import ChunkRef, Places
 from jigsaw.io.chunk_grid import Index
-from jigsaw.io.errors import FieldError
-from jigsaw.io.fetch.files import Files, Room, Target
+from jigsaw.io.errors import FieldError, UnsupportedStoreError
+from jigsaw.io.fetch.files import Files, Identity, Room, Target, identity
 from jigsaw.io.formats.codecs import Bytes
 from jigsaw.io.lookups import Indexed, Lookups
 from jigsaw.io.table import ArrayTable, Store
 
-_HEAD = 16
-_SUFFIX = ".chunk"
-_RECOUNT = 256
+_CHECK, _MARK = 16, 8
+_HEAD = _CHECK + _MARK
+_SUFFIX, _DRAFT = ".chunk", ".draft"
+_COUNT = "count"
+_SPARE = 8
+"""A full folder is emptied by so much of its limit at once: to look through it takes long."""
 
 
 @dataclass(frozen=True)
 class DiskCache:
     """What `jigsaw.io.open` keeps of a far store: stored bytes as they were fetched, at most `limit` bytes in `folder`.
 
-    The ranks of a machine may share it, and so may runs: it outlives them.  It is for a store that does not change;
-    remove the folder after one did.  A file of it that is damaged is fetched again.
+    The ranks of a machine may share it, and so may runs and stores: it outlives them.  It is for a store that does not
+    change; remove the folder after one did.  A file of it that is damaged is fetched again, and so is a
+    chunk that could not be decoded.  Arrays that nothing tells
+    from those of other stores (in memory, of a session that writes) are not kept.
 
     Raises: `FieldError` for a limit that is not positive.
     """
@@ -45,20 +52,41 @@ class DiskCache:
             raise FieldError(f"limit={self.limit} must be positive: the bytes that {os.fspath(self.folder)!r} may take")
 
     def of(self, store: Store) -> Store:
-        """The same store, read through the cache."""
-        kept: dict[int, Files] = {}
+        """The same store, read through the cache.
 
-        def cached(table: ArrayTable) -> ArrayTable:
-            if table.decoder is None:  # its library fetches for itself
-                return table
-            files = table.places.files
-            if id(files) not in kept:
-                kept[id(files)] = _Kept(files, Path(self.folder), self.limit)
-            if isinstance(table.places, Indexed):
-                return replace(table, places=_CachedIndexed(table.places, table.places, kept[id(files)]))
-            return replace(table, places=_Cached(table.places, kept[id(files)]))
+        Raises: `UnsupportedStoreError` when the folder cannot be made.
+        """
+        return replace(store, arrays=_Tables(store.arrays, _Folder(Path(self.folder), self.limit)))
 
-        return replace(store, arrays={name: cached(table) for name, table in store.arrays.items()})
+
+class _Tables(Mapping[str, ArrayTable]):
+    """The arrays of a store, read through the cache; what is found by name and not listed (members) too."""
+
+    def __init__(self, tables: Mapping[str, ArrayTable], folder: _Folder) -> None:
+        self._tables, self._folder = tables, folder
+        self._cached: WeakKeyDictionary[ArrayTable, ArrayTable] = WeakKeyDictionary()
+
+    def __getitem__(self, name: str) -> ArrayTable:
+        table = self._tables[name]
+        found = self._cached.get(table)
+        return self._cached.setdefault(table, self._of(table)) if found is None else found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def _of(self, table: ArrayTable) -> ArrayTable:
+        if table.decoder is None or identity(table.places.files, "") is None:  # its library fetches for itself
+            return replace(table)
+        files = _Kept(table.places.files, self._folder)
+        if isinstance(table.places, Indexed):
+            return replace(table, places=_CachedIndexed(table.places, table.places, files))
+        return replace(table, places=_Cached(table.places, files))
 
 
 class _Cached:
@@ -90,105 +118,181 @@ class _CachedIndexed(_Cached):
 
 
 class _Kept:
-    """`Files` whose answers are kept on disk: a file an answer, named by a digest of what was asked."""
+    """`Files` whose answers are kept on disk: a file an answer, named by its object and what was asked of it."""
 
-    def __init__(self, files: Files, folder: Path, limit: int) -> None:
-        self._files, self._folder, self._limit = files, folder, limit
+    def __init__(self, files: Files, folder: _Folder) -> None:
+        self._files, self._folder = files, folder
         self.far, self.gap = files.far, files.gap
-        self._lock = threading.Lock()
-        self._written = _RECOUNT
-        folder.mkdir(parents=True, exist_ok=True)
 
     def size(self, path: str) -> int | None:
         return self._files.size(path)
 
     def whole(self, path: str, room: Room) -> Bytes | None:
         """All bytes of an object, from the disk where they are."""
-        file = self._file(path, "whole")
-        if (found := _read(file)) is not None:
+        if (found := self._folder.read(self._known(path), "whole")) is not None:
             return found
         raw = self._files.whole(path, room)
         if raw is not None:
-            self._write(file, raw)
+            self._folder.write(self._known(path), "whole", raw)
         return raw
 
     def ranges(self, path: str, targets: Sequence[Target]) -> bool:
         """Fill every target, those that are on the disk from there."""
         lacking: list[tuple[int, Bytes]] = []
+        before = self._known(path)
         for offset, memory in targets:
-            found = _read(self._file(path, f"{offset}+{memory.size}"))
+            found = self._folder.read(before, f"{offset}+{memory.size}")
             if found is None or found.size != memory.size:
                 lacking.append((offset, memory))
             else:
                 memory[:] = found
         if lacking and not self._files.ranges(path, lacking):
             return False
+        after = self._known(path)
         for offset, memory in lacking:
-            self._write(self._file(path, f"{offset}+{memory.size}"), memory)
+            self._folder.write(after, f"{offset}+{memory.size}", memory)
         return True
 
-    def _file(self, path: str, what: str) -> Path:
-        asked = f"{getattr(self._files, 'name', '')}\n{path}\n{what}"
-        return self._folder / (hashlib.blake2b(asked.encode(), digest_size=16).hexdigest() + _SUFFIX)
+    def forget(self, path: str) -> None:
+        """Keep nothing of an object any more: it could not be decoded."""
+        self._folder.remove(self._known(path))
 
-    def _write(self, file: Path, raw: Bytes) -> None:
-        """Keep an answer, whole or not at all; a full disk is no reason to fail."""
-        if raw.size > self._limit:
-            return
-        with contextlib.suppress(OSError):
-            self._make_room(raw.size)
-            handle, half = tempfile.mkstemp(dir=self._folder)
-            try:
-                with os.fdopen(handle, "wb") as f:
-                    f.write(_digest(raw))
-                    f.write(raw.data)
-                os.replace(half, file)
-            except BaseException:
-                os.unlink(half)
-                raise
-
-    def _make_room(self, size: int) -> None:
-        """Remove the files that were written first; other ranks write here too, so it counts again now and then."""
-        with self._lock:
-            self._written += 1
-            if self._written < _RECOUNT and self._used + size <= self._limit:
-                self._used += size
-                return
-            kept = sorted((s.st_mtime_ns, s.st_size, name) for s, name in self._entries())
-            self._written, self._used = 0, sum(n for _, n, _ in kept) + size
-            for _, n, name in kept:
-                if self._used <= self._limit:
-                    return
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
-                self._used -= n
-
-    def _entries(self) -> list[tuple[os.stat_result, str]]:
-        found: list[tuple[os.stat_result, str]] = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(_SUFFIX):
-                    with contextlib.suppress(FileNotFoundError):
-                        found.append((entry.stat(), entry.path))
+    def _known(self, path: str) -> Identity:
+        found = identity(self._files, path)
+        assert found is not None  # only such files are kept
         return found
 
-    _used = 0
+
+class _Folder:
+    """The files of a cache: each whole or absent, all of them within `limit` bytes, whichever processes write them."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._path, self._limit = path, limit
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UnsupportedStoreError(f"the folder {str(path)!r} of the disk cache cannot be made: {e}") from e
+
+    def read(self, known: Identity, what: str) -> Bytes | None:
+        """An answer; None when it is not kept, damaged, or of another state of the object."""
+        try:
+            with open(self._place(known, what), "rb") as f:
+                size = os.fstat(f.fileno()).st_size - _HEAD
+                if size < 0:
+                    return None
+                head, raw = f.read(_HEAD), fresh(size)
+                if f.readinto(raw.data) != size or _check(head[_CHECK:], raw) != head[:_CHECK]:
+                    return None
+        except OSError:
+            return None
+        return np.asarray(raw) if _agree(head[_CHECK:], _mark(known)) else None
+
+    def write(self, known: Identity, what: str, raw: Bytes) -> None:
+        """Keep an answer, whole or not at all; a full disk is no reason to fail."""
+        if _HEAD + raw.size > self._limit:
+            return
+        mark = _mark(known)
+        with suppress(OSError):
+            draft = self._draft(_HEAD + raw.size)
+            try:
+                with open(draft, "r+b") as f:
+                    f.write(_check(mark, raw) + mark)
+                    f.write(raw.data)
+                with self._counting():  # a file that is renamed while others are counted may be missed
+                    os.replace(draft, self._place(known, what))
+            except BaseException:
+                with suppress(FileNotFoundError):  # another process needed its room
+                    os.unlink(draft)
+                raise
+
+    def _place(self, known: Identity, what: str) -> Path:
+        return self._path / f"{_name(known)}-{what}{_SUFFIX}"
+
+    def remove(self, known: Identity) -> None:
+        """Every answer about an object."""
+        with suppress(OSError):
+            for _, _, file in self._entries():
+                if os.path.basename(file).startswith(f"{_name(known)}-"):
+                    with suppress(FileNotFoundError):
+                        os.unlink(file)
+
+    def _draft(self, size: int) -> str:
+        """A file of that size to be written, for which there is room.
+
+        The count is too high after a file was replaced or its writer killed, and then found again in the folder.
+        """
+        with self._counting() as count:
+            used = _counted(count.read(_COUNTED))
+            if used is None or used + size > self._limit:
+                used = self._with_room(size)
+            count.seek(0)
+            count.write(_count_of(used + size))
+            count.flush()
+            handle, draft = tempfile.mkstemp(_DRAFT, dir=self._path)
+            with os.fdopen(handle, "wb") as made:
+                made.truncate(size)
+        return draft
+
+    @contextmanager
+    def _counting(self) -> Generator[BinaryIO]:
+        """The file of the count, for one thread of one process at a time."""
+        with os.fdopen(os.open(self._path / _COUNT, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as count:
+            fcntl.flock(count, fcntl.LOCK_EX)  # ends with the process, however that ends
+            yield count
+
+    def _with_room(self, size: int) -> int:
+        """The bytes in the folder, after those that were written first have made room for so many more."""
+        kept = sorted(self._entries())
+        used = sum(n for _, n, _ in kept)
+        if used + size <= self._limit:
+            return used
+        for _, n, name in kept:
+            if used + size <= self._limit - self._limit // _SPARE:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            used -= n
+        return used
+
+    def _entries(self) -> Iterator[tuple[int, int, str]]:
+        """When each file was written, its size and name."""
+        with os.scandir(self._path) as entries:
+            for entry in entries:
+                if entry.name.endswith((_SUFFIX, _DRAFT)):
+                    with suppress(FileNotFoundError):
+                        found = entry.stat()
+                        yield found.st_mtime_ns, found.st_size, entry.path
 
 
-def _digest(raw: Bytes) -> bytes:
-    return hashlib.blake2b(raw.data, digest_size=_HEAD).digest()
+def _name(known: Identity) -> str:
+    return hashlib.blake2b(known.place.encode(), digest_size=16).hexdigest()
 
 
-def _read(file: Path) -> Bytes | None:
-    """What is kept in a file; None when there is none, or a damaged one."""
-    try:
-        with open(file, "rb") as f:
-            size = os.fstat(f.fileno()).st_size - _HEAD
-            if size < 0:
-                return None
-            head, raw = f.read(_HEAD), fresh(size)
-            if f.readinto(raw.data) != size or _digest(raw) != head:
-                return None
-    except OSError:
-        return None
-    return np.asarray(raw)
+def _mark(known: Identity) -> bytes:
+    """An object's state in few bytes; zeros where it is not known."""
+    return hashlib.blake2b(known.state.encode(), digest_size=_MARK).digest() if known.state else bytes(_MARK)
+
+
+def _agree(one: bytes, other: bytes) -> bool:
+    return one == other or bytes(_MARK) in (one, other)
+
+
+def _check(mark: bytes, raw: Bytes) -> bytes:
+    found = hashlib.blake2b(mark, digest_size=_CHECK)
+    found.update(raw.data)
+    return found.digest()
+
+
+_COUNTED = 8 + _CHECK
+
+
+def _count_of(used: int) -> bytes:
+    """A count as it is kept."""
+    raw = used.to_bytes(8, "little")
+    return raw + hashlib.blake2b(raw, digest_size=_CHECK).digest()
+
+
+def _counted(kept: bytes) -> int | None:
+    """The count that is kept; None when it is damaged."""
+    used = int.from_bytes(kept[:8], "little")
+    return used if _count_of(used) == kept else None

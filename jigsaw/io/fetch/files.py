@@ -7,7 +7,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,34 @@ class Files(Protocol):
     def whole(self, path: str, room: Room) -> Bytes | None: ...
 
     def ranges(self, path: str, targets: Sequence[Target]) -> bool: ...
+
+
+class Identity(NamedTuple):
+    """What tells an object from all others, in another process too, and its `state`, as far as that is known, from
+    those that it had before.
+    """
+
+    place: str
+    state: str = ""
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """Files that know what their objects are; None for those that nothing tells from others."""
+
+    def identity(self, path: str) -> Identity | None: ...
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """Files that keep what they fetched; what they have of an object can be let go of."""
+
+    def forget(self, path: str) -> None: ...
+
+
+def identity(files: Files, path: str) -> Identity | None:
+    """That of an object; None where `files` do not know it."""
+    return files.identity(path) if isinstance(files, Lasting) else None
 
 
 def scatter(targets: Sequence[Target], parts: Sequence[tuple[int, int]], found: Sequence[Bytes | None]) -> bool:
@@ -80,6 +108,15 @@ class Local:
             return os.stat(path).st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def identity(self, path: str) -> Identity:
+        """Its whole path, its size and time of change."""
+        place = os.path.abspath(path)
+        try:
+            found = os.stat(path)
+        except OSError:
+            return Identity(place)
+        return Identity(place, f"{found.st_size} {found.st_mtime_ns}")
 
     def whole(self, path: str, room: Room) -> Bytes | None:
         """All its bytes, in memory that `room` gives."""

@@ -7,6 +7,7 @@ ones asked for.  What cannot pass (401, 403, other 4xx, a server without ranges)
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import count
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -24,7 +26,7 @@ import numpy as np
 
 from jigsaw.io.errors import FetchError, UnsupportedStoreError
 from jigsaw.io.fetch.batches import Part, merged
-from jigsaw.io.fetch.files import Room, Target, scatter
+from jigsaw.io.fetch.files import Identity, Room, Target, scatter
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
 
 T = TypeVar("T")
@@ -38,6 +40,8 @@ _STATUS = re.compile(r"status code: (\d{3})\b ?([^:\n]*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _TIMED_OUT = re.compile(r"TimedOut|\btimed? ?out\b", re.IGNORECASE)
 _URL = re.compile(r"\b\w+://\S+")
+_ELSEWHERE = re.compile(r"(AWS|AZURE|GOOGLE)_\w*(ENDPOINT|ACCOUNT_NAME|BASE_URL)\w*")
+"""Variables of the environment that say where a bucket lies."""
 _PASSING = ("408", "429")
 _CLIENT = {"connect_timeout": "10s", "read_timeout": "20s", "timeout": "120s"}
 
@@ -164,6 +168,23 @@ class Remote:
         import obstore
 
         return self._tried(path, lambda: int(obstore.head(self.store, path)["size"]))
+
+    def identity(self, path: str) -> Identity | None:
+        """Its URL and the server, and its stamp when a part of it was read; None of a store in memory.  No request."""
+        if type(self.store).__name__ == "MemoryStore":
+            return None
+        with self._lock:
+            stamp = self._stamps.get(path)
+        return Identity(f"{self._place}/{path}", "" if stamp is None else repr(stamp))
+
+    @cached_property
+    def _place(self) -> str:
+        """The store as obstore has it: buckets of one name may lie on several servers, or in several accounts."""
+        config: Mapping[str, Any] = getattr(self.store, "config", {})
+        given = [config.get(key) for key in ("endpoint", "account_name")]
+        around = sorted(item for item in os.environ.items() if _ELSEWHERE.fullmatch(item[0]))
+        url, prefix = getattr(self.store, "url", None), getattr(self.store, "prefix", None)
+        return repr((type(self.store).__name__, self.name, url, prefix and str(prefix), given, around))
 
     def stamp(self, path: str) -> tuple[int, str] | None:
         """The size of an object and what tells it from one that replaces it; None when it is missing.  One request.

@@ -20,7 +20,7 @@ from jigsaw.io.chunk import ChunkRef
 from jigsaw.io.chunk_grid import Index
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.at_once import at_once
-from jigsaw.io.fetch.files import Files, Room, Target
+from jigsaw.io.fetch.files import Files, Identity, Room, Target, identity
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, Decoder, ShortChunkError
 from jigsaw.io.table import ArrayTable
 from jigsaw.layout import Box, slices
@@ -44,6 +44,10 @@ class Present:
     def size(self, path: str) -> int | None:
         """The length of a file in bytes; None when it is missing."""
         return self._files.size(path)
+
+    def identity(self, path: str) -> Identity | None:
+        """What the files know of one."""
+        return identity(self._files, path)
 
     def whole(self, path: str, room: Room) -> Bytes | None:
         """All bytes of a file."""

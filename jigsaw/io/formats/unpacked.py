@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -34,6 +34,7 @@ _RATIO = 1032
 _BEYOND = 1 << 16
 """Bytes that may follow what the header describes: padding."""
 _BYTES = 64 * 10**9
+_TRIES = 8
 _ABANDONED_S = 86_400
 """A draft of that age was left by a process that was killed."""
 
@@ -120,16 +121,26 @@ class Unpacked:
         return raw
 
     def ranges(self, path: str, targets: Sequence[Target]) -> bool:
-        """Fill every target; an entry that the cache has let go of meanwhile is made again.
+        """Fill every target; an entry that the cache has let go of meanwhile, or that was cut short, is made again.
 
-        Raises: `ShortChunkError` when the gzip stream ends early, `BadChunkError` when it is damaged or has changed.
+        Raises: `ShortChunkError` when the gzip stream ends early, `BadChunkError` when it is damaged or has changed, or
+        when other processes need the room of the cache each time that it is made.
         """
-        entry = self.stamp.entry
-        if self._local.ranges(str(entry), targets):
-            return True
-        with self._making:
-            self.make()
-        return self._local.ranges(str(entry), targets)
+        for _ in range(_TRIES):
+            if self._kept(targets):
+                return True
+            with self._making:
+                self.make()
+        raise BadChunkError(f"the cache {directory()} is too small for all who use it; set JIGSAW_CACHE_BYTES")
+
+    def _kept(self, targets: Sequence[Target]) -> bool:
+        """Fill every target from the entry; False when it is not there as a whole."""
+        local = self._local
+        try:
+            return local.ranges(str(self.stamp.entry), targets)
+        except ShortChunkError:
+            self._local = Local(keep=True)  # which takes the one that is made next for no change
+            return False
 
     def make(self) -> None:
         """Decompress the file into its entry, unless it is there; one process of this machine does.
@@ -141,13 +152,21 @@ class Unpacked:
         entry = self.stamp.entry
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry.with_suffix(".lock")):
-            if not entry.exists():
+            if _size(entry) != self.length:
                 if Stamp.of(self._packed, self._path) != self.stamp:
                     raise BadChunkError("the file has changed since it was opened; open the store again")
                 _make_room(entry.parent, self.length, self.stamp.name)
                 _write(entry, _contents(_blocks(self._packed, self._path, self.stamp.size, _FETCHED), self.length))
             # the time of use; that of change stays, by which a file that changes while it is read is known
-            os.utime(entry, ns=(time.time_ns(), entry.stat().st_mtime_ns))
+            with suppress(FileNotFoundError):  # another process needed its room
+                os.utime(entry, ns=(time.time_ns(), entry.stat().st_mtime_ns))
+
+
+def _size(entry: Path) -> int | None:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 @contextmanager
@@ -173,7 +192,10 @@ def _make_room(folder: Path, length: int, path: str) -> None:
     most = most_bytes()
     kept: list[tuple[float, int, Path]] = []
     for each in folder.iterdir():
-        found = each.stat()
+        try:
+            found = each.stat()
+        except FileNotFoundError:  # a draft that another process has finished meanwhile, or an entry that it removed
+            continue
         if each.suffix == ".part" and found.st_mtime < time.time() - _ABANDONED_S:
             each.unlink(missing_ok=True)
         elif each.suffix == ".raw":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
 from jigsaw.io.fetch.batches import merged
-from jigsaw.io.fetch.files import Room, Target, scatter
+from jigsaw.io.fetch.files import Identity, Room, Target, scatter
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
 
 
@@ -23,6 +25,14 @@ class Keys:
 
     def __init__(self, store: Any) -> None:
         self._store = store
+
+    def identity(self, path: str) -> Identity | None:
+        """That of an object, where its store has a name that lasts."""
+        return Identity(f"{self._place}/{path}") if self._place else None
+
+    @cached_property
+    def _place(self) -> str:
+        return _place(self._store)
 
     def size(self, path: str) -> int | None:
         """The length of an object in bytes; None when it is missing."""
@@ -56,6 +66,20 @@ class Keys:
         from asyncio import gather
 
         return await gather(*(self._store.get(key, default_buffer_prototype(), part) for key, part in wanted))
+
+
+def _place(store: Any) -> str:
+    """What tells a store from all others: the snapshot of an Icechunk session that only reads, or what a file system of
+    fsspec is made from; "" for those that have nothing of that kind, such as a store in memory.
+    """
+    session, system = getattr(store, "session", None), getattr(store, "fs", None)
+    if session is not None:
+        return f"icechunk {session.snapshot_id}" if session.read_only else ""
+    try:
+        made = "" if system is None else f"{system.to_json()} {store.path}"
+    except (TypeError, ValueError):  # made from something that is no text
+        return ""
+    return made and f"fsspec {blake2b(made.encode()).hexdigest()}"  # references may be long
 
 
 def _answer(asked: Coroutine[Any, Any, Any]) -> Any:
