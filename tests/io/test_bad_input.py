@@ -61,6 +61,7 @@ REFUSED = [
     ({"inputs": 0}, WindowError, r"inputs=0 is no list; give a list: inputs=\[0\]"),
     ({"time": "2020-01"}, WindowError, r"time='2020-01' is no span; give \(first, last\), like \('1979', '2015'\)"),
     ({"time": 3}, WindowError, r"time=3 is no span"),
+    ({"inputs": np.array(0)}, WindowError, r"inputs=array\(0\) is no list; give a list"),
     ({"inputs": []}, WindowError, r"inputs=\[\] names no step"),
     ({"targets": [1, 1]}, WindowError, r"targets=\[1, 1\] names a step twice"),
     ({"time": ("1990", "1991")}, WindowError, r"selects no step; the store has 10, 2020-01-01"),
