@@ -10,10 +10,11 @@ Words: an *axis* is a mesh axis (``"lat"``, ``"data"``), a *dim* is a tensor dim
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
-from typing import TypeVar, cast
+from operator import index
+from typing import Any, TypeVar, cast
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
@@ -49,13 +50,13 @@ def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1
 
     Raises: `ShardingError` naming the size, the pieces and the rule that they break.
     """
-    if size < 0 or pieces < 1 or align < 1:
+    _check_rule(pieces, split, align)
+    if size < 0 or pieces < 1:
         raise ShardingError(
-            f"cannot cut {size} rows into {pieces} pieces of {align}-row blocks: "
-            f"need size >= 0, pieces >= 1, align >= 1"
+            f"cannot cut {size} rows into {pieces} pieces of {align}-row blocks: need size >= 0, pieces >= 1"
         )
     if not isinstance(split, str):
-        return _explicit_points(size, pieces, tuple(int(p) for p in split), align)
+        return _explicit_points(size, pieces, tuple(index(p) for p in split), align)
     if size % align:
         raise ShardingError(
             f"cannot cut {size} rows into {pieces} pieces of whole {align}-row blocks; "
@@ -65,10 +66,30 @@ def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1
     if split == "balanced":
         base, extra = divmod(blocks, pieces)
         return tuple(align * (i * base + min(i, extra)) for i in range(pieces + 1))
-    if split == "chunk":
-        step = -(-blocks // pieces)
-        return tuple(align * min(i * step, blocks) for i in range(pieces + 1))
-    raise ShardingError(f"split={split!r} is not a rule: use 'balanced', 'chunk' or {pieces + 1} explicit cut points")
+    step = -(-blocks // pieces)
+    return tuple(align * min(i * step, blocks) for i in range(pieces + 1))
+
+
+def _check_rule(pieces: int, split: Any, align: Any) -> None:
+    """Raises: `ShardingError` for a `split` or `align` that would be wrong for any size."""
+    if not _is_whole(align) or align < 1:
+        raise ShardingError(f"align={align!r} must be a whole number, 1 or more: the rows of a block that is not cut")
+    if isinstance(split, str) or not isinstance(split, Collection):
+        known = split in ("balanced", "chunk")
+    else:
+        known = all(map(_is_whole, cast(Collection[Any], split)))
+    if not known:
+        raise ShardingError(
+            f"split={split!r} is not a rule: use 'balanced', 'chunk' or {pieces + 1} explicit cut points"
+        )
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _explicit_points(size: int, pieces: int, points: tuple[int, ...], align: int) -> tuple[int, ...]:
@@ -379,6 +400,7 @@ def _cut(size: int, axes: tuple[str, ...], sizes: Mapping[str, int], split: Spli
     if size < 0 or (axes and not named and not isinstance(split, str)):
         cut_points(size, 1, split, align)  # raises: not an array, or points for other pieces
     if not named:
+        _check_rule(1, split, align)
         return whole(size)
     return Cut(size, cut_points(size, math.prod(sizes[a] for a in named), split, align), named)
 
@@ -412,7 +434,17 @@ def _check_axes(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> None:
             used.add(axis)
 
 
+def _is_entry(entry: Any) -> bool:
+    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return isinstance(names, Iterable) and all(isinstance(name, str) for name in cast(Iterable[Any], names))
+
+
 def _check_spec(shape: Sequence[int], spec: Spec) -> None:
+    wrong = [entry for entry in spec if not _is_entry(entry)]
+    if wrong:
+        raise ShardingError(
+            f"spec {tuple(spec)} has {wrong[0]!r}, which names no axis; give a name, several of them, or None"
+        )
     if len(spec) != len(shape):
         raise ShardingError(
             f"spec {tuple(spec)} has {len(spec)} entries for {len(shape)} dims of shape {tuple(shape)}; "

@@ -96,7 +96,17 @@ def test_explicit_points_are_kept_and_checked():
         cut_points(8, 2, [0, 3, 8], align=2)
 
 
-@pytest.mark.parametrize(("size", "pieces", "align"), [(-1, 2, 1), (4, 0, 1), (4, 2, 0)])
+@pytest.mark.parametrize("spec", [("lat",), (None,)])
+def test_rules_that_are_none_are_refused_where_nothing_is_cut_too(spec):
+    for split in ("even", None, 5, [0, 1.5, 4], {0: "even"}):
+        with pytest.raises(ShardingError, match=r"split=.* is not a rule: use 'balanced', 'chunk' or"):
+            Layout.of((4,), spec, {"lat": 2}, split=split)
+    for align in (0, -1, None, 1.5, "2", {0: 0}):
+        with pytest.raises(ShardingError, match=r"align=.* must be a whole number, 1 or more"):
+            Layout.of((4,), spec, {"lat": 2}, align=align)
+
+
+@pytest.mark.parametrize(("size", "pieces", "align"), [(-1, 2, 1), (4, 0, 1)])
 def test_impossible_cuts(size, pieces, align):
     with pytest.raises(ShardingError, match=f"cannot cut {size} rows into {pieces} pieces of {align}-row blocks"):
         cut_points(size, pieces, "balanced", align)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io.arguments import by_name
 from jigsaw.io.errors import GridError
 from jigsaw.io.formats.plain import check_small
 
@@ -115,7 +116,7 @@ class Naming:
         known = {d for table in arrays.values() for d in table.dims}
         roles: dict[str, str] = {}
         coordinates: dict[str, str] = {}
-        for role, name in (dims or {}).items():
+        for role, name in by_name("dims", dims, "{'time': 'valid_time'}", GridError).items():
             if role not in ROLES:
                 raise GridError(f"dims={dict(dims or {})!r} names {role!r}, which is no role; there are {list(ROLES)}")
             table = arrays.get(name)
@@ -132,7 +133,7 @@ class Naming:
 
 def _along(along: str, known: set[str], arrays: Mapping[str, ArrayTable]) -> list[str]:
     """The store's dims that `along` means: by their own name, or by their role."""
-    if along in known:
+    if isinstance(along, str) and along in known:  # pyright: ignore[reportUnnecessaryIsInstance]
         return [along]
     meant = sorted(d for d in known if role_of(d, arrays[d].attrs if d in arrays else {}) == along)
     if not meant:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -29,7 +29,7 @@ from jigsaw.io.samples import Samples
 from jigsaw.io.source import Source
 from jigsaw.io.survey import Turn, Variable
 from jigsaw.io.table import Store
-from jigsaw.io.times import later
+from jigsaw.io.times import is_int, later
 from jigsaw.layout import Box, Layout
 from jigsaw.mesh import coordinate
 from jigsaw.tile import Tile
@@ -220,9 +220,9 @@ class Dataset(Samples):
 
         Raises: `WindowError` when there are not so many.
         """
-        if not 1 <= steps <= len(self.targets):
+        if not is_int(steps) or not 1 <= steps <= len(self.targets):
             raise WindowError(
-                f"a rollout of {steps} steps needs as many targets, but the dataset was opened with "
+                f"a rollout of {steps!r} steps needs a whole number of targets, but the dataset was opened with "
                 f"targets={list(self.targets)}"
             )
         return self if steps == len(self.targets) else self.changed(targets=self.targets[:steps])
@@ -295,7 +295,7 @@ class Dataset(Samples):
 
         Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
         """
-        wanted = [sample] if isinstance(sample, int | np.integer) else list(sample)
+        wanted: Sequence[Any] = list(sample) if isinstance(sample, Iterable) and np.ndim(sample) else [sample]
         return self.plan_of(self.reading(wanted)).ask_sizes()
 
     def plan_of(self, reading: Reading) -> ReadPlan:

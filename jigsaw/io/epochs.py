@@ -54,12 +54,15 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
     A subclass says how a batch is read (in the background, in order) and what it becomes.  Making one is collective
     over the mesh; one of a dataset that was unpickled joins the mesh when it first reads.
 
-    Raises: `FieldError` for a batch size below 1, or larger than the dataset with `drop_last`; for a `seed`,
-    `prefetch_bytes` or `threads` that are no such number.
+    Raises: `FieldError` for what is no dataset of its kind, a batch size below 1, or larger than the dataset with
+    `drop_last`; for a `seed`, `prefetch_bytes` or `threads` that are no such number.
     """
 
     _arrays = 1
     """How many arrays a batch is read into."""
+    _kind: type[Samples]
+    _opener: str
+    """Of which datasets a loader is, and what makes them."""
 
     def __init__(
         self,
@@ -72,11 +75,12 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         prefetch_bytes: int | None = None,
         threads: int | None = None,
     ) -> None:
+        self._check(dataset)
         count = len(dataset)
-        _check_number("batch_size", batch_size, 1, ": the samples of a batch over the whole mesh")
-        _check_number("seed", seed, 0)
-        _check_number("prefetch_bytes", 0 if prefetch_bytes is None else prefetch_bytes, 0)
-        _check_number("threads", 1 if threads is None else threads, 1)
+        check_number("batch_size", batch_size, 1, ": the samples of a batch over the whole mesh")
+        check_number("seed", seed, 0)
+        check_number("prefetch_bytes", 0 if prefetch_bytes is None else prefetch_bytes, 0)
+        check_number("threads", 1 if threads is None else threads, 1)
         if drop_last and batch_size > count:
             raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
         self.dataset = dataset
@@ -88,6 +92,14 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         self._waited_s = 0.0
         if dataset.is_live:
             self._join()  # made by all ranks now
+
+    @classmethod
+    def _check(cls, dataset: Any) -> None:
+        if not isinstance(dataset, cls._kind):
+            raise FieldError(
+                f"{cls.__name__}({dataset!r}) needs a jigsaw.io.{cls._kind.__name__}: "
+                f"what {cls._opener}(…, mesh=…) returns"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _revived, (type(self), self.dataset, self._made_of(), self.state_dict())
@@ -238,7 +250,8 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         return BATCHES_AHEAD if budget is None else budget // max(self.batch_bytes, 1)
 
 
-def _check_number(name: str, value: int, least: int, meaning: str = "") -> None:
+def check_number(name: str, value: int, least: int, meaning: str = "") -> None:
+    """Raises: `FieldError` for what is no whole number of at least so much."""
     if not is_int(value) or value < least:
         raise FieldError(f"{name}={value!r} must be a whole number, {least} or more{meaning}")
 

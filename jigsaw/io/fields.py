@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io.arguments import names
 from jigsaw.io.errors import FieldError, MissingArrayError, MissingLevelError
 
 # Each row is one quantity under all its names; the first is the short name of these pages.
@@ -98,16 +99,18 @@ class Channel:
     level: int | None = None
 
 
-def channels(fields: Sequence[str], arrays: Mapping[str, Levels | None]) -> tuple[Channel, ...]:
-    """The channels that `fields` name, in their order; `arrays` maps each variable to its levels, or to None.
+def channels(
+    fields: Sequence[str], arrays: Mapping[str, Levels | None], argument: str = "fields"
+) -> tuple[Channel, ...]:
+    """The channels that `fields`, given as `argument`, name, in their order; `arrays` maps each variable to its levels,
+    or to None.
 
-    Raises: `MissingArrayError`, `MissingLevelError` listing what there is, `FieldError` for a field that comes twice.
+    Raises: `MissingArrayError`, `MissingLevelError` listing what there is, `FieldError` for a field that comes twice,
+    and for what is no list of names.
     """
-    if isinstance(fields, str):
-        raise FieldError(f"fields={fields!r} is one string; give a list: fields=[{fields!r}]")
-    found = tuple(channel for field in fields for channel in _channels(field, arrays))
+    found = tuple(channel for field in names(argument, fields) for channel in _channels(field, arrays))
     if not found:
-        raise FieldError("fields=[] names no variable; " + _available(arrays))
+        raise FieldError(f"{argument}=[] names no variable; " + _available(arrays))
     seen: dict[tuple[str, int | None], str] = {}
     for channel in found:
         key = channel.array, channel.level

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jigsaw.io import solar
+from jigsaw.io import arguments, solar
 from jigsaw.io.errors import FieldError, GridError, WindowError
 from jigsaw.io.fields import Channel
 from jigsaw.io.solar import Instant, Places, Sun
@@ -193,11 +193,10 @@ class Forcings:
         """`normalize` may name forcings or their channels, each (mean, std); one that it does not name stays as it is.
         A file of statistics is for the fields alone.
 
-        Raises: `FieldError` for a string, an unknown forcing, one that comes twice, or one that is a field's name.
+        Raises: `FieldError` for what is no list of names, an unknown forcing, one that comes twice, or one that is a
+        field's name.
         """
-        if isinstance(asked, str):
-            raise FieldError(f"forcings={asked!r} is one string; give a list: forcings=[{asked!r}]")
-        parsed = tuple(Forcing.parse(name) for name in asked)
+        parsed = tuple(Forcing.parse(name) for name in arguments.names("forcings", asked, NAMES[0]))
         names = [name for forcing in parsed for name in forcing.channels]
         for name in names:
             if names.count(name) > 1 or name in fields:

@@ -62,11 +62,6 @@ class Frame:
         for name, given in (("spec", spec), ("boundary", boundary)):
             _check_by_dim(name, given, dims)
         chosen = dict(spec) if spec is not None else {d: d for d in dims}
-        for dim, entry in chosen.items():
-            if DATA in ((entry,) if isinstance(entry, str) else entry or ()):
-                raise ShardingError(
-                    f"spec={{{dim!r}: {entry!r}}} cuts space by 'data', which cuts the batch; use another axis"
-                )
         frame = cls(
             dims,
             tuple(sizes.values()),
@@ -78,6 +73,11 @@ class Frame:
             tuple(align.get(d, 1) if isinstance(align, Mapping) else align for d in dims),
         )
         frame.layout((1, 1), (None, None))
+        for dim, entry in chosen.items():
+            if DATA in ((entry,) if isinstance(entry, str) else entry or ()):
+                raise ShardingError(
+                    f"spec={{{dim!r}: {entry!r}}} cuts space by 'data', which cuts the batch; use another axis"
+                )
         return frame
 
     def on(self, grid: Mapping[str, NDArray[Any]]) -> Frame:

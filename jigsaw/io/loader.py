@@ -15,8 +15,7 @@ from torch import Tensor
 
 from jigsaw.io._steps import Steps
 from jigsaw.io.dataset import Dataset, Reading
-from jigsaw.io.epochs import Epochs, Turn
-from jigsaw.io.errors import FieldError
+from jigsaw.io.epochs import Epochs, Turn, check_number
 from jigsaw.io.frame import DATA
 from jigsaw.io.order import Rollout
 from jigsaw.layout import Layout
@@ -69,10 +68,12 @@ class DataLoader(Epochs[Dataset, _Block, Batch]):
 
     *Sends*: what `Dataset.plan` says, on process groups of its own.
 
-    Raises: `FieldError` for a seed below 0, a batch size below 1, or larger than the dataset with `drop_last`;
-    `WindowError` for a `rollout` that the targets cannot give; while iterating, the `ReadError` of the read that
-    failed, with its traceback.
+    Raises: `FieldError` for what is no `Dataset`, a seed below 0, a batch size below 1, or larger than the dataset with
+    `drop_last`; `WindowError` for a `rollout` that the targets cannot give; while iterating, the `ReadError` of the
+    read that failed, with its traceback.
     """
+
+    _kind, _opener = Dataset, "jigsaw.io.open"
 
     def __init__(
         self,
@@ -87,10 +88,8 @@ class DataLoader(Epochs[Dataset, _Block, Batch]):
         cache_bytes: int = 0,
         threads: int | None = None,
     ) -> None:
-        if cache_bytes < 0:
-            raise FieldError(
-                f"cache_bytes={cache_bytes} must be 0 or more, the bytes of decoded steps that a rank keeps"
-            )
+        check_number("cache_bytes", cache_bytes, 0, ": the bytes of decoded steps that a rank keeps")
+        self._check(dataset)
         self._rollout, self._cache_bytes = Rollout.of(rollout, len(dataset.targets)), cache_bytes
         super().__init__(
             dataset,

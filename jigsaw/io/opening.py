@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io import coords
+from jigsaw.io.arguments import by_name
 from jigsaw.io.boundary import Rule
 from jigsaw.io.choices import choose, origins
 from jigsaw.io.dataset import Dataset
@@ -116,6 +117,7 @@ def open(
     Raises: a `ReadError` of `jigsaw.io.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
     what there is, alike on every rank.
     """
+    select = by_name("select", select, "{'member': 0}", GridError)
     source = Source(store, options, disk_cache, level)
     found = Survey(source.store, dims, along)
     wanted = _default_fields(found, select) if fields is None else fields
@@ -173,7 +175,7 @@ def _union(
         return given, tuple(range(len(given))), tuple(range(len(given)))
     if len(targets) == 0:
         raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
-    wanted = channels(target_fields, found.levels)
+    wanted = channels(target_fields, found.levels, "target_fields")
     place = {(c.array, c.level): i for i, c in reversed([*enumerate(given)])}
     more = [c for c in wanted if (c.array, c.level) not in place]
     place |= {(c.array, c.level): len(given) + i for i, c in enumerate(more)}
@@ -268,7 +270,7 @@ def _flipped(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...
 
 
 def _nan_policy(nan: str | float) -> str | float:
-    if nan not in ("keep", "raise") and not isinstance(nan, int | float | np.number):
+    if not isinstance(nan, int | float | np.number) and not (isinstance(nan, str) and nan in ("keep", "raise")):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise FieldError(f"nan={nan!r} must be 'keep', 'raise' or a number")
     return nan
 

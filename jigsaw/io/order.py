@@ -138,7 +138,7 @@ class Rollout:
 
         Raises: `WindowError` for a schedule that does not begin at epoch 0, or asks for more or fewer than there are.
         """
-        lengths = {} if given is None else {0: given} if isinstance(given, int) else dict(given)
+        lengths: Mapping[Any, Any] = {} if given is None else given if isinstance(given, Mapping) else {0: given}
         wrong = [n for pair in lengths.items() for n in pair if not _is_count(n)]
         if wrong or (given is not None and 0 not in lengths):
             raise WindowError(f"rollout={given!r} must be targets by first epoch, from 0 on, like {{0: 1, 5: 4}}")

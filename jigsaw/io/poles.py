@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io import arguments
 from jigsaw.io.boundary import Boundary
 from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.fields import PRESSURE, SURFACE, Channel
@@ -60,9 +61,8 @@ def vector_channels(
             for i, (mine, standard) in enumerate(zip(names, said, strict=True))
             if mine & known or any(word in standard for word in _EITHER_WAY)
         )
-    if isinstance(given, str):
-        raise FieldError(f"vectors={given!r} is one string; give a list: vectors=[{given!r}]")
-    unknown = [name for name in given if not any(name in mine for mine in names)]
+    wanted = arguments.names("vectors", given)
+    unknown = [name for name in wanted if not any(name in mine for mine in names)]
     if unknown:
         raise FieldError(f"vectors names {unknown[0]!r}, but the fields are {[c.name for c in channels]}")
-    return tuple(i for i, mine in enumerate(names) if mine & set(given))
+    return tuple(i for i, mine in enumerate(names) if mine & set(wanted))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
+from operator import index
 from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +16,7 @@ from jigsaw.io.engine import Engine
 from jigsaw.io.errors import ReadError
 from jigsaw.io.frame import DATA, Frame
 from jigsaw.io.table import Store
+from jigsaw.io.times import is_int
 from jigsaw.layout import Axes, ShardingError
 from jigsaw.mesh import axes_of, init_mesh
 
@@ -80,16 +82,34 @@ class Samples(ABC):
 
     def _index(self, sample: int) -> int:
         """The number of a sample, of which a negative one counts from the end."""
-        if not -len(self) <= sample < len(self):
+        at = _whole(sample)
+        if not -len(self) <= at < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
-        return int(sample) % len(self)
+        return at % len(self)
 
 
 def taken(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, str | None, Axes]:
     """The mesh, its device and its axes; only axes where it was given as integers.
 
-    Raises: `ShardingError` for sizes below 1.
+    Raises: `ShardingError` for what is no mesh, and for sizes below 1.
     """
-    if isinstance(mesh, Mapping) and any(size < 1 for size in mesh.values()):
-        raise ShardingError(f"mesh={dict(mesh)} must have axes of at least one rank each")
-    return (None, None, tuple(mesh.items())) if isinstance(mesh, Mapping) else (mesh, mesh.device_type, axes_of(mesh))
+    if isinstance(mesh, DeviceMesh):
+        return mesh, mesh.device_type, axes_of(mesh)
+    if not isinstance(mesh, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ShardingError(
+            f"mesh={mesh!r} is no mesh; give jigsaw.init_mesh(lat=2), or sizes by axis to plan without ranks: "
+            "{'lat': 2}"
+        )
+    if not all(isinstance(name, str) and is_int(size) and size >= 1 for name, size in mesh.items()):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ShardingError(f"mesh={dict(mesh)} must have axes of at least one rank each, as whole numbers by name")
+    return None, None, tuple(mesh.items())
+
+
+def _whole(sample: Any) -> int:
+    """Raises: `TypeError` for what numbers no sample."""
+    try:
+        return index(sample)
+    except TypeError:
+        raise TypeError(
+            f"sample {sample!r} of a dataset must be an integer; for several take a DataLoader, or a list of them"
+        ) from None

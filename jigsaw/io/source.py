@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from jigsaw.io.errors import ReadError
+from jigsaw.io.errors import FieldError, ReadError
 from jigsaw.io.fetch.disk_cache import DiskCache
 from jigsaw.io.formats.ome import is_multiscale, multiscale
 from jigsaw.io.store import open_store
@@ -25,7 +25,12 @@ class Source:
 
     @cached_property
     def store(self) -> Store:
-        """The opened store.  Raises what `open_store` raises."""
+        """The opened store.  Raises what `open_store` raises, and `FieldError` for what is no `DiskCache`."""
+        if self.disk_cache is not None and not isinstance(self.disk_cache, DiskCache):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise FieldError(
+                f"disk_cache={self.disk_cache!r} must be a DiskCache: a folder, and how many bytes it may take, like "
+                "jigsaw.io.DiskCache('cache', 10**11)"
+            )
         opened = open_store(self.given, self.options)
         if self.level is not None or is_multiscale(opened.attrs):
             opened = multiscale(opened, self.level or 0)

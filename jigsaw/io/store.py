@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from jigsaw.io._memory import fresh
+from jigsaw.io.arguments import by_name
 from jigsaw.io.errors import UnsupportedStoreError
 from jigsaw.io.fetch.files import Files
 from jigsaw.io.table import Store
@@ -38,6 +39,7 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> Store:
 
     Raises: `UnsupportedStoreError` for what no format of jigsaw's claims, or options where there is no URL.
     """
+    options = by_name("options", options, "{'region': 'eu-west-1'}", UnsupportedStoreError)
     if isinstance(url, Store):
         return url
     if _is_url(url):

@@ -19,7 +19,7 @@ def offsets(name: str, given: Any, axis: TimeAxis | None = None) -> tuple[int, .
 
     Raises: `WindowError` for what is neither, is no whole number of steps, or comes twice.
     """
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if isinstance(given, str) or not isinstance(given, Iterable) or (isinstance(given, np.ndarray) and not given.ndim):
         what = "one string" if isinstance(given, str) else "no list"
         raise WindowError(f"{name}={given!r} is {what}; give a list: {name}=[{given!r}]")
     wrong = [o for o in given if not (is_int(o) or isinstance(o, str | timedelta | np.timedelta64))]

@@ -61,6 +61,7 @@ REFUSED = [
     ({"inputs": 0}, WindowError, r"inputs=0 is no list; give a list: inputs=\[0\]"),
     ({"time": "2020-01"}, WindowError, r"time='2020-01' is no span; give \(first, last\), like \('1979', '2015'\)"),
     ({"time": 3}, WindowError, r"time=3 is no span"),
+    ({"inputs": np.array(0)}, WindowError, r"inputs=array\(0\) is no list; give a list"),
     ({"inputs": []}, WindowError, r"inputs=\[\] names no step"),
     ({"targets": [1, 1]}, WindowError, r"targets=\[1, 1\] names a step twice"),
     ({"time": ("1990", "1991")}, WindowError, r"selects no step; the store has 10, 2020-01-01"),
@@ -82,6 +83,26 @@ REFUSED = [
     ({"dtype": "int8"}, FieldError, r"dtype='int8' must be one of"),
     ({"mode": "fast"}, FieldError, r"mode='fast' must be one of"),
     ({"lat_order": "down"}, GridError, r"lat_order='down' must be one of"),
+    ({"fields": 5}, FieldError, r"fields=5 is no list; give a list of names, like fields=\['t2m'\]"),
+    ({"fields": ["t2m", 1]}, FieldError, r"fields=\['t2m', 1\] has 1, which is no string; give names"),
+    ({"target_fields": "t2m", "targets": [1]}, FieldError, r"target_fields='t2m' is one string; give a list"),
+    ({"forcings": 5}, FieldError, r"forcings=5 is no list; give a list of names, like forcings=\['cos_zenith'\]"),
+    ({"vectors": 5, "boundary": {"lat": "pole"}}, FieldError, r"vectors=5 is no list"),
+    ({"dims": 5}, GridError, r"dims=5 must say it by name: dims=\{'time': 'valid_time'\}"),
+    ({"select": 5}, GridError, r"select=5 must say it by name: select=\{'member': 0\}"),
+    ({"along": ["time"]}, GridError, r"along=\['time'\] is no dim of the store"),
+    ({"options": 5}, UnsupportedStoreError, r"options=5 must say it by name: options=\{'region'"),
+    ({"disk_cache": "cache"}, FieldError, r"disk_cache='cache' must be a DiskCache: .*jigsaw.io.DiskCache\("),
+    ({"normalize": {5: (0, 1)}}, FieldError, r"normalize names 5, which is no string"),
+    ({"nan": np.zeros(2)}, FieldError, r"nan=array\(.* must be 'keep', 'raise' or a number"),
+    ({"dtype": []}, FieldError, r"dtype=\[\] must be one of"),
+    ({"spec": {"lat": 5}}, ShardingError, r"has 5, which names no axis; give a name"),
+    ({"split": "even"}, ShardingError, r"split='even' is not a rule: use 'balanced', 'chunk' or"),
+    ({"split": {"lon": 5}}, ShardingError, r"split=5 is not a rule"),
+    ({"split": {"lat": [0, 6.5, 13]}}, ShardingError, r"split=\[0, 6.5, 13\] is not a rule"),
+    ({"align": 0}, ShardingError, r"align=0 must be a whole number, 1 or more"),
+    ({"align": {"lon": None}}, ShardingError, r"align=None must be a whole number, 1 or more"),
+    ({"align": 1.5}, ShardingError, r"align=1.5 must be a whole number"),
     (
         {"align": {"lat": 4}, "mesh": {"lat": 2}},
         ShardingError,
@@ -105,6 +126,51 @@ def test_open_refuses_on_every_rank_without_a_word_between_them(wb2):
             with pytest.raises(error, match=match):
                 jigsaw.io.open(wb2, **({"mesh": world_mesh(lat=2), "fields": ["t2m"]} | asked))
     assert sent.calls == []
+
+
+@pytest.mark.parametrize(
+    "mesh", [5, None, "lat", [2, 1], {"lat": "2"}, {"lat": 1.5}, {"lat": None}, {5: 2}, {"lat": 0}]
+)
+def test_no_mesh(wb2, mesh):
+    with pytest.raises(
+        ShardingError, match=r"mesh=.*(is no mesh; give jigsaw.init_mesh|must have axes of at least one)"
+    ):
+        jigsaw.io.open(wb2, mesh=mesh)
+
+
+@pytest.mark.parametrize("sample", [slice(0, 3), 1.5, 2.0, "1", None, [0], np.arange(2)])
+def test_a_sample_is_an_integer(wb2, sample):
+    ds = jigsaw.io.open(wb2, mesh=jigsaw.init_mesh(lat=1), fields=["t2m"])
+    with pytest.raises(TypeError, match=r"of a dataset must be an integer; for several take a DataLoader"):
+        ds[sample]
+    torch.testing.assert_close(ds[np.int64(1)].input.local, ds[torch.tensor(1)].input.local)
+
+
+@pytest.mark.parametrize("given", ["globe.zarr", None, [1, 2]])
+def test_a_loader_of_what_is_no_dataset(given):
+    with pytest.raises(FieldError, match=r"DataLoader\(.*\) needs a jigsaw.io.Dataset: what jigsaw.io.open\("):
+        DataLoader(given)
+    with pytest.raises(
+        FieldError, match=r"VolumeLoader\(.*\) needs a jigsaw.io.Volumes: what jigsaw.io.open_volumes\("
+    ):
+        jigsaw.io.VolumeLoader(given)
+    with pytest.raises(WindowError, match=r"split\(.*\) needs a jigsaw.io.Dataset"):
+        jigsaw.io.split(given, train=(0, 5))
+
+
+def test_loaders_refuse_numbers_of_other_kinds(wb2):
+    ds = jigsaw.io.open(wb2, mesh=jigsaw.init_mesh(lat=1), fields=["t2m"], targets=[1, 2])
+    with pytest.raises(FieldError, match=r"is no Dataset|needs a jigsaw.io.Volumes"):
+        jigsaw.io.VolumeLoader(ds)
+    for rollout in ("1", [1], 1.5):
+        with pytest.raises(WindowError, match=r"rollout=.* must be targets by first epoch"):
+            DataLoader(ds, rollout=rollout)
+    for cache_bytes in ("1", None, 1.5, -1):
+        with pytest.raises(FieldError, match=r"cache_bytes=.* must be a whole number, 0 or more"):
+            DataLoader(ds, cache_bytes=cache_bytes)
+    for steps in (1.5, "a", None, 0, 3):
+        with pytest.raises(WindowError, match=r"a rollout of .* steps needs a whole number of targets"):
+            ds.rollout(steps)
 
 
 def test_no_store(tmp_path):

@@ -384,15 +384,16 @@ def test_batches_of_a_reader(wb2):
         targets=[1],
         halo={"lat": 1, "lon": 1},
         boundary={"lon": "periodic"},
+        forcings=["latlon"],
     )
     source = ds.whole_coords
     regridder = Regridder(source, (centred(5), east(6)))
     loader = DataLoader(ds, batch_size=2)
     plain = DataLoader(ds, batch_size=2)
     for batch, before in zip(map(regridder.batch, loader), plain, strict=True):
-        assert batch.target is not None and before.target is not None
         assert batch.samples == before.samples
-        for got, given in ((batch.input, before.input), (batch.target, before.target)):
+        tiles = ((b.input, b.target, b.target_forcings) for b in (batch, before))
+        for got, given in zip(*tiles, strict=True):
             assert got.shape == (*given.shape[:-2], 5, 6)
             want = regridder(given.full_tensor())
             torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5, equal_nan=True)

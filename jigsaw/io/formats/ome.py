@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from jigsaw.io.errors import MissingLevelError, UnsupportedStoreError
 from jigsaw.io.formats.values import table_of
 from jigsaw.io.table import ArrayTable, Store
+from jigsaw.io.times import is_int
 
 _KINDS = ("scale", "translation", "identity")
 
@@ -37,8 +38,10 @@ def multiscale(store: Store, level: int = 0) -> Store:
         raise UnsupportedStoreError(f"{store.url} has no multiscales metadata: level={level} picks one of OME-Zarr's")
     image = images[0]
     levels = [str(entry["path"]) for entry in _listed(store, image, "datasets")]
-    if not 0 <= level < len(levels):
-        raise MissingLevelError(f"level={level}: {store.url} has the levels 0..{len(levels) - 1} ({', '.join(levels)})")
+    if not is_int(level) or not 0 <= level < len(levels):
+        raise MissingLevelError(
+            f"level={level!r}: {store.url} has the levels 0..{len(levels) - 1} ({', '.join(levels)})"
+        )
     path = levels[level]
     if path not in store.arrays:
         raise UnsupportedStoreError(f"{store.url}: the multiscales metadata name {path!r}, which is no array of it")

@@ -109,9 +109,11 @@ class Regridder:
         return f"Regridder({self.method}, {' to '.join(sizes)}, nan={self.nan!r})"
 
     def batch(self, batch: Batch) -> Batch:
-        """The batch of a `jigsaw.io.DataLoader` with input and target regridded; the halo of the input is used up."""
-        target = None if batch.target is None else self(batch.target)
-        return replace(batch, input=self(batch.input), target=target)
+        """The batch of a `jigsaw.io.DataLoader` with input, target and the target's forcings regridded; halos are used
+        up.
+        """
+        target, forced = (None if tile is None else self(tile) for tile in (batch.target, batch.target_forcings))
+        return replace(batch, input=self(batch.input), target=target, target_forcings=forced)
 
     def way(self, layout: Layout, dtype: torch.dtype = torch.float32) -> Way:
         """How a tile of this layout is regridded: the layout of the result, and the bytes that each rank receives."""

@@ -43,6 +43,9 @@ def multiply_add(channels: Sequence[Channel], normalize: Normalize) -> tuple[tup
 
 def _by_own_names(given: Mapping[str, Any], channels: Sequence[Channel]) -> dict[str, Any]:
     """The same, a channel that has another name in it by its own."""
+    strange = [key for key in given if not isinstance(key, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if strange:
+        raise FieldError(f"normalize names {strange[0]!r}, which is no string; its keys are names of fields")
     own = {name for c in channels for name in (c.name, c.field, c.array)}
     meant = {quantity(c.name): c.name for c in channels}
     other = {key: meant.get(quantity(key)) for key in given if key not in own}

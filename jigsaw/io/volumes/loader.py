@@ -51,11 +51,12 @@ class VolumeLoader(Epochs[Volumes, _Block, VolumeBatch]):
 
     *Sends*: what `Volumes.plan` says, on process groups of its own.
 
-    Raises: `FieldError` for a seed below 0, a batch size below 1, or larger than the dataset with `drop_last`; while
-    iterating, the `ReadError` of the read that failed, with its traceback.
+    Raises: `FieldError` for what are no `Volumes`, a seed below 0, a batch size below 1, or larger than the dataset
+    with `drop_last`; while iterating, the `ReadError` of the read that failed, with its traceback.
     """
 
     _arrays = 2  # images and labels
+    _kind, _opener = Volumes, "jigsaw.io.open_volumes"
 
     def _crops(self, turn: Turn, samples: tuple[int, ...]) -> list[Crop]:
         dataset = self.dataset.at(turn.at.seed, turn.at.epoch)

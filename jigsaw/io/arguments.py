@@ -1,0 +1,41 @@
+"""What users pass, before any of it is understood: lists of names, mappings by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jigsaw.io.errors import FieldError, ReadError
+
+
+def names(argument: str, given: Any, example: str = "t2m") -> tuple[str, ...]:
+    """The strings of a list.
+
+    Raises: `FieldError` for one string, for what is no list, and for what holds anything else.
+    """
+    if isinstance(given, str):
+        raise FieldError(f"{argument}={given!r} is one string; give a list: {argument}=[{given!r}]")
+    try:
+        found: tuple[Any, ...] = tuple(given)
+    except TypeError:
+        raise FieldError(
+            f"{argument}={given!r} is no list; give a list of names, like {argument}=[{example!r}]"
+        ) from None
+    wrong = [name for name in found if not isinstance(name, str)]
+    if wrong:
+        raise FieldError(
+            f"{argument}={list(found)!r} has {wrong[0]!r}, which is no string; give names, like {example!r}"
+        )
+    return found
+
+
+def by_name(argument: str, given: Any, example: str, error: type[ReadError]) -> Mapping[str, Any]:
+    """A mapping; empty for None.
+
+    Raises: `error`, which shows an `example`, for what is none.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise error(f"{argument}={given!r} must say it by name: {argument}={example}")
+    return given  # pyright: ignore[reportUnknownVariableType]
