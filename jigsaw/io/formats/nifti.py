@@ -49,7 +49,7 @@ _FIELDS = {
 def claims(url: Any) -> bool:
     """Whether a local file is named and begins as NIfTI does."""
     name = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
-    if str(name).endswith(".nii.gz"):
+    if str(name).lower().endswith(".nii.gz"):
         return magic(url, 2) == b"\x1f\x8b"
     return _form(magic(url, _MOST)) is not None
 

@@ -16,6 +16,7 @@ from jigsaw.io.dtypes import dtype_of
 from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.frame import Frame, Width
 from jigsaw.io.samples import taken
+from jigsaw.io.times import is_int
 from jigsaw.io.volumes.dataset import Volumes
 from jigsaw.io.volumes.foreground import Foreground, find
 from jigsaw.io.volumes.volume import Affine, Volume
@@ -83,7 +84,7 @@ def open_volumes(
     if foreground is not None and not maps:
         raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
     sizes = _sizes(crop, pictures[0].dims)
-    if crops < 1:
+    if not is_int(crops) or crops < 1:
         raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
     device_mesh, device, axes = taken(mesh)
     scale, offset = _multiply_add(normalize, pictures[0].channels)
@@ -166,8 +167,8 @@ def _apart(image: Volume, one: Affine, other: Affine) -> float:
 
 
 def _sizes(crop: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
-    if len(crop) != len(dims) or any(n < 1 for n in crop):
-        raise GridError(f"crop={tuple(crop)} must be {len(dims)} sizes >= 1, of the dims {', '.join(dims)}")
+    if not isinstance(crop, Sequence) or len(crop) != len(dims) or not all(is_int(n) and n >= 1 for n in crop):
+        raise GridError(f"crop={crop!r} must be {len(dims)} whole numbers >= 1, of the dims {', '.join(dims)}")
     return {d: int(n) for d, n in zip(dims, crop, strict=True)}
 
 
