@@ -137,12 +137,14 @@ def align(tiles: Sequence[Tile]) -> tuple[Layout, list[Tensor]]:
     """The layout of a broadcast of tiles, and the local tensors to compute it from.
 
     Halos are cropped to what all hold.  A tile that is replicated along an axis that cuts the result enters with its
-    adjoint (backward: one all-reduce).
+    adjoint (backward: one all-reduce).  One row of a dim that is cut is sent to all, where it meets more.
 
     *Raises*: `ShardingError` when two tiles cut a dim differently; it names `redistribute`.
     """
     mesh = check_mesh(tiles)
     ndim = max(t.ndim for t in tiles)
+    longer = {d for d in range(-ndim, 0) if any(t.ndim >= -d and t.shape[d] != 1 for t in tiles)}
+    tiles = [held_by_all(t, [t.ndim + d for d in longer if t.ndim >= -d and t.shape[d] == 1]) for t in tiles]
     dims = [_meet([t for t in tiles if t.ndim >= ndim - d], d - ndim) for d in range(ndim)]
     layout = Layout.from_dims(dims, tiles[0].layout.axes)
     locals_: list[Tensor] = []
@@ -153,18 +155,25 @@ def align(tiles: Sequence[Tile]) -> tuple[Layout, list[Tensor]]:
     return layout, locals_
 
 
+def held_by_all(tile: Tile, dims: Sequence[int]) -> Tile:
+    """The tile with these dims of size 1 whole: where a slice of a cut dim left one row, one rank alone has it, and all
+    need it to broadcast.
+
+    *Sends*: the row, where the dim is cut; backward its gradient.
+    """
+    layout = tile.layout
+    for d in dims:
+        if any(c.is_cut or c.has_halo for c in layout.dim(d)):
+            layout = layout.replace_dim(d, whole(1))
+    return tile if layout is tile.layout else tile.with_layout(layout.without_beyond())
+
+
 def _meet(tiles: Sequence[Tile], dim: int) -> tuple[Cut, ...]:
     """The cuts of one dim of a broadcast; `dim` counts from the right."""
     groups = [t.layout.dim(t.ndim + dim) for t in tiles]
     wide = [g for g, t in zip(groups, tiles, strict=True) if t.shape[dim] != 1]
-    # a row that is cut lies on one rank alone: the last batch of an epoch may have fewer samples than there are groups
-    single = [g for g, t in zip(groups, tiles, strict=True) if t.shape[dim] == 1 and any(c.is_cut for c in g)]
-    if wide and single:
-        raise ShardingError(
-            f"dim {dim} has one row, which is cut, so not every rank has it to broadcast; make it whole with "
-            "tile.redistribute"
-        )
-    wide = wide or single
+    # one row that is cut stays so: the last batch of an epoch may have fewer samples than there are groups
+    wide = wide or [g for g in groups if any(c.is_cut for c in g)]
     if not wide:
         return (whole(1),)
     first = wide[0]
@@ -225,7 +234,7 @@ _OPERATORS = _COPIES | frozenset(
     "__div__ __floordiv__ __mod__ __pow__ "
     "__neg__ __abs__ __invert__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
     "zeros_like ones_like full_like empty_like "
-    "relu6 hardswish softplus nan_to_num isclose isfinite isnan isinf isreal square logit xlogy".split()
+    "relu6 hardswish softplus log_sigmoid nan_to_num isclose isfinite isnan isinf isreal square logit xlogy".split()
 )
 
 
@@ -250,6 +259,7 @@ def _pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
         )
     first = tiles[0]
     if len(tiles) == 1:
+        first = held_by_all(first, _growing(args, kwargs, first.layout))
         layout = first.layout if function.__name__ in _COPIES else first.layout.without_beyond()
         locals_ = [first.local if layout is first.layout else _crop(first, layout)]
     else:
@@ -263,11 +273,21 @@ def _pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
     return wrap(function(*args, **kwargs), layout, first)
 
 
-def _grown(args: Any, kwargs: Any, layout: Layout) -> Layout:
-    """`layout` broadcast to the plain tensors among the arguments; a dim that only they have is cut by nothing."""
+def _plain_shapes(args: Any, kwargs: Any) -> list[torch.Size]:
     shapes: list[torch.Size] = []
     onto_local((args, kwargs), lambda t: t.local, lambda x: shapes.append(x.shape) or x)
-    for shape in shapes:
+    return shapes
+
+
+def _growing(args: Any, kwargs: Any, layout: Layout) -> list[int]:
+    """The dims of size 1 that a plain tensor among the arguments makes longer."""
+    sizes = [(layout.ndim - d, shape[-d]) for shape in _plain_shapes(args, kwargs) for d in range(1, len(shape) + 1)]
+    return [dim for dim, n in sizes if dim >= 0 and layout.shape[dim] == 1 and n != 1]
+
+
+def _grown(args: Any, kwargs: Any, layout: Layout) -> Layout:
+    """`layout` broadcast to the plain tensors among the arguments; a dim that only they have is cut by nothing."""
+    for shape in _plain_shapes(args, kwargs):
         for _ in range(len(shape) - layout.ndim):
             layout = layout.insert(0)
         for d in range(1, len(shape) + 1):

@@ -113,6 +113,8 @@ def _variance(
     if correction is None:
         correction = 1.0 if unbiased is None or unbiased else 0.0
     own = input.owned()
+    if not (own.dtype.is_floating_point or own.dtype.is_complex):
+        raise RuntimeError(f"std and var of a Tile of {own.dtype} are not defined; use tile.float()")
     dims = reduced_dims(own, dim)
     center, squares = moments(own, dims)
     spread = squares / max(count_of(own, dims) - correction, 0)
@@ -137,6 +139,12 @@ def var(
     return finish(spread, own, dims, keepdim)
 
 
+def _root(spread: Tensor) -> Tensor:
+    """The square root, whose gradient at 0 (a constant field) is 0, as torch has it for `std`."""
+    flat = spread == 0
+    return torch.where(flat, 0.0, torch.where(flat, 1.0, spread).sqrt())
+
+
 @implements(torch.std)
 def std(
     input: Tile,
@@ -148,7 +156,7 @@ def std(
 ) -> Any:
     """Global standard deviation over `dim`; see `var`."""
     spread, _, own, dims = _variance(input, dim, unbiased, correction, keepdim)
-    return finish(spread.sqrt(), own, dims, keepdim)
+    return finish(_root(spread), own, dims, keepdim)
 
 
 @implements(torch.var_mean)
@@ -176,7 +184,7 @@ def std_mean(
 ) -> Any:
     """(standard deviation, mean); see `var`."""
     spread, center, own, dims = _variance(input, dim, unbiased, correction, keepdim)
-    return finish(spread.sqrt(), own, dims, keepdim), finish(center, own, dims, keepdim)
+    return finish(_root(spread), own, dims, keepdim), finish(center, own, dims, keepdim)
 
 
 # -- norms: the norm of the ranks' norms ------------------------------------------------------------------------------
@@ -230,26 +238,48 @@ def vector_norm(
     return finish(local, own, dims, keepdim)
 
 
-@implements(torch.norm, torch.linalg.norm)
+@implements(torch.norm)
 def norm(
     input: Tile,
     p: Any = None,
     dim: Dims = None,
     keepdim: bool = False,
-    *,
+    out: None = None,
     dtype: torch.dtype | None = None,
-    ord: Any = None,
 ) -> Any:
-    """The vector norm of the whole tensor or over `dim`; matrix norms other than Frobenius are refused."""
-    order = p if p is not None else ord
+    """The vector norm of the whole tensor or over `dim`; the nuclear norm is refused."""
+    _check_order(torch.norm, input, p, out)
+    return vector_norm(input, 2 if p is None or p == "fro" else p, dim, keepdim, dtype=dtype)
+
+
+@implements(torch.linalg.norm)
+def _linalg_norm(
+    A: Tile,
+    ord: Any = None,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    out: None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """As `norm`; but an `ord` for two dims is that of a matrix, of which Frobenius alone is a sum over elements."""
+    if ord is not None and dim is None and A.ndim > 2:
+        raise RuntimeError(f"linalg.norm: with ord= and without dim= a Tile must be 1-d or 2-d, got {A.ndim} dims")
+    is_matrix = ord is not None and len(reduced_dims(A, dim)) == 2
+    _check_order(torch.linalg.norm, A, f"ord={ord}" if is_matrix and ord != "fro" else ord, out)
+    return vector_norm(A, 2 if ord is None or ord == "fro" else ord, dim, keepdim, dtype=dtype)
+
+
+def _check_order(function: Any, input: Tile, order: Any, out: object) -> None:
+    if out is not None:
+        raise refuse(function, input, "out= would change a tensor", "use the result instead")
     if isinstance(order, str) and order != "fro":
         raise refuse(
-            norm,
+            function,
             input,
             f"the matrix norm {order!r} is no sum over elements",
             "use a vector norm, or tile.full_tensor()",
         )
-    return vector_norm(input, 2 if order is None or order == "fro" else order, dim, keepdim, dtype=dtype)
 
 
 # -- extremes ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jigsaw.exchange import exchange
 from jigsaw.layout import Cut, Interval, Layout, ShardingError, whole
-from jigsaw.pointwise import align, cut_whole
+from jigsaw.pointwise import align, cut_whole, held_by_all
 from jigsaw.reductions import reduced_dims
 from jigsaw.tile import Tile, implements, leave, refuse
 
@@ -152,15 +152,22 @@ def _without(input: Tile, dims: Sequence[int]) -> Any:
     return leave(local, input.mesh) if kept.ndim == 0 else Tile(local, kept, input.mesh)
 
 
+def _new_dim(dim: int, ndim: int) -> int:
+    """Where a new dim goes, non-negative."""
+    if not -ndim - 1 <= dim <= ndim:
+        raise IndexError(f"dim {dim} is out of range for a new dim of a Tile of {ndim} dims")
+    return dim % (ndim + 1)
+
+
 @implements(torch.unsqueeze)
 def _unsqueeze(input: Tile, dim: int) -> Tile:
-    at = dim % (input.ndim + 1)
+    at = _new_dim(dim, input.ndim)
     return Tile(input.local.unsqueeze(at), input.layout.insert(at), input.mesh)
 
 
 @implements(torch.permute, Tensor.permute)
 def _permute(input: Tile, dims: Any, *more: int) -> Tile:
-    order = [d % input.ndim for d in _sizes(dims, more)]
+    order = list(reduced_dims(input, _sizes(dims, more)))
     return Tile(input.local.permute(order), input.layout.permute(order), input.mesh)
 
 
@@ -191,9 +198,11 @@ def _movedim(input: Tile, source: Any, destination: Any) -> Tile:
 def _expand(input: Tile, size: Any, *more: int) -> Tile:
     wanted = _sizes(size, more)
     lead = len(wanted) - input.ndim
-    for d in range(input.ndim):
-        if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1) and input.layout.is_cut(d):  # some have no row
-            input = input.with_layout(input.layout.replace_dim(d, whole(1)).without_beyond())
+    if lead < 0 or -1 in wanted[:lead]:
+        raise RuntimeError(f"cannot expand a Tile of shape {tuple(input.shape)} to {wanted}")
+    input = held_by_all(
+        input, [d for d in range(input.ndim) if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1)]
+    )
     layout, local_shape = input.layout, [-1] * input.ndim
     for d in range(input.ndim):
         if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1):
@@ -315,7 +324,9 @@ def _take(tile: Tile, items: list[Any]) -> Any:
             "of advanced indices only one index tensor among full slices is answered",
             "use torch.where, index_select or tile.full_tensor()",
         )
-    return _index_select(tile, where[0], torch.as_tensor(items[where[0]], device=tile.device))
+    index, size = torch.as_tensor(items[where[0]], device=tile.device), tile.shape[where[0]]
+    # an index out of range stays so, for torch to refuse
+    return _index_select(tile, where[0], torch.where(index < 0, index + size, index) if index.is_signed() else index)
 
 
 @implements(torch.index_select)
@@ -329,9 +340,7 @@ def _index_select(input: Tile, dim: int, index: Tensor) -> Tile:
             "use a 1-d integer index on a dim that nothing cuts, or a slice",
         )
     own = input.owned() if any(c.has_halo for c in input.layout.dim(at)) else input
-    return Tile(
-        own.local.index_select(at, index % input.shape[at]), own.layout.replace_dim(at, whole(len(index))), own.mesh
-    )
+    return Tile(own.local.index_select(at, index), own.layout.replace_dim(at, whole(len(index))), own.mesh)
 
 
 @implements(torch.narrow)
@@ -384,7 +393,7 @@ def _joined(function: Any, tensors: Sequence[Any], dim: int) -> tuple[list[Tenso
     """
     first = next(t for t in tensors if isinstance(t, Tile))
     tiles = [t for t in tensors if isinstance(t, Tile)]
-    at = dim % first.ndim
+    (at,) = reduced_dims(first, dim)
     for t in tiles:
         if t.layout.is_cut(at):
             raise refuse(
@@ -427,7 +436,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Tile:
 
 @implements(torch.stack)
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Tile:
-    at = dim % (next(t for t in tensors if isinstance(t, Tile)).ndim + 1)
+    at = _new_dim(dim, next(t for t in tensors if isinstance(t, Tile)).ndim)
     return _cat([t.unsqueeze(at) for t in tensors], at)
 
 

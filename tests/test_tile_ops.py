@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-import jigsaw
+from jigsaw.layout import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.tile import shard
 
 SPACE = (None, None, "lat", "lon")
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
@@ -20,7 +21,9 @@ MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
 CASES = {
     # pointwise, with tiles, numbers, whole tensors
     "arithmetic": lambda x: (x * 2 + 1 - x / 3) ** 2 - (1 - x) * (2 / (x.abs() + 1)),
-    "activations": lambda x: F.gelu(x) + F.silu(x) + F.relu(x) + torch.tanh(x) + F.softplus(x) + F.elu(x) + x.sigmoid(),
+    "activations": lambda x: (
+        F.logsigmoid(x) + F.gelu(x) + F.silu(x) + F.relu(x) + torch.tanh(x) + F.softplus(x) + F.elu(x) + x.sigmoid()
+    ),
     "where": lambda x: torch.where(x > 0, x, 0.1 * x) + x.clamp(-0.5, 0.5) + torch.maximum(x, x.flip(0)),
     "positional": lambda x: (
         x + torch.arange(70, dtype=x.dtype).reshape(7, 10) / 70 + torch.ones(3, 1, 1, dtype=x.dtype)
@@ -46,6 +49,9 @@ CASES = {
     "softmax along columns": lambda x: F.log_softmax(x, -1) + F.softmax(x, 1),
     "nanmean": lambda x: torch.where(x > 1, torch.nan, x).nanmean((2, 3)),
     "counts": lambda x: (x > 0).sum((2, 3)) + (x > 0).any(3).all(2) + torch.count_nonzero(x > 1, 2).sum(2) + x.mean(),
+    "std of a constant": lambda x: (x * 0 + 1).std((2, 3)) + torch.std_mean(x * (x > 5), (2, 3))[0],
+    "vector norms of linalg": lambda x: torch.linalg.norm(x) + torch.linalg.norm(x, 3, 2).sum(),
+    "Frobenius norm": lambda x: torch.linalg.norm(x, "fro", (2, 3)) + torch.norm(x, 3, (2, 3)),
     # shapes
     "permute": lambda x: x.permute(0, 2, 3, 1).transpose(1, 2).movedim(-1, 0),
     "tokens": lambda x: (x.flatten(2).transpose(1, 2) * 2).transpose(1, 2).unflatten(2, (7, 10)),
@@ -57,6 +63,10 @@ CASES = {
     "one row": lambda x: x[:, :, 3] * 2,
     "one element": lambda x: x[1, 2, 6, 9] + x[0, 0, 0, 0] * 3,
     "last column": lambda x: x[..., -1],
+    "one row meets all rows": lambda x: x[:, :, 3:4] * x + x[..., 9:] - x[:, :, :1],
+    "one row meets a whole tensor": lambda x: x[:, :, :1] * torch.arange(4.0, dtype=x.dtype)[:, None],
+    "one row meets one row": lambda x: x[:, :, :1] + x[:, :, :1].sin(),
+    "one row expanded": lambda x: x[:, :, 2:3].expand(-1, -1, 4, -1),
     "strided": lambda x: x[:, :, ::2, 1::3],
     "new dims": lambda x: x[:, None, ..., None].squeeze(1).squeeze(-1),
     "index": lambda x: x[:, [2, 0]] + x[:, torch.tensor([1, 1])],
@@ -150,8 +160,31 @@ def _few(name, x):
     return FEW[name](x)
 
 
+OUT_OF_RANGE = {
+    "index": lambda x: x[:, [3]],
+    "negative index": lambda x: x.index_select(1, torch.tensor([-1])),
+    "permute": lambda x: x.permute(0, 1, 2, 7),
+    "unsqueeze": lambda x: x.unsqueeze(5),
+    "cat": lambda x: torch.cat([x, x], 5),
+    "stack": lambda x: torch.stack([x, x], 6),
+    "expand": lambda x: x[0, :1, :1].expand(10),
+    "norm without dims": lambda x: torch.linalg.norm(x, 2),
+    "variance of integers": lambda x: x.round().to(torch.int64).var(2),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
 @on_ranks(2)
-def test_a_row_that_is_cut_is_not_broadcast_against_many():
-    tile = jigsaw.shard(torch.ones(1, 4), world_mesh(data=2), ("data", None))
-    with pytest.raises(jigsaw.ShardingError, match="has one row, which is cut"):
-        tile + jigsaw.shard(torch.ones(6, 4), tile.mesh, ("data", None))
+def test_what_torch_refuses_a_tile_refuses(name):
+    x = torch.randn(2, 3, 7, 10)
+    for both in (x, shard(x, world_mesh(lat=2), SPACE)):
+        with pytest.raises((IndexError, RuntimeError)):
+            OUT_OF_RANGE[name](both)
+
+
+@pytest.mark.parametrize("order", [1, 2, -2, float("inf"), "nuc"])
+@on_ranks(2)
+def test_matrix_norms_are_refused(order):
+    x = shard(torch.randn(2, 3, 7, 10), world_mesh(lat=2), SPACE)
+    with pytest.raises(ShardingError, match=r"norm.*is no sum over elements"):
+        torch.linalg.norm(x, order, (2, 3))

@@ -50,8 +50,17 @@ def _check_shapes(name: str, input: Values, target: Values) -> None:
         )
 
 
+def _refuse_old(name: str, size_average: object, reduce: object) -> None:
+    if size_average is not None or reduce is not None:
+        raise ShardingError(f"{name}(size_average=, reduce=) on tiles is not supported: use reduction=")
+
+
 def _elementwise(
-    function: Callable[..., Any], difference: Callable[..., Any], *names: str, mean_by_weight: bool = False
+    function: Callable[..., Any],
+    difference: Callable[..., Any],
+    *names: str,
+    mean_by_weight: bool = False,
+    reduced: Callable[[Any, str], Any] = reduced,
 ) -> None:
     """Answer a torch loss that is a pointwise function of input and target, then reduced.
 
@@ -61,10 +70,7 @@ def _elementwise(
 
     def answer(input: Values, target: Values, *args: Any, **kwargs: Any) -> Any:
         options = dict(zip(names, args, strict=False)) | kwargs
-        if options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
-            raise ShardingError(
-                f"{function.__name__}(size_average=, reduce=) on tiles is not supported: use reduction="
-            )
+        _refuse_old(function.__name__, options.pop("size_average", None), options.pop("reduce", None))
         reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
         _check_shapes(function.__name__, input, target)
         values = difference(input, target, **options)
@@ -107,13 +113,17 @@ def _local(function: Callable[..., Tensor]) -> Callable[..., Tile]:
     return run
 
 
+def _reduced_by_sample(values: Any, reduction: str) -> Any:
+    return values.sum() / values.shape[0] if reduction == "batchmean" else reduced(values, reduction)
+
+
 _OLD = ("size_average", "reduce", "reduction")
 _elementwise(F.mse_loss, _squared, *_OLD, "weight", mean_by_weight=True)
 _elementwise(F.l1_loss, _absolute, *_OLD, mean_by_weight=True)
 _elementwise(F.smooth_l1_loss, _local(F.smooth_l1_loss), *_OLD, "beta")
 _elementwise(F.huber_loss, _local(F.huber_loss), "reduction", "delta", "weight")
 _elementwise(F.binary_cross_entropy, _local(F.binary_cross_entropy), "weight", *_OLD)
-_elementwise(F.kl_div, _local(F.kl_div), *_OLD, "log_target")
+_elementwise(F.kl_div, _local(F.kl_div), *_OLD, "log_target", reduced=_reduced_by_sample)
 _elementwise(F.soft_margin_loss, _local(F.soft_margin_loss), *_OLD)
 
 
@@ -127,12 +137,11 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Any:
-    """y = max(x, 0) - x t + log(1 + exp(-|x|)), with `pos_weight` for the positive class, then reduced."""
+    """y = (1 - t) x - log sigmoid x, with `pos_weight` for the positive class, then reduced."""
+    _refuse_old("binary_cross_entropy_with_logits", size_average, reduce)
     _check_shapes("binary_cross_entropy_with_logits", input, target)
     log_weight: Any = 1.0 if pos_weight is None else 1 + (pos_weight - 1) * target
-    # softplus(-|x|) + max(-x, 0): no overflow on either side
-    stable = (-input.abs()).exp().log1p() + (-input).relu()
-    losses = (1 - target) * input + log_weight * stable
+    losses = (1 - target) * input - log_weight * F.logsigmoid(input)
     return reduced(losses if weight is None else losses * weight, reduction)
 
 
@@ -155,6 +164,7 @@ def cross_entropy(
     *Sends*: forward all-reduces of one or two numbers; backward nothing.
     *Raises*: `ShardingError` when the class dim is cut.
     """
+    _refuse_old("cross_entropy", size_average, reduce)
     dim = _class_dim("cross_entropy", input)
     log_p = log_softmax(input, dim)
     if tuple(target.shape) == tuple(input.shape):
@@ -228,6 +238,7 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """y = -input[target] over the class dim 1, reduced as `cross_entropy`."""
+    _refuse_old("nll_loss", size_average, reduce)
     dim = _class_dim("nll_loss", input)
     return _with_indices(input, target, weight, ignore_index, reduction, 0.0, dim)
 
@@ -236,8 +247,19 @@ def nll_loss(
 def gaussian_nll_loss(
     input: Values, target: Values, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Any:
-    """y = (log var + (input - target)^2 / var) / 2, then reduced."""
-    spread = torch.clamp(var, min=eps) if not isinstance(var, float) else max(var, eps)
-    log = torch.log(spread) if not isinstance(spread, float) else torch.log(torch.tensor(spread))
-    losses = 0.5 * (log + (input - target).square() / spread)
+    """y = (log var + (input - target)^2 / var) / 2, then reduced; `var` is not below `eps`."""
+    spread = _spread(input, var, eps)
+    losses = 0.5 * (torch.log(spread) + (input - target).square() / spread)
     return reduced(losses + 0.9189385332046727 if full else losses, reduction)
+
+
+def _spread(input: Values, var: Any, eps: float) -> Values:
+    """The variances as torch takes them: one number, one an element, or one for all of the last dim."""
+    if isinstance(var, (int, float)):
+        var = torch.full_like(input, var)
+    if bool((var < 0).any()):
+        raise ValueError("gaussian_nll_loss: var has negative entries")
+    if tuple(var.shape) == tuple(input.shape)[:-1]:
+        var = var.unsqueeze(-1)
+    # raised to eps with the gradient of what it was, as in torch
+    return var + (torch.clamp(var, min=eps) - var).detach()

@@ -364,6 +364,7 @@ def test_what_is_no_nifti_is_refused(tmp_path):
 
 @pytest.mark.parametrize("ending", [".NII", ".Nii.Gz"])
 def test_endings_in_capitals(tmp_path, ending):
-    path = Path(write(tmp_path / f"v{ending.lower()}")).rename(tmp_path / f"w{ending}")
+    path = Path(write(tmp_path / f"v{ending.lower()}"))
+    path = path.rename(tmp_path / f"w{ending}")
     store, image = open_store(str(path)), nib.load(tmp_path / f"w{ending}")
     np.testing.assert_array_equal(store.read_small("image"), np.asanyarray(image.dataobj).T)

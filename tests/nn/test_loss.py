@@ -42,7 +42,12 @@ ELEMENTWISE = {
     ),
     "probabilities": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid().detach()),
     "divergence": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="sum"),
+    "divergence by sample": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+    "logits at zero": lambda x, y: F.binary_cross_entropy_with_logits(x - x.detach().clamp(max=0), (y > 0).to(x.dtype)),
     "gaussian": lambda x, y: F.gaussian_nll_loss(x, y, y.square() + 0.1),
+    "gaussian of small variances": lambda x, y: F.gaussian_nll_loss(x, y, y.square(), eps=0.5),
+    "gaussian of one variance": lambda x, y: F.gaussian_nll_loss(x, y, 0.3, full=True),
+    "gaussian of a variance a row": lambda x, y: F.gaussian_nll_loss(x, y, y.square().mean(-1) + 0.1),
 }
 
 CLASSES = {
@@ -98,5 +103,11 @@ def test_what_losses_refuse():
         F.mse_loss(x, torch.zeros(2, 4, 1))
     with pytest.raises(ShardingError, match="torch drops the weight"):
         F.l1_loss(x, x, weight=torch.ones(2, 4, 6))
-    with pytest.raises(ShardingError, match="use reduction="):
-        F.mse_loss(x, x, size_average=True)
+    for loss, target in (
+        (F.mse_loss, x),
+        (F.binary_cross_entropy_with_logits, x),
+        (F.cross_entropy, x),
+        (F.nll_loss, x),
+    ):
+        with pytest.raises(ShardingError, match="use reduction="):
+            loss(x, target, size_average=False)
