@@ -17,17 +17,20 @@ from jigsaw import comm
 from jigsaw.exchange import exchange
 from jigsaw.layout import Layout, ShardingError, whole
 from jigsaw.nn.heads import axes_of_heads, project_in, project_out
+from jigsaw.nn.rows import Group, take_rows
 from jigsaw.pointwise import align, cut_whole
 from jigsaw.tile import Tile, implements, refuse
 
 Mask = Tile | Tensor | None
 
 
-def _seen_whole(x: Tile, query: Layout) -> Tensor:
+def _seen_whole(x: Tile, query: Layout, grouped: bool = False) -> Tensor:
     """The local part of keys or values with all tokens, in global order, for a result cut as `query`.
 
     *Sends*: this rank's tokens to each rank that shares its batch and heads; backward their gradients, once back.
+    *Raises*: `ShardingError` where batch or heads are cut otherwise than those of the queries.
     """
+    lead = _lead(x, query, grouped)
     dim = x.ndim - 2
     cuts = x.layout.dim(dim)
     axes = [a for c in cuts for a in c.axes]
@@ -38,7 +41,43 @@ def _seen_whole(x: Tile, query: Layout) -> Tensor:
     else:
         layout = x.layout.replace_dim(dim, *(c.holding([(0, c.size)] * c.pieces) for c in cuts))
         local = exchange(x.local, x.layout, layout, x.mesh)
-    return comm.enter(local, x.mesh, [a for a in query.cut_axes if a not in layout.cut_axes])
+    local = comm.enter(local, x.mesh, [a for a in query.cut_axes if a not in layout.cut_axes])
+    for d, group in lead.items():
+        local = take_rows(local, d, group, query, x.coordinate)
+    return local
+
+
+def _lead(x: Tile, query: Layout, grouped: bool) -> dict[int, Group]:
+    """The dims of batch and heads that are cut in the queries and whole in keys or values, and how they are cut there.
+
+    With `grouped` heads several of the queries share one of the keys.
+    """
+    found: dict[int, Group] = {}
+    for d in range(x.ndim - 2):
+        at = d + query.ndim - x.ndim
+        wanted = tuple(c.bare() for c in query.dim(at)) if at >= 0 else (whole(1),)
+        mine, size = tuple(c.bare() for c in x.layout.dim(d)), query.shape[at] if at >= 0 else 1
+        is_alone = x.shape[d] == 1 and not x.layout.is_cut(d)  # it meets any number
+        if mine == wanted or is_alone or (grouped and d == x.ndim - 3 and _are_grouped(mine, wanted)):
+            continue
+        if x.shape[d] != size or x.layout.is_cut(d):
+            raise refuse(
+                F.scaled_dot_product_attention,
+                x,
+                f"dim {d} of keys or values does not match dim {at} of the queries, which has {size} rows, "
+                f"{'cut otherwise' if query.is_cut(at) else 'uncut'}",
+                "bring both to the same cuts with tile.redistribute",
+            )
+        found[d] = wanted
+    return found
+
+
+def _are_grouped(keys: Group, queries: Group) -> bool:
+    """Whether the heads of every rank's queries are those that share the heads of its keys."""
+    if [c.axes for c in keys] != [c.axes for c in queries] or len(keys) != 1:
+        return not any(c.is_cut for c in (*keys, *queries))
+    (k,), (q,) = keys, queries
+    return [a * q.size for a in k.points] == [b * k.size for b in q.points]
 
 
 def _scores_layout(query: Tile, keys: int) -> Layout:
@@ -109,7 +148,8 @@ def scaled_dot_product_attention(
     tokens too), heads and batch as well. Per rank y has its own queries' rows. A plain mask is whole, [..., L, S].
     *Sends*: forward its own keys and values to each rank that shares batch and heads; backward the same, reversed. A
     rank holds all S keys and values of its batch and heads meanwhile, and scores as torch's own kernel does.
-    *Raises*: `ShardingError` for features of a head that are cut, plain keys or values, or dropout.
+    *Raises*: `ShardingError` for features of a head that are cut, plain keys or values, dropout, and batch or heads of
+    keys or values that are cut otherwise than the queries' (uncut ones are cut to them).
     """
     if not isinstance(query, Tile):  # pyright: ignore[reportUnnecessaryIsInstance]
         others: tuple[Any, ...] = (key, value)
@@ -120,7 +160,7 @@ def scaled_dot_product_attention(
     query = query.owned()
     _check(query, key, value, dropout_p)
     mask = _local_mask(query, key.shape[-2], attn_mask, is_causal)
-    k, v = (_seen_whole(x.owned(), query.layout) for x in (key, value))
+    k, v = (_seen_whole(x.owned(), query.layout, enable_gqa) for x in (key, value))
     out = F.scaled_dot_product_attention(query.local, k, v, mask, scale=scale, enable_gqa=enable_gqa)
     return Tile(out, query.layout.replace_dim(query.ndim - 1, whole(value.shape[-1])), query.mesh)
 

@@ -123,6 +123,8 @@ def matmul(input: Any, other: Any) -> Any:
         return linear(input, other.t())
     if input.ndim == 2 and isinstance(other, Tile):
         return linear(other.mT, input).mT
+    if input.shape[-1] != other.shape[-2]:
+        raise RuntimeError(f"matmul: {tuple(input.shape)} and {tuple(other.shape)} cannot be multiplied")
     lead = max(input.ndim, other.ndim) - 2
     batch = [f"batch {d}" for d in range(lead)]
     labels = [[*batch[lead - (t.ndim - 2) :], *last] for t, last in ((input, "mk"), (other, "kn"))]

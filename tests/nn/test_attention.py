@@ -101,6 +101,45 @@ def test_cut_batch_and_heads_and_a_halo():
     assert_same_on_every_mesh(run, x, [{"lat": 2}], spec=GRID, halo={2: 1})
 
 
+def _with_whole_keys(spec, name, x):
+    """x [batch, heads, tokens, features] is cut; keys and values are made of its mean over what is cut."""
+    keys = x.mean(tuple(d for d in (0, 1) if spec[d]), keepdim=True)
+    if name == "as many":
+        keys = (
+            keys.expand(x.shape[0], x.shape[1], -1, -1)
+            * torch.arange(1.0, 1 + x.shape[1], dtype=x.dtype)[:, None, None]
+        )
+    return F.scaled_dot_product_attention(x, keys, keys.sin())
+
+
+@pytest.mark.parametrize("spec", [("lat", None, None, None), (None, "lat", None, None), ("lat", "lon", None, None)])
+@pytest.mark.parametrize("name", ["one", "as many"])
+def test_keys_that_are_whole_along_batch_and_heads(name, spec):
+    torch.manual_seed(0)
+    meshes = [{"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}]
+    run = functools.partial(_with_whole_keys, spec, name)
+    assert_same_on_every_mesh(run, torch.randn(5, 3, 4, 2), meshes, spec=spec)
+
+
+@on_ranks(2)
+def test_keys_that_every_rank_has():
+    mesh, q = world_mesh(lat=2), torch.randn(3, 4, 5, 2)
+    few = q[:, :2]
+    k, cut_few = (shard(x, mesh, (None,) * 4) for x in (q.cos(), few))
+    for spec in (("lat", None, None, None), (None, "lat", None, None)):
+        found = F.scaled_dot_product_attention(shard(q, mesh, spec), k, k)
+        torch.testing.assert_close(found.full_tensor(), F.scaled_dot_product_attention(q, q.cos(), q.cos()))
+        with pytest.raises(ShardingError, match=r"dim . of keys or values does not match .*redistribute"):
+            F.scaled_dot_product_attention(shard(q, mesh, (None,) * 4), shard(q, mesh, spec), shard(q, mesh, spec))
+    whole = F.scaled_dot_product_attention(q, few, few, enable_gqa=True)
+    for spec in (("lat", None, None, None), (None, "lat", None, None)):
+        keys = shard(few, mesh, spec)
+        found = F.scaled_dot_product_attention(shard(q, mesh, spec), keys, keys, enable_gqa=True)
+        torch.testing.assert_close(found.full_tensor(), whole)
+    with pytest.raises(ShardingError, match="dim 1 of keys or values does not match"):
+        F.scaled_dot_product_attention(shard(q, mesh, (None, "lat", None, None)), cut_few, cut_few, enable_gqa=True)
+
+
 @on_ranks(4)
 def test_keys_and_values_are_sent_once_and_queries_never():
     mesh = world_mesh(lat=2, lon=2)

@@ -317,12 +317,15 @@ def _wrong(which):
     if which == "both dims of the weight":
         both = Tile(torch.randn(6, 3), shard(torch.randn(6, 6), mesh, (None, "lat")).layout, mesh)
         F.linear(shard(torch.randn(4, 6), mesh, (None, "lat"), split={1: (0, 2, 6)}), both)
+    if which == "one against many":
+        torch.randn(5, 4, 1) @ shard(torch.randn(5, 2, 3), mesh, (None, "lat", None))
     if which == "bias":
         bias = Linear(6, 8, mesh=mesh, axis="lat").bias
         F.linear(x, torch.randn(8, 6), bias)
 
 
 WRONG = {
+    "one against many": r"matmul: \(5, 4, 1\) and \(5, 2, 3\) cannot be multiplied",
     "shape": "input .4, 6. and weight .3, 5. cannot be multiplied",
     "two roles": "axis 'lat' cuts both dim 'm' and dim 'n' of the operands.*F.scaled_dot_product_attention",
     "cut differently": "two tiles cut dim 'j?i?' differently.*redistribute",
