@@ -5,6 +5,7 @@ of a cut dim.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -291,6 +292,8 @@ def _getitem(tile: Tile, index: Any) -> Any:
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, (Tensor, Tile, list)) for i in items):
         return _take(tile, items)
+    if any(isinstance(i, bool) for i in items):
+        raise refuse(Tensor.__getitem__, tile, f"{index!r} is a mask of no dims", "use None, which adds a dim")
     named = sum(1 for i in items if i is not None and i is not Ellipsis)
     if named > tile.ndim:
         raise IndexError(f"too many indices ({named}) for a Tile of {tile.ndim} dims")
@@ -309,7 +312,7 @@ def _getitem(tile: Tile, index: Any) -> Any:
             out = slice_dim(out, dim, start, max(start, stop), step)
             dim += 1
         else:
-            out = select_dim(out, dim, int(item))
+            out = select_dim(out, dim, operator.index(item))
     return out
 
 

@@ -163,6 +163,7 @@ def _few(name, x):
 OUT_OF_RANGE = {
     "index": lambda x: x[:, [3]],
     "negative index": lambda x: x.index_select(1, torch.tensor([-1])),
+    "fraction": lambda x: x[1.5],
     "permute": lambda x: x.permute(0, 1, 2, 7),
     "unsqueeze": lambda x: x.unsqueeze(5),
     "cat": lambda x: torch.cat([x, x], 5),
@@ -178,8 +179,15 @@ OUT_OF_RANGE = {
 def test_what_torch_refuses_a_tile_refuses(name):
     x = torch.randn(2, 3, 7, 10)
     for both in (x, shard(x, world_mesh(lat=2), SPACE)):
-        with pytest.raises((IndexError, RuntimeError)):
+        with pytest.raises((IndexError, RuntimeError, TypeError)):
             OUT_OF_RANGE[name](both)
+
+
+@on_ranks(2)
+def test_a_mask_of_no_dims_is_refused():
+    x = shard(torch.randn(2, 3, 7, 10), world_mesh(lat=2), SPACE)
+    with pytest.raises(ShardingError, match=r"True is a mask of no dims; use None"):
+        x[True]
 
 
 @pytest.mark.parametrize("order", [1, 2, -2, float("inf"), "nuc"])
