@@ -207,7 +207,7 @@ def dask_slices(task: Task) -> Opened:
     parts = _parts(task, data)
 
     def read(t: slice) -> np.ndarray:
-        return channels([part.values for part in dask.compute(*parts(t))])  # pyright: ignore[reportPrivateImportUsage]
+        return channels([part.values for part in dask.compute(*parts(t))])
 
     settings |= {**versions("dask"), "dask.scheduler": "threads", "dask.num_workers": task.threads}
     return one_by_one(task, read), settings

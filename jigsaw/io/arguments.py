@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from jigsaw.io.errors import FieldError, ReadError
 
@@ -38,4 +38,4 @@ def by_name(argument: str, given: Any, example: str, error: type[ReadError]) -> 
         return {}
     if not isinstance(given, Mapping):
         raise error(f"{argument}={given!r} must say it by name: {argument}={example}")
-    return given  # pyright: ignore[reportUnknownVariableType]
+    return cast(Mapping[str, Any], given)

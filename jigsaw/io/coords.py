@@ -133,7 +133,7 @@ class Naming:
 
 def _along(along: str, known: set[str], arrays: Mapping[str, ArrayTable]) -> list[str]:
     """The store's dims that `along` means: by their own name, or by their role."""
-    if isinstance(along, str) and along in known:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(along, str) and along in known:
         return [along]
     meant = sorted(d for d in known if role_of(d, arrays[d].attrs if d in arrays else {}) == along)
     if not meant:

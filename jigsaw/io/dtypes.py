@@ -25,6 +25,6 @@ def read_as(dtype: torch.dtype) -> str:
 def dtype_of(argument: str, given: str | torch.dtype, known: Collection[str] = FLOATS) -> torch.dtype:
     """Raises: `FieldError` for a dtype that is not `known`."""
     name = name_of(given) if isinstance(given, torch.dtype) else given
-    if not isinstance(name, str) or name not in known:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(name, str) or name not in known:
         raise FieldError(f"{argument}={given!r} must be one of {sorted(known)}")
     return getattr(torch, name)

@@ -270,7 +270,7 @@ def _flipped(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...
 
 
 def _nan_policy(nan: str | float) -> str | float:
-    if not isinstance(nan, int | float | np.number) and not (isinstance(nan, str) and nan in ("keep", "raise")):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(nan, int | float | np.number) and not (isinstance(nan, str) and nan in ("keep", "raise")):
         raise FieldError(f"nan={nan!r} must be 'keep', 'raise' or a number")
     return nan
 

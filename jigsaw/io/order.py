@@ -62,8 +62,8 @@ class State:
         """
         names = list(cls.__dataclass_fields__)
         # a checkpoint may be anything that was unpickled
-        if not isinstance(given, Mapping) or sorted(map(str, given)) != sorted(names):  # pyright: ignore[reportUnnecessaryIsInstance]
-            shown = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(given, Mapping) or sorted(map(str, given)) != sorted(names):
+            shown = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
             raise StateError(
                 f"a loader's state has the keys {names}, but got {shown}; save what loader.state_dict() returns"
             )

@@ -95,12 +95,12 @@ def taken(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, str 
     """
     if isinstance(mesh, DeviceMesh):
         return mesh, mesh.device_type, axes_of(mesh)
-    if not isinstance(mesh, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(mesh, Mapping):
         raise ShardingError(
             f"mesh={mesh!r} is no mesh; give jigsaw.init_mesh(lat=2), or sizes by axis to plan without ranks: "
             "{'lat': 2}"
         )
-    if not all(isinstance(name, str) and is_int(size) and size >= 1 for name, size in mesh.items()):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not all(isinstance(name, str) and is_int(size) and size >= 1 for name, size in mesh.items()):
         raise ShardingError(f"mesh={dict(mesh)} must have axes of at least one rank each, as whole numbers by name")
     return None, None, tuple(mesh.items())
 

@@ -26,7 +26,7 @@ class Source:
     @cached_property
     def store(self) -> Store:
         """The opened store.  Raises what `open_store` raises, and `FieldError` for what is no `DiskCache`."""
-        if self.disk_cache is not None and not isinstance(self.disk_cache, DiskCache):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if self.disk_cache is not None and not isinstance(self.disk_cache, DiskCache):
             raise FieldError(
                 f"disk_cache={self.disk_cache!r} must be a DiskCache: a folder, and how many bytes it may take, like "
                 "jigsaw.io.DiskCache('cache', 10**11)"

@@ -30,7 +30,7 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
     Raises: `WindowError` for what is no dataset, ranges that overlap or hold no sample, or for dates where the store
     has none.
     """
-    if not isinstance(dataset, Dataset):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(dataset, Dataset):
         raise WindowError(f"split({dataset!r}) needs a jigsaw.io.Dataset: what jigsaw.io.open(…, mesh=…) returns")
     if not ranges:
         raise WindowError("split(dataset) names no range; give some, like train=('1979', '2015')")

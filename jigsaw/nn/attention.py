@@ -151,7 +151,7 @@ def scaled_dot_product_attention(
     *Raises*: `ShardingError` for features of a head that are cut, plain keys or values, dropout, and batch or heads of
     keys or values that are cut otherwise than the queries' (uncut ones are cut to them).
     """
-    if not isinstance(query, Tile):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(query, Tile):
         others: tuple[Any, ...] = (key, value)
         tile = next(t for t in others if isinstance(t, Tile))
         raise refuse(

@@ -147,7 +147,7 @@ def _gathered(
 
 
 def _check(input: Tile, weight: Tensor, how: Sliding) -> None:
-    if not isinstance(input, Tile) or isinstance(weight, Tile):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(input, Tile) or isinstance(weight, Tile):
         raise ShardingError("a convolution takes a Tile and a plain weight: make the input a Tile with jigsaw.shard")
     if input.ndim not in (how.dims + 1, how.dims + 2):
         raise ShardingError(

@@ -32,7 +32,7 @@ def multiply_add(channels: Sequence[Channel], normalize: Normalize) -> tuple[tup
     if isinstance(normalize, Statistics):
         normalize = normalize.mean_std(channels)
     # a user may give anything
-    if not isinstance(normalize, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(normalize, Mapping):
         raise FieldError(
             f"normalize={normalize!r} must be (mean, std) by field, Statistics, or the path of a file of statistics"
         )
@@ -43,7 +43,7 @@ def multiply_add(channels: Sequence[Channel], normalize: Normalize) -> tuple[tup
 
 def _by_own_names(given: Mapping[str, Any], channels: Sequence[Channel]) -> dict[str, Any]:
     """The same, a channel that has another name in it by its own."""
-    strange = [key for key in given if not isinstance(key, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    strange = [key for key in given if not isinstance(key, str)]
     if strange:
         raise FieldError(f"normalize names {strange[0]!r}, which is no string; its keys are names of fields")
     own = {name for c in channels for name in (c.name, c.field, c.array)}
