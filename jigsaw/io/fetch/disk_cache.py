@@ -37,9 +37,9 @@ class DiskCache:
     """What `jigsaw.io.open` keeps of a far store: stored bytes as they were fetched, at most `limit` bytes in `folder`.
 
     The ranks of a machine may share it, and so may runs and stores: it outlives them.  It is for a store that does not
-    change; remove the folder after one did.  A file of it that is damaged is fetched again, and so is a chunk that could
-    not be decoded.  Arrays that nothing tells from those of other stores (in memory, or in an Icechunk session that
-    writes) are not kept.
+    change; remove the folder after one did.  A file of it that is damaged is fetched again, and so is a chunk that
+    could not be decoded.  Arrays that nothing tells from those of other stores (in memory, or in an Icechunk session
+    that writes) are not kept.
 
     Raises: `FieldError` for a limit that is not positive.
     """
