@@ -29,6 +29,8 @@ def client_of(address: str | None, workers: int | None = None) -> Generator[Clie
         raise FieldError("a dask cluster needs dask's scheduler: pip install 'dask[distributed]'") from missing
     if address is not None:
         try:
+            with Client(address, set_as_default=False):
+                pass  # one that fails as dask's default would remain it
             found = Client(address)
         except (ValueError, OSError) as error:
             raise FieldError(

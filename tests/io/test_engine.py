@@ -276,7 +276,8 @@ def test_flip_transpose_drop_and_other_orders(tmp_path):
     for dtype in ("float64", "float32", "int32"):
         asked = Request(layout(1, 3, (7, 8), {}, halo=0), (part,), dtype=dtype)
         engine = Engine(open_store(group))
-        want = x[:, 1, ::-1][..., [4, 0, 2]].transpose(2, 1, 0)[:, None].astype(dtype)
+        want = x[:, 1, ::-1][..., [4, 0, 2]].transpose(2, 1, 0)[:, None]
+        want = np.rint(want) if dtype == "int32" else want.astype(dtype)
         np.testing.assert_array_equal(read_once(engine, asked), want)
         engine.close()
 
@@ -532,8 +533,8 @@ def test_a_killed_rank_is_named_and_leaves_nothing(tmp_path):
 
 
 def test_threads_end_with_the_engine(tmp_path):
-    store = open_store(write(tmp_path)[0])
+    store, before = open_store(write(tmp_path)[0]), set(threading.enumerate())
     engine = Engine(store, threads=2)
     engine.read(plan_read(request({}), store.arrays))
     engine.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("jigsaw-read")]
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("jigsaw-read")]

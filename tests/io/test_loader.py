@@ -418,7 +418,7 @@ def test_a_cache_serves_the_next_epoch(wb2):
     small = jigsaw.io.DataLoader(ds, batch_size=2, cache_bytes=(1 << 40) // step * 2)
     list(small)
     assert len(small._kept._known) <= 2
-    with pytest.raises(FieldError, match="cache_bytes=-1 must be 0 or more"):
+    with pytest.raises(FieldError, match="cache_bytes=-1 must be a whole number, 0 or more"):
         jigsaw.io.DataLoader(ds, cache_bytes=-1)
 
 

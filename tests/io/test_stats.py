@@ -146,7 +146,6 @@ def test_area_weights_are_the_cells_of_the_sphere(tiled):
     check(on_mesh(tiled, {"lat": 1}, weights="area", block=3), want)
 
 
-@on_ranks(4)
 def test_the_outer_rows_of_a_gaussian_grid_reach_the_poles():
     lat = np.degrees(np.arcsin(np.polynomial.legendre.leggauss(8)[0]))
     middle = np.sin(np.deg2rad((lat[1:] + lat[:-1]) / 2))
@@ -155,6 +154,7 @@ def test_the_outer_rows_of_a_gaussian_grid_reach_the_poles():
         np.testing.assert_allclose(area(rows), want / want.mean(), rtol=1e-12)
 
 
+@on_ranks(4)
 def test_area_weights_on_tiles(holed):
     want = expected(stacked(holed, LONG), weights=area(np.linspace(90, -90, 13)))
     check(on_mesh(holed, {"lat": 2, "lon": 2}, weights="area", block=3), want)
