@@ -48,11 +48,8 @@ class Arena:
         self._slots = self._messages // 8 + self.size * _MESSAGE // 8
         self._data: mmap.mmap | None = None
         self._slot_bytes = self.slots = 0
-        self._watch = select.poll()
         watched = [(_pidfd(pid), m) for m, pid in enumerate(pids) if m != me]
         self._deaths = {each: m for each, m in watched if each is not None}
-        for each in self._deaths:
-            self._watch.register(each, select.POLLIN)
         self._fd = fd  # now there is something to close
 
     # -- where words lie ---------------------------------------------------------------------------------------------
@@ -180,7 +177,7 @@ class Arena:
     def _look_around(self, read: int, word: int, since: float) -> None:
         if word == _FINISHED:
             self.check_digests(read)
-        dead = {self._deaths[fd] for fd, _ in self._watch.poll(0)}
+        dead = self._dead()
         for m in range(self.size):
             closed = self._words[self._of(m, _LEFT)] == _CLOSED
             if (m in dead or closed) and self._words[self._of(m, word)] < read:
@@ -189,6 +186,12 @@ class Arena:
         if time.monotonic() - since > self._timeout:
             late = [self._names[m] for m in range(self.size) if m != self.me and self._words[self._of(m, word)] < read]
             raise PeerError(f"waited {self._timeout:g} s for ranks {late} of the domain group to read their part")
+
+    def _dead(self) -> set[int]:
+        watch = select.poll()  # of this call alone: threads wait at the same time, and such an object refuses a second
+        for each in self._deaths:
+            watch.register(each, select.POLLIN)
+        return {self._deaths[each] for each, _ in watch.poll(0)}
 
     def close(self) -> None:
         """Let go of the memory; it goes when the last rank lets go."""
