@@ -199,10 +199,10 @@ def test_many_requests_are_under_way(stores, proxy):
 @pytest.mark.parametrize("chunks", [1, 4, 7])
 def test_one_budget_for_what_is_fetched_and_what_is_decoded(stores, proxy, chunks):
     """A chunk is being decoded, and what else the budget has room for is fetched: one at least."""
-    proxy.latency = 0.05
     store = open_zarr(at(proxy, "v2-blosc"))
     size = store.arrays["air"].chunk_bytes
     engine = Engine(store, None, threads=1, budget=chunks * size)
+    proxy.hold = max(chunks - 1, 1)  # nobody gets an answer before so many have asked
     proxy.clear()
     try:
         times, levels = (tuple((i, i) for i in range(n)) for n in (4, 3))
@@ -386,6 +386,24 @@ def test_what_does_not_pass_names_the_object_and_the_answer(stores, proxy, fault
     assert "secret" not in str(caught.value)
     assert proxy.count == (5 if "given up" in answer else 1)
     assert proxy.requests[0][1].endswith("?token=secret")
+
+
+PATIENT = {"retry_config": {"max_retries": 3, "backoff": {"init_backoff": 1.0, "max_backoff": 1.0}}}
+
+
+@pytest.mark.parametrize("name", ["v2-blosc", "sharded-default"])
+def test_nothing_is_tried_again_for_a_reader_that_was_closed(stores, proxy, name):
+    """Whether it fetches chunks or plans, which reads the indices of shards."""
+    engine = Engine(open_zarr(at(proxy, name), PATIENT))
+    proxy.always = "503"
+    proxy.clear()
+    engine.ahead.expect("next", lambda: plan_read(request({}), engine.store.arrays))
+    while not proxy.count:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    asked = proxy.count
+    engine.close()
+    assert proxy.count == asked
 
 
 def test_a_server_without_ranges_is_refused(proxy):

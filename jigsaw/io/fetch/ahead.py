@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from jigsaw.io.chunk import Fetched
-from jigsaw.io.fetch.at_once import IN_FLIGHT
+from jigsaw.io.fetch.at_once import IN_FLIGHT, while_waited_for
 from jigsaw.io.fetch.batches import Batch
 from jigsaw.io.plan import Job, ReadPlan
 
@@ -46,6 +46,7 @@ class Ahead:
         self._waiting: deque[_Group] = deque()
         self._groups: dict[ReadPlan, dict[Job, _Group]] = {}
         self._held = 0
+        self._is_closed = False
         self._lock = threading.Lock()
 
     # -- reads to come -----------------------------------------------------------------------------------------------
@@ -53,7 +54,11 @@ class Ahead:
     def expect(self, key: Hashable, plan: Callable[[], ReadPlan]) -> None:
         """Plan a read that will follow, in a thread, and begin to fetch for it."""
         if key not in self._expected:
-            self._expected[key] = self._planner.submit(lambda: self.add(plan()))
+            self._expected[key] = self._planner.submit(self._planned, plan)
+
+    def _planned(self, plan: Callable[[], ReadPlan]) -> ReadPlan:
+        with while_waited_for(lambda: not self._is_closed):
+            return self.add(plan())
 
     def planned(self, key: Hashable) -> ReadPlan | None:
         """The plan of a read that was expected; None, and nothing is expected any more, when it was another one.
@@ -112,8 +117,11 @@ class Ahead:
                 self._let_go(group, group.left)
 
     def close(self) -> None:
-        """End the threads; requests under way run out."""
+        """End the threads; requests under way run out, and those that fail are not tried again."""
+        self._is_closed = True
         self.forget()
+        for plan in list(self._groups):
+            self.drop(plan)
         self._planner.shutdown()
         self._pool.shutdown(cancel_futures=True)
 
@@ -140,7 +148,8 @@ def _fetch(group: _Group) -> None:
     """Fetch what a group's jobs need, unless nobody wants it any more."""
     if group.promise.cancelled():
         return
-    with suppress(InvalidStateError):  # given up meanwhile
+    wanted = while_waited_for(lambda: not group.promise.cancelled())
+    with wanted, suppress(InvalidStateError):  # given up meanwhile
         try:
             found = _found(group.plan, group.batch)
         except BaseException as e:

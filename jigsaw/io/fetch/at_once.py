@@ -1,14 +1,18 @@
-"""Questions to a store that answers after a round trip, asked many at a time."""
+"""Questions to a store that answers after a round trip, asked many at a time, for as long as somebody waits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 IN_FLIGHT = 32
+_waits: ContextVar[Callable[[], bool] | None] = ContextVar("jigsaw_somebody_waits", default=None)
 
 
 def at_once(ask: Callable[[T], Any], items: Sequence[T]) -> None:
@@ -18,5 +22,30 @@ def at_once(ask: Callable[[T], Any], items: Sequence[T]) -> None:
     if len(items) < 2:
         return
     with ThreadPoolExecutor(min(IN_FLIGHT, len(items)), thread_name_prefix="jigsaw-ask") as pool:
-        for _ in pool.map(ask, items):
+        for _ in asked_in(pool, ask, items):
             pass
+
+
+def asked_in(pool: ThreadPoolExecutor, ask: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """The answers, in order, of questions asked in a pool's threads for whoever waits for them here."""
+
+    def run(context: Context, item: T) -> R:
+        return context.run(ask, item)
+
+    return pool.map(run, [copy_context() for _ in items], items)  # each context is entered by one thread at a time
+
+
+@contextmanager
+def while_waited_for(waits: Callable[[], bool]) -> Generator[None]:
+    """What is asked for inside is tried again only while `waits()`."""
+    before = _waits.set(waits)
+    try:
+        yield
+    finally:
+        _waits.reset(before)
+
+
+def somebody_waits() -> bool:
+    """Whether it is worth asking once more."""
+    waits = _waits.get()
+    return waits is None or waits()

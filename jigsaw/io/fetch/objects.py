@@ -2,7 +2,8 @@
 
 Every request is tried again after a pause that grows (exponential backoff with jitter) where a server may answer
 better the next time: 408, 429 and 5xx, connections that fail or stall, bodies that end early, ranges that were not the
-ones asked for.  What cannot pass (401, 403, other 4xx, a server without ranges) is an error at once.
+ones asked for.  What cannot pass (401, 403, other 4xx, a server without ranges) is an error at once.  Nothing is tried
+again for a read that was given up.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from jigsaw.io.errors import FetchError, UnsupportedStoreError
+from jigsaw.io.fetch.at_once import IN_FLIGHT, asked_in, somebody_waits
 from jigsaw.io.fetch.batches import Part, merged
 from jigsaw.io.fetch.files import Identity, Room, Target, scatter
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
@@ -34,8 +36,8 @@ SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
 OWN = ("arrays",)
 """Options that are jigsaw's, not obstore's."""
 
-_AT_ONCE = 32
 _KEPT = 1024
+_LOOK = 0.1
 _STATUS = re.compile(r"status code: (\d{3})\b ?([^:\n]*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _TIMED_OUT = re.compile(r"TimedOut|\btimed? ?out\b", re.IGNORECASE)
@@ -231,8 +233,8 @@ class Remote:
     def _at_once(self, path: str, parts: Sequence[Part]) -> list[Bytes | None]:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jigsaw-ranges")
-        return list(self._pool.map(self._part, [path] * len(parts), parts))
+                self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="jigsaw-ranges")
+        return list(asked_in(self._pool, lambda part: self._part(path, part), parts))
 
     def _part(self, path: str, part: Part) -> Bytes | None:
         if part[0] == part[1]:
@@ -300,18 +302,25 @@ class Remote:
         if status.startswith("4") and status not in _PASSING:
             raise FetchError(f"{self._called(path)} cannot be read: the server answered {answer}") from None
         pause, taken = self.retry.pause(failures), time.monotonic() - begun
-        if failures > self.retry.tries or taken + pause > self.retry.within:
+        if failures > self.retry.tries or taken + pause > self.retry.within or not _waited(pause):
             raise FetchError(
                 f"{self._called(path)} cannot be read: given up after {failures} tries in {taken:.1f} s; "
                 f"the last answer: {answer}"
             ) from None
-        time.sleep(pause)
 
     def _called(self, path: str) -> str:
         return f"{self.name}/{path}"
 
 
 _NO_SUFFIX: Any = object()
+
+
+def _waited(pause: float) -> bool:
+    """Wait before the next try; False, and at once, when nobody waits for what it would give."""
+    until = time.monotonic() + pause
+    while somebody_waits() and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, _LOOK))
+    return somebody_waits()
 
 
 def _answer(error: Exception) -> tuple[str, str]:
