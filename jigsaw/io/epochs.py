@@ -81,6 +81,8 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
         check_number("seed", seed, 0)
         check_number("prefetch_bytes", 0 if prefetch_bytes is None else prefetch_bytes, 0)
         check_number("threads", 1 if threads is None else threads, 1)
+        check_flag("shuffle", shuffle)
+        check_flag("drop_last", drop_last)
         if drop_last and batch_size > count:
             raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
         self.dataset = dataset
@@ -254,6 +256,12 @@ def check_number(name: str, value: int, least: int, meaning: str = "") -> None:
     """Raises: `FieldError` for what is no whole number of at least so much."""
     if not is_int(value) or value < least:
         raise FieldError(f"{name}={value!r} must be a whole number, {least} or more{meaning}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raises: `FieldError` for what is neither true nor false: the text "no" would count as true."""
+    if value not in (True, False):
+        raise FieldError(f"{name}={value!r} must be True or False")
 
 
 def _revived(kind: type[Made], dataset: Samples, made_of: Mapping[str, Any], state: Mapping[str, int]) -> Made:

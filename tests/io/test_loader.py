@@ -247,6 +247,8 @@ def test_a_torn_state_is_refused_and_changes_nothing(wb2, state, match):
         ({"batch_size": 9, "drop_last": True}, "leaves no batch of a dataset of 8 samples"),
         ({"seed": -1}, "seed=-1 must be a whole number, 0 or more"),
         ({"seed": "7"}, "seed='7' must be a whole number"),
+        ({"shuffle": "no"}, "shuffle='no' must be True or False"),
+        ({"drop_last": None}, "drop_last=None must be True or False"),
         ({"prefetch_bytes": 1e9}, r"prefetch_bytes=1000000000.0 must be a whole number"),
         ({"threads": 0}, "threads=0 must be a whole number, 1 or more"),
     ],
