@@ -290,6 +290,17 @@ def test_a_level_opens_as_a_store_of_fields_too(tmp_path):
     np.testing.assert_allclose(ds.coords["x"], (1 + np.arange(5) * 0.5) * 10)
 
 
+def test_axes_of_several_units_have_one_world(tmp_path):
+    path = ome(tmp_path / "a.ome.zarr", image((1, 6, 12, 10)), "0.5")
+    broken(lambda m: m["axes"][1].update(unit="nanometer") or m["axes"][2].update(unit="millimeter"))(path)
+    sample = open_volumes([path], mesh=world_mesh(z=1), crop=(6, 12, 10))[0]
+    assert sample.spacing == pytest.approx((0.02, 5000.0, 2.5))
+    np.testing.assert_allclose(sample.affine[:3, 3], (300.0, 200_000.0, 0.1))
+    image_of = multiscale(open_store(path))
+    np.testing.assert_allclose(image_of.read_small("z"), 0.1 + np.arange(6) * 0.02)
+    assert {image_of.arrays[a].attrs["units"] for a in "zyx"} == {image_of.arrays["s0"].attrs["space_units"]}
+
+
 def broken(change):
     """The attributes of an image after a change."""
 
@@ -310,6 +321,12 @@ def broken(change):
         (lambda m: None, 2, MissingLevelError, r"level=2: .* has the levels 0\.\.1 \(s0, s1\)"),
         (lambda m: m.pop("axes"), 0, UnsupportedStoreError, "lack 'axes'; OME-NGFF 0.4 and 0.5"),
         (lambda m: m.update(axes=["z", "y", "x"]), 0, UnsupportedStoreError, "axis 'z' has no name"),
+        (
+            lambda m: m["axes"][1].update(unit="furlong"),
+            0,
+            UnsupportedStoreError,
+            r"have the units \['furlong', 'micrometer', 'micrometer'\], and \['furlong'\] cannot be brought",
+        ),
         (lambda m: m["axes"].pop(), 0, UnsupportedStoreError, "3 axes for array 's0' of 4 dims"),
         (lambda m: m["datasets"][0].update(path="../x"), 0, UnsupportedStoreError, "name '../x', which is no array"),
         *(

@@ -19,6 +19,8 @@ from jigsaw.io.table import ArrayTable, Store
 from jigsaw.io.times import is_int
 
 _KINDS = ("scale", "translation", "identity")
+_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "centi": 1e-2, "": 1.0, "kilo": 1e3}
+_METRES = {f"{prefix}meter": size for prefix, size in _PREFIXES.items()} | {"angstrom": 1e-10, "inch": 0.0254}
 
 
 def is_multiscale(attrs: Mapping[str, Any]) -> bool:
@@ -29,7 +31,8 @@ def is_multiscale(attrs: Mapping[str, Any]) -> bool:
 def multiscale(store: Store, level: int = 0) -> Store:
     """The store with one level alone: its array, whose dims are named by the axes, and coordinates along space.
 
-    The array has the attributes ``affine`` (from (x, y, z, 1) to the world's (x, y, z), 4 x 4) and ``space_units``.
+    The array has the attributes ``affine`` (from (x, y, z, 1) to the world's (x, y, z), 4 x 4) and ``space_units``;
+    axes whose units differ are brought to that of the last one.
 
     Raises: `MissingLevelError` listing the levels; `UnsupportedStoreError` for metadata that break the specification.
     """
@@ -67,6 +70,10 @@ class _Axis:
             raise UnsupportedStoreError(f"{store.url}: axis {entry!r} has no name; OME-NGFF 0.4 and 0.5 are read")
         name = str(entry["name"])
         return cls(name, str(entry.get("type", "space" if name in "zyx" else "")), str(entry.get("unit", "")))
+
+    @property
+    def is_space(self) -> bool:
+        return self.kind == "space" and self.name in ("x", "y", "z")
 
 
 def _multiscales(attrs: Mapping[str, Any]) -> Sequence[Any]:
@@ -112,21 +119,34 @@ def _numbers(given: Any) -> NDArray[np.float64]:
         return np.empty(0)
 
 
+def _unit(store: Store, axes: Sequence[_Axis]) -> str:
+    """The unit of the world, "" when no axis of space has one."""
+    units = [axis.unit for axis in axes if axis.is_space and axis.unit]
+    unknown = sorted(set(units) - set(_METRES))
+    if len(set(units)) > 1 and unknown:
+        raise UnsupportedStoreError(
+            f"{store.url}: the axes of space have the units {units}, and {unknown} cannot be brought to the same; "
+            f"give all axes one unit, or those of {', '.join(_METRES)}"
+        )
+    return units[-1] if units else ""
+
+
 def _with_coordinates(
     store: Store, table: ArrayTable, axes: Sequence[_Axis], scale: NDArray[np.float64], shift: NDArray[np.float64]
 ) -> Store:
-    affine, unit = np.eye(4), ""
+    affine, unit = np.eye(4), _unit(store, axes)
     group = table.name.rpartition("/")[0]
     coordinates: dict[str, NDArray[np.float64]] = {}
     attrs: dict[str, dict[str, Any]] = {}
     for d, axis in enumerate(axes):
-        if axis.kind != "space" or axis.name not in ("x", "y", "z"):
+        if not axis.is_space:
             continue
         row = "xyz".index(axis.name)
-        affine[row, row], affine[row, 3], unit = scale[d], shift[d], axis.unit
+        factor = 1.0 if axis.unit in ("", unit) else _METRES[axis.unit] / _METRES[unit]
+        affine[row, row], affine[row, 3] = step, start = scale[d] * factor, shift[d] * factor
         name = f"{group}/{axis.name}" if group else axis.name
-        coordinates[name] = shift[d] + scale[d] * np.arange(table.shape[d])
-        attrs[name] = {"axis": axis.name.upper(), **({"units": axis.unit} if axis.unit else {})}
+        coordinates[name] = start + step * np.arange(table.shape[d])
+        attrs[name] = {"axis": axis.name.upper(), **({"units": unit} if unit else {})}
     image = replace(
         table,
         dims=tuple(axis.name for axis in axes),
