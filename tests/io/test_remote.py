@@ -388,24 +388,6 @@ def test_what_does_not_pass_names_the_object_and_the_answer(stores, proxy, fault
     assert proxy.requests[0][1].endswith("?token=secret")
 
 
-PATIENT = {"retry_config": {"max_retries": 3, "backoff": {"init_backoff": 1.0, "max_backoff": 1.0}}}
-
-
-@pytest.mark.parametrize("name", ["v2-blosc", "sharded-default"])
-def test_nothing_is_tried_again_for_a_reader_that_was_closed(stores, proxy, name):
-    """Whether it fetches chunks or plans, which reads the indices of shards."""
-    engine = Engine(open_zarr(at(proxy, name), PATIENT))
-    proxy.always = "503"
-    proxy.clear()
-    engine.ahead.expect("next", lambda: plan_read(request({}), engine.store.arrays))
-    while not proxy.count:
-        time.sleep(0.01)
-    time.sleep(0.2)
-    asked = proxy.count
-    engine.close()
-    assert proxy.count == asked
-
-
 def test_a_server_without_ranges_is_refused(proxy):
     table = open_zarr(at(proxy, "sharded-default"), QUICK).arrays["air"]
     proxy.always = "ignore"

@@ -12,6 +12,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 IN_FLIGHT = 32
+_idle = ThreadPoolExecutor(1, thread_name_prefix="jigsaw-idle")
 _waits: ContextVar[Callable[[], bool] | None] = ContextVar("jigsaw_somebody_waits", default=None)
 
 
@@ -48,4 +49,13 @@ def while_waited_for(waits: Callable[[], bool]) -> Generator[None]:
 def somebody_waits() -> bool:
     """Whether it is worth asking once more."""
     waits = _waits.get()
-    return waits is None or waits()
+    return (waits is None or waits()) and not _is_ending()
+
+
+def _is_ending() -> bool:
+    """Whether Python ends, and waits for this thread: pools take no more work then."""
+    try:
+        _idle.submit(int)
+    except RuntimeError:
+        return True
+    return False
