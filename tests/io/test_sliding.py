@@ -154,13 +154,17 @@ def test_what_does_not_fit_is_refused(number):
         sliding_window(net, x, **options)
 
 
+@pytest.mark.parametrize("well", [0, 2])
 @on_ranks(2)
-def test_a_model_that_fails_on_one_rank_fails_on_all():
+def test_a_model_that_fails_on_one_rank_fails_on_all(well):
+    """On its first window, or after so many."""
     mesh = world_mesh(z=2)
-    tile = jigsaw.shard(volume((8, 4, 4)), mesh, (None, None, "z", None, None))
+    tile = jigsaw.shard(volume((24, 4, 4)), mesh, (None, None, "z", None, None))
+    seen = []
 
     def fails(x):
-        if mesh.get_rank() == 1:
+        seen.append(x)
+        if mesh.get_rank() == 1 and len(seen) > well:
             raise ZeroDivisionError("no weights here")
         return x
 

@@ -59,9 +59,10 @@ def sliding_window(
     It tracks no gradients; the model is used in the mode (``model.eval()``) that it is in.
 
     *Shapes*: global [B, C, \*space] -> [B, K, \*space]; per rank likewise with its owned rows.
-    *Sends*: the rows of each window that other ranks own, and its answer back; with ``"cut"``, what the model sends.
+    *Sends*: the rows of each window that other ranks own, and its answer back, with ``"dealt"`` after a word of
+    `comm.agree` for each window of a rank; with ``"cut"``, what the model sends.
     *Raises*: `FieldError` for arguments that do not fit the volume, or a model whose answer has another size;
-    `PeerError` where the model fails on the first windows of another rank.
+    `PeerError` where, with ``"dealt"``, the model fails on a window of another rank.
     """
     shape = tuple(volume.shape)
     plan = _Windows.of(shape, roi, overlap, windows, align)
@@ -258,13 +259,9 @@ class _Dealt:
     def run(self, model: Model, weight: Tensor) -> Tensor:
         sums: _Sums | None = None
         for windows in self._rounds():
-            given = self._gather(windows)
-            if sums is None:
-                answer = self._first(model, given, self.me in windows)
-                sums = _Sums(self.mine, weight, self.like)
-            else:
-                answer = self._answer(model, given) if self.me in windows else None
-            self._give_back(windows, answer, sums)
+            answer, like = self._answers(model, self._gather(windows), self.me in windows)
+            sums = sums or _Sums(self.mine, weight, like)
+            self._give_back(windows, answer, like, sums)
         assert sums is not None
         return sums.mean()
 
@@ -273,8 +270,8 @@ class _Dealt:
         _check_answer(answer, tuple(given.shape))
         return answer
 
-    def _first(self, model: Model, given: Tensor, has_window: bool) -> Tensor | None:
-        """The answer of the first round; all learn its channels and dtype, or why a model refused its window."""
+    def _answers(self, model: Model, given: Tensor, has_window: bool) -> tuple[Tensor | None, Tensor]:
+        """This rank's answer of a round, and its kind: all learn the channels and dtype, or why a model failed."""
         answer: Tensor | None = None
         told: Any = None
         try:
@@ -291,8 +288,7 @@ class _Dealt:
         if refused is not None:
             raise PeerError(f"another rank's model failed on its window: {refused}")
         channels, dtype = next(each for each in heard if each is not None)
-        self.like = self.local.new_empty((self.local.shape[0], channels), dtype=dtype)
-        return answer
+        return answer, self.local.new_empty((self.local.shape[0], channels), dtype=dtype)
 
     def _rounds(self) -> list[Windows]:
         """The windows, dealt evenly: each to the rank that owns most of it, while that has room."""
@@ -326,14 +322,14 @@ class _Dealt:
             _at(given, parts[m], window).copy_(values)
         return given
 
-    def _give_back(self, windows: Windows, answer: Tensor | None, sums: _Sums) -> None:
+    def _give_back(self, windows: Windows, answer: Tensor | None, like: Tensor, sums: _Sums) -> None:
         """Answers go to those who own the rows."""
         window = windows.get(self.me)
         sends: list[tuple[int, Tensor]] = []
         if window is not None and answer is not None:
             sends = [(m, _at(answer, _meet(box, window), window)) for m, box in self.boxes.items() if m != self.me]
         shared = {m: _meet(self.mine, box) for m, box in windows.items()}
-        buffers = {m: self._room(self.like, shared[m]) for m in windows if m != self.me}
+        buffers = {m: self._room(like, shared[m]) for m in windows if m != self.me}
         self._swap(sends, [*buffers.items()])
         for m, box in windows.items():
             values = _at(answer, shared[m], window) if m == self.me and answer is not None and window else buffers[m]
