@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Every file of ops joins Tile's closed table here, so that the order of a user's imports never matters.
-from jigsaw import along, nn, pointwise, reductions, shapes
+from jigsaw import along, joining, nn, pointwise, reductions, shapes
 from jigsaw.layout import Cut, Layout, ShardingError
 from jigsaw.mesh import init_mesh
 from jigsaw.tile import Tile, from_local, shard
@@ -29,6 +29,7 @@ __all__ = [
     "from_local",
     "init_mesh",
     "io",
+    "joining",
     "load",
     "nn",
     "no_sync",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor
 from jigsaw import comm
 from jigsaw.layout import ShardingError, whole
 from jigsaw.pointwise import alike
-from jigsaw.reductions import amax, amin, finish, reduced_dims, reducing_axes
+from jigsaw.reductions import extreme_of_all, finish, reduced_dims, reducing_axes
 from jigsaw.tile import Tile, implements, refuse
 
 
-def _along(function: Any, input: Tile, along: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Run on each rank; exact because dim `along` is whole there.  Halo rows of other dims stay."""
-    (at,) = reduced_dims(input, along)
+def along(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Run on each rank; exact because dim `dim` is whole there.  Halo rows of other dims stay."""
+    (at,) = reduced_dims(input, dim)
     if any(c.is_cut or c.has_halo for c in input.layout.dim(at)):
         if input.layout.is_cut(at):
             raise refuse(
@@ -31,6 +32,9 @@ def _along(function: Any, input: Tile, along: int, /, *args: Any, **kwargs: Any)
                 "redistribute the tile so that another dim is cut",
             )
         input = input.owned()
+    if not input.local.numel() and input.numel():
+        # torch looks at dtypes only where there are elements: a rank without rows refuses what the others refuse
+        function(input.local.new_zeros([n or 1 for n in input.local.shape]), *args, **kwargs)
     return _as_tiles(function(input.local, *args, **kwargs), input, at)
 
 
@@ -58,7 +62,7 @@ def _answer(function: Any, position: int, default: int | None) -> None:
                     "pass a dim that nothing cuts",
                 )
             return alike(function, (input, *args), kwargs, input)
-        return _along(function, input, dim, *args, **kwargs)
+        return along(function, input, dim, *args, **kwargs)
 
     implements(function)(handler)
 
@@ -78,7 +82,6 @@ for _function, _position, _default in (
     (torch.argmax, 0, None),
     (torch.argmin, 0, None),
     (torch.prod, 0, None),
-    (torch.diff, 1, -1),
     (F.glu, 0, -1),
 ):
     _answer(_function, _position, _default)
@@ -106,14 +109,16 @@ def _max_or_min(function: Any, whole_tensor: Callable[[Tile], Any]) -> None:
             return elementwise(input, *args, **kwargs)
         if not args and not kwargs:
             return whole_tensor(input)
+        if not args and "dim" not in kwargs:
+            raise TypeError(f"{function.__name__}() of a Tile got {sorted(kwargs)} without dim=: name the dim")
         dim: Any = kwargs["dim"] if "dim" in kwargs else args[0]
-        return _along(function, input, dim, *args, **kwargs)
+        return along(function, input, dim, *args, **kwargs)
 
     implements(function)(answer)
 
 
-_max_or_min(torch.max, amax)
-_max_or_min(torch.min, amin)
+_max_or_min(torch.max, partial(extreme_of_all, op="max"))
+_max_or_min(torch.min, partial(extreme_of_all, op="min"))
 
 
 # -- softmax ----------------------------------------------------------------------------------------------------------
@@ -130,12 +135,18 @@ def _shifted(input: Tile, dim: int, dtype: torch.dtype | None) -> tuple[Tile, Te
         else wide.local.new_full([1 if d == dim else n for d, n in enumerate(wide.local.shape)], -math.inf)
     )
     top = comm.all_reduce(local_top, own.mesh, axes, "max")
-    shifted = wide.local - torch.where(top.isinf(), 0.0, top)
+    shifted = wide.local - torch.where(top == -math.inf, 0.0, top)
     sums = comm.total(shifted.exp().sum(dim, keepdim=True), own.mesh, axes)
     return Tile(shifted, own.layout, own.mesh), comm.enter(sums, own.mesh, axes)
 
 
-@implements(F.softmax, torch.softmax)
+def _check_has_exp(function: Any, input: Tile, dtype: torch.dtype | None) -> None:
+    wanted = dtype or input.dtype
+    if not wanted.is_floating_point:
+        raise RuntimeError(f"{function.__name__}() of {wanted} is not defined; give a floating dtype=")
+
+
+@implements(F.softmax)
 def softmax(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tile:
     """y = exp(x - max) / sum exp(x - max) along `dim`, which may be cut.
 
@@ -146,18 +157,30 @@ def softmax(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: to
         raise ShardingError("softmax on a Tile needs dim=")
     (at,) = reduced_dims(input, dim)
     if not input.layout.is_cut(at):
-        return _along(torch.softmax, input, at, at, dtype=dtype)
+        return along(torch.softmax, input, at, at, dtype=dtype)
+    _check_has_exp(torch.softmax, input, dtype)
     shifted, sums = _shifted(input, at, dtype)
     return Tile((shifted.local.exp() / sums).to(dtype or input.dtype), shifted.layout, input.mesh)
 
 
-@implements(F.log_softmax, torch.log_softmax)
+@implements(F.log_softmax)
 def log_softmax(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tile:
     """y = x - log sum exp x along `dim`, which may be cut; bytes as `softmax`."""
     if dim is None:
         raise ShardingError("log_softmax on a Tile needs dim=")
     (at,) = reduced_dims(input, dim)
     if not input.layout.is_cut(at):
-        return _along(torch.log_softmax, input, at, at, dtype=dtype)
+        return along(torch.log_softmax, input, at, at, dtype=dtype)
+    _check_has_exp(torch.log_softmax, input, dtype)
     shifted, sums = _shifted(input, at, dtype)
     return Tile((shifted.local - sums.log()).to(dtype or input.dtype), shifted.layout, input.mesh)
+
+
+@implements(torch.softmax)
+def _softmax(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
+    return softmax(input, dim, dtype=dtype)
+
+
+@implements(torch.log_softmax)
+def _log_softmax(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
+    return log_softmax(input, dim, dtype=dtype)

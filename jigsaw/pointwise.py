@@ -229,12 +229,21 @@ def wrap(out: Any, layout: Layout, tile: Tile) -> Any:
 # -- pointwise --------------------------------------------------------------------------------------------------------
 
 _COPIES = frozenset("to float double half bfloat16 int long bool type type_as clone detach contiguous".split())
-_OPERATORS = _COPIES | frozenset(
-    "__radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __add__ __sub__ __mul__ __truediv__ "
-    "__div__ __floordiv__ __mod__ __pow__ "
-    "__neg__ __abs__ __invert__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
-    "zeros_like ones_like full_like empty_like "
-    "relu6 hardswish softplus log_sigmoid nan_to_num isclose isfinite isnan isinf isreal square logit xlogy".split()
+_AUGMENTED = frozenset(
+    "__iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
+    "__ilshift__ __irshift__".split()
+)
+_OPERATORS = (
+    _COPIES
+    | _AUGMENTED
+    | frozenset(
+        "__radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __add__ __sub__ __mul__ __truediv__ "
+        "__div__ __floordiv__ __mod__ __pow__ "
+        "__lshift__ __rshift__ __rlshift__ __rrshift__ __rand__ __ror__ __rxor__ __pos__ "
+        "__neg__ __abs__ __invert__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
+        "zeros_like ones_like full_like empty_like conj real imag complex polar "
+        "relu6 hardswish softplus log_sigmoid nan_to_num isclose isfinite isnan isinf isreal square logit xlogy".split()
+    )
 )
 
 
@@ -253,10 +262,9 @@ def is_pointwise(function: Any) -> bool:
 
 def _pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
     tiles = list(tiles_in((args, kwargs)))
-    if kwargs.get("out") is not None:
-        raise ShardingError(
-            f"{function.__name__}(out=...) is not supported on tiles: a Tile is frozen; use the result instead"
-        )
+    in_place = _is_in_place(function)
+    if in_place:
+        _check_shape_of_target(function, args, kwargs)
     first = tiles[0]
     if len(tiles) == 1:
         first = held_by_all(first, _growing(args, kwargs, first.layout))
@@ -267,10 +275,12 @@ def _pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
     grown = _grown(args, kwargs, layout)
     if grown != layout:
         layout = grown
-    _check_in_place(function, args, layout)
+    if in_place:
+        _check_layout_of_target(function, args[0], layout)
     ready = iter(locals_)
-    args, kwargs = onto_local((args, kwargs), lambda _: next(ready), lambda x: cut_whole(x, first, layout))
-    return wrap(function(*args, **kwargs), layout, first)
+    ready_args, ready_kwargs = onto_local((args, kwargs), lambda _: next(ready), lambda x: cut_whole(x, first, layout))
+    out = function(*ready_args, **ready_kwargs)
+    return args[0] if in_place else wrap(out, layout, first)
 
 
 def _plain_shapes(args: Any, kwargs: Any) -> list[torch.Size]:
@@ -296,14 +306,27 @@ def _grown(args: Any, kwargs: Any, layout: Layout) -> Layout:
     return layout
 
 
-def _check_in_place(function: Any, args: Sequence[Any], layout: Layout) -> None:
+def _is_in_place(function: Any) -> bool:
     name = function.__name__
-    if name.endswith("_") and not name.endswith("__"):
-        target = args[0]
-        if not isinstance(target, Tile) or target.layout != layout:
-            raise ShardingError(
-                f"{name} would change the layout of its target in place; use {name.rstrip('_')} instead"
-            )
+    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+
+
+def _check_shape_of_target(function: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """What is changed in place keeps its shape: known before anything is sent."""
+    shapes = [t.shape for t in tiles_in((args, kwargs))] + _plain_shapes(args, kwargs)
+    if not args or not isinstance(args[0], Tile) or torch.broadcast_shapes(*shapes) != args[0].shape:
+        raise ShardingError(
+            f"{function.__name__} of shapes {[tuple(s) for s in shapes]} cannot change its target in place: it must be "
+            "a Tile of the shape of the result; use the function that makes a new one, as x + y"
+        )
+
+
+def _check_layout_of_target(function: Any, target: Tile, layout: Layout) -> None:
+    if target.layout != layout:
+        raise ShardingError(
+            f"{function.__name__} would change the layout of its target in place, from {target.layout} to {layout} "
+            "(a halo counts); use the function that makes a new one, as x + y"
+        )
 
 
 @implements(Tensor.requires_grad_)
@@ -322,9 +345,25 @@ def _item(tile: Tile) -> Any:
     return tile.full_tensor().item()
 
 
-@implements(torch.is_floating_point, torch.is_complex)
+@implements(torch.is_floating_point)
 def _is_floating_point(tile: Tile) -> bool:
-    return tile.local.is_floating_point()
+    return tile.dtype.is_floating_point
+
+
+@implements(torch.is_complex)
+def _is_complex(tile: Tile) -> bool:
+    return tile.dtype.is_complex
+
+
+@implements(Tensor.where)
+def _method_where(*args: Any, **kwargs: Any) -> Any:
+    return _pointwise(Tensor.where, *args, **kwargs)
+
+
+@implements(torch.where)
+def _where(condition: Any, *others: Any, **named: Any) -> Any:
+    handler = _pointwise if others or named else _unknown  # alone, it lists places, however many there are
+    return handler(torch.where, condition, *others, **named)
 
 
 @implements(F.relu)

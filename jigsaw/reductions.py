@@ -28,11 +28,16 @@ def reduced_dims(tile: Tile, dim: Dims) -> tuple[int, ...]:
         return tuple(range(tile.ndim))
     dims = tuple((dim,) if isinstance(dim, int) else dim)
     for d in dims:
-        if not -tile.ndim <= d < max(tile.ndim, 1):
+        if isinstance(d, bool):  # which Python takes for a number
+            raise TypeError(f"dim={d!r} is no dim of a Tile: pass whole numbers")
+        if not -max(tile.ndim, 1) <= d < max(tile.ndim, 1):
             raise IndexError(
                 f"dim {d} is out of range for a Tile of {tile.ndim} dims (expected {-tile.ndim}..{tile.ndim - 1})"
             )
-    return tuple(d % max(tile.ndim, 1) for d in dims)
+    found = tuple(d % max(tile.ndim, 1) for d in dims)
+    if len(set(found)) != len(found):
+        raise RuntimeError(f"dims {dims} name a dim of a Tile of {tile.ndim} dims twice: name each once")
+    return found
 
 
 def reducing_axes(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
@@ -60,26 +65,22 @@ def total_over(local: Tensor, tile: Tile, dims: Sequence[int]) -> Tensor:
 
 
 @implements(torch.sum)
-def reduce_sum(
-    input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
-) -> Any:
+def reduce_sum(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """y = sum of `input` over `dim`.
 
     *Shapes*: global as in torch; per rank the dims that stay keep their cuts.
     *Sends*: forward one all-reduce of the local result over the axes that cut `dim`; backward nothing.
     """
-    dims = reduced_dims(input, axis if dim is None else dim)
+    dims = reduced_dims(input, dim)
     own = input.owned()
     local = torch.sum(own.local, dims, keepdim, dtype=dtype) if dims else own.local.to(dtype or own.dtype)
     return finish(total_over(local, own, dims), own, dims, keepdim)
 
 
 @implements(torch.mean)
-def mean(
-    input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
-) -> Any:
+def mean(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """y = global mean of `input` over `dim`; shapes and bytes as `reduce_sum`."""
-    dims = reduced_dims(input, axis if dim is None else dim)
+    dims = reduced_dims(input, dim)
     if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
         raise RuntimeError(f"mean(): a Tile of {input.dtype} has no mean; give dtype= or use tile.float()")
     own = input.owned()
@@ -225,11 +226,17 @@ def vector_norm(
     *Sends*: one all-gather of the local norms; backward nothing.
     """
     dims = reduced_dims(x, dim)
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise RuntimeError(f"vector_norm(): a Tile of {x.dtype} has no norm; use tile.float()")
     own = x.owned()
     axes = reducing_axes(own.layout, dims)
     if abs(ord) == math.inf:
         return (amax if ord > 0 else amin)(own.to(dtype or own.dtype).abs(), dims, keepdim)
     if ord < 0:  # a rank without rows has no such norm, but its sum is 0
+        if count_of(x, dims) == 0:
+            raise RuntimeError(
+                f"vector_norm: no elements, as of {tuple(x.shape)} over {dims}, have a norm of ord={ord}"
+            )
         return reduce_sum(own.to(dtype or own.dtype).abs() ** ord, dims, keepdim) ** (1 / ord)
     local = torch.linalg.vector_norm(own.local, ord, dims or None, keepdim, dtype=dtype) if dims else own.local.abs()
     if axes:
@@ -244,11 +251,10 @@ def norm(
     p: Any = None,
     dim: Dims = None,
     keepdim: bool = False,
-    out: None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
     """The vector norm of the whole tensor or over `dim`; the nuclear norm is refused."""
-    _check_order(torch.norm, input, p, out)
+    _check_order(torch.norm, input, p)
     return vector_norm(input, 2 if p is None or p == "fro" else p, dim, keepdim, dtype=dtype)
 
 
@@ -259,20 +265,19 @@ def _linalg_norm(
     dim: Dims = None,
     keepdim: bool = False,
     *,
-    out: None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
     """As `norm`; but an `ord` for two dims is that of a matrix, of which Frobenius alone is a sum over elements."""
     if ord is not None and dim is None and A.ndim > 2:
         raise RuntimeError(f"linalg.norm: with ord= and without dim= a Tile must be 1-d or 2-d, got {A.ndim} dims")
     is_matrix = ord is not None and len(reduced_dims(A, dim)) == 2
-    _check_order(torch.linalg.norm, A, f"ord={ord}" if is_matrix and ord != "fro" else ord, out)
+    if ord == "fro" and not is_matrix:
+        raise RuntimeError(f"linalg.norm: ord='fro' is that of a matrix, over two dims; got dim={dim!r}")
+    _check_order(torch.linalg.norm, A, f"ord={ord}" if is_matrix and ord != "fro" else ord)
     return vector_norm(A, 2 if ord is None or ord == "fro" else ord, dim, keepdim, dtype=dtype)
 
 
-def _check_order(function: Any, input: Tile, order: Any, out: object) -> None:
-    if out is not None:
-        raise refuse(function, input, "out= would change a tensor", "use the result instead")
+def _check_order(function: Any, input: Tile, order: Any) -> None:
     if isinstance(order, str) and order != "fro":
         raise refuse(
             function,
@@ -286,39 +291,49 @@ def _check_order(function: Any, input: Tile, order: Any, out: object) -> None:
 
 
 class _Extreme(torch.autograd.Function):
-    """Global amax or amin; the gradient is shared evenly by all elements that attain it, on whichever rank."""
+    """Global amax or amin; the gradient is shared evenly by all elements that attain it, on whichever rank.
+
+    NaN equals nothing: where it is the extreme, no element has a share (0 / 0 is NaN, as in torch), unless `nan` says
+    that NaN attains NaN.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], dims: tuple[int, ...], op: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], dims: tuple[int, ...], op: str, nan: bool
+    ) -> Tensor:
         local = getattr(torch, f"a{op}")(x, dims, keepdim=True) if x.numel() else _nothing(x, dims, op)
         best = comm.all_reduce(local, mesh, axes, op)
-        attained = x == best
+        attained = (x == best) | (x.isnan() & best.isnan()) if nan else x == best
         ctx.save_for_backward(attained, comm.all_reduce(attained.sum(dims, keepdim=True), mesh, axes))
         return best
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         attained, shares = ctx.saved_tensors
-        return torch.where(attained, grads[0] / shares, 0.0), None, None, None, None
+        return grads[0] * attained / shares, None, None, None, None, None
 
 
 def _nothing(x: Tensor, dims: tuple[int, ...], op: str) -> Tensor:
     """The neutral element, for a rank without rows."""
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    if x.dtype == torch.bool:
+        return x.new_full(shape, op == "min")
     info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
     edge = -math.inf if x.is_floating_point() else info.min
     return x.new_full(shape, edge if op == "max" else -edge if x.is_floating_point() else info.max)
 
 
-def _extreme(input: Tile, dim: Dims, keepdim: bool, op: str) -> Any:
+def _extreme(input: Tile, dim: Dims, keepdim: bool, op: str, nan: bool = False) -> Any:
     dims = reduced_dims(input, dim)
+    if input.dtype.is_complex:
+        raise RuntimeError(f"a{op}(): a Tile of {input.dtype} has no order; use tile.abs()")
     if count_of(input, dims) == 0:
         raise IndexError(
             f"a{op}(): cannot reduce dims {dims} of a Tile of shape {tuple(input.shape)}: there are no elements"
         )
     own = input.owned()
     axes = reducing_axes(own.layout, dims)
-    local: Tensor = _Extreme.apply(own.local, own.mesh, axes, dims, op)
+    local: Tensor = _Extreme.apply(own.local, own.mesh, axes, dims, op, nan)
     return finish(local if keepdim else local.squeeze(dims), own, dims, keepdim)
 
 
@@ -334,19 +349,37 @@ def amin(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
     return _extreme(input, dim, keepdim, "min")
 
 
+def extreme_of_all(input: Tile, op: str) -> Any:
+    """The global maximum or minimum, as `amax` and `amin`; but all NaN share the gradient of NaN evenly."""
+    return _extreme(input, None, False, op, nan=True)
+
+
 # -- truth and counting -----------------------------------------------------------------------------------------------
+
+
+def _is_empty(dim: Dims) -> bool:
+    """Whether no dim is named: the functions below then reduce none, where others reduce all."""
+    return dim is not None and not isinstance(dim, int) and len(dim) == 0
+
+
+def _truth(input: Tile) -> torch.dtype:
+    return torch.uint8 if input.dtype == torch.uint8 else torch.bool  # as torch does
 
 
 @implements(torch.all)
 def reduce_all(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether every element (over `dim`) is true, globally."""
-    return reduce_sum(input.to(torch.bool).logical_not().to(torch.int64), dim, keepdim).eq(0)
+    false = input.to(torch.bool).logical_not()
+    found = false if _is_empty(dim) else reduce_sum(false.to(torch.int64), dim, keepdim)
+    return found.eq(0).to(_truth(input))
 
 
 @implements(torch.any)
 def reduce_any(input: Tile, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether any element (over `dim`) is true, globally."""
-    return reduce_sum(input.to(torch.bool).to(torch.int64), dim, keepdim) > 0
+    true = input.to(torch.bool)
+    found = true if _is_empty(dim) else reduce_sum(true.to(torch.int64), dim, keepdim)
+    return found.ne(0).to(_truth(input))
 
 
 @implements(torch.count_nonzero)
@@ -370,12 +403,14 @@ def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equ
 @implements(torch.nansum)
 def nansum(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """`reduce_sum` with NaN counted as zero."""
-    return reduce_sum(input.nan_to_num(0.0, math.inf, -math.inf), dim, keepdim, dtype=dtype)
+    return reduce_sum(input.masked_fill(input.isnan(), 0), dim, keepdim, dtype=dtype)
 
 
 @implements(torch.nanmean)
 def nanmean(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """`mean` over the elements that are not NaN."""
+    if not (input.dtype.is_floating_point or input.dtype.is_complex):
+        raise RuntimeError(f"nanmean(): a Tile of {input.dtype} has no NaN; use tile.float().mean()")
     return nansum(input, dim, keepdim, dtype=dtype) / reduce_sum(input.isnan().logical_not(), dim, keepdim)
 
 
@@ -383,13 +418,30 @@ def nanmean(input: Tile, dim: Dims = None, keepdim: bool = False, *, dtype: torc
 def logsumexp(input: Tile, dim: Dims, keepdim: bool = False) -> Any:
     """y = log sum exp over `dim`, shifted by the global maximum."""
     dims = reduced_dims(input, dim)
+    if input.dtype.is_complex:
+        raise refuse(torch.logsumexp, input, "complex numbers have no maximum", "use tile.exp().sum(dim).log()")
+    if not input.dtype.is_floating_point:
+        input = input.to(torch.get_default_dtype())
+    if count_of(input, dims) == 0:
+        return reduce_sum(input.exp(), dims, keepdim).log()
     top = amax(input.detach(), dims, keepdim=True)
     top = torch.where(top.abs() == math.inf, 0.0, top)
     out = reduce_sum((input - top).exp(), dims, keepdim=True).log() + top
     return out if keepdim else reduce_sum(out, dims)
 
 
-@implements(torch.dot, torch.vdot)
+@implements(torch.dot)
 def dot(input: Any, other: Any) -> Any:
-    """y = sum of input * other, over a 1-d tensor."""
+    """y = sum of input * other, over two 1-d tensors of one length and dtype."""
+    if input.ndim != 1 or input.shape != other.shape or input.dtype != other.dtype or input.dtype == torch.bool:
+        raise RuntimeError(
+            f"dot of shapes {tuple(input.shape)} and {tuple(other.shape)}, {input.dtype} and {other.dtype}: pass two "
+            "1-d tensors of numbers, of one length and dtype"
+        )
     return (input * other).sum()
+
+
+@implements(torch.vdot)
+def vdot(input: Any, other: Any) -> Any:
+    """y = sum of conj(input) * other; see `dot`."""
+    return dot(input.conj(), other)

@@ -1,5 +1,5 @@
-"""Shape functions: views, slices, flattening and joining.  None of them moves a row, except `roll` and picking one row
-of a cut dim.
+"""Shape functions: views, slices and flattening.  None of them moves a row, except `roll` and picking one row of a cut
+dim.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jigsaw.exchange import exchange
 from jigsaw.layout import Cut, Interval, Layout, ShardingError, whole
-from jigsaw.pointwise import align, cut_whole, held_by_all
+from jigsaw.pointwise import held_by_all
 from jigsaw.reductions import reduced_dims
 from jigsaw.tile import Tile, implements, leave, refuse
 
@@ -86,7 +86,32 @@ def _sizes(first: Any, rest: Sequence[int]) -> tuple[int, ...]:
     return (first, *rest) if isinstance(first, int) else tuple(first)
 
 
-@implements(torch.reshape, Tensor.reshape, Tensor.view)
+@implements(Tensor.view)
+def _view(input: Tile, size: Any = None, *more: int, dtype: torch.dtype | None = None) -> Any:
+    wanted = dtype or size
+    return _view_as_type(input, wanted) if isinstance(wanted, torch.dtype) else reshape(input, wanted, *more)
+
+
+def _view_as_type(input: Tile, dtype: torch.dtype) -> Tile:
+    """The same bytes; numbers of another width make the last dim longer or shorter."""
+    if dtype.itemsize == input.dtype.itemsize:
+        return Tile(input.local.view(dtype), input.layout, input.mesh)
+    last = input.ndim - 1
+    if last < 0 or input.shape[last] * input.dtype.itemsize % dtype.itemsize:
+        raise RuntimeError(f"view({dtype}) of a Tile of {input.dtype} and shape {tuple(input.shape)}: a part is left")
+    if input.layout.is_cut(last) or any(c.has_halo for c in input.layout.dim(last)):
+        raise refuse(
+            Tensor.view,
+            input,
+            f"numbers of {dtype} and {input.dtype} differ in width, and the last dim is cut or has a halo",
+            "redistribute the tile so that another dim is cut",
+        )
+    size = input.shape[last] * input.dtype.itemsize // dtype.itemsize
+    # contiguous, because torch asks for strides that ranks without rows would have anyway
+    return Tile(input.local.contiguous().view(dtype), input.layout.replace_dim(last, whole(size)), input.mesh)
+
+
+@implements(torch.reshape, Tensor.reshape)
 def reshape(input: Tile, shape: Any, *more: int) -> Any:
     """The same elements in another global shape; dims flatten together and split again where the cuts allow it.
 
@@ -94,8 +119,6 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
     *Sends*: nothing.
     *Raises*: `ShardingError` when a new dim would take a part of a cut dim that does not fall on its cut points.
     """
-    if isinstance(shape, torch.dtype):
-        return Tile(input.local.view(shape), input.layout, input.mesh)
     wanted = _full_shape(input, _sizes(shape, more))
     if 0 in wanted:
         raise ShardingError(
@@ -122,6 +145,8 @@ def _reshape_as(input: Tile, other: Any) -> Any:
 @implements(torch.flatten)
 def _flatten(input: Tile, start_dim: int = 0, end_dim: int = -1) -> Any:
     first, last = reduced_dims(input, start_dim)[0], reduced_dims(input, end_dim)[0]
+    if first > last:
+        raise RuntimeError(f"flatten(): start_dim={start_dim} of a Tile of {input.ndim} dims comes after {end_dim=}")
     return reshape(input, (*input.shape[:first], math.prod(input.shape[first : last + 1]), *input.shape[last + 1 :]))
 
 
@@ -135,7 +160,8 @@ def _unflatten(input: Tile, dim: int, sizes: Sequence[int]) -> Any:
 
 @implements(torch.squeeze)
 def _squeeze(input: Tile, dim: Any = None) -> Any:
-    dims = [d for d in reduced_dims(input, dim) if input.shape[d] == 1]
+    named = () if dim == () else reduced_dims(input, dim)
+    dims = [d for d in named if input.shape[d] == 1]
     return _without(input, dims)
 
 
@@ -153,7 +179,7 @@ def _without(input: Tile, dims: Sequence[int]) -> Any:
     return leave(local, input.mesh) if kept.ndim == 0 else Tile(local, kept, input.mesh)
 
 
-def _new_dim(dim: int, ndim: int) -> int:
+def new_dim(dim: int, ndim: int) -> int:
     """Where a new dim goes, non-negative."""
     if not -ndim - 1 <= dim <= ndim:
         raise IndexError(f"dim {dim} is out of range for a new dim of a Tile of {ndim} dims")
@@ -162,13 +188,16 @@ def _new_dim(dim: int, ndim: int) -> int:
 
 @implements(torch.unsqueeze)
 def _unsqueeze(input: Tile, dim: int) -> Tile:
-    at = _new_dim(dim, input.ndim)
+    at = new_dim(dim, input.ndim)
     return Tile(input.local.unsqueeze(at), input.layout.insert(at), input.mesh)
 
 
 @implements(torch.permute, Tensor.permute)
 def _permute(input: Tile, dims: Any, *more: int) -> Tile:
-    order = list(reduced_dims(input, _sizes(dims, more)))
+    named = _sizes(dims, more)
+    if len(named) != input.ndim:
+        raise RuntimeError(f"permute{named} of a Tile of {input.ndim} dims: name each dim once")
+    order = list(reduced_dims(input, named))
     return Tile(input.local.permute(order), input.layout.permute(order), input.mesh)
 
 
@@ -179,9 +208,16 @@ def _transpose(input: Tile, dim0: int, dim1: int) -> Tile:
     return _permute(input, order)
 
 
-@implements(torch.t, torch.adjoint)
+@implements(torch.t)
 def _t(input: Tile) -> Tile:
-    return input if input.ndim < 2 else _transpose(input, -2, -1)
+    if input.ndim > 2:
+        raise RuntimeError(f"t() of a Tile of shape {tuple(input.shape)}: only 2 dims or fewer; use tile.mT")
+    return input if input.ndim < 2 else _transpose(input, 0, 1)
+
+
+@implements(torch.adjoint)
+def _adjoint(input: Tile) -> Tile:
+    return _transpose(input, -2, -1).conj()
 
 
 @implements(torch.movedim, torch.moveaxis)
@@ -199,38 +235,46 @@ def _movedim(input: Tile, source: Any, destination: Any) -> Tile:
 def _expand(input: Tile, size: Any, *more: int) -> Tile:
     wanted = _sizes(size, more)
     lead = len(wanted) - input.ndim
-    if lead < 0 or -1 in wanted[:lead]:
+    fits = lead >= 0 and min(wanted[:lead], default=0) >= 0
+    if not fits or any(n not in (-1, m) and (m != 1 or n < 0) for n, m in zip(wanted[lead:], input.shape, strict=True)):
         raise RuntimeError(f"cannot expand a Tile of shape {tuple(input.shape)} to {wanted}")
-    input = held_by_all(
-        input, [d for d in range(input.ndim) if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1)]
-    )
+    longer = [d for d in range(input.ndim) if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1)]
+    input = held_by_all(input, longer)
     layout, local_shape = input.layout, [-1] * input.ndim
-    for d in range(input.ndim):
-        if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1):
-            layout = layout.replace_dim(d, whole(wanted[lead + d]))
-            local_shape[d] = wanted[lead + d]
-        elif wanted[lead + d] not in (-1, input.shape[d]):
-            raise RuntimeError(f"cannot expand a Tile of shape {tuple(input.shape)} to {wanted}")
+    for d in longer:
+        layout = layout.replace_dim(d, whole(wanted[lead + d]))
+        local_shape[d] = wanted[lead + d]
     for n in reversed(wanted[:lead]):
         layout = layout.insert(0, n)
     return Tile(input.local.expand(*wanted[:lead], *local_shape), layout, input.mesh)
 
 
 @implements(Tensor.expand_as)
-def _expand_as(input: Tile, other: Any) -> Tile:
-    return _expand(input, tuple(other.shape))
+def _expand_as(input: Any, other: Any) -> Any:
+    return input.expand(tuple(other.shape))
 
 
-@implements(Tensor.repeat, torch.tile)
-def _repeat(input: Tile, sizes: Any, *more: int) -> Any:
-    times = _sizes(sizes, more)
-    times = (1,) * (input.ndim - len(times)) + tuple(times)
+@implements(torch.tile)
+def _tile(input: Tile, dims: Any, *more: int) -> Any:
+    times = _sizes(dims, more)
+    return _repeat(input, (1,) * (input.ndim - len(times)) + times)
+
+
+@implements(Tensor.repeat)
+def _repeat(input: Tile, repeats: Any, *more: int) -> Any:
+    times = _sizes(repeats, more)
+    if len(times) < input.ndim:
+        raise RuntimeError(
+            f"repeat{times} of a Tile of {input.ndim} dims: give a number for each dim, or use tile.tile"
+        )
     while input.ndim < len(times):
         input = _unsqueeze(input, 0)
     if any(n != 1 and any(c.has_halo for c in input.layout.dim(d)) for d, n in enumerate(times)):
         input = input.owned()
     layout = input.layout
     for d, n in enumerate(times):
+        if n < 0:
+            raise RuntimeError(f"repeat{times} of a Tile: {n} is no number of times")
         if n != 1:
             if layout.is_cut(d):
                 raise refuse(
@@ -295,6 +339,8 @@ def _getitem(tile: Tile, index: Any) -> Any:
     if any(isinstance(i, bool) for i in items):
         raise refuse(Tensor.__getitem__, tile, f"{index!r} is a mask of no dims", "use None, which adds a dim")
     named = sum(1 for i in items if i is not None and i is not Ellipsis)
+    if items.count(Ellipsis) > 1:
+        raise refuse(Tensor.__getitem__, tile, "an index has one ellipsis, not several", "write the slices out")
     if named > tile.ndim:
         raise IndexError(f"too many indices ({named}) for a Tile of {tile.ndim} dims")
     if Ellipsis in items:
@@ -327,7 +373,10 @@ def _take(tile: Tile, items: list[Any]) -> Any:
             "of advanced indices only one index tensor among full slices is answered",
             "use torch.where, index_select or tile.full_tensor()",
         )
-    index, size = torch.as_tensor(items[where[0]], device=tile.device), tile.shape[where[0]]
+    item, size = items[where[0]], tile.shape[where[0]]
+    index = torch.as_tensor(
+        item, device=tile.device, dtype=torch.int64 if isinstance(item, list) and not item else None
+    )
     # an index out of range stays so, for torch to refuse
     return _index_select(tile, where[0], torch.where(index < 0, index + size, index) if index.is_signed() else index)
 
@@ -368,16 +417,22 @@ def _torch_split(
     (at,) = reduced_dims(tensor, dim)
     n = tensor.shape[at]
     if isinstance(sizes, int):
-        sizes = [min(sizes, n - s) for s in range(0, n, sizes)] or [0]
-    if sum(sizes) != n:
-        raise RuntimeError(f"split sizes {list(sizes)} do not sum to {n}, the size of dim {at}")
+        if sizes < 0 or (sizes == 0 and n > 0):
+            raise RuntimeError(f"split size {sizes} of dim {at}, which has {n} rows, must be larger than 0")
+        sizes = [min(sizes, n - s) for s in range(0, n, sizes or 1)] or [0]
+    if sum(sizes) != n or min(sizes, default=0) < 0:
+        raise RuntimeError(f"split sizes {list(sizes)} must be 0 or more, and sum to {n}, the size of dim {at}")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(slice_dim(tensor, at, s, s + k) for s, k in zip(starts, sizes, strict=True))
 
 
 @implements(torch.chunk)
 def _chunk(input: Tile, chunks: int, dim: int = 0) -> tuple[Tile, ...]:
+    if chunks < 1:
+        raise RuntimeError(f"chunk: there is no way to make {chunks} chunks; pass 1 or more")
     size = input.shape[reduced_dims(input, dim)[0]]
+    if size == 0:
+        return _torch_split(input, [0] * chunks, dim)
     return _torch_split(input, max(1, -(-size // chunks)), dim)
 
 
@@ -385,62 +440,6 @@ def _chunk(input: Tile, chunks: int, dim: int = 0) -> tuple[Tile, ...]:
 def _unbind(input: Tile, dim: int = 0) -> tuple[Any, ...]:
     (at,) = reduced_dims(input, dim)
     return tuple(select_dim(input, at, i) for i in range(input.shape[at]))
-
-
-# -- joining ----------------------------------------------------------------------------------------------------------
-
-
-def _joined(function: Any, tensors: Sequence[Any], dim: int) -> tuple[list[Tensor], Layout, Tile]:
-    """The local tensors to join along `dim`, plain ones cut to the tile's box, and the layout they share in the other
-    dims.
-    """
-    first = next(t for t in tensors if isinstance(t, Tile))
-    tiles = [t for t in tensors if isinstance(t, Tile)]
-    (at,) = reduced_dims(first, dim)
-    for t in tiles:
-        if t.layout.is_cut(at):
-            raise refuse(
-                function,
-                t,
-                f"it joins along dim {at}, which is cut",
-                "redistribute the tiles so that another dim is cut",
-            )
-    tiles = [t.owned() if any(c.has_halo for c in t.layout.dim(at)) else t for t in tiles]
-    layout, locals_ = align(
-        [
-            Tile(t.local.narrow(at, 0, 1) if t.shape[at] else t.local, t.layout.replace_dim(at, whole(1)), t.mesh)
-            for t in tiles
-        ]
-    )
-    for t in tiles:
-        if [n for d, n in enumerate(t.shape) if d != at] != [n for d, n in enumerate(layout.shape) if d != at]:
-            raise RuntimeError(f"tiles of shapes {[tuple(x.shape) for x in tiles]} must agree in every dim but {at}")
-    del locals_
-    ready = iter(tiles)
-    parts: list[Tensor] = []
-    for t in tensors:
-        target = layout.replace_dim(at, whole(t.shape[at]))
-        parts.append(_entered(next(ready), target) if isinstance(t, Tile) else cut_whole(t, first, target))
-    return parts, layout, first
-
-
-def _entered(tile: Tile, layout: Layout) -> Tensor:
-    """The local part of a tile in a join whose result has `layout`."""
-    anchor = Tile(tile.local.new_empty(layout.local_shape(tile.coordinate)), layout, tile.mesh)
-    return align([tile, anchor])[1][0].expand(anchor.local.shape)  # one row, which is cut in another tile
-
-
-@implements(torch.cat, torch.concat, torch.concatenate)
-def _cat(tensors: Sequence[Any], dim: int = 0) -> Tile:
-    parts, layout, first = _joined(torch.cat, tensors, dim)
-    at = dim % first.ndim
-    return Tile(torch.cat(parts, at), layout.replace_dim(at, whole(sum(t.shape[at] for t in tensors))), first.mesh)
-
-
-@implements(torch.stack)
-def _stack(tensors: Sequence[Any], dim: int = 0) -> Tile:
-    at = _new_dim(dim, next(t for t in tensors if isinstance(t, Tile)).ndim)
-    return _cat([t.unsqueeze(at) for t in tensors], at)
 
 
 # -- roll -------------------------------------------------------------------------------------------------------------

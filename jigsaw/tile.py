@@ -57,6 +57,22 @@ def _handler(function: Any) -> Handler:
     return known
 
 
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes for its own
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the table answers, once the arguments are those of torch's own names.
+
+    *Raises*: `ShardingError` for ``out=``.
+    """
+    if kwargs.pop("out", None) is not None:
+        raise ShardingError(
+            f"{getattr(function, '__name__', function)}(out=...) is not supported on tiles: a Tile is frozen; use the "
+            "result instead"
+        )
+    return _handler(function)(*args, **{_NUMPYS.get(name, name): value for name, value in kwargs.items()})
+
+
 def _any_operator(self: Any, *others: Any) -> Any: ...
 
 
@@ -83,6 +99,9 @@ class Tile:
         __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _any_operator
         __neg__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = _any_operator
         __lt__ = __le__ = __gt__ = __ge__ = _any_operator
+        __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _any_operator
+        __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _any_operator
+        __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __rand__ = __ror__ = __rxor__ = __pos__ = _any_operator
 
     # -- the global view ----------------------------------------------------------------------------------------------
 
@@ -185,13 +204,13 @@ class Tile:
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _handler(func)(*args, **(kwargs or {}))
+        return _call(func, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         method = None if name.startswith("__") else getattr(Tensor, name, None)
         if method is None or not callable(method):
             raise AttributeError(f"'Tile' object has no attribute {name!r}; `tile.local` is this rank's tensor")
-        return partial(_handler(method), self)
+        return partial(_call, method, self)
 
     def __getitem__(self, index: Any) -> Any:
         return _handler(Tensor.__getitem__)(self, index)
@@ -236,7 +255,8 @@ def _operator(name: str) -> Callable[..., Any]:
 
 for _name in (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod pow rpow matmul rmatmul neg abs invert "
-    "and or xor eq ne lt le gt ge"
+    "and or xor rand ror rxor lshift rlshift rshift rrshift pos eq ne lt le gt ge "
+    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
 ).split():
     setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
 

@@ -252,3 +252,87 @@ def test_one_rank_without_torchrun_runs_everything():
     assert isinstance(torch.sort(tile, dim=2).values, Tile)
     torch.testing.assert_close(torch.fft.rfft(tile, dim=2).full_tensor(), torch.fft.rfft(x, dim=2))
     assert torch.equal(nn.Flatten()(tile).full_tensor(), x.flatten(1))
+
+
+@on_ranks(2)
+def test_augmented_assignment_changes_what_other_names_see():
+    mesh = world_mesh(lat=2)
+    for options in ({}, {"halo": {2: 1}}):
+        x, tile = _tile(mesh, spec=(None, None, "lat", None), **options)
+        leaf = tile.local.requires_grad_()
+        seen = []
+        for y in (x.clone().requires_grad_(), tile):
+            z = alias = y * 2
+            z += y
+            z *= torch.arange(70.0, dtype=torch.float64).reshape(7, 10)
+            z -= z.mean((2, 3), keepdim=True)
+            z **= 2
+            assert z is alias
+            (alias.sum() + (z / 3).sum()).backward()
+            seen.append([alias, y.grad])
+        torch.testing.assert_close(seen[1][0].full_tensor(), seen[0][0])
+        if not options:
+            torch.testing.assert_close(seen[1][1].full_tensor(), seen[0][1])
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            tile += 1
+        y = tile * 2
+        saved = y * y
+        y += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+        assert leaf is tile.local
+
+
+@on_ranks(2)
+def test_augmented_assignment_that_cannot_be_in_place_is_refused():
+    mesh = world_mesh(lat=2)
+    x, tile = _tile(mesh, spec=(None, None, "lat", None))
+    _, wide = _tile(mesh, spec=(None, None, "lat", None), halo={2: 1})
+    row, whole = tile[:, :, :1] * 1, x.clone()
+    with comm.count() as counted:
+        with pytest.raises(ShardingError, match=r"of shapes .* cannot change its target in place: .* as x \+ y"):
+            row += tile
+        with pytest.raises(ShardingError, match="must be a Tile"):
+            whole += tile
+        with pytest.raises(ShardingError, match="a halo counts"):
+            wide += tile
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            counts = tile.long()
+            counts += 0.5
+    assert counted.calls == []
+    assert torch.equal(wide.full_tensor(), x) and torch.equal(whole, x)
+
+
+@on_ranks(2)
+def test_numpys_names_and_out():
+    mesh = world_mesh(lat=2)
+    x, tile = _tile(mesh, spec=(None, None, "lat", None))
+    for call in (
+        lambda y: y.amax(axis=2, keepdims=True),
+        lambda y: torch.var(y, axis=(2, 3)),
+        lambda y: torch.cat([y, y], axis=1),
+        lambda y: torch.stack([y, y], axis=-1),
+        lambda y: torch.max(y, axis=1).values,
+        lambda y: torch.sum(y, axis=-2, out=None),
+    ):
+        torch.testing.assert_close(call(tile).full_tensor(), call(x))
+    with comm.count() as counted:
+        for function in (torch.sum, torch.softmax, torch.all, torch.logsumexp):
+            with pytest.raises(ShardingError, match=r"\w+\(out=\.\.\.\) is not supported on tiles: a Tile is frozen"):
+                function(tile, dim=2, out=x)
+    assert counted.calls == []
+
+
+@on_ranks(2)
+def test_every_operator_from_both_sides():
+    mesh = world_mesh(lat=2)
+    n = torch.arange(14).reshape(7, 2)
+    tile = shard(n, mesh, ("lat", None))
+    for call in (
+        lambda y: +y,
+        lambda y: (1 << y % 5) + (y << 1),
+        lambda y: (64 >> y % 5) + (y >> 1),
+        lambda y: (3 & y) + (4 | y) + (5 ^ y),
+        lambda y: y.where(y > 3, 0 * y),
+    ):
+        assert torch.equal(call(tile).full_tensor(), call(n))
