@@ -198,9 +198,15 @@ def _common(cuts: Sequence[Cut]) -> Cut:
 def _crop(tile: Tile, layout: Layout) -> Tensor:
     """The local part of `tile` without the halo rows that `layout` lacks; nothing is sent."""
     lead = layout.ndim - tile.ndim
-    dims = [g if tile.shape[d] == 1 else layout.dim(lead + d) for d, g in enumerate(tile.layout.dims())]
+    dims = [_cropped(g, layout.dim(lead + d), tile.shape[d] == 1) for d, g in enumerate(tile.layout.dims())]
     target = Layout.from_dims(dims, layout.axes)
     return exchange(tile.local, tile.layout, target, tile.mesh) if tile.layout.has_halo else tile.local
+
+
+def _cropped(group: tuple[Cut, ...], to: tuple[Cut, ...], is_one: bool) -> tuple[Cut, ...]:
+    """A dim of a tile with the halo that `to` has; one row that broadcasts stays as it is cut, with none."""
+    bare = tuple(c.bare() for c in group)
+    return bare if is_one and bare != tuple(c.bare() for c in to) else to
 
 
 def onto_local(args: Any, give: Callable[[Tile], Tensor], plain: Callable[[Tensor], Tensor]) -> Any:

@@ -91,6 +91,23 @@ def _run(name, x):
     return CASES[name](x)
 
 
+def _sum_and_product(x, y):
+    return (x.square() + x).sum(), x * y
+
+
+@pytest.mark.parametrize("halo", [{0: 1}, {0: (0, 1), 2: 1}, {0: 1, 3: (1, 0)}], ids=str)
+@pytest.mark.parametrize("mesh", [{"lat": 2}, {"data": 2}], ids=str)
+def test_a_halo_of_a_dim_of_one_row(mesh, halo):
+    assert_same_on_every_mesh(
+        _sum_and_product,
+        [torch.randn(1, 3, 4, 1), torch.randn(1, 3, 4, 1)],
+        [mesh],
+        spec=[("data", None, "lat", None), ("data", None, "lat", None)],
+        halo=halo,
+        periodic=tuple(halo),
+    )
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_tile_answers_as_the_whole_tensor(name):
     torch.manual_seed(0)

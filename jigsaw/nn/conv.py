@@ -74,6 +74,8 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding) -> 
         batched = Tile(input.local.unsqueeze(0), input.layout.insert(0), input.mesh)
         y = convolve(batched, weight, bias, how)
         return Tile(y.local.squeeze(0), y.layout.drop((0,)), y.mesh)
+    if not input.layout.is_cut(1) and input.layout.has_halo:
+        input = input.with_layout(input.layout.replace_dim(1, whole(input.shape[1])))  # a halo of channels is dropped
     along = _along(2, tuple(weight.shape[2:]), how)
     to = step(input.layout, along, input.coordinate, "convolution")
     made = weight.shape[1] * how.groups if how.transposed else weight.shape[0]
@@ -123,17 +125,18 @@ def _run(
     """This rank's rows of the result, with its own part of the weight; `ways` says which channels it needs."""
     x, weight, bias = _narrow(input.local, weight, bias)
     shape, layout, mesh = out.local_shape(input.coordinate), input.layout, input.mesh
+    is_empty = 0 in shape or not weight.numel()  # of no input channel torch makes none
     to = step(layout, along, input.coordinate, "convolution")
     if ways is not None and layout.is_cut(1):
         to = replace(to, target=ways.input(to.target))
-    elif not to.derived and 0 not in shape:
+    elif not to.derived and not is_empty:
         return _plain(x, weight, bias, how, [p for p, _ in how.padding], how.output_padding)
-    elif not how.transposed and 0 not in shape:
+    elif not how.transposed and not is_empty:
         halo = halo_of(layout, along, input.coordinate)
         if halo is not None:
             op = Convolution(how.stride, how.dilation, how.groups, partial(_gathered, layout, mesh, to, how))
             return halo_convolution(x, weight, bias, op, halo, layout, mesh)
-    if 0 in shape:
+    if is_empty:
         return nothing(shape, gather(Tile(x, layout, mesh), to), weight, bias)
     return _gathered(layout, mesh, to, how, x, weight, bias)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from jigsaw.interval import Table
 from jigsaw.layout import Layout, ShardingError, whole
 from jigsaw.nn.pool import adaptive_avg_pool
-from jigsaw.nn.stencil import Along, Step, gather, nothing, per_dim, single, step, touched
+from jigsaw.nn.stencil import Along, Step, gather, nothing, of_its_own, per_dim, single, stand_in, step, touched
 from jigsaw.tile import Tile, implements, refuse
 
 _NEAREST = ("nearest", "nearest-exact")
@@ -115,8 +115,11 @@ def interpolate(
     """
     dims = input.ndim - 2
     if not any(touched(input.layout, d) for d in range(2, input.ndim)):
-        y = F.interpolate(input.local, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-        return Tile(y, _resized(input.layout, y.shape[2:]), input.mesh)
+        x = input.local if input.local.numel() else stand_in(input.local)
+        y = F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        out = _resized(input.layout, y.shape[2:])
+        y = y if x is input.local else nothing(out.local_shape(input.coordinate), input.local, again=mode == "area")
+        return Tile(y, out, input.mesh)
     sizes, scales = _sizes(input, size, scale_factor, bool(recompute_scale_factor or align_corners) or mode == "area")
     if mode == "area":
         return adaptive_avg_pool(input, dims, sizes)
@@ -175,8 +178,8 @@ def _resample(input: Tile, by_dim: dict[int, Resample]) -> Tile:
     to = step(input.layout, along, input.coordinate, "interpolate")
     x = gather(input, to)
     if to.is_empty:
-        return Tile(nothing(to.shape, x), to.out, input.mesh)
-    return Tile(_local(x, by_dim, to), to.out, input.mesh)
+        return Tile(nothing(to.shape, x, again=False), to.out, input.mesh)
+    return Tile(of_its_own(_local(x, by_dim, to), input), to.out, input.mesh)
 
 
 def _local(x: Tensor, by_dim: dict[int, Resample], to: Step) -> Tensor:

@@ -206,11 +206,13 @@ def _class_losses(
     """(losses, their weights in the mean) at the local positions."""
     dim = 1 if log_p.ndim > 1 else 0
     losses = F.nll_loss(log_p, index, weight, ignore_index=ignore, reduction="none")
-    counted = (index != ignore).to(log_p.dtype)
+    ignored = index == ignore
+    counted = (~ignored).to(log_p.dtype)
     weights = counted if weight is None else weight[index.clamp(0, len(weight) - 1)] * counted
     if smoothing:
         each = log_p if weight is None else log_p * weight.view(-1, *(1,) * (log_p.ndim - 1 - dim))
-        losses = (1 - smoothing) * losses - smoothing / log_p.shape[dim] * each.sum(dim) * counted
+        # filled, not multiplied by zero: what is ignored may be infinite
+        losses = (1 - smoothing) * losses - smoothing / log_p.shape[dim] * each.sum(dim).masked_fill(ignored, 0.0)
     return losses, weights
 
 

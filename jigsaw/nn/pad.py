@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from jigsaw.interval import Fold, Window
 from jigsaw.layout import ShardingError, whole
-from jigsaw.nn.stencil import Along, gather, nothing, step, touched
+from jigsaw.nn.stencil import Along, gather, nothing, of_its_own, stand_in, step, touched
 from jigsaw.tile import Tile, implements
 
 Pads = dict[int, tuple[int, int]]
@@ -31,7 +30,7 @@ def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | 
     if mode not in ("constant", "circular", "reflect", "replicate"):
         raise ShardingError(f"pad with mode={mode!r}: use 'constant', 'circular', 'reflect' or 'replicate'")
     if not any(touched(input.layout, d) for d in pads):
-        return _pad_whole(input, pads, F.pad(input.local, pad, mode, value))
+        return _pad_whole(input, pads, pad, mode, value)
     if mode == "constant":
         along = tuple(Along(d, Window(below=low, above=high), always=True) for d, (low, high) in pads.items())
         return _gathered(input, along, value or 0.0)
@@ -55,16 +54,20 @@ def _by_dim(input: Tile, pad: Sequence[int]) -> Pads:
     return {input.ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
 
 
-def _pad_whole(input: Tile, pads: Pads, local: Tensor) -> Tile:
-    layout = input.layout
+def _pad_whole(input: Tile, pads: Pads, pad: Sequence[int], mode: str, value: float | None) -> Tile:
+    """Nothing cuts the dims that are padded: torch's own op, which takes no empty tensor but for "constant"."""
+    layout, x = input.layout, input.local
     for d, (low, high) in pads.items():
         layout = layout.replace_dim(d, whole(layout.shape[d] + low + high))
-    return Tile(local, layout, input.mesh)
+    if x.numel() or mode == "constant":
+        return Tile(F.pad(x, pad, mode, value), layout, input.mesh)
+    F.pad(stand_in(x), pad, mode)
+    return Tile(nothing(layout.local_shape(input.coordinate), x), layout, input.mesh)
 
 
 def _gathered(input: Tile, along: tuple[Along, ...], fill: float = 0.0) -> Tile:
     to = step(input.layout, along, input.coordinate, "pad")
-    return Tile(gather(input, to, fill), to.out, input.mesh)
+    return Tile(of_its_own(gather(input, to, fill), input), to.out, input.mesh)
 
 
 def _circular(input: Tile, dim: int, low: int, high: int) -> Along:
@@ -85,7 +88,8 @@ def _folded(input: Tile, pads: Pads, mode: str) -> Tile:
     to = step(input.layout, along, input.coordinate, "pad")
     x = gather(input, to)
     if to.is_empty:
-        return Tile(nothing(to.shape, x), to.out, input.mesh)
+        again = any(not touched(input.layout, d) for d in pads)  # else rows are picked, nothing more
+        return Tile(nothing(to.shape, x, again=again), to.out, input.mesh)
     rules = {a.dim: a.rule for a in along}
     for dim, derived, piece in to.derived:
         rule, low = rules.pop(dim), derived.needs[piece][0]
@@ -96,4 +100,4 @@ def _folded(input: Tile, pads: Pads, mode: str) -> Tile:
     if rules:
         flat = [n for d in reversed(range(min(pads), input.ndim)) for n in (pads[d] if d in rules else (0, 0))]
         x = F.pad(x, flat, mode)
-    return Tile(x, to.out, input.mesh)
+    return Tile(of_its_own(x, input), to.out, input.mesh)

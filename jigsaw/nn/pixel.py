@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from jigsaw.interval import Rule, Spread, Window
 from jigsaw.layout import Layout, ShardingError, whole
@@ -16,6 +19,11 @@ def _shuffled(input: Tile, rule: Rule, channels: int, name: str) -> tuple[Tile, 
     to = step(input.layout, along, input.coordinate, name)
     out = to.out.replace_dim(input.ndim - 3, whole(channels))
     return Tile(gather(input, to), to.target, input.mesh), out
+
+
+def _made(function: Callable[[Tensor, int], Tensor], x: Tile, r: int, out: Layout) -> Tile:
+    shape = out.local_shape(x.coordinate)
+    return Tile(nothing(shape, x.local, again=False) if 0 in shape else function(x.local, r), out, x.mesh)
 
 
 @implements(torch.pixel_shuffle)
@@ -32,8 +40,7 @@ def pixel_shuffle(input: Tile, upscale_factor: int) -> Tile:
     if input.layout.is_cut(input.ndim - 3):
         raise refuse(torch.pixel_shuffle, input, "channels that become rows are cut", "cut another dim")
     x, out = _shuffled(input, Spread(r, r), channels // r**2, "pixel_shuffle")
-    shape = out.local_shape(input.coordinate)
-    return Tile(nothing(shape, x.local) if 0 in shape else torch.pixel_shuffle(x.local, r), out, input.mesh)
+    return _made(torch.pixel_shuffle, x, r, out)
 
 
 @implements(torch.pixel_unshuffle)
@@ -52,5 +59,4 @@ def pixel_unshuffle(input: Tile, downscale_factor: int) -> Tile:
     if input.layout.is_cut(input.ndim - 3):
         raise refuse(torch.pixel_unshuffle, input, "channels that rows join are cut", "cut another dim")
     x, out = _shuffled(input, Window(r, r), input.shape[-3] * r**2, "pixel_unshuffle")
-    shape = out.local_shape(input.coordinate)
-    return Tile(nothing(shape, x.local) if 0 in shape else torch.pixel_unshuffle(x.local, r), out, input.mesh)
+    return _made(torch.pixel_unshuffle, x, r, out)

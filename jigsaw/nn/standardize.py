@@ -122,7 +122,8 @@ class _Standardize(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, of_weight, of_bias, *(None,) * 5
         grad = grads[0] if weight is None else grads[0] * weight
-        along = along if weight is None else along.mul_(weight)
+        if weight is not None:  # of a tensor of the weight's own shape, `of_weight` is `along` itself
+            along = along * weight if weight.shape == along.shape else along.mul_(weight)
         sums = torch.stack([along.sum(dims, keepdim=True), grad.sum(dims, keepdim=True)])
         tilt, shift = (comm.all_reduce(sums, mesh, axes) / count).unbind()
         del along

@@ -107,21 +107,40 @@ def gather(x: Tile, to: Step, fill: float = 0.0) -> Tensor:
 
 
 class _Nothing(torch.autograd.Function):
-    """An empty result that still hands (zero) gradients to its sources, whose exchanges other ranks wait for."""
+    """Zeros that still hand (zero) gradients to their sources, whose exchanges other ranks wait for."""
 
     @staticmethod
-    def forward(ctx: Any, shape: Sequence[int], *sources: Tensor) -> Tensor:
-        ctx.like = [(s.shape, s.dtype, s.device) for s in sources]
-        return sources[0].new_empty(shape)
+    def forward(ctx: Any, shape: Sequence[int], again: bool, *sources: Tensor) -> Tensor:
+        ctx.shapes = [s.shape for s in sources]
+        ctx.save_for_backward(*(sources if again else ()))
+        return sources[0].new_zeros(shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.like)
+        again: tuple[Tensor, ...] = ctx.saved_tensors
+        return None, None, *(_Nothing.apply(s, bool(again), grads[0], *again) for s in ctx.shapes)
 
 
-def nothing(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
-    """The result of a stencil on a rank that has no output element."""
-    return _Nothing.apply(shape, *(s for s in sources if s is not None))
+def nothing(shape: Sequence[int], *sources: Tensor | None, again: bool = True) -> Tensor:
+    """The result of a stencil on a rank that has no output element, or nothing to make one of.
+
+    `again` says whether the plain op's gradients reach its operands in the autograd graph, as those of most ops do: a
+    second derivative then passes through the same exchanges on every rank.
+    """
+    return _Nothing.apply(tuple(shape), again, *(s for s in sources if s is not None))
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """One row for every dim of an empty tensor, for plain ops that refuse it: this rank then raises what others do."""
+    return x.new_empty([max(n, 1) for n in x.shape])
+
+
+def of_its_own(y: Tensor, x: Tile) -> Tensor:
+    """`y`, in memory of its own as torch's results are: where nothing had to move, on this rank alone perhaps, the rows
+    of `x` themselves came back, and a change in place would reach them.
+    """
+    shared = y.untyped_storage().data_ptr() == x.local.untyped_storage().data_ptr()
+    return y.clone(memory_format=torch.contiguous_format) if shared and y.numel() else y
 
 
 def per_dim(value: int | Sequence[int], dims: int, name: str) -> tuple[int, ...]:

@@ -43,6 +43,19 @@ def test_tall_pieces_of_cut_channels(mesh):
         assert_same_on_every_mesh(layer, torch.randn(1, 4, 66, 5), [mesh], spec=CHANNEL)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_rank_without_channels(name):
+    x = torch.randn(2, 10, 7, 5)
+    for mesh, points in [({"channel": 2}, (0, 10, 10)), ({"channel": 3}, (0, 0, 10, 10))]:
+        assert_same_on_every_mesh(LAYERS[name], x, [mesh], spec=CHANNEL, split={1: points})
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_halo_of_channels_that_nothing_cuts(mesh):
+    layer, spec = nn.Conv2d(3, 4, 3, padding=1), (None, None, "lat", "channel")
+    assert_same_on_every_mesh(layer, torch.randn(2, 3, 7, 5), [mesh], spec=spec, halo={1: (1, 2), 2: 1}, periodic=(1,))
+
+
 def cut_copy(model, mesh):
     """The same layers of jigsaw.nn, with the same values."""
     copies = []

@@ -300,6 +300,35 @@ def test_strips_are_differentiable_twice():
     torch.testing.assert_close(found, expected)
 
 
+TWICE = {
+    "convolution": nn.Conv2d(2, 2, 3, padding=1),
+    "strided": nn.Conv2d(2, 2, 2, stride=3),
+    "transposed": nn.ConvTranspose2d(2, 2, 3, stride=2, padding=3),
+    "reflect": nn.Conv2d(2, 2, 1, stride=(1, 3), padding=(0, 2), padding_mode="reflect"),
+    "maxima": nn.MaxPool2d((2, 1), stride=(4, 1)),
+    "means": nn.AvgPool2d((2, 1), stride=(4, 1)),
+    "pixels": nn.PixelUnshuffle(2),
+    "upsampled": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "downsampled": nn.Upsample(size=(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@on_ranks(3)
+def test_second_derivatives_pass_ranks_without_rows(name):
+    layer = TWICE[name].double()
+    whole = torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True)
+
+    def penalty(x):
+        (slope,) = torch.autograd.grad(layer(x).pow(3).sum() + x.pow(3).sum(), whole, create_graph=True)
+        return slope.square().sum()
+
+    expected = torch.autograd.grad(penalty(whole), whole)[0]
+    for points in [(0, 0, 6, 6), (0, 1, 2, 6)]:
+        tile = shard(whole, world_mesh(lat=3), SPACE, split={2: points})
+        torch.testing.assert_close(torch.autograd.grad(penalty(tile), whole)[0], expected)
+
+
 @on_ranks(2)
 def test_autocast_exchanges_in_its_dtype():
     mesh, layer = world_mesh(lat=2), nn.Conv2d(4, 4, 3, padding=1)

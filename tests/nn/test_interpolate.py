@@ -67,6 +67,21 @@ def test_one_and_three_dims(ranks):
         assert_same_on_every_mesh(layer, volume, [{"z": ranks}], spec=(None, None, "z", None, None))
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic", "area"])
+def test_an_empty_piece_of_a_dim_that_is_not_interpolated(mode):
+    x, spec = torch.randn(2, 3, 4, 6), ("batch", "channel", None, None)
+    for mesh, points in [({"batch": 3}, {0: (0, 0, 2, 2)}), ({"channel": 2}, {1: (0, 3, 3)})]:
+        assert_same_on_every_mesh(Interpolate(size=(8, 3), mode=mode), x, [mesh], spec=spec, split=points)
+
+
+@on_ranks(3)
+def test_a_change_in_place_does_not_reach_the_input():
+    x = torch.randn(1, 2, 12, 8)
+    tile = shard(x, world_mesh(lat=3), SPACE, split={2: (0, 11, 11, 12)})
+    F.relu(F.interpolate(tile, scale_factor=1.0), inplace=True)
+    assert torch.equal(tile.full_tensor(), x)
+
+
 def test_float32_agrees_where_positions_are_exact():
     torch.manual_seed(0)
     x = torch.randn(1, 2, 721, 8)

@@ -54,6 +54,7 @@ CLASSES = {
     "cross entropy": nn.CrossEntropyLoss(),
     "weighted, smoothed": nn.CrossEntropyLoss(weight=CLASS_WEIGHT, label_smoothing=0.1),
     "ignoring": nn.CrossEntropyLoss(ignore_index=1),
+    "ignoring, smoothed": nn.CrossEntropyLoss(ignore_index=1, label_smoothing=0.1),
     "sum": nn.CrossEntropyLoss(reduction="sum", weight=CLASS_WEIGHT),
     "none": nn.CrossEntropyLoss(reduction="none", label_smoothing=0.2),
     "nll": lambda x, y: F.nll_loss(F.log_softmax(x, 1), y, weight=CLASS_WEIGHT),
@@ -84,6 +85,14 @@ def test_a_target_with_another_halo_and_a_whole_target(name):
 def test_class_loss(name):
     torch.manual_seed(0)
     x, y = torch.randn(2, 3, 7, 10), torch.randint(0, 3, (2, 7, 10))
+    assert_same_on_every_mesh(functools.partial(_run, name), [x, y], MESHES, spec=[SPACE, (None, "lat", "lon")])
+
+
+@pytest.mark.parametrize("name", ["ignoring", "ignoring, smoothed"])
+def test_ignored_positions_may_be_infinite(name):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 3, 7, 10), torch.randint(0, 3, (2, 7, 10))
+    x[:, 2] = x[:, 2].masked_fill(y == 1, -float("inf"))
     assert_same_on_every_mesh(functools.partial(_run, name), [x, y], MESHES, spec=[SPACE, (None, "lat", "lon")])
 
 

@@ -134,6 +134,15 @@ def test_norms_are_differentiable_twice():
     torch.testing.assert_close(found, seconds[0])
 
 
+@pytest.mark.parametrize("shape", [(6, 7), (5, 1, 1)])
+def test_a_layer_norm_over_all_dims(shape):
+    layer = nn.LayerNorm(shape)
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    spec = ("lat", *(None,) * (len(shape) - 1))
+    assert_same_on_every_mesh(layer, torch.randn(shape), [{"lat": 2}, {"lat": 3}], spec=spec)
+
+
 class Pair(nn.Module):
     """A column layer and a norm over its cut channels."""
 

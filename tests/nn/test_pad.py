@@ -44,6 +44,32 @@ def test_pad_of_thin_and_empty_pieces(points, mode):
         )
 
 
+@pytest.mark.parametrize("pads", [(1, 2), (0, 0), (-1, 1)])
+@pytest.mark.parametrize("mode", ["constant", "circular", "reflect", "replicate"])
+def test_an_empty_piece_of_a_dim_that_is_not_padded(pads, mode):
+    x, spec = torch.randn(2, 3, 5), ("batch", "channel", None)
+    for mesh, points in [({"batch": 3}, {0: (0, 2, 2, 2)}), ({"channel": 2}, {1: (0, 3, 3)})]:
+        assert_same_on_every_mesh(Pad(pads, mode), x, [mesh], spec=spec, split=points)
+    assert_same_on_every_mesh(Pad((*pads, 0, 0), mode), torch.randn(2, 3, 2, 5), [{"lat": 3}], spec=SPACE)
+
+
+@on_ranks(2)
+def test_a_padding_that_torch_refuses_is_refused_by_a_rank_without_rows_too():
+    tile = shard(torch.randn(1, 3, 5), world_mesh(data=2), ("data", None, None))
+    with pytest.raises(RuntimeError, match="Padding size should be less than"):
+        F.pad(tile, (5, 0), "reflect")
+
+
+@pytest.mark.parametrize("pads", [(0, 0, -1, -1), (0, 0, 0, -7), (1, 0, 0, 0)])
+@on_ranks(2)
+def test_a_change_in_place_does_not_reach_the_input(pads):
+    x = torch.randn(1, 2, 12, 8)
+    tile = shard(x, world_mesh(lat=2), SPACE)
+    for mode in ("constant", "circular", "reflect", "replicate"):
+        F.relu(F.pad(tile, pads, mode), inplace=True)
+        assert torch.equal(tile.full_tensor(), x)
+
+
 def test_pad_of_batch_channel_and_by_a_value():
     x = torch.randn(2, 3, 7, 10)
     meshes = [{"data": 2}, {"lat": 2}, {"data": 2, "lat": 2}]
