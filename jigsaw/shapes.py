@@ -16,7 +16,7 @@ from jigsaw.exchange import exchange
 from jigsaw.layout import Cut, Interval, Layout, ShardingError, whole
 from jigsaw.pointwise import held_by_all
 from jigsaw.reductions import reduced_dims
-from jigsaw.tile import Tile, implements, leave, refuse
+from jigsaw.tile import Tile, implements, leave, of_its_own, refuse
 
 # -- reshape ----------------------------------------------------------------------------------------------------------
 
@@ -461,4 +461,4 @@ def _roll(input: Tile, shifts: Any, dims: Any = None) -> Any:
             )
         shifted = [(a - shift, b - shift) for a, b in cuts[0].held]
         target = target.replace_dim(at, cuts[0].holding(shifted))
-    return Tile(exchange(own.local, own.layout, target, own.mesh), own.layout, own.mesh)
+    return Tile(of_its_own(exchange(own.local, own.layout, target, own.mesh), input), own.layout, own.mesh)

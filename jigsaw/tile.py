@@ -324,6 +324,14 @@ def check_mesh(tiles: Sequence[Tile]) -> DeviceMesh:
     return mesh
 
 
+def of_its_own(y: Tensor, x: Tile) -> Tensor:
+    """`y`, in memory of its own as torch's results are: where nothing had to move, on this rank alone perhaps, the rows
+    of `x` themselves came back, and a change in place would reach them.
+    """
+    shared = y.untyped_storage().data_ptr() == x.local.untyped_storage().data_ptr()
+    return y.clone(memory_format=torch.contiguous_format) if shared and y.numel() else y
+
+
 def shard(
     x: Tensor,
     mesh: DeviceMesh,

@@ -150,6 +150,9 @@ def test_a_mesh_of_some_unordered_ranks():
         assert tile.coordinate == ((0, 1) if torch.distributed.get_rank() == 1 else (0, 0))
         assert torch.equal(tile.local, x[:, :, :4] if torch.distributed.get_rank() == 3 else x[:, :, 4:])
         assert torch.equal(tile.roll(3, 2).full_tensor(), x.roll(3, 2))
+        again = tile.roll(0, 2)
+        again += 1
+        assert torch.equal(tile.full_tensor(), x)
         torch.testing.assert_close(tile.mean(), x.mean())
     else:
         with pytest.raises(ShardingError, match="not part of the mesh"):

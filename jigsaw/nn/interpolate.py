@@ -17,8 +17,8 @@ from torch import Tensor
 from jigsaw.interval import Table
 from jigsaw.layout import Layout, ShardingError, whole
 from jigsaw.nn.pool import adaptive_avg_pool
-from jigsaw.nn.stencil import Along, Step, gather, nothing, of_its_own, per_dim, single, stand_in, step, touched
-from jigsaw.tile import Tile, implements, refuse
+from jigsaw.nn.stencil import Along, Step, gather, nothing, per_dim, single, stand_in, step, touched
+from jigsaw.tile import Tile, implements, of_its_own, refuse
 
 _NEAREST = ("nearest", "nearest-exact")
 _LINEAR = ("linear", "bilinear", "trilinear")

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from jigsaw.interval import Fold, Window
 from jigsaw.layout import ShardingError, whole
-from jigsaw.nn.stencil import Along, gather, nothing, of_its_own, stand_in, step, touched
-from jigsaw.tile import Tile, implements
+from jigsaw.nn.stencil import Along, gather, nothing, stand_in, step, touched
+from jigsaw.tile import Tile, implements, of_its_own
 
 Pads = dict[int, tuple[int, int]]
 

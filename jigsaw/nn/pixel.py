@@ -15,9 +15,12 @@ from jigsaw.tile import Tile, implements, refuse
 
 def _shuffled(input: Tile, rule: Rule, channels: int, name: str) -> tuple[Tile, Layout]:
     """The rows that this rank needs, and the layout of the result."""
-    along = (Along(input.ndim - 2, rule), Along(input.ndim - 1, rule))
+    c, h, w = range(input.ndim - 3, input.ndim)
+    if input.layout.has_halo:
+        input = input.with_layout(input.layout.replace_dim(c, whole(input.shape[c])))  # a halo of channels is dropped
+    along = (Along(h, rule), Along(w, rule))
     to = step(input.layout, along, input.coordinate, name)
-    out = to.out.replace_dim(input.ndim - 3, whole(channels))
+    out = to.out.replace_dim(c, whole(channels))
     return Tile(gather(input, to), to.target, input.mesh), out
 
 

@@ -135,14 +135,6 @@ def stand_in(x: Tensor) -> Tensor:
     return x.new_empty([max(n, 1) for n in x.shape])
 
 
-def of_its_own(y: Tensor, x: Tile) -> Tensor:
-    """`y`, in memory of its own as torch's results are: where nothing had to move, on this rank alone perhaps, the rows
-    of `x` themselves came back, and a change in place would reach them.
-    """
-    shared = y.untyped_storage().data_ptr() == x.local.untyped_storage().data_ptr()
-    return y.clone(memory_format=torch.contiguous_format) if shared and y.numel() else y
-
-
 def per_dim(value: int | Sequence[int], dims: int, name: str) -> tuple[int, ...]:
     """An integer or a sequence as one entry a spatial dim, as torch reads it."""
     values = (value,) * dims if isinstance(value, int) else tuple(value)

@@ -27,6 +27,12 @@ def test_there_and_back(mesh):
     )
 
 
+def test_a_halo_of_channels_is_dropped():
+    for layer in (nn.PixelShuffle(2), nn.PixelUnshuffle(2)):
+        x = torch.randn(2, 8, 14, 10)
+        assert_same_on_every_mesh(layer, x, MESHES, spec=SPACE, halo={1: 2, 2: 1}, periodic=(1,))
+
+
 def test_empty_pieces():
     for layer in (nn.PixelShuffle(2), nn.PixelUnshuffle(2)):
         assert_same_on_every_mesh(
