@@ -186,6 +186,7 @@ def test_some_axes_of_a_mesh_over_the_whole_job():
     assert (counted.sent_bytes, counted.messages) == (2 * 3 * 48 // 4, 6)
 
 
+@pytest.mark.slow
 @on_ranks(6)
 def test_several_axes_of_a_mesh_on_some_ranks_of_a_job():
     """No group can be made there without the others: the axes follow each other."""

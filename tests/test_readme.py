@@ -204,6 +204,7 @@ def test_a_wrong_number_is_found(tmp_path):
 # -- the picture and the tree -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_picture_is_what_its_script_draws(tmp_path):
     kept, again = ROOT / "docs" / "pieces.png", tmp_path / "pieces.png"
     assert "](docs/pieces.png)" in FIRST_SCREEN

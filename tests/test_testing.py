@@ -180,6 +180,7 @@ def test_a_dying_rank_is_the_cause_whatever_its_neighbours_say(how, words):
         _fails_on(0, how)
 
 
+@pytest.mark.slow
 def test_a_hang_shows_every_ranks_stack():
     with pytest.raises(RankFailedError, match=r"still running after 4 s") as info:
         _hangs()
@@ -262,6 +263,7 @@ def test_ranks_end_with_their_parent(tmp_path):
     _wait_for(lambda: [p for p in pids if not _exists(p)], 2)
 
 
+@pytest.mark.slow
 def test_a_world_is_alive_until_killed():
     world = _world(2)
     assert world.alive

@@ -51,6 +51,7 @@ def test_climatology_knows_nothing_of_the_test_years(example):
     xr.testing.assert_identical(example.data.monthly_climatology(air), example.data.monthly_climatology(other))
 
 
+@pytest.mark.slow
 def test_store_is_chunked_by_step_and_its_anomaly_has_no_season(example, air_store):
     path = example.data.store(air_store)
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name]  # no draft is left

@@ -246,6 +246,7 @@ def scrambled(tmp_path_factory):
     return damaged(tmp_path_factory.mktemp("scrambled"), "scrambled")
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_every_rank_of_a_cooperative_read_hears_of_a_corrupt_chunk(scrambled):
     ds = jigsaw.io.open(scrambled, mesh=world_mesh(lat=2, lon=2), fields=["t2m"], mode="cooperative", halo=1)

@@ -141,6 +141,7 @@ def check(path, axes, names, at_pole, modes=("auto",), lat_order="store"):
     engine.close()
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_one_rank_holds_the_padded_whole(stores):
     check(stores["rows"], {"lat": 1}, CASES, True)
@@ -152,6 +153,7 @@ def test_two_bands(stores):
     check(stores["rows"], {"lat": 2}, CASES, True)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_three_uneven_bands_with_latitudes_turned(stores):
     check(stores["cells"], {"lat": 3}, ["poles", "wide poles", "reflect", "mixed"], False, lat_order="south-first")

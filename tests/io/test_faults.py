@@ -416,6 +416,7 @@ def body_broken(stores):
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "jigsaw" in name}
 
 
+@pytest.mark.slow
 def test_damage_that_one_rank_meets_is_an_error_on_all(tmp_path):
     body_broken(broken(tmp_path))
 

@@ -35,6 +35,7 @@ def compared(bench, folder, store, engines, mesh=None, **how):
     return list(cases.compare("a case", setting, store, mesh or {"lat": 1}, engines, **how))
 
 
+@pytest.mark.slow
 def test_contenders_read_the_same(bench, folder):
     found = compared(bench, folder, "wb2", ("jigsaw-cooperative", "zarr"), {"lat": 2})
     assert all(set(result) == FIELDS for result in found)

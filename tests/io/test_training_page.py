@@ -28,6 +28,7 @@ def run(folder, mesh):
     return left["loss"].item(), tuple(left["batch"].input.shape), left["loader"].state_dict()
 
 
+@pytest.mark.slow
 def test_the_page_runs_alike_on_one_rank_and_four(tmp_path):
     source = write(tmp_path / "globe.zarr", globe(56))
     made = []
