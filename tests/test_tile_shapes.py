@@ -6,15 +6,12 @@ import functools
 
 import pytest
 import torch
+from tile_oracle import SPACE, assert_answers_as_the_whole
 
 from jigsaw import comm
 from jigsaw.layout import ShardingError
-from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.testing.oracle import random_functional
+from jigsaw.testing import on_ranks, world_mesh
 from jigsaw.tile import shard
-
-SPACE = (None, None, "lat", "lon")
-MESHES = [{"lat": 1}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
 
 NONE = torch.empty(0, dtype=torch.float64)  # which torch.cat skips
 
@@ -45,15 +42,9 @@ def _run(name, x):
     return CASES[name](x)
 
 
-def _loss(outputs):
-    outputs = outputs if isinstance(outputs, list) else [outputs]
-    return random_functional([y if y.is_floating_point() else y.to(torch.float64) for y in outputs])
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_tile_answers_as_the_whole_tensor(name):
-    torch.manual_seed(0)
-    assert_same_on_every_mesh(functools.partial(_run, name), torch.randn(2, 3, 7, 10), MESHES, spec=SPACE, loss=_loss)
+    assert_answers_as_the_whole(functools.partial(_run, name))
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ normalisation do is one multiply-add, y = raw * a + b, whose a and b are compute
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,15 +29,15 @@ _BLOCK = 1 << 19
 """Bytes of the destination that are scaled at a time: they stay in the second-level cache between the two passes."""
 
 
-class FoundError(Exception):
+class FoundError(Exception, ABC):
     """A value that the sample cannot have: in which of several chunks; the caller says where that is."""
 
     def __init__(self, chunk: int = 0) -> None:
         self.chunk = chunk
 
+    @abstractmethod
     def at(self, array: str, where: str, dtype: str) -> ReadError:
         """What the user is told."""
-        raise NotImplementedError
 
 
 class FoundNaNError(FoundError):
