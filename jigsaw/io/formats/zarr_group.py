@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,6 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 from zarr.codecs import ShardingCodec
-from zarr.core.chunk_grids import RegularChunkGrid
-from zarr.core.metadata.v2 import ArrayV2Metadata
-from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.storage import LocalStore, ObjectStore
 
 from jigsaw.io._memory import fresh
@@ -44,6 +42,8 @@ from jigsaw.io.lookups import Lookups, Tally
 from jigsaw.io.table import ArrayTable, Store
 from jigsaw.layout import slices
 
+Lengths = Mapping[int, tuple[int, ...]]
+
 _MISSING = 2**64 - 1
 _SHARDS_KEPT = 128
 _SINGLE = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", ".zarr")
@@ -62,7 +62,8 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     named = options.pop("arrays", None)
     group = url if isinstance(url, zarr.Group) else _group(url, options)
     try:
-        sources = dict(_arrays(group) if named is None else _named(group, named))
+        with zarr.config.set({"array.rectilinear_chunks": True}):  # zarr reads the metadata of such arrays only then
+            sources = dict(_arrays(group) if named is None else _named(group, named))
         tables = {name: table_of(name, array) for name, array in sources.items()}
         attrs = dict(group.attrs)
     except ReadError:
@@ -97,7 +98,8 @@ def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
     else:
         called, where = repr(url), {"store": url, "storage_options": options or None}
     try:
-        return zarr.open_group(**where, mode="r")
+        with zarr.config.set({"array.rectilinear_chunks": True}):  # the group may list them
+            return zarr.open_group(**where, mode="r")
     except ReadError:
         raise
     except Exception as e:  # of any store, and of metadata that lie
@@ -156,18 +158,18 @@ def table_of(name: str, array: Any) -> ArrayTable:
     own = np.dtype(object) if array.dtype.kind == "T" else np.dtype(array.dtype)
     dtype = signed_as_said(own, meta.attributes)
     files = files_of(array.store)
-    if isinstance(meta, ArrayV2Metadata):
-        chunks, dims = tuple(meta.chunks), _dims(meta)
+    if meta.zarr_format == 2:
+        chunks, lengths = tuple(meta.chunks), {}
         decoder = decoder_of_v2(dtype, meta.order, len(chunks), meta.filters or (), meta.compressor)
         places: Places = Objects(array, files)
     else:
-        chunks, dims, decoder, places = _of_v3(array, meta, dtype, files)
+        chunks, lengths, decoder, places = _of_v3(array, meta, dtype, files)
     if any(c < 1 <= n for c, n in zip(chunks, array.shape, strict=True)):
         raise UnsupportedStoreError(f"array {name!r} of shape {array.shape} has chunks of {chunks}; need at least 1")
     return ArrayTable(
         name=name,
         shape=tuple(array.shape),
-        dims=_named_dims(name, dims, len(chunks)),
+        dims=_named_dims(name, _dims(meta), len(chunks)),
         dtype=(decoder.dtype if decoder else dtype).str,
         chunks=chunks,
         fill_value=fill_of(meta.fill_value, dtype),
@@ -176,11 +178,12 @@ def table_of(name: str, array: Any) -> ArrayTable:
         decoder=decoder,
         places=places,
         load_slowly=lambda box: np.asarray(array[slices(box)]),
+        lengths=lengths,
     )
 
 
-def _dims(meta: ArrayV2Metadata | ArrayV3Metadata) -> Any:
-    return meta.dimension_names if isinstance(meta, ArrayV3Metadata) else meta.attributes.get("_ARRAY_DIMENSIONS")
+def _dims(meta: Any) -> Any:
+    return meta.attributes.get("_ARRAY_DIMENSIONS") if meta.zarr_format == 2 else meta.dimension_names
 
 
 def _named_dims(name: str, dims: Any, ndim: int) -> tuple[str, ...]:
@@ -191,25 +194,50 @@ def _named_dims(name: str, dims: Any, ndim: int) -> tuple[str, ...]:
 
 
 def _of_v3(
-    array: Any, meta: ArrayV3Metadata, dtype: np.dtype[Any], files: Files
-) -> tuple[tuple[int, ...], Any, Decoder | None, Places]:
-    grid = meta.chunk_grid
-    if not isinstance(grid, RegularChunkGrid):
-        raise UnsupportedStoreError(
-            f"array {array.name!r} has a {type(grid).__name__}; only regular chunk grids can be read"
-        )
-    outer = tuple(grid.chunk_shape)
-    codecs, names = meta.codecs, _dims(meta)
+    array: Any, meta: Any, dtype: np.dtype[Any], files: Files
+) -> tuple[tuple[int, ...], Lengths, Decoder | None, Places]:
+    outer, lengths = grid_of(array.name, array.shape, meta.chunk_grid.to_dict())
+    codecs = meta.codecs
     if len(codecs) == 1 and isinstance(codecs[0], ShardingCodec):
         sharding = codecs[0]
         inner = tuple(sharding.chunk_shape)
         decoder = decoder_of_v3(dtype, len(inner), sharding.codecs)
         # an index is an array [chunks, 2] of u8, so what its codecs are is known as an array's are
         index = decoder_of_v3(np.dtype("u8"), len(inner) + 1, sharding.index_codecs)
-        if decoder and index and index.compression is None and index.order == tuple(range(len(inner) + 1)):
-            return inner, names, decoder, Shards(array, inner, outer, sharding, index, files)
-        return outer, names, None, Objects(array, files)
-    return outer, names, decoder_of_v3(dtype, len(outer), codecs), Objects(array, files)
+        in_order = index and index.compression is None and index.order == tuple(range(len(inner) + 1))
+        if decoder and index and in_order and not lengths:
+            return inner, {}, decoder, Shards(array, inner, outer, sharding, index, files)
+        return outer, lengths, None, Objects(array, files)
+    return outer, lengths, decoder_of_v3(dtype, len(outer), codecs), Objects(array, files)
+
+
+def grid_of(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[int, ...], Lengths]:
+    """The shape of the largest chunk, and the lengths of chunks along the dims where they differ.
+
+    `grid` is the ``chunk_grid`` of an array's ``zarr.json``: ``regular``, or ``rectilinear`` with for each dim one
+    length for all, or a list of lengths and of pairs ``[length, how often]``.  Chunks beyond the array's end may be
+    listed, and are stored no more.
+
+    Raises: `UnsupportedStoreError` for another grid, or lengths that do not reach the array's end.
+    """
+    how: Any = grid.get("configuration") or {}
+    if grid["name"] == "regular":
+        return tuple(how["chunk_shape"]), {}
+    if grid["name"] != "rectilinear":
+        raise UnsupportedStoreError(
+            f"array {name!r} has a chunk grid {grid['name']!r}; only regular and rectilinear ones can be read"
+        )
+    lengths: dict[int, tuple[int, ...]] = {}
+    for dim, (size, stored) in enumerate(zip(shape, how["chunk_shapes"], strict=True)):
+        if not isinstance(stored, int):
+            runs = [(each, 1) if isinstance(each, int) else each for each in stored]
+            every = [length for length, count in runs for _ in range(count)]
+            starts = [0, *accumulate(every)]
+            if starts[-1] < size:
+                raise UnsupportedStoreError(f"array {name!r} has chunks for {starts[-1]} of {size} rows of dim {dim}")
+            lengths[dim] = tuple(n for n, start in zip(every, starts, strict=False) if start < size)
+    largest = [max(lengths[d], default=1) if d in lengths else n for d, n in enumerate(how["chunk_shapes"])]
+    return tuple(largest), lengths
 
 
 def files_of(store: Any) -> Files:
@@ -230,11 +258,11 @@ def _prefix(array: Any) -> str:
     return f"{array.store.root}/{path}" if isinstance(array.store, LocalStore) else path
 
 
-def _attributes(meta: ArrayV2Metadata | ArrayV3Metadata) -> dict[str, Any]:
+def _attributes(meta: Any) -> dict[str, Any]:
     return {k: v for k, v in meta.attributes.items() if k != "_ARRAY_DIMENSIONS"}
 
 
-def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
+def _masks(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
     """The stored values that mean "missing", by the conventions that xarray reads by.
 
     Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.  That of v2 is 0 when
@@ -242,7 +270,7 @@ def _masks(meta: ArrayV2Metadata | ArrayV3Metadata, dtype: np.dtype[Any], own: n
     """
     attrs = meta.attributes
     found: list[Any] = [_decoded(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
-    if isinstance(meta, ArrayV2Metadata) and (meta.fill_value or "scale_factor" in attrs):
+    if meta.zarr_format == 2 and (meta.fill_value or "scale_factor" in attrs):
         found.append(fill_of(meta.fill_value, dtype))
     return masks_of(dtype, found, own)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Coroutine, Sequence
-from functools import cached_property
+from contextlib import suppress
+from functools import cache, cached_property
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import zarr
 from zarr.abc.store import RangeByteRequest
-from zarr.core.buffer import default_buffer_prototype
-from zarr.core.sync import sync
+from zarr.buffer import default_buffer_prototype
+from zarr.storage import MemoryStore
 
 from jigsaw.io.fetch.batches import merged
 from jigsaw.io.fetch.files import Identity, Room, Target, scatter
@@ -63,9 +67,7 @@ class Keys:
         return scatter(targets, parts, found)
 
     async def _all(self, wanted: list[tuple[str, RangeByteRequest]]) -> list[Any]:
-        from asyncio import gather
-
-        return await gather(*(self._store.get(key, default_buffer_prototype(), part) for key, part in wanted))
+        return await asyncio.gather(*(self._store.get(key, default_buffer_prototype(), part) for key, part in wanted))
 
 
 def _place(store: Any) -> str:
@@ -85,8 +87,30 @@ def _place(store: Any) -> str:
 def _answer(asked: Coroutine[Any, Any, Any]) -> Any:
     """What the store answers; one of anybody's may raise anything, as a zip file does for a damaged member."""
     try:
-        return sync(asked)
+        return asyncio.run_coroutine_threadsafe(asked, _loop_of_zarr(os.getpid())).result()
     except OSError:
         raise
     except Exception as e:
         raise BadChunkError(f"its store says: {e}") from e
+
+
+class _Asked(MemoryStore):
+    """An empty store that remembers the event loop in which zarr asks it."""
+
+    loop: asyncio.AbstractEventLoop
+
+    async def get(self, *args: Any, **kwargs: Any) -> Any:
+        self.loop = asyncio.get_running_loop()
+        return await super().get(*args, **kwargs)
+
+
+@cache
+def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop in which zarr has opened a store, and to which the store's connections belong from then on.
+
+    Zarr has no public name for it, so a store of ours is asked something.  A forked process has a loop of its own.
+    """
+    asked = _Asked()
+    with suppress(FileNotFoundError):  # there is no group in it
+        zarr.open_group(asked, mode="r")
+    return asked.loop

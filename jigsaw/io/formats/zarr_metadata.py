@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
-from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
 
 from jigsaw.io._memory import fresh

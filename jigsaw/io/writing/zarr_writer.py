@@ -7,19 +7,18 @@ complete: whoever opens the store sees whole steps only, whenever its writers en
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from base64 import standard_b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from struct import pack
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import zarr
 from numpy.typing import DTypeLike, NDArray
-from zarr.core.buffer import default_buffer_prototype
-from zarr.core.group import ConsolidatedMetadata, GroupMetadata
 
 from jigsaw.io.errors import WriteError
 from jigsaw.io.writing.cf import Coordinate, plain
@@ -40,7 +39,8 @@ class ZarrSink:
         self._encoding = {k: v for k, v in encoding.items() if k != "dtype"}
         self._arrays: dict[str, Any] = {}
         self._attrs: dict[str, Any] = {}
-        self._metadata: dict[str, Any] = {}
+        self._documents: dict[str, dict[str, Any]] = {}
+        """What the ``zarr.json`` of each array says, or will."""
 
     # -- the first rank ----------------------------------------------------------------------------------------------
 
@@ -58,7 +58,8 @@ class ZarrSink:
         if done is not None and done.append_dim not in (None, append_dim):
             raise WriteError(f"{self._path} grows along {done.append_dim!r}, not append_dim={append_dim!r}")
         self._attrs = dict(group.attrs)
-        self._metadata = {name: member.metadata for name, member in members.items()}
+        listed: Any = self._document("zarr.json").get("consolidated_metadata") or {}
+        self._documents = listed.get("metadata") or {name: self._document(f"{name}/zarr.json") for name in members}
         top = {name: a for name, a in members.items() if isinstance(a, zarr.Array) and "/" not in name}
         coords = {name: _coordinate(name, a) for name, a in top.items() if _is_coordinate(name, a, top)}
         arrays = {name: _array(name, a) for name, a in top.items() if name not in coords}
@@ -77,7 +78,7 @@ class ZarrSink:
         self._write_root(Completeness(self._dim, 0, False))
         for array in arrays:
             shape = tuple(0 if d == self._dim else n for d, n in zip(array.dims, array.shape, strict=True))
-            made = zarr.create_array(
+            zarr.create_array(
                 f"{self._path}/{array.name}",
                 shape=shape,
                 dtype=array.dtype,
@@ -89,7 +90,7 @@ class ZarrSink:
                 zarr_format=3,
                 **self._encoding,
             )
-            self._metadata[array.name] = made.metadata
+            self._documents[array.name] = self._document(f"{array.name}/zarr.json")
         for coordinate in coords:
             self._create_coordinate(coordinate)
 
@@ -104,7 +105,7 @@ class ZarrSink:
 
     def _create_coordinate(self, c: Coordinate) -> None:
         grows = [d == self._dim for d in c.dims]
-        made = zarr.create_array(
+        zarr.create_array(
             f"{self._path}/{c.name}",
             shape=tuple(0 if g else n for g, n in zip(grows, c.values.shape, strict=True)),
             dtype=str if c.values.dtype.kind == "U" else c.values.dtype,
@@ -114,34 +115,38 @@ class ZarrSink:
             attributes=_attributes(c.attrs, c.values.dtype),
             zarr_format=3,
         )
-        self._metadata[c.name] = made.metadata
+        self._documents[c.name] = self._document(f"{c.name}/zarr.json")
 
     def commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
         for c in coords:
             first = [start if d == self._dim else 0 for d in c.dims]
             shape = tuple(a + n for a, n in zip(first, c.values.shape, strict=True))
             self._open(c.name, shape)[tuple(slice(a, b) for a, b in zip(first, shape, strict=True))] = c.values
-        self._metadata |= {name: array.metadata for name, array in self._arrays.items()}
-        for name, array in self._arrays.items():
-            self._replace(f"{name}/zarr.json", array.metadata)
+        for name in self._arrays:
+            self._replace(f"{name}/zarr.json", self._documents[name])
         self._write_root(done)
 
     def _write_root(self, done: Completeness) -> None:
-        listed = self._metadata if done.steps or done.closed else {}
-        root = GroupMetadata(
-            attributes={**self._attrs, **done.attrs()},
-            zarr_format=3,
-            consolidated_metadata=ConsolidatedMetadata(metadata=dict(listed)),
-        )
+        listed = self._documents if done.steps or done.closed else {}
+        sorted_names = sorted(listed, key=lambda name: (name.count("/"), name))
+        found = {name: listed[name] for name in sorted_names}
+        root = {
+            "attributes": {**self._attrs, **done.attrs()},
+            "zarr_format": 3,
+            "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": found},
+            "node_type": "group",
+        }
         self._replace("zarr.json", root)
 
-    def _replace(self, key: str, metadata: Any) -> None:
+    def _document(self, key: str) -> dict[str, Any]:
+        return json.loads((self._path / key).read_bytes())
+
+    def _replace(self, key: str, document: Mapping[str, Any]) -> None:
         """Write a metadata file beside and rename it, so that a reader meets the old one or the new one."""
-        (document,) = metadata.to_buffer_dict(default_buffer_prototype()).values()
         final = self._path / key
         final.parent.mkdir(parents=True, exist_ok=True)
         beside = final.with_name("zarr.json.part")
-        beside.write_bytes(document.to_bytes())
+        beside.write_text(json.dumps(document, indent=2))
         os.replace(beside, final)
 
     # -- every rank --------------------------------------------------------------------------------------------------
@@ -154,10 +159,11 @@ class ZarrSink:
         """An array of the shape that it will have; the one on disk does not grow by it."""
         if name not in self._arrays:
             self._arrays[name] = zarr.open_array(f"{self._path}/{name}", mode="r+", zarr_format=3)
+            self._documents[name] = self._document(f"{name}/zarr.json")
         known = self._arrays[name]
         if known.shape != shape:
-            grown = zarr.AsyncArray(known.metadata.update_shape(shape), known.store_path)
-            self._arrays[name] = zarr.Array(grown)
+            self._documents[name] = grown = {**self._documents[name], "shape": list(shape)}
+            self._arrays[name] = zarr.Array(zarr.AsyncArray(cast(Any, grown), known.store_path))
         return self._arrays[name]
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
