@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from jigsaw.launcher import torchrun_variables
 from jigsaw.layout import Axes, Coordinate, ShardingError
 
 # The ranks through this one along each choice of axes: asked for by every message, and slow to ask of a mesh tensor.
@@ -24,23 +25,41 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.Proc
 def init_mesh(*, device: str | None = None, timeout: float = 1800.0, **axes: int) -> DeviceMesh:
     """A `DeviceMesh` with named axes over all ranks: ``init_mesh(data=1, lat=2, lon=2)``.
 
-    Under ``torchrun`` it joins the process group (or uses the one that exists); without it, the mesh has one rank.
+    Under ``torchrun``, Slurm's ``srun`` and, with ``MASTER_ADDR`` and ``MASTER_PORT`` set, ``mpirun`` it joins the
+    process group (or uses the one that exists); else the mesh has one rank.  One axis may be -1: the rest of the ranks.
     `device` defaults to ``"cuda"`` where there is a GPU for each local rank, else ``"cpu"``; `timeout` is in seconds.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks.
     """
-    if not axes or any(size < 1 for size in axes.values()):
-        raise ShardingError(f"init_mesh({_show(axes)}) needs at least one axis, each of size >= 1")
+    sizes = list(axes.values())
+    if not axes or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+        raise ShardingError(
+            f"init_mesh({_show(axes)}) needs at least one axis, each of size >= 1; one may be -1, the rest of the ranks"
+        )
+    if not dist.is_initialized():
+        os.environ.update(torchrun_variables(os.environ))
     device = device or _default_device()
     if not dist.is_initialized():
         _init_process_group(device, timeout)
-    ranks = dist.get_world_size()
-    if math.prod(axes.values()) != ranks:
-        raise ShardingError(
-            f"init_mesh({_show(axes)}) has {math.prod(axes.values())} places but there are {ranks} ranks; "
-            f"start that many with torchrun --nproc-per-node, or change an axis"
-        )
+    axes = _with_the_rest(axes, dist.get_world_size())
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
+    """The axes with sizes for all ranks, that of -1 found."""
+    known = math.prod(size for size in axes.values() if size != -1)
+    found = {name: ranks // known if size == -1 else size for name, size in axes.items()}
+    if math.prod(found.values()) == ranks:
+        return found
+    if -1 in axes.values():
+        raise ShardingError(
+            f"init_mesh({_show(axes)}) has places for multiples of {known} ranks but there are {ranks} ranks; "
+            f"start such a number, or change an axis"
+        )
+    raise ShardingError(
+        f"init_mesh({_show(axes)}) has {known} places but there are {ranks} ranks; "
+        f"start that many with torchrun --nproc-per-node or srun --ntasks, or change an axis"
+    )
 
 
 def _show(axes: dict[str, int]) -> str:
@@ -48,7 +67,8 @@ def _show(axes: dict[str, int]) -> str:
 
 
 def _default_device() -> str:
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task its own alone
+    local_ranks = 1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks else "cpu"
 
 
@@ -57,7 +77,7 @@ def _init_process_group(device: str, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
     atexit.register(_leave_process_group)
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=limit)
     else:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jigsaw.io.errors import FieldError
+from jigsaw.io.packages import why_not_imported
 
 if TYPE_CHECKING:
     from dask.distributed import Client
@@ -26,7 +27,8 @@ def client_of(address: str | None, workers: int | None = None) -> Generator[Clie
     try:
         from dask.distributed import Client, LocalCluster
     except ImportError as missing:
-        raise FieldError("a dask cluster needs dask's scheduler: pip install 'dask[distributed]'") from missing
+        absent = "a dask cluster needs dask's scheduler: pip install 'dask[distributed]'"
+        raise FieldError(why_not_imported(missing, absent)) from missing
     if address is not None:
         try:
             with Client(address, set_as_default=False):

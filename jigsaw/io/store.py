@@ -12,6 +12,7 @@ from jigsaw.io._memory import fresh
 from jigsaw.io.arguments import by_name
 from jigsaw.io.errors import UnsupportedStoreError
 from jigsaw.io.fetch.files import Files
+from jigsaw.io.packages import why_not_imported
 from jigsaw.io.table import Store
 
 # Asked in this order whether what was given is theirs; those that need a package say which extra brings it.
@@ -80,7 +81,9 @@ def _of(module: str, name: str, extra: str = "") -> Any:
     try:
         return getattr(importlib.import_module(f"jigsaw.io.{module}"), name)
     except ImportError as e:
-        raise UnsupportedStoreError(f"reading this needs {e.name}: pip install 'jigsaw-torch[{extra or 'all'}]'") from e
+        package = str(e.name).partition(".")[0]
+        absent = f"reading this needs {package}: pip install 'jigsaw-torch[{extra or 'all'}]'"
+        raise UnsupportedStoreError(why_not_imported(e, absent)) from e
 
 
 def _is_url(url: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import GridError, UnsupportedStoreError, WindowError
+from jigsaw.io.packages import why_not_imported
 
 _MICROSECONDS = {
     **dict.fromkeys(("microsecond", "microseconds"), 1),
@@ -364,9 +365,8 @@ def _cftime(raw: NDArray[Any], units: str, calendar: str) -> NDArray[Any]:
     try:
         import cftime
     except ImportError as missing:
-        raise UnsupportedStoreError(
-            f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime"
-        ) from missing
+        absent = f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime"
+        raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     try:
         return np.asarray(cftime.num2date(raw, units, calendar), dtype=object)
     except (ValueError, OverflowError, KeyError) as e:

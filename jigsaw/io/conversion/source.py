@@ -17,6 +17,7 @@ from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, Windo
 from jigsaw.io.fields import channels
 from jigsaw.io.formats.xarray_dataset import open_xarray
 from jigsaw.io.opening import open
+from jigsaw.io.packages import why_not_imported
 from jigsaw.io.reports.proposal import chunks_of, shards_of
 from jigsaw.io.reports.recommend import best_chunks
 from jigsaw.io.survey import Survey
@@ -133,7 +134,8 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
     try:
         import xarray as xr
     except ImportError as missing:
-        raise UnsupportedStoreError("converting needs xarray: pip install 'jigsaw-torch[xarray]'") from missing
+        absent = "converting needs xarray: pip install 'jigsaw-torch[xarray]'"
+        raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     if isinstance(source, xr.Dataset):
         return f"xarray dataset of {source.encoding.get('source', 'computed values')}", (), source
     paths = _paths(source)

@@ -30,6 +30,7 @@ from jigsaw.io.fetch.at_once import IN_FLIGHT, asked_in, somebody_waits
 from jigsaw.io.fetch.batches import Part, merged
 from jigsaw.io.fetch.files import Identity, Room, Target, scatter
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
+from jigsaw.io.packages import why_not_imported
 
 T = TypeVar("T")
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
@@ -65,7 +66,8 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
         from obstore import store as stores
         from obstore.exceptions import BaseError
     except ImportError as e:
-        raise UnsupportedStoreError(f"reading {shown(url)} needs obstore: pip install 'jigsaw-torch[remote]'") from e
+        absent = f"reading {shown(url)} needs obstore: pip install 'jigsaw-torch[remote]'"
+        raise UnsupportedStoreError(why_not_imported(e, absent)) from e
     split = urlsplit(url)
     given: dict[str, Any] = {k: v for k, v in (options or {}).items() if k not in OWN}
     retry = Retry.of(given.pop("retry_config", None))

@@ -363,7 +363,8 @@ class Shards:
         self._objects = Objects(array, files)
         self._per_shard = tuple(o // i for o, i in zip(outer, inner, strict=True))
         self._index_bytes = 16 * prod(self._per_shard) + 4 * index.checked
-        self._at_end = codec.index_location.value == "end"
+        said: Any = codec.to_dict()["configuration"]  # as in zarr.json: what zarr itself has of it changes
+        self._at_end = said["index_location"] == "end"
         self._index = index
         self._known: OrderedDict[Index, _Once] = OrderedDict()
         self._lock = threading.Lock()

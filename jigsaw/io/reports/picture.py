@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import UnsupportedStoreError
+from jigsaw.io.packages import why_not_imported
 from jigsaw.io.plan import ReadPlan
 from jigsaw.layout import Cut, Interval
 
@@ -28,7 +29,8 @@ def draw(dataset: Dataset, plan: ReadPlan, path: str | Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as missing:
-        raise UnsupportedStoreError("drawing a plan needs matplotlib: pip install 'jigsaw-torch[plot]'") from missing
+        absent = "drawing a plan needs matplotlib: pip install 'jigsaw-torch[plot]'"
+        raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     colors: Any = matplotlib.colormaps["tab10" if plan.ranks <= 10 else "turbo"]
     shades = [colors(rank if plan.ranks <= 10 else rank / (plan.ranks - 1)) for rank in range(plan.ranks)]
     figure = Figure(figsize=(13, 5), layout="constrained")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import FieldError
+from jigsaw.io.packages import why_not_imported
 from jigsaw.io.stats.table import NAMES, Statistics
 
 Float = NDArray[np.float64]
@@ -210,7 +211,8 @@ def _netcdf(path: Path, mode: Literal["r", "w"] = "r") -> Any:
     try:
         import netCDF4
     except ImportError as missing:
-        raise FieldError(f"{path} needs netCDF4: pip install 'jigsaw-torch[netcdf]', or use .npz or .json") from missing
+        absent = f"{path} needs netCDF4: pip install 'jigsaw-torch[netcdf]', or use .npz or .json"
+        raise FieldError(why_not_imported(missing, absent)) from missing
     return netCDF4.Dataset(str(path), mode)
 
 

@@ -15,6 +15,7 @@ from jigsaw import comm
 from jigsaw.io.dataset import Dataset
 from jigsaw.io.errors import FieldError, ReadError
 from jigsaw.io.frame import DATA
+from jigsaw.io.packages import why_not_imported
 from jigsaw.io.stats import state as stats_state
 from jigsaw.io.stats import tiles as stats_tiles
 from jigsaw.io.stats.series import Series
@@ -161,7 +162,8 @@ def _reporting(progress: bool | Progress, first: bool, done: int, steps: int) ->
         try:
             from tqdm import tqdm
         except ImportError as missing:
-            raise FieldError("progress=True needs tqdm: pip install 'jigsaw-torch[train]'") from missing
+            absent = "progress=True needs tqdm: pip install 'jigsaw-torch[train]'"
+            raise FieldError(why_not_imported(missing, absent)) from missing
         with tqdm(total=steps, initial=done, unit="step") as bar:
 
             def update(now: int, _: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import WriteError
+from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array, Found
 from jigsaw.io.writing.sink import Completeness, completeness_of
@@ -125,7 +126,8 @@ def _open(path: Path, mode: Literal["r", "w", "a"]) -> Any:
     try:
         import netCDF4
     except ImportError as missing:
-        raise WriteError("writing NetCDF-4 needs the package netCDF4: pip install 'jigsaw-torch[netcdf]'") from missing
+        absent = "writing NetCDF-4 needs the package netCDF4: pip install 'jigsaw-torch[netcdf]'"
+        raise WriteError(why_not_imported(missing, absent)) from missing
     return netCDF4.Dataset(str(path), mode, format="NETCDF4")
 
 
