@@ -1,4 +1,4 @@
-"""Which rank of which job this process is, by the variables of what started it: torchrun, Slurm's srun, MPI's mpirun."""
+"""Which rank of which job this process is, by the variables of what started it: torchrun, srun or mpirun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _NO_TASKS = 2**31  # Slurm numbers the steps of batch scripts and of salloc's shell from the top down
 _PORTS = 15000, 10000  # from here on, so many: below those that systems give out
 
-# The rank, how many there are, the rank on this machine and how many are on it: by Open MPI, and by MPICH and Intel MPI.
+# The rank, the number of ranks, and the same on this machine: of Open MPI, and of MPICH and Intel MPI.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -97,9 +97,9 @@ def _meeting_point(given: Variables, by_srun: bool, place: _Place) -> tuple[str,
         port = port or _port_of(given)
     if not address or not port:
         raise ShardingError(
-            f"{'srun' if by_srun else 'mpirun'} started this process as rank {place.rank} of {place.ranks}, and they do "
-            f"not know where to meet; set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port for all of "
-            f"them (export; mpirun -x or -genv), or start them by torchrun"
+            f"{'srun' if by_srun else 'mpirun'} started this process as rank {place.rank} of {place.ranks}, and they "
+            f"do not know where to meet; set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port of it "
+            f"for all of them (export; mpirun -x or -genv), or start them by torchrun"
         )
     return address, port
 

@@ -94,23 +94,19 @@ def _answer(asked: Coroutine[Any, Any, Any]) -> Any:
         raise BadChunkError(f"its store says: {e}") from e
 
 
-class _Asked(MemoryStore):
-    """An empty store that remembers the event loop in which zarr asks it."""
-
-    loop: asyncio.AbstractEventLoop
-
-    async def get(self, *args: Any, **kwargs: Any) -> Any:
-        self.loop = asyncio.get_running_loop()
-        return await super().get(*args, **kwargs)
-
-
 @cache
 def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
     """The event loop in which zarr has opened a store, and to which the store's connections belong from then on.
 
     Zarr has no public name for it, so a store of ours is asked something.  A forked process has a loop of its own.
     """
-    asked = _Asked()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    class Asked(MemoryStore):
+        async def get(self, *args: Any, **kwargs: Any) -> Any:
+            loops.append(asyncio.get_running_loop())
+            return await super().get(*args, **kwargs)
+
     with suppress(FileNotFoundError):  # there is no group in it
-        zarr.open_group(asked, mode="r")
-    return asked.loop
+        zarr.open_group(Asked(), mode="r")
+    return loops[0]

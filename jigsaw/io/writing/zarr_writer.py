@@ -14,13 +14,13 @@ from base64 import standard_b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from struct import pack
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import zarr
 from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.io.errors import WriteError
+from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array, Found
 from jigsaw.io.writing.sink import Completeness, completeness_of
@@ -48,7 +48,7 @@ class ZarrSink:
         """The store as far as it is complete, whatever was being added when its writer ended."""
         if not self._path.exists() or not any(self._path.iterdir()):
             return None
-        group = zarr.open_group(str(self._path), mode="r")
+        group = _zarr().open_group(str(self._path), mode="r")
         done = completeness_of(dict(group.attrs))
         if group.metadata.zarr_format != 3:
             raise WriteError(f"{self._path} is Zarr v2; convert it to v3 to append, or write a new store")
@@ -60,7 +60,7 @@ class ZarrSink:
         self._attrs = dict(group.attrs)
         listed: Any = self._document("zarr.json").get("consolidated_metadata") or {}
         self._documents = listed.get("metadata") or {name: self._document(f"{name}/zarr.json") for name in members}
-        top = {name: a for name, a in members.items() if isinstance(a, zarr.Array) and "/" not in name}
+        top = {name: a for name, a in members.items() if isinstance(a, _zarr().Array) and "/" not in name}
         coords = {name: _coordinate(name, a) for name, a in top.items() if _is_coordinate(name, a, top)}
         arrays = {name: _array(name, a) for name, a in top.items() if name not in coords}
         sizes = {n for a in arrays.values() for d, n in zip(a.dims, a.shape, strict=True) if d == append_dim}
@@ -78,7 +78,7 @@ class ZarrSink:
         self._write_root(Completeness(self._dim, 0, False))
         for array in arrays:
             shape = tuple(0 if d == self._dim else n for d, n in zip(array.dims, array.shape, strict=True))
-            zarr.create_array(
+            _zarr().create_array(
                 f"{self._path}/{array.name}",
                 shape=shape,
                 dtype=array.dtype,
@@ -105,7 +105,7 @@ class ZarrSink:
 
     def _create_coordinate(self, c: Coordinate) -> None:
         grows = [d == self._dim for d in c.dims]
-        zarr.create_array(
+        _zarr().create_array(
             f"{self._path}/{c.name}",
             shape=tuple(0 if g else n for g, n in zip(grows, c.values.shape, strict=True)),
             dtype=str if c.values.dtype.kind == "U" else c.values.dtype,
@@ -157,13 +157,14 @@ class ZarrSink:
 
     def _open(self, name: str, shape: tuple[int, ...]) -> Any:
         """An array of the shape that it will have; the one on disk does not grow by it."""
+        zarr = _zarr()
         if name not in self._arrays:
             self._arrays[name] = zarr.open_array(f"{self._path}/{name}", mode="r+", zarr_format=3)
             self._documents[name] = self._document(f"{name}/zarr.json")
         known = self._arrays[name]
         if known.shape != shape:
             self._documents[name] = grown = {**self._documents[name], "shape": list(shape)}
-            self._arrays[name] = zarr.Array(zarr.AsyncArray(cast(Any, grown), known.store_path))
+            self._arrays[name] = zarr.Array(zarr.AsyncArray(grown, known.store_path))
         return self._arrays[name]
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
@@ -171,6 +172,16 @@ class ZarrSink:
 
     def close(self, done: bool) -> None:
         self._arrays.clear()
+
+
+def _zarr() -> Any:
+    """The package, which a program that only reads other formats can do without."""
+    try:
+        import zarr
+    except ImportError as missing:
+        absent = "writing a Zarr store needs zarr: pip install 'jigsaw-torch[zarr]'"
+        raise WriteError(why_not_imported(missing, absent)) from missing
+    return zarr
 
 
 def _is_coordinate(name: str, array: Any, arrays: Mapping[str, Any]) -> bool:
@@ -217,4 +228,4 @@ def is_zarr(path: Path) -> bool:
 
 def zarr_attrs(path: Path) -> Mapping[str, Any]:
     """The global attributes of a store."""
-    return dict(zarr.open_group(str(path), mode="r").attrs)
+    return dict(_zarr().open_group(str(path), mode="r").attrs)
