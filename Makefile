@@ -3,15 +3,24 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
 RANKS  ?= 4
 
+# What pip gives a user of a newer Python. A shim of pyenv's may stand for a Python that is not there: it is tried.
+PYTHON_NEWEST ?= $(shell for p in python3.13 "$$(pyenv prefix 3.13 2>/dev/null)/bin/python3.13"; do \
+	"$$p" -c "" 2>/dev/null && echo "$$p" && break; done)
+TORCH_NEWEST  ?= torch==2.15.0
+
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.jigsaw-installed
+NEWEST := .venv-newest
+NEWEST_STAMP := $(NEWEST)/.jigsaw-installed
+# What the tests need that run there; other tools of `dev` follow a new Python late.
+NEWEST_TOOLS := fsspec h5netcdf hypothesis icechunk kerchunk nibabel psutil pytest pytest-timeout scipy
 
 # One thread a rank: the ranks are the parallelism, and more threads than cores make every rank wait.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 medical nginx test check bench clean
+.PHONY: help setup weather weather-025 medical nginx test check test-newest with-newest bench clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,21 +43,40 @@ weather: setup ## train the weather example on one rank, then on 4 of this machi
 weather-025: setup ## one training step on generated 0.25 degree data, with the bytes read and the memory of each rank
 	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/weather/quarter_degree.py
 
-# The tests read from a real web server. It is no Python package; where it is absent Debian's is installed.
+# Some tests read from a real web server, which is no Python package. Without one they are skipped; not in CI, which
+# installs Debian's.
 nginx:
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \
 		test "$$(id -u)" = 0 && sudo= || sudo=sudo; \
 		$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends nginx-light >/dev/null; }
 
-test: setup nginx ## the tests, without the slow ones
+test: setup ## the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow"
 
-check: setup nginx ## lint, types, layers and all tests
+check: setup $(if $(CI),nginx) ## lint, types, layers and all tests; a part of them with the newest packages too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory test-newest
+
+test-newest: ## formats, reader and tiles with the newest of every package on Python 3.13, where there is one
+	@test -n "$(PYTHON_NEWEST)" || \
+		echo "no Python 3.13, so no tests with the newest packages; set PYTHON_NEWEST=/path/to/python3.13"
+	@test -z "$(PYTHON_NEWEST)" || $(MAKE) --no-print-directory with-newest
+
+NEWEST_IO := arena choices conventions dataset disk_cache engine faults hdf5 loader many_files netcdf3 packages portion raw \
+	rectilinear references strips table volumes windows write write_coords xarray
+with-newest: $(NEWEST_STAMP)
+	$(NEWEST)/bin/python -m pytest -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
+		tests/test_launcher.py tests/test_mesh.py tests/test_tile.py tests/test_tile_ops.py
+
+$(NEWEST_STAMP): pyproject.toml
+	"$(PYTHON_NEWEST)" -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet "$(TORCH_NEWEST)"
+	$(NEWEST)/bin/python -m pip install --quiet --editable ".[all]" $(NEWEST_TOOLS)
+	@touch $@
 
 bench: setup ## every benchmark, one JSON object a case (an hour)
 	$(BIN)/python benchmarks/layers.py --ranks 2

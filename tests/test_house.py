@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -135,6 +136,24 @@ def test_contributing_names_only_targets_that_exist():
     assert {"setup", "weather", "weather-025", "test", "check", "bench"} <= targets
     named = {t for f in ROOT.glob("*.md") for t in re.findall(r"`?make ([a-z0-9-]+)", f.read_text())}
     assert named <= targets | {"your"}, "a Markdown file names a make target that does not exist"
+
+
+def _made(*arguments, **variables):
+    """What make prints with these variables, and none of a make that runs this test."""
+    env = {k: v for k, v in os.environ.items() if k not in ("CI", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")} | variables
+    ran = subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_only_ci_installs_what_is_no_python_package():
+    for target in ("test", "check"):
+        assert "apt-get" not in _made("--dry-run", target)
+    assert "apt-get" in _made("--dry-run", "check", CI="true")
+
+
+def test_without_a_newer_python_its_tests_are_left_out():
+    assert "no Python 3.13, so no tests with the newest packages" in _made("test-newest", "PYTHON_NEWEST=")
 
 
 def test_scripts_that_make_runs_exist():

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 KEYS = {"access_key_id": "tests-key", "secret_access_key": "tests-secret", "region": "us-east-1"}
 
 _NGINX = """
@@ -57,10 +59,11 @@ def _answers(port):
 
 @contextlib.contextmanager
 def nginx(root, folder):
-    """``host:port`` of an nginx that serves the files below `root`."""
+    """``host:port`` of an nginx that serves the files below `root`; the test is skipped where there is none."""
     (port,) = free_ports(1)
     binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin")
-    assert binary, "these tests need nginx: apt-get install nginx-light"
+    if not binary:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs nginx: apt-get install nginx-light")
     user = "user root;" if os.getuid() == 0 else ""  # pytest's folders are their owner's alone
     config = folder / "nginx.conf"
     config.write_text(user + _NGINX.format(folder=folder, port=port, root=root))
