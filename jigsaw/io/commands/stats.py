@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,7 +97,7 @@ def _opened(args: argparse.Namespace, by_workers: bool) -> Dataset:
         raise FieldError(
             f"--mesh {args.mesh} is for ranks of torchrun, and dask's workers read whole steps; leave one out"
         )
-    mesh = init_mesh(device="cpu", **(args.mesh or {"data": _ranks()}))
+    mesh = init_mesh(device="cpu", **(args.mesh or {"data": -1}))
     # float64: what a store packs as integers is not rounded before it is summed
     return open(
         args.store,
@@ -109,10 +108,6 @@ def _opened(args: argparse.Namespace, by_workers: bool) -> Dataset:
         select=args.select,
         dtype="float64",
     )
-
-
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _client(args: argparse.Namespace) -> AbstractContextManager[Client | None]:
