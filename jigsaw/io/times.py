@@ -292,7 +292,8 @@ def _check_present(there: NDArray[np.bool_]) -> None:
     if not there.all():
         step = int(np.argmin(there))
         raise GridError(
-            f"the time coordinate has no time at step {step}, or one beyond all dates; leave such steps out"
+            f"the time coordinate has no time at step {step}, or one beyond all dates; leave such steps out of the "
+            "store, or open those that have times: xarray.open_dataset(path).isel(time=…) is read in its place"
         )
 
 
