@@ -165,9 +165,7 @@ def test_a_forecast_keeps_the_steps_that_were_complete(tmp_path, suffix, room):
                 np.testing.assert_array_equal(ds["time"].values, TIMES[:steps])
     if suffix == "nc" and 0 < steps < 6:
         assert f"go on with mode='a': the {steps} complete steps are in {left}" in told
-        with pytest.raises(
-            WriteError, match=rf"part holds {steps} complete steps of a run that ended; go on"
-        ):
+        with pytest.raises(WriteError, match=rf"part holds {steps} complete steps of a run that ended; go on"):
             grown(path, x)
     with Writer(path, mode="a", **OPTIONS) as out:
         for step in range(steps, 6):

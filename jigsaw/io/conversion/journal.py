@@ -52,6 +52,8 @@ class Journal:
             self._append([{"conversion": identity}])
 
     def _read(self) -> None:
+        if self._path.is_symlink():
+            raise WriteError(f"{self._path} is a symbolic link, so it is no journal of ours; remove it yourself")
         whole = self._path.read_bytes()
         kept = whole[: whole.rfind(b"\n") + 1]
         try:
