@@ -121,7 +121,7 @@ def _range(found: Survey, variable: Variable, d: int, wanted: slice | tuple[Any,
             "(first, last), or a list"
         )
     try:
-        plain = axis or decode_times(np.arange(variable.table.shape[d]), {})
+        plain = axis or decode_times(np.arange(variable.table.shape[d]), {})  # of which positions alone are asked
         return plain.select(wanted)
     except WindowError as e:
         raise GridError(f"select={{{dim!r}: {wanted!r}}}: {e}") from e

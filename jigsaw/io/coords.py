@@ -159,37 +159,50 @@ class Coords:
                 self._auxiliary.setdefault((group, table.dims[0]), name)
 
     def name(self, array: ArrayTable, dim: str) -> str | None:
-        """The coordinate variable of a dim: as the user says, the one of its name, or the only other one along it."""
+        """The coordinate variable of a dim: as the user says, the one of its name, the only other one along it, or that
+        of its name and length in a group around the array's.
+        """
         group = _group(array.name)
         own = self.arrays.get(group + dim)
         if dim in self.naming.coordinates:
             return self.naming.coordinates[dim]
-        return group + dim if own is not None and len(own.dims) == 1 else self._auxiliary.get((group, dim))
+        if own is not None and len(own.dims) == 1:
+            return group + dim
+        return self._auxiliary.get((group, dim)) or self._around(group, array, dim)
+
+    def _around(self, group: str, array: ArrayTable, dim: str) -> str | None:
+        """A dim of NetCDF-4 is that of the groups in its own too, and so are its values."""
+        while group:
+            group = _group(group[:-1])
+            found = self.arrays.get(group + dim)
+            if found is not None and tuple(found.dims) == (dim,):
+                return found.name if tuple(found.shape) == (array.shape[array.dims.index(dim)],) else None
+        return None
 
     def attrs(self, array: ArrayTable, dim: str) -> Mapping[str, Any]:
         """The attributes of that coordinate variable; none where there is no such."""
         name = self.name(array, dim)
         return {} if name is None else self.arrays[name].attrs
 
-    def has_values(self, array: ArrayTable, dim: str) -> bool:
-        """Whether the store has a value for each row along a dim of `array`."""
-        name, size = self.name(array, dim), array.shape[array.dims.index(dim)]
-        return name is not None and tuple(self.arrays[name].shape) == (size,)
-
     def values(self, store: _Store, array: ArrayTable, dim: str) -> NDArray[Any]:
-        """The values along a dim of `array`: its coordinate variable, or 0, 1, 2… where it has none.
+        """The values along a dim of `array`: its coordinate variable, decoded, what is missing as NaN.
 
-        Raises: `UnsupportedStoreError` for a dim that claims more rows than any coordinate has.
+        The places 0, 1, 2… stand only for a dim of which the store has no such variable: they are what it says of one.
+
+        Raises: `GridError` for a coordinate of another length than the dim, of which nobody knows which rows it means;
+        `UnsupportedStoreError` for a dim that claims more rows than any coordinate has.
         """
-        name = self.name(array, dim)
-        if name is None or not self.has_values(array, dim):
-            size = array.shape[array.dims.index(dim)]
+        name, size = self.name(array, dim), array.shape[array.dims.index(dim)]
+        if name is None:
             check_small(f"{array.name}: {dim}", (size,), 8 * size)
             return np.arange(size)
-        table, stored = self.arrays[name], store.read_small(name)
-        if str(table.attrs.get("_Unsigned", "")).lower() == "true" and stored.dtype.kind == "i":
-            stored = stored.view(stored.dtype.str.replace("i", "u"))
-        return stored if (table.scale, table.offset) == (1.0, 0.0) else stored * table.scale + table.offset
+        table = self.arrays[name]
+        if tuple(table.shape) != (size,):
+            raise GridError(
+                f"array {array.name!r} has {size} rows along {dim!r}, and its coordinate {name!r} has "
+                f"{' x '.join(map(str, table.shape))}; write both equally long, or rename the coordinate's dim"
+            )
+        return decoded_coordinate(table, store.read_small(name))
 
     def is_field(self, array: ArrayTable) -> bool:
         """Whether an array has values on a grid: along two spatial dims, and no coordinates or bounds of cells."""
@@ -230,6 +243,15 @@ class Coords:
                 if not any(_said(attrs) in ("lat", "lon") for attrs in alone):
                     return dict(zip(dims, ("y", "x"), strict=True))
         return {}
+
+
+def decoded_coordinate(table: ArrayTable, stored: NDArray[Any]) -> NDArray[Any]:
+    """The values that the stored ones of a coordinate stand for; what is missing is NaN."""
+    if str(table.attrs.get("_Unsigned", "")).lower() == "true" and stored.dtype.kind == "i":
+        stored = stored.view(stored.dtype.str.replace("i", "u"))
+    missing = np.isin(stored, table.masks) if table.masks and stored.dtype.kind in "iuf" else np.zeros(0, bool)
+    values = stored if (table.scale, table.offset) == (1.0, 0.0) else stored * table.scale + table.offset
+    return np.where(missing, np.nan, values) if missing.any() else values
 
 
 def _may_be(dim: str, role: str) -> bool:

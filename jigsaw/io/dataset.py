@@ -108,6 +108,7 @@ class Dataset(Samples):
     turn: Turn
     forcings: Forcings | None = None
     vectors: tuple[int, ...] = ()
+    counted: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.anchors) * self._chosen

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+
 from jigsaw.layout import ShardingError
 
 
@@ -67,3 +71,20 @@ class PeerError(ReadError, RuntimeError):
 
 class WriteError(Exception):
     """Writing failed or was refused, on whichever rank: raised alike on every rank, naming that rank and its reason."""
+
+
+@contextmanager
+def writing_to(path: str | os.PathLike[str], remedy: str) -> Generator[None]:
+    """What is raised while `path` is written, a full disk or whatever a library makes of one, as a `WriteError`.
+
+    It names the path and, after what every failure asks for, the `remedy`.
+    """
+    try:
+        yield
+    except (ReadError, ShardingError, WriteError):
+        raise
+    except Exception as error:  # a library may raise anything
+        raise WriteError(
+            f"{os.fspath(path)} could not be written ({type(error).__name__}: {error}); see that its disk has room and "
+            f"that you may write there, then {remedy}"
+        ) from error

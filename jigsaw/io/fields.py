@@ -79,10 +79,11 @@ _SAME = {name: row for row in (*SURFACE, *PRESSURE) for name in row}
 
 @dataclass(frozen=True)
 class Levels:
-    """The level coordinate of an array."""
+    """The level coordinate of an array; where it is `counted` its values are the places 0, 1, 2…, and no pressures."""
 
     values: NDArray[np.float64]
     units: str = ""
+    counted: bool = False
 
     def of_hpa(self, pressure: float) -> float:
         """A pressure in hPa in this coordinate's units."""
@@ -137,6 +138,11 @@ def _channels(field: str, arrays: Mapping[str, Levels | None]) -> list[Channel]:
     levels = arrays[array]
     if levels is None:
         raise MissingLevelError(f"field {field!r} asks for {hpa:g} hPa of array {array!r}, which has no level dim")
+    if levels.counted:
+        raise MissingLevelError(
+            f"field {field!r} asks for {hpa:g} hPa of array {array!r}, whose levels have no numbers in the store; "
+            f"ask for a place, like {array}@0"
+        )
     return [_nearest(field, array, levels.of_hpa(hpa), levels)]
 
 

@@ -110,7 +110,9 @@ def open(
     - `level`: of an OME-Zarr image, 0 the finest and the default.
 
     Missing values are those that ``_FillValue`` and ``missing_value`` name; ``valid_min``, ``valid_max`` and
-    ``valid_range`` change nothing, as in xarray.
+    ``valid_range`` change nothing, as in xarray.  What NetCDF-4 lacks at the end of an unlimited dim is missing.  A
+    coordinate that is there is taken as it is, or refused; a dim without one is counted, 0, 1, 2…, and named by the
+    dataset's `counted` where it is one of space.
 
     *Sends*: nothing.
 
@@ -146,7 +148,7 @@ def open(
         inputs=before,
         targets=after,
         anchors=anchors(0, steps, before, after, axis.breaks if axis else ()),
-        times=axis.stamps if axis else np.arange(1),
+        times=axis.stamps if axis else np.arange(1),  # fields without time are one step
         stored_steps=axis.at if axis else np.arange(1),
         choices=choose(found, variables, select),
         origins=origins(found, variables),
@@ -159,6 +161,7 @@ def open(
         turn=turn,
         forcings=forced,
         vectors=_vectors(chosen, vectors, found, frame),
+        counted=tuple(dim for dim in grid if not found.states(variables[0], dim)),
     )
     if forced:
         forced.check(made.input_times(0))
@@ -250,9 +253,7 @@ def _check_orders(found: Survey, first: Variable, grid: Mapping[str, NDArray[Any
     for dim, order in orders.items():
         if order == "store" or dim not in grid:
             continue
-        if not (
-            found.coords.has_values(first.table, first.dim(dim)) and len(grid[dim]) and grid[dim].dtype.kind in "iuf"
-        ):
+        if not (found.states(first, dim) and len(grid[dim]) and grid[dim].dtype.kind in "iuf"):
             argument = "lon" if dim == "lon" else "lat_order"
             raise GridError(
                 f"{argument}={order!r} needs a coordinate of numbers along {first.dim(dim)!r}, which the store lacks; "

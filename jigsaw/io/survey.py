@@ -74,6 +74,10 @@ class Survey:
             self._values[key] = self.coords.values(self.store, table, dim)
         return self._values[key]
 
+    def states(self, variable: Variable, role: str) -> bool:
+        """Whether the store has a coordinate along the dim of a role; where not, `values` are places 0, 1, 2…"""
+        return self.coords.name(variable.table, variable.dim(role)) is not None
+
     def attrs(self, variable: Variable, role: str) -> Mapping[str, Any]:
         """The attributes of that coordinate."""
         return self.attrs_along(variable, variable.dim(role))
@@ -91,8 +95,10 @@ class Survey:
         if "level" not in variable.roles:
             return None
         values = self.values(variable, "level")
-        numeric = values if values.dtype.kind in "fiu" else np.arange(len(values))
-        return Levels(numeric.astype(np.float64), str(self.attrs(variable, "level").get("units", "")))
+        # levels that are texts (makani's channels), or have no coordinate, are asked for by their places
+        counted = values.dtype.kind not in "fiu" or not self.states(variable, "level")
+        numeric = np.arange(len(values)) if counted else values
+        return Levels(numeric.astype(np.float64), str(self.attrs(variable, "level").get("units", "")), counted)
 
     def of(self, channels: Sequence[Channel]) -> tuple[Variable, ...]:
         """The variables of these channels, each once, in order.
@@ -119,7 +125,7 @@ class Survey:
                 )
             for role, mine in values.items():
                 theirs = self.values(other, role)
-                if not np.array_equal(mine, theirs):
+                if not _alike(mine, theirs):
                     raise GridError(
                         f"arrays {first.table.name!r} and {other.table.name!r} have different {role} values "
                         f"({mine[0]}..{mine[-1]} and {theirs[0]}..{theirs[-1]}); open them one at a time"
@@ -137,12 +143,18 @@ class Survey:
         first = timed[0]
         raw = self.values(first, "time")
         for other in timed[1:]:
-            if other.size("time") != first.size("time") or not np.array_equal(raw, self.values(other, "time")):
+            if other.size("time") != first.size("time") or not _alike(raw, self.values(other, "time")):
                 raise GridError(
                     f"arrays {first.table.name!r} ({first.size('time')} steps) and {other.table.name!r} "
                     f"({other.size('time')} steps) have different times; open them one at a time"
                 )
         return decode_times(raw, self.attrs(first, "time"))
+
+
+def _alike(mine: NDArray[Any], theirs: NDArray[Any]) -> bool:
+    """Whether two coordinates are the same, missing values at the same places included."""
+    floats = mine.dtype.kind == theirs.dtype.kind == "f"
+    return np.array_equal(mine, theirs, equal_nan=floats)
 
 
 def _grid_of(variable: Variable) -> str:

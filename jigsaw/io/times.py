@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
 from functools import cached_property
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,9 @@ _DATE = re.compile(
     r"^\s*(\d{4})(?:-(\d{1,2})(?:-(\d{1,2})(?:[T ](\d{2})(?::?(\d{2})(?::?(\d{2})(?:\.\d*)?)?)?Z?)?)?)?\s*$"
 )
 _DAY = 86_400_000_000
-_MOST = 2.0**62
+FURTHEST = 1 << 62
+"""What sums of steps, and of microseconds, stay within 64 bits of."""
+_MOST = float(FURTHEST)
 _REFORM = np.datetime64("1582-10-15")
 _GREGORIAN = ("standard", "gregorian", "proleptic_gregorian")
 
@@ -174,6 +177,11 @@ class TimeAxis:
         if count < 1:
             raise WindowError(f"every={frequency!r} must be at least one step of the series, {self._step()}")
         wide = count * self.usual
+        if wide >= FURTHEST:
+            raise WindowError(
+                f"every={frequency!r} is {count} steps of the series, {self._step()}, and so longer than all time; "
+                f"give at most the {len(self)} that there are"
+            )
         after = self.ticks - self.ticks[0]
         off = np.abs(after - np.rint(after / wide).astype(np.int64) * wide) if wide else after
         return replace(self.take(np.flatnonzero(off <= self._slack)), usual=wide)
@@ -242,6 +250,8 @@ def duration_of(wanted: Any) -> tuple[int, int]:
     unit = match["unit"].lower() if match else ""
     if match is None or unit not in {**_MICROSECONDS, **_MONTHS}:
         raise WindowError(f"{wanted!r} is no number of steps, nor a duration like '6h', '-30min', '1 day', '3 months'")
+    if not isfinite(float(match["count"])):
+        raise WindowError(f"{wanted[:40]!r}… is longer than all time")
     if unit in _MONTHS:
         months = float(match["count"]) * _MONTHS[unit]
         if not months.is_integer():
@@ -293,7 +303,8 @@ def _check_present(there: NDArray[np.bool_]) -> None:
     if not there.all():
         step = int(np.argmin(there))
         raise GridError(
-            f"the time coordinate has no time at step {step}, or one beyond all dates; leave such steps out"
+            f"the time coordinate has no time at step {step}, or one beyond all dates; leave such steps out of the "
+            "store, or open those that have times: xarray.open_dataset(path).isel(time=…) is read in its place"
         )
 
 

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import WindowError
-from jigsaw.io.times import TimeAxis, is_int
+from jigsaw.io.times import FURTHEST, TimeAxis, is_int
 
 
 def offsets(name: str, given: Any, axis: TimeAxis | None = None) -> tuple[int, ...]:
     """The steps of a window relative to its anchor, checked: integers, or durations such as ``"-6h"`` along `axis`.
 
-    Raises: `WindowError` for what is neither, is no whole number of steps, or comes twice.
+    Raises: `WindowError` for what is neither, is no whole number of steps, lies beyond all counting, or comes twice.
     """
     if isinstance(given, str) or not isinstance(given, Iterable) or (isinstance(given, np.ndarray) and not given.ndim):
         what = "one string" if isinstance(given, str) else "no list"
@@ -29,6 +29,12 @@ def offsets(name: str, given: Any, axis: TimeAxis | None = None) -> tuple[int, .
             "or durations like '-6h'"
         )
     whole = tuple(_steps(name, o, axis) for o in given)
+    far = [o for o in whole if abs(o) >= FURTHEST]
+    if far:
+        raise WindowError(
+            f"{name}={list(given)} has a step {far[0]} away from the sample's anchor, and 64 bits count to {FURTHEST}; "
+            "give the number of steps between the two"
+        )
     if len(set(whole)) != len(whole):
         raise WindowError(f"{name}={list(given)} names a step twice")
     return whole

@@ -64,6 +64,10 @@ REFUSED = [
     ({"inputs": np.array(0)}, WindowError, r"inputs=array\(0\) is no list; give a list"),
     ({"inputs": []}, WindowError, r"inputs=\[\] names no step"),
     ({"targets": [1, 1]}, WindowError, r"targets=\[1, 1\] names a step twice"),
+    ({"inputs": [10**20]}, WindowError, r"inputs=\[10+\] has a step 10+ away from the sample's anchor, and 64 bits"),
+    ({"inputs": [0], "targets": [-(2**63)]}, WindowError, r"targets=\[-9\d+\] has a step -9\d+ away"),
+    ({"inputs": ["9" * 400 + "h"]}, WindowError, r"'9+'… is longer than all time"),
+    ({"every": 10**20}, WindowError, r"every=10+ is 10+ steps of the series, 6 hour\(s\), and so longer than all time"),
     ({"time": ("1990", "1991")}, WindowError, r"selects no step; the store has 10, 2020-01-01"),
     (
         {"normalize": {"z500": (0, 1)}},

@@ -54,17 +54,13 @@ def test_longitudes_need_a_lon_dim(tmp_path):
 
 
 @pytest.mark.parametrize("order", [{"lat_order": "north-first"}, {"lon": "-180..180"}])
-@pytest.mark.parametrize("coordinates", ["none", "texts", "of another length"])
+@pytest.mark.parametrize("coordinates", ["none", "texts"])
 def test_an_order_of_rows_needs_their_coordinates(tmp_path, order, coordinates):
     data = xr.Dataset({"v": (("time", "lat", "lon"), np.zeros((2, 3, 4), "f4"))})
     if coordinates == "texts":
         data = data.assign_coords(lat=["a", "b", "c"], lon=["a", "b", "c", "d"])
-    path = saved(tmp_path, data)
-    if coordinates == "of another length":
-        for dim in ("lat", "lon"):
-            zarr.open_group(path).create_array(dim, shape=(9,), dtype="f4", dimension_names=[dim])
     with pytest.raises(GridError, match=r"(lon|lat_order)='.*' needs a coordinate of numbers along '(lat|lon)'"):
-        one_rank(path, **order)
+        one_rank(saved(tmp_path, data), **order)
 
 
 @pytest.mark.parametrize("value", ["abc", [1.0, 2.0]])

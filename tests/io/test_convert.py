@@ -2,9 +2,11 @@
 
 import json
 import signal
+import struct
 import subprocess
 import sys
 import time
+from base64 import standard_b64encode
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from jigsaw.__main__ import main
 from jigsaw.io.conversion.run import convert, verify
 from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, WriteError
 from jigsaw.io.writing.write import completeness
+from jigsaw.testing import world_mesh
 
 MARKS = ("jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed", "jigsaw_digests")
 
@@ -144,6 +147,64 @@ def test_chunks_are_those_that_the_mesh_reads_cheapest(tmp_path):
     best = jio.recommend(data, mesh={"lat": 2}, targets=[1]).chunks[0]
     assert made.arrays[0].chunks == tuple(best.chunks.values())
     assert made.arrays[0].shards == tuple(best.shards.values())
+
+
+def rainy(path, kind, steps=range(6)):
+    """Zeros everywhere: dry cells, the equator, Greenwich, a time axis that counts from 0; missing values beside."""
+    r = np.random.default_rng(0)
+    rain = np.where(r.random((6, 3, 4)) < 0.5, 0, r.random((6, 3, 4))).astype("f4")[list(steps)]
+    packed = {"scale_factor": 0.25, "add_offset": -3.0}
+    counts = r.integers(-5, 5, (6, 3, 4)).astype("i2")[list(steps)]
+    arrays = {
+        "rain": (("time", "lat", "lon"), rain, {}, 0),
+        "holes": (("time", "lat", "lon"), np.where(rain > 0.7, np.float32(-9), rain), {}, -9),
+        "counts": (("time", "lat", "lon"), counts, {}, 0),
+        "packed": (("time", "lat", "lon"), counts, packed, 0),
+        "time": (("time",), np.array(steps), {"units": "hours since 2009-01-01"}, 0),
+        "lat": (("lat",), np.array([30, 0, -30]), {"units": "degrees_north"}, 0),
+        "lon": (("lon",), np.array([0.0, 90, 180, 270]), {"units": "degrees_east"}, 0),
+    }
+    if kind == "netcdf":
+        masked = {"holes": -9, "packed": 0}
+        data = {n: (d, v, a | ({"_FillValue": masked[n]} if n in masked else {})) for n, (d, v, a, _) in arrays.items()}
+        xr.Dataset(data).to_netcdf(path, encoding={n: {"_FillValue": None} for n in data if n not in masked})
+        return path
+    group = zarr.open_group(path, mode="w", zarr_format=2 if kind == "zarr v2" else 3)
+    for name, (dims, values, attrs, fill) in arrays.items():
+        if kind == "zarr v2":
+            group.create_array(
+                name, data=values, fill_value=fill, attributes={**attrs, "_ARRAY_DIMENSIONS": list(dims)}
+            )
+        else:
+            masked = {"holes": standard_b64encode(struct.pack("<d", -9)).decode(), "packed": 0}
+            attrs = attrs | ({"_FillValue": masked[name]} if name in masked else {})
+            group.create_array(name, data=values, fill_value=fill, attributes=attrs, dimension_names=dims)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["zarr v2", "zarr v2 in two", "zarr v3", "netcdf"])
+def test_the_values_are_those_that_open_reads(tmp_path, kind):
+    if kind == "zarr v2 in two":
+        source = [str(rainy(tmp_path / f"{i}.zarr", "zarr v2", at)) for i, at in enumerate((range(2), range(2, 6)))]
+    else:
+        source = str(rainy(tmp_path / ("in.nc" if kind == "netcdf" else "in.zarr"), kind))
+    convert(source, tmp_path / "made.zarr")
+    names, whole = ["rain", "holes", "counts", "packed"], {"mesh": world_mesh(lat=1), "dtype": "float64"}
+    given, made = (jio.open(s, fields=names, **whole) for s in (source, str(tmp_path / "made.zarr")))
+    found = xr.open_zarr(tmp_path / "made.zarr").load()
+    np.testing.assert_array_equal(given.times, np.datetime64("2009-01-01") + np.arange(6).astype("m8[h]"))
+    for times in (made.times, found["time"].values):
+        np.testing.assert_array_equal(times, given.times)
+    for name in ("lat", "lon"):
+        assert 0 in given.whole_coords[name]
+        np.testing.assert_array_equal(made.whole_coords[name], given.whole_coords[name])
+        np.testing.assert_array_equal(found[name], given.whole_coords[name])
+    for i in range(6):
+        expected = given[i].input.local[0].numpy()
+        np.testing.assert_array_equal(made[i].input.local[0], expected)
+        np.testing.assert_array_equal(np.stack([found[n].values[i] for n in names]), expected)
+    assert not found["rain"].isnull().any() and (found["rain"] == 0).any() and not found["counts"].isnull().any()
+    assert found["holes"].isnull().any() and found["packed"].isnull().any()
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------

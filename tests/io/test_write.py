@@ -5,7 +5,6 @@ import resource
 import signal
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import cftime
@@ -18,6 +17,7 @@ import xarray as xr
 import zarr
 from globe_store import globe
 from globe_store import write as write_globe
+from small_disk import no_space
 from zarr.codecs import BloscCodec
 
 import jigsaw
@@ -366,17 +366,6 @@ def test_dtypes_codecs_names_and_attributes(tmp_path):
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def no_space(size):
-    """This process can write no file beyond `size` bytes: a real OSError, as of a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("full", [0, 1])

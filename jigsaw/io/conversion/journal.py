@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.errors import WriteError
+from jigsaw.io.drafts import open_unlinked
+from jigsaw.io.errors import WriteError, writing_to
 
+AGAIN = "convert again with the same arguments: it goes on with what is not there yet"
 Index = tuple[int, ...]
 Key = tuple[str, Index]
 """An array, and which of its units (shards, or chunks where there are none)."""
@@ -48,9 +52,14 @@ class Journal:
             self._append([{"conversion": identity}])
 
     def _read(self) -> None:
+        if self._path.is_symlink():
+            raise WriteError(f"{self._path} is a symbolic link, so it is no journal of ours; remove it yourself")
         whole = self._path.read_bytes()
         kept = whole[: whole.rfind(b"\n") + 1]
-        lines = [json.loads(line) for line in kept.splitlines()]
+        try:
+            lines = [json.loads(line) for line in kept.splitlines()]
+        except ValueError as e:
+            raise WriteError(f"{self._path} is damaged ({e}); start again with replace=True") from e
         if lines and lines[0].get("conversion") != self._identity:
             raise WriteError(
                 f"{self._path} belongs to another conversion: other files, fields, times, chunks or shards, or files "
@@ -77,6 +86,13 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
     def _append(self, entries: Iterable[Any]) -> None:
-        text = "".join(json.dumps(entry) + "\n" for entry in entries)
-        with self._path.open("ab", buffering=0) as out:
-            out.write(text.encode())
+        """Whole lines or none: a full disk takes what it can of one, and the next would follow in its middle."""
+        text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+        with writing_to(self._path, AGAIN), self._opened() as out:
+            before = os.fstat(out.fileno()).st_size
+            if out.write(text) != len(text):
+                os.ftruncate(out.fileno(), before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _opened(self) -> FileIO:
+        return FileIO(open_unlinked(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.cluster import cores, in_order, workers_of
-from jigsaw.io.conversion.journal import Index, Journal, Key, combined, digest_of
+from jigsaw.io.conversion.journal import AGAIN, Index, Journal, Key, combined, digest_of
 from jigsaw.io.conversion.source import Selected, recommended, select
-from jigsaw.io.errors import WriteError
+from jigsaw.io.errors import WriteError, writing_to
 from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array
 from jigsaw.io.writing.sink import Completeness, completeness_of
@@ -85,8 +85,9 @@ def convert(
     - `budget`: bytes that this process (or a worker's thread) holds at a time, at least one region;
     - `replace`: start again, whatever Zarr store there is at `target`, unless it is the source.
 
-    Raises: `WriteError` for a target that is complete already, belongs to another conversion, or reads back other than
-    written; a `ReadError` for the source; `FieldError` for a cluster without workers.
+    Raises: `WriteError` for a target that is complete already, belongs to another conversion, cannot be written (on a
+    full disk: the same call goes on once there is room), or reads back other than written; a `ReadError` for the
+    source; `FieldError` for a cluster without workers.
     """
     path = Path(target)
     chosen = select(source, fields, time, every, dims, engine)
@@ -246,7 +247,7 @@ def move(region: Region, data: xr.Dataset, path: Path) -> list[tuple[Key, str]]:
     """
     array = region.array
     values = _values(data, region)
-    sink = ZarrSink(path, None, {})
+    sink = _Sink(path, None, {})
     sink.attach([array])
     written: list[tuple[Key, str]] = []
     for index in region.units:
@@ -300,11 +301,18 @@ def _journal(path: Path, chosen: Selected, arrays: Sequence[Array]) -> Journal:
         how = "is complete" if path.is_dir() and is_complete(path) else "exists and no journal of a conversion with it"
         raise WriteError(f"{path} {how}; write elsewhere, or start again with replace=True (--replace)")
     shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in arrays]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing_to(path, AGAIN):
+        path.parent.mkdir(parents=True, exist_ok=True)
     return Journal(beside, f"{chosen.identity()} {digest_of(np.frombuffer(repr(shapes).encode(), np.uint8))}")
 
 
-class _Target(ZarrSink):
+class _Sink(ZarrSink):
+    """A store that is written by regions."""
+
+    remedy = AGAIN
+
+
+class _Target(_Sink):
     """The store of a conversion."""
 
     def __init__(self, path: Path, chosen: Selected, arrays: Sequence[Array]) -> None:

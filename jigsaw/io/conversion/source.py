@@ -15,6 +15,7 @@ import numpy as np
 
 from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, WindowError
 from jigsaw.io.fields import channels
+from jigsaw.io.formats.packing import fill_is_missing
 from jigsaw.io.formats.xarray_dataset import open_xarray
 from jigsaw.io.opening import open
 from jigsaw.io.packages import why_not_imported
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _KINDS = "biuf"
+_DECODED: dict[str, Any] = {"decode_timedelta": False, "decode_coords": "all"}
+# what xarray keeps of an array's own metadata
+_OF_ZARR, _OF_ZARR_V3 = {"compressor", "compressors"}, {"serializer", "codecs"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +133,8 @@ def _stamp(path: str) -> tuple[str, int, int]:
 def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str, ...], xr.Dataset]:
     """The name, files and dataset of a path, URL, glob or list of files (joined by their coordinates), or dataset.
 
+    Of a Zarr v2 store that is given by its place, the same values are missing as for `jigsaw.io.open`: a 0 seldom is.
+
     Raises: `UnsupportedStoreError` for what xarray does not open, `GridError` for files that do not join.
     """
     try:
@@ -139,15 +145,35 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
     if isinstance(source, xr.Dataset):
         return f"xarray dataset of {source.encoding.get('source', 'computed values')}", (), source
     paths = _paths(source)
-    options: dict[str, Any] = {"engine": engine, "decode_timedelta": False, "decode_coords": "all"}
+    raw = any(_may_be_zarr(path, engine) for path in paths)
+    options: dict[str, Any] = {"engine": engine, **({"decode_cf": False} if raw else _DECODED)}
     try:
-        if len(paths) == 1:
-            with warnings.catch_warnings():  # a store without consolidated metadata is as good
-                warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
-                return paths[0], (paths[0],), xr.open_dataset(paths[0], **options)
-        return f"{paths[0]} and {len(paths) - 1} more", tuple(paths), _joined(paths, options)
+        with warnings.catch_warnings():  # a store without consolidated metadata is as good
+            warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
+            if len(paths) == 1:
+                found = xr.open_dataset(paths[0], **options)
+                return paths[0], (paths[0],), _decoded(found) if raw else found
+            made = _joined(paths, {**options, "preprocess": _decoded} if raw else options)
+            return f"{paths[0]} and {len(paths) - 1} more", tuple(paths), made
     except (OSError, ValueError, ImportError, KeyError) as e:
         raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from e
+
+
+def _may_be_zarr(path: str, engine: str | None) -> bool:
+    return engine in ("zarr", "kerchunk") or (engine is None and not Path(path).is_file())
+
+
+def _decoded(raw: xr.Dataset) -> xr.Dataset:
+    """What xarray decodes once only what is missing is named so: it takes every `fill_value` of Zarr v2 for that, also
+    the 0 that stands there when nobody chose another.
+    """
+    import xarray as xr
+
+    for variable in raw.variables.values():
+        is_v2 = not _OF_ZARR.isdisjoint(variable.encoding) and _OF_ZARR_V3.isdisjoint(variable.encoding)
+        if is_v2 and not fill_is_missing(variable.attrs.get("_FillValue", 0), variable.attrs):
+            variable.attrs.pop("_FillValue", None)
+    return xr.decode_cf(raw, **_DECODED)
 
 
 def _paths(source: Any) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 from jigsaw.io._memory import fresh
 from jigsaw.io.chunk import ChunkRef, Places
 from jigsaw.io.chunk_grid import Index
+from jigsaw.io.drafts import open_unlinked
 from jigsaw.io.errors import FieldError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Identity, Room, Target, identity
 from jigsaw.io.formats.codecs import Bytes
@@ -236,7 +237,7 @@ class _Folder:
     @contextmanager
     def _counting(self) -> Generator[BinaryIO]:
         """The file of the count, for one thread of one process at a time."""
-        with os.fdopen(os.open(self._path / _COUNT, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as count:
+        with os.fdopen(open_unlinked(self._path / _COUNT, os.O_RDWR | os.O_CREAT), "r+b") as count:
             fcntl.flock(count, fcntl.LOCK_EX)  # ends with the process, however that ends
             yield count
 

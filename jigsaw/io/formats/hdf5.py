@@ -7,7 +7,7 @@ values in object headers, irregular virtual datasets) is read by libhdf5, under 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
@@ -21,11 +21,21 @@ from numpy.typing import NDArray
 from jigsaw.io._memory import fresh
 from jigsaw.io.chunk import Places
 from jigsaw.io.chunk_grid import Index
-from jigsaw.io.errors import ReadError, UnsupportedStoreError
+from jigsaw.io.errors import GridError, ReadError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats import plain
 from jigsaw.io.formats.codecs import BadChunkError
-from jigsaw.io.formats.hdf5_dims import MAKANI, attributes, dims_of, ids_of, is_only_a_dim, name_in_store
+from jigsaw.io.formats.hdf5_dims import (
+    MAKANI,
+    attributes,
+    dims_of,
+    fill_beyond,
+    ids_of,
+    is_only_a_dim,
+    lengths_of_growing,
+    name_in_store,
+    shape_in_file,
+)
 from jigsaw.io.formats.hdf5_filters import Filter, Pipeline, pipeline_of
 from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder, leaves_edges, misplaces
 from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, virtual_grid
@@ -97,6 +107,24 @@ class _Found(NamedTuple):
     dataset: Any
 
 
+class _Dims(NamedTuple):
+    """What a file says of its dims: the paths of their scales by number, and how long those are that grow."""
+
+    by_id: Mapping[int, str] = {}
+    lengths: Mapping[str, int] = {}
+
+    @classmethod
+    def of(cls, datasets: Sequence[Any]) -> _Dims:
+        by_id = ids_of(datasets)
+        return cls(by_id, lengths_of_growing(datasets, by_id))
+
+    def names(self, dataset: Any) -> tuple[str, ...]:
+        return dims_of(dataset, self.by_id)
+
+    def shape(self, dataset: Any) -> Index:
+        return shape_in_file(dataset, self.by_id, self.lengths)
+
+
 class _Opening:
     """What the files of one store have in common."""
 
@@ -116,12 +144,12 @@ class _Opening:
         """The table of every dataset that is numbers, and of every list of texts; linked files stay open in `held`."""
         self._held = held
         found = list(self._walk(source, file, "", set()))
-        by_id = {each: ids_of([f.dataset for f in found if f.source is each]) for each in {f.source for f in found}}
+        known = {s: _Dims.of([f.dataset for f in found if f.source is s]) for s in {f.source for f in found}}
         for each in found:
             if is_only_a_dim(each.dataset):
                 continue
             name = name_in_store(each.name)
-            table = self._table(name, each, by_id[each.source])
+            table = self._table(name, each, known[each.source])
             if table is not None:
                 self._tables[name] = table
         _annotate_makani(self._tables, source)
@@ -185,23 +213,23 @@ class _Opening:
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
-    def _table(self, name: str, found: _Found, by_id: Mapping[int, str]) -> ArrayTable | None:
+    def _table(self, name: str, found: _Found, known: _Dims) -> ArrayTable | None:
         """The table of one dataset; None for what is neither numbers nor a list of texts."""
         dataset = found.dataset
         if dataset.shape is None:
             return None
         if h5py.check_string_dtype(dataset.dtype) and dataset.ndim <= 1:
-            return self._text_table(name, found, by_id)
+            return self._text_table(name, found, known)
         if dataset.dtype.kind not in "biuf":
             return None
         attrs = attributes(dataset)
         own = np.dtype(dataset.dtype.str)
         dtype = signed_as_said(own, attrs)
         stored = self._stored(found, dtype)
-        return ArrayTable(
+        table = ArrayTable(
             name=name,
             shape=tuple(dataset.shape),
-            dims=dims_of(dataset, by_id),
+            dims=known.names(dataset),
             dtype=dtype.str,
             chunks=stored.chunks,
             fill_value=fill_of(dataset.fillvalue, dtype),
@@ -213,6 +241,8 @@ class _Opening:
             clipped=stored.clipped,
             slices=stored.slices,
         )
+        shape = known.shape(dataset)
+        return table if shape == table.shape else _to_the_end(table, shape, fill_beyond(dataset, attrs), found.source)
 
     def _stored(self, found: _Found, dtype: np.dtype[Any]) -> _Stored:
         """How a dataset is stored."""
@@ -245,22 +275,25 @@ class _Opening:
             dataset = self._followed(source, file, name)
             if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.shape is None:
                 return None
-            table = self._table(name, _Found(name, source, str(dataset.name), dataset), {})
+            table = self._table(name, _Found(name, source, str(dataset.name), dataset), _Dims())
         return table if table is not None and table.decoder is not None else None
 
-    def _text_table(self, name: str, found: _Found, by_id: Mapping[int, str]) -> ArrayTable:
+    def _text_table(self, name: str, found: _Found, known: _Dims) -> ArrayTable:
         """A list of texts: names of channels, dates.  It is read whole, by libhdf5."""
-        shape, source, path = tuple(found.dataset.shape), found.source, found.path
+        shape, source, path = known.shape(found.dataset), found.source, found.path
 
         def read() -> NDArray[Any]:
             with source.opened() as file:
-                return np.asarray(_member(file, path).asstr("utf-8", "replace")[...]).astype(str)
+                texts = np.asarray(_member(file, path).asstr("utf-8", "replace")[...]).astype(str)
+            whole = np.zeros(shape, texts.dtype)  # of empty texts
+            whole[tuple(slice(n) for n in texts.shape)] = texts
+            return whole
 
         self._texts[name] = read
         return ArrayTable(
             name=name,
             shape=shape,
-            dims=dims_of(found.dataset, by_id),
+            dims=known.names(found.dataset),
             dtype="|O",
             chunks=tuple(max(n, 1) for n in shape),
             fill_value=None,
@@ -276,6 +309,35 @@ class _Opening:
             return self._texts[name]()
         table = self._tables[name]
         return plain.whole(table).astype(table.dtype, copy=False)
+
+
+def _to_the_end(table: ArrayTable, shape: Index, fill: Any, source: Source) -> ArrayTable:
+    """The table of a variable that is shorter than its unlimited dims: libhdf5 reads it, and what it lacks is missing.
+
+    NetCDF-4 has no way to say which byte is missing, and what fills an array of bytes stays a value.
+    """
+    own, dtype = table.shape, np.dtype(table.dtype)
+
+    def load(box: Box) -> NDArray[Any]:
+        values = np.full([b - a for a, b in box], fill, dtype)
+        there = tuple((a, min(b, n)) for (a, b), n in zip(box, own, strict=True))
+        if all(a < b for a, b in there):
+            assert table.load_slowly is not None
+            values[slices(there, box)] = table.load_slowly(there)
+        return values
+
+    masks = table.masks if dtype.itemsize == 1 else (*table.masks, *masks_of(dtype, [fill]))
+    return replace(
+        table,
+        shape=shape,
+        chunks=tuple(plain.slab(shape, dtype.itemsize)),
+        decoder=None,
+        places=Whole(source),
+        load_slowly=load,
+        masks=tuple(dict.fromkeys(masks)),
+        clipped=True,
+        slices=True,
+    )
 
 
 class _Stored(NamedTuple):
@@ -352,11 +414,17 @@ def _annotate_makani(tables: dict[str, ArrayTable], source: Source) -> None:
             continue
         steps, channels = fields.shape[:2]
         stamps, names = (tables.get(group + slash + each) for each in ("timestamp", "channel"))
-        if stamps is not None and stamps.shape == (steps,):
+        for said, dim, count in ((stamps, "time", steps), (names, "channel", channels)):
+            if said is not None and said.shape != (count,):
+                raise GridError(
+                    f"{source.path}: {name!r} has {count} rows along {dim!r}, and {said.name!r} has the shape "
+                    f"{said.shape}; write both equally long"
+                )
+        if stamps is not None:
             attrs = {"units": "seconds since 1970-01-01", **stamps.attrs}
             tables[stamps.name] = replace(stamps, dims=MAKANI[:1], attrs=attrs)
         if names is None:
             own = group + slash + "channel"
+            # channels without names are known by their places
             names = table_of(own, np.arange(channels), (own,), {}, source.path)
-        if names.shape == (channels,):
-            tables[names.name] = replace(names, dims=MAKANI[1:2], attrs={"axis": "Z", **names.attrs})
+        tables[names.name] = replace(names, dims=MAKANI[1:2], attrs={"axis": "Z", **names.attrs})

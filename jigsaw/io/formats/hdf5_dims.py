@@ -21,6 +21,12 @@ _BOOKKEEPING = {
 }  # fmt: skip
 _NOT_A_VARIABLE = b"This is a netCDF dimension but not a netCDF variable"
 _NOT_A_COORDINATE = "_nc4_non_coord_"
+# netcdf.h: what NetCDF reads where nothing was written
+_FILLS = {
+    "i1": -127, "i2": -32767, "i4": -2147483647, "i8": -9223372036854775806,
+    "u1": 255, "u2": 65535, "u4": 4294967295, "u8": 18446744073709551614,
+    "f4": 9.969209968386869e36, "f8": 9.969209968386869e36,
+}  # fmt: skip
 
 
 def attributes(found: Any) -> dict[str, Any]:
@@ -72,21 +78,61 @@ def name_in_store(path: str) -> str:
 
 
 def dims_of(dataset: Any, by_id: Mapping[int, str]) -> tuple[str, ...]:
-    """The names of a dataset's dims.
+    """The names of a dataset's dims; `by_id` as in `_scales_of`."""
+    scales = [None if path is None else _last(path) for path in _scales_of(dataset, by_id)]
+    if _last(dataset.name) == "fields" and len(scales) == len(MAKANI) and _of_makani(scales):
+        return MAKANI
+    return _apart([f"dim_{i}" if scale is None else scale for i, scale in enumerate(scales)])
 
-    `by_id` are the names of the file's NetCDF-4 dims by their number, which a coordinate variable of several dims has
+
+def _scales_of(dataset: Any, by_id: Mapping[int, str]) -> list[str | None]:
+    """The path of the scale of each dim, None for a dim without.
+
+    `by_id` are the paths of the file's NetCDF-4 dims by their number, which a coordinate variable of several dims has
     in place of attached scales.
     """
-    own = str(dataset.name).rpartition("/")[2]
     numbers = dataset.attrs.get("_Netcdf4Coordinates")
     if numbers is not None and len(numbers) == dataset.ndim and all(int(n) in by_id for n in numbers):
-        return _apart([by_id[int(n)] for n in numbers])
+        return [by_id[int(n)] for n in numbers]
     if is_scale(dataset):
-        return (own.removeprefix(_NOT_A_COORDINATE),) + tuple(f"dim_{i}" for i in range(1, dataset.ndim))
-    scales = [_scale_of(dataset, i) for i in range(dataset.ndim)]
-    if own == "fields" and len(scales) == len(MAKANI) and _of_makani(scales):
-        return MAKANI
-    return _apart([scale or f"dim_{i}" for i, scale in enumerate(scales)])
+        return [str(dataset.name), *[None] * (dataset.ndim - 1)]
+    return [_scale_of(dataset, i) for i in range(dataset.ndim)]
+
+
+def _last(path: Any) -> str:
+    return str(path).rpartition("/")[2].removeprefix(_NOT_A_COORDINATE)
+
+
+def lengths_of_growing(datasets: Sequence[Any], by_id: Mapping[int, str]) -> dict[str, int]:
+    """The length of each unlimited dim of a file, by the path of its scale: that of its longest variable.
+
+    NetCDF-4 grows a variable only as far as it is written; as far as another one reaches, its values are missing.
+    """
+    growing = {str(d.name) for d in datasets if is_scale(d) and d.maxshape and d.maxshape[0] is None}
+    lengths: dict[str, int] = {}
+    for d in datasets if growing else ():
+        for path, size in zip(_scales_of(d, by_id), d.shape or (), strict=False):
+            if path in growing and not is_only_a_dim(d):
+                lengths[path] = max(size, lengths.get(path, 0))
+    return lengths
+
+
+def shape_in_file(dataset: Any, by_id: Mapping[int, str], lengths: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a dataset as its file means it: to the end of its unlimited dims, whose `lengths` these are."""
+    own = tuple(dataset.shape)
+    if not lengths:
+        return own
+    return tuple(max(n, lengths.get(path or "", n)) for path, n in zip(_scales_of(dataset, by_id), own, strict=True))
+
+
+def fill_beyond(dataset: Any, attrs: Mapping[str, Any]) -> Any:
+    """What stands for the values that a variable lacks at the end of an unlimited dim: as NetCDF-4 reads them.
+
+    Its ``_FillValue``, the dataset's own fill value where somebody chose one, or the one that NetCDF has for its type.
+    """
+    chosen = dataset.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
+    default = dataset.fillvalue if chosen else _FILLS.get(dataset.dtype.str[1:], dataset.fillvalue)
+    return attrs.get("_FillValue", default)
 
 
 def _of_makani(scales: Sequence[str | None]) -> bool:
@@ -102,7 +148,7 @@ def _apart(names: Sequence[str]) -> tuple[str, ...]:
 def _scale_of(dataset: Any, dim: int) -> str | None:
     try:
         scales = dataset.dims[dim]
-        return str(scales[0].name).rpartition("/")[2] if len(scales) else None
+        return str(scales[0].name) if len(scales) else None
     except (KeyError, RuntimeError, OSError, ValueError, TypeError) as e:
         raise UnsupportedStoreError(
             f"dataset {dataset.name!r} has a damaged list of dimension scales for its dim {dim}: {e}"
@@ -110,9 +156,5 @@ def _scale_of(dataset: Any, dim: int) -> str | None:
 
 
 def ids_of(datasets: Sequence[Any]) -> dict[int, str]:
-    """The names of NetCDF-4 dims by number."""
-    return {
-        int(d.attrs["_Netcdf4Dimid"]): str(d.name).rpartition("/")[2]
-        for d in datasets
-        if is_scale(d) and "_Netcdf4Dimid" in d.attrs
-    }
+    """The paths of NetCDF-4 dims by number."""
+    return {int(d.attrs["_Netcdf4Dimid"]): str(d.name) for d in datasets if is_scale(d) and "_Netcdf4Dimid" in d.attrs}

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from jigsaw.io.chunk import ChunkRef
 from jigsaw.io.chunk_grid import Index
+from jigsaw.io.drafts import draft_of
 from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
@@ -311,12 +312,7 @@ def _read(place: Path, source: Source, grid: Index) -> NDArray[np.int64] | None:
 
 
 def _write(place: Path, source: Source, grid: Index, rows: NDArray[np.int64]) -> None:
-    unfinished = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
+    with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as out:
+        with draft_of(place, ".part") as out:
             np.savez_compressed(out, key=_key(source, grid), rows=rows)
-        unfinished.replace(place)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)

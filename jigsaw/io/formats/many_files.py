@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from jigsaw.io.chunk import ChunkRef
 from jigsaw.io.chunk_grid import Index
-from jigsaw.io.coords import role_of
+from jigsaw.io.coords import decoded_coordinate, role_of
 from jigsaw.io.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local
 from jigsaw.io.formats import values as _values
@@ -146,6 +146,7 @@ class _Shape:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     units: str
+    calendar: str
     packing: tuple[Any, ...]
 
 
@@ -172,7 +173,12 @@ def _indexed(files: _Files, dim: str, path: str) -> _File:
     store = files.store(path)
     arrays = {
         name: _Shape(
-            t.dims, t.shape, np.dtype(t.dtype), str(t.attrs.get("units", "")), (t.scale, t.offset, t.masks, t.dtype)
+            t.dims,
+            t.shape,
+            np.dtype(t.dtype),
+            str(t.attrs.get("units", "")),
+            str(t.attrs.get("calendar", "")),
+            (t.scale, t.offset, t.masks, t.dtype),
         )
         for name, t in store.arrays.items()
     }
@@ -183,9 +189,8 @@ def _indexed(files: _Files, dim: str, path: str) -> _File:
     table = store.arrays.get(dim)
     axis, units = None, ""
     if table is not None and table.dims == (dim,) and min(sizes):
-        raw = store.read_small(dim)
-        plain = (table.scale, table.offset) == (1.0, 0.0)
-        axis, units = decode_times(raw if plain else raw * table.scale + table.offset, table.attrs), arrays[dim].units
+        axis = decode_times(decoded_coordinate(table, store.read_small(dim)), table.attrs)
+        units = arrays[dim].units
     return _File(path, sizes.pop(), axis, units, arrays, coords)
 
 
@@ -320,7 +325,18 @@ class _Joined:
         )
 
     def _load(self, name: str, members: Members, decoded: bool, box: Box) -> NDArray[Any]:
-        """A box through all files that hold some of it; decoded where they store it differently."""
+        """A box through all files that hold some of it; decoded where they store it differently.
+
+        Raises: `GridError` for dates that files count in other units: those of the dim that is joined alone are put
+        together.
+        """
+        since = {(f.arrays[name].units, f.arrays[name].calendar): f.path for f in self.series}
+        if len(since) > 1:
+            (mine, here), (theirs, there), *_ = since.items()
+            raise GridError(
+                f"{there} has array {name!r} in {' '.join(theirs).strip()!r} and {here} in {' '.join(mine).strip()!r}; "
+                "write them in the same units, or name the dim like its times"
+            )
         parts = [
             _read(self.files.store(self.series[i].path).arrays[name], members.local(box, i, rows), decoded)
             for i, rows in members.inside(box[members.dim])

@@ -31,6 +31,14 @@ def masks_of(dtype: np.dtype[Any], missing: Iterable[Any], stored: np.dtype[Any]
     return tuple(dict.fromkeys(fill_of(x, dtype) if turns else as_stored(x, dtype) for x in numbers))
 
 
+def fill_is_missing(fill: Any, attrs: Mapping[str, Any]) -> bool:
+    """Whether the `fill_value` of a Zarr v2 array means "missing".
+
+    It is 0 when nobody chose one, so a 0 means that of packed numbers alone.
+    """
+    return bool(fill) or "scale_factor" in attrs
+
+
 def as_stored(value: float, dtype: np.dtype[Any]) -> float:
     """The value that an array of `dtype` holds for it: rounded, or of the other sign; whole numbers stay exact."""
     if dtype.kind == "f":

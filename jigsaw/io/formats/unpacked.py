@@ -21,6 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from jigsaw.io._memory import fresh
+from jigsaw.io.drafts import draft_of, open_unlinked
 from jigsaw.io.errors import UnsupportedStoreError
 from jigsaw.io.fetch.files import Files, Local, Room, Target
 from jigsaw.io.fetch.objects import Remote
@@ -171,20 +172,15 @@ def _size(entry: Path) -> int | None:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    with open(path, "a") as file:
+    with os.fdopen(open_unlinked(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process, however that ends
         yield
 
 
 def _write(entry: Path, content: Iterator[bytes]) -> None:
-    draft = entry.with_suffix(f".{os.getpid()}.part")
-    try:
-        with open(draft, "wb") as file:
-            for block in content:
-                file.write(block)
-        os.replace(draft, entry)
-    finally:
-        draft.unlink(missing_ok=True)
+    with draft_of(entry, ".part") as file:
+        for block in content:
+            file.write(block)
 
 
 def _make_room(folder: Path, length: int, path: str) -> None:

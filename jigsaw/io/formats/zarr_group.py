@@ -35,7 +35,7 @@ from jigsaw.io.formats.codecs import (
     decoder_of_v3,
     without_crc,
 )
-from jigsaw.io.formats.packing import fill_of, masks_of, signed_as_said
+from jigsaw.io.formats.packing import fill_is_missing, fill_of, masks_of, signed_as_said
 from jigsaw.io.formats.plain import check_small, whole
 from jigsaw.io.formats.zarr_keys import Keys
 from jigsaw.io.lookups import Lookups, Tally
@@ -265,12 +265,11 @@ def _attributes(meta: Any) -> dict[str, Any]:
 def _masks(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
     """The stored values that mean "missing", by the conventions that xarray reads by.
 
-    Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.  That of v2 is 0 when
-    nobody chose one, so a 0 masks only packed integers.
+    Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.
     """
     attrs = meta.attributes
     found: list[Any] = [_decoded(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
-    if meta.zarr_format == 2 and (meta.fill_value or "scale_factor" in attrs):
+    if meta.zarr_format == 2 and fill_is_missing(meta.fill_value, attrs):
         found.append(fill_of(meta.fill_value, dtype))
     return masks_of(dtype, found, own)
 

@@ -195,10 +195,14 @@ def _shape(table: ArrayTable) -> str:
 def _grid(found: Survey, variable: Variable) -> Grid:
     values = {role: found.values(variable, role) for role in variable.space}
     axes = tuple(_axis(role, v, found.attrs(variable, role)) for role, v in values.items())
+    counted = [role for role in ("lat", "lon") if role in values and not found.states(variable, role)]
+    if counted:
+        return Grid(axes, f"no coordinate along {', '.join(counted)}: rows are counted", "")
     return Grid(axes, _extent(values), _order(values))
 
 
 def _axis(role: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> Axis:
+    # texts have no distances: their places are told
     numbers = values.astype(np.float64) if values.dtype.kind in "fiu" else np.arange(len(values), dtype=np.float64)
     steps = np.diff(numbers)
     # coordinates are often rounded to float32

@@ -87,7 +87,8 @@ def _draw(
     drawn = axes.pcolormesh(
         _places(rows[across]), _places(rows[down]), values, shading="nearest", rasterized=True, **_colours(values)
     )
-    if (down, across) == ("lat", "lon"):
+    numbers = all(rows[dim].dtype.kind in "fiu" for dim in names)
+    if (down, across) == ("lat", "lon") and numbers and not dataset.counted:
         axes.set_aspect("equal")
         _degrees(axes, rows[down], rows[across])
     if down not in ("lat", "z"):
@@ -110,6 +111,7 @@ def _degrees(axes: Any, lat: NDArray[Any], lon: NDArray[Any]) -> None:
 
 
 def _places(values: NDArray[Any]) -> NDArray[Any]:
+    """Where rows are drawn: at their coordinate, or one after the other where it is texts."""
     return values if values.dtype.kind in "fiu" else np.arange(len(values))
 
 

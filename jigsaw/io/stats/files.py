@@ -6,14 +6,16 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.errors import FieldError
+from jigsaw.io.drafts import draft_of
+from jigsaw.io.errors import FieldError, writing_to
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.stats.table import NAMES, Statistics
 
@@ -207,13 +209,13 @@ def _named_by(found: Statistics, fields: Fields | None) -> Statistics:
     return Statistics(fields, found.columns, found.attrs, found.source)
 
 
-def _netcdf(path: Path, mode: Literal["r", "w"] = "r") -> Any:
+def _netcdf(path: Path, mode: Literal["r", "w"] = "r", **how: Any) -> Any:
     try:
         import netCDF4
     except ImportError as missing:
         absent = f"{path} needs netCDF4: pip install 'jigsaw-torch[netcdf]', or use .npz or .json"
         raise FieldError(why_not_imported(missing, absent)) from missing
-    return netCDF4.Dataset(str(path), mode)
+    return netCDF4.Dataset(str(path), mode, **how)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -238,48 +240,51 @@ def write(found: Statistics, path: str | os.PathLike[str]) -> None:
     at = check_path(path)
     if not found.fields:
         raise FieldError(f"{found.source} have no names; read them with fields=[…] before they are written")
-    writers = {".nc": _write_nc, ".npz": _write_npz, ".json": _write_json}
-    replace(at, lambda part: writers[at.suffix](found, part))
+    made = {".nc": _as_nc, ".npz": _as_npz, ".json": _as_json}[at.suffix](found)
+    replace(at, made, "write again: what was there is there still")
 
 
-def replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file beside `path` and put it in its place once it is on the disk: a reader sees the old or the new."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(part)
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+def replace(path: Path, content: bytes, remedy: str) -> None:
+    """Put a file in its place once it is on the disk: a reader sees the old or the new.
+
+    Raises: `WriteError` with that `remedy`.
+    """
+    with writing_to(path, remedy), draft_of(path) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _attrs(found: Statistics) -> dict[str, Any]:
     return {**found.attrs, "format": FORMAT}
 
 
-def _write_nc(found: Statistics, path: Path) -> None:
-    with _netcdf(path, "w") as file:
-        file.setncatts(_attrs(found))
-        file.createDimension("channel", len(found))
-        file.createVariable("channel", str, ("channel",))[:] = np.array(found.fields, dtype=object)
-        for name, values in found.columns.items():
-            file.createVariable(name, "f8", ("channel",), fill_value=False)[:] = values
+def _as_nc(found: Statistics) -> bytes:
+    """Made in memory: libhdf5 that meets a full disk may end the process."""
+    file = _netcdf(Path("statistics.nc"), "w", memory=1 << 16)
+    file.setncatts(_attrs(found))
+    file.createDimension("channel", len(found))
+    file.createVariable("channel", str, ("channel",))[:] = np.array(found.fields, dtype=object)
+    for name, values in found.columns.items():
+        file.createVariable(name, "f8", ("channel",), fill_value=False)[:] = values
+    return bytes(file.close())
 
 
-def _write_npz(found: Statistics, path: Path) -> None:
-    with path.open("wb") as file:
-        savez(file, {"channel": np.array(found.fields), "attrs": np.array(json.dumps(_attrs(found))), **found.columns})
+def _as_npz(found: Statistics) -> bytes:
+    return npz_of({"channel": np.array(found.fields), "attrs": np.array(json.dumps(_attrs(found))), **found.columns})
 
 
-def savez(file: IO[bytes], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """`numpy.savez` of arrays by name."""
-    np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+def npz_of(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """What `numpy.savez` makes of arrays by name."""
+    made = BytesIO()
+    np.savez(made, **arrays)  # pyright: ignore[reportArgumentType]
+    return made.getvalue()
 
 
-def _write_json(found: Statistics, path: Path) -> None:
+def _as_json(found: Statistics) -> bytes:
     channels = [{"name": name, **{n: _number(v) for n, v in found[name].items()}} for name in found.fields]
-    path.write_text(json.dumps({"format": FORMAT, "attrs": dict(found.attrs), "channels": channels}, indent=1) + "\n")
+    whole = {"format": FORMAT, "attrs": dict(found.attrs), "channels": channels}
+    return (json.dumps(whole, indent=1) + "\n").encode()
 
 
 def _number(value: float) -> float | None:

@@ -13,7 +13,7 @@ import torch
 
 from jigsaw import comm
 from jigsaw.io.dataset import Dataset
-from jigsaw.io.errors import FieldError, ReadError
+from jigsaw.io.errors import FieldError, ReadError, WriteError
 from jigsaw.io.frame import DATA
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.stats import state as stats_state
@@ -57,7 +57,7 @@ def statistics(
     112 C bytes to every other rank.
 
     Raises: `FieldError` or `GridError` for what cannot be asked of the dataset, `StateError` for a
-    checkpoint of something else.
+    checkpoint of something else, `WriteError` for one that cannot be written.
     """
     series = Series.of(dataset, weights, block)
     at = None if checkpoint is None else Path(checkpoint)
@@ -119,7 +119,7 @@ class _Spread:
         if self.is_first:
             try:
                 told = step()
-            except (ReadError, OSError) as failed:
+            except (ReadError, WriteError, OSError) as failed:
                 told = failed
         if self.mesh is not None:
             told = comm.agree(self.mesh, told)[0]

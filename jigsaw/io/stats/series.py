@@ -44,6 +44,8 @@ class Series:
             raise FieldError(f"weights={weights!r} must be one of {WEIGHTS}")
         if weights == "area" and "lat" not in dataset.frame.dims:
             raise GridError(f"weights='area' needs a lat dim, and the fields have {dataset.frame.dims}; use 'none'")
+        if weights == "area" and "lat" in dataset.counted:
+            raise GridError("weights='area' needs latitudes, and the store has no coordinate along lat; use 'none'")
         if block is not None and block < 1:
             raise FieldError(f"block={block} must be at least 1, the steps that a rank reads together")
         once = _follows(elapsed(dataset))

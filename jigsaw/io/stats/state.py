@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.errors import StateError
-from jigsaw.io.stats.files import replace, savez
+from jigsaw.io.stats.files import npz_of, replace
 from jigsaw.io.stats.moments import Moments
 
 Tables = NDArray[np.float64]
@@ -62,14 +62,13 @@ class State:
 
 
 def save(path: Path, identity: Mapping[str, Any], done: int, tables: Tables) -> None:
-    """Put a checkpoint in place, whole: `tables` is [ranks, 2, 7, C]."""
+    """Put a checkpoint in place, whole: `tables` is [ranks, 2, 7, C].
+
+    Raises: `WriteError` when it cannot be written; the one before stays.
+    """
     about = json.dumps({"format": _FORMAT, "done": done, "of": dict(identity)})
-
-    def write(part: Path) -> None:
-        with part.open("wb") as file:
-            savez(file, {"about": np.array(about), "tables": tables})
-
-    replace(path, write)
+    remedy = "run it again with resume=True (--resume): it goes on from the last checkpoint"
+    replace(path, npz_of({"about": np.array(about), "tables": tables}), remedy)
 
 
 def load(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, Tables] | None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.io._memory import Scratch
 from jigsaw.io.chunk_grid import Index
+from jigsaw.io.drafts import draft_of
 from jigsaw.io.errors import FieldError, GridError
 from jigsaw.io.volumes.volume import Stored, Volume
 from jigsaw.layout import Layout
@@ -295,14 +296,13 @@ def _cached(volume: Volume, how: Foreground) -> Found | None:
 
 def _keep(volume: Volume, how: Foreground, found: Found) -> None:
     file, parts = _file(volume, how), [found.background, *found.classes.values()]
-    draft = file.with_name(f".{file.stem}.{os.getpid()}.npz")
     arrays: dict[str, Any] = {"labels": np.array(list(found.classes), np.int64)}
     arrays["counts"] = np.array([p.count for p in parts], np.int64)
     for i, p in enumerate(parts):
         arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(draft, **arrays)
-        draft.replace(file)
+        with draft_of(file) as draft:
+            np.savez(draft, **arrays)
     except OSError as e:
         raise FieldError(f"cache={how.cache!r} of a Foreground cannot be written: {e}") from e

@@ -47,7 +47,7 @@ def lent(
     written = {*given, *(f.array for f in fields)}
     for dim in dims or dataset.whole_coords:
         role = dim if dim in dataset.whole_coords else own.get(dim, dim)
-        if role in dataset.whole_coords:
+        if role in dataset.whole_coords and role not in dataset.counted:
             found[dim] = dataset.whole_coords[role], _of(survey, variables[0], role, written)
     leveled = next((v for v in variables if LEVEL in v.roles), None)
     used = {f.level for f in fields} - {None}
@@ -60,7 +60,7 @@ def lent(
         attrs={k: v for k, v in store.attrs.items() if not k.startswith(_OF_WRITER)},
         field_attrs={v.table.name: _kept(v.table.attrs, written) for v in variables},
         fields=list(fields),
-        time=None if timed is None else _time(survey, timed, written),
+        time=None if timed is None or not survey.states(timed, "time") else _time(survey, timed, written),
     )
 
 

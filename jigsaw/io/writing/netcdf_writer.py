@@ -3,29 +3,40 @@
 HDF5 without MPI cannot be written by several processes at once, and a file that a killed process was writing may not
 open.  So the file grows beside its name, as ``NAME.part``, and takes its name when it is whole; what is at the path
 before stays there until then.  After every append the part is flushed and says how many steps are complete.
+
+A full disk in the middle of a step would leave a part that libhdf5 cannot even close.  So room for a whole step is made
+sure of before any of it is written, and where there is none the part stays as it was; ``mode="a"`` goes on with it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.errors import WriteError
+from jigsaw.io.drafts import open_unlinked
+from jigsaw.io.errors import WriteError, writing_to
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array, Found
-from jigsaw.io.writing.sink import Completeness, completeness_of
+from jigsaw.io.writing.sink import Completeness, completeness_of, part_of
 from jigsaw.layout import Box, slices
 
 _DEFLATE: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True}
 _STEPS_A_CHUNK = 1024
+_METADATA, _OF_A_CHUNK = 1 << 18, 512
+"""Bytes that a file needs beside its values, at most, and each of their chunks."""
+_GREW_FROM = "jigsaw_grew_from"
+"""The attribute of a part that began as a copy: of which file."""
 # what NetCDF lacks, and what holds it exactly
 _HELD = {"bool": "i1", "float16": "f4"}
 
@@ -37,31 +48,97 @@ class NetcdfSink:
 
     def __init__(self, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> None:
         self._path, self._dim = path, append_dim
-        self._part = path.with_name(f"{path.name}.part")
+        self._part = part_of(path)
         self._encoding = {**_DEFLATE, **{k: v for k, v in encoding.items() if k != "dtype"}}
         self._file: Any = None
+        self._complete, self._is_new = 0, False
+
+    @property
+    def remedy(self) -> str:
+        """What to do when writing failed."""
+        kept = f"go on with mode='a': the {self._complete} complete steps are in {self._part}"
+        return kept if self._complete and self._dim else "write again"
+
+    # -- the first rank ----------------------------------------------------------------------------------------------
 
     def find(self, append_dim: str) -> Found | None:
-        """The file as far as it is complete; a copy of it grows."""
-        if not self._path.exists():
-            return None
-        shutil.copyfile(self._path, self._part)
-        self._file = _open(self._part, "a")
+        """The file as far as it is complete; a copy of it grows, or what a run that ended has left of one."""
+        if not self._goes_on():
+            if not self._path.exists():
+                return None
+            with writing_to(self._path, self.remedy):
+                self._copy()
         if append_dim not in self._file.dimensions or not self._file.dimensions[append_dim].isunlimited():
             raise WriteError(f"{self._path} has no unlimited dim {append_dim!r} to grow along; write a new file")
         done = completeness_of(_attrs(self._file))
-        steps = len(self._file.dimensions[append_dim]) if done is None else done.steps
+        self._complete = steps = len(self._file.dimensions[append_dim]) if done is None else done.steps
         variables: Mapping[str, Any] = self._file.variables
         listed = {c for v in variables.values() for c in str(_attrs(v).get("coordinates", "")).split()}
-        coords = {n: _coordinate(n, v) for n, v in variables.items() if n in listed or v.dimensions == (n,)}
-        return Found({n: _array(n, v) for n, v in variables.items() if n not in coords}, coords, steps)
+        # a step that was not complete is written again
+        rows = {d: slice(steps if d == append_dim else None) for d in self._file.dimensions}
+        whole = {n: tuple(rows[d] for d in v.dimensions) for n, v in variables.items()}
+        coords = {n: _coordinate(n, v, whole[n]) for n, v in variables.items() if n in listed or v.dimensions == (n,)}
+        return Found({n: _array(n, v, whole[n]) for n, v in variables.items() if n not in coords}, coords, steps)
+
+    def _goes_on(self) -> bool:
+        """Open the part, where it grew from what is at the path now and has complete steps."""
+        done = kept_steps(self._part)
+        if done is None or done.attrs.get(_GREW_FROM, "") != self._stamp():
+            return False
+        self._file = _open(self._part, "a")
+        return True
+
+    def _stamp(self) -> str:
+        """The file at the path by size and time of change; nothing where there is none."""
+        if not self._path.exists():
+            return ""
+        found = self._path.stat()
+        return f"{found.st_size} {found.st_mtime_ns}"
+
+    def _copy(self) -> None:
+        self._new_part(self._path.stat().st_size)
+        shutil.copyfile(self._path, self._part)
+        self._file = _open(self._part, "a")
+        self._file.setncattr(_GREW_FROM, self._stamp())
+
+    def _new_part(self, size: int) -> None:
+        """An empty part: not the one that was there, nor through a link to anything else."""
+        self._part.parent.mkdir(parents=True, exist_ok=True)
+        self._part.unlink(missing_ok=True)
+        self._is_new = True
+        os.close(open_unlinked(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        self._make_sure_of(size + _METADATA)
+
+    def _make_sure_of(self, size: int) -> None:
+        """Raises: `OSError` when the part cannot grow by so many bytes."""
+        handle = open_unlinked(self._part, os.O_RDWR)
+        before = os.fstat(handle).st_size
+        try:
+            os.posix_fallocate(handle, before, size)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                return  # this file system does not tell
+            raise OSError(e.errno, f"{os.strerror(e.errno)}; what is written next takes up to {size} bytes") from e
+        finally:
+            os.ftruncate(handle, before)
+            os.close(handle)
 
     def create(
         self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any], replace: bool
     ) -> None:
         if self._path.exists() and not replace:
             raise WriteError(f"{self._path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
-        self._part.parent.mkdir(parents=True, exist_ok=True)
+        left = None if replace else kept_steps(self._part)
+        if left is not None:
+            raise WriteError(
+                f"{self._part} holds {left.steps} complete steps of a run that ended; go on with mode='a', or choose "
+                "mode='w' to write them anew"
+            )
+        with writing_to(self._path, self.remedy):
+            self._create(arrays, coords, attrs)
+
+    def _create(self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any]) -> None:
+        self._new_part(0)
         self._file = _open(self._part, "w")
         sizes = {d: n for a in arrays for d, n in zip(a.dims, a.shape, strict=True)}
         for dim, size in sizes.items():
@@ -96,11 +173,35 @@ class NetcdfSink:
     def attach(self, arrays: Sequence[Array]) -> None:
         if self._file is not None:
             self._plain()
+            with writing_to(self._path, self.remedy):
+                self._make_sure_of(_METADATA + sum(self._bytes(a) for a in arrays) + self._bytes_of_coordinates(arrays))
+
+    def _bytes(self, array: Array) -> int:
+        """What the chunks of the steps that are not complete take at most: uncompressed, and whole."""
+        first = [self._complete if d == self._dim else 0 for d in array.dims]
+        chunks = [c or max(n, 1) for c, n in zip(array.chunks or array.shape, array.shape, strict=True)]
+        counts = [ceil(n / c) - a // c for n, c, a in zip(array.shape, chunks, first, strict=True)]
+        return prod(counts) * (prod(chunks) * np.dtype(array.dtype).itemsize * 101 // 100 + _OF_A_CHUNK)
+
+    def _bytes_of_coordinates(self, arrays: Sequence[Array]) -> int:
+        """A chunk of those that grow, and all of the others where nothing is complete."""
+        found, written = 0, {a.name for a in arrays}
+        for name, v in self._file.variables.items():
+            grows = self._dim in v.dimensions
+            if name not in written and (grows or not self._complete):
+                found += 2 * prod(v.chunking() if grows else v.shape) * (64 if v.dtype is str else v.dtype.itemsize)
+        return found
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
-        self._file.variables[name][slices(box)] = block
+        with writing_to(self._path, self.remedy):
+            self._file.variables[name][slices(box)] = block
 
     def commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
+        with writing_to(self._path, self.remedy):
+            self._commit(coords, start, done)
+        self._complete = done.steps
+
+    def _commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
         for c in coords:
             sizes = zip(c.dims, c.values.shape, strict=True)
             box = tuple(slice(start, start + n) if d == self._dim else slice(0, n) for d, n in sizes)
@@ -111,15 +212,29 @@ class NetcdfSink:
         self._file.sync()
 
     def close(self, done: bool) -> None:
-        if self._file is None:
-            return
         file, self._file = self._file, None
-        if done:
-            file.close()
-            os.replace(self._part, self._path)
-        else:  # a file that could not be written may not close either; the first failure is the one to tell
-            with suppress(RuntimeError, OSError):
+        if file is not None and done:
+            with writing_to(self._path, self.remedy):
+                self._finish(file)
+        elif file is not None:
+            with suppress(RuntimeError, OSError):  # of a file that could not be written; the first failure is told
                 file.close()
+        if self._is_new and not done and not self._complete:
+            with suppress(OSError):
+                self._part.unlink(missing_ok=True)
+
+    def _finish(self, file: Any) -> None:
+        """Give the file its name."""
+        rows = len(file.dimensions[self._dim]) if self._dim in file.dimensions else self._complete
+        if _GREW_FROM in file.ncattrs():
+            file.delncattr(_GREW_FROM)
+        file.close()
+        if rows > self._complete:
+            raise WriteError(
+                f"{self._part} holds {self._complete} complete steps and a part of others, of a run that ended; go on "
+                "with mode='a' until all are written"
+            )
+        os.replace(self._part, self._path)
 
 
 def _open(path: Path, mode: Literal["r", "w", "a"]) -> Any:
@@ -145,9 +260,9 @@ def _attribute(value: Any) -> Any:
     return value if isinstance(value, str | int | float | list) else str(value)
 
 
-def _array(name: str, variable: Any) -> Array:
+def _array(name: str, variable: Any, whole: tuple[slice, ...]) -> Array:
     chunks = variable.chunking()
-    shape = tuple(variable.shape)
+    shape = tuple(min(n, s.stop or n) for n, s in zip(variable.shape, whole, strict=True))
     return Array(
         name,
         tuple(variable.dimensions),
@@ -159,9 +274,29 @@ def _array(name: str, variable: Any) -> Array:
     )
 
 
-def _coordinate(name: str, variable: Any) -> Coordinate:
+def _coordinate(name: str, variable: Any, whole: tuple[slice, ...]) -> Coordinate:
     variable.set_auto_maskandscale(False)
-    return Coordinate(name, tuple(variable.dimensions), np.asarray(variable[...]), _attrs(variable))
+    return Coordinate(name, tuple(variable.dimensions), np.asarray(variable[whole or ...]), _attrs(variable))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a part holds of a run that ended: complete steps, and its attributes."""
+
+    steps: int
+    attrs: Mapping[str, Any]
+
+
+def kept_steps(part: Path) -> Kept | None:
+    """None for a part that has no complete step, or is not there, or no file of ours."""
+    if part.is_symlink() or not part.is_file():
+        return None
+    try:
+        attrs = netcdf_attrs(part)
+    except (OSError, RuntimeError):  # its writer was killed in the middle of a step
+        return None
+    done = completeness_of(attrs)
+    return None if done is None or not done.steps else Kept(done.steps, attrs)
 
 
 def netcdf_attrs(path: Path) -> Mapping[str, Any]:

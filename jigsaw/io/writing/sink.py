@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -35,6 +36,11 @@ def completeness_of(attrs: Mapping[str, Any]) -> Completeness | None:
         return None
     dim = attrs.get(APPEND_DIM)
     return Completeness(None if dim is None else str(dim), int(attrs[COMPLETE]), bool(attrs.get(CLOSED, 0)))
+
+
+def part_of(path: Path) -> Path:
+    """Where a file that others may not see yet grows until it is whole."""
+    return path.with_name(f"{path.name}.part")
 
 
 class Sink(Protocol):

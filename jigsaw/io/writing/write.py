@@ -6,9 +6,10 @@ which the others send their boxes a budget at a time.
 
 **Killed runs.**  A Zarr store opens at any moment and shows whole steps only: new chunks are not part of it until one
 small file, the root ``zarr.json``, is replaced atomically after each append.  A NetCDF file takes its name when it is
-whole (until then it is ``NAME.part``, flushed after each append).  That is against the end of a process; nothing is
-forced out of the system's own buffers, which a power cut may lose.  `completeness` tells how far a store is; the same
-stands in its global attributes ``jigsaw_append_dim``, ``jigsaw_complete`` (steps along that dim) and ``jigsaw_closed``.
+whole (until then it is ``NAME.part``, flushed after each append).  On a full disk too, both keep the steps that were
+complete, and ``mode="a"`` goes on after them.  Nothing is forced out of the system's own buffers, which a power cut may
+lose.  `completeness` tells how far a store is; the same stands in its global attributes ``jigsaw_append_dim``,
+``jigsaw_complete`` (steps along that dim) and ``jigsaw_closed``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jigsaw.io.errors import WriteError
 from jigsaw.io.writing.cf import Coordinate
 from jigsaw.io.writing.deliver import alike, deliver, together
 from jigsaw.io.writing.outline import CHANNEL, Array, Data, Dims, Found, Outline, Storage, outline, parse_field
-from jigsaw.io.writing.sink import Completeness, Sink, completeness_of
+from jigsaw.io.writing.sink import Completeness, Sink, completeness_of, part_of
 from jigsaw.layout import ShardingError
 from jigsaw.mesh import coordinate, same_mesh
 from jigsaw.tile import Tile
@@ -87,9 +88,13 @@ def write(
 def completeness(path: str | os.PathLike[str]) -> Completeness:
     """How far a store that jigsaw wrote is complete: whole steps along its `append_dim`, and whether it was `closed`.
 
+    A NetCDF file that is not there is looked for as the ``NAME.part`` that it grows as.
+
     Raises: `WriteError` when there is no such store, or something else wrote it.
     """
     where = Path(path)
+    if not where.exists() and part_of(where).is_file():
+        where = part_of(where)
     attrs = _attrs_at(where) if where.exists() else {}
     found = completeness_of(attrs)
     if found is None:

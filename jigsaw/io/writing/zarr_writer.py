@@ -8,7 +8,6 @@ complete: whoever opens the store sees whole steps only, whenever its writers en
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from base64 import standard_b64encode
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from jigsaw.io.errors import WriteError
+from jigsaw.io.drafts import draft_of
+from jigsaw.io.errors import WriteError, writing_to
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import Coordinate, plain
 from jigsaw.io.writing.outline import Array, Found
@@ -33,6 +33,7 @@ class ZarrSink:
     """A local Zarr v3 group that every rank writes to."""
 
     writers: tuple[int, ...] = ()
+    remedy = "go on with mode='a': the steps that were complete are there"
 
     def __init__(self, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> None:
         self._path, self._dim = path, append_dim
@@ -72,6 +73,12 @@ class ZarrSink:
         self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any], replace: bool
     ) -> None:
         """The root first, with nothing complete, then the arrays that it does not list yet."""
+        with writing_to(self._path, self.remedy):
+            self._create(arrays, coords, attrs, replace)
+
+    def _create(
+        self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any], replace: bool
+    ) -> None:
         if self._path.exists():
             self._clear(replace)
         self._attrs = {k: plain(v) for k, v in attrs.items()}
@@ -118,6 +125,10 @@ class ZarrSink:
         self._documents[c.name] = self._document(f"{c.name}/zarr.json")
 
     def commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
+        with writing_to(self._path, self.remedy):
+            self._commit(coords, start, done)
+
+    def _commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
         for c in coords:
             first = [start if d == self._dim else 0 for d in c.dims]
             shape = tuple(a + n for a, n in zip(first, c.values.shape, strict=True))
@@ -145,9 +156,8 @@ class ZarrSink:
         """Write a metadata file beside and rename it, so that a reader meets the old one or the new one."""
         final = self._path / key
         final.parent.mkdir(parents=True, exist_ok=True)
-        beside = final.with_name("zarr.json.part")
-        beside.write_text(json.dumps(document, indent=2))
-        os.replace(beside, final)
+        with draft_of(final) as beside:
+            beside.write(json.dumps(document, indent=2).encode())
 
     # -- every rank --------------------------------------------------------------------------------------------------
 
@@ -168,7 +178,8 @@ class ZarrSink:
         return self._arrays[name]
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
-        self._arrays[name][slices(box)] = block
+        with writing_to(self._path, self.remedy):
+            self._arrays[name][slices(box)] = block
 
     def close(self, done: bool) -> None:
         self._arrays.clear()

@@ -1,0 +1,124 @@
+"""Links that somebody laid where a file is about to be written: nothing is written through them."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from small_disk import no_space
+
+import jigsaw
+from jigsaw.io.conversion.journal import Journal
+from jigsaw.io.drafts import draft_of, open_unlinked
+from jigsaw.io.errors import WriteError
+from jigsaw.io.fetch.disk_cache import _COUNT, _Folder
+from jigsaw.io.fetch.files import Identity
+from jigsaw.io.formats import hdf5_index, unpacked
+from jigsaw.io.formats.hdf5_index import Source
+from jigsaw.io.stats.files import replace
+from jigsaw.io.writing.write import Writer
+from jigsaw.testing import world_mesh
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A file of mine that others want to be overwritten."""
+    path = tmp_path / "mine"
+    path.write_bytes(b"mine")
+    yield path
+    assert path.read_bytes() == b"mine"
+
+
+def test_a_draft_has_a_name_of_its_own_and_is_whole_or_gone(tmp_path):
+    names = set()
+    for _ in range(3):
+        with draft_of(tmp_path / "a") as file:
+            names.update(p.name for p in tmp_path.iterdir())
+            file.write(b"whole")
+    assert len(names - {"a"}) == 3 and [p.name for p in tmp_path.iterdir()] == ["a"]
+    with pytest.raises(KeyError), draft_of(tmp_path / "a") as file:
+        file.write(b"half")
+        raise KeyError
+    with pytest.raises(OSError, match="File too large"), no_space(3), draft_of(tmp_path / "a") as file:
+        file.write(b"too long")
+    assert (tmp_path / "a").read_bytes() == b"whole" and [p.name for p in tmp_path.iterdir()] == ["a"]
+    mask = os.umask(0o022)
+    try:
+        with draft_of(tmp_path / "b"):
+            pass
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "b").stat().st_mode & 0o777 == 0o644  # as any file that the user writes
+
+
+def test_no_link_is_followed(tmp_path, mine):
+    (tmp_path / "link").symlink_to(mine)
+    with pytest.raises(OSError, match="symbolic link"):
+        open_unlinked(tmp_path / "link", os.O_RDWR | os.O_CREAT)
+    with draft_of(tmp_path / "link") as file:  # what takes a place takes that of the link
+        file.write(b"new")
+    assert not (tmp_path / "link").is_symlink() and (tmp_path / "link").read_bytes() == b"new"
+
+
+def test_the_index_of_an_hdf5_file(tmp_path, mine):
+    (tmp_path / "a.h5").write_bytes(b"\x89HDF")
+    source, place = Source(str(tmp_path / "a.h5"), hdf5_index.Local()), tmp_path / "cache" / "hdf5-a.npz"
+    place.parent.mkdir()
+    for guess in (f"{place.name}.{os.getpid()}.{threading.get_ident()}", place.name):
+        place.with_name(guess).symlink_to(mine)
+    rows = np.arange(8).reshape(2, 4)
+    hdf5_index._write(place, source, (2,), rows)
+    np.testing.assert_array_equal(hdf5_index._read(place, source, (2,)), rows)
+    assert not place.is_symlink()
+
+
+def test_a_decompressed_file_and_its_lock(tmp_path, mine):
+    entry = tmp_path / "key.raw"
+    entry.with_suffix(f".{os.getpid()}.part").symlink_to(mine)
+    unpacked._write(entry, iter([b"one", b"two"]))
+    assert entry.read_bytes() == b"onetwo"
+    entry.with_suffix(".lock").symlink_to(tmp_path / "made elsewhere")
+    with pytest.raises(OSError, match="symbolic link"), unpacked._locked(entry.with_suffix(".lock")):
+        pass
+    assert not (tmp_path / "made elsewhere").exists()
+
+
+def test_the_count_of_a_disk_cache(tmp_path, mine):
+    folder = _Folder(tmp_path / "cache", 10**6)
+    (tmp_path / "cache" / _COUNT).symlink_to(mine)
+    known = Identity("a", "state")
+    folder.write(known, "whole", np.zeros(9, np.uint8))
+    assert folder.read(known, "whole") is None  # nothing is kept, and nothing fails
+
+
+def test_statistics_and_checkpoints(tmp_path, mine):
+    at = tmp_path / "s.npz"
+    at.with_name(f".{at.name}.{os.getpid()}").symlink_to(mine)
+    replace(at, b"whole", "write again")
+    assert at.read_bytes() == b"whole"
+
+
+def test_a_journal(tmp_path, mine):
+    (tmp_path / "gone.journal").symlink_to(tmp_path / "made elsewhere")
+    with pytest.raises(WriteError, match=r"gone\.journal could not be written .*symbolic link"):
+        Journal(tmp_path / "gone.journal", "one")
+    (tmp_path / "a.journal").symlink_to(mine)
+    with pytest.raises(WriteError, match=r"a\.journal is a symbolic link"):
+        Journal(tmp_path / "a.journal", "one")
+    assert not (tmp_path / "made elsewhere").exists()
+
+
+@pytest.mark.parametrize("suffix", ["nc", "zarr"])
+def test_what_a_forecast_is_written_to(tmp_path, mine, suffix):
+    tile = jigsaw.shard(torch.ones(1, 3), world_mesh(lat=1), (None, "lat"))
+    path = tmp_path / f"a.{suffix}"
+    for _ in range(2):  # a new one, and one that grows
+        (tmp_path / "a.nc.part").symlink_to(mine)
+        if path.is_dir():
+            (path / "zarr.json.part").symlink_to(mine)
+            (path / "u" / "zarr.json.part").symlink_to(mine)
+        with Writer(path, dims=("time", "lat"), append_dim="time", mode="a") as out:
+            out.append({"u": tile})
+        (tmp_path / "a.nc.part").unlink(missing_ok=True)
+    assert not path.is_symlink() and out.steps == 2
