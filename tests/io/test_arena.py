@@ -25,7 +25,7 @@ def other():
 def arena(other):
     fd = os.memfd_create("jigsaw")
     os.truncate(fd, header_bytes(2))
-    made = Arena(fd, 0, [0, 1], [os.getpid(), other.pid], 60.0)
+    made = Arena(fd, 0, [0, 1], [os.getpid(), other.pid], 60.0, lambda: None)
     yield made
     made.close()
 
