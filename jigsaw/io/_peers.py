@@ -5,6 +5,7 @@ Reading runs in a thread of its own beside the model's collectives, so it may no
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import socket
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -39,6 +41,8 @@ class Peers:
     ) -> None:
         self.me, self.size, self.timeout = me, size, timeout
         self._group: Any = group
+        self._talks = 0
+        _met_here.add(self)
         found = self.gather((host or this_host(), os.getpid()))
         self.hosts = tuple(h for h, _ in found)
         self.pids = tuple(pid for _, pid in found)
@@ -76,6 +80,7 @@ class Peers:
     def _heard(self, talk: Callable[[], Any]) -> None:
         """Communicate; gloo does not say which rank is gone."""
         since = time.monotonic()
+        self._talks += 1
         try:
             talk()
         except RuntimeError as e:
@@ -83,6 +88,8 @@ class Peers:
             raise PeerError(
                 f"another rank of the domain group of {self.size} has ended or does not answer, {waited}: {e}"
             ) from e
+        finally:
+            self._talks -= 1
 
     def swap(
         self,
@@ -102,6 +109,25 @@ class Peers:
     def close(self) -> None:
         """Let go of the group."""
         self._group = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread is in the midst of a message."""
+        return self._talks == 0
+
+
+_met_here: WeakSet[Peers] = WeakSet()
+
+
+@atexit.register
+def _end_groups() -> None:
+    """End gloo's threads while Python still runs, like those of the mesh; a group that waits for others would wait on.
+
+    The threads that read have ended by then: theirs is registered later, so it runs before.
+    """
+    for each in list(_met_here):
+        if each.is_idle:
+            each.close()
 
 
 _met: Counter[tuple[int, ...]] = Counter()
