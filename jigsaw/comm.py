@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of, group_of, lines_along, named, rank_at
+from jigsaw.mesh import axes_of, group_of, lines_along, named, patience, rank_at
 
 Axes = str | Sequence[str]
 
@@ -79,18 +81,52 @@ def _record(kind: str, sent: int, received: int, messages: int) -> None:
         each.calls.append(Call(kind, sent, received, messages))
 
 
+# -- ranks that do not answer -----------------------------------------------------------------------------------------
+
+
+class WaitError(RuntimeError):
+    """Other ranks of the mesh have ended, or did not take part for as long as `init_mesh(timeout=)` says."""
+
+
+@contextmanager
+def _answered(kind: str, ranks: Sequence[int]) -> Generator[None]:
+    """Wait for `ranks`, this one among them or not.
+
+    Raises: `WaitError` in place of gloo's and NCCL's own, which name neither the call nor the ranks.
+    """
+    since = time.monotonic()
+    try:
+        yield
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistError) and "/gloo/" not in str(e):
+            raise  # of arguments, not of ranks
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        waited = f"{kind} waited {time.monotonic() - since:.1f} s for ranks {others}"
+        raise WaitError(
+            f"{waited}: they have ended, or do not answer; init_mesh(timeout=) says how long ranks wait ({e})"
+        ) from e
+
+
 # -- point to point ---------------------------------------------------------------------------------------------------
 
 
 class Pending:
     """Messages under way; `wait()` returns once all have arrived.  Keeps the buffers alive until then."""
 
-    def __init__(self, works: Sequence[dist.Work], buffers: Sequence[Tensor]) -> None:
-        self._works, self._buffers = works, buffers
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        buffers: Sequence[Tensor],
+        kind: str = "",
+        others: Sequence[int] = (),
+        limit: timedelta | None = None,
+    ) -> None:
+        self._works, self._buffers, self._kind, self._others, self._limit = works, buffers, kind, others, limit
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with _answered(self._kind, self._others):
+            for work in self._works:
+                _ = work.wait() if self._limit is None else work.wait(self._limit)
         self._works, self._buffers = (), ()
 
 
@@ -123,7 +159,8 @@ def meet(mesh: DeviceMesh) -> None:
         )
     if group not in _met:
         _met.add(group)
-        dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+        with _answered("the first message", dist.get_process_group_ranks(group)):
+            dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
 
 
 _met: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -149,7 +186,12 @@ def swap(
     group = group_of(mesh)
     ops = [dist.P2POp(dist.isend, x, rank_at(mesh, at), group) for at, x in outgoing]
     ops += [dist.P2POp(dist.irecv, x, rank_at(mesh, at), group) for at, x in incoming]
-    return Pending(dist.batch_isend_irecv(ops), [x for _, x in outgoing])
+    others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
+    with _answered(kind, others):
+        works = dist.batch_isend_irecv(ops)
+    # gloo lets single messages wait as long as when their group was made; on a GPU a limit would block the host
+    limit = patience(mesh) if mesh.device_type == "cpu" else None
+    return Pending(works, [x for _, x in outgoing], kind, others, limit)
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -220,8 +262,9 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum") -> Tens
         buffer = torch.view_as_real(wide)
     else:
         buffer = _ordered(wide, op == "max") if ordered else wide
-    for group, _ in lines_along(mesh, axes):
-        dist.all_reduce(buffer, _OPS[op], group=group)
+    for group, line in lines_along(mesh, axes):
+        with _answered("all_reduce", line):
+            dist.all_reduce(buffer, _OPS[op], group=group)
         _record_reduce(buffer, group)
     return (_unordered(buffer, wide.dtype) if ordered else wide).to(x.dtype)
 
@@ -242,7 +285,8 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: Axes, kind: str) -> list
     found = mine
     for group, ranks in reversed(lines_along(mesh, axes)):
         parts = [torch.empty_like(found) for _ in ranks]
-        dist.all_gather(parts, found, group=group)
+        with _answered(kind, ranks):
+            dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
         _record(kind, moved, moved, len(ranks) - 1)
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
@@ -276,14 +320,14 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Pending:
     if x.numel() == 0:
         return Pending((), ())
     buffer = torch.view_as_real(x) if x.is_complex() else x
-    works: list[dist.Work] = []
-    for group, _ in lines_along(mesh, axes):
-        for work in works:
-            work.wait()
-        work = dist.all_reduce(buffer, group=group, async_op=True)
-        works = [] if work is None else [work]
+    under_way = Pending((), ())
+    for group, ranks in lines_along(mesh, axes):
+        under_way.wait()
+        with _answered("all_reduce", ranks):
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+        under_way = Pending([] if work is None else [work], (x,), "all_reduce", ranks)
         _record_reduce(buffer, group)
-    return Pending(works, (x,))
+    return under_way
 
 
 def broadcast(x: Tensor, mesh: DeviceMesh, axes: Axes) -> None:
@@ -296,13 +340,15 @@ def broadcast(x: Tensor, mesh: DeviceMesh, axes: Axes) -> None:
     for group, ranks in lines_along(mesh, axes):
         mine = ranks[0] == dist.get_rank()
         _record("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
-        dist.broadcast(_as_bytes(x), ranks[0], group=group)
+        with _answered("broadcast", ranks):
+            dist.broadcast(_as_bytes(x), ranks[0], group=group)
 
 
 def barrier() -> None:
     """Wait for every rank of the job."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        with _answered("barrier", range(dist.get_world_size())):
+            dist.barrier()
 
 
 # -- adjoint pairs ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,27 +23,62 @@ _lines: WeakKeyDictionary[DeviceMesh, dict[tuple[str, ...], tuple[int, ...]]] = 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def init_mesh(*, device: str | None = None, timeout: float = 1800.0, **axes: int) -> DeviceMesh:
+PATIENCE = timedelta(minutes=5)
+"""How long ranks wait for each other, where nobody says otherwise."""
+
+
+def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = None, **axes: int) -> DeviceMesh:
     """A `DeviceMesh` with named axes over all ranks: ``init_mesh(data=1, lat=2, lon=2)``.
 
     Under ``torchrun``, Slurm's ``srun`` and, with ``MASTER_ADDR`` and ``MASTER_PORT`` set, ``mpirun`` it joins the
     process group (or uses the one that exists); else the mesh has one rank.  One axis may be -1: the rest of the ranks.
-    `device` defaults to ``"cuda"`` where there is a GPU for each local rank, else ``"cpu"``; `timeout` is in seconds.
+    `device` defaults to ``"cuda"`` where there is a GPU for each local rank, else ``"cpu"``.  A rank waits for others
+    for `timeout` (a `timedelta`, or seconds), in the mesh's groups and in those that reading makes; by default 5
+    minutes, or as long as in the process group that exists.
 
-    Raises: `ShardingError` when the product of the axes is not the number of ranks.
+    Raises: `ShardingError` when the product of the axes is not the number of ranks, or `timeout` no time above 0.
     """
     sizes = list(axes.values())
     if not axes or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         raise ShardingError(
             f"init_mesh({_show(axes)}) needs at least one axis, each of size >= 1; one may be -1, the rest of the ranks"
         )
+    limit = None if timeout is None else _duration(timeout)
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))
     device = device or _default_device()
     if not dist.is_initialized():
-        _init_process_group(device, timeout)
+        _init_process_group(device, limit or PATIENCE)
     axes = _with_the_rest(axes, dist.get_world_size())
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    made = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in (_world(), *made.get_all_groups()):  # torch lets a new group wait for 30 minutes
+        _let_wait(group, device, limit or _patience_of(_world(), device))
+    return made
+
+
+def _duration(timeout: timedelta | float) -> timedelta:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
+        raise ShardingError(f"timeout={timeout!r} must be a time above 0: seconds, or a datetime.timedelta")
+    return timedelta(seconds=seconds)
+
+
+def patience(mesh: DeviceMesh) -> timedelta:
+    """How long a rank of the mesh waits for others: the time-out of its process group, whoever made it."""
+    return _patience_of(group_of(mesh), mesh.device_type)
+
+
+def _patience_of(group: dist.ProcessGroup, device: str) -> timedelta:
+    try:
+        backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
+    except RuntimeError:  # a group that does not talk of this device
+        return PATIENCE
+    return getattr(getattr(backend, "options", None), "_timeout", PATIENCE)
+
+
+def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
+    if _patience_of(group, device) != limit:
+        dist.distributed_c10d._set_pg_timeout(limit, group)  # pyright: ignore[reportPrivateUsage]
 
 
 def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
@@ -72,9 +108,8 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks else "cpu"
 
 
-def _init_process_group(device: str, timeout: float) -> None:
+def _init_process_group(device: str, limit: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    limit = timedelta(seconds=timeout)
     atexit.register(_leave_process_group)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -140,7 +175,9 @@ def submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     if len(names) == 1:
         return mesh if mesh.ndim == 1 else mesh[names[0]]
     whole = mesh if len(names) == mesh.ndim else mesh[names]
-    return whole._flatten()  # pyright: ignore[reportPrivateUsage]
+    flat = whole._flatten()  # pyright: ignore[reportPrivateUsage]
+    _let_wait(flat.get_group(), mesh.device_type, patience(mesh))
+    return flat
 
 
 def lines_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:

@@ -6,6 +6,7 @@ from jigsaw.io.dataset import Dataset, Sample
 from jigsaw.io.errors import (
     CorruptChunkError,
     FieldError,
+    ForkedError,
     GridError,
     HaloError,
     MissingArrayError,
@@ -48,6 +49,7 @@ __all__ = [
     "DiskCache",
     "FieldError",
     "Foreground",
+    "ForkedError",
     "GridError",
     "HaloError",
     "MissingArrayError",

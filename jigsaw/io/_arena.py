@@ -1,14 +1,34 @@
 """Shared memory in which the ranks of one machine hand decoded chunks to each other, and tell each other of failures.
 
 One anonymous file (`memfd_create`) that every rank maps: it has no name, so nothing is left behind however a rank ends,
-and it does not count against the size of ``/dev/shm``.  A header of 64-bit words, each written by one rank only:
+and it does not count against the size of ``/dev/shm``.  The first rank makes it, and the others open it through
+``/proc``, which may show another process under that number, or another machine's: before anything is written, device,
+inode and a random word in the header are compared with what the maker tells.
 
-- per rank: its process id, the read it has started, finished and left, the digest of its plan, the last read that
-  failed on it, and why;
+A header of 64-bit words, each written by one rank only:
+
+- per rank: the read it has started, finished and left, the digest of its plan, the last read that failed on it, and
+  how long the message is that says why;
 - per slot: which job's chunk lies in it, and for each rank the last job that it has taken out of it.
 
 A job's *ticket* is read * 2^20 + its number + 1, so words never need resetting.  Waiting is polling with short sleeps;
 every poll sees a rank that failed, and every tenth of a second one that died.
+
+**The order that is relied on.**  An aligned word is stored and loaded whole.  Every word is stored by `_tell`, behind a
+barrier (`jigsaw.io._barrier`): who sees the word sees all that its rank wrote before it, and its rank has finished all
+loads from before it.  Four ranks, one slot s, the chunk of ticket t, which rank 1 decodes for ranks 0 and 3, and that
+of ticket u, which rank 2 is to put in the same slot:
+
+1. rank 1 writes the bytes of slot s; barrier; it stores t in the slot's first word;
+2. ranks 0 and 3 poll that word.  Once it is t, they copy their boxes: the bytes are there, because of the barrier;
+3. rank 0: barrier; it stores t in the slot's word 1 + 0; rank 3 likewise in word 1 + 3: their copies are made by then;
+4. rank 2, which has polled those two words until both were t, writes the bytes of u: nobody reads those of t any more;
+   barrier; it stores u in the slot's first word.  So that word is written by whoever loads the chunk whose turn it is.
+
+A read begins and ends alike: each rank stores its digest; barrier; *started*.  When all is taken: barrier; *finished*;
+it polls those of all, compares digests; barrier; *left*.  The next read, for which a rank polls *left* of all, may
+lay the slots out anew.  Who fails writes its message and length; barrier; *failed*; barrier; the one word that all
+poll, which any of them may store: all store the same.
 """
 
 from __future__ import annotations
@@ -18,11 +38,14 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io import errors
+from jigsaw.io._barrier import memory_barrier
+from jigsaw.io._forks import Home
 from jigsaw.io._peers import Peers
 from jigsaw.io.errors import PeerError, ReadError
 
@@ -38,13 +61,22 @@ _CLOSED = 2**62
 class Arena:
     """The shared memory of the ranks of one machine; `me` counts among them."""
 
-    def __init__(self, fd: int, me: int, names: Sequence[int], pids: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self,
+        fd: int,
+        me: int,
+        names: Sequence[int],
+        pids: Sequence[int],
+        timeout: float,
+        barrier: Callable[[], None],
+    ) -> None:
         self._fd, self.me, self.size = -1, me, len(pids)
         self._names, self._pids, self._timeout = names, pids, timeout
+        self._barrier, self._home = barrier, Home("this memory")
         self._header_bytes = header_bytes(self.size)
         self._map = mmap.mmap(fd, self._header_bytes)
         self._words = memoryview(self._map).cast("q")
-        self._messages = 8 * (_WORDS * self.size + 1)
+        self._messages = _mark_at(self.size) + 8
         self._slots = self._messages // 8 + self.size * _MESSAGE // 8
         self._data: mmap.mmap | None = None
         self._slot_bytes = self.slots = 0
@@ -60,6 +92,11 @@ class Arena:
     def _slot(self, slot: int) -> int:
         return self._slots + slot * (self.size + 1)
 
+    def _tell(self, at: int, value: int) -> None:
+        """Store a word, after all that this rank has loaded and stored before."""
+        self._barrier()
+        self._words[at] = value
+
     # -- a read's beginning and end ----------------------------------------------------------------------------------
 
     def await_turn(self, read: int) -> None:
@@ -72,7 +109,7 @@ class Arena:
         if slots:
             self._lay_out(slot_bytes, slots)
         self._words[self._of(self.me, _DIGEST)] = digest
-        self._words[self._of(self.me, _STARTED)] = read
+        self._tell(self._of(self.me, _STARTED), read)
 
     def _lay_out(self, slot_bytes: int, slots: int) -> None:
         self._slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
@@ -86,13 +123,13 @@ class Arena:
     def finish(self, read: int) -> None:
         """End a read that went well here: wait until it has everywhere."""
         words = self._words
-        words[self._of(self.me, _FINISHED)] = read
+        self._tell(self._of(self.me, _FINISHED), read)
         self.wait(lambda: all(words[self._of(m, _FINISHED)] >= read for m in range(self.size)), read)
         self.check_digests(read)  # nobody begins the next read before this rank has left
 
     def leave(self, read: int) -> None:
         """Touch no slot any more for this read, whether it went well or not."""
-        self._words[self._of(self.me, _LEFT)] = read
+        self._tell(self._of(self.me, _LEFT), read)
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
@@ -113,11 +150,11 @@ class Arena:
 
     def publish(self, slot: int, ticket: int) -> None:
         """Show the slot's chunk to everybody."""
-        self._words[self._slot(slot)] = ticket
+        self._tell(self._slot(slot), ticket)
 
     def release(self, slot: int, ticket: int) -> None:
         """Say that this rank has taken its part of the chunk of that ticket."""
-        self._words[self._slot(slot) + 1 + self.me] = ticket
+        self._tell(self._slot(slot) + 1 + self.me, ticket)
 
     def is_free(self, slot: int, ticket: int, readers: Sequence[int]) -> bool:
         """Whether all `readers` have taken their part of the chunk of that ticket."""
@@ -134,8 +171,8 @@ class Arena:
         at = self._messages + self.me * _MESSAGE
         self._map[at : at + len(text)] = text
         self._words[self._of(self.me, _LENGTH)] = len(text)
-        self._words[self._of(self.me, _FAILED)] = read
-        self._words[self._of(self.size, 0)] = read  # looked at in every poll; all failures of a read write the same
+        self._tell(self._of(self.me, _FAILED), read)
+        self._tell(self._of(self.size, 0), read)  # looked at in every poll; all failures of a read write the same
 
     def check(self, read: int) -> None:
         """Raise what another rank failed with in this read."""
@@ -197,7 +234,8 @@ class Arena:
         """Let go of the memory; it goes when the last rank lets go."""
         if self._fd < 0:
             return
-        self.leave(_CLOSED)
+        if self._home.is_here:  # a process that was forked is no rank: what it lets go of is not closed
+            self.leave(_CLOSED)
         for fd in self._deaths:
             os.close(fd)
         os.close(self._fd)
@@ -214,8 +252,13 @@ def ticket(read: int, job: int) -> int:
 
 def header_bytes(size: int) -> int:
     """The size of the header for a number of ranks."""
-    words = _WORDS * size + 1 + SLOTS * (size + 1)
-    return -(-(8 * words + size * _MESSAGE) // _PAGE) * _PAGE
+    words = SLOTS * (size + 1)
+    return -(-(_mark_at(size) + 8 + size * _MESSAGE + 8 * words) // _PAGE) * _PAGE
+
+
+def _mark_at(size: int) -> int:
+    """Where the random word lies: behind the words of each rank, and the one that tells of failures."""
+    return 8 * (_WORDS * size + 1)
 
 
 def error_of(kind: str, message: str, rank: int) -> ReadError:
@@ -239,18 +282,19 @@ def _pidfd(pid: int) -> int | None:
 def attach(peers: Peers, timeout: float) -> Arena | None:
     """The arena of this rank's machine; collective over the peers.
 
-    None when this rank is alone on its machine.  Where some rank cannot map the memory of another, all of them are
-    taken for machines of their own, and chunks travel over the network.
+    None when this rank is alone on its machine.  Where some rank cannot map the memory of another, finds other memory
+    in its place, or has no barrier, all of them are taken for machines of their own, and chunks travel over the
+    network.
     """
     near = peers.neighbours
-    leader = min(near)
+    leader, barrier = min(near), memory_barrier()
     fd = _create(len(near)) if peers.me == leader and len(near) > 1 else -1
-    offered = peers.gather(fd)[leader]
-    if peers.me != leader and offered >= 0:
-        fd = _open(f"/proc/{peers.pids[leader]}/fd/{offered}")
-    shares = all(peers.gather(fd >= 0 or len(near) == 1))
-    if shares and len(near) > 1:
-        return Arena(fd, near.index(peers.me), near, [peers.pids[m] for m in near], timeout)
+    offered = peers.gather(_Memory.of(fd, len(near)))[leader]
+    if peers.me != leader and offered is not None:
+        fd = _open(f"/proc/{peers.pids[leader]}/fd/{offered.fd}", offered, len(near))
+    shares = all(peers.gather((fd >= 0 and barrier is not None) or len(near) == 1))
+    if shares and len(near) > 1 and barrier is not None:
+        return Arena(fd, near.index(peers.me), near, [peers.pids[m] for m in near], timeout, barrier)
     if fd >= 0:
         os.close(fd)
     if not shares:
@@ -258,17 +302,48 @@ def attach(peers: Peers, timeout: float) -> Arena | None:
     return None
 
 
+class _Memory(NamedTuple):
+    """What tells an arena's memory from all other files: the maker's descriptor, and what lies behind it."""
+
+    fd: int
+    device: int
+    inode: int
+    mark: bytes
+
+    @classmethod
+    def of(cls, fd: int, size: int) -> _Memory | None:
+        """Of a descriptor, if there is one."""
+        if fd < 0:
+            return None
+        found = os.fstat(fd)
+        return cls(fd, found.st_dev, found.st_ino, os.pread(fd, 8, _mark_at(size)))
+
+    def is_at(self, found: os.stat_result) -> bool:
+        """Whether this is the file; on a copy of the machine another one may have its numbers."""
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+
 def _create(size: int) -> int:
     try:
         fd = os.memfd_create("jigsaw", os.MFD_CLOEXEC)
         os.ftruncate(fd, header_bytes(size))
+        os.pwrite(fd, os.urandom(8), _mark_at(size))
     except (AttributeError, OSError):
         return -1
     return fd
 
 
-def _open(path: str) -> int:
+def _open(path: str, meant: _Memory, size: int) -> int:
+    """The memory that is `meant`, to be written; -1 where the path leads to something else, or may not be opened."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if not meant.is_at(os.stat(path)):  # what else it may be, such as a pipe, is not even opened
+            return -1
+        seen = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            is_meant = meant.is_at(os.fstat(seen)) and os.pread(seen, 8, _mark_at(size)) == meant.mark
+            # through what was looked at, not the path, which may lead elsewhere by now
+            return os.open(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_CLOEXEC) if is_meant else -1
+        finally:
+            os.close(seen)
     except OSError:
         return -1

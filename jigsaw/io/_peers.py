@@ -5,13 +5,16 @@ Reading runs in a thread of its own beside the model's collectives, so it may no
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -20,20 +23,26 @@ from numpy.typing import NDArray
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.io._forks import forked_from
 from jigsaw.io.errors import PeerError
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of
+from jigsaw.mesh import axes_of, patience
 
 
 class Peers:
     """The ranks of one domain group, numbered in mesh order: this one is `me`.
 
-    `hosts` says for each on which machine it runs: those on one machine read through shared memory.
+    `hosts` says for each on which machine it runs: those on one machine read through shared memory.  They wait for each
+    other for `timeout` seconds.
     """
 
-    def __init__(self, me: int = 0, size: int = 1, group: Any = None, host: str | None = None) -> None:
-        self.me, self.size = me, size
+    def __init__(
+        self, me: int = 0, size: int = 1, group: Any = None, host: str | None = None, timeout: float = 300.0
+    ) -> None:
+        self.me, self.size, self.timeout = me, size, timeout
         self._group: Any = group
+        self._talks = 0
+        _met_here.add(self)
         found = self.gather((host or this_host(), os.getpid()))
         self.hosts = tuple(h for h, _ in found)
         self.pids = tuple(pid for _, pid in found)
@@ -70,10 +79,17 @@ class Peers:
 
     def _heard(self, talk: Callable[[], Any]) -> None:
         """Communicate; gloo does not say which rank is gone."""
+        since = time.monotonic()
+        self._talks += 1
         try:
             talk()
         except RuntimeError as e:
-            raise PeerError(f"another rank of the domain group has ended or does not answer: {e}") from e
+            waited = f"after {time.monotonic() - since:.1f} s (of {self.timeout:g} that ranks wait for each other)"
+            raise PeerError(
+                f"another rank of the domain group of {self.size} has ended or does not answer, {waited}: {e}"
+            ) from e
+        finally:
+            self._talks -= 1
 
     def swap(
         self,
@@ -94,17 +110,38 @@ class Peers:
         """Let go of the group."""
         self._group = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread is in the midst of a message."""
+        return self._talks == 0
+
+
+_met_here: WeakSet[Peers] = WeakSet()
+
+
+@atexit.register
+def _end_groups() -> None:
+    """End gloo's threads while Python still runs, like those of the mesh; a group that waits for others would wait on.
+
+    The threads that read have ended by then: theirs is registered later, so it runs before.
+    """
+    for each in list(_met_here):
+        if each.is_idle:
+            each.close()
+
 
 _met: Counter[tuple[int, ...]] = Counter()
 
 
 def meet(
-    mesh: DeviceMesh | None, apart: Sequence[str] = ("data",), host: str | None = None, timeout: float = 300.0
+    mesh: DeviceMesh | None, apart: Sequence[str] = ("data",), host: str | None = None, timeout: float | None = None
 ) -> Peers:
     """The ranks that share this rank's samples: those that differ from it along other axes than `apart`.
 
     Collective over these ranks: it makes a gloo group that nobody else knows of.  `host` overrides the name of this
-    machine.
+    machine, `timeout` the seconds that the ranks of the mesh wait for each other.
+
+    Raises: `ForkedError` in a process that was forked from a rank: as another process than that, it is none.
     """
     if mesh is None or mesh.size() == 1:
         return Peers(host=host)
@@ -116,10 +153,26 @@ def meet(
     ranks = tuple(mesh.mesh[mine].flatten().tolist())
     if len(ranks) == 1:
         return Peers(host=host)
+    if dist.group.WORLD is not None and dist.group.WORLD is _inherited[0]:
+        raise forked_from(os.getppid(), f"the mesh {mesh}")
+    timeout = timeout or patience(mesh).total_seconds()
     _met[ranks] += 1  # a name of its own for each group: the ranks of one meet in the same order
     store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_met[ranks]}", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
     me = ranks.index(dist.get_rank())
-    return Peers(me, len(ranks), dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout)), host)
+    group = dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))
+    return Peers(me, len(ranks), group, host, timeout)
+
+
+_inherited: list[Any] = [None]
+"""The process group of the process that this one was forked from."""
+
+
+def _inherit() -> None:
+    _inherited[0] = dist.group.WORLD
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
 
 
 def this_host() -> str:

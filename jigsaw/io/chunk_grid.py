@@ -14,6 +14,9 @@ class Along:
 
     A regular grid has `chunk` rows in each, the last one stored as long as the others (Zarr, HDF5) unless it is
     `clipped` (plain files).  A rectilinear one has the `lengths` that it is given.
+
+    Grids are equal by value: what is worked out on one is remembered under it, and found again by a store that is
+    opened once more.
     """
 
     def __init__(self, size: int, chunk: int, lengths: Sequence[int] | None = None, clipped: bool = False) -> None:
@@ -23,6 +26,14 @@ class Along:
             self._edges = [0]
             for length in lengths:
                 self._edges.append(self._edges[-1] + length)
+        self._key = size, chunk, clipped, tuple(self._edges or ())
+        self._hash = hash(self._key)  # once: there may be an edge for each of many files
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Along) and self._hash == other._hash and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def count(self) -> int:

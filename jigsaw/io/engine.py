@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.io._arena import SLOTS, attach, error_of, ticket
+from jigsaw.io._forks import Home
 from jigsaw.io._memory import Memory, Scratch
 from jigsaw.io._peers import Peers, meet
 from jigsaw.io._scatter import FoundError, Placing, packed_box
@@ -43,7 +44,8 @@ class Engine:
     Making one is collective over `mesh` (ranks along the axes `apart` read other samples).  `threads` load chunks at
     the same time; by default the cores of this machine are shared among its ranks.  `budget`, the same on every rank,
     bounds the bytes in flight, down to one chunk: the shared memory of a machine, and with it a chunk for each thread
-    and what this rank has fetched and not decoded yet.  `stats` adds up what it did, and equals its row of the plans.
+    and what this rank has fetched and not decoded yet.  Ranks wait `timeout` seconds for each other, by default as long
+    as in the mesh.  `stats` adds up what it did, and equals its row of the plans.
     """
 
     def __init__(
@@ -54,17 +56,16 @@ class Engine:
         *,
         apart: tuple[str, ...] = ("data",),
         budget: int = 1 << 29,
-        timeout: float = 300.0,
+        timeout: float | None = None,
     ) -> None:
-        self.store = store
+        self.store, self.home = store, Home("this reader")
         self.peers = mesh if isinstance(mesh, Peers) else meet(mesh, apart, timeout=timeout)
-        self.arena = attach(self.peers, timeout)
+        self.arena = attach(self.peers, timeout or self.peers.timeout)
         self.memory = Memory(pinned=isinstance(mesh, DeviceMesh) and mesh.device_type == "cuda")
         self.budget, self.stats, self.reads = budget, Row(), 0
         self.threads = threads or fair_share(len(self.peers.neighbours))
         self.lanes = self.peers.gather(self.threads)
-        self._busy, self._counting = threading.Lock(), threading.Lock()
-        self._is_closed = False
+        self._busy, self._counting, self._is_closed = threading.Lock(), threading.Lock(), False
         self.scratch, self.converted = Scratch(), Scratch()
         self.ahead = Ahead(self.peers.me, budget) if any(t.far for t in store.arrays.values()) else None
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
@@ -76,8 +77,9 @@ class Engine:
 
         *Sends*: nothing on one machine; else one all-to-all of the boxes that other machines need, in the stored dtype.
 
-        Raises: a `ReadError` on every rank when it fails on any; of an engine that was closed.
+        Raises: a `ReadError` on every rank when it fails on any; of an engine that was closed; `ForkedError`.
         """
+        self.home.check_home()
         with self._busy:
             if self._is_closed:
                 raise ReadError("this reader was closed; make a new dataset or loader to read on")
@@ -91,10 +93,10 @@ class Engine:
     def plan(self, make: Callable[[], ReadPlan], key: Hashable = None) -> ReadPlan:
         """The plan of the next read: the one that `ahead` expected under `key`, or else made now.
 
-        A store far away may fail for one rank alone, so the others are told, who learn of it in their `read`.
-
-        Raises: what planning raises.
+        Raises: `ForkedError`; what planning raises, which a far store may do for one rank alone: the others, who are
+        told, learn of it in their `read`.
         """
+        self.home.check_home()
         try:
             return (self.ahead and self.ahead.planned(key)) or make()
         except BaseException as e:
@@ -102,9 +104,8 @@ class Engine:
             raise
 
     def refuse(self, error: BaseException) -> None:
-        """Take part in the next read as one that has failed, so that others do not wait for this rank.
-
-        Nothing happens when they know of the error already, from the read that failed with it.
+        """Take part in the next read as one that has failed, so that others do not wait for this rank; nothing happens
+        when they know of the error already, from the read that failed with it.
         """
         if self._is_closed or getattr(error, "heard", False):
             return
@@ -129,6 +130,8 @@ class Engine:
     def close(self) -> None:
         """End the threads and let go of the shared memory; nothing can be read afterwards."""
         self._is_closed = True
+        if not self.home.is_here:
+            return  # its threads are those of another process
         self.pool.shutdown()
         if self.ahead is not None:
             self.ahead.close()
@@ -197,10 +200,9 @@ class _Reading:
         plan, request = self.plan, self.plan.request
         if plan.ranks != self.peers.size:
             raise PeerError(f"the plan is for {plan.ranks} ranks and {self.peers.size} share this reader")
-        hosts, here = self.peers.hosts, self.peers.hosts[self.me]
         near = self.peers.neighbours
         self.local = {m: i for i, m in enumerate(near)}
-        shared = [(n, job) for n, job in enumerate(plan.shared) if job.owner != NOBODY and hosts[job.owner] == here]
+        shared = [(n, job) for n, job in enumerate(plan.shared) if job.owner in near]
         self.through = in_order(plan, shared, self.engine.lanes, cut=not self.peers.is_spread)
         threads = sum(self.engine.lanes[m] for m in near)
         size, self.slots = room_for(plan, self.through, min(threads, SLOTS // 2), self.engine.budget)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import index
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -63,6 +63,15 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
     _kind: type[Samples]
     _opener: str
     """Of which datasets a loader is, and what makes them."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        if "num_workers" in given:
+            raise FieldError(
+                f"num_workers={given['num_workers']!r} is an argument of torch's DataLoader; jigsaw.io.{cls.__name__} "
+                "reads in threads, not processes: write threads= for how many decode (by default this machine's "
+                "cores, shared among its ranks), and prefetch_bytes= for how far it reads ahead"
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -199,6 +208,8 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
     # -- iterating ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batched]:
+        if "_engine" in vars(self):
+            self._engine.home.check_home()
         self._end_iteration()
         if self._state.next_sample and not self._resumed:
             self._state = State(self._state.seed, self._state.epoch + 1)

@@ -69,6 +69,12 @@ class PeerError(ReadError, RuntimeError):
     """Another rank that reads the same samples has ended, reads something else, or does not answer."""
 
 
+class ForkedError(ReadError, RuntimeError):
+    """A reader that a forked process inherited: only the process that made it can read with it."""
+
+    heard = True  # nobody waits for a process that is no rank
+
+
 class WriteError(Exception):
     """Writing failed or was refused, on whichever rank: raised alike on every rank, naming that rank and its reason."""
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from jigsaw.io._forks import Home
 from jigsaw.io.errors import ReadError
 
 Job = TypeVar("Job")
@@ -30,6 +31,7 @@ class Prefetch(Generic[Job, Result]):
     def __init__(self, read: Callable[[Job], Result], jobs: Iterator[Job], ahead: int, alone: bool) -> None:
         self._read, self._jobs, self._ahead, self._alone = read, jobs, ahead, alone
         self._ready: deque[tuple[Result | None, BaseException | None]] = deque()
+        self._home = Home("this iteration")
         self._taken = 0
         self._stopped = False
         self._changed = threading.Condition()
@@ -51,6 +53,7 @@ class Prefetch(Generic[Job, Result]):
             self.waited_s += time.perf_counter() - started
 
     def _next_ready(self) -> Result:
+        self._home.check_home()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._stopped)
             if self._stopped:
@@ -67,6 +70,8 @@ class Prefetch(Generic[Job, Result]):
 
     def stop(self) -> None:
         """Read no further than what was due; returns at once."""
+        if not self._home.is_here:
+            return  # the thread is not, and may have held the lock when this process was forked
         with self._changed:
             self._stopped = True
             self._ready.clear()

@@ -1,0 +1,90 @@
+"""How long ranks that read together wait for each other, and what they leave behind when they end."""
+
+import os
+import shutil
+
+import pytest
+from ranks_apart import run_apart
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["near", "far"])
+def test_a_reader_waits_as_long_as_its_mesh(tmp_path, wb2, where):
+    """Rank 1 opens the store and never reads: on one machine, and as on two."""
+    code = f"""
+import jigsaw.io
+from jigsaw.io import _peers
+if {where == "far"}:
+    _peers.this_host = lambda: f"machine {{rank}}"
+join()
+mesh = jigsaw.init_mesh(device="cpu", lat=2, timeout=timedelta(seconds=6))
+ds = jigsaw.io.open({wb2!r}, mesh=mesh, fields=["t2m"], mode="cooperative")
+print("waits", ds._engine.peers.timeout)
+if rank == 0:
+    try:
+        ds[0]
+    except jigsaw.io.PeerError as e:
+        print("told:", e)
+    open(folder + "/told", "w")
+while not os.path.exists(folder + "/told"):
+    time.sleep(0.1)
+os._exit(0)
+"""
+    told = run_apart(tmp_path, 2, code)[0][1]
+    assert "waits 6.0" in told
+    near = "told: waited 6 s for ranks [1] of the domain group to read their part"
+    far = "s (of 6 that ranks wait for each other): "
+    assert (near if where == "near" else far) in told, told
+
+
+def test_the_threads_of_a_readers_groups_end_before_python_does(tmp_path, wb2):
+    """One that is left running may come back to a Python that has ended."""
+    code = f"""
+import atexit
+def names():
+    all_of_them = [open(f"/proc/self/task/{{t}}/comm").read().strip() for t in os.listdir("/proc/self/task")]
+    return sorted(name for name in all_of_them if "gloo" in name)
+atexit.register(lambda: print("left", names() == before))
+import jigsaw.io
+from jigsaw.io import _peers
+_peers.this_host = lambda: f"machine {{rank}}"
+join()
+mesh = jigsaw.init_mesh(device="cpu", lat=2)
+before = names()
+ds = jigsaw.io.open({wb2!r}, mesh=mesh, fields=["t2m"], mode="cooperative")
+for _ in jigsaw.io.DataLoader(ds, batch_size=5):
+    pass
+print("more", len(names()) > len(before))
+dist.barrier()
+"""
+    for status, told in run_apart(tmp_path, 2, code):
+        assert (status, told.split()) == (0, ["more", "True", "left", "True"]), told
+
+
+_CAPABILITY = "=-all,+dac_read_search"  # to read Python's own files, wherever they lie; not what /proc asks for
+_AS_A_USER = [
+    *("setpriv", "--reuid", "100{rank}", "--regid", "100{rank}", "--clear-groups"),
+    *(f"--{kind}{_CAPABILITY}" for kind in ("inh-caps", "ambient-caps", "bounding-set")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="only root starts processes of other users",
+)
+def test_ranks_of_four_users_read_and_end(tmp_path, wb2):
+    """None may open the memory of another, so their boxes go over the network."""
+    code = f"""
+join()
+import jigsaw.io
+mesh = jigsaw.init_mesh(device="cpu", lat=2, lon=2)
+ds = jigsaw.io.open({wb2!r}, mesh=mesh, fields=["t2m"], mode="cooperative")
+total = sum(float(batch.input.sum()) for batch in jigsaw.io.DataLoader(ds, batch_size=2))
+first = next(iter(jigsaw.io.DataLoader(ds)))
+print(os.getuid(), ds[0].index, ds._engine.peers.is_spread, total)
+"""
+    told = run_apart(tmp_path, 4, code, before=_AS_A_USER)
+    assert [status for status, _ in told] == [0, 0, 0, 0], told
+    assert [text.split()[:3] for _, text in told] == [[f"100{rank}", "0", "True"] for rank in range(4)]
+    assert len({text.split()[3] for _, text in told}) == 1

@@ -1,0 +1,39 @@
+"""A process that opens, reads and closes again and again keeps nothing of it."""
+
+import gc
+import os
+import threading
+
+import pytest
+
+from jigsaw.io import DataLoader
+from jigsaw.io import open as open_dataset
+from jigsaw.testing import run_on_ranks, world_mesh
+
+ROUNDS = 20
+
+
+def counted(path, ranks):
+    """After each round the objects, descriptors and threads of this process."""
+    found = []
+    for _ in range(ROUNDS):
+        ds = open_dataset(path, mesh=world_mesh(lat=ranks), fields=["t2m", "geopotential@500"])
+        ds[0]
+        with_steps = DataLoader(ds, batch_size=2)
+        for _, _batch in zip(range(2), with_steps, strict=False):
+            pass
+        with_steps.close()
+        del ds, with_steps, _batch
+        gc.collect()
+        found.append((len(gc.get_objects()), len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_reopening_keeps_nothing(tiled, ranks):
+    for found in run_on_ranks(ranks, counted, tiled, ranks):
+        objects, descriptors, threads = zip(*found, strict=True)
+        # the first rounds fill caches of what all rounds share
+        assert objects[-1] - objects[5] < ROUNDS - 5, objects
+        assert len(set(descriptors[2:])) == 1, descriptors
+        assert len(set(threads[2:])) == 1, threads

@@ -1,0 +1,46 @@
+"""Ranks that are processes of their own, for tests after which no group is whole: started, joined, and ended."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+_JOIN = """
+import os, sys, time
+import torch, torch.distributed as dist
+from datetime import timedelta
+rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+import jigsaw
+
+def join(**how):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, **how)
+"""
+
+
+def run_apart(folder, ranks, code, *, before=(), seconds=150):
+    r"""The (exit status, output) of each rank that ran `code`, which may `join()` the others.
+
+    `before` is what starts a rank, with {rank} for its number, instead of Python itself.
+    """
+    meet = Path(folder) / "meet"
+    meet.touch()
+    meet.chmod(0o666)
+    (Path(folder) / "body.py").write_text(_JOIN + code)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    started = []
+    for rank in range(ranks):
+        starter = [word.format(rank=rank) for word in before]
+        command = [*starter, sys.executable, "-W", "ignore", f"{folder}/body.py", str(rank), str(ranks), str(folder)]
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        )
+    try:
+        told = [each.communicate(timeout=seconds)[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    return [(each.returncode, text) for each, text in zip(started, told, strict=True)]
