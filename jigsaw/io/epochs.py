@@ -249,12 +249,12 @@ class Epochs(ABC, Generic[Data, Block, Batched]):
             yield Turn(samples, at, after, tuple(each for each, _ in known))
 
     def _end_iteration(self) -> None:
-        if self._current is not None:
-            self._current.stop()
-            self._current.join()
+        current, self._current = self._current, None
+        if current is not None and current.home.is_here:
+            current.stop()
+            current.join()
             self._left()
-            self._waited_s += self._current.waited_s
-            self._current = None
+            self._waited_s += current.waited_s
 
     @property
     def _ahead(self) -> int:

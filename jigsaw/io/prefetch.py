@@ -31,7 +31,7 @@ class Prefetch(Generic[Job, Result]):
     def __init__(self, read: Callable[[Job], Result], jobs: Iterator[Job], ahead: int, alone: bool) -> None:
         self._read, self._jobs, self._ahead, self._alone = read, jobs, ahead, alone
         self._ready: deque[tuple[Result | None, BaseException | None]] = deque()
-        self._home = Home("this iteration")
+        self.home = Home("this iteration")
         self._taken = 0
         self._stopped = False
         self._changed = threading.Condition()
@@ -53,7 +53,7 @@ class Prefetch(Generic[Job, Result]):
             self.waited_s += time.perf_counter() - started
 
     def _next_ready(self) -> Result:
-        self._home.check_home()
+        self.home.check_home()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._stopped)
             if self._stopped:
@@ -70,7 +70,7 @@ class Prefetch(Generic[Job, Result]):
 
     def stop(self) -> None:
         """Read no further than what was due; returns at once."""
-        if not self._home.is_here:
+        if not self.home.is_here:
             return  # the thread is not, and may have held the lock when this process was forked
         with self._changed:
             self._stopped = True
