@@ -172,6 +172,19 @@ def test_a_torn_file_of_the_cache_is_made_again(tmp_path):
         assert len(file.read_bytes()) == len(whole)
 
 
+def test_a_link_beside_the_cache_is_not_written_through(tmp_path):
+    path, folder, mine = str(tmp_path / "a.zarr"), tmp_path / "cache", tmp_path / "mine"
+    write(path, label((16, 8, 8)))
+    mine.write_bytes(b"mine")
+    want = cached([path], str(folder), {"z": 1})
+    (file,) = folder.iterdir()
+    file.unlink()
+    (folder / f".{file.stem}.{os.getpid()}.npz").symlink_to(mine)
+    file.symlink_to(mine)
+    assert cached([path], str(folder), {"z": 1}) == want
+    assert mine.read_bytes() == b"mine" and not file.is_symlink()
+
+
 @on_ranks(2)
 def test_a_cache_that_cannot_be_written_is_told_to_every_rank(tmp_path):
     mesh, path = world_mesh(z=2), tmp_path / "a.zarr"
