@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -25,6 +25,7 @@ from jigsaw.layout import ShardingError
 from jigsaw.mesh import axes_of, group_of, lines_along, named, rank_at
 
 Axes = str | Sequence[str]
+T = TypeVar("T")
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
@@ -299,10 +300,16 @@ def broadcast(x: Tensor, mesh: DeviceMesh, axes: Axes) -> None:
         dist.broadcast(_as_bytes(x), ranks[0], group=group)
 
 
-def barrier() -> None:
-    """Wait for every rank of the job."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+def of_every_rank(value: T) -> list[T]:
+    """The small picklable `value` of every rank of the job, by rank; where there is no mesh to `agree` over.
+
+    *Sends*: the pickled value, to each of the other P-1 ranks; not counted.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 # -- adjoint pairs ----------------------------------------------------------------------------------------------------
