@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +128,8 @@ def _stamp(path: str) -> tuple[str, int, int]:
 def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str, ...], xr.Dataset]:
     """The name, files and dataset of a path, URL, glob or list of files (joined by their coordinates), or dataset.
 
-    Raises: `UnsupportedStoreError` for what xarray does not open, `GridError` for files that do not join.
+    Raises: `UnsupportedStoreError` for what xarray does not open, and for codecs that run code; `GridError` for files
+    that do not join.
     """
     try:
         import xarray as xr
@@ -138,6 +139,7 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
         return f"xarray dataset of {source.encoding.get('source', 'computed values')}", (), source
     paths = _paths(source)
     options: dict[str, Any] = {"engine": engine, "decode_timedelta": False, "decode_coords": "all"}
+    _refuse_code(path for path in paths if engine in (None, "zarr") and not os.path.isfile(path))
     try:
         if len(paths) == 1:
             with warnings.catch_warnings():  # a store without consolidated metadata is as good
@@ -146,6 +148,14 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
         return f"{paths[0]} and {len(paths) - 1} more", tuple(paths), _joined(paths, options)
     except (OSError, ValueError, ImportError, KeyError) as e:
         raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from e
+
+
+def _refuse_code(stores: Iterable[str]) -> None:
+    """Xarray reads coordinates while it opens a store, so what runs code is refused before."""
+    for store in stores:
+        from jigsaw.io.formats.zarr_group import refuse_code_in
+
+        refuse_code_in(store)
 
 
 def _paths(source: Any) -> list[str]:

@@ -33,6 +33,7 @@ from jigsaw.io.formats.codecs import (
     Bytes,
     Decoder,
     ShortChunkError,
+    codec_that_runs_code,
     decoder_of_v2,
     decoder_of_v3,
     without_crc,
@@ -80,11 +81,40 @@ def _by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
     """A coordinate whose codecs only zarr knows."""
     check_small(array.path, array.shape, array.nbytes)
     try:
-        return np.asarray(array[...])
+        return _box_by_zarr(array, ...)
     except ReadError:
         raise
     except Exception as e:  # a codec may raise anything
         raise CorruptChunkError(f"array {array.path!r} of {_name(group)} cannot be read: {e}") from e
+
+
+def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
+    _refuse_code(array)
+    return np.asarray(array[box])
+
+
+def refuse_code_in(url: Any) -> None:
+    """Raises: `UnsupportedStoreError` when `url` is a zarr group with an array whose codec runs code.
+
+    For stores that another library reads for us.
+    """
+    try:
+        arrays = list(_arrays(zarr.open_group(url, mode="r")))
+    except Exception:  # no zarr group, or none that can be listed: that library says so in its turn
+        return
+    for _, array in arrays:
+        _refuse_code(array)
+
+
+def _refuse_code(array: Any) -> None:
+    meta = array.metadata
+    codecs = (*(meta.filters or ()), meta.compressor) if isinstance(meta, ArrayV2Metadata) else meta.codecs
+    name = codec_that_runs_code([codec for codec in codecs if codec is not None])
+    if name is not None:
+        raise UnsupportedStoreError(
+            f"array {array.path!r} in {array.store_path.store} has the codec {name!r}, which runs code that lies in "
+            "the chunks; it is never read. If you trust the store, write the array again with other codecs"
+        )
 
 
 def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
@@ -175,7 +205,7 @@ def table_of(name: str, array: Any) -> ArrayTable:
         masks=_masks(meta, dtype, own),
         decoder=decoder,
         places=places,
-        load_slowly=lambda box: np.asarray(array[slices(box)]),
+        load_slowly=lambda box: _box_by_zarr(array, slices(box)),
     )
 
 
