@@ -37,5 +37,6 @@ def by_name(argument: str, given: Any, example: str, error: type[ReadError]) -> 
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise error(f"{argument}={given!r} must say it by name: {argument}={example}")
+        shown = "…" if argument == "options" else repr(given)  # they may be credentials
+        raise error(f"{argument}={shown} must say it by name: {argument}={example}")
     return cast(Mapping[str, Any], given)

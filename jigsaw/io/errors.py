@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from jigsaw.io.redacted import redacted
 from jigsaw.layout import ShardingError
 
 
-class ReadError(Exception):
+class _ToldError(Exception):
+    """What it says is shown and logged: secrets of URLs and options are taken out, whoever wrote the message."""
+
+    def __init__(self, *told: object) -> None:
+        super().__init__(*(redacted(each) if isinstance(each, str) else each for each in told))
+
+
+class ReadError(_ToldError):
     """Reading failed; the base of all errors of `jigsaw.io`.  `heard` marks what another rank failed with."""
 
     heard = False
@@ -65,5 +73,5 @@ class PeerError(ReadError, RuntimeError):
     """Another rank that reads the same samples has ended, reads something else, or does not answer."""
 
 
-class WriteError(Exception):
+class WriteError(_ToldError):
     """Writing failed or was refused, on whichever rank: raised alike on every rank, naming that rank and its reason."""

@@ -17,6 +17,7 @@ from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, Windo
 from jigsaw.io.fields import channels
 from jigsaw.io.formats.xarray_dataset import open_xarray
 from jigsaw.io.opening import open
+from jigsaw.io.redacted import cause_without_secrets, redacted
 from jigsaw.io.reports.proposal import chunks_of, shards_of
 from jigsaw.io.reports.recommend import best_chunks
 from jigsaw.io.survey import Survey
@@ -136,7 +137,7 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
     except ImportError as missing:
         raise UnsupportedStoreError("converting needs xarray: pip install 'jigsaw-torch[xarray]'") from missing
     if isinstance(source, xr.Dataset):
-        return f"xarray dataset of {source.encoding.get('source', 'computed values')}", (), source
+        return redacted(f"xarray dataset of {source.encoding.get('source', 'computed values')}"), (), source
     paths = _paths(source)
     options: dict[str, Any] = {"engine": engine, "decode_timedelta": False, "decode_coords": "all"}
     _refuse_code(path for path in paths if engine in (None, "zarr") and not os.path.isfile(path))
@@ -144,10 +145,10 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
         if len(paths) == 1:
             with warnings.catch_warnings():  # a store without consolidated metadata is as good
                 warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
-                return paths[0], (paths[0],), xr.open_dataset(paths[0], **options)
-        return f"{paths[0]} and {len(paths) - 1} more", tuple(paths), _joined(paths, options)
+                return redacted(paths[0]), (paths[0],), xr.open_dataset(paths[0], **options)
+        return redacted(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), _joined(paths, options)
     except (OSError, ValueError, ImportError, KeyError) as e:
-        raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from e
+        raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from cause_without_secrets(e)
 
 
 def _refuse_code(stores: Iterable[str]) -> None:
@@ -176,7 +177,9 @@ def _joined(paths: Sequence[str], options: Mapping[str, Any]) -> xr.Dataset:
     except ValueError as e:
         if "engine" in str(e) or "dask" in str(e):
             raise
-        raise GridError(f"the {len(paths)} files {paths[0]!r} … do not join along their coordinates: {e}") from e
+        raise GridError(f"the {len(paths)} files {paths[0]!r} … do not join along their coordinates: {e}") from (
+            cause_without_secrets(e)
+        )
 
 
 # -- selecting ---------------------------------------------------------------------------------------------------------

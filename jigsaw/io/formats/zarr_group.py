@@ -42,6 +42,7 @@ from jigsaw.io.formats.packing import fill_of, masks_of, signed_as_said
 from jigsaw.io.formats.plain import check_small, whole
 from jigsaw.io.formats.zarr_keys import Keys
 from jigsaw.io.lookups import Lookups, Tally
+from jigsaw.io.redacted import cause_without_secrets, redacted
 from jigsaw.io.table import ArrayTable, Store
 from jigsaw.layout import slices
 
@@ -69,7 +70,9 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     except ReadError:
         raise
     except Exception as e:  # zarr may make anything of metadata that lie, "../" in a name included
-        raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from e
+        raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from cause_without_secrets(
+            e
+        )
 
     def read_small(name: str) -> NDArray[Any]:
         return _by_zarr(group, sources[name]) if tables[name].decoder is None else whole(tables[name])
@@ -85,7 +88,9 @@ def _by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
     except ReadError:
         raise
     except Exception as e:  # a codec may raise anything
-        raise CorruptChunkError(f"array {array.path!r} of {_name(group)} cannot be read: {e}") from e
+        raise CorruptChunkError(
+            f"array {array.path!r} of {_name(group)} cannot be read: {e}"
+        ) from cause_without_secrets(e)
 
 
 def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
@@ -131,8 +136,8 @@ def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
     except ReadError:
         raise
     except Exception as e:  # of any store, and of metadata that lie
-        why = _files_in(url) or f": {e}"
-        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}") from e
+        why, cause = _files_in(url) or f": {redacted(e, options)}", cause_without_secrets(e, options)
+        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}") from cause
 
 
 def _files_in(url: Any) -> str:
