@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _KINDS = "biuf"
+_GRIB = (".grib", ".grib2", ".grb", ".grb2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +141,9 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
         return redacted(f"xarray dataset of {source.encoding.get('source', 'computed values')}"), (), source
     paths = _paths(source)
     options: dict[str, Any] = {"engine": engine, "decode_timedelta": False, "decode_coords": "all"}
+    if engine == "cfgrib" or (engine is None and paths[0].lower().endswith(_GRIB)):
+        # an index that lies beside the file is a pickle, and whoever wrote the file may have written it
+        options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}
     _refuse_code(path for path in paths if engine in (None, "zarr") and not os.path.isfile(path))
     try:
         if len(paths) == 1:
