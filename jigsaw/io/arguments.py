@@ -37,6 +37,7 @@ def by_name(argument: str, given: Any, example: str, error: type[ReadError]) -> 
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        shown = "…" if argument == "options" else repr(given)  # they may be credentials
+        secret = argument == "options" and not isinstance(given, int | float)  # they may be credentials
+        shown = "…" if secret else repr(given)
         raise error(f"{argument}={shown} must say it by name: {argument}={example}")
     return cast(Mapping[str, Any], given)

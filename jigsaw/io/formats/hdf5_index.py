@@ -314,7 +314,8 @@ def _write(place: Path, source: Source, grid: Index, rows: NDArray[np.int64]) ->
     unfinished = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as out:
+        unfinished.unlink(missing_ok=True)
+        with unfinished.open("xb") as out:  # follows no link that somebody left there
             np.savez_compressed(out, key=_key(source, grid), rows=rows)
         unfinished.replace(place)
     except OSError:

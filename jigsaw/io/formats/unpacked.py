@@ -178,8 +178,9 @@ def _locked(path: Path) -> Generator[None]:
 
 def _write(entry: Path, content: Iterator[bytes]) -> None:
     draft = entry.with_suffix(f".{os.getpid()}.part")
+    draft.unlink(missing_ok=True)
     try:
-        with open(draft, "wb") as file:
+        with open(draft, "xb") as file:  # a link that somebody left there, in a cache of many users, is not followed
             for block in content:
                 file.write(block)
         os.replace(draft, entry)

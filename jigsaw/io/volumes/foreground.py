@@ -302,7 +302,9 @@ def _keep(volume: Volume, how: Foreground, found: Found) -> None:
         arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(draft, **arrays)
+        draft.unlink(missing_ok=True)
+        with draft.open("xb") as out:  # follows no link that somebody left there
+            np.savez(out, **arrays)
         draft.replace(file)
     except OSError as e:
         raise FieldError(f"cache={how.cache!r} of a Foreground cannot be written: {e}") from e
