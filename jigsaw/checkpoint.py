@@ -1,31 +1,37 @@
 """Checkpoints of model, optimizer and loader, written by all ranks together and read on any mesh.
 
 A checkpoint is a folder in the format of `torch.distributed.checkpoint`, with a key a tensor: ``model.<name>``,
-``optimizer.<parameter>.<state>``, and a pickled value for what is small and alike on every rank.
+``optimizer.<parameter>.<state>``, and ``jigsaw.json`` for what is small and alike on every rank.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from jigsaw import comm
+from jigsaw.checkpoint_files import (
+    begin,
+    check_share,
+    commit,
+    open_checkpoint,
+    part_of,
+    read_tensors,
+    together,
+    write_tensors,
+)
+from jigsaw.checkpoint_state import CheckpointError, plain_state, state_again
 
-
-class CheckpointError(ValueError):
-    """A checkpoint that is not there, not whole, or of another model or optimizer; raised alike on every rank."""
+__all__ = ["CheckpointError", "Stateful", "load", "save"]
 
 
 class Stateful(Protocol):
@@ -56,33 +62,18 @@ def save(
     `others` are more objects with ``state_dict``: ``scheduler=scheduler``.  An optimizer needs its `model`, which names
     its parameters.  Every rank calls this, with a `path` that all of them see.
 
+    What their ``state_dict`` returns is numbers, texts, bytes, None, lists, tuples and dicts of them, and tensors of at
+    most 1 MB; it is kept as JSON.
+
     *Sends*: plans, and no tensors.
-    *Raises*: `CheckpointError` for an optimizer without its model.
+    *Raises*: `CheckpointError` for an optimizer without its model, and for a state that is not plain.
     """
-    state: dict[str, Any] = {}
-    if model is not None:
-        state |= {f"model.{name}": x for name, x in _bare(model).state_dict().items()}
-    if optimizer is not None:
-        names = _names(model, optimizer)
-        state["optimizer groups"] = pickle.dumps(_groups(optimizer, names))
-        for p, values in optimizer.state.items():
-            state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
-    for name, thing in _small(loader, others).items():
-        state[f"state of {name}"] = pickle.dumps(thing.state_dict())
-    final, part = Path(path), Path(f"{os.fspath(path)}.part")
-    if _is_first():
-        shutil.rmtree(part, ignore_errors=True)
-    comm.barrier()
-    dcp.save(state, checkpoint_id=part, no_dist=not dist.is_initialized())
-    comm.barrier()
-    if _is_first():
-        old = Path(f"{part}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            final.rename(old)
-        part.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    comm.barrier()
+    final, rank = Path(path), dist.get_rank() if dist.is_initialized() else 0
+    tensors, small = together(lambda: _state(model, optimizer, _small(loader, others)))
+    together(lambda: begin(final) if rank == 0 else None)
+    mine = write_tensors(part_of(final), tensors)
+    sums = {name: each for theirs in comm.of_every_rank(mine) for name, each in theirs.items()}
+    together(lambda: commit(final, small, sums) if rank == 0 else None)
 
 
 def load(
@@ -95,39 +86,63 @@ def load(
 ) -> None:
     """Read a checkpoint of any mesh into objects of this one: each rank reads the rows that it holds, in place.
 
-    The model has been through `jigsaw.parallelize`, if it shall be, and the optimizer was made from it.
+    The model has been through `jigsaw.parallelize`, if it shall be, and the optimizer was made from it.  No file of a
+    checkpoint can make this run code.  The files of tensors are compared with the checksums of what was saved, each by
+    one rank, before anything is changed.
 
-    *Raises*: `CheckpointError` that lists what is missing, left over or of another shape; nothing is changed then.
+    *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape;
+    nothing is changed then.
     """
-    there = _metadata(Path(path))
+    found = together(lambda: open_checkpoint(Path(path)))
     things = _small(loader, others)
-    small: dict[str, Any] = {f"state of {name}": None for name in things}
-    if optimizer is not None:
-        small["optimizer groups"] = None
-    absent = sorted(set(small) - set(there))
+    wanted = [f"state of {name}" for name in things] + ["optimizer groups"] * (optimizer is not None)
+    absent = sorted(set(wanted) - set(found.state))
     if absent:
         raise CheckpointError(f"the checkpoint {os.fspath(path)} has no {' and no '.join(absent)}")
+    small = {key: state_again(value) for key, value in found.state.items()}
+    there = {**found.tensors.state_dict_metadata, **{key: None for key in small if _is_of_tensors(key)}}
     state = _model_state(path, there, model)
     slots = _slots(path, there, model, optimizer)
-    small = {key: pickle.loads(value) for key, value in _read(path, small).items()}
     if optimizer is not None:
         _check_groups(path, small["optimizer groups"], _groups(optimizer, _names(model, optimizer)))
+    tensors = {key: x for key, x in (state | slots).items() if isinstance(x, torch.Tensor)}
+    if tensors:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        together(lambda: check_share(found, rank, ranks))
     for name, thing in things.items():  # they refuse what does not fit them, so before anything else is changed
         thing.load_state_dict(small[f"state of {name}"])
-    found = _read(path, state | slots)
+    read_tensors(found, tensors)
+    if model is not None:
+        extra = {key.removeprefix("model."): small[key] for key in state if key not in tensors}
+        _bare(model).load_state_dict(extra, strict=False)
     if optimizer is not None:
-        _restore(optimizer, _names(model, optimizer), small["optimizer groups"], {key: found[key] for key in slots})
+        values = {key: tensors[key] if key in tensors else small[key] for key in slots}
+        _restore(optimizer, _names(model, optimizer), small["optimizer groups"], values)
 
 
-def _read(path: Path_, state: dict[str, Any]) -> dict[str, Any]:
-    """`state`, its tensors filled and its other values replaced."""
-    if state:
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-    return state
+def _state(
+    model: nn.Module | None, optimizer: Optimizer | None, things: Mapping[str, Stateful]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a checkpoint, and all else as JSON."""
+    state: dict[str, Any] = {}
+    small: dict[str, Any] = {}
+    if model is not None:
+        state |= {f"model.{name}": x for name, x in _bare(model).state_dict().items()}
+    if optimizer is not None:
+        names = _names(model, optimizer)
+        small["optimizer groups"] = plain_state(_groups(optimizer, names), "optimizer.param_groups")
+        for p, values in optimizer.state.items():
+            state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
+    tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
+    small |= {key: plain_state(value, key) for key, value in state.items() if key not in tensors}
+    for name, thing in things.items():
+        small[f"state of {name}"] = plain_state(thing.state_dict(), f"{name}.state_dict()")
+    return tensors, small
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _is_of_tensors(key: str) -> bool:
+    """Whether a key of the small state is of what has tensors otherwise: a model's extra state, an optimizer's step."""
+    return key.startswith(("model.", "optimizer."))
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -161,14 +176,6 @@ def _groups(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[str, An
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _metadata(path: Path) -> dict[str, Any]:
-    """What the checkpoint has, by key."""
-    if not (path / ".metadata").exists():
-        why = "is not whole: it has no .metadata, which is written last" if path.exists() else "does not exist"
-        raise CheckpointError(f"the checkpoint {path} {why}")
-    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-
-
 def _model_state(path: Path_, there: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
     """The model's own tensors, which are read in place."""
     if model is None:
@@ -177,8 +184,10 @@ def _model_state(path: Path_, there: Mapping[str, Any], model: nn.Module | None)
     wrong = [f"left over: {key!r}" for key in there if key.startswith("model.") and key not in state]
     for key, x in state.items():
         saved = there.get(key)
-        if saved is None:
+        if key not in there:
             wrong.append(f"missing: {key!r}")
+        elif isinstance(saved, TensorStorageMetadata) != isinstance(x, torch.Tensor):
+            wrong.append(f"{key!r} is a tensor in one and a value in the other")
         elif isinstance(saved, TensorStorageMetadata) and saved.size != x.shape:
             wrong.append(f"{key!r} has shape {tuple(saved.size)}, the model's {tuple(x.shape)}")
     if wrong:
@@ -224,8 +233,13 @@ def _restore(optimizer: Optimizer, names: Mapping[Any, str], groups: Any, slots:
         name, _, kind = key.removeprefix("optimizer.").rpartition(".")
         state.setdefault(name, {})[kind] = value
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+        group.update({key: _like(group.get(key), value) for key, value in saved.items() if key != "params"})
     optimizer.state.clear()
     for p, name in names.items():
         if name in state:
             optimizer.state[p] = state[name]
+
+
+def _like(mine: Any, saved: Any) -> Any:
+    """A saved option; one that is a tensor (a learning rate that may change in a CUDA graph) where this one's lies."""
+    return saved.to(mine.device) if isinstance(saved, torch.Tensor) and isinstance(mine, torch.Tensor) else saved

@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -27,6 +27,7 @@ from jigsaw.layout import ShardingError
 from jigsaw.mesh import axes_of, group_of, lines_along, named, patience, rank_at
 
 Axes = str | Sequence[str]
+T = TypeVar("T")
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
@@ -349,6 +350,18 @@ def barrier() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         with _answered("barrier", range(dist.get_world_size())):
             dist.barrier()
+
+
+def of_every_rank(value: T) -> list[T]:
+    """The small picklable `value` of every rank of the job, by rank; where there is no mesh to `agree` over.
+
+    *Sends*: the pickled value, to each of the other P-1 ranks; not counted.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 # -- adjoint pairs ----------------------------------------------------------------------------------------------------

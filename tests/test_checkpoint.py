@@ -178,7 +178,7 @@ def test_misuse_is_told(tmp_path):
     with pytest.raises(CheckpointError, match="it does not exist"):
         load(path, model=nn.Linear(2, 3))
     path.mkdir()
-    with pytest.raises(CheckpointError, match=r"it is not whole: it has no \.metadata"):
+    with pytest.raises(CheckpointError, match=r"it is not whole: it has no jigsaw\.json"):
         load(path, model=nn.Linear(2, 3))
     _saved(path)
     wider = nn.Sequential(nn.Linear(2, 3))

@@ -37,5 +37,7 @@ def by_name(argument: str, given: Any, example: str, error: type[ReadError]) -> 
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise error(f"{argument}={given!r} must say it by name: {argument}={example}")
+        secret = argument == "options" and not isinstance(given, int | float)  # they may be credentials
+        shown = "…" if secret else repr(given)
+        raise error(f"{argument}={shown} must say it by name: {argument}={example}")
     return cast(Mapping[str, Any], given)

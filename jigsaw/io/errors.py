@@ -6,10 +6,18 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from jigsaw.io.redacted import redacted
 from jigsaw.layout import ShardingError
 
 
-class ReadError(Exception):
+class _ToldError(Exception):
+    """What it says is shown and logged: secrets of URLs and options are taken out, whoever wrote the message."""
+
+    def __init__(self, *told: object) -> None:
+        super().__init__(*(redacted(each) if isinstance(each, str) else each for each in told))
+
+
+class ReadError(_ToldError):
     """Reading failed; the base of all errors of `jigsaw.io`.  `heard` marks what another rank failed with."""
 
     heard = False
@@ -75,7 +83,7 @@ class ForkedError(ReadError, RuntimeError):
     heard = True  # nobody waits for a process that is no rank
 
 
-class WriteError(Exception):
+class WriteError(_ToldError):
     """Writing failed or was refused, on whichever rank: raised alike on every rank, naming that rank and its reason."""
 
 

@@ -61,7 +61,7 @@ class State:
         Raises: `StateError` for missing or foreign keys, values that are no integers, or a place beyond the series.
         """
         names = list(cls.__dataclass_fields__)
-        # a checkpoint may be anything that was unpickled
+        # a checkpoint may hold anything
         if not isinstance(given, Mapping) or sorted(map(str, given)) != sorted(names):
             shown = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
             raise StateError(

@@ -10,6 +10,7 @@ from typing import Any
 from jigsaw.io.errors import FieldError, ReadError
 from jigsaw.io.fetch.disk_cache import DiskCache
 from jigsaw.io.formats.ome import is_multiscale, multiscale
+from jigsaw.io.redacted import redacted
 from jigsaw.io.store import open_store
 from jigsaw.io.table import Store
 
@@ -35,6 +36,9 @@ class Source:
         if self.level is not None or is_multiscale(opened.attrs):
             opened = multiscale(opened, self.level or 0)
         return opened if self.disk_cache is None else self.disk_cache.of(opened)
+
+    def __repr__(self) -> str:
+        return f"Source({redacted(repr(self.given))}, options={sorted(self.options or {})}, level={self.level})"
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self.given, Store):

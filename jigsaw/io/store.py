@@ -46,7 +46,9 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     if _is_url(url):
         return _open_url(str(url), options)
     if options:
-        raise UnsupportedStoreError(f"options={dict(options)!r} are for URLs (s3://, https://…), and {url!r} is none")
+        raise UnsupportedStoreError(
+            f"options={{…}} with {sorted(options)} are for URLs (s3://, https://…), and {url!r} is none"
+        )
     if type(url).__module__.partition(".")[0] == "xarray":
         if not hasattr(url, "variables"):
             kind = type(url).__name__

@@ -25,6 +25,7 @@ from jigsaw.io.formats import blosc as _blosc
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
 from jigsaw.io.lookups import Indexed, Lookups, total
 from jigsaw.io.portion import Portion, Rect
+from jigsaw.io.redacted import cause_without_secrets, redacted
 from jigsaw.layout import Box
 
 if TYPE_CHECKING:
@@ -405,7 +406,7 @@ class ArrayTable:
         except ReadError:
             raise
         except Exception as e:  # a library's decoder may raise anything
-            raise self._refused(CorruptChunkError, index, e) from e
+            raise self._refused(CorruptChunkError, index, e) from cause_without_secrets(e)
         if values.shape != tuple(b - a for a, b in wanted):
             why = BadChunkError(f"its library gave values of shape {values.shape} for the box {wanted}")
             raise self._refused(CorruptChunkError, index, why)
@@ -481,6 +482,9 @@ class Store:
     attrs: Mapping[str, Any]
     _read: Callable[[str], NDArray[Any]] = field(repr=False)
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", redacted(self.url))
 
     def read_small(self, name: str) -> NDArray[Any]:
         """A whole array as it is stored: for coordinates."""

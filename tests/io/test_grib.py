@@ -1,5 +1,10 @@
 """GRIB through cfgrib: files that ecCodes writes here, opened and converted as xarray sees them."""
 
+import os
+import pickle
+import shutil
+from pathlib import Path
+
 import eccodes
 import numpy as np
 import pytest
@@ -8,6 +13,7 @@ import xarray as xr
 import jigsaw
 from jigsaw.__main__ import main
 from jigsaw.io.conversion.run import convert
+from jigsaw.io.conversion.source import open_source
 from jigsaw.io.errors import FieldError, UnsupportedStoreError
 from jigsaw.testing import on_ranks, world_mesh
 
@@ -127,3 +133,31 @@ def test_a_grid_without_rows(tmp_path):
 def test_its_path_says_how_it_is_opened(analyses):
     with pytest.raises(UnsupportedStoreError, match=r"is GRIB.*engine='cfgrib'.*jigsaw convert"):
         jigsaw.io.open(analyses, mesh=world_mesh(lat=1))
+
+
+class Trap:
+    """A pickle of it makes a folder where it is loaded."""
+
+    def __init__(self, mark):
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize("engine", [None, "cfgrib"])
+def test_an_index_that_lies_beside_a_file_is_not_unpickled(tmp_path, analyses, engine):
+    path, mark = Path(shutil.copy(analyses, tmp_path / "it.grib")), tmp_path / "ran"
+    by_pressure = {"filter_by_keys": {"typeOfLevel": "surface"}}
+    xr.open_dataset(path, engine="cfgrib", backend_kwargs=by_pressure).close()
+    (index,) = tmp_path.glob("*.idx")
+    index.write_bytes(pickle.dumps(Trap(mark)))
+    name, _, data = open_source(str(path), engine)
+    assert name == str(path)
+    assert data.sizes["latitude"] == LAT
+    assert not mark.exists()
+    xr.open_dataset(path, engine="cfgrib", backend_kwargs=by_pressure).close()  # as cfgrib does by itself
+    assert mark.exists()
+    index.unlink()
+    open_source([str(path)], engine)
+    assert not list(tmp_path.glob("*.idx"))

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from jigsaw.io.formats.packing import fill_is_missing
 from jigsaw.io.formats.xarray_dataset import open_xarray
 from jigsaw.io.opening import open
 from jigsaw.io.packages import why_not_imported
+from jigsaw.io.redacted import cause_without_secrets, redacted
 from jigsaw.io.reports.proposal import chunks_of, shards_of
 from jigsaw.io.reports.recommend import best_chunks
 from jigsaw.io.survey import Survey
@@ -33,6 +34,7 @@ _KINDS = "biuf"
 _DECODED: dict[str, Any] = {"decode_timedelta": False, "decode_coords": "all"}
 # what xarray keeps of an array's own metadata
 _OF_ZARR, _OF_ZARR_V3 = {"compressor", "compressors"}, {"serializer", "codecs"}
+_GRIB = (".grib", ".grib2", ".grb", ".grb2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +137,8 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
 
     Of a Zarr v2 store that is given by its place, the same values are missing as for `jigsaw.io.open`: a 0 seldom is.
 
-    Raises: `UnsupportedStoreError` for what xarray does not open, `GridError` for files that do not join.
+    Raises: `UnsupportedStoreError` for what xarray does not open, and for codecs that run code; `GridError` for files
+    that do not join.
     """
     try:
         import xarray as xr
@@ -143,20 +146,32 @@ def open_source(source: Any, engine: str | None = None) -> tuple[str, tuple[str,
         absent = "converting needs xarray: pip install 'jigsaw-torch[xarray]'"
         raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     if isinstance(source, xr.Dataset):
-        return f"xarray dataset of {source.encoding.get('source', 'computed values')}", (), source
+        return redacted(f"xarray dataset of {source.encoding.get('source', 'computed values')}"), (), source
     paths = _paths(source)
     raw = any(_may_be_zarr(path, engine) for path in paths)
     options: dict[str, Any] = {"engine": engine, **({"decode_cf": False} if raw else _DECODED)}
+    if engine == "cfgrib" or (engine is None and paths[0].lower().endswith(_GRIB)):
+        # an index that lies beside the file is a pickle, and whoever wrote the file may have written it
+        options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}
+    _refuse_code(path for path in paths if engine in (None, "zarr") and not os.path.isfile(path))
     try:
         with warnings.catch_warnings():  # a store without consolidated metadata is as good
             warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
             if len(paths) == 1:
                 found = xr.open_dataset(paths[0], **options)
-                return paths[0], (paths[0],), _decoded(found) if raw else found
+                return redacted(paths[0]), (paths[0],), _decoded(found) if raw else found
             made = _joined(paths, {**options, "preprocess": _decoded} if raw else options)
-            return f"{paths[0]} and {len(paths) - 1} more", tuple(paths), made
+            return redacted(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), made
     except (OSError, ValueError, ImportError, KeyError) as e:
-        raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from e
+        raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from cause_without_secrets(e)
+
+
+def _refuse_code(stores: Iterable[str]) -> None:
+    """Xarray reads coordinates while it opens a store, so what runs code is refused before."""
+    for store in stores:
+        from jigsaw.io.formats.zarr_group import refuse_code_in
+
+        refuse_code_in(store)
 
 
 def _may_be_zarr(path: str, engine: str | None) -> bool:
@@ -194,7 +209,9 @@ def _joined(paths: Sequence[str], options: Mapping[str, Any]) -> xr.Dataset:
     except ValueError as e:
         if "engine" in str(e) or "dask" in str(e):
             raise
-        raise GridError(f"the {len(paths)} files {paths[0]!r} … do not join along their coordinates: {e}") from e
+        raise GridError(f"the {len(paths)} files {paths[0]!r} … do not join along their coordinates: {e}") from (
+            cause_without_secrets(e)
+        )
 
 
 # -- selecting ---------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from jigsaw.io.fetch.batches import Part, merged
 from jigsaw.io.fetch.files import Identity, Room, Target, scatter
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
 from jigsaw.io.packages import why_not_imported
+from jigsaw.io.redacted import redacted
 
 T = TypeVar("T")
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
@@ -66,7 +67,7 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
         from obstore import store as stores
         from obstore.exceptions import BaseError
     except ImportError as e:
-        absent = f"reading {shown(url)} needs obstore: pip install 'jigsaw-torch[remote]'"
+        absent = f"reading {redacted(url)} needs obstore: pip install 'jigsaw-torch[remote]'"
         raise UnsupportedStoreError(why_not_imported(e, absent)) from e
     split = urlsplit(url)
     given: dict[str, Any] = {k: v for k, v in (options or {}).items() if k not in OWN}
@@ -83,22 +84,15 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
             store = stores.from_url(root, **given)
     except (BaseError, TypeError, ValueError) as e:
         raise UnsupportedStoreError(
-            f"{shown(url)} cannot be opened with options {sorted(options or {})}: {_without_urls(e)}; they are those "
-            f"of obstore's store of this kind, such as region, endpoint, skip_signature, client_options"
+            f"{redacted(url)} cannot be opened with options {sorted(options or {})}: {_without_urls(e, options)}; they "
+            f"are those of obstore's store of this kind, such as region, endpoint, skip_signature, client_options"
         ) from None
-    return Remote(store, shown(root), retry), unquote(split.path).strip("/")
+    host = split.netloc if split.scheme in ("abfs", "abfss") else split.netloc.rpartition("@")[2]  # container@account
+    return Remote(store, redacted(f"{split.scheme}://{host}"), retry), unquote(split.path).strip("/")
 
 
-def shown(url: str) -> str:
-    """A URL as messages show it: without user, password and query, which may be credentials."""
-    split = urlsplit(url)
-    is_container = split.scheme in ("abfs", "abfss")  # container@account
-    host = split.netloc if is_container else split.netloc.rpartition("@")[2]
-    return f"{split.scheme}://{host}{split.path}"
-
-
-def _without_urls(error: BaseException) -> str:
-    return _URL.sub("…", str(error).split("\n")[0])
+def _without_urls(error: BaseException, options: Mapping[str, Any] | None = None) -> str:
+    return redacted(_URL.sub("…", str(error).split("\n")[0]), options)
 
 
 @dataclass(frozen=True)
@@ -152,7 +146,7 @@ class Remote:
     @classmethod
     def of(cls, store: Any) -> Remote:
         """The objects of a store that the user made."""
-        return cls(store, _URL.sub(lambda url: shown(url[0].rstrip("\"')")), repr(store)))
+        return cls(store, redacted(repr(store)))
 
     @property
     def lists(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+_RUN_CODE = ("pickle", "dill", "marshal", "joblib")
 Step = Callable[[Bytes, Bytes], None]
 
 
@@ -192,6 +193,22 @@ def decoder_of_v3(dtype: np.dtype[Any], ndim: int, codecs: Sequence[Any]) -> Dec
         return None
     stored = dtype.newbyteorder(">" if str(getattr(endian, "value", endian)) == "big" else "<")
     return Decoder(stored, order, compressors[0] if compressors else None, checked)
+
+
+def codec_that_runs_code(codecs: Sequence[Any]) -> str | None:
+    """The name of the first of zarr's codecs that decodes a chunk by running what the chunk says; else None."""
+    said = [codec.get_config() if hasattr(codec, "get_config") else codec.to_dict() for codec in codecs]
+    return next((name for name in _names(said) if any(each in name.lower() for each in _RUN_CODE)), None)
+
+
+def _names(said: Any) -> Iterator[str]:
+    """The names of codecs, and of those within them, as a shard has some."""
+    if isinstance(said, Mapping):
+        yield from (str(said[key]) for key in ("id", "name") if key in said)
+        said = list(said.values())
+    if isinstance(said, list | tuple):
+        for each in said:
+            yield from _names(each)
 
 
 def _is_number(dtype: np.dtype[Any]) -> bool:

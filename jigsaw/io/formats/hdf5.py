@@ -38,7 +38,8 @@ from jigsaw.io.formats.hdf5_dims import (
 )
 from jigsaw.io.formats.hdf5_filters import Filter, Pipeline, pipeline_of
 from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder, leaves_edges, misplaces
-from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, neighbour, virtual_grid
+from jigsaw.io.formats.hdf5_reach import Reach, neighbour
+from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, virtual_grid
 from jigsaw.io.formats.packing import fill_of, masks_of, signed_as_said
 from jigsaw.io.formats.values import table_of
 from jigsaw.io.table import ArrayTable, Store
@@ -78,7 +79,8 @@ def open_hdf5(
 
     Where the chunks lie is asked of libhdf5 once, when they are first needed; long indices are kept in the folder
     `cache`, by default $JIGSAW_CACHE or ~/.cache/jigsaw (an empty name keeps none).  External links, sources of virtual
-    datasets and external storage must lie in the file's folder or below, unless `outside` allows others.
+    datasets and external storage must lie in the file's folder or below, and so for each file that they lead to, unless
+    `outside` allows others.
 
     Raises: `UnsupportedStoreError` for what h5py cannot open, and for links out of the folder; `TruncatedError` for a
     file that ends too early.
@@ -134,6 +136,7 @@ class _Opening:
         self._sources: dict[str, Source] = {}
         self._texts: dict[str, Callable[[], NDArray[Any]]] = {}
         self._tables: dict[str, ArrayTable] = {}
+        self._reach = Reach(outside, self.source, self._followed)
 
     def source(self, path: str) -> Source:
         if path not in self._sources:
@@ -144,6 +147,8 @@ class _Opening:
         """The table of every dataset that is numbers, and of every list of texts; linked files stay open in `held`."""
         self._held = held
         found = list(self._walk(source, file, "", set()))
+        for each in found:  # before anybody asks for a shape: libhdf5 opens the sources of some virtual ones for it
+            self._reach.check(each.source, each.dataset)
         known = {s: _Dims.of([f.dataset for f in found if f.source is s]) for s in {f.source for f in found}}
         for each in found:
             if is_only_a_dim(each.dataset):
@@ -265,6 +270,7 @@ class _Opening:
             grid = virtual_grid(dataset, source, self._outside, fill_of(dataset.fillvalue, dtype), self._source_table)
             if grid is not None and native and dtype == dataset.dtype:
                 return _Stored(grid.chunks, grid.decoder, grid.places, clipped=grid.clipped)
+        self._reach.check(source, dataset, by_library=True)
         chunks = tuple(plain.slab(shape, dtype.itemsize))
         return _Stored(chunks, None, Whole(source), clipped=True, slices=True)
 
@@ -281,6 +287,7 @@ class _Opening:
     def _text_table(self, name: str, found: _Found, known: _Dims) -> ArrayTable:
         """A list of texts: names of channels, dates.  It is read whole, by libhdf5."""
         shape, source, path = known.shape(found.dataset), found.source, found.path
+        self._reach.check(source, found.dataset, by_library=True)
 
         def read() -> NDArray[Any]:
             with source.opened() as file:

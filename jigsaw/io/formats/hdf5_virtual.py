@@ -6,7 +6,6 @@ A virtual dataset becomes a table where its mappings are boxes that fit one grid
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -22,27 +21,11 @@ from jigsaw.io.errors import UnsupportedStoreError
 from jigsaw.io.formats import plain
 from jigsaw.io.formats.hdf5_filters import Pipeline
 from jigsaw.io.formats.hdf5_index import InFile, Source
+from jigsaw.io.formats.hdf5_reach import neighbour
 from jigsaw.io.table import ArrayTable
 from jigsaw.layout import Box
 
 _LARGEST_GRID = 1 << 26
-
-
-def neighbour(source: Source, name: str, outside: bool, what: str) -> str:
-    """The path of a file that an HDF5 file names, relative to its own folder.
-
-    Raises: `UnsupportedStoreError` for one outside of that folder, unless `outside` allows it.
-    """
-    folder = os.path.dirname(source.path)
-    if os.path.isabs(name):
-        name = os.path.relpath(name, os.path.abspath(folder)) if source.is_local else name
-    name = posixpath.normpath(name)
-    if not outside and (os.path.isabs(name) or name.split("/")[0] == ".."):
-        raise UnsupportedStoreError(
-            f"{what} in {source.path} points to {name!r}, outside of the file's folder; if you trust the file, open it "
-            "with jigsaw.io.open_hdf5(path, outside=True)"
-        )
-    return posixpath.join(folder, name)
 
 
 # -- values that lie in one piece ------------------------------------------------------------------------------------

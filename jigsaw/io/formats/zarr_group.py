@@ -31,6 +31,7 @@ from jigsaw.io.formats.codecs import (
     Bytes,
     Decoder,
     ShortChunkError,
+    codec_that_runs_code,
     decoder_of_v2,
     decoder_of_v3,
     without_crc,
@@ -39,6 +40,7 @@ from jigsaw.io.formats.packing import fill_is_missing, fill_of, masks_of, signed
 from jigsaw.io.formats.plain import check_small, whole
 from jigsaw.io.formats.zarr_keys import Keys
 from jigsaw.io.lookups import Lookups, Tally
+from jigsaw.io.redacted import cause_without_secrets, redacted
 from jigsaw.io.table import ArrayTable, Store
 from jigsaw.layout import slices
 
@@ -69,7 +71,9 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
     except ReadError:
         raise
     except Exception as e:  # zarr may make anything of metadata that lie, "../" in a name included
-        raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from e
+        raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from cause_without_secrets(
+            e
+        )
 
     def read_small(name: str) -> NDArray[Any]:
         return _by_zarr(group, sources[name]) if tables[name].decoder is None else whole(tables[name])
@@ -81,11 +85,42 @@ def _by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
     """A coordinate whose codecs only zarr knows."""
     check_small(array.path, array.shape, array.nbytes)
     try:
-        return np.asarray(array[...])
+        return _box_by_zarr(array, ...)
     except ReadError:
         raise
     except Exception as e:  # a codec may raise anything
-        raise CorruptChunkError(f"array {array.path!r} of {_name(group)} cannot be read: {e}") from e
+        raise CorruptChunkError(
+            f"array {array.path!r} of {_name(group)} cannot be read: {e}"
+        ) from cause_without_secrets(e)
+
+
+def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
+    _refuse_code(array)
+    return np.asarray(array[box])
+
+
+def refuse_code_in(url: Any) -> None:
+    """Raises: `UnsupportedStoreError` when `url` is a zarr group with an array whose codec runs code.
+
+    For stores that another library reads for us.
+    """
+    try:
+        arrays = list(_arrays(zarr.open_group(url, mode="r")))
+    except Exception:  # no zarr group, or none that can be listed: that library says so in its turn
+        return
+    for _, array in arrays:
+        _refuse_code(array)
+
+
+def _refuse_code(array: Any) -> None:
+    meta = array.metadata
+    codecs = (*(meta.filters or ()), meta.compressor) if meta.zarr_format == 2 else meta.codecs
+    name = codec_that_runs_code([codec for codec in codecs if codec is not None])
+    if name is not None:
+        raise UnsupportedStoreError(
+            f"array {array.path!r} in {array.store_path.store} has the codec {name!r}, which runs code that lies in "
+            "the chunks; it is never read. If you trust the store, write the array again with other codecs"
+        )
 
 
 def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
@@ -103,8 +138,8 @@ def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
     except ReadError:
         raise
     except Exception as e:  # of any store, and of metadata that lie
-        why = _files_in(url) or f": {e}"
-        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}") from e
+        why, cause = _files_in(url) or f": {redacted(e, options)}", cause_without_secrets(e, options)
+        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}") from cause
 
 
 def _files_in(url: Any) -> str:
@@ -177,7 +212,7 @@ def table_of(name: str, array: Any) -> ArrayTable:
         masks=_masks(meta, dtype, own),
         decoder=decoder,
         places=places,
-        load_slowly=lambda box: np.asarray(array[slices(box)]),
+        load_slowly=lambda box: _box_by_zarr(array, slices(box)),
         lengths=lengths,
     )
 

@@ -19,6 +19,7 @@ from zarr.storage import MemoryStore
 from jigsaw.io.fetch.batches import merged
 from jigsaw.io.fetch.files import Identity, Room, Target, scatter
 from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
+from jigsaw.io.redacted import cause_without_secrets
 
 
 class Keys:
@@ -91,7 +92,7 @@ def _answer(asked: Coroutine[Any, Any, Any]) -> Any:
     except OSError:
         raise
     except Exception as e:
-        raise BadChunkError(f"its store says: {e}") from e
+        raise BadChunkError(f"its store says: {e}") from cause_without_secrets(e)
 
 
 @cache

@@ -286,7 +286,7 @@ def _file(volume: Volume, how: Foreground) -> Path:
 def _cached(volume: Volume, how: Foreground) -> Found | None:
     """None too for a torn file, which is then made again."""
     try:
-        with np.load(_file(volume, how)) as held:
+        with np.load(_file(volume, how), allow_pickle=False) as held:
             labels, counts = held["labels"].tolist(), held["counts"].tolist()
             parts = [Kept(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):

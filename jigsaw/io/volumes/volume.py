@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jigsaw.io.coords import role_of
 from jigsaw.io.errors import GridError, MissingArrayError, MissingLevelError
 from jigsaw.io.formats.ome import is_multiscale, multiscale
+from jigsaw.io.redacted import redacted
 from jigsaw.io.request import DROPPED, Part, Picks
 from jigsaw.io.store import open_store
 from jigsaw.io.table import ArrayTable, Store
@@ -65,6 +66,9 @@ class Volume:
     given: tuple[Any, ...]
     array: str | None = None
     level: int = 0
+
+    def __repr__(self) -> str:
+        return f"Volume({redacted(repr(self.given))}, array={self.array!r}, level={self.level})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"given": self.given, "array": self.array, "level": self.level}

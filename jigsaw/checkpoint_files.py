@@ -1,0 +1,315 @@
+"""The files of a checkpoint: torch's own, and ``jigsaw.json``, which is written last and says what all of them are.
+
+It has the small state, and the size and CRC-32 of every file.  A checksum finds damage, and files of two checkpoints
+mixed; it is no signature.  That a checkpoint of others runs no code is seen to by how its files are read: JSON, tensors
+by ``torch.load(weights_only=True)``, and torch's ``.metadata``, a pickle, by an unpickler that makes nothing but what
+such an index is made of.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from jigsaw import comm
+from jigsaw.checkpoint_state import CheckpointError
+
+T = TypeVar("T")
+_LAST = "jigsaw.json"
+_INDEX = ".metadata"
+_FORMAT = 1
+_AT_ONCE = 1 << 24
+_OF_TORCH = "torch.distributed.checkpoint"
+_IN_AN_INDEX = {
+    (f"{_OF_TORCH}.metadata", name)
+    for name in (
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "BytesStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {(f"{_OF_TORCH}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
+
+
+class Sum(NamedTuple):
+    """How many bytes a file has, and their CRC-32."""
+
+    size: int
+    crc32: int
+
+
+def together(work: Callable[[], T]) -> T:
+    """What `work` returns on this rank; where it fails on any rank, all of them raise what the first such rank found.
+
+    *Sends*: the message of a failure, to all ranks.
+    """
+    found, failure = None, None
+    try:
+        found = work()
+    except (CheckpointError, OSError) as e:
+        failure = e
+    told = next(filter(None, comm.of_every_rank("" if failure is None else str(failure) or repr(failure))), None)
+    if told is not None:
+        raise CheckpointError(told) from failure
+    return found  # pyright: ignore[reportReturnType]
+
+
+# -- where ------------------------------------------------------------------------------------------------------------
+
+
+def part_of(final: Path) -> Path:
+    """Where a checkpoint is written before it takes its name."""
+    return final.with_name(f"{final.name}.part")
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f"{final.name}.part.old")
+
+
+def whole_checkpoint(final: Path) -> Path:
+    """The folder of a checkpoint: `final`, or what a save that was killed left before it could take that name.
+
+    Raises: `CheckpointError` when there is none, or `final` is not whole.
+    """
+    if final.exists():
+        if not (final / _LAST).exists():
+            raise CheckpointError(
+                f"the checkpoint {final} is not whole: it has no {_LAST}, which is written last; jigsaw reads what "
+                "jigsaw.save of this version wrote"
+            )
+        return final
+    left = [each for each in (part_of(final), _replaced(final)) if each.exists()]
+    whole = next((each for each in left if (each / _LAST).exists()), None)
+    if whole is None:
+        why = f"; {left[0]} is there, but not whole: the save was ended before it had written all" if left else ""
+        raise CheckpointError(f"the checkpoint {final} does not exist{why}")
+    return whole
+
+
+def begin(final: Path) -> None:
+    """Make room for a new checkpoint; what a killed save left whole takes the name that it was to have first."""
+    if not final.exists():
+        left = next((each for each in (part_of(final), _replaced(final)) if (each / _LAST).exists()), None)
+        if left is not None:
+            left.rename(final)
+    for each in (part_of(final), _replaced(final)):
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def commit(final: Path, state: Mapping[str, Any], sums: Mapping[str, Sum]) -> None:
+    """Close the new checkpoint, and put it in the place of the old one.
+
+    A kill between the two renames leaves both beside `final`, where `whole_checkpoint` and `begin` find them.
+    """
+    part, old = part_of(final), _replaced(final)
+    content: dict[str, Any] = {"format": _FORMAT, "state": state, "files": dict(sorted(sums.items()))}
+    with (part / _LAST).open("w") as out:
+        json.dump({"crc32": _crc_of_json(content), **content}, out)
+        out.flush()
+        os.fsync(out.fileno())
+    if final.exists():
+        final.rename(old)
+    part.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _crc_of_json(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _Summed(io.BufferedWriter):
+    """A file whose checksum is taken of what is written to it, not of what the disk made of that."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.sum = Sum(0, 0)
+
+    def write(self, data: Any, /) -> int:
+        done = super().write(data)
+        self.sum = Sum(self.sum.size + done, zlib.crc32(data, self.sum.crc32))
+        return done
+
+
+class _Summing(FileSystem):
+    """Torch's way to files, with the checksum of each that it writes."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Sum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _Summed(path) as summed:
+            yield summed
+        # torch writes front to back; if it once went back, the sum of what it wrote would not be the file's
+        in_order = summed.sum.size == os.path.getsize(path)
+        self.sums[Path(path).name] = summed.sum if in_order else _sum_of(Path(path))
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Torch's writer, which keeps what it writes free of the path that it wrote to."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+def write_tensors(part: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Sum]:
+    """Write the tensors of all ranks, each its own part; the files that this rank wrote.
+
+    *Sends*: plans, and no tensors.
+    """
+    writer = _Writer(part)
+    writer.fs = files = _Summing()
+    with _told(part, "written"):
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+    return files.sums
+
+
+@contextmanager
+def _told(path: Path, done: str) -> Generator[None]:
+    """What torch raises on all ranks when one of them fails is no `Exception`, and has every rank's traceback."""
+    try:
+        yield
+    except dcp.CheckpointException as e:
+        rank, (failure, *_) = next(iter(e.failures.items()))
+        raise CheckpointError(f"the tensors of {path} cannot be {done}: rank {rank}: {failure!r}") from e
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """A checkpoint that was opened: its folder, small state as JSON, files, and the index of its tensors."""
+
+    path: Path
+    state: dict[str, Any]
+    files: dict[str, Sum]
+    tensors: Metadata
+
+
+def open_checkpoint(final: Path) -> Found:
+    """A checkpoint, as far as small files say what it is.
+
+    Raises: `CheckpointError` for one that is not there or not whole, and for a damaged or foreign file.
+    """
+    path = whole_checkpoint(final)
+    try:
+        told = json.loads((path / _LAST).read_text())
+        crc, form = told.pop("crc32"), told["format"]
+        sound = crc == _crc_of_json(told)
+        state, files = dict(told["state"]), {name: Sum(*each) for name, each in told["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise CheckpointError(f"{path / _LAST} is damaged: it does not say what the checkpoint has ({e!r})") from e
+    if not sound or form != _FORMAT:
+        why = (
+            "damaged: its CRC-32 does not match" if not sound else f"of format {form}, and this jigsaw reads {_FORMAT}"
+        )
+        raise CheckpointError(f"{path / _LAST} is {why}")
+    _check(path, _INDEX, files.get(_INDEX, Sum(0, 0)))
+    return Found(path, state, files, _index(path, files))
+
+
+def check_share(found: Found, rank: int, ranks: int) -> None:
+    """Compare this rank's share of the files of tensors with what was saved; among all ranks each is read once.
+
+    Raises: `CheckpointError` that names the first that differs.
+    """
+    names = sorted((name for name in found.files if name != _INDEX), key=lambda name: (-found.files[name].size, name))
+    for name in names[rank::ranks]:
+        _check(found.path, name, found.files[name])
+
+
+def read_tensors(found: Found, state: dict[str, torch.Tensor]) -> None:
+    """Fill the tensors of `state`, each rank its own rows."""
+    if state:
+        with _told(found.path, "read"):
+            dcp.load(dict(state), storage_reader=_Reader(found), no_dist=not dist.is_initialized())
+
+
+class _Reader(dcp.FileSystemReader):
+    """Torch's reader, with an index that was read already: its own way is `pickle.load`."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__(found.path)
+        self._index = found.tensors
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        self._index.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._index
+
+
+class _Unpickler(pickle.Unpickler):
+    """What an index of tensors is made of, and nothing else: a pickle may name any function, and it is then called."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) in _IN_AN_INDEX:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
+
+
+def _index(path: Path, files: Mapping[str, Sum]) -> Metadata:
+    """The index of a checkpoint's tensors, all of which lie in its own files."""
+    try:
+        index = _Unpickler(io.BytesIO((path / _INDEX).read_bytes())).load()
+        tensors = all(isinstance(each, TensorStorageMetadata) for each in index.state_dict_metadata.values())
+        strays = {each.relative_path for each in index.storage_data.values()} - set(files)
+    except Exception as e:  # what is no index may end in anything
+        raise CheckpointError(f"{path / _INDEX} is no index of tensors: {e}") from e
+    if not tensors or strays:
+        why = f"files that the checkpoint does not have: {sorted(strays)[:3]}" if strays else "values that are pickled"
+        raise CheckpointError(f"{path / _INDEX} names {why}")
+    return index
+
+
+def _check(path: Path, name: str, saved: Sum) -> None:
+    """Raises: `CheckpointError` when a file is not the one that was saved."""
+    if name != os.path.basename(name) or not (path / name).is_file():
+        raise CheckpointError(f"{path} has no file {name!r}, which was saved with it; bring it back, or load another")
+    here = (path / name).stat().st_size
+    if here != saved.size:
+        why = f"it has {here} bytes and was saved with {saved.size}"
+    elif _sum_of(path / name) != saved:
+        why = "its CRC-32 is not that of what was saved"
+    else:
+        return
+    raise CheckpointError(
+        f"{path / name} is damaged, or of another checkpoint: {why}; bring back the one that was saved, or load another"
+    )
+
+
+def _sum_of(path: Path) -> Sum:
+    size, crc, memory = 0, 0, memoryview(bytearray(_AT_ONCE))
+    with path.open("rb", buffering=0) as file:
+        while got := file.readinto(memory):
+            size, crc = size + got, zlib.crc32(memory[:got], crc)
+    return Sum(size, crc)
