@@ -389,8 +389,8 @@ def count_nonzero(input: Tile, dim: Dims = None) -> Any:
 
 
 @implements(torch.equal)
-def equal(input: Tile, other: Tile) -> bool:
-    """Whether two tiles are the same tensor, shape and elements."""
+def equal(input: Any, other: Any) -> bool:
+    """Whether two tiles, or a tile and a whole tensor, are the same tensor, shape and elements."""
     return input.shape == other.shape and bool(input.eq(other).all())
 
 

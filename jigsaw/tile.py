@@ -7,11 +7,15 @@ imported; what the table does not know is refused on a cut dim.  Never a silent 
 
 from __future__ import annotations
 
+import inspect
+import opcode
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,16 +65,65 @@ _NUMPYS = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes for i
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the table answers, once the arguments are those of torch's own names.
+    """What the table answers, once the arguments are those of torch's own names and kinds.
 
-    *Raises*: `ShardingError` for ``out=``.
+    *Raises*: `ShardingError` for ``out=``, and for a Tile or a plain tensor where the handler takes the other.
     """
     if kwargs.pop("out", None) is not None:
         raise ShardingError(
             f"{getattr(function, '__name__', function)}(out=...) is not supported on tiles: a Tile is frozen; use the "
             "result instead"
         )
-    return _handler(function)(*args, **{_NUMPYS.get(name, name): value for name, value in kwargs.items()})
+    handler = _handler(function)
+    named = {_NUMPYS.get(name, name): _as_whole(value) for name, value in kwargs.items()}
+    args = tuple(map(_as_whole, args))
+    kinds = _kinds.get(handler)
+    if kinds is None:
+        kinds = _kinds[handler] = _kinds_of(handler)
+    for (name, kind), value in zip(kinds.items(), args, strict=False):
+        if kind is not None and isinstance(value, Tile) is not kind:
+            _refuse_kind(function, name, value)
+    for name, value in named.items():
+        kind = kinds.get(name)
+        if kind is not None and isinstance(value, Tile) is not kind:
+            _refuse_kind(function, name, value)
+    return handler(*args, **named)
+
+
+def _as_whole(value: Any) -> Any:
+    """An array of numpy's that meets a tile is the whole one, as a plain tensor is."""
+    return torch.from_numpy(np.require(value, requirements="CW")) if isinstance(value, np.ndarray) else value
+
+
+# For each handler, its arguments in order: whether each must be a Tile (True), must not be one (False), or may (None).
+_kinds: dict[Handler, dict[str, bool | None]] = {}
+
+
+def _kinds_of(handler: Handler) -> dict[str, bool | None]:
+    """What the annotations of a handler say: `Tile`, something without one, or what may be either."""
+    found: dict[str, bool | None] = {}
+    for name, parameter in inspect.signature(handler).parameters.items():
+        says = str(parameter.annotation)
+        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_open or any(word in says for word in ("Any", "Tile |", "Weight", "Values", "Mask")):
+            found[name] = None
+        else:
+            found[name] = says == "Tile"
+    return found
+
+
+def _refuse_kind(function: Any, name: str, value: Any) -> NoReturn:
+    what = getattr(function, "__name__", str(function))
+    if isinstance(value, Tile):
+        raise ShardingError(
+            f"{what}: {name}= is a Tile of shape {tuple(value.shape)}, but it is answered for plain values only; pass "
+            "tile.full_tensor(), or tile.local for a local answer"
+        )
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    raise ShardingError(
+        f"{what}: {name}= is a plain {type(value).__name__}{shape}, but another argument is a Tile; make {name} a Tile "
+        "with jigsaw.shard (uncut, if every rank has it), or pass tile.full_tensor() for the Tile"
+    )
 
 
 def _any_operator(self: Any, *others: Any) -> Any: ...
@@ -123,6 +176,8 @@ class Tile:
         return self.shape.numel()
 
     def __len__(self) -> int:
+        if _is_subscript(sys._getframe(1)):
+            _refuse_element(self)  # plain[tile]: torch asks whether the index is a tuple, and then dispatches
         if not self.ndim:
             raise TypeError("len() of a 0-d tile")
         return self.shape[0]
@@ -213,7 +268,10 @@ class Tile:
         return partial(_call, method, self)
 
     def __getitem__(self, index: Any) -> Any:
-        return _handler(Tensor.__getitem__)(self, index)
+        if type(index) is int and not _is_subscript(sys._getframe(1)):
+            _refuse_element(self)
+        whole = tuple(map(_as_whole, index)) if isinstance(index, tuple) else index
+        return _call(Tensor.__getitem__, self, whole)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise ShardingError(
@@ -223,6 +281,28 @@ class Tile:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
+
+    # -- what would take it apart element by element ------------------------------------------------------------------
+
+    __array_priority__ = 1000  # an operator of an array and a tile is the tile's, as it is a tensor's
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        _refuse_conversion(self, "an array")
+
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        _refuse_conversion(self, "a plain tensor")
+
+    def __dlpack_device__(self) -> NoReturn:  # what torch.as_tensor and torch.tensor ask first
+        _refuse_conversion(self, "a plain tensor")
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
 
     def __bool__(self) -> bool:
         raise ShardingError(
@@ -247,7 +327,7 @@ def _operator(name: str) -> Callable[..., Any]:
     function = getattr(Tensor, name)
 
     def method(self: Tile, *args: Any) -> Any:
-        return _handler(function)(self, *args)
+        return _call(function, self, *args)
 
     method.__name__ = name
     return method
@@ -259,6 +339,40 @@ for _name in (
     "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
 ).split():
     setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+# -- Python's sequence protocol ---------------------------------------------------------------------------------------
+
+
+def _is_subscript(frame: Any) -> bool:
+    """Whether a frame is at ``a[b]``, ``a[b] = c`` or ``del a[b]``.
+
+    C code that takes an object for a sequence calls the same methods as Python code does.  But ``tile[0]`` is such an
+    instruction of its caller and ``len(tile)`` is none; torch, which looks for a tuple in the index of ``plain[tile]``,
+    asks for the length in one, and for items of what it makes a tensor of in a call.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti
+    while opcode.opname[code[at]] == "CACHE":  # which follow an instruction whose call Python has inlined
+        at -= 2
+    name = opcode.opname[code[at]]
+    return name.endswith("_SUBSCR") or (name == "BINARY_OP" and code[at + 1] == _BINARY_SUBSCRIPT)
+
+
+_BINARY_SUBSCRIPT = 26  # Python 3.14's number for a[b] among binary operators
+
+
+def _refuse_element(tile: Tile) -> NoReturn:
+    raise ShardingError(
+        f"a Tile of shape {tuple(tile.shape)} is no sequence of elements, which is what it was taken for; use "
+        "tile.full_tensor() for the whole tensor, tile.local for this rank's part, or tile.select(0, i) for a row"
+    )
+
+
+def _refuse_conversion(tile: Tile, what: str) -> NoReturn:
+    raise ShardingError(
+        f"a Tile of shape {tuple(tile.shape)} cannot become {what} by itself; use tile.full_tensor() for the whole "
+        "tensor (with its gradient), or tile.local for this rank's part"
+    )
 
 
 # -- what the table does not know -------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def binary_cross_entropy_with_logits(
     size_average: None = None,
     reduce: None = None,
     reduction: str = "mean",
-    pos_weight: Tensor | None = None,
+    pos_weight: Values | None = None,
 ) -> Any:
     """y = (1 - t) x - log sigmoid x, with `pos_weight` for the positive class, then reduced."""
     _refuse_old("binary_cross_entropy_with_logits", size_average, reduce)

@@ -139,7 +139,7 @@ def _rmatmul(input: Any, other: Any) -> Any:
 @implements(torch.addmm, torch.baddbmm)
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     """y = beta input + alpha mat1 mat2; see `matmul`."""
-    product = matmul(mat1, mat2)
+    product = torch.matmul(mat1, mat2)
     product = product * alpha if alpha != 1 else product
     return product if beta == 0 else product + (input * beta if beta != 1 else input)
 
