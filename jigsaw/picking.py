@@ -1,4 +1,4 @@
-"""Elements of a plain tensor, which every rank has whole, picked by integer tiles: the answer is cut as the tiles are."""
+"""Elements of a plain tensor, which is whole on every rank, picked by integer tiles: the answer is cut as they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jigsaw.layout import Layout, whole
-from jigsaw.pointwise import alike, align, part
+from jigsaw.pointwise import align, alike, part
 from jigsaw.tile import Tile, implements, refuse, tiles_in
 
 

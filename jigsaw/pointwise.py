@@ -101,6 +101,8 @@ def cut_whole(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
     *Raises*: `ShardingError` when a dim is neither 1 nor the global size.
     """
     layout = layout or tile.layout
+    if x.layout != torch.strided:
+        raise ShardingError(f"a tensor of layout {x.layout} cannot meet a Tile: use to_dense(), or tile.full_tensor()")
     x = part(x, tile, layout)
     lead = layout.ndim - x.ndim
     if lead < 0 or any(n not in (1, layout.shape[lead + d]) for d, n in enumerate(x.shape)):
@@ -356,7 +358,10 @@ def _check_layout_of_target(function: Any, target: Tile, layout: Layout) -> None
 def _check_halo_of_target(function: Any, target: Tile) -> None:
     if target.layout.has_halo:
         raise refuse(
-            function, target, "it would change the owned rows in place, and leave the halo as it was", "use tile.owned()"
+            function,
+            target,
+            "it would change the owned rows in place, and leave the halo as it was",
+            "use tile.owned()",
         )
 
 
@@ -395,6 +400,22 @@ def _method_where(*args: Any, **kwargs: Any) -> Any:
 def _where(condition: Any, *others: Any, **named: Any) -> Any:
     handler = _pointwise if others or named else _unknown  # alone, it lists places, however many there are
     return handler(torch.where, condition, *others, **named)
+
+
+def _cast(function: Any) -> None:
+    """Answer what takes the dtype (and device) of another tensor, whose shape and cuts do not matter."""
+
+    def handler(input: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = onto_local((args, kwargs), lambda t: t.local, lambda x: x)
+        if not isinstance(input, Tile):
+            return function(input, *args, **kwargs)
+        return Tile(function(input.local, *args, **kwargs), input.layout, input.mesh)
+
+    implements(function)(handler)
+
+
+_cast(Tensor.to)
+_cast(Tensor.type_as)
 
 
 @implements(F.relu)

@@ -8,8 +8,6 @@ imported; what the table does not know is refused on a cut dim.  Never a silent 
 from __future__ import annotations
 
 import inspect
-import opcode
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw import comm
+from jigsaw.agreement import agree_on_arguments
+from jigsaw.elements import NoElements, in_a_subscript, refuse_element
 from jigsaw.exchange import redistribute
 from jigsaw.layout import Coordinate, Layout, ShardingError, Spec, Split
-from jigsaw.mesh import axes_of, coordinate, members, same_mesh
+from jigsaw.mesh import axes_of, coordinate, same_mesh
 
 Handler = Callable[..., Any]
 H = TypeVar("H", bound=Handler)
@@ -92,7 +91,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _as_whole(value: Any) -> Any:
     """An array of numpy's that meets a tile is the whole one, as a plain tensor is."""
-    return torch.from_numpy(np.require(value, requirements="CW")) if isinstance(value, np.ndarray) else value
+    return torch.from_numpy(np.require(value, requirements=["C", "W"])) if isinstance(value, np.ndarray) else value
 
 
 # For each handler, its arguments in order: whether each must be a Tile (True), must not be one (False), or may (None).
@@ -130,7 +129,7 @@ def _any_operator(self: Any, *others: Any) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Tile:
+class Tile(NoElements):
     """The local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
 
     It shows the global view: ``shape``, reductions, broadcasting and indexing are those of the whole tensor.  Gradients
@@ -176,8 +175,8 @@ class Tile:
         return self.shape.numel()
 
     def __len__(self) -> int:
-        if _is_subscript(sys._getframe(1)):
-            _refuse_element(self)  # plain[tile]: torch asks whether the index is a tuple, and then dispatches
+        if in_a_subscript():
+            refuse_element(self.shape)  # plain[tile]: torch asks whether the index is a tuple, and then dispatches
         if not self.ndim:
             raise TypeError("len() of a 0-d tile")
         return self.shape[0]
@@ -268,8 +267,8 @@ class Tile:
         return partial(_call, method, self)
 
     def __getitem__(self, index: Any) -> Any:
-        if type(index) is int and not _is_subscript(sys._getframe(1)):
-            _refuse_element(self)
+        if type(index) is int and not in_a_subscript():
+            refuse_element(self.shape)
         whole = tuple(map(_as_whole, index)) if isinstance(index, tuple) else index
         return _call(Tensor.__getitem__, self, whole)
 
@@ -281,28 +280,6 @@ class Tile:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
-
-    # -- what would take it apart element by element ------------------------------------------------------------------
-
-    __array_priority__ = 1000  # an operator of an array and a tile is the tile's, as it is a tensor's
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
-        _refuse_conversion(self, "an array")
-
-    def __dlpack__(self, **options: Any) -> NoReturn:
-        _refuse_conversion(self, "a plain tensor")
-
-    def __dlpack_device__(self) -> NoReturn:  # what torch.as_tensor and torch.tensor ask first
-        _refuse_conversion(self, "a plain tensor")
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __complex__(self) -> complex:
-        return complex(self.item())
 
     def __bool__(self) -> bool:
         raise ShardingError(
@@ -339,40 +316,6 @@ for _name in (
     "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
 ).split():
     setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-# -- Python's sequence protocol ---------------------------------------------------------------------------------------
-
-
-def _is_subscript(frame: Any) -> bool:
-    """Whether a frame is at ``a[b]``, ``a[b] = c`` or ``del a[b]``.
-
-    C code that takes an object for a sequence calls the same methods as Python code does.  But ``tile[0]`` is such an
-    instruction of its caller and ``len(tile)`` is none; torch, which looks for a tuple in the index of ``plain[tile]``,
-    asks for the length in one, and for items of what it makes a tensor of in a call.
-    """
-    code, at = frame.f_code.co_code, frame.f_lasti
-    while opcode.opname[code[at]] == "CACHE":  # which follow an instruction whose call Python has inlined
-        at -= 2
-    name = opcode.opname[code[at]]
-    return name.endswith("_SUBSCR") or (name == "BINARY_OP" and code[at + 1] == _BINARY_SUBSCRIPT)
-
-
-_BINARY_SUBSCRIPT = 26  # Python 3.14's number for a[b] among binary operators
-
-
-def _refuse_element(tile: Tile) -> NoReturn:
-    raise ShardingError(
-        f"a Tile of shape {tuple(tile.shape)} is no sequence of elements, which is what it was taken for; use "
-        "tile.full_tensor() for the whole tensor, tile.local for this rank's part, or tile.select(0, i) for a row"
-    )
-
-
-def _refuse_conversion(tile: Tile, what: str) -> NoReturn:
-    raise ShardingError(
-        f"a Tile of shape {tuple(tile.shape)} cannot become {what} by itself; use tile.full_tensor() for the whole "
-        "tensor (with its gradient), or tile.local for this rank's part"
-    )
 
 
 # -- what the table does not know -------------------------------------------------------------------------------------
@@ -459,15 +402,25 @@ def shard(
 
     *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus
     `halo` rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.
-    *Sends*: nothing but one agreement on the arguments; backward, one exchange when `x` requires grad, so that its
-    gradient is whole on every rank.
-    *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes or other
-    arguments differ.
+    *Sends*: nothing but one agreement on the arguments and a checksum of `x`; backward, one exchange when `x` requires
+    grad, so that its gradient is whole on every rank.
+    *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes, values or
+    other arguments differ.
 
     A tensor that does not require grad is never shared with the tile, so that the whole one can be freed or changed.
     """
-    _agree("shard", mesh, x, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic)
+    found = agree_on_arguments(
+        "shard", mesh, x, True, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic
+    )
     layout = Layout.of(x.shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
+    for at, (_, checksum) in enumerate(found):
+        if checksum != found[0][1]:
+            raise ShardingError(
+                f"shard takes the whole tensor, the same on every rank, but the values at place {at} of the mesh are "
+                f"not those at place 0 (shape {tuple(x.shape)}): seed the ranks alike where they are drawn "
+                "(torch.manual_seed), broadcast them from one rank (torch.distributed.broadcast), or give each rank's "
+                "own part to jigsaw.from_local"
+            )
     uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
     local = redistribute(x, uncut, layout, mesh)
     shared = local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
@@ -488,33 +441,36 @@ def from_local(
 ) -> Tile:
     """The tile whose local part this rank has already; `shape` is the global one.
 
-    *Sends*: one agreement: every rank learns whether all parts fit.
-    *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, or
-    ranks pass different arguments.
+    *Sends*: one agreement: every rank learns whether all parts fit; where axes cut nothing, with a checksum of `local`.
+    *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
+    ranks that hold the same part have other values, or pass different arguments.
     """
-    parts = _agree(
-        "from_local", mesh, local, shape=shape, spec=spec, split=split, align=align, halo=halo, periodic=periodic
+    named = {a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)}
+    is_alike = any(size > 1 and name not in named for name, size in axes_of(mesh))
+    parts = agree_on_arguments(
+        "from_local",
+        mesh,
+        local,
+        is_alike,
+        shape=shape,
+        spec=spec,
+        split=split,
+        align=align,
+        halo=halo,
+        periodic=periodic,
     )
     layout = Layout.of(shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
-    for coord, part in zip(layout.coords(), parts, strict=True):
+    first: dict[Any, tuple[Coordinate, int]] = {}
+    for coord, (part, checksum) in zip(layout.coords(), parts, strict=True):
         if part != layout.local_shape(coord):
             raise ShardingError(
                 f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it "
                 f"{layout.local_shape(coord)}; pass that part, or the split= that cuts it so"
             )
+        there, known = first.setdefault(layout.held(coord), (coord, checksum))
+        if checksum != known:
+            raise ShardingError(
+                f"from_local: the ranks at {coord} and {there} hold one part of {layout}, but passed other values; "
+                "name the axis that cuts them in spec=, or make them alike (seed the ranks alike, or broadcast)"
+            )
     return Tile(local, layout, mesh)
-
-
-def _agree(what: str, mesh: DeviceMesh, x: Tensor, **arguments: object) -> list[tuple[int, ...]]:
-    """The shapes of all ranks' tensors, in mesh order, once everything else that they pass is known to be the same."""
-    alike = {"mesh": (axes_of(mesh), members(mesh, [n for n, _ in axes_of(mesh)])), "dtype": x.dtype, **arguments}
-    mine = {name: repr(value) for name, value in alike.items()} | {"requires_grad": repr(x.requires_grad)}
-    found = comm.agree(mesh, (mine, tuple(x.shape)))
-    for at, (theirs, _) in enumerate(found):
-        for name, value in theirs.items():
-            if value != found[0][0][name]:
-                raise ShardingError(
-                    f"{what}: the ranks must agree on {name}, but at place {at} of the mesh it is {value}, "
-                    f"at place 0 {found[0][0][name]}"
-                )
-    return [shape for _, shape in found]

@@ -33,7 +33,7 @@ def _plain(*values: Any) -> bool:
     return not any(isinstance(v, Tile) or is_dtensor(v) for v in values)
 
 
-def _parts(input: Tile, *values: Tensor | None) -> list[Tensor | None]:
+def _parts(input: Tile, *values: Any) -> list[Tensor | None]:
     return [None if v is None else part(v, input) for v in values]
 
 
@@ -117,7 +117,7 @@ def rms_norm(
     dims = tuple(range(input.ndim - count, input.ndim))
     axes = reducing_axes(wide.layout, dims)
     squares = owned_along(wide, dims).local.square().sum(dims, keepdim=True)
-    power = comm.total(squares, input.mesh, axes) / count_of(wide, dims)
+    power = comm.total(squares, input.mesh, axes, (wide.layout, dims)) / count_of(wide, dims)
     scale = torch.rsqrt(power + (torch.finfo(input.dtype).eps if eps is None else eps))
     out = wide.local * comm.enter(scale, input.mesh, axes)
     if isinstance(weight, Tile):
