@@ -134,9 +134,9 @@ def _shifted(input: Tile, dim: int, dtype: torch.dtype | None) -> tuple[Tile, Te
         if wide.local.shape[dim]
         else wide.local.new_full([1 if d == dim else n for d, n in enumerate(wide.local.shape)], -math.inf)
     )
-    top = comm.all_reduce(local_top, own.mesh, axes, "max")
+    top = comm.all_reduce(local_top, own.mesh, axes, "max", (own.layout, dim))
     shifted = wide.local - torch.where(top == -math.inf, 0.0, top)
-    sums = comm.total(shifted.exp().sum(dim, keepdim=True), own.mesh, axes)
+    sums = comm.total(shifted.exp().sum(dim, keepdim=True), own.mesh, axes, (own.layout, dim))
     return Tile(shifted, own.layout, own.mesh), comm.enter(sums, own.mesh, axes)
 
 

@@ -123,7 +123,7 @@ def apply_in_pieces(role: Role, input: Tile, weight: Tensor, bias: Tensor | None
     if role.row:
         y = function(_piece(input, dim, axis), _own(weight, ranks), None)
         y = Tile(comm.total(y.local, y.mesh, (axis,)), y.layout, y.mesh)
-        return y if bias is None else y + bias.reshape(-1, *[1] * (y.ndim - 1 - dim))
+        return y if bias is None else y + bias.to(y.dtype).reshape(-1, *[1] * (y.ndim - 1 - dim))
     x = _enter(_gather(input, dim, axis), axis)
     y = function(x, _own(weight, ranks), None if bias is None else _own(bias, ranks))
     y = Tile(y.local, y.layout.replace_dim(dim, _cut(ranks * y.shape[dim], axis, ranks)), y.mesh)

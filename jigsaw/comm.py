@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Generator, Sequence
+import zlib
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -24,9 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of, group_of, lines_along, named, patience, rank_at
+from jigsaw.mesh import axes_of, group_of, lines_along, members, named, patience, rank_at
 
 Axes = str | Sequence[str]
+Same = tuple[Hashable, ...] | None  # what ranks that combine values are to have alike, such as the layout of a tile
 T = TypeVar("T")
 
 
@@ -241,21 +244,61 @@ def _record_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     _record("all_reduce", moved, moved, 2 * (ranks - 1))
 
 
-def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum") -> Tensor:
+@lru_cache(maxsize=4096)
+def _number_of(same: tuple[Hashable, ...], ranks: int) -> int:
+    """A number of something that ranks are to have alike; sums of `ranks` of them are exact in float32."""
+    return zlib.crc32(repr(same).encode()) % max(2**24 // ranks, 2)
+
+
+def _marks(buffer: Tensor, mesh: DeviceMesh, axes: Axes, op: str, same: tuple[Hashable, ...]) -> list[int]:
+    """Numbers that travel behind the values and show whether all ranks have `same` alike.
+
+    In a sum the first rank has -(P-1) times its number and the others theirs, which add up to 0; in a maximum or a
+    minimum a number and its negative come back as they were.
+    """
+    ranks = members(mesh, axes)
+    number = _number_of(same, len(ranks))
+    if buffer.dtype not in (torch.float32, torch.float64, torch.int32, torch.int64) or op == "prod":
+        return []
+    if op == "sum":
+        return [-(len(ranks) - 1) * number if dist.get_rank() == ranks[0] else number]
+    return [number, -number]
+
+
+def _check_alike(alike: Tensor, same: tuple[Hashable, ...]) -> None:
+    """Raise where ranks differ.
+
+    On the CPU on all of them.  A GPU is not waited for: its own assertion ends the process.
+    """
+    if alike.is_cuda:
+        torch._assert_async(alike, _DIFFERENT)  # pyright: ignore[reportPrivateUsage]
+    elif not alike:
+        raise ShardingError(f"{_DIFFERENT}; this rank's are {', '.join(map(str, same))}")
+
+
+_DIFFERENT = (
+    "the ranks reduce tiles of different layouts: every size (or other argument) that an op takes must be the same on "
+    "every rank"
+)
+
+
+def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum", same: Same = None) -> Tensor:
     """A new tensor: `x` combined over the ranks along `axes`, the same bits on each.  Not differentiable.
 
     `op` is ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``; NaN wins in the last two, as it does in `torch.amax`.
-    bfloat16 and float16 are combined in float32.
+    bfloat16 and float16 are combined in float32.  What the ranks must have alike
+    (a layout) is `same`.
 
-    *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather).
-    *Raises*: `ShardingError` for an op that the dtype does not have.
+    *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather); with `same` of one element more, of
+    two for a maximum or minimum.
+    *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs.
     """
     wire = _wire(x.dtype, op)
     ranks = extent(mesh, axes)
-    mine = x.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    mine = x.detach()
     if ranks == 1 or x.numel() == 0:
-        return mine
-    wide = mine.to(wire)
+        return _plain_copy(mine)
+    wide = _plain_copy(mine).to(wire)
     ordered = op in ("max", "min") and wide.is_floating_point()
     if wide.dtype == torch.bool:
         buffer = wide.view(torch.uint8)
@@ -263,22 +306,45 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum") -> Tens
         buffer = torch.view_as_real(wide)
     else:
         buffer = _ordered(wide, op == "max") if ordered else wide
+    marks = [] if same is None else _marks(buffer, mesh, axes, op, same)
+    if marks:
+        buffer = torch.cat([buffer.reshape(-1), buffer.new_tensor(marks)])
     for group, line in lines_along(mesh, axes):
         with _answered("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
         _record_reduce(buffer, group)
-    return (_unordered(buffer, wide.dtype) if ordered else wide).to(x.dtype)
+    if marks:
+        found = buffer[-len(marks) :]
+        _check_alike(found[0] == 0 if op == "sum" else found[0] == -found[1], same or ())
+        buffer = buffer[: -len(marks)]
+        if wide.is_complex():
+            return torch.view_as_complex(buffer.view(*wide.shape, 2)).to(x.dtype)
+        wide = buffer.view(wide.shape)
+    return (_unordered(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype)
 
 
-def all_gather(x: Tensor, mesh: DeviceMesh, axes: Axes) -> list[Tensor]:
-    """The tensors of all ranks along `axes`, of one shape, in mesh order.  Not differentiable.
+def _plain_copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
 
-    *Sends*: the bytes of `x` to each of the other P-1 ranks.
+
+def all_gather(x: Tensor, mesh: DeviceMesh, axes: Axes, same: Same = None) -> list[Tensor]:
+    """The tensors of all ranks along `axes`, of one shape, in mesh order.  Not differentiable; `same` as in
+    `all_reduce`.
+
+    *Sends*: the bytes of `x`, and 8 with `same`, to each of the other P-1 ranks.
     """
     ranks = extent(mesh, axes)
     if ranks == 1 or x.numel() == 0:
         return [x.detach()] * ranks
-    parts = _gather_bytes(_as_bytes(_plain(x)), mesh, axes, "all_gather")
+    mine = _as_bytes(_plain(x))
+    if same is not None:
+        number = torch.tensor([_number_of(same, ranks)], device=x.device)
+        mine = torch.cat([mine, number.view(torch.uint8)])
+    parts = _gather_bytes(mine, mesh, axes, "all_gather")
+    if same is not None:
+        numbers = torch.stack([part[-8:] for part in parts])
+        _check_alike((numbers == numbers[0]).all(), same)
+        parts = [part[:-8].clone() for part in parts]
     return [part.view(x.dtype).view(x.shape) for part in parts]
 
 
@@ -369,14 +435,14 @@ def of_every_rank(value: T) -> list[T]:
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: Axes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: Axes, same: Same) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
-        return all_reduce(x, mesh, axes)
+        return all_reduce(x, mesh, axes, same=same)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         # the same values, but a gradient of this gradient has parts to sum
-        return _Enter.apply(grads[0], ctx.mesh, ctx.axes), None, None
+        return _Enter.apply(grads[0], ctx.mesh, ctx.axes), None, None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -387,15 +453,15 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Total.apply(grads[0], ctx.mesh, ctx.axes), None, None
+        return _Total.apply(grads[0], ctx.mesh, ctx.axes, None), None, None
 
 
-def total(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Tensor:
-    """y = sum of `x` over the ranks along `axes`, held alike by all of them.
+def total(x: Tensor, mesh: DeviceMesh, axes: Axes, same: Same = None) -> Tensor:
+    """y = sum of `x` over the ranks along `axes`, held alike by all of them; `same` as in `all_reduce`.
 
     *Sends*: forward one all-reduce of `x`; backward nothing (the gradient of y is held alike already).
     """
-    return x if extent(mesh, axes) == 1 else _Total.apply(x, mesh, axes)
+    return x if extent(mesh, axes) == 1 else _Total.apply(x, mesh, axes, same)
 
 
 def enter(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Tensor:

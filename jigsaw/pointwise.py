@@ -101,6 +101,8 @@ def cut_whole(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
     *Raises*: `ShardingError` when a dim is neither 1 nor the global size.
     """
     layout = layout or tile.layout
+    if x.layout != torch.strided:
+        raise ShardingError(f"a tensor of layout {x.layout} cannot meet a Tile: use to_dense(), or tile.full_tensor()")
     x = part(x, tile, layout)
     lead = layout.ndim - x.ndim
     if lead < 0 or any(n not in (1, layout.shape[lead + d]) for d, n in enumerate(x.shape)):
@@ -269,6 +271,8 @@ def is_pointwise(function: Any) -> bool:
 def _pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
     tiles = list(tiles_in((args, kwargs)))
     in_place = _is_in_place(function)
+    if in_place and _changes_plain(args) and not any(t.layout.cut_dims for t in tiles):
+        return _into_plain(function, args, kwargs)
     if in_place:
         _check_shape_of_target(function, args, kwargs)
     first = tiles[0]
@@ -313,8 +317,24 @@ def _grown(args: Any, kwargs: Any, layout: Layout) -> Layout:
 
 
 def _is_in_place(function: Any) -> bool:
-    name = function.__name__
-    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+    name = getattr(function, "__name__", "")
+    return name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _changes_plain(args: Sequence[Any]) -> bool:
+    """Whether what a function changes in place, its first argument, is a plain tensor (or a list of them)."""
+    targets: Any = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+    return bool(targets) and all(isinstance(t, Tensor) and not isinstance(t, Tile) for t in targets)
+
+
+def _into_plain(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A plain tensor that tiles which nothing cuts are written into: it is then a tensor that left a tile.
+
+    The tiles leave before they are written, so that the graph of the plain tensor says so, and other plain tensors stay
+    as they are: none of them enters a tile here.
+    """
+    args, kwargs = onto_local((tuple(args), dict(kwargs)), lambda t: leave(t.owned().local, t.mesh), lambda x: x)
+    return function(*args, **kwargs)
 
 
 def _check_shape_of_target(function: Any, args: Sequence[Any], kwargs: Any) -> None:
@@ -332,6 +352,16 @@ def _check_layout_of_target(function: Any, target: Tile, layout: Layout) -> None
         raise ShardingError(
             f"{function.__name__} would change the layout of its target in place, from {target.layout} to {layout} "
             "(a halo counts); use the function that makes a new one, as x + y"
+        )
+
+
+def _check_halo_of_target(function: Any, target: Tile) -> None:
+    if target.layout.has_halo:
+        raise refuse(
+            function,
+            target,
+            "it would change the owned rows in place, and leave the halo as it was",
+            "use tile.owned()",
         )
 
 
@@ -370,6 +400,22 @@ def _method_where(*args: Any, **kwargs: Any) -> Any:
 def _where(condition: Any, *others: Any, **named: Any) -> Any:
     handler = _pointwise if others or named else _unknown  # alone, it lists places, however many there are
     return handler(torch.where, condition, *others, **named)
+
+
+def _cast(function: Any) -> None:
+    """Answer what takes the dtype (and device) of another tensor, whose shape and cuts do not matter."""
+
+    def handler(input: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = onto_local((args, kwargs), lambda t: t.local, lambda x: x)
+        if not isinstance(input, Tile):
+            return function(input, *args, **kwargs)
+        return Tile(function(input.local, *args, **kwargs), input.layout, input.mesh)
+
+    implements(function)(handler)
+
+
+_cast(Tensor.to)
+_cast(Tensor.type_as)
 
 
 @implements(F.relu)
@@ -411,6 +457,11 @@ def _answer(function: Any) -> Handler:
 def _unknown(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an unknown function where that is exact: on tiles that nothing cuts."""
     tiles = list(tiles_in((args, kwargs)))
+    if not tiles:
+        raise ShardingError(
+            f"{getattr(function, '__name__', function)} was called on a Tile that none of its arguments is; pass plain "
+            "tensors, with tile.full_tensor(), or tile.local for a local answer"
+        )
     for tile in tiles:
         if tile.layout.cut_dims:
             raise refuse(
@@ -419,4 +470,9 @@ def _unknown(function: Any, *args: Any, **kwargs: Any) -> Any:
                 "jigsaw does not answer this function on a cut dim",
                 "use tile.redistribute so that nothing is cut, tile.full_tensor(), or tile.local for a local answer",
             )
+    check_mesh(tiles)
+    if _is_in_place(function):
+        if _changes_plain(args):
+            return _into_plain(function, args, kwargs)
+        _check_halo_of_target(function, tiles[0])
     return alike(function, args, kwargs, tiles[0])

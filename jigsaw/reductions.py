@@ -58,7 +58,7 @@ def count_of(tile: Tile, dims: Sequence[int]) -> int:
 
 def total_over(local: Tensor, tile: Tile, dims: Sequence[int]) -> Tensor:
     """Local partial results summed over the axes that cut `dims`."""
-    return comm.total(local, tile.mesh, reducing_axes(tile.layout, dims))
+    return comm.total(local, tile.mesh, reducing_axes(tile.layout, dims), (tile.layout, tuple(dims)))
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
@@ -100,10 +100,10 @@ def moments(input: Tile, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
     *Sends*: two all-reduces of one value a kept element; backward one.
     """
     axes = reducing_axes(input.layout, dims)
-    center = comm.total(input.local.sum(tuple(dims), keepdim=True), input.mesh, axes) / count_of(input, dims)
+    center = total_over(input.local.sum(tuple(dims), keepdim=True), input, dims) / count_of(input, dims)
     deviation = input.local - comm.enter(center, input.mesh, axes)
     squared = deviation.abs().square() if deviation.is_complex() else deviation.square()
-    return center, comm.total(squared.sum(tuple(dims), keepdim=True), input.mesh, axes)
+    return center, total_over(squared.sum(tuple(dims), keepdim=True), input, dims)
 
 
 def _variance(
@@ -195,17 +195,17 @@ class _Gather(torch.autograd.Function):
     """The local tensors of the ranks along `axes`, stacked in front, held alike; backward each takes its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], mine: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], mine: int, same: comm.Same) -> Tensor:
         ctx.mine = mine
-        return torch.stack(comm.all_gather(x, mesh, axes))
+        return torch.stack(comm.all_gather(x, mesh, axes, same))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0][ctx.mine], None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grads[0][ctx.mine], None, None, None, None
 
 
-def stack_along(local: Tensor, tile: Tile, axes: tuple[str, ...]) -> Tensor:
-    """[ranks along axes, *local.shape], in mesh order, held alike.
+def stack_along(local: Tensor, tile: Tile, axes: tuple[str, ...], same: comm.Same = None) -> Tensor:
+    """[ranks along axes, *local.shape], in mesh order, held alike; `same` as in `jigsaw.comm.all_reduce`.
 
     *Sends*: the local tensor to each of the others; backward nothing.
     """
@@ -214,7 +214,7 @@ def stack_along(local: Tensor, tile: Tile, axes: tuple[str, ...]) -> Tensor:
     flat = 0
     for (name, size), at in zip(tile.layout.axes, tile.coordinate, strict=True):
         flat = flat * size + at if name in axes else flat
-    return _Gather.apply(local, tile.mesh, axes, flat)
+    return _Gather.apply(local, tile.mesh, axes, flat, same)
 
 
 @implements(torch.linalg.vector_norm)
@@ -240,7 +240,7 @@ def vector_norm(
         return reduce_sum(own.to(dtype or own.dtype).abs() ** ord, dims, keepdim) ** (1 / ord)
     local = torch.linalg.vector_norm(own.local, ord, dims or None, keepdim, dtype=dtype) if dims else own.local.abs()
     if axes:
-        stacked = stack_along(local, own, axes)
+        stacked = stack_along(local, own, axes, (own.layout, dims))
         local = stacked.sum(0) if ord == 0 else torch.linalg.vector_norm(stacked, ord, 0)
     return finish(local, own, dims, keepdim)
 
@@ -299,10 +299,11 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], dims: tuple[int, ...], op: str, nan: bool
+        ctx: Any, x: Tensor, mesh: DeviceMesh, layout: Layout, dims: tuple[int, ...], op: str, nan: bool
     ) -> Tensor:
+        axes = reducing_axes(layout, dims)
         local = getattr(torch, f"a{op}")(x, dims, keepdim=True) if x.numel() else _nothing(x, dims, op)
-        best = comm.all_reduce(local, mesh, axes, op)
+        best = comm.all_reduce(local, mesh, axes, op, (layout, dims))
         attained = (x == best) | (x.isnan() & best.isnan()) if nan else x == best
         ctx.save_for_backward(attained, comm.all_reduce(attained.sum(dims, keepdim=True), mesh, axes))
         return best
@@ -332,8 +333,7 @@ def _extreme(input: Tile, dim: Dims, keepdim: bool, op: str, nan: bool = False) 
             f"a{op}(): cannot reduce dims {dims} of a Tile of shape {tuple(input.shape)}: there are no elements"
         )
     own = input.owned()
-    axes = reducing_axes(own.layout, dims)
-    local: Tensor = _Extreme.apply(own.local, own.mesh, axes, dims, op, nan)
+    local: Tensor = _Extreme.apply(own.local, own.mesh, own.layout, dims, op, nan)
     return finish(local if keepdim else local.squeeze(dims), own, dims, keepdim)
 
 
@@ -389,8 +389,8 @@ def count_nonzero(input: Tile, dim: Dims = None) -> Any:
 
 
 @implements(torch.equal)
-def equal(input: Tile, other: Tile) -> bool:
-    """Whether two tiles are the same tensor, shape and elements."""
+def equal(input: Any, other: Any) -> bool:
+    """Whether two tiles, or a tile and a whole tensor, are the same tensor, shape and elements."""
     return input.shape == other.shape and bool(input.eq(other).all())
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jigsaw.exchange import exchange
 from jigsaw.layout import Cut, Interval, Layout, ShardingError, whole
+from jigsaw.picking import pick_from_plain
 from jigsaw.pointwise import held_by_all
 from jigsaw.reductions import reduced_dims
 from jigsaw.tile import Tile, implements, leave, of_its_own, refuse
@@ -138,8 +139,8 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
 
 
 @implements(Tensor.view_as, Tensor.reshape_as)
-def _reshape_as(input: Tile, other: Any) -> Any:
-    return reshape(input, tuple(other.shape))
+def _reshape_as(input: Any, other: Any) -> Any:
+    return input.reshape(tuple(other.shape))
 
 
 @implements(torch.flatten)
@@ -332,7 +333,9 @@ def select_dim(tile: Tile, dim: int, index: int) -> Any:
 
 
 @implements(Tensor.__getitem__)
-def _getitem(tile: Tile, index: Any) -> Any:
+def _getitem(tile: Any, index: Any) -> Any:
+    if not isinstance(tile, Tile):
+        return pick_from_plain(Tensor.__getitem__, tile, index)
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, (Tensor, Tile, list)) for i in items):
         return _take(tile, items)
@@ -382,9 +385,13 @@ def _take(tile: Tile, items: list[Any]) -> Any:
 
 
 @implements(torch.index_select)
-def _index_select(input: Tile, dim: int, index: Tensor) -> Tile:
+def _index_select(input: Any, dim: int, index: Any) -> Any:
+    if not isinstance(input, Tile):
+        if index.ndim != 1:
+            raise RuntimeError(f"index_select(): the index must be 1-d, got a Tile of shape {tuple(index.shape)}")
+        return pick_from_plain(torch.index_select, input, (slice(None),) * (dim % max(input.ndim, 1)) + (index,))
     (at,) = reduced_dims(input, dim)
-    if input.layout.is_cut(at) or index.ndim != 1 or index.dtype == torch.bool:
+    if isinstance(index, Tile) or input.layout.is_cut(at) or index.ndim != 1 or index.dtype == torch.bool:
         raise refuse(
             torch.index_select,
             input,

@@ -7,19 +7,22 @@ imported; what the table does not know is refused on a cut dim.  Never a silent 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw import comm
+from jigsaw.agreement import agree_on_arguments
+from jigsaw.elements import NoElements, in_a_subscript, refuse_element
 from jigsaw.exchange import redistribute
 from jigsaw.layout import Coordinate, Layout, ShardingError, Spec, Split
-from jigsaw.mesh import axes_of, coordinate, members, same_mesh
+from jigsaw.mesh import axes_of, coordinate, same_mesh
 
 Handler = Callable[..., Any]
 H = TypeVar("H", bound=Handler)
@@ -61,23 +64,72 @@ _NUMPYS = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes for i
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the table answers, once the arguments are those of torch's own names.
+    """What the table answers, once the arguments are those of torch's own names and kinds.
 
-    *Raises*: `ShardingError` for ``out=``.
+    *Raises*: `ShardingError` for ``out=``, and for a Tile or a plain tensor where the handler takes the other.
     """
     if kwargs.pop("out", None) is not None:
         raise ShardingError(
             f"{getattr(function, '__name__', function)}(out=...) is not supported on tiles: a Tile is frozen; use the "
             "result instead"
         )
-    return _handler(function)(*args, **{_NUMPYS.get(name, name): value for name, value in kwargs.items()})
+    handler = _handler(function)
+    named = {_NUMPYS.get(name, name): _as_whole(value) for name, value in kwargs.items()}
+    args = tuple(map(_as_whole, args))
+    kinds = _kinds.get(handler)
+    if kinds is None:
+        kinds = _kinds[handler] = _kinds_of(handler)
+    for (name, kind), value in zip(kinds.items(), args, strict=False):
+        if kind is not None and isinstance(value, Tile) is not kind:
+            _refuse_kind(function, name, value)
+    for name, value in named.items():
+        kind = kinds.get(name)
+        if kind is not None and isinstance(value, Tile) is not kind:
+            _refuse_kind(function, name, value)
+    return handler(*args, **named)
+
+
+def _as_whole(value: Any) -> Any:
+    """An array of numpy's that meets a tile is the whole one, as a plain tensor is."""
+    return torch.from_numpy(np.require(value, requirements=["C", "W"])) if isinstance(value, np.ndarray) else value
+
+
+# For each handler, its arguments in order: whether each must be a Tile (True), must not be one (False), or may (None).
+_kinds: dict[Handler, dict[str, bool | None]] = {}
+
+
+def _kinds_of(handler: Handler) -> dict[str, bool | None]:
+    """What the annotations of a handler say: `Tile`, something without one, or what may be either."""
+    found: dict[str, bool | None] = {}
+    for name, parameter in inspect.signature(handler).parameters.items():
+        says = str(parameter.annotation)
+        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_open or any(word in says for word in ("Any", "Tile |", "Weight", "Values", "Mask")):
+            found[name] = None
+        else:
+            found[name] = says == "Tile"
+    return found
+
+
+def _refuse_kind(function: Any, name: str, value: Any) -> NoReturn:
+    what = getattr(function, "__name__", str(function))
+    if isinstance(value, Tile):
+        raise ShardingError(
+            f"{what}: {name}= is a Tile of shape {tuple(value.shape)}, but it is answered for plain values only; pass "
+            "tile.full_tensor(), or tile.local for a local answer"
+        )
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    raise ShardingError(
+        f"{what}: {name}= is a plain {type(value).__name__}{shape}, but another argument is a Tile; make {name} a Tile "
+        "with jigsaw.shard (uncut, if every rank has it), or pass tile.full_tensor() for the Tile"
+    )
 
 
 def _any_operator(self: Any, *others: Any) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Tile:
+class Tile(NoElements):
     """The local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
 
     It shows the global view: ``shape``, reductions, broadcasting and indexing are those of the whole tensor.  Gradients
@@ -123,6 +175,8 @@ class Tile:
         return self.shape.numel()
 
     def __len__(self) -> int:
+        if in_a_subscript():
+            refuse_element(self.shape)  # plain[tile]: torch asks whether the index is a tuple, and then dispatches
         if not self.ndim:
             raise TypeError("len() of a 0-d tile")
         return self.shape[0]
@@ -213,7 +267,10 @@ class Tile:
         return partial(_call, method, self)
 
     def __getitem__(self, index: Any) -> Any:
-        return _handler(Tensor.__getitem__)(self, index)
+        if type(index) is int and not in_a_subscript():
+            refuse_element(self.shape)
+        whole = tuple(map(_as_whole, index)) if isinstance(index, tuple) else index
+        return _call(Tensor.__getitem__, self, whole)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise ShardingError(
@@ -247,7 +304,7 @@ def _operator(name: str) -> Callable[..., Any]:
     function = getattr(Tensor, name)
 
     def method(self: Tile, *args: Any) -> Any:
-        return _handler(function)(self, *args)
+        return _call(function, self, *args)
 
     method.__name__ = name
     return method
@@ -345,15 +402,25 @@ def shard(
 
     *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus
     `halo` rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.
-    *Sends*: nothing but one agreement on the arguments; backward, one exchange when `x` requires grad, so that its
-    gradient is whole on every rank.
-    *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes or other
-    arguments differ.
+    *Sends*: nothing but one agreement on the arguments and a checksum of `x`; backward, one exchange when `x` requires
+    grad, so that its gradient is whole on every rank.
+    *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes, values or
+    other arguments differ.
 
     A tensor that does not require grad is never shared with the tile, so that the whole one can be freed or changed.
     """
-    _agree("shard", mesh, x, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic)
+    found = agree_on_arguments(
+        "shard", mesh, x, True, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic
+    )
     layout = Layout.of(x.shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
+    for at, (_, checksum) in enumerate(found):
+        if checksum != found[0][1]:
+            raise ShardingError(
+                f"shard takes the whole tensor, the same on every rank, but the values at place {at} of the mesh are "
+                f"not those at place 0 (shape {tuple(x.shape)}): seed the ranks alike where they are drawn "
+                "(torch.manual_seed), broadcast them from one rank (torch.distributed.broadcast), or give each rank's "
+                "own part to jigsaw.from_local"
+            )
     uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
     local = redistribute(x, uncut, layout, mesh)
     shared = local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
@@ -374,33 +441,36 @@ def from_local(
 ) -> Tile:
     """The tile whose local part this rank has already; `shape` is the global one.
 
-    *Sends*: one agreement: every rank learns whether all parts fit.
-    *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, or
-    ranks pass different arguments.
+    *Sends*: one agreement: every rank learns whether all parts fit; where axes cut nothing, with a checksum of `local`.
+    *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
+    ranks that hold the same part have other values, or pass different arguments.
     """
-    parts = _agree(
-        "from_local", mesh, local, shape=shape, spec=spec, split=split, align=align, halo=halo, periodic=periodic
+    named = {a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)}
+    is_alike = any(size > 1 and name not in named for name, size in axes_of(mesh))
+    parts = agree_on_arguments(
+        "from_local",
+        mesh,
+        local,
+        is_alike,
+        shape=shape,
+        spec=spec,
+        split=split,
+        align=align,
+        halo=halo,
+        periodic=periodic,
     )
     layout = Layout.of(shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
-    for coord, part in zip(layout.coords(), parts, strict=True):
+    first: dict[Any, tuple[Coordinate, int]] = {}
+    for coord, (part, checksum) in zip(layout.coords(), parts, strict=True):
         if part != layout.local_shape(coord):
             raise ShardingError(
                 f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it "
                 f"{layout.local_shape(coord)}; pass that part, or the split= that cuts it so"
             )
+        there, known = first.setdefault(layout.held(coord), (coord, checksum))
+        if checksum != known:
+            raise ShardingError(
+                f"from_local: the ranks at {coord} and {there} hold one part of {layout}, but passed other values; "
+                "name the axis that cuts them in spec=, or make them alike (seed the ranks alike, or broadcast)"
+            )
     return Tile(local, layout, mesh)
-
-
-def _agree(what: str, mesh: DeviceMesh, x: Tensor, **arguments: object) -> list[tuple[int, ...]]:
-    """The shapes of all ranks' tensors, in mesh order, once everything else that they pass is known to be the same."""
-    alike = {"mesh": (axes_of(mesh), members(mesh, [n for n, _ in axes_of(mesh)])), "dtype": x.dtype, **arguments}
-    mine = {name: repr(value) for name, value in alike.items()} | {"requires_grad": repr(x.requires_grad)}
-    found = comm.agree(mesh, (mine, tuple(x.shape)))
-    for at, (theirs, _) in enumerate(found):
-        for name, value in theirs.items():
-            if value != found[0][0][name]:
-                raise ShardingError(
-                    f"{what}: the ranks must agree on {name}, but at place {at} of the mesh it is {value}, "
-                    f"at place 0 {found[0][0][name]}"
-                )
-    return [shape for _, shape in found]

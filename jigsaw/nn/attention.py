@@ -134,8 +134,8 @@ def _check(query: Tile, key: Any, value: Any, dropout_p: float) -> None:
 @implements(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
     query: Tile | Tensor,
-    key: Tile,
-    value: Tile,
+    key: Any,
+    value: Any,
     attn_mask: Mask = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -152,7 +152,7 @@ def scaled_dot_product_attention(
     keys or values that are cut otherwise than the queries' (uncut ones are cut to them).
     """
     if not isinstance(query, Tile):
-        others: tuple[Any, ...] = (key, value)
+        others: tuple[Any, ...] = (key, value, attn_mask)
         tile = next(t for t in others if isinstance(t, Tile))
         raise refuse(
             F.scaled_dot_product_attention, tile, "query is a plain tensor", "make it a Tile with jigsaw.shard"
@@ -241,6 +241,12 @@ def multi_head_attention_forward(
             "MultiheadAttention on tiles has no add_bias_kv, add_zero_attn, static_k or static_v: "
             "they append a token to cut ones; append it to the input before it is cut"
         )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tile):
+            raise ShardingError(
+                f"MultiheadAttention: {name} is a plain tensor of shape {tuple(x.shape)}, but another argument is a "
+                "Tile; make it a Tile with jigsaw.shard (uncut, if every rank has it)"
+            )
     if query.ndim == 2:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         out, weights = multi_head_attention_forward(

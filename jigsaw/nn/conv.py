@@ -274,10 +274,10 @@ def conv_transpose(
 
 
 def _of_dims(dims: int, function: Callable[..., Tile], name: str) -> Callable[..., Tile]:
-    def handler(input: Tile, weight: Tensor, *args: Any, **kwargs: Any) -> Tile:
+    def handler(input: Tile, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tile:
         if weight.ndim != dims + 2:
             raise ShardingError(f"{name} needs a weight of {dims + 2} dims, got shape {tuple(weight.shape)}")
-        return function(input, weight, *args, **kwargs)
+        return function(input, weight, bias, *args, **kwargs)
 
     handler.__name__ = name
     return handler

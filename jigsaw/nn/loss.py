@@ -83,8 +83,14 @@ def _elementwise(
     implements(function)(answer)
 
 
+def _wide(values: Any) -> Any:
+    """Narrow floats in float32 under autocast, which runs torch's own losses there."""
+    narrow = values.dtype in (torch.bfloat16, torch.float16)
+    return values.float() if narrow and torch.is_autocast_enabled(values.device.type) else values
+
+
 def _squared(input: Any, target: Any) -> Any:
-    return (input - target).square()
+    return (_wide(input) - _wide(target)).square()
 
 
 def _absolute(input: Any, target: Any) -> Any:
@@ -97,7 +103,7 @@ def _absolute(input: Any, target: Any) -> Any:
             "l1_loss(weight=...) on tiles: torch drops the weight on its way; use jigsaw.nn.loss.weighted_mean((input "
             "- target).abs(), weight)"
         )
-    return (input - target).abs()
+    return (_wide(input) - _wide(target)).abs()
 
 
 def _local(function: Callable[..., Tensor]) -> Callable[..., Tile]:
@@ -135,11 +141,12 @@ def binary_cross_entropy_with_logits(
     size_average: None = None,
     reduce: None = None,
     reduction: str = "mean",
-    pos_weight: Tensor | None = None,
+    pos_weight: Values | None = None,
 ) -> Any:
     """y = (1 - t) x - log sigmoid x, with `pos_weight` for the positive class, then reduced."""
     _refuse_old("binary_cross_entropy_with_logits", size_average, reduce)
     _check_shapes("binary_cross_entropy_with_logits", input, target)
+    input, target = _wide(input), _wide(target)
     log_weight: Any = 1.0 if pos_weight is None else 1 + (pos_weight - 1) * target
     losses = (1 - target) * input - log_weight * F.logsigmoid(input)
     return reduced(losses if weight is None else losses * weight, reduction)
@@ -166,9 +173,9 @@ def cross_entropy(
     """
     _refuse_old("cross_entropy", size_average, reduce)
     dim = _class_dim("cross_entropy", input)
-    log_p = log_softmax(input, dim)
+    log_p = log_softmax(_wide(input), dim)
     if tuple(target.shape) == tuple(input.shape):
-        return _with_probabilities(log_p, target, weight, reduction, label_smoothing, dim)
+        return _with_probabilities(log_p, _wide(target), weight, reduction, label_smoothing, dim)
     return _with_indices(log_p, target, weight, ignore_index, reduction, label_smoothing, dim)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.layout import Coordinate, ShardingError
 from jigsaw.nn.standardize import is_whole, owned_along, standardize
-from jigsaw.nn.weights import cut_parameter, is_dtensor, layout_of, local_weight
+from jigsaw.nn.weights import Weight, cut_parameter, is_dtensor, layout_of, local_weight
 from jigsaw.pointwise import cut_whole, part
 from jigsaw.reductions import count_of, reducing_axes
 from jigsaw.tile import Tile, implements
@@ -33,7 +33,7 @@ def _plain(*values: Any) -> bool:
     return not any(isinstance(v, Tile) or is_dtensor(v) for v in values)
 
 
-def _parts(input: Tile, *values: Tensor | None) -> list[Tensor | None]:
+def _parts(input: Tile, *values: Any) -> list[Tensor | None]:
     return [None if v is None else part(v, input) for v in values]
 
 
@@ -76,8 +76,8 @@ def _standardized(
 def layer_norm(
     input: Tile,
     normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Weight | None = None,
+    bias: Weight | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tile:
@@ -102,7 +102,7 @@ def layer_norm(
 
 @implements(F.rms_norm, torch.rms_norm)
 def rms_norm(
-    input: Tile, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tile, normalized_shape: Sequence[int], weight: Weight | None = None, eps: float | None = None
 ) -> Tile:
     """y = x / sqrt(mean x^2 + eps) * weight over the last dims (Zhang and Sennrich, arXiv 1910.07467); bytes as
     `layer_norm`, once.
@@ -117,7 +117,7 @@ def rms_norm(
     dims = tuple(range(input.ndim - count, input.ndim))
     axes = reducing_axes(wide.layout, dims)
     squares = owned_along(wide, dims).local.square().sum(dims, keepdim=True)
-    power = comm.total(squares, input.mesh, axes) / count_of(wide, dims)
+    power = comm.total(squares, input.mesh, axes, (wide.layout, dims)) / count_of(wide, dims)
     scale = torch.rsqrt(power + (torch.finfo(input.dtype).eps if eps is None else eps))
     out = wide.local * comm.enter(scale, input.mesh, axes)
     if isinstance(weight, Tile):
@@ -130,8 +130,8 @@ def rms_norm(
 def group_norm(
     input: Tile,
     num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Weight | None = None,
+    bias: Weight | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tile:
@@ -159,8 +159,8 @@ def instance_norm(
     input: Tile,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Weight | None = None,
+    bias: Weight | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
@@ -177,8 +177,8 @@ def batch_norm(
     input: Tile,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Weight | None = None,
+    bias: Weight | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,

@@ -39,7 +39,7 @@ def contract(
     work = Layout.from_dims(list(cuts.values()), axes)
     locals_ = [_local(t, by, cuts, work, tiles[0]) for t, by in zip(operands, labels, strict=True)]
     summed = [a for label, group in cuts.items() if label not in out for c in group for a in c.axes]
-    y = comm.total(function(*locals_), mesh, summed)
+    y = comm.total(function(*locals_), mesh, summed, (name, work))
     layout = Layout.from_dims([cuts[label] for label in out], axes)
     return Tile(y, layout, mesh) if out else leave(y, mesh)
 
@@ -113,6 +113,12 @@ def matmul(input: Any, other: Any) -> Any:
     Where one operand is a matrix it is a `jigsaw.nn.linear.linear`; both batched, each rank multiplies what it has
     and a cut contraction is summed (see `contract`).
     """
+    for x in (input, other):
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            raise ShardingError(
+                f"matmul of a tensor of layout {x.layout} and a Tile is not answered: use to_dense(), or "
+                "tile.full_tensor()"
+            )
     if input.ndim == 1 and other.ndim == 1:
         return (input * other).sum()
     if other.ndim == 1:
@@ -139,7 +145,9 @@ def _rmatmul(input: Any, other: Any) -> Any:
 @implements(torch.addmm, torch.baddbmm)
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     """y = beta input + alpha mat1 mat2; see `matmul`."""
-    product = matmul(mat1, mat2)
+    product = torch.matmul(mat1, mat2)
+    if torch.is_autocast_enabled(product.device.type):
+        input = input.to(product.dtype)
     product = product * alpha if alpha != 1 else product
     return product if beta == 0 else product + (input * beta if beta != 1 else input)
 

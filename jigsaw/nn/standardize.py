@@ -83,7 +83,7 @@ def _statistics(
     else:
         own = x.new_zeros([1 if d in dims else n for d, n in enumerate(x.shape)])
         spread = own
-    mean = comm.all_reduce(own * rows, mesh, axes) / count
+    mean = comm.all_reduce(own * rows, mesh, axes, same=(dims, count)) / count
     return mean, comm.all_reduce((spread + (own - mean).square()) * rows, mesh, axes)
 
 
