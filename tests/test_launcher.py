@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import random
 import socket
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from jigsaw.layout import ShardingError
 
 ROOT = Path(__file__).parents[1]
 SUM = """
-import jigsaw, torch, torch.distributed as dist
+import os, jigsaw, torch, torch.distributed as dist
 mesh = jigsaw.init_mesh(lat=-1)
 total = torch.tensor(dist.get_rank() + 1)
 dist.all_reduce(total)
-print("mesh", mesh.shape, "total", int(total))
+print("mesh", mesh.shape, "total", int(total), flush=True)
+os._exit(0)  # how a process ends whose gloo has just worked is not asked here
 """
 
 
@@ -59,8 +61,8 @@ def told(code, *environments):
 
 
 def free_job():
-    """A job whose port nobody listens on."""
-    for job in range(4711, 14711):
+    """A job whose port nobody listens on, nor is likely to: other runs of these tests may be under way."""
+    for job in random.SystemRandom().sample(range(10000), 100):
         with socket.socket() as tried:
             if tried.connect_ex(("127.0.0.1", 15000 + job)):
                 return str(job)
