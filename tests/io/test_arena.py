@@ -205,7 +205,7 @@ ds = jigsaw.io.open(os.environ["STORE"], mesh=jigsaw.init_mesh(device="cpu", lat
 total = float(ds[0].input.sum())
 if rank == 0:
     print("spread", ds._engine.peers.is_spread, "total", total, flush=True)
-dist.barrier()
+leave()
 """
 
 
