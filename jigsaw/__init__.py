@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Every file of ops joins Tile's closed table here, so that the order of a user's imports never matters.
-from jigsaw import along, joining, nn, pointwise, reductions, shapes
+from jigsaw import nn
 from jigsaw.layout import Cut, Layout, ShardingError
 from jigsaw.mesh import init_mesh
+
+# Every file of ops joins Tile's closed table here, so that the order of a user's imports never matters.
+from jigsaw.ops import along, joining, pointwise, reductions, shapes
 from jigsaw.tile import Tile, from_local, shard
 
 if TYPE_CHECKING:

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 # name -> (module, one line of help); a module is loaded only when its command is the one that runs
 COMMANDS = {
     "plan": (
-        "jigsaw.io.commands.plan",
+        "jigsaw.io.commands.plan_command",
         "what each rank of a mesh would read of a store: bytes stored, decoded and useful, and who decodes what",
     ),
     "stats": (
-        "jigsaw.io.commands.stats",
+        "jigsaw.io.commands.stats_command",
         "mean, standard deviation and range of each channel and of its differences between steps, in one pass",
     ),
     "convert": (
-        "jigsaw.io.commands.convert",
+        "jigsaw.io.commands.convert_command",
         "anything that xarray opens as a sharded Zarr store for training, restartable, verified by checksum",
     ),
     "inspect": (
-        "jigsaw.io.commands.inspect",
+        "jigsaw.io.commands.inspect_command",
         "what is in a store: variables, levels, time, grid, chunks, sizes; a map of a field",
     ),
     "check": (

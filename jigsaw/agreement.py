@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of, members
+from jigsaw.mesh import axes_of_mesh, ranks_along
 
 
 def agree_on_arguments(
@@ -19,10 +19,14 @@ def agree_on_arguments(
     """The shape and checksum of all ranks' tensors, in mesh order, once all else that they pass is known to be the
     same.
     """
-    alike = {"mesh": (axes_of(mesh), members(mesh, [n for n, _ in axes_of(mesh)])), "dtype": x.dtype, **arguments}
+    alike = {
+        "mesh": (axes_of_mesh(mesh), ranks_along(mesh, [n for n, _ in axes_of_mesh(mesh)])),
+        "dtype": x.dtype,
+        **arguments,
+    }
     mine = {name: repr(value) for name, value in alike.items()} | {"requires_grad": repr(x.requires_grad)}
     checksum = checksum_of_bits(x) if with_values and mesh.size() > 1 else 0
-    found = comm.agree(mesh, (mine, tuple(x.shape), checksum))
+    found = comm.all_gather_object(mesh, (mine, tuple(x.shape), checksum))
     for at, (theirs, _, _) in enumerate(found):
         for name, value in theirs.items():
             if value != found[0][0][name]:

@@ -20,16 +20,16 @@ from torch.optim import Optimizer
 
 from jigsaw import comm
 from jigsaw.checkpoint_files import (
-    begin,
-    check_share,
-    commit,
+    begin_checkpoint,
+    check_file_share,
+    commit_checkpoint,
+    fail_together,
     open_checkpoint,
-    part_of,
+    part_folder,
     read_tensors,
-    together,
     write_tensors,
 )
-from jigsaw.checkpoint_state import CheckpointError, plain_state, state_again
+from jigsaw.checkpoint_state import CheckpointError, plain_state, restored_state
 
 __all__ = ["CheckpointError", "Stateful", "load", "save"]
 
@@ -46,11 +46,11 @@ class Stateful(Protocol):
         ...
 
 
-Path_ = str | os.PathLike[str]
+CheckpointPath = str | os.PathLike[str]
 
 
 def save(
-    path: Path_,
+    path: CheckpointPath,
     *,
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
@@ -69,15 +69,15 @@ def save(
     *Raises*: `CheckpointError` for an optimizer without its model, and for a state that is not plain.
     """
     final, rank = Path(path), dist.get_rank() if dist.is_initialized() else 0
-    tensors, small = together(lambda: _state(model, optimizer, _small(loader, others)))
-    together(lambda: begin(final) if rank == 0 else None)
-    mine = write_tensors(part_of(final), tensors)
-    sums = {name: each for theirs in comm.of_every_rank(mine) for name, each in theirs.items()}
-    together(lambda: commit(final, small, sums) if rank == 0 else None)
+    tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
+    fail_together(lambda: begin_checkpoint(final) if rank == 0 else None)
+    mine = write_tensors(part_folder(final), tensors)
+    sums = {name: each for theirs in comm.all_gather_in_job(mine) for name, each in theirs.items()}
+    fail_together(lambda: commit_checkpoint(final, small, sums) if rank == 0 else None)
 
 
 def load(
-    path: Path_,
+    path: CheckpointPath,
     *,
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
@@ -93,44 +93,44 @@ def load(
     *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape;
     nothing is changed then.
     """
-    found = together(lambda: open_checkpoint(Path(path)))
-    things = _small(loader, others)
+    found = fail_together(lambda: open_checkpoint(Path(path)))
+    things = _stateful_objects(loader, others)
     wanted = [f"state of {name}" for name in things] + ["optimizer groups"] * (optimizer is not None)
     absent = sorted(set(wanted) - set(found.state))
     if absent:
         raise CheckpointError(f"the checkpoint {os.fspath(path)} has no {' and no '.join(absent)}")
-    small = {key: state_again(value) for key, value in found.state.items()}
-    there = {**found.tensors.state_dict_metadata, **{key: None for key in small if _is_of_tensors(key)}}
+    small = {key: restored_state(value) for key, value in found.state.items()}
+    there = {**found.tensors.state_dict_metadata, **{key: None for key in small if _belongs_to_tensors(key)}}
     state = _model_state(path, there, model)
-    slots = _slots(path, there, model, optimizer)
+    slots = _optimizer_slots(path, there, model, optimizer)
     if optimizer is not None:
-        _check_groups(path, small["optimizer groups"], _groups(optimizer, _names(model, optimizer)))
+        _check_groups(path, small["optimizer groups"], _group_options(optimizer, _parameter_names(model, optimizer)))
     tensors = {key: x for key, x in (state | slots).items() if isinstance(x, torch.Tensor)}
     if tensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        together(lambda: check_share(found, rank, ranks))
+        fail_together(lambda: check_file_share(found, rank, ranks))
     for name, thing in things.items():  # they refuse what does not fit them, so before anything else is changed
         thing.load_state_dict(small[f"state of {name}"])
     read_tensors(found, tensors)
     if model is not None:
         extra = {key.removeprefix("model."): small[key] for key in state if key not in tensors}
-        _bare(model).load_state_dict(extra, strict=False)
+        _unwrapped_model(model).load_state_dict(extra, strict=False)
     if optimizer is not None:
         values = {key: tensors[key] if key in tensors else small[key] for key in slots}
-        _restore(optimizer, _names(model, optimizer), small["optimizer groups"], values)
+        _restore_optimizer(optimizer, _parameter_names(model, optimizer), small["optimizer groups"], values)
 
 
-def _state(
+def _checkpoint_state(
     model: nn.Module | None, optimizer: Optimizer | None, things: Mapping[str, Stateful]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of a checkpoint, and all else as JSON."""
     state: dict[str, Any] = {}
     small: dict[str, Any] = {}
     if model is not None:
-        state |= {f"model.{name}": x for name, x in _bare(model).state_dict().items()}
+        state |= {f"model.{name}": x for name, x in _unwrapped_model(model).state_dict().items()}
     if optimizer is not None:
-        names = _names(model, optimizer)
-        small["optimizer groups"] = plain_state(_groups(optimizer, names), "optimizer.param_groups")
+        names = _parameter_names(model, optimizer)
+        small["optimizer groups"] = plain_state(_group_options(optimizer, names), "optimizer.param_groups")
         for p, values in optimizer.state.items():
             state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
     tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
@@ -140,7 +140,7 @@ def _state(
     return tensors, small
 
 
-def _is_of_tensors(key: str) -> bool:
+def _belongs_to_tensors(key: str) -> bool:
     """Whether a key of the small state is of what has tensors otherwise: a model's extra state, an optimizer's step."""
     return key.startswith(("model.", "optimizer."))
 
@@ -148,13 +148,13 @@ def _is_of_tensors(key: str) -> bool:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def _unwrapped_model(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _names(model: nn.Module | None, optimizer: Optimizer) -> Mapping[Any, str]:
+def _parameter_names(model: nn.Module | None, optimizer: Optimizer) -> Mapping[Any, str]:
     """The name of every parameter of the optimizer."""
-    named = {p: name for name, p in _bare(model).named_parameters()} if model is not None else {}
+    named = {p: name for name, p in _unwrapped_model(model).named_parameters()} if model is not None else {}
     strays = [p for group in optimizer.param_groups for p in group["params"] if p not in named]
     if strays:
         raise CheckpointError(
@@ -164,11 +164,11 @@ def _names(model: nn.Module | None, optimizer: Optimizer) -> Mapping[Any, str]:
     return named
 
 
-def _small(loader: Stateful | None, others: Mapping[str, Stateful]) -> dict[str, Stateful]:
+def _stateful_objects(loader: Stateful | None, others: Mapping[str, Stateful]) -> dict[str, Stateful]:
     return ({} if loader is None else {"loader": loader}) | dict(others)
 
 
-def _groups(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[str, Any]]:
+def _group_options(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[str, Any]]:
     """The options of every parameter group, and the names of its parameters."""
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
@@ -176,11 +176,11 @@ def _groups(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[str, An
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _model_state(path: Path_, there: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
+def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
     """The model's own tensors, which are read in place."""
     if model is None:
         return {}
-    state = {f"model.{name}": x for name, x in _bare(model).state_dict().items()}
+    state = {f"model.{name}": x for name, x in _unwrapped_model(model).state_dict().items()}
     wrong = [f"left over: {key!r}" for key in there if key.startswith("model.") and key not in state]
     for key, x in state.items():
         saved = there.get(key)
@@ -195,13 +195,13 @@ def _model_state(path: Path_, there: Mapping[str, Any], model: nn.Module | None)
     return state
 
 
-def _slots(
-    path: Path_, there: Mapping[str, Any], model: nn.Module | None, optimizer: Optimizer | None
+def _optimizer_slots(
+    path: CheckpointPath, there: Mapping[str, Any], model: nn.Module | None, optimizer: Optimizer | None
 ) -> dict[str, Any]:
     """A place for every value of the optimizer's state: a tensor like its parameter is cut as the parameter is."""
     if optimizer is None:
         return {}
-    owners = {name: p for p, name in _names(model, optimizer).items()}
+    owners = {name: p for p, name in _parameter_names(model, optimizer).items()}
     slots: dict[str, Any] = {}
     for key, saved in there.items():
         if not key.startswith("optimizer."):
@@ -218,7 +218,7 @@ def _slots(
     return slots
 
 
-def _check_groups(path: Path_, saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
+def _check_groups(path: CheckpointPath, saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
     theirs, ours = ([group["params"] for group in groups] for groups in (saved, mine))
     if theirs != ours:
         raise CheckpointError(
@@ -227,19 +227,21 @@ def _check_groups(path: Path_, saved: Sequence[Mapping[str, Any]], mine: Sequenc
         )
 
 
-def _restore(optimizer: Optimizer, names: Mapping[Any, str], groups: Any, slots: Mapping[str, Any]) -> None:
+def _restore_optimizer(optimizer: Optimizer, names: Mapping[Any, str], groups: Any, slots: Mapping[str, Any]) -> None:
     state: dict[str, dict[str, Any]] = {}
     for key, value in slots.items():
         name, _, kind = key.removeprefix("optimizer.").rpartition(".")
         state.setdefault(name, {})[kind] = value
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: _like(group.get(key), value) for key, value in saved.items() if key != "params"})
+        group.update(
+            {key: _option_like_current(group.get(key), value) for key, value in saved.items() if key != "params"}
+        )
     optimizer.state.clear()
     for p, name in names.items():
         if name in state:
             optimizer.state[p] = state[name]
 
 
-def _like(mine: Any, saved: Any) -> Any:
+def _option_like_current(mine: Any, saved: Any) -> Any:
     """A saved option; one that is a tensor (a learning rate that may change in a CUDA graph) where this one's lies."""
     return saved.to(mine.device) if isinstance(saved, torch.Tensor) and isinstance(mine, torch.Tensor) else saved

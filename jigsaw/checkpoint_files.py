@@ -49,14 +49,14 @@ _IN_AN_INDEX = {
 } | {(f"{_OF_TORCH}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
-class Sum(NamedTuple):
+class FileSum(NamedTuple):
     """How many bytes a file has, and their CRC-32."""
 
     size: int
     crc32: int
 
 
-def together(work: Callable[[], T]) -> T:
+def fail_together(work: Callable[[], T]) -> T:
     """What `work` returns on this rank; where it fails on any rank, all of them raise what the first such rank found.
 
     *Sends*: the message of a failure, to all ranks.
@@ -66,7 +66,7 @@ def together(work: Callable[[], T]) -> T:
         found = work()
     except (CheckpointError, OSError) as e:
         failure = e
-    told = next(filter(None, comm.of_every_rank("" if failure is None else str(failure) or repr(failure))), None)
+    told = next(filter(None, comm.all_gather_in_job("" if failure is None else str(failure) or repr(failure))), None)
     if told is not None:
         raise CheckpointError(told) from failure
     return found  # pyright: ignore[reportReturnType]
@@ -75,12 +75,12 @@ def together(work: Callable[[], T]) -> T:
 # -- where ------------------------------------------------------------------------------------------------------------
 
 
-def part_of(final: Path) -> Path:
+def part_folder(final: Path) -> Path:
     """Where a checkpoint is written before it takes its name."""
     return final.with_name(f"{final.name}.part")
 
 
-def _replaced(final: Path) -> Path:
+def _replaced_folder(final: Path) -> Path:
     return final.with_name(f"{final.name}.part.old")
 
 
@@ -96,7 +96,7 @@ def whole_checkpoint(final: Path) -> Path:
                 "jigsaw.save of this version wrote"
             )
         return final
-    left = [each for each in (part_of(final), _replaced(final)) if each.exists()]
+    left = [each for each in (part_folder(final), _replaced_folder(final)) if each.exists()]
     whole = next((each for each in left if (each / _LAST).exists()), None)
     if whole is None:
         why = f"; {left[0]} is there, but not whole: the save was ended before it had written all" if left else ""
@@ -104,22 +104,23 @@ def whole_checkpoint(final: Path) -> Path:
     return whole
 
 
-def begin(final: Path) -> None:
+def begin_checkpoint(final: Path) -> None:
     """Make room for a new checkpoint; what a killed save left whole takes the name that it was to have first."""
     if not final.exists():
-        left = next((each for each in (part_of(final), _replaced(final)) if (each / _LAST).exists()), None)
+        left = next((each for each in (part_folder(final), _replaced_folder(final)) if (each / _LAST).exists()), None)
         if left is not None:
             left.rename(final)
-    for each in (part_of(final), _replaced(final)):
+    for each in (part_folder(final), _replaced_folder(final)):
         shutil.rmtree(each, ignore_errors=True)
 
 
-def commit(final: Path, state: Mapping[str, Any], sums: Mapping[str, Sum]) -> None:
+def commit_checkpoint(final: Path, state: Mapping[str, Any], sums: Mapping[str, FileSum]) -> None:
     """Close the new checkpoint, and put it in the place of the old one.
 
-    A kill between the two renames leaves both beside `final`, where `whole_checkpoint` and `begin` find them.
+    A kill between the two renames leaves both beside `final`, where `whole_checkpoint` and `begin_checkpoint` find
+    them.
     """
-    part, old = part_of(final), _replaced(final)
+    part, old = part_folder(final), _replaced_folder(final)
     content: dict[str, Any] = {"format": _FORMAT, "state": state, "files": dict(sorted(sums.items()))}
     with (part / _LAST).open("w") as out:
         json.dump({"crc32": _crc_of_json(content), **content}, out)
@@ -138,24 +139,24 @@ def _crc_of_json(content: Mapping[str, Any]) -> int:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-class _Summed(io.BufferedWriter):
+class _SummedFile(io.BufferedWriter):
     """A file whose checksum is taken of what is written to it, not of what the disk made of that."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self.sum = Sum(0, 0)
+        self.sum = FileSum(0, 0)
 
     def write(self, data: Any, /) -> int:
         done = super().write(data)
-        self.sum = Sum(self.sum.size + done, zlib.crc32(data, self.sum.crc32))
+        self.sum = FileSum(self.sum.size + done, zlib.crc32(data, self.sum.crc32))
         return done
 
 
-class _Summing(FileSystem):
+class _SummingFileSystem(FileSystem):
     """Torch's way to files, with the checksum of each that it writes."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Sum] = {}
+        self.sums: dict[str, FileSum] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
@@ -163,7 +164,7 @@ class _Summing(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _Summed(path) as summed:
+        with _SummedFile(path) as summed:
             yield summed
         # torch writes front to back; if it once went back, the sum of what it wrote would not be the file's
         in_order = summed.sum.size == os.path.getsize(path)
@@ -174,27 +175,27 @@ class _Summing(FileSystem):
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
-class _Writer(dcp.FileSystemWriter):
+class _TensorWriter(dcp.FileSystemWriter):
     """Torch's writer, which keeps what it writes free of the path that it wrote to."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None
 
 
-def write_tensors(part: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Sum]:
+def write_tensors(part: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileSum]:
     """Write the tensors of all ranks, each its own part; the files that this rank wrote.
 
     *Sends*: plans, and no tensors.
     """
-    writer = _Writer(part)
-    writer.fs = files = _Summing()
-    with _told(part, "written"):
+    writer = _TensorWriter(part)
+    writer.fs = files = _SummingFileSystem()
+    with _as_checkpoint_error(part, "written"):
         dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
     return files.sums
 
 
 @contextmanager
-def _told(path: Path, done: str) -> Generator[None]:
+def _as_checkpoint_error(path: Path, done: str) -> Generator[None]:
     """What torch raises on all ranks when one of them fails is no `Exception`, and has every rank's traceback."""
     try:
         yield
@@ -206,16 +207,16 @@ def _told(path: Path, done: str) -> Generator[None]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
+class OpenedCheckpoint(NamedTuple):
     """A checkpoint that was opened: its folder, small state as JSON, files, and the index of its tensors."""
 
     path: Path
     state: dict[str, Any]
-    files: dict[str, Sum]
+    files: dict[str, FileSum]
     tensors: Metadata
 
 
-def open_checkpoint(final: Path) -> Found:
+def open_checkpoint(final: Path) -> OpenedCheckpoint:
     """A checkpoint, as far as small files say what it is.
 
     Raises: `CheckpointError` for one that is not there or not whole, and for a damaged or foreign file.
@@ -225,7 +226,7 @@ def open_checkpoint(final: Path) -> Found:
         told = json.loads((path / _LAST).read_text())
         crc, form = told.pop("crc32"), told["format"]
         sound = crc == _crc_of_json(told)
-        state, files = dict(told["state"]), {name: Sum(*each) for name, each in told["files"].items()}
+        state, files = dict(told["state"]), {name: FileSum(*each) for name, each in told["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{path / _LAST} is damaged: it does not say what the checkpoint has ({e!r})") from e
     if not sound or form != _FORMAT:
@@ -233,31 +234,31 @@ def open_checkpoint(final: Path) -> Found:
             "damaged: its CRC-32 does not match" if not sound else f"of format {form}, and this jigsaw reads {_FORMAT}"
         )
         raise CheckpointError(f"{path / _LAST} is {why}")
-    _check(path, _INDEX, files.get(_INDEX, Sum(0, 0)))
-    return Found(path, state, files, _index(path, files))
+    _check_saved_file(path, _INDEX, files.get(_INDEX, FileSum(0, 0)))
+    return OpenedCheckpoint(path, state, files, _tensor_index(path, files))
 
 
-def check_share(found: Found, rank: int, ranks: int) -> None:
+def check_file_share(found: OpenedCheckpoint, rank: int, ranks: int) -> None:
     """Compare this rank's share of the files of tensors with what was saved; among all ranks each is read once.
 
     Raises: `CheckpointError` that names the first that differs.
     """
     names = sorted((name for name in found.files if name != _INDEX), key=lambda name: (-found.files[name].size, name))
     for name in names[rank::ranks]:
-        _check(found.path, name, found.files[name])
+        _check_saved_file(found.path, name, found.files[name])
 
 
-def read_tensors(found: Found, state: dict[str, torch.Tensor]) -> None:
+def read_tensors(found: OpenedCheckpoint, state: dict[str, torch.Tensor]) -> None:
     """Fill the tensors of `state`, each rank its own rows."""
     if state:
-        with _told(found.path, "read"):
-            dcp.load(dict(state), storage_reader=_Reader(found), no_dist=not dist.is_initialized())
+        with _as_checkpoint_error(found.path, "read"):
+            dcp.load(dict(state), storage_reader=_TensorReader(found), no_dist=not dist.is_initialized())
 
 
-class _Reader(dcp.FileSystemReader):
+class _TensorReader(dcp.FileSystemReader):
     """Torch's reader, with an index that was read already: its own way is `pickle.load`."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: OpenedCheckpoint) -> None:
         super().__init__(found.path)
         self._index = found.tensors
 
@@ -266,7 +267,7 @@ class _Reader(dcp.FileSystemReader):
         return self._index
 
 
-class _Unpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):
     """What an index of tensors is made of, and nothing else: a pickle may name any function, and it is then called."""
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -277,10 +278,10 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
 
 
-def _index(path: Path, files: Mapping[str, Sum]) -> Metadata:
+def _tensor_index(path: Path, files: Mapping[str, FileSum]) -> Metadata:
     """The index of a checkpoint's tensors, all of which lie in its own files."""
     try:
-        index = _Unpickler(io.BytesIO((path / _INDEX).read_bytes())).load()
+        index = _IndexUnpickler(io.BytesIO((path / _INDEX).read_bytes())).load()
         tensors = all(isinstance(each, TensorStorageMetadata) for each in index.state_dict_metadata.values())
         strays = {each.relative_path for each in index.storage_data.values()} - set(files)
     except Exception as e:  # what is no index may end in anything
@@ -291,7 +292,7 @@ def _index(path: Path, files: Mapping[str, Sum]) -> Metadata:
     return index
 
 
-def _check(path: Path, name: str, saved: Sum) -> None:
+def _check_saved_file(path: Path, name: str, saved: FileSum) -> None:
     """Raises: `CheckpointError` when a file is not the one that was saved."""
     if name != os.path.basename(name) or not (path / name).is_file():
         raise CheckpointError(f"{path} has no file {name!r}, which was saved with it; bring it back, or load another")
@@ -307,9 +308,9 @@ def _check(path: Path, name: str, saved: Sum) -> None:
     )
 
 
-def _sum_of(path: Path) -> Sum:
+def _sum_of(path: Path) -> FileSum:
     size, crc, memory = 0, 0, memoryview(bytearray(_AT_ONCE))
     with path.open("rb", buffering=0) as file:
         while got := file.readinto(memory):
             size, crc = size + got, zlib.crc32(memory[:got], crc)
-    return Sum(size, crc)
+    return FileSum(size, crc)

@@ -57,25 +57,25 @@ def plain_state(value: Any, name: str) -> Any:
     )
 
 
-def state_again(plain: Any) -> Any:
+def restored_state(plain: Any) -> Any:
     """What `plain_state` made JSON of.
 
     Raises: `CheckpointError` for a mark that it does not know.
     """
     if isinstance(plain, list):
-        return [state_again(each) for each in plain]  # pyright: ignore[reportUnknownVariableType]
+        return [restored_state(each) for each in plain]  # pyright: ignore[reportUnknownVariableType]
     if not isinstance(plain, Mapping):
         return plain
     mark, values = next(iter(plain.items()), ("", None))  # pyright: ignore[reportUnknownVariableType]
     if not str(mark).startswith("$"):
-        return {key: state_again(each) for key, each in plain.items()}  # pyright: ignore[reportUnknownVariableType]
+        return {key: restored_state(each) for key, each in plain.items()}  # pyright: ignore[reportUnknownVariableType]
     try:
         return _MARKS[mark](values)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
         raise CheckpointError(f"the state of a checkpoint has {mark!r}, which no save of ours writes so: {e}") from e
 
 
-def _tensor(parts: Any) -> torch.Tensor:
+def _restored_tensor(parts: Any) -> torch.Tensor:
     name, shape, text = parts
     dtype, raw = getattr(torch, name), bytearray(b64decode(text))
     if not isinstance(dtype, torch.dtype):
@@ -84,22 +84,22 @@ def _tensor(parts: Any) -> torch.Tensor:
     return values.view(dtype).reshape(shape)
 
 
-def _pairs(values: Any) -> dict[Any, Any]:
-    return {state_again(key): state_again(value) for key, value in values}
+def _restored_pairs(values: Any) -> dict[Any, Any]:
+    return {restored_state(key): restored_state(value) for key, value in values}
 
 
-def _tuple(values: Any) -> tuple[Any, ...]:
-    return tuple(state_again(values))
+def _restored_tuple(values: Any) -> tuple[Any, ...]:
+    return tuple(restored_state(values))
 
 
-def _counter(values: Any) -> Counter[Any]:
-    return Counter(_pairs(values))
+def _restored_counter(values: Any) -> Counter[Any]:
+    return Counter(_restored_pairs(values))
 
 
 _MARKS: dict[Any, Any] = {
-    "$tuple": _tuple,
-    "$dict": _pairs,
-    "$Counter": _counter,
+    "$tuple": _restored_tuple,
+    "$dict": _restored_pairs,
+    "$Counter": _restored_counter,
     "$bytes": b64decode,
-    "$tensor": _tensor,
+    "$tensor": _restored_tensor,
 }

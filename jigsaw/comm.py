@@ -2,8 +2,8 @@
 
 Gradients follow one convention (docs/design.md): the gradient of a value that several ranks hold alike is the same,
 whole gradient on each of them; a parameter is the exception, its gradient on a rank is that rank's *part*, and the
-parts sum to the whole over the mesh.  So `total` (sum of parts, held alike) and `enter` (held alike, used in parts)
-are adjoint.
+parts sum to the whole over the mesh.  So `sum_parts` (sum of parts, held alike) and `use_in_parts` (held alike, used
+in parts) are adjoint.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of, group_of, lines_along, members, named, patience, rank_at
+from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_group, mesh_patience, rank_at, ranks_along
 
-Axes = str | Sequence[str]
-Same = tuple[Hashable, ...] | None  # what ranks that combine values are to have alike, such as the layout of a tile
+AxisNames = str | Sequence[str]
+SameOnRanks = (
+    tuple[Hashable, ...] | None
+)  # what ranks that combine values are to have alike, such as the layout of a tile
 T = TypeVar("T")
 
 
@@ -37,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Call:
+class TrafficCall:
     """One communication of this rank: what, and how many payload bytes and messages."""
 
     kind: str
@@ -47,10 +49,10 @@ class Call:
 
 
 @dataclass
-class Count:
+class TrafficCount:
     """What this rank communicated while the count was open; `messages` are those it sent."""
 
-    calls: list[Call] = field(default_factory=list[Call])
+    calls: list[TrafficCall] = field(default_factory=list[TrafficCall])
 
     @property
     def sent_bytes(self) -> int:
@@ -65,13 +67,13 @@ class Count:
         return sum(c.messages for c in self.calls)
 
 
-_open_counts: list[Count] = []
+_open_counts: list[TrafficCount] = []
 
 
 @contextmanager
-def count() -> Generator[Count]:
+def count() -> Generator[TrafficCount]:
     """Count every byte and message that this rank sends and receives inside the block, in all threads."""
-    mine = Count()
+    mine = TrafficCount()
     _open_counts.append(mine)
     try:
         yield mine
@@ -80,9 +82,9 @@ def count() -> Generator[Count]:
         _open_counts[:] = [c for c in _open_counts if c is not mine]
 
 
-def _record(kind: str, sent: int, received: int, messages: int) -> None:
+def _record_call(kind: str, sent: int, received: int, messages: int) -> None:
     for each in _open_counts:
-        each.calls.append(Call(kind, sent, received, messages))
+        each.calls.append(TrafficCall(kind, sent, received, messages))
 
 
 # -- ranks that do not answer -----------------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ class WaitError(RuntimeError):
 
 
 @contextmanager
-def _answered(kind: str, ranks: Sequence[int]) -> Generator[None]:
+def _name_who_waits(kind: str, ranks: Sequence[int]) -> Generator[None]:
     """Wait for `ranks`, this one among them or not.
 
     Raises: `WaitError` in place of gloo's and NCCL's own, which name neither the call nor the ranks.
@@ -114,7 +116,7 @@ def _answered(kind: str, ranks: Sequence[int]) -> Generator[None]:
 # -- point to point ---------------------------------------------------------------------------------------------------
 
 
-class Pending:
+class PendingWork:
     """Messages under way; `wait()` returns once all have arrived.  Keeps the buffers alive until then."""
 
     def __init__(
@@ -128,7 +130,7 @@ class Pending:
         self._works, self._buffers, self._kind, self._others, self._limit = works, buffers, kind, others, limit
 
     def wait(self) -> None:
-        with _answered(self._kind, self._others):
+        with _name_who_waits(self._kind, self._others):
             for work in self._works:
                 _ = work.wait() if self._limit is None else work.wait(self._limit)
         self._works, self._buffers = (), ()
@@ -142,12 +144,12 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def _plain(x: Tensor) -> Tensor:
+def _plain_memory(x: Tensor) -> Tensor:
     """Contiguous memory with the values of `x` in it: a lazy conjugate or negative is carried out."""
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def meet(mesh: DeviceMesh) -> None:
+def connect_ranks(mesh: DeviceMesh) -> None:
     """Let the ranks of a mesh send to each other; all of them call this before any sends, also one that will not.
 
     NCCL connects a group on its first call, which must be everybody's; gloo has connected it already.
@@ -156,23 +158,23 @@ def meet(mesh: DeviceMesh) -> None:
     """
     if mesh.device_type == "cpu" or mesh.size() == 1:
         return
-    group = group_of(mesh)
+    group = mesh_group(mesh)
     if group.size() > mesh.size():
         raise ShardingError(
             f"{mesh} of several axes leaves out ranks of the job; make it over all of them, or of one axis"
         )
-    if group not in _met:
-        _met.add(group)
-        with _answered("the first message", dist.get_process_group_ranks(group)):
+    if group not in _connected_groups:
+        _connected_groups.add(group)
+        with _name_who_waits("the first message", dist.get_process_group_ranks(group)):
             dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
 
 
-_met: WeakSet[dist.ProcessGroup] = WeakSet()
+_connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
-def swap(
+def swap_messages(
     mesh: DeviceMesh, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str = "swap"
-) -> Pending:
+) -> PendingWork:
     """Start one batch of messages to and from mesh positions; nothing is reduced or converted.
 
     A position is a row-major index into the mesh.  `receives` hold contiguous buffers that are filled in place.  Both
@@ -181,30 +183,30 @@ def swap(
 
     *Sends*: the bytes of `sends`, one message each.
     """
-    meet(mesh)
-    outgoing = [(at, _as_bytes(_plain(x))) for at, x in sends if x.numel()]
+    connect_ranks(mesh)
+    outgoing = [(at, _as_bytes(_plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
-    _record(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
+    _record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
     if not outgoing and not incoming:
-        return Pending((), ())
-    group = group_of(mesh)
+        return PendingWork((), ())
+    group = mesh_group(mesh)
     ops = [dist.P2POp(dist.isend, x, rank_at(mesh, at), group) for at, x in outgoing]
     ops += [dist.P2POp(dist.irecv, x, rank_at(mesh, at), group) for at, x in incoming]
     others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
-    with _answered(kind, others):
+    with _name_who_waits(kind, others):
         works = dist.batch_isend_irecv(ops)
     # gloo lets single messages wait as long as when their group was made; on a GPU a limit would block the host
-    limit = patience(mesh) if mesh.device_type == "cpu" else None
-    return Pending(works, [x for _, x in outgoing], kind, others, limit)
+    limit = mesh_patience(mesh) if mesh.device_type == "cpu" else None
+    return PendingWork(works, [x for _, x in outgoing], kind, others, limit)
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
-def extent(mesh: DeviceMesh, axes: Axes) -> int:
+def rank_count(mesh: DeviceMesh, axes: AxisNames) -> int:
     """The number of ranks along `axes`."""
-    names = named(mesh, axes)
-    return math.prod(size for name, size in axes_of(mesh) if name in names)
+    names = axes_in_mesh_order(mesh, axes)
+    return math.prod(size for name, size in axes_of_mesh(mesh) if name in names)
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
@@ -217,7 +219,7 @@ _WIRE = {
 }
 
 
-def _wire(dtype: torch.dtype, op: str) -> torch.dtype:
+def _wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     """The dtype in which `op` is taken over ranks."""
     if op in _OPS and dtype in _WIRE:
         return _WIRE[dtype]
@@ -226,14 +228,14 @@ def _wire(dtype: torch.dtype, op: str) -> torch.dtype:
     raise ShardingError(f"all_reduce cannot take op={op!r} of {dtype} over ranks; cast to int64 or float32 first")
 
 
-def _ordered(x: Tensor, nan_last: bool) -> Tensor:
+def _order_as_integers(x: Tensor, nan_last: bool) -> Tensor:
     """Integers in the order of the floats `x`, NaN above (or below) all: backends lose NaN in their max and min."""
     bits = torch.where(x.isnan(), torch.nan, x).view(torch.int32 if x.dtype == torch.float32 else torch.int64)
     rising = torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
     return rising if nan_last else torch.where(x.isnan(), torch.iinfo(bits.dtype).min, rising)
 
 
-def _unordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
+def _floats_from_order(bits: Tensor, dtype: torch.dtype) -> Tensor:
     # the integer below all others decodes to a NaN too, a negative one
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
 
@@ -241,7 +243,7 @@ def _unordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
 def _record_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     ranks = group.size()
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
-    _record("all_reduce", moved, moved, 2 * (ranks - 1))
+    _record_call("all_reduce", moved, moved, 2 * (ranks - 1))
 
 
 @lru_cache(maxsize=4096)
@@ -250,13 +252,13 @@ def _number_of(same: tuple[Hashable, ...], ranks: int) -> int:
     return zlib.crc32(repr(same).encode()) % max(2**24 // ranks, 2)
 
 
-def _marks(buffer: Tensor, mesh: DeviceMesh, axes: Axes, op: str, same: tuple[Hashable, ...]) -> list[int]:
+def _alike_marks(buffer: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str, same: tuple[Hashable, ...]) -> list[int]:
     """Numbers that travel behind the values and show whether all ranks have `same` alike.
 
     In a sum the first rank has -(P-1) times its number and the others theirs, which add up to 0; in a maximum or a
     minimum a number and its negative come back as they were.
     """
-    ranks = members(mesh, axes)
+    ranks = ranks_along(mesh, axes)
     number = _number_of(same, len(ranks))
     if buffer.dtype not in (torch.float32, torch.float64, torch.int32, torch.int64) or op == "prod":
         return []
@@ -265,7 +267,7 @@ def _marks(buffer: Tensor, mesh: DeviceMesh, axes: Axes, op: str, same: tuple[Ha
     return [number, -number]
 
 
-def _check_alike(alike: Tensor, same: tuple[Hashable, ...]) -> None:
+def _check_marks(alike: Tensor, same: tuple[Hashable, ...]) -> None:
     """Raise where ranks differ.
 
     On the CPU on all of them.  A GPU is not waited for: its own assertion ends the process.
@@ -282,7 +284,7 @@ _DIFFERENT = (
 )
 
 
-def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum", same: Same = None) -> Tensor:
+def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", same: SameOnRanks = None) -> Tensor:
     """A new tensor: `x` combined over the ranks along `axes`, the same bits on each.  Not differentiable.
 
     `op` is ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``; NaN wins in the last two, as it does in `torch.amax`.
@@ -293,8 +295,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum", same: S
     two for a maximum or minimum.
     *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs.
     """
-    wire = _wire(x.dtype, op)
-    ranks = extent(mesh, axes)
+    wire = _wire_dtype(x.dtype, op)
+    ranks = rank_count(mesh, axes)
     mine = x.detach()
     if ranks == 1 or x.numel() == 0:
         return _plain_copy(mine)
@@ -305,70 +307,70 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: Axes, op: str = "sum", same: S
     elif wide.is_complex():
         buffer = torch.view_as_real(wide)
     else:
-        buffer = _ordered(wide, op == "max") if ordered else wide
-    marks = [] if same is None else _marks(buffer, mesh, axes, op, same)
+        buffer = _order_as_integers(wide, op == "max") if ordered else wide
+    marks = [] if same is None else _alike_marks(buffer, mesh, axes, op, same)
     if marks:
         buffer = torch.cat([buffer.reshape(-1), buffer.new_tensor(marks)])
-    for group, line in lines_along(mesh, axes):
-        with _answered("all_reduce", line):
+    for group, line in groups_along(mesh, axes):
+        with _name_who_waits("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
         _record_reduce(buffer, group)
     if marks:
         found = buffer[-len(marks) :]
-        _check_alike(found[0] == 0 if op == "sum" else found[0] == -found[1], same or ())
+        _check_marks(found[0] == 0 if op == "sum" else found[0] == -found[1], same or ())
         buffer = buffer[: -len(marks)]
         if wide.is_complex():
             return torch.view_as_complex(buffer.view(*wide.shape, 2)).to(x.dtype)
         wide = buffer.view(wide.shape)
-    return (_unordered(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype)
+    return (_floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype)
 
 
 def _plain_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
 
 
-def all_gather(x: Tensor, mesh: DeviceMesh, axes: Axes, same: Same = None) -> list[Tensor]:
+def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> list[Tensor]:
     """The tensors of all ranks along `axes`, of one shape, in mesh order.  Not differentiable; `same` as in
     `all_reduce`.
 
     *Sends*: the bytes of `x`, and 8 with `same`, to each of the other P-1 ranks.
     """
-    ranks = extent(mesh, axes)
+    ranks = rank_count(mesh, axes)
     if ranks == 1 or x.numel() == 0:
         return [x.detach()] * ranks
-    mine = _as_bytes(_plain(x))
+    mine = _as_bytes(_plain_memory(x))
     if same is not None:
         number = torch.tensor([_number_of(same, ranks)], device=x.device)
         mine = torch.cat([mine, number.view(torch.uint8)])
     parts = _gather_bytes(mine, mesh, axes, "all_gather")
     if same is not None:
         numbers = torch.stack([part[-8:] for part in parts])
-        _check_alike((numbers == numbers[0]).all(), same)
+        _check_marks((numbers == numbers[0]).all(), same)
         parts = [part[:-8].clone() for part in parts]
     return [part.view(x.dtype).view(x.shape) for part in parts]
 
 
-def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: Axes, kind: str) -> list[Tensor]:
+def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) -> list[Tensor]:
     found = mine
-    for group, ranks in reversed(lines_along(mesh, axes)):
+    for group, ranks in reversed(groups_along(mesh, axes)):
         parts = [torch.empty_like(found) for _ in ranks]
-        with _answered(kind, ranks):
+        with _name_who_waits(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
-        _record(kind, moved, moved, len(ranks) - 1)
+        _record_call(kind, moved, moved, len(ranks) - 1)
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         found = torch.cat([by_rank[r] for r in ranks])
     return list(found.split(mine.numel()))
 
 
-def agree(mesh: DeviceMesh, value: object) -> list[Any]:
+def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
     """The picklable `value` of every rank of the mesh, in mesh order: for checks whose outcome all ranks must share.
 
     *Sends*: 8 bytes, then the pickled value (padded to the longest), to each of the other P-1 ranks.
     """
     if mesh.size() == 1:
         return [value]
-    names = [name for name, _ in axes_of(mesh)]
+    names = [name for name, _ in axes_of_mesh(mesh)]
     mine = pickle.dumps(value)
     length = torch.tensor([len(mine)], device=mesh.device_type).view(torch.uint8)
     lengths = [int(n.view(torch.int64)) for n in _gather_bytes(length, mesh, names, "agree")]
@@ -377,7 +379,7 @@ def agree(mesh: DeviceMesh, value: object) -> list[Any]:
     return [pickle.loads(part.cpu().numpy().tobytes()[:n]) for part, n in zip(parts, lengths, strict=True)]
 
 
-def start_sum(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Pending:
+def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
     """Start summing the contiguous `x` in place over the ranks along `axes`; `wait()` before it is used.
 
     Not differentiable.
@@ -385,41 +387,42 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Pending:
     *Sends*: 2 (P-1)/P of the bytes of `x`.
     """
     if x.numel() == 0:
-        return Pending((), ())
+        return PendingWork((), ())
     buffer = torch.view_as_real(x) if x.is_complex() else x
-    under_way = Pending((), ())
-    for group, ranks in lines_along(mesh, axes):
+    under_way = PendingWork((), ())
+    for group, ranks in groups_along(mesh, axes):
         under_way.wait()
-        with _answered("all_reduce", ranks):
+        with _name_who_waits("all_reduce", ranks):
             work = dist.all_reduce(buffer, group=group, async_op=True)
-        under_way = Pending([] if work is None else [work], (x,), "all_reduce", ranks)
+        under_way = PendingWork([] if work is None else [work], (x,), "all_reduce", ranks)
         _record_reduce(buffer, group)
     return under_way
 
 
-def broadcast(x: Tensor, mesh: DeviceMesh, axes: Axes) -> None:
+def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
     """Fill the contiguous `x` in place with that of the first rank along `axes`, in its own dtype.  Not differentiable.
 
     *Sends*: the bytes of `x` once a rank (tree).
     """
     if x.numel() == 0:
         return
-    for group, ranks in lines_along(mesh, axes):
+    for group, ranks in groups_along(mesh, axes):
         mine = ranks[0] == dist.get_rank()
-        _record("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
-        with _answered("broadcast", ranks):
+        _record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
+        with _name_who_waits("broadcast", ranks):
             dist.broadcast(_as_bytes(x), ranks[0], group=group)
 
 
-def barrier() -> None:
+def job_barrier() -> None:
     """Wait for every rank of the job."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        with _answered("barrier", range(dist.get_world_size())):
+        with _name_who_waits("barrier", range(dist.get_world_size())):
             dist.barrier()
 
 
-def of_every_rank(value: T) -> list[T]:
-    """The small picklable `value` of every rank of the job, by rank; where there is no mesh to `agree` over.
+def all_gather_in_job(value: T) -> list[T]:
+    """The small picklable `value` of every rank of the job, by rank; where there is no mesh to `all_gather_object`
+    over.
 
     *Sends*: the pickled value, to each of the other P-1 ranks; not counted.
     """
@@ -433,42 +436,42 @@ def of_every_rank(value: T) -> list[T]:
 # -- adjoint pairs ----------------------------------------------------------------------------------------------------
 
 
-class _Total(torch.autograd.Function):
+class _SumParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: Axes, same: Same) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         return all_reduce(x, mesh, axes, same=same)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         # the same values, but a gradient of this gradient has parts to sum
-        return _Enter.apply(grads[0], ctx.mesh, ctx.axes), None, None, None
+        return _UseInParts.apply(grads[0], ctx.mesh, ctx.axes), None, None, None
 
 
-class _Enter(torch.autograd.Function):
+class _UseInParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: Axes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Total.apply(grads[0], ctx.mesh, ctx.axes, None), None, None
+        return _SumParts.apply(grads[0], ctx.mesh, ctx.axes, None), None, None
 
 
-def total(x: Tensor, mesh: DeviceMesh, axes: Axes, same: Same = None) -> Tensor:
+def sum_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> Tensor:
     """y = sum of `x` over the ranks along `axes`, held alike by all of them; `same` as in `all_reduce`.
 
     *Sends*: forward one all-reduce of `x`; backward nothing (the gradient of y is held alike already).
     """
-    return x if extent(mesh, axes) == 1 else _Total.apply(x, mesh, axes, same)
+    return x if rank_count(mesh, axes) == 1 else _SumParts.apply(x, mesh, axes, same)
 
 
-def enter(x: Tensor, mesh: DeviceMesh, axes: Axes) -> Tensor:
+def use_in_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> Tensor:
     """y = x, where x is held alike along `axes` and every rank goes on to use y in its own part of the work.
 
     *Sends*: forward nothing; backward one all-reduce of the gradient.
     """
-    if extent(mesh, axes) == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+    if rank_count(mesh, axes) == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _Enter.apply(x, mesh, axes)
+    return _UseInParts.apply(x, mesh, axes)

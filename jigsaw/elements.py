@@ -14,7 +14,7 @@ from jigsaw.layout import ShardingError
 _BINARY_SUBSCRIPT = 26  # Python 3.14's number for a[b] among binary operators
 
 
-def in_a_subscript() -> bool:
+def is_in_subscript() -> bool:
     """Whether the caller of the method that asks is at ``a[b]``, ``a[b] = c`` or ``del a[b]``.
 
     C code that takes an object for a sequence calls the same methods as Python code does.  But ``tile[0]`` is such an
@@ -37,7 +37,7 @@ def refuse_element(shape: Sequence[int]) -> NoReturn:
     )
 
 
-class NoElements:
+class NoElementProtocols:
     """The protocols of arrays and numbers, for what has a `shape` and an `item()`."""
 
     shape: Any

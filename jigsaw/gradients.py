@@ -1,9 +1,10 @@
 """From each rank's part of a gradient to the whole one: buckets of parameters, reduced while the backward pass goes on.
 
 A parameter whose gradient is going to be averaged is *marked*: where it meets a Tile its part is scaled up by the
-number of ranks (`jigsaw.pointwise.part`), so that the mean over the ranks is the gradient.  Where it meets only plain
-tensors, which every rank holds alike, each rank has the whole gradient, and the mean leaves it as it is.  A sum would
-count that P times, and would count again what an earlier backward pass had reduced already; the mean is right for both.
+number of ranks (`jigsaw.ops.pointwise.part`), so that the mean over the ranks is the gradient.  Where it meets only
+plain tensors, which every rank holds alike, each rank has the whole gradient, and the mean leaves it as it is.  A sum
+would count that P times, and would count again what an earlier backward pass had reduced already; the mean is right
+for both.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import axes_of, members
-from jigsaw.pointwise import AVERAGED
+from jigsaw.mesh import axes_of_mesh, ranks_along
+from jigsaw.ops.pointwise import AVERAGED_MARK
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 
 
-def mark(model: nn.Module, ranks: int) -> None:
+def mark_averaged(model: nn.Module, ranks: int) -> None:
     """Mark the parameters of `model`, now and whenever a module runs: `fully_shard` swaps them for others meanwhile."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            _mark(parameter, ranks)
+            _mark_parameter(parameter, ranks)
         module.register_forward_pre_hook(partial(_before_forward, ranks))
 
 
@@ -42,32 +43,32 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
     if isinstance(module, FSDPModule):
         # it has gathered the parameters of all modules in it, also of those whose forward is not called
         for parameter in module.parameters():
-            _mark(parameter, ranks)
+            _mark_parameter(parameter, ranks)
         return
     for name, parameter in module.named_parameters(recurse=False):
-        if parameter.requires_grad and torch.is_grad_enabled() and not hasattr(parameter, AVERAGED):
+        if parameter.requires_grad and torch.is_grad_enabled() and not hasattr(parameter, AVERAGED_MARK):
             raise ShardingError(
                 f"parameter {name!r} of {type(module).__name__} was replaced or added after parallelize: nothing "
                 f"would reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
             )
 
 
-def _mark(parameter: nn.Parameter, ranks: int) -> None:
+def _mark_parameter(parameter: nn.Parameter, ranks: int) -> None:
     cut = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-    setattr(parameter, AVERAGED, max(ranks // cut, 1))
+    setattr(parameter, AVERAGED_MARK, max(ranks // cut, 1))
 
 
 # -- buckets ----------------------------------------------------------------------------------------------------------
 
 
-def local_of(x: Tensor) -> Tensor:
+def local_part(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, not differentiable; any other tensor as it is."""
     with torch.no_grad():
         return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
 @dataclass(eq=False)
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients travel together, along `axes`; ``late`` when one changed after the bucket had left."""
 
     parameters: list[nn.Parameter]
@@ -75,7 +76,7 @@ class Bucket:
     arrived: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
     sent: list[nn.Parameter] = field(default_factory=list[nn.Parameter])
     flat: Tensor | None = None
-    pending: comm.Pending | None = None
+    pending: comm.PendingWork | None = None
     late: bool = False
 
     @property
@@ -88,9 +89,9 @@ class Bucket:
         bfloat16 and float16 are summed in float32; frozen parameters stay behind.
         """
         self.sent = [p for p in self.parameters if p.requires_grad]
-        self.pending, self.flat, self.late = comm.Pending((), ()), None, False
+        self.pending, self.flat, self.late = comm.PendingWork((), ()), None, False
         if self.sent:
-            like = local_of(self.sent[0])
+            like = local_part(self.sent[0])
             wide = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
             flags = torch.tensor([p.grad is not None for p in self.sent], device=like.device)
             self.flat = torch.cat([x.to(wide) for x in (*map(_flat_gradient, self.sent), flags)])
@@ -100,12 +101,12 @@ class Bucket:
         """Wait for the sum and give every parameter its mean; one that no rank has a gradient for keeps none."""
         if self.pending is not None and self.flat is not None:
             self.pending.wait()
-            sizes = [local_of(p).numel() for p in self.sent]
+            sizes = [local_part(p).numel() for p in self.sent]
             *means, flags = self.flat.div_(ranks).split([*sizes, len(sizes)])
             has = flags.tolist() if any(p.grad is None for p in self.sent) else [1.0] * len(sizes)
             for p, mean, there in zip(self.sent, means, has, strict=True):
                 if there:
-                    _write(p, mean)
+                    _write_mean(p, mean)
         self.forget()
 
     def settle(self) -> None:
@@ -121,51 +122,51 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     """The local part of the gradient, cut as its parameter, or zeros."""
     grad = parameter.grad
     if grad is None:
-        return torch.zeros_like(local_of(parameter)).reshape(-1)
+        return torch.zeros_like(local_part(parameter)).reshape(-1)
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
         grad = parameter.grad = grad.redistribute(placements=parameter.placements)
-    return local_of(grad).reshape(-1)
+    return local_part(grad).reshape(-1)
 
 
-def _write(parameter: nn.Parameter, mean: Tensor) -> None:
+def _write_mean(parameter: nn.Parameter, mean: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    local = local_of(parameter.grad)
+    local = local_part(parameter.grad)
     local.copy_(mean.view(local.shape))
 
 
-def axes_without(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
+def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
     """The axes along which the gradient of a parameter is reduced: all but those that cut it (a DTensor).
 
     Raises: `ShardingError` for a DTensor over ranks that no axes of the mesh make up.
     """
-    names = tuple(name for name, _ in axes_of(mesh))
+    names = tuple(name for name, _ in axes_of_mesh(mesh))
     if not isinstance(parameter, DTensor):
         return names
     there = set(parameter.device_mesh.mesh.flatten().tolist())
     for count in range(1, len(names) + 1):
         for some in combinations(names, count):
-            if set(members(mesh, some)) == there:
+            if set(ranks_along(mesh, some)) == there:
                 return tuple(n for n in names if n not in some)
     raise ShardingError(
         f"a DTensor parameter of shape {tuple(parameter.shape)} lies on ranks {sorted(there)}, which are no axes of "
-        f"the mesh {dict(axes_of(mesh))}; make it on a part of that mesh"
+        f"the mesh {dict(axes_of_mesh(mesh))}; make it on a part of that mesh"
     )
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_bytes: int) -> list[Bucket]:
+def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_bytes: int) -> list[GradientBucket]:
     """Buckets of at most `most_bytes` (or one parameter), last parameters first, as the backward pass finds them."""
 
     def kind(p: nn.Parameter) -> tuple[Any, ...]:
-        return p.dtype, p.device, axes_without(p, mesh)
+        return p.dtype, p.device, axes_not_cutting(p, mesh)
 
-    found: list[Bucket] = []
+    found: list[GradientBucket] = []
     for (_, _, axes), group in groupby(reversed(parameters), kind):
         size = most_bytes
         for p in group:
-            mine = local_of(p).nbytes
+            mine = local_part(p).nbytes
             if size + mine > most_bytes:
-                found.append(Bucket([], axes))
+                found.append(GradientBucket([], axes))
                 size = 0
             found[-1].parameters.append(p)
             size += mine
@@ -180,7 +181,7 @@ def _current_task() -> int:
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
 
 
-class Reducer:
+class GradientReducer:
     """Averages gradients over the mesh in every backward pass: one all-reduce a bucket, begun as soon as it is full.
 
     Buckets leave in one order on every rank, all of them in every backward pass that reaches any, so ranks cannot wait
@@ -191,7 +192,7 @@ class Reducer:
         self.enabled = True
         self._mesh, self._bytes = mesh, bucket_bytes
         self._parameters = dict(parameters)
-        self._buckets = buckets_of(
+        self._buckets = make_buckets(
             [p for p in self._parameters.values() if p.is_floating_point() or p.is_complex()], mesh, bucket_bytes
         )
         self._next = 0
@@ -203,11 +204,11 @@ class Reducer:
                 p.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
                 p.requires_grad_(needs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reducer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         copied = {name: copy.deepcopy(p, memo) for name, p in self._parameters.items()}
         for name, p in copied.items():
-            setattr(p, AVERAGED, getattr(self._parameters[name], AVERAGED))
-        return Reducer(copied, self._mesh, self._bytes)
+            setattr(p, AVERAGED_MARK, getattr(self._parameters[name], AVERAGED_MARK))
+        return GradientReducer(copied, self._mesh, self._bytes)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -223,7 +224,7 @@ class Reducer:
                 bucket.forget()
             self._next, self._task = 0, -1
 
-    def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _arrived(self, bucket: GradientBucket, parameter: nn.Parameter) -> None:
         if not self.enabled:
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -253,5 +254,5 @@ class Reducer:
                     bucket.settle()
                     bucket.launch(self._mesh)
             for bucket in self._buckets:
-                bucket.finish(comm.extent(self._mesh, bucket.axes))
+                bucket.finish(comm.rank_count(self._mesh, bucket.axes))
         self._next, self._task = 0, -1

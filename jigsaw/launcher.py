@@ -20,18 +20,18 @@ _MPI = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
-Variables = Mapping[str, str]
+LauncherVariables = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankPlace:
     rank: int
     ranks: int
     local_rank: int
     local_ranks: int
 
 
-def torchrun_variables(given: Variables) -> dict[str, str]:
+def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
     """What torchrun would set, in a process that srun or mpirun started; nothing under torchrun and for one alone.
 
     Under srun the ranks meet at the first node of the step, on a port that follows from the numbers of job and step,
@@ -63,34 +63,34 @@ def torchrun_variables(given: Variables) -> dict[str, str]:
     }
 
 
-def _of_slurm(given: Variables) -> _Place | None:
+def _of_slurm(given: LauncherVariables) -> _RankPlace | None:
     if "SLURM_PROCID" not in given or not any(name in given for name in _STEP):
         return None
-    if _number(given, "SLURM_STEP_ID", _number(given, "SLURM_STEPID", 0)) >= _NO_TASKS:
+    if _parsed_number(given, "SLURM_STEP_ID", _parsed_number(given, "SLURM_STEPID", 0)) >= _NO_TASKS:
         return None
-    ranks = _number(given, "SLURM_STEP_NUM_TASKS", _number(given, "SLURM_NTASKS", 1))
-    here = _tasks_here(given) or _number(given, "SLURM_NTASKS_PER_NODE", ranks)
-    return _Place(_number(given, "SLURM_PROCID"), ranks, _number(given, "SLURM_LOCALID", 0), here)
+    ranks = _parsed_number(given, "SLURM_STEP_NUM_TASKS", _parsed_number(given, "SLURM_NTASKS", 1))
+    here = _tasks_here(given) or _parsed_number(given, "SLURM_NTASKS_PER_NODE", ranks)
+    return _RankPlace(_parsed_number(given, "SLURM_PROCID"), ranks, _parsed_number(given, "SLURM_LOCALID", 0), here)
 
 
-def _tasks_here(given: Variables) -> int | None:
+def _tasks_here(given: LauncherVariables) -> int | None:
     """How many tasks of the step this node has, of ``4(x2),3``: two nodes of four, one of three."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", given.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts = [int(count) for count, nodes in runs for _ in range(int(nodes or 1))]
-    node = _number(given, "SLURM_NODEID", 0)
+    node = _parsed_number(given, "SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else None
 
 
-def _of_mpi(given: Variables) -> _Place | None:
+def _of_mpi(given: LauncherVariables) -> _RankPlace | None:
     for rank, ranks, local_rank, local_ranks in _MPI:
         if rank in given and ranks in given:
-            count = _number(given, ranks)
-            here = _number(given, local_ranks, count)
-            return _Place(_number(given, rank), count, _number(given, local_rank, 0), here)
+            count = _parsed_number(given, ranks)
+            here = _parsed_number(given, local_ranks, count)
+            return _RankPlace(_parsed_number(given, rank), count, _parsed_number(given, local_rank, 0), here)
     return None
 
 
-def _meeting_point(given: Variables, by_srun: bool, place: _Place) -> tuple[str, str]:
+def _meeting_point(given: LauncherVariables, by_srun: bool, place: _RankPlace) -> tuple[str, str]:
     address, port = given.get("MASTER_ADDR"), given.get("MASTER_PORT")
     if by_srun and "SLURM_HET_SIZE" not in given:  # each part of such a job knows its own nodes alone
         address = address or _first_node(given)
@@ -104,21 +104,23 @@ def _meeting_point(given: Variables, by_srun: bool, place: _Place) -> tuple[str,
     return address, port
 
 
-def _first_node(given: Variables) -> str | None:
+def _first_node(given: LauncherVariables) -> str | None:
     """The first host of ``tux[07-09,12],gpu1``."""
     nodes = next((given[name] for name in _NODES if given.get(name)), None)
     return nodes and re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).partition(",")[0]
 
 
-def _port_of(given: Variables) -> str | None:
+def _port_of(given: LauncherVariables) -> str | None:
     """The same on every rank, and another one for a step that runs beside this one."""
     if "SLURM_JOB_ID" not in given:
         return None
     first, count = _PORTS
-    return str(first + (_number(given, "SLURM_JOB_ID") + 101 * _number(given, "SLURM_STEP_ID", 0)) % count)
+    return str(
+        first + (_parsed_number(given, "SLURM_JOB_ID") + 101 * _parsed_number(given, "SLURM_STEP_ID", 0)) % count
+    )
 
 
-def _number(given: Variables, name: str, default: int | None = None) -> int:
+def _parsed_number(given: LauncherVariables, name: str, default: int | None = None) -> int:
     value = given.get(name)
     if value is None and default is not None:
         return default

@@ -18,11 +18,11 @@ from typing import Any, TypeVar, cast
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
-Coordinate = tuple[int, ...]
-Axes = tuple[tuple[str, int], ...]
+MeshCoordinate = tuple[int, ...]
+AxisSizes = tuple[tuple[str, int], ...]
 DimSpec = None | str | Sequence[str]
-Spec = Sequence[DimSpec]
-Split = str | Sequence[int]
+LayoutSpec = Sequence[DimSpec]
+SplitRule = str | Sequence[int]
 T = TypeVar("T")
 
 
@@ -33,13 +33,13 @@ class ShardingError(ValueError):
     """
 
 
-def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
+def box_slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
     """What picks a box out of memory that holds the whole array, or the box `within`."""
     lows = [0] * len(box) if within is None else [low for low, _ in within]
     return tuple(slice(a - low, b - low) for (a, b), low in zip(box, lows, strict=True))
 
 
-def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1) -> tuple[int, ...]:
+def cut_points(size: int, pieces: int, split: SplitRule = "balanced", align: int = 1) -> tuple[int, ...]:
     """Where `size` rows are cut into `pieces`: ``pieces + 1`` non-decreasing points from 0 to `size`.
 
     - ``"balanced"``: piece sizes differ by at most one `align`-block, larger ones first (721/8 = 91 + 7x90);
@@ -50,7 +50,7 @@ def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1
 
     Raises: `ShardingError` naming the size, the pieces and the rule that they break.
     """
-    _check_rule(pieces, split, align)
+    _check_split_rule(pieces, split, align)
     if size < 0 or pieces < 1:
         raise ShardingError(
             f"cannot cut {size} rows into {pieces} pieces of {align}-row blocks: need size >= 0, pieces >= 1"
@@ -70,21 +70,21 @@ def cut_points(size: int, pieces: int, split: Split = "balanced", align: int = 1
     return tuple(align * min(i * step, blocks) for i in range(pieces + 1))
 
 
-def _check_rule(pieces: int, split: Any, align: Any) -> None:
+def _check_split_rule(pieces: int, split: Any, align: Any) -> None:
     """Raises: `ShardingError` for a `split` or `align` that would be wrong for any size."""
-    if not _is_whole(align) or align < 1:
+    if not _is_integer(align) or align < 1:
         raise ShardingError(f"align={align!r} must be a whole number, 1 or more: the rows of a block that is not cut")
     if isinstance(split, str) or not isinstance(split, Collection):
         known = split in ("balanced", "chunk")
     else:
-        known = all(map(_is_whole, cast(Collection[Any], split)))
+        known = all(map(_is_integer, cast(Collection[Any], split)))
     if not known:
         raise ShardingError(
             f"split={split!r} is not a rule: use 'balanced', 'chunk' or {pieces + 1} explicit cut points"
         )
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     try:
         index(value)
     except TypeError:
@@ -111,8 +111,8 @@ class Cut:
     reach below 0 or beyond `size`.  Without a halo it equals the owned interval.
 
     Where `wraps` is False, held rows beyond [0, size) are no rows of the array: a reader put there what its boundary
-    says (`jigsaw.io.boundary`).  They are `Tile.local`'s alone: views, copies and functions along other dims carry them
-    along, everything else leaves them out, and nothing takes them for a row of the array.
+    says (`jigsaw.io.series.boundary`).  They are `Tile.local`'s alone: views, copies and functions along other dims
+    carry them along, everything else leaves them out, and nothing takes them for a row of the array.
 
     `source` remembers the cuts of the dim that a contraction made this one from, so that one that leads back to the
     same size restores them (the tokens after a mixer's second linear lie where they did before its first).
@@ -164,7 +164,7 @@ class Cut:
         return (start, stop) if self.wraps else (max(start, 0), min(stop, self.size))
 
     def uncut(self) -> Cut:
-        return whole(self.size)
+        return whole_dim(self.size)
 
     def with_halo(self, below: int, above: int, periodic: bool = False) -> Cut:
         """Hold `below` and `above` rows more; clipped at the ends of a dim that is not periodic.
@@ -190,12 +190,12 @@ class Cut:
         return replace(wide, wraps=wide.held == ended.held)
 
 
-def whole(size: int) -> Cut:
+def whole_dim(size: int) -> Cut:
     """A dim that nothing cuts."""
     return Cut(size, (0, size))
 
 
-def _axes_of(entry: DimSpec) -> tuple[str, ...]:
+def _entry_axes(entry: DimSpec) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -210,7 +210,7 @@ class Layout:
     """
 
     cuts: tuple[Cut, ...]
-    axes: Axes
+    axes: AxisSizes
     groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -218,15 +218,15 @@ class Layout:
             object.__setattr__(self, "groups", (1,) * len(self.cuts))
         if sum(self.groups) != len(self.cuts) or min(self.groups, default=1) < 1:
             raise ShardingError(f"groups {self.groups} must share out the {len(self.cuts)} cuts, at least one a dim")
-        _check_axes(self.cuts, dict(self.axes))
+        _check_cut_axes(self.cuts, dict(self.axes))
 
     @classmethod
     def of(
         cls,
         shape: Sequence[int],
-        spec: Spec,
-        axes: Mapping[str, int] | Axes,
-        split: Split | Mapping[int, Split] = "balanced",
+        spec: LayoutSpec,
+        axes: Mapping[str, int] | AxisSizes,
+        split: SplitRule | Mapping[int, SplitRule] = "balanced",
         align: int | Mapping[int, int] = 1,
         halo: Mapping[int, int | tuple[int, int]] | None = None,
         periodic: Sequence[int] = (),
@@ -241,12 +241,15 @@ class Layout:
         """
         sizes = dict(axes)
         _check_spec(shape, spec)
-        splits, aligns = _by_dim("split", split, shape), _by_dim("align", align, shape)
-        halos, wraps = _by_dim("halo", halo or {}, shape), _by_dim("periodic", dict.fromkeys(periodic, True), shape)
+        splits, aligns = _values_by_dim("split", split, shape), _values_by_dim("align", align, shape)
+        halos, wraps = (
+            _values_by_dim("halo", halo or {}, shape),
+            _values_by_dim("periodic", dict.fromkeys(periodic, True), shape),
+        )
         cuts: list[Cut] = []
         for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
             try:
-                cut = _cut(size, _axes_of(entry), sizes, splits.get(dim, "balanced"), aligns.get(dim, 1))
+                cut = _cut_dim(size, _entry_axes(entry), sizes, splits.get(dim, "balanced"), aligns.get(dim, 1))
                 if dim in halos:
                     width = halos[dim]
                     below, above = (width, width) if isinstance(width, int) else width
@@ -276,7 +279,7 @@ class Layout:
         return tuple(self.dim(d) for d in range(self.ndim))
 
     @classmethod
-    def from_dims(cls, dims: Sequence[Sequence[Cut]], axes: Axes) -> Layout:
+    def from_dims(cls, dims: Sequence[Sequence[Cut]], axes: AxisSizes) -> Layout:
         return cls(tuple(c for group in dims for c in group), axes, tuple(len(group) for group in dims))
 
     def is_cut(self, dim: int) -> bool:
@@ -330,18 +333,18 @@ class Layout:
     def size_of(self, axis: str) -> int:
         return dict(self.axes).get(axis, 1)
 
-    def coords(self) -> Iterator[Coordinate]:
+    def coords(self) -> Iterator[MeshCoordinate]:
         """Every mesh coordinate, in the mesh's row-major order."""
         return product(*(range(size) for _, size in self.axes))
 
-    def index(self, coord: Coordinate) -> int:
+    def index(self, coord: MeshCoordinate) -> int:
         """The row-major position of a coordinate: the inverse of enumerating `coords()`."""
         flat = 0
         for (_, size), c in zip(self.axes, coord, strict=True):
             flat = flat * size + c
         return flat
 
-    def piece(self, cut: Cut, coord: Coordinate) -> int:
+    def piece(self, cut: Cut, coord: MeshCoordinate) -> int:
         """Which piece of `cut` a coordinate has."""
         at = {name: c for (name, _), c in zip(self.axes, coord, strict=True)}
         flat = 0
@@ -349,15 +352,15 @@ class Layout:
             flat = flat * self.size_of(axis) + at[axis]
         return flat
 
-    def owned(self, coord: Coordinate) -> Box:
+    def owned(self, coord: MeshCoordinate) -> Box:
         """The box a coordinate owns, an interval a cut."""
         return tuple(c.owned(self.piece(c, coord)) for c in self.cuts)
 
-    def held(self, coord: Coordinate) -> Box:
+    def held(self, coord: MeshCoordinate) -> Box:
         """The box a coordinate holds, halo included, in unwrapped coordinates."""
         return tuple(c.held[self.piece(c, coord)] for c in self.cuts)
 
-    def local_shape(self, coord: Coordinate) -> tuple[int, ...]:
+    def local_shape(self, coord: MeshCoordinate) -> tuple[int, ...]:
         """The shape of the local tensor at a coordinate, halo included, an entry a tensor dim."""
         extents = [stop - start for start, stop in self.held(coord)]
         shape: list[int] = []
@@ -379,12 +382,12 @@ class Layout:
     def drop(self, dims: Sequence[int], keepdim: bool = False) -> Layout:
         """The layout after the dims (which may be negative) were reduced away, or to size 1."""
         gone = {d % self.ndim for d in dims}
-        kept = [(whole(1),) if d in gone else self.dim(d) for d in range(self.ndim) if keepdim or d not in gone]
+        kept = [(whole_dim(1),) if d in gone else self.dim(d) for d in range(self.ndim) if keepdim or d not in gone]
         return Layout.from_dims(kept, self.axes)
 
     def insert(self, dim: int, size: int = 1) -> Layout:
         dims = list(self.dims())
-        dims.insert(dim, (whole(size),))
+        dims.insert(dim, (whole_dim(size),))
         return Layout.from_dims(dims, self.axes)
 
     def __str__(self) -> str:
@@ -394,18 +397,18 @@ class Layout:
         return "[" + ", ".join(show(g) for g in self.dims()) + "]"
 
 
-def _cut(size: int, axes: tuple[str, ...], sizes: Mapping[str, int], split: Split, align: int) -> Cut:
+def _cut_dim(size: int, axes: tuple[str, ...], sizes: Mapping[str, int], split: SplitRule, align: int) -> Cut:
     """One dim, cut by those of `axes` that have more than one place."""
     named = tuple(a for a in axes if sizes.get(a, 1) > 1)
     if size < 0 or (axes and not named and not isinstance(split, str)):
         cut_points(size, 1, split, align)  # raises: not an array, or points for other pieces
     if not named:
-        _check_rule(1, split, align)
-        return whole(size)
+        _check_split_rule(1, split, align)
+        return whole_dim(size)
     return Cut(size, cut_points(size, math.prod(sizes[a] for a in named), split, align), named)
 
 
-def _by_dim(what: str, value: T | Mapping[int, T], shape: Sequence[int]) -> dict[int, T]:
+def _values_by_dim(what: str, value: T | Mapping[int, T], shape: Sequence[int]) -> dict[int, T]:
     """`value` for each dim; a mapping's negative dims count from the last one."""
     if not isinstance(value, Mapping):
         return dict.fromkeys(range(len(shape)), value)
@@ -419,7 +422,7 @@ def _by_dim(what: str, value: T | Mapping[int, T], shape: Sequence[int]) -> dict
     return {d % len(shape): v for d, v in given.items()}
 
 
-def _check_axes(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> None:
+def _check_cut_axes(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> None:
     used: set[str] = set()
     for cut in cuts:
         places = math.prod(sizes.get(a, 1) for a in cut.axes)
@@ -434,13 +437,13 @@ def _check_axes(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> None:
             used.add(axis)
 
 
-def _is_entry(entry: Any) -> bool:
+def _is_spec_entry(entry: Any) -> bool:
     names = () if entry is None else (entry,) if isinstance(entry, str) else entry
     return isinstance(names, Iterable) and all(isinstance(name, str) for name in cast(Iterable[Any], names))
 
 
-def _check_spec(shape: Sequence[int], spec: Spec) -> None:
-    wrong = [entry for entry in spec if not _is_entry(entry)]
+def _check_spec(shape: Sequence[int], spec: LayoutSpec) -> None:
+    wrong = [entry for entry in spec if not _is_spec_entry(entry)]
     if wrong:
         raise ShardingError(
             f"spec {tuple(spec)} has {wrong[0]!r}, which names no axis; give a name, several of them, or None"
@@ -450,7 +453,7 @@ def _check_spec(shape: Sequence[int], spec: Spec) -> None:
             f"spec {tuple(spec)} has {len(spec)} entries for {len(shape)} dims of shape {tuple(shape)}; "
             f"give one entry a dim, None where nothing cuts"
         )
-    named = [a for entry in spec for a in _axes_of(entry)]
+    named = [a for entry in spec for a in _entry_axes(entry)]
     twice = sorted({a for a in named if named.count(a) > 1})
     if twice:
         raise ShardingError(f"spec {tuple(spec)} uses axis {twice[0]!r} more than once; an axis can cut one dim only")

@@ -1,9 +1,9 @@
 """The matmul core: ``Y = X Wᵀ``, ``G W`` and ``Gᵀ X`` are one engine that gathers, multiplies and reduces around rings.
 
-What is cut where, and what it costs, is a `jigsaw.grid.Grid`; this file moves the parts.  A gathered operand arrives
-part by part: the next is on its way while the present one is multiplied.  A reduced result leaves part by part: a
-partial sum travels while the next one is computed.  After Agarwal et al. (1995) and Kieckhefen et al. (arXiv
-2507.05753); see `jigsaw.grid`.
+What is cut where, and what it costs, is a `jigsaw.matmul_grid.Grid`; this file moves the parts.  A gathered operand
+arrives part by part: the next is on its way while the present one is multiplied.  A reduced result leaves part by
+part: a partial sum travels while the next one is computed.  After Agarwal et al. (1995) and Kieckhefen et al. (arXiv
+2507.05753); see `jigsaw.matmul_grid`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.grid import DIMS, Grid, Ring
-from jigsaw.layout import Box, Coordinate, Interval, Layout, ShardingError, cut_points
-from jigsaw.mesh import axes_of, coordinate
+from jigsaw.layout import Box, Interval, Layout, MeshCoordinate, ShardingError, cut_points
+from jigsaw.matmul_grid import OPERAND_DIMS, MatmulGrid, MatmulRing
+from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 
-CHUNK_BYTES = 8 << 20
+RING_STEP_BYTES = 8 << 20
 
 
-def matmul(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
+def grid_matmul(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, chunk_bytes: int = RING_STEP_BYTES) -> Tensor:
     """Y[M,N] = X[M,K] W[N,K]ᵀ on the grid; `x` and `w` are this rank's parts at rest, and so is the result.
 
     bfloat16 and float16 are accumulated in float32, also between ranks; parts larger than `chunk_bytes` travel in
@@ -41,15 +41,15 @@ def matmul(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, chunk_bytes: int 
     A tensor that the grid holds alike along axes of its third dim is not gathered over them; its gradient then stays
     this rank's part along them: sum it with `comm.enter` where that is not meant.
     """
-    here = coordinate(mesh)
-    coord = grid.coord(Layout((), axes_of(mesh)).index(here))
-    _check(x, w, grid, mesh, coord)
-    if all(grid.ring(name, coord).size == 1 for name in DIMS):
+    here = mesh_coordinate(mesh)
+    coord = grid.coord(Layout((), axes_of_mesh(mesh)).index(here))
+    _check_operands(x, w, grid, mesh, coord)
+    if all(grid.ring(name, coord).size == 1 for name in OPERAND_DIMS):
         return torch.nn.functional.linear(x, w)
-    return _Matmul.apply(x, w, grid, mesh, coord, chunk_bytes)
+    return _GridMatmul.apply(x, w, grid, mesh, coord, chunk_bytes)
 
 
-def _check(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, coord: Coordinate) -> None:
+def _check_operands(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate) -> None:
     if grid.x.ranks != mesh.size():
         raise ShardingError(
             f"a grid of {grid.p[0]} x {grid.p[1]} x {grid.p[2]} on axes {dict(grid.x.axes)} needs {grid.x.ranks} "
@@ -65,11 +65,13 @@ def _check(x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, coord: Coordinate
         raise ShardingError(f"matmul: x is {x.dtype} and w is {w.dtype}; both must be of one floating or complex dtype")
 
 
-class _Matmul(torch.autograd.Function):
+class _GridMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, grid: Grid, mesh: DeviceMesh, coord: Coordinate, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int
+    ) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.engine = engine = Engine(grid, mesh, coord, chunk)
+        ctx.engine = engine = MatmulEngine(grid, mesh, coord, chunk)
         return engine.product(engine.block("x", x), engine.block("w", w), "y")
 
     @staticmethod
@@ -78,7 +80,7 @@ class _Matmul(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, w = ctx.saved_tensors
-        engine: Engine = ctx.engine
+        engine: MatmulEngine = ctx.engine
         for_x, for_w = ctx.needs_input_grad[:2]
         g = engine.block("y", grads[0], keep=for_x and for_w)
         dx = engine.product(g, engine.block("w", _conjugate(w)), "x") if for_x else None
@@ -93,17 +95,17 @@ def _conjugate(x: Tensor) -> Tensor:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
-class Engine:
+class MatmulEngine:
     """One rank's side of the products of a grid."""
 
-    def __init__(self, grid: Grid, mesh: DeviceMesh, coord: Coordinate, chunk: int) -> None:
+    def __init__(self, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int) -> None:
         self.grid, self.mesh, self.coord, self.chunk = grid, mesh, coord, chunk
 
-    def block(self, name: str, local: Tensor, keep: bool = False) -> Block:
+    def block(self, name: str, local: Tensor, keep: bool = False) -> ProductBlock:
         """The block of X, W or Y (or a gradient of that shape) that this rank's part belongs to."""
-        return Block(name, local.contiguous(), self.grid.ring(name, self.coord), self, keep)
+        return ProductBlock(name, local.contiguous(), self.grid.ring(name, self.coord), self, keep)
 
-    def product(self, a: Block, b: Block, out: str) -> Tensor:
+    def product(self, a: ProductBlock, b: ProductBlock, out: str) -> Tensor:
         """out = a b, contracted over the dim that `out` lacks and reduced to this rank's part of `out`."""
         ring = self.grid.ring(out, self.coord)
         stream, kept = (a, b) if self.grid.stream(a.name, b.name) == a.name else (b, a)
@@ -113,21 +115,30 @@ class Engine:
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         with torch.autocast(a.local.device.type, enabled=False):
             if ring.size == 1:
-                return _partial(a, b, stream, kept, out, ring.boxes[0], wide, finish=True).to(dtype)
+                return _partial_product(a, b, stream, kept, out, ring.boxes[0], wide, finish=True).to(dtype)
             return self._reduced(a, b, stream, kept, out, ring, wide).to(dtype)
 
     def _reduced(
-        self, a: Block, b: Block, stream: Block, kept: Block, out: str, ring: Ring, wide: torch.dtype
+        self,
+        a: ProductBlock,
+        b: ProductBlock,
+        stream: ProductBlock,
+        kept: ProductBlock,
+        out: str,
+        ring: MatmulRing,
+        wide: torch.dtype,
     ) -> Tensor:
         """The ring reduce-scatter: a sum starts one place after its owner and takes each rank's partial on the way
         there.
         """
-        pieces, chunks = _pieces(ring, self.chunk, wide.itemsize)
+        pieces, chunks = _ring_step_boxes(ring, self.chunk, wide.itemsize)
         own: list[Tensor] = []
-        arriving: dict[int, tuple[Tensor, comm.Pending]] = {}
+        arriving: dict[int, tuple[Tensor, comm.PendingWork]] = {}
         for i in range(ring.size * chunks):
             step, t = divmod(i, chunks)
-            total = _partial(a, b, stream, kept, out, pieces[(ring.me - 1 - step) % ring.size][t], wide, finish=False)
+            total = _partial_product(
+                a, b, stream, kept, out, pieces[(ring.me - 1 - step) % ring.size][t], wide, finish=False
+            )
             if step:
                 arrived, pending = arriving.pop(i)
                 pending.wait()
@@ -135,23 +146,23 @@ class Engine:
             if step == ring.size - 1:
                 own.append(total)
                 continue
-            buffer = total.new_empty(_extents(pieces[(ring.me - 2 - step) % ring.size][t]))
+            buffer = total.new_empty(_matrix_shape(pieces[(ring.me - 2 - step) % ring.size][t]))
             arriving[i + chunks] = buffer, self.pass_on(ring, total, buffer)
         return own[0] if len(own) == 1 else torch.cat(own)
 
-    def pass_on(self, ring: Ring, given: Tensor, taken: Tensor) -> comm.Pending:
+    def pass_on(self, ring: MatmulRing, given: Tensor, taken: Tensor) -> comm.PendingWork:
         """Start one step of a ring."""
         after, before = ring.peers[(ring.me + 1) % ring.size], ring.peers[(ring.me - 1) % ring.size]
-        return comm.swap(self.mesh, [(after, given)], [(before, taken)], "matmul")
+        return comm.swap_messages(self.mesh, [(after, given)], [(before, taken)], "matmul")
 
 
-class Block:
+class ProductBlock:
     """An operand of a product: this rank's part, and the others of its block as they come around the ring.
 
     The first time its parts are asked for they travel; a kept block is whole afterwards and comes as one part.
     """
 
-    def __init__(self, name: str, local: Tensor, ring: Ring, engine: Engine, keep: bool) -> None:
+    def __init__(self, name: str, local: Tensor, ring: MatmulRing, engine: MatmulEngine, keep: bool) -> None:
         self.name, self.local, self.keep = name, local, keep
         self.ring, self._engine = ring, engine
         self._whole: Tensor | None = local if ring.size == 1 else None
@@ -163,10 +174,10 @@ class Block:
             yield ((0, rows), (0, columns)), self._whole
             return
         ring = self.ring
-        pieces, chunks = _pieces(ring, self._engine.chunk, self.local.element_size())
+        pieces, chunks = _ring_step_boxes(ring, self._engine.chunk, self.local.element_size())
         whole = self.local.new_empty(ring.block) if self.keep else None
         first = ring.boxes[ring.me][0][0]
-        arriving: dict[int, tuple[Tensor, comm.Pending]] = {}
+        arriving: dict[int, tuple[Tensor, comm.PendingWork]] = {}
         for i in range(ring.size * chunks):
             step, t = divmod(i, chunks)
             box = pieces[(ring.me - step) % ring.size][t]
@@ -179,7 +190,7 @@ class Block:
                 buffer = self._buffer(pieces[(ring.me - 1 - step) % ring.size][t], whole)
                 arriving[i + chunks] = buffer, self._engine.pass_on(ring, part, buffer)
             if whole is not None:
-                place = _at(whole, box)
+                place = _matrix_box(whole, box)
                 if place.data_ptr() != part.data_ptr():
                     place.copy_(part)
             yield box, part
@@ -187,11 +198,11 @@ class Block:
 
     def _buffer(self, box: Box, whole: Tensor | None) -> Tensor:
         """Where a part arrives: in its place of the kept block where that is contiguous."""
-        place = None if whole is None else _at(whole, box)
-        return place if place is not None and place.is_contiguous() else self.local.new_empty(_extents(box))
+        place = None if whole is None else _matrix_box(whole, box)
+        return place if place is not None and place.is_contiguous() else self.local.new_empty(_matrix_shape(box))
 
 
-def _pieces(ring: Ring, chunk: int, itemsize: int) -> tuple[list[list[Box]], int]:
+def _ring_step_boxes(ring: MatmulRing, chunk: int, itemsize: int) -> tuple[list[list[Box]], int]:
     """The box of every member of a ring cut into chunks of rows, as many for each."""
     largest = max((r[1] - r[0]) * (c[1] - c[0]) for r, c in ring.boxes) * itemsize
     chunks = max(1, min(-(-largest // chunk), max(r[1] - r[0] for r, _ in ring.boxes)))
@@ -206,50 +217,66 @@ def _pieces(ring: Ring, chunk: int, itemsize: int) -> tuple[list[list[Box]], int
 # -- products of parts ------------------------------------------------------------------------------------------------
 
 
-def _partial(
-    a: Block, b: Block, stream: Block, kept: Block, out: str, box: Box, wide: torch.dtype, finish: bool
+def _partial_product(
+    a: ProductBlock,
+    b: ProductBlock,
+    stream: ProductBlock,
+    kept: ProductBlock,
+    out: str,
+    box: Box,
+    wide: torch.dtype,
+    finish: bool,
 ) -> Tensor:
     """This rank's partial sum of one box of the result, in `wide`; a `finish`-ed sum of one product keeps the
     operands' dtype.
     """
-    (r, c), shape = DIMS[out], _extents(box)
-    inner = next(d for d in DIMS[a.name] if d != r)
-    depth = _depth(stream, inner)
+    (r, c), shape = OPERAND_DIMS[out], _matrix_shape(box)
+    inner = next(d for d in OPERAND_DIMS[a.name] if d != r)
+    depth = _block_extent(stream, inner)
     total: Tensor | None = None
     for s_box, s in stream.parts():
         for k_box, k in kept.parts():
             (a_box, a_part), (b_box, b_part) = ((s_box, s), (k_box, k)) if stream is a else ((k_box, k), (s_box, s))
-            at_a, at_b = dict(zip(DIMS[a.name], a_box, strict=True)), dict(zip(DIMS[b.name], b_box, strict=True))
-            rows, columns, along = _meet(at_a[r], box[0]), _meet(at_b[c], box[1]), _meet(at_a[inner], at_b[inner])
+            at_a, at_b = (
+                dict(zip(OPERAND_DIMS[a.name], a_box, strict=True)),
+                dict(zip(OPERAND_DIMS[b.name], b_box, strict=True)),
+            )
+            rows, columns, along = (
+                _interval_overlap(at_a[r], box[0]),
+                _interval_overlap(at_b[c], box[1]),
+                _interval_overlap(at_a[inner], at_b[inner]),
+            )
             if any(start >= stop for start, stop in (rows, columns, along)):
                 continue
-            left = _oriented(a_part, a.name, r, at_a, {r: rows, inner: along})
-            right = _oriented(b_part, b.name, inner, at_b, {c: columns, inner: along})
+            left = _oriented_rows(a_part, a.name, r, at_a, {r: rows, inner: along})
+            right = _oriented_rows(b_part, b.name, inner, at_b, {c: columns, inner: along})
             if (rows, columns) == box and total is None:
                 alone = finish and along == (0, depth)
-                total = torch.mm(left, right) if alone else _mm(left, right, wide)
+                total = torch.mm(left, right) if alone else _multiply_wide(left, right, wide)
                 continue
             if total is None:
                 total = left.new_zeros(shape, dtype=wide)
-            target = _at(
+            target = _matrix_box(
                 total, ((rows[0] - box[0][0], rows[1] - box[0][0]), (columns[0] - box[1][0], columns[1] - box[1][0]))
             )
             _add_product(target, left, right)
     return a.local.new_zeros(shape, dtype=wide) if total is None else total
 
 
-def _depth(block: Block, dim: str) -> int:
+def _block_extent(block: ProductBlock, dim: str) -> int:
     """The extent of a block's dim."""
-    return block.ring.block[DIMS[block.name].index(dim)]
+    return block.ring.block[OPERAND_DIMS[block.name].index(dim)]
 
 
-def _oriented(part: Tensor, name: str, first: str, box: dict[str, Interval], wanted: dict[str, Interval]) -> Tensor:
+def _oriented_rows(
+    part: Tensor, name: str, first: str, box: dict[str, Interval], wanted: dict[str, Interval]
+) -> Tensor:
     """The wanted rows of a part as a matrix whose rows are the dim `first`."""
-    view = _at(part, tuple((wanted[d][0] - box[d][0], wanted[d][1] - box[d][0]) for d in DIMS[name]))
-    return view if DIMS[name][0] == first else view.t()
+    view = _matrix_box(part, tuple((wanted[d][0] - box[d][0], wanted[d][1] - box[d][0]) for d in OPERAND_DIMS[name]))
+    return view if OPERAND_DIMS[name][0] == first else view.t()
 
 
-def _mm(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+def _multiply_wide(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
     if left.dtype == wide:
         return torch.mm(left, right)
     return torch.mm(left, right, out_dtype=wide) if left.is_cuda else torch.mm(left.to(wide), right.to(wide))
@@ -259,18 +286,18 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == target.dtype:
         torch.addmm(target, left, right, out=target)
     else:
-        target += _mm(left, right, target.dtype)
+        target += _multiply_wide(left, right, target.dtype)
 
 
-def _at(x: Tensor, box: Box) -> Tensor:
+def _matrix_box(x: Tensor, box: Box) -> Tensor:
     (top, bottom), (left, right) = box
     return x[top:bottom, left:right]
 
 
-def _meet(a: Interval, b: Interval) -> Interval:
+def _interval_overlap(a: Interval, b: Interval) -> Interval:
     return max(a[0], b[0]), min(a[1], b[1])
 
 
-def _extents(box: Box) -> tuple[int, int]:
+def _matrix_shape(box: Box) -> tuple[int, int]:
     (top, bottom), (left, right) = box
     return bottom - top, right - left

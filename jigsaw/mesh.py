@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jigsaw.launcher import torchrun_variables
-from jigsaw.layout import Axes, Coordinate, ShardingError
+from jigsaw.layout import AxisSizes, MeshCoordinate, ShardingError
 
 # The ranks through this one along each choice of axes: asked for by every message, and slow to ask of a mesh tensor.
 # Weak, so that neither a mesh nor a job that ended is kept alive.
-_lines: WeakKeyDictionary[DeviceMesh, dict[tuple[str, ...], tuple[int, ...]]] = WeakKeyDictionary()
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_ranks_by_axes: WeakKeyDictionary[DeviceMesh, dict[tuple[str, ...], tuple[int, ...]]] = WeakKeyDictionary()
+_groups_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-PATIENCE = timedelta(minutes=5)
+DEFAULT_PATIENCE = timedelta(minutes=5)
 """How long ranks wait for each other, where nobody says otherwise."""
 
 
@@ -41,39 +41,40 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     sizes = list(axes.values())
     if not axes or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         raise ShardingError(
-            f"init_mesh({_show(axes)}) needs at least one axis, each of size >= 1; one may be -1, the rest of the ranks"
+            f"init_mesh({_axes_as_arguments(axes)}) needs at least one axis, each of size >= 1; one may be -1, the "
+            "rest of the ranks"
         )
-    limit = None if timeout is None else _duration(timeout)
+    limit = None if timeout is None else _checked_timeout(timeout)
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))
     device = device or _default_device()
     if not dist.is_initialized():
-        _init_process_group(device, limit or PATIENCE)
+        _init_process_group(device, limit or DEFAULT_PATIENCE)
     axes = _with_the_rest(axes, dist.get_world_size())
     made = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    for group in (_world(), *made.get_all_groups()):  # torch lets a new group wait for 30 minutes
-        _let_wait(group, device, limit or _patience_of(_world(), device))
+    for group in (_world_group(), *made.get_all_groups()):  # torch lets a new group wait for 30 minutes
+        _let_wait(group, device, limit or _patience_of(_world_group(), device))
     return made
 
 
-def _duration(timeout: timedelta | float) -> timedelta:
+def _checked_timeout(timeout: timedelta | float) -> timedelta:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
         raise ShardingError(f"timeout={timeout!r} must be a time above 0: seconds, or a datetime.timedelta")
     return timedelta(seconds=seconds)
 
 
-def patience(mesh: DeviceMesh) -> timedelta:
+def mesh_patience(mesh: DeviceMesh) -> timedelta:
     """How long a rank of the mesh waits for others: the time-out of its process group, whoever made it."""
-    return _patience_of(group_of(mesh), mesh.device_type)
+    return _patience_of(mesh_group(mesh), mesh.device_type)
 
 
 def _patience_of(group: dist.ProcessGroup, device: str) -> timedelta:
     try:
         backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
     except RuntimeError:  # a group that does not talk of this device
-        return PATIENCE
-    return getattr(getattr(backend, "options", None), "_timeout", PATIENCE)
+        return DEFAULT_PATIENCE
+    return getattr(getattr(backend, "options", None), "_timeout", DEFAULT_PATIENCE)
 
 
 def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
@@ -89,16 +90,17 @@ def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
         return found
     if -1 in axes.values():
         raise ShardingError(
-            f"init_mesh({_show(axes)}) has places for multiples of {known} ranks but there are {ranks} ranks; "
+            f"init_mesh({_axes_as_arguments(axes)}) has places for multiples of {known} ranks but there are {ranks} "
+            "ranks; "
             f"start such a number, or change an axis"
         )
     raise ShardingError(
-        f"init_mesh({_show(axes)}) has {known} places but there are {ranks} ranks; "
+        f"init_mesh({_axes_as_arguments(axes)}) has {known} places but there are {ranks} ranks; "
         f"start that many with torchrun --nproc-per-node or srun --ntasks, or change an axis"
     )
 
 
-def _show(axes: dict[str, int]) -> str:
+def _axes_as_arguments(axes: dict[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in axes.items())
 
 
@@ -125,7 +127,7 @@ def _leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def axes_of(mesh: DeviceMesh) -> Axes:
+def axes_of_mesh(mesh: DeviceMesh) -> AxisSizes:
     """The names and sizes of the axes, in mesh order."""
     names = mesh.mesh_dim_names
     if names is None:
@@ -136,7 +138,7 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     return tuple(zip(names, mesh.shape, strict=True))
 
 
-def coordinate(mesh: DeviceMesh) -> Coordinate:
+def mesh_coordinate(mesh: DeviceMesh) -> MeshCoordinate:
     """This rank's coordinate in the mesh."""
     found = mesh.get_coordinate()
     if found is None:
@@ -144,43 +146,43 @@ def coordinate(mesh: DeviceMesh) -> Coordinate:
     return tuple(found)
 
 
-def named(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[str, ...]:
+def axes_in_mesh_order(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[str, ...]:
     """Those of `axes` that the mesh has, in mesh order."""
     wanted = (axes,) if isinstance(axes, str) else axes
-    return tuple(name for name, _ in axes_of(mesh) if name in wanted)
+    return tuple(name for name, _ in axes_of_mesh(mesh) if name in wanted)
 
 
-def members(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
+def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
     """The global ranks along `axes` through this rank, in mesh order."""
-    names = named(mesh, axes)
-    lines = _lines.setdefault(mesh, {})
+    names = axes_in_mesh_order(mesh, axes)
+    lines = _ranks_by_axes.setdefault(mesh, {})
     if names not in lines:
-        here = coordinate(mesh)
-        line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of(mesh), here, strict=True))
+        here = mesh_coordinate(mesh)
+        line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of_mesh(mesh), here, strict=True))
         lines[names] = tuple(mesh.mesh[line].flatten().tolist())
     return lines[names]
 
 
 def rank_at(mesh: DeviceMesh, index: int) -> int:
     """The global rank at a row-major position of the mesh."""
-    return members(mesh, [name for name, _ in axes_of(mesh)])[index]
+    return ranks_along(mesh, [name for name, _ in axes_of_mesh(mesh)])[index]
 
 
-def submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
+def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     """The 1-D mesh along `axes`, flattened when several; for what wants a `DeviceMesh`, such as FSDP2.
 
     Making it is collective over all ranks of the job, not only those of the mesh.
     """
-    names = named(mesh, axes)
+    names = axes_in_mesh_order(mesh, axes)
     if len(names) == 1:
         return mesh if mesh.ndim == 1 else mesh[names[0]]
     whole = mesh if len(names) == mesh.ndim else mesh[names]
     flat = whole._flatten()  # pyright: ignore[reportPrivateUsage]
-    _let_wait(flat.get_group(), mesh.device_type, patience(mesh))
+    _let_wait(flat.get_group(), mesh.device_type, mesh_patience(mesh))
     return flat
 
 
-def lines_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
+def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
     """The groups that join the ranks along `axes`, each with its ranks in mesh order (`torch` sorts those of a group).
 
     One group where there can be one: an axis has the mesh's own, all axes of a mesh over the whole job have the job's,
@@ -188,21 +190,21 @@ def lines_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.
     out ranks of the job cannot make a group without them: `torch` names a group by how many each rank knows.  There the
     axes follow each other, major to minor.
     """
-    sizes = dict(axes_of(mesh))
-    long = tuple(name for name in named(mesh, axes) if sizes[name] > 1)
+    sizes = dict(axes_of_mesh(mesh))
+    long = tuple(name for name in axes_in_mesh_order(mesh, axes) if sizes[name] > 1)
     if len(long) > 1 and mesh.size() == dist.get_world_size():
-        ranks = members(mesh, long)
-        return [(_world() if len(ranks) == mesh.size() else _joined(mesh, long), ranks)]
-    return [(mesh.get_group(name), members(mesh, name)) for name in long]
+        ranks = ranks_along(mesh, long)
+        return [(_world_group() if len(ranks) == mesh.size() else _group_over_axes(mesh, long), ranks)]
+    return [(mesh.get_group(name), ranks_along(mesh, name)) for name in long]
 
 
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A group that every rank of the mesh is in, for messages between any two: an axis' own, or the job's."""
-    long = [name for name, size in axes_of(mesh) if size > 1]
-    return mesh.get_group(long[0]) if len(long) == 1 else _world()
+    long = [name for name, size in axes_of_mesh(mesh) if size > 1]
+    return mesh.get_group(long[0]) if len(long) == 1 else _world_group()
 
 
-def _world() -> dist.ProcessGroup:
+def _world_group() -> dist.ProcessGroup:
     if dist.group.WORLD is None:
         raise ShardingError(
             "the process group that the mesh was made in has ended; make a mesh in the one that runs now"
@@ -210,16 +212,16 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _joined(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+def _group_over_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The group along several axes of a mesh over the whole job, made on the first call and kept as long as the job."""
-    made = _groups.setdefault(_world(), {})
-    key = members(mesh, [name for name, _ in axes_of(mesh)]), axes_of(mesh), axes
+    made = _groups_by_axes.setdefault(_world_group(), {})
+    key = ranks_along(mesh, [name for name, _ in axes_of_mesh(mesh)]), axes_of_mesh(mesh), axes
     if key not in made:
-        made[key] = submesh(mesh, axes).get_group()
+        made[key] = flat_submesh(mesh, axes).get_group()
     return made[key]
 
 
-def same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:
+def is_same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:
     """Whether two meshes have the same ranks at the same coordinates of axes of the same names."""
     if a is b or a == b:
         return True

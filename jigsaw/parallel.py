@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
-from jigsaw.channel import cut_channels
-from jigsaw.gradients import Reducer, axes_without, local_of, mark
+from jigsaw.channel_parallel import cut_channels
+from jigsaw.gradients import GradientReducer, axes_not_cutting, local_part, mark_averaged
 from jigsaw.layout import ShardingError
-from jigsaw.sharding import shard_weights as cut_weights
-from jigsaw.sharding import units_of
+from jigsaw.sharding import shard_model_weights as cut_weights
+from jigsaw.sharding import sharding_units
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,7 +49,7 @@ def parallelize(
       flattened mesh, in `units` (modules that are gathered at once; by default elements of ``Sequential`` and
       ``ModuleList`` of at least `unit_bytes`, and the rest).  Parameters are then DTensors; scalars stay whole.
     - Where the mesh has the axis `channel`, linear, convolution and attention layers have their weights cut along it,
-      and compute in pieces, with either of the above for the other axes: see `jigsaw.channel`.
+      and compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks:
       ``DistributedDataParallel(model)``.
 
@@ -64,7 +64,7 @@ def parallelize(
     than the mesh, has sparse embeddings, or was parallelized before.
     """
     ranks = mesh.size()
-    _check(model, mesh)
+    _check_model(model, mesh)
     setattr(model, _DONE, True)
     if ranks == 1:
         return model
@@ -72,10 +72,10 @@ def parallelize(
     cut_channels(model, mesh, channel)
     rest = dict(model.named_parameters())
     if shard_weights:
-        rest = cut_weights(model, mesh, units_of(model, unit_bytes) if units is None else units)
-    mark(model, ranks)
+        rest = cut_weights(model, mesh, sharding_units(model, unit_bytes) if units is None else units)
+    mark_averaged(model, ranks)
     if rest and reduce:
-        reducer = Reducer(rest, mesh, bucket_bytes)
+        reducer = GradientReducer(rest, mesh, bucket_bytes)
         object.__setattr__(model, _REDUCER, reducer)
         model.register_forward_pre_hook(reducer.begin)
     return model
@@ -84,14 +84,14 @@ def parallelize(
 # -- before -----------------------------------------------------------------------------------------------------------
 
 
-def _check(model: nn.Module, mesh: DeviceMesh) -> None:
+def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
     if getattr(model, _DONE, False):
         raise ShardingError(
             f"{type(model).__name__} went through jigsaw.parallelize before; call it once, on the outermost module"
         )
     mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
-    for at, theirs in enumerate(comm.agree(mesh, mine)):
+    for at, theirs in enumerate(comm.all_gather_object(mesh, mine)):
         if theirs != mine:
             wrong = sorted({str(x) for x in theirs} ^ {str(x) for x in mine}) or ["another order of parameters"]
             raise ShardingError(
@@ -117,9 +117,9 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
     """Fill parameters and buffers with those of the first rank; what is cut, of the first that has the part."""
     for x in (*model.parameters(), *model.buffers()):
         if x.device.type != "meta":
-            local = local_of(x)
+            local = local_part(x)
             whole = local.contiguous()
-            comm.broadcast(whole, mesh, axes_without(x, mesh))
+            comm.broadcast_first(whole, mesh, axes_not_cutting(x, mesh))
             if whole is not local:
                 local.copy_(whole)
 
@@ -130,7 +130,7 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 @contextmanager
 def no_sync(model: nn.Module) -> Generator[None]:
     """Within it, backward passes add up this rank's parts and send nothing; the first one after it reduces them all."""
-    reducer: Reducer | None = getattr(model, _REDUCER, None)
+    reducer: GradientReducer | None = getattr(model, _REDUCER, None)
     if reducer is not None:
         reducer.enabled = False
     if isinstance(model, FSDPModule):
@@ -171,7 +171,7 @@ def clip_grad_norm_(
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for g in grads:
-        local_of(g).mul_(scale.to(g.device))
+        local_part(g).mul_(scale.to(g.device))
     return total
 
 
@@ -186,19 +186,19 @@ def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
                 g.device_mesh,
                 tuple(n for n, how in zip(names, g.placements, strict=True) if not how.is_replicate()),
             )
-        groups.setdefault(where, []).append(local_of(g))
+        groups.setdefault(where, []).append(local_part(g))
     norms: list[Tensor] = []
     for where, locals_ in groups.items():
         filled = [x for x in locals_ if x.numel()]
         norm = torch.nn.utils.get_total_norm(filled, p) if filled else locals_[0].new_zeros(())
         if where is not None:
             for axis in where[1]:
-                norm = _combined(norm, where[0], axis, p)
+                norm = _combined_norm(norm, where[0], axis, p)
         norms.append(norm)
     return torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.tensor(0.0)
 
 
-def _combined(norm: Tensor, mesh: DeviceMesh, axis: str, p: float) -> Tensor:
+def _combined_norm(norm: Tensor, mesh: DeviceMesh, axis: str, p: float) -> Tensor:
     """The norm of the norms of the ranks along `axis`."""
     if p == float("inf"):
         return comm.all_reduce(norm, mesh, [axis], "max")

@@ -13,15 +13,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from jigsaw import comm
-from jigsaw.gradients import axes_without
-from jigsaw.mesh import axes_of, submesh
+from jigsaw.gradients import axes_not_cutting
+from jigsaw.mesh import axes_of_mesh, flat_submesh
 
 
-def units_of(model: nn.Module, least_bytes: int) -> list[nn.Module]:
+def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
     """Modules to gather at once, inner first: elements of ``Sequential`` and ``ModuleList`` of `least_bytes` or more
     beyond the units in them.  One with a parameter that is also used outside it is none, for it is gathered alone.
     """
-    uses = _uses(model)
+    uses = _parameter_uses(model)
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
 
@@ -29,7 +29,7 @@ def units_of(model: nn.Module, least_bytes: int) -> list[nn.Module]:
         for child in module.children():
             visit(child, isinstance(module, nn.Sequential | nn.ModuleList))
         own = [p for p in module.parameters() if p not in taken]
-        inside = _uses(module)
+        inside = _parameter_uses(module)
         closed = all(inside[p] == uses[p] for p in own)
         has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         if is_element and closed and has_forward and sum(p.nbytes for p in own) >= max(least_bytes, 1):
@@ -40,12 +40,12 @@ def units_of(model: nn.Module, least_bytes: int) -> list[nn.Module]:
     return found
 
 
-def _uses(model: nn.Module) -> Counter[nn.Parameter]:
+def _parameter_uses(model: nn.Module) -> Counter[nn.Parameter]:
     """How many modules in `model` hold each parameter."""
     return Counter(p for module in model.modules() for p in module.parameters(recurse=False))
 
 
-def shard_weights(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+def shard_model_weights(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """Cut the weights of `model` over the flattened mesh, each of `units` gathered at once; returns what stays whole.
 
     That are scalars, and dtypes other than that of most bytes, as a unit has one.  A weight that another axis has cut
@@ -57,14 +57,14 @@ def shard_weights(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module]
     dims: dict[nn.Parameter, int | None] = {}
     for p in named.values():
         if isinstance(p, DTensor):
-            others[p] = axes_without(p, mesh)
-            dims[p] = _dim(p, comm.extent(mesh, others[p]))
+            others[p] = axes_not_cutting(p, mesh)
+            dims[p] = _dim_to_shard(p, comm.rank_count(mesh, others[p]))
     rest = {name: p for name, p in named.items() if p.ndim == 0 or p.dtype != main or dims.get(p, 0) is None}
     for p in named.values():
         if not isinstance(p, DTensor):
             p.data = p.data.contiguous()
-    place = _placement({p: d for p, d in dims.items() if d is not None}, others, mesh)
-    flat = submesh(mesh, [name for name, _ in axes_of(mesh)])
+    place = _shard_placement({p: d for p, d in dims.items() if d is not None}, others, mesh)
+    flat = flat_submesh(mesh, [name for name, _ in axes_of_mesh(mesh)])
     for unit in [*units, model]:
         if not isinstance(unit, FSDPModule):
             fully_shard(unit, mesh=flat, ignored_params=set(rest.values()), shard_placement_fn=place)
@@ -80,7 +80,7 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
     return max(weight, key=lambda dtype: weight[dtype], default=None)
 
 
-def _dim(p: DTensor, ranks: int) -> int | None:
+def _dim_to_shard(p: DTensor, ranks: int) -> int | None:
     """The dim to cut further: one that divides, rather not the one that is cut already."""
     with torch.no_grad():
         shape = p.to_local().shape
@@ -88,7 +88,7 @@ def _dim(p: DTensor, ranks: int) -> int | None:
     return next((d for d in order if ranks > 1 and shape[d] % ranks == 0), None)
 
 
-def _placement(
+def _shard_placement(
     dims: Mapping[Any, int], axes: Mapping[Any, tuple[str, ...]], mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Any] | None:
     """What tells `fully_shard` where to cut the parameters in `dims`: groups of ranks are made in one order."""
@@ -96,6 +96,8 @@ def _placement(
         return None
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
-    where = {left: FSDPMeshInfo(submesh(mesh, left), shard_mesh_dim=0) for left in dict.fromkeys(axes[p] for p in dims)}
+    where = {
+        left: FSDPMeshInfo(flat_submesh(mesh, left), shard_mesh_dim=0) for left in dict.fromkeys(axes[p] for p in dims)
+    }
     results = {p: ShardPlacementResult(Shard(d), where[axes[p]]) for p, d in dims.items()}
     return results.get

@@ -1,8 +1,8 @@
 """`Tile`: a rank's part of a global tensor that behaves like the whole one.
 
 A plain frozen dataclass with ``__torch_function__`` (why not a subclass or a DTensor: docs/design.md).  Torch functions
-that meet a Tile are answered from one closed table, which the files of ops fill through `implements` when jigsaw is
-imported; what the table does not know is refused on a cut dim.  Never a silent gather, never a silent local answer.
+that meet a Tile are answered from one closed table, which the files of ops fill through `implements_torch` when jigsaw
+is imported; what the table does not know is refused on a cut dim.  Never a silent gather, never a silent local answer.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.agreement import agree_on_arguments
-from jigsaw.elements import NoElements, in_a_subscript, refuse_element
-from jigsaw.exchange import redistribute
-from jigsaw.layout import Coordinate, Layout, ShardingError, Spec, Split
-from jigsaw.mesh import axes_of, coordinate, same_mesh
+from jigsaw.elements import NoElementProtocols, is_in_subscript, refuse_element
+from jigsaw.exchange import redistribute_rows
+from jigsaw.layout import Layout, LayoutSpec, MeshCoordinate, ShardingError, SplitRule
+from jigsaw.mesh import axes_of_mesh, is_same_mesh, mesh_coordinate
 
-Handler = Callable[..., Any]
-H = TypeVar("H", bound=Handler)
+TileHandler = Callable[..., Any]
+H = TypeVar("H", bound=TileHandler)
 
-_table: dict[Any, Handler] = {}
-_otherwise: list[Callable[[Any], Handler]] = []
+_handlers: dict[Any, TileHandler] = {}
+_rest_finders: list[Callable[[Any], TileHandler]] = []
 
 
-def implements(*functions: Any) -> Callable[[H], H]:
+def implements_torch(*functions: Any) -> Callable[[H], H]:
     """Answer these torch functions, and the tensor methods of the same name, with the decorated handler."""
 
     def register(handler: H) -> H:
         for function in functions:
-            _table[function] = handler
+            _handlers[function] = handler
             method = getattr(Tensor, getattr(function, "__name__", ""), None)
             if method is not None and getattr(torch, function.__name__, None) is function:
-                _table.setdefault(method, handler)
+                _handlers.setdefault(method, handler)
         return handler
 
     return register
 
 
-def otherwise(find: Callable[[Any], Handler]) -> Callable[[Any], Handler]:
-    """Answer every function that no file of ops implements: `find` returns its handler (jigsaw.pointwise has the
+def implements_rest(find: Callable[[Any], TileHandler]) -> Callable[[Any], TileHandler]:
+    """Answer every function that no file of ops implements: `find` returns its handler (jigsaw.ops.pointwise has the
     one).
     """
-    _otherwise[:] = [find]
+    _rest_finders[:] = [find]
     return find
 
 
-def _handler(function: Any) -> Handler:
-    known = _table.get(function)
+def _handler_of(function: Any) -> TileHandler:
+    known = _handlers.get(function)
     if known is None:
-        known = _table[function] = _otherwise[0](function)
+        known = _handlers[function] = _rest_finders[0](function)
     return known
 
 
-_NUMPYS = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes for its own
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes for its own
 
 
-def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     """What the table answers, once the arguments are those of torch's own names and kinds.
 
     *Raises*: `ShardingError` for ``out=``, and for a Tile or a plain tensor where the handler takes the other.
@@ -73,8 +73,8 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
             f"{getattr(function, '__name__', function)}(out=...) is not supported on tiles: a Tile is frozen; use the "
             "result instead"
         )
-    handler = _handler(function)
-    named = {_NUMPYS.get(name, name): _as_whole(value) for name, value in kwargs.items()}
+    handler = _handler_of(function)
+    named = {_NUMPY_NAMES.get(name, name): _as_whole(value) for name, value in kwargs.items()}
     args = tuple(map(_as_whole, args))
     kinds = _kinds.get(handler)
     if kinds is None:
@@ -95,10 +95,10 @@ def _as_whole(value: Any) -> Any:
 
 
 # For each handler, its arguments in order: whether each must be a Tile (True), must not be one (False), or may (None).
-_kinds: dict[Handler, dict[str, bool | None]] = {}
+_kinds: dict[TileHandler, dict[str, bool | None]] = {}
 
 
-def _kinds_of(handler: Handler) -> dict[str, bool | None]:
+def _kinds_of(handler: TileHandler) -> dict[str, bool | None]:
     """What the annotations of a handler say: `Tile`, something without one, or what may be either."""
     found: dict[str, bool | None] = {}
     for name, parameter in inspect.signature(handler).parameters.items():
@@ -129,7 +129,7 @@ def _any_operator(self: Any, *others: Any) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Tile(NoElements):
+class Tile(NoElementProtocols):
     """The local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
 
     It shows the global view: ``shape``, reductions, broadcasting and indexing are those of the whole tensor.  Gradients
@@ -175,7 +175,7 @@ class Tile(NoElements):
         return self.shape.numel()
 
     def __len__(self) -> int:
-        if in_a_subscript():
+        if is_in_subscript():
             refuse_element(self.shape)  # plain[tile]: torch asks whether the index is a tuple, and then dispatches
         if not self.ndim:
             raise TypeError("len() of a 0-d tile")
@@ -217,19 +217,22 @@ class Tile(NoElements):
     # -- where it sits ------------------------------------------------------------------------------------------------
 
     @property
-    def coordinate(self) -> Coordinate:
+    def coordinate(self) -> MeshCoordinate:
         """This rank's coordinate in the mesh."""
-        return coordinate(self.mesh)
+        return mesh_coordinate(self.mesh)
 
     def owned(self) -> Tile:
         """The same tile without its halo; nothing is sent."""
         if not self.layout.has_halo:
             return self
         bare = self.layout.without_halo()
-        return Tile(redistribute(self.local, self.layout, bare, self.mesh), bare, self.mesh)
+        return Tile(redistribute_rows(self.local, self.layout, bare, self.mesh), bare, self.mesh)
 
     def redistribute(
-        self, spec: Spec, split: Split | Mapping[int, Split] = "balanced", align: int | Mapping[int, int] = 1
+        self,
+        spec: LayoutSpec,
+        split: SplitRule | Mapping[int, SplitRule] = "balanced",
+        align: int | Mapping[int, int] = 1,
     ) -> Tile:
         """The same tensor, cut by another `spec`.
 
@@ -240,7 +243,7 @@ class Tile(NoElements):
 
     def with_layout(self, layout: Layout) -> Tile:
         """The same tensor in another layout of the same mesh: other cut points, or a halo."""
-        return Tile(redistribute(self.local, self.layout, layout, self.mesh), layout, self.mesh)
+        return Tile(redistribute_rows(self.local, self.layout, layout, self.mesh), layout, self.mesh)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor as an ordinary one, on every rank; a halo is left out.
@@ -248,8 +251,8 @@ class Tile(NoElements):
         *Sends*: this rank's owned rows to every rank that lacks them; backward nothing (the gradient is held alike).
         """
         dims = [[c.uncut() for c in group] for group in self.layout.dims()]
-        return leave(
-            redistribute(self.local, self.layout, Layout.from_dims(dims, self.layout.axes), self.mesh), self.mesh
+        return leave_tile(
+            redistribute_rows(self.local, self.layout, Layout.from_dims(dims, self.layout.axes), self.mesh), self.mesh
         )
 
     # -- dispatch -----------------------------------------------------------------------------------------------------
@@ -258,19 +261,19 @@ class Tile(NoElements):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _call(func, *args, **(kwargs or {}))
+        return _call_handler(func, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         method = None if name.startswith("__") else getattr(Tensor, name, None)
         if method is None or not callable(method):
             raise AttributeError(f"'Tile' object has no attribute {name!r}; `tile.local` is this rank's tensor")
-        return partial(_call, method, self)
+        return partial(_call_handler, method, self)
 
     def __getitem__(self, index: Any) -> Any:
-        if type(index) is int and not in_a_subscript():
+        if type(index) is int and not is_in_subscript():
             refuse_element(self.shape)
         whole = tuple(map(_as_whole, index)) if isinstance(index, tuple) else index
-        return _call(Tensor.__getitem__, self, whole)
+        return _call_handler(Tensor.__getitem__, self, whole)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise ShardingError(
@@ -300,11 +303,11 @@ class Tile(NoElements):
         return f"Tile(shape {tuple(self.shape)}, {self.dtype}; cut: {cut or 'nowhere'}; at {at} owns [{box}]{halo})"
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _make_operator(name: str) -> Callable[..., Any]:
     function = getattr(Tensor, name)
 
     def method(self: Tile, *args: Any) -> Any:
-        return _call(function, self, *args)
+        return _call_handler(function, self, *args)
 
     method.__name__ = name
     return method
@@ -315,7 +318,7 @@ for _name in (
     "and or xor rand ror rxor lshift rlshift rshift rrshift pos eq ne lt le gt ge "
     "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
 ).split():
-    setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(Tile, f"__{_name}__", _make_operator(f"__{_name}__"))
 
 
 # -- what the table does not know -------------------------------------------------------------------------------------
@@ -333,7 +336,7 @@ def tiles_in(values: object) -> Iterator[Tile]:
             yield from tiles_in(value)
 
 
-def refuse(function: Any, tile: Tile, why: str, remedy: str) -> ShardingError:
+def refusal_error(function: Any, tile: Tile, why: str, remedy: str) -> ShardingError:
     """The error for an op that cannot be answered exactly: names the op, the dims, the rule and the remedy."""
     name = getattr(function, "__name__", str(function))
     cut = ", ".join(
@@ -359,29 +362,29 @@ class _Leave(torch.autograd.Function):
         return (grads[0],)
 
 
-LEAVE = "_LeaveBackward"
+LEAVE_NODE = "_LeaveBackward"
 
 
-def leave(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def leave_tile(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """An ordinary tensor, held alike by every rank of the mesh, out of a tile."""
     return _Leave.apply(x) if x.requires_grad and mesh.size() > 1 else x
 
 
-def check_mesh(tiles: Sequence[Tile]) -> DeviceMesh:
+def shared_mesh(tiles: Sequence[Tile]) -> DeviceMesh:
     """The mesh that the tiles share.
 
     Raises: `ShardingError` when they sit on different meshes.
     """
     mesh = tiles[0].mesh
     for other in tiles[1:]:
-        if not same_mesh(mesh, other.mesh):
+        if not is_same_mesh(mesh, other.mesh):
             raise ShardingError(
                 f"tiles on different meshes cannot meet: {mesh} and {other.mesh}; make both on one mesh"
             )
     return mesh
 
 
-def of_its_own(y: Tensor, x: Tile) -> Tensor:
+def in_own_memory(y: Tensor, x: Tile) -> Tensor:
     """`y`, in memory of its own as torch's results are: where nothing had to move, on this rank alone perhaps, the rows
     of `x` themselves came back, and a change in place would reach them.
     """
@@ -392,8 +395,8 @@ def of_its_own(y: Tensor, x: Tile) -> Tensor:
 def shard(
     x: Tensor,
     mesh: DeviceMesh,
-    spec: Spec,
-    split: Split | Mapping[int, Split] = "balanced",
+    spec: LayoutSpec,
+    split: SplitRule | Mapping[int, SplitRule] = "balanced",
     align: int | Mapping[int, int] = 1,
     halo: Mapping[int, int | tuple[int, int]] | None = None,
     periodic: Sequence[int] = (),
@@ -412,7 +415,7 @@ def shard(
     found = agree_on_arguments(
         "shard", mesh, x, True, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic
     )
-    layout = Layout.of(x.shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
+    layout = Layout.of(x.shape, spec, axes_of_mesh(mesh), split=split, align=align, halo=halo, periodic=periodic)
     for at, (_, checksum) in enumerate(found):
         if checksum != found[0][1]:
             raise ShardingError(
@@ -422,7 +425,7 @@ def shard(
                 "own part to jigsaw.from_local"
             )
     uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
-    local = redistribute(x, uncut, layout, mesh)
+    local = redistribute_rows(x, uncut, layout, mesh)
     shared = local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     if shared and not x.requires_grad:
         local = local.clone(memory_format=torch.contiguous_format)
@@ -432,9 +435,9 @@ def shard(
 def from_local(
     local: Tensor,
     mesh: DeviceMesh,
-    spec: Spec,
+    spec: LayoutSpec,
     shape: Sequence[int],
-    split: Split | Mapping[int, Split] = "balanced",
+    split: SplitRule | Mapping[int, SplitRule] = "balanced",
     align: int | Mapping[int, int] = 1,
     halo: Mapping[int, int | tuple[int, int]] | None = None,
     periodic: Sequence[int] = (),
@@ -446,7 +449,7 @@ def from_local(
     ranks that hold the same part have other values, or pass different arguments.
     """
     named = {a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)}
-    is_alike = any(size > 1 and name not in named for name, size in axes_of(mesh))
+    is_alike = any(size > 1 and name not in named for name, size in axes_of_mesh(mesh))
     parts = agree_on_arguments(
         "from_local",
         mesh,
@@ -459,8 +462,8 @@ def from_local(
         halo=halo,
         periodic=periodic,
     )
-    layout = Layout.of(shape, spec, axes_of(mesh), split=split, align=align, halo=halo, periodic=periodic)
-    first: dict[Any, tuple[Coordinate, int]] = {}
+    layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=split, align=align, halo=halo, periodic=periodic)
+    first: dict[Any, tuple[MeshCoordinate, int]] = {}
     for coord, (part, checksum) in zip(layout.coords(), parts, strict=True):
         if part != layout.local_shape(coord):
             raise ShardingError(

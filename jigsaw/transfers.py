@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 
-from jigsaw.layout import Box, Coordinate, Cut, Interval, Layout, ShardingError
+from jigsaw.layout import Box, Cut, Interval, Layout, MeshCoordinate, ShardingError
 
-Messages = tuple[tuple[int, tuple[Box, ...]], ...]
+BoxesByPeer = tuple[tuple[int, tuple[Box, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RowMove:
     """Rows that one rank (mesh position `giver`) gives another: `taken` of its local tensor become `placed` there."""
 
     giver: int
@@ -30,14 +30,14 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExchangePlan:
     """One rank's side of an exchange, in local rows.  Shapes have one entry a cut; those of tiles, one a tensor dim."""
 
     source_shape: tuple[int, ...]
     target_shape: tuple[int, ...]
-    kept: tuple[Move, ...]
-    sends: Messages
-    receives: Messages
+    kept: tuple[RowMove, ...]
+    sends: BoxesByPeer
+    receives: BoxesByPeer
     source_tile: tuple[int, ...]
     target_tile: tuple[int, ...]
 
@@ -48,15 +48,15 @@ class Plan:
     @property
     def is_slice(self) -> bool:
         """Whether the target is one box of what this rank holds, and nobody needs anything else from it."""
-        return self.is_local and len(self.kept) == 1 and extents(self.kept[0].placed) == self.target_shape
+        return self.is_local and len(self.kept) == 1 and box_shape(self.kept[0].placed) == self.target_shape
 
     @property
     def keeps_all(self) -> bool:
         """Whether the whole source is kept, as one box: the gradient can then start as a slice."""
-        return len(self.kept) == 1 and extents(self.kept[0].taken) == self.source_shape
+        return len(self.kept) == 1 and box_shape(self.kept[0].taken) == self.source_shape
 
 
-def extents(box: Box) -> tuple[int, ...]:
+def box_shape(box: Box) -> tuple[int, ...]:
     """The shape of a box."""
     return tuple(stop - start for start, stop in box)
 
@@ -72,7 +72,7 @@ class _Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
+class _DimNeed:
     """What a rank needs along a dim: rows `held`, of which those `inside` are rows of the array; `piece` is what the
     rank has of the source.
     """
@@ -82,13 +82,13 @@ class _Need:
     piece: int
 
 
-def _need(source: Layout, target: Layout, dim: int, coord: Coordinate) -> _Need:
+def _dim_need(source: Layout, target: Layout, dim: int, coord: MeshCoordinate) -> _DimNeed:
     wanted = target.cuts[dim]
     at = target.piece(wanted, coord)
-    return _Need(wanted.held[at], wanted.inside(at), source.piece(source.cuts[dim], coord))
+    return _DimNeed(wanted.held[at], wanted.inside(at), source.piece(source.cuts[dim], coord))
 
 
-def _segments(cut: Cut, need: _Need) -> list[_Segment]:
+def _needed_segments(cut: Cut, need: _DimNeed) -> list[_Segment]:
     """Split what a rank needs at wraps, at the owners' cut points and at the edges of what it holds."""
     found: list[_Segment] = []
     start, end = need.inside
@@ -96,22 +96,22 @@ def _segments(cut: Cut, need: _Need) -> list[_Segment]:
         row = start % cut.size
         owner = bisect_right(cut.points, row) - 1
         stop = min(end, start - row + cut.points[owner + 1])
-        found += _split(cut, need, owner, (start, stop))
+        found += _split_at_held(cut, need, owner, (start, stop))
         start = stop
-    return _with_beyond(cut, need, found)
+    return _add_rows_beyond(cut, need, found)
 
 
-def _segments_of(cut: Cut, need: _Need, owner: int) -> list[_Segment]:
-    """Those of `_segments` with that owner, without walking through the others."""
+def _segments_of_owner(cut: Cut, need: _DimNeed, owner: int) -> list[_Segment]:
+    """Those of `_needed_segments` with that owner, without walking through the others."""
     low, high = cut.owned(owner)
     found: list[_Segment] = []
-    for wrap in _wraps(cut, need.inside, owner):
+    for wrap in _wraps_to_owner(cut, need.inside, owner):
         span = max(need.inside[0], low + wrap * cut.size), min(need.inside[1], high + wrap * cut.size)
-        found += _split(cut, need, owner, span)
-    return _with_beyond(cut, need, found) if need.piece == owner else found
+        found += _split_at_held(cut, need, owner, span)
+    return _add_rows_beyond(cut, need, found) if need.piece == owner else found
 
 
-def _with_beyond(cut: Cut, need: _Need, inside: list[_Segment]) -> list[_Segment]:
+def _add_rows_beyond(cut: Cut, need: _DimNeed, inside: list[_Segment]) -> list[_Segment]:
     """Those inside and, around them, the needed rows beyond an end that does not wrap: the ranks of one piece hold the
     same.
     """
@@ -125,7 +125,7 @@ def _with_beyond(cut: Cut, need: _Need, inside: list[_Segment]) -> list[_Segment
     return [*beyond(need.held[0], need.inside[0]), *inside, *beyond(need.inside[1], need.held[1])]
 
 
-def _wraps(cut: Cut, need: Interval, owner: int) -> range:
+def _wraps_to_owner(cut: Cut, need: Interval, owner: int) -> range:
     """How often the dim must be unrolled for the owner's rows to meet the needed interval."""
     low, high = cut.owned(owner)
     if low == high or need[0] >= need[1]:
@@ -133,16 +133,16 @@ def _wraps(cut: Cut, need: Interval, owner: int) -> range:
     return range((need[0] - high) // cut.size + 1, -((low - need[1]) // cut.size))
 
 
-def _split(cut: Cut, need: _Need, owner: int, span: Interval) -> Iterator[_Segment]:
+def _split_at_held(cut: Cut, need: _DimNeed, owner: int, span: Interval) -> Iterator[_Segment]:
     """The rows of one owner in one wrap, split where the rank that needs them begins or ends to hold them itself."""
     base, first = span[0] - span[0] % cut.size, need.held[0]
     mine = (base + h % cut.size for h in cut.inside(need.piece))
     for start, stop in pairwise(sorted({*span, *(e for e in mine if span[0] < e < span[1])})):
-        at = _held_at(cut, need.piece, start, stop - start)
+        at = _where_held(cut, need.piece, start, stop - start)
         yield _Segment(owner, (start - base, stop - base), (start - first, stop - first), at)
 
 
-def _held_at(cut: Cut, piece: int, start: int, length: int) -> Interval | None:
+def _where_held(cut: Cut, piece: int, start: int, length: int) -> Interval | None:
     """Where `piece` holds the rows [start, start + length), tried as asked first, then any number of wraps away."""
     (low, high), first = cut.inside(piece), cut.held[piece][0]
     for wraps in (0, -((start - low) // cut.size)):
@@ -152,7 +152,7 @@ def _held_at(cut: Cut, piece: int, start: int, length: int) -> Interval | None:
     return None
 
 
-def _runs(segments: Sequence[_Segment]) -> list[tuple[Interval, Interval]]:
+def _merged_own_rows(segments: Sequence[_Segment]) -> list[tuple[Interval, Interval]]:
     """(mine, placed) of the segments that this rank holds itself, consecutive ones merged."""
     runs: list[tuple[Interval, Interval]] = []
     for s in segments:
@@ -166,42 +166,42 @@ def _runs(segments: Sequence[_Segment]) -> list[tuple[Interval, Interval]]:
     return runs
 
 
-def moves(source: Layout, target: Layout, coord: Coordinate) -> tuple[Move, ...]:
+def row_moves(source: Layout, target: Layout, coord: MeshCoordinate) -> tuple[RowMove, ...]:
     """Everything that the rank at `coord` must gather to hold its target box; its own rows first."""
     if any(start >= stop for start, stop in target.held(coord)):
         return ()
-    by_dim = [_segments(c, _need(source, target, d, coord)) for d, c in enumerate(source.cuts)]
+    by_dim = [_needed_segments(c, _dim_need(source, target, d, coord)) for d, c in enumerate(source.cuts)]
     me = source.index(coord)
-    found = [Move(me, *_boxes(cell)) for cell in product(*map(_runs, by_dim))]
+    found = [RowMove(me, *_taken_and_placed(cell)) for cell in product(*map(_merged_own_rows, by_dim))]
     if all(s.mine is not None for segments in by_dim for s in segments):
         return tuple(found)
     for cell in product(*by_dim):
         if any(s.mine is None for s in cell):
-            giver = _owner(source, coord, [s.owner for s in cell])
-            taken = tuple(_local(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
-            found.append(Move(giver, taken, tuple(s.placed for s in cell)))
+            giver = _owner_position(source, coord, [s.owner for s in cell])
+            taken = tuple(_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
+            found.append(RowMove(giver, taken, tuple(s.placed for s in cell)))
     return tuple(found)
 
 
-def _boxes(cell: Sequence[tuple[Interval, Interval]]) -> tuple[Box, Box]:
+def _taken_and_placed(cell: Sequence[tuple[Interval, Interval]]) -> tuple[Box, Box]:
     return tuple(mine for mine, _ in cell), tuple(placed for _, placed in cell)
 
 
-def _local(rows: Interval, cut: Cut, owner: int) -> Interval:
+def _local_interval(rows: Interval, cut: Cut, owner: int) -> Interval:
     """Global rows as rows of the local tensor of the piece that owns them."""
     low, _ = cut.held[owner]
     return rows[0] - low, rows[1] - low
 
 
-def _owner(source: Layout, coord: Coordinate, pieces: Sequence[int]) -> int:
+def _owner_position(source: Layout, coord: MeshCoordinate, pieces: Sequence[int]) -> int:
     """The position of who owns the given piece of every cut; along axes that cut nothing, the asking rank's own."""
     at = dict(zip((name for name, _ in source.axes), coord, strict=True))
     for cut, piece in zip(source.cuts, pieces, strict=True):
-        at.update(_places(source, cut, piece))
+        at.update(_axis_places(source, cut, piece))
     return source.index(tuple(at.values()))
 
 
-def _places(layout: Layout, cut: Cut, piece: int) -> dict[str, int]:
+def _axis_places(layout: Layout, cut: Cut, piece: int) -> dict[str, int]:
     """Where on its axes a piece of a cut is."""
     at: dict[str, int] = {}
     for axis in reversed(cut.axes):
@@ -209,27 +209,27 @@ def _places(layout: Layout, cut: Cut, piece: int) -> dict[str, int]:
     return at
 
 
-def _given(source: Layout, target: Layout, coord: Coordinate, other: Coordinate) -> tuple[Box, ...]:
-    """What the rank at `coord` gives the one at `other`, in the order of the `moves` of `other`."""
+def _boxes_given(source: Layout, target: Layout, coord: MeshCoordinate, other: MeshCoordinate) -> tuple[Box, ...]:
+    """What the rank at `coord` gives the one at `other`, in the order of the `row_moves` of `other`."""
     by_dim: list[list[_Segment]] = []
     for d, cut in enumerate(source.cuts):
-        by_dim.append(_segments_of(cut, _need(source, target, d, other), source.piece(cut, coord)))
+        by_dim.append(_segments_of_owner(cut, _dim_need(source, target, d, other), source.piece(cut, coord)))
     return tuple(
-        tuple(_local(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
+        tuple(_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
         for cell in product(*by_dim)
         if any(s.mine is None for s in cell)
     )
 
 
-def _askers(source: Layout, target: Layout, coord: Coordinate) -> list[Coordinate]:
+def _asking_coordinates(source: Layout, target: Layout, coord: MeshCoordinate) -> list[MeshCoordinate]:
     """The others that may need rows that the rank at `coord` owns, found dim by dim without asking everybody."""
     here = dict(zip((name for name, _ in source.axes), coord, strict=True))
     cutting = source.cut_axes
     options: list[list[dict[str, int]]] = []
     for cut, wanted in zip(source.cuts, target.cuts, strict=True):
         piece = source.piece(cut, coord)
-        asking = [q for q in range(wanted.pieces) if _wraps(cut, wanted.inside(q), piece)]
-        askers = [_places(target, wanted, q) for q in asking]
+        asking = [q for q in range(wanted.pieces) if _wraps_to_owner(cut, wanted.inside(q), piece)]
+        askers = [_axis_places(target, wanted, q) for q in asking]
         # a rank asks the owner that shares its place on the axes along which the source is replicated
         options.append([at for at in askers if all(c == here[a] for a, c in at.items() if a not in cutting)])
     settled = {a for cut in target.cuts for a in cut.axes}
@@ -240,7 +240,7 @@ def _askers(source: Layout, target: Layout, coord: Coordinate) -> list[Coordinat
     return sorted(found - {coord})
 
 
-def _check(source: Layout, target: Layout) -> None:
+def _check_exchange(source: Layout, target: Layout) -> None:
     """Raise, from what every rank knows alike, when no exchange can bring the source to the target."""
     if source.axes != target.axes or [c.size for c in source.cuts] != [c.size for c in target.cuts]:
         raise ShardingError(
@@ -254,7 +254,7 @@ def _check(source: Layout, target: Layout) -> None:
                 f"the source holds {cut.held} of a dim whose pieces own {owned}: rows that their owner lacks cannot be "
                 f"exchanged; let every piece hold at least what it owns"
             )
-        if not wanted.wraps and (cut.wraps or cut.bare() != wanted.bare() or not _covers(cut, wanted)):
+        if not wanted.wraps and (cut.wraps or cut.bare() != wanted.bare() or not _has_rows_beyond(cut, wanted)):
             raise ShardingError(
                 f"the target needs rows {wanted.held} of a dim of {cut.size} rows that does not wrap; rows beyond an "
                 "end come from a reader alone and stay where it put them: leave the halo out with tile.owned()"
@@ -263,7 +263,7 @@ def _check(source: Layout, target: Layout) -> None:
             raise ShardingError(f"the target needs rows {wanted.held} of a dim that has none; an empty dim cannot wrap")
 
 
-def _covers(cut: Cut, wanted: Cut) -> bool:
+def _has_rows_beyond(cut: Cut, wanted: Cut) -> bool:
     """Whether each piece holds the rows beyond an end that it needs there."""
 
     def beyond(held: Interval) -> Interval:
@@ -274,22 +274,25 @@ def _covers(cut: Cut, wanted: Cut) -> bool:
 
 
 @lru_cache(maxsize=512)
-def plan(source: Layout, target: Layout, coord: Coordinate) -> Plan:
+def plan_exchange(source: Layout, target: Layout, coord: MeshCoordinate) -> ExchangePlan:
     """The transfers that bring every rank from its source box to its target box, as the rank at `coord` sees them.
 
     Raises: `ShardingError` when the layouts describe arrays of different shapes or meshes, or the source lacks rows.
     """
-    _check(source, target)
+    _check_exchange(source, target)
     me = source.index(coord)
-    mine = moves(source, target, coord)
+    mine = row_moves(source, target, coord)
     receives: dict[int, list[Box]] = {}
     for m in mine:
         if m.giver != me:
             receives.setdefault(m.giver, []).append(m.placed)
-    given = [(source.index(other), _given(source, target, coord, other)) for other in _askers(source, target, coord)]
-    return Plan(
-        extents(source.held(coord)),
-        extents(target.held(coord)),
+    given = [
+        (source.index(other), _boxes_given(source, target, coord, other))
+        for other in _asking_coordinates(source, target, coord)
+    ]
+    return ExchangePlan(
+        box_shape(source.held(coord)),
+        box_shape(target.held(coord)),
         tuple(m for m in mine if m.giver == me),
         tuple((peer, boxes) for peer, boxes in given if boxes),
         tuple((peer, tuple(boxes)) for peer, boxes in sorted(receives.items())),

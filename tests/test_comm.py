@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import coordinate
+from jigsaw.mesh import mesh_coordinate
 from jigsaw.testing import on_ranks, world_mesh
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -121,11 +121,11 @@ def test_nothing_is_sent_along_one_rank_or_for_no_rows():
         for same in (comm.all_reduce(x, mesh, "lon"), *comm.all_gather(x, mesh, "lon")):
             torch.testing.assert_close(same, x)
         assert comm.all_reduce(x, mesh, "lon") is not x
-        assert comm.total(x, mesh, ["lon", "absent"]) is x
-        assert comm.enter(x.requires_grad_(), mesh, ()) is x
+        assert comm.sum_parts(x, mesh, ["lon", "absent"]) is x
+        assert comm.use_in_parts(x.requires_grad_(), mesh, ()) is x
         assert comm.all_reduce(torch.ones(0, 3), mesh, "lat").shape == (0, 3)
         assert [p.shape for p in comm.all_gather(torch.ones(0, 3), mesh, "lat")] == [(0, 3)] * 2
-        comm.broadcast(torch.ones(0), mesh, "lat")
+        comm.broadcast_first(torch.ones(0), mesh, "lat")
         comm.start_sum(torch.ones(0), mesh, "lat").wait()
     assert counted.calls == []
 
@@ -135,11 +135,11 @@ def test_nothing_is_sent_along_one_rank_or_for_no_rows():
 
 def check_axes(mesh, ranks, axes):
     """Along `axes` of a mesh whose ranks are `ranks`: every collective against the list of the members."""
-    here = coordinate(mesh)
+    here = mesh_coordinate(mesh)
     names = mesh.mesh_dim_names
     line = ranks[tuple(slice(None) if n in axes else c for n, c in zip(names, here, strict=True))].flatten().tolist()
     me = dist.get_rank()
-    assert comm.extent(mesh, axes) == len(line)
+    assert comm.rank_count(mesh, axes) == len(line)
     torch.testing.assert_close(comm.all_reduce(part(me), mesh, axes), sum(part(r) for r in line))
     for dtype in (torch.float64, torch.bool, torch.complex64, torch.int16):
         parts = comm.all_gather(part(me, dtype).T, mesh, axes)
@@ -147,7 +147,7 @@ def check_axes(mesh, ranks, axes):
         for found, r in zip(parts, line, strict=True):
             torch.testing.assert_close(found, part(r, dtype).T)
     first = part(me, torch.bfloat16)
-    comm.broadcast(first, mesh, axes)
+    comm.broadcast_first(first, mesh, axes)
     torch.testing.assert_close(first, part(line[0], torch.bfloat16))
     for dtype in (torch.float32, torch.complex64):
         summed = part(me, dtype)
@@ -160,7 +160,9 @@ def check_every_choice(ranks, mesh):
     names = mesh.mesh_dim_names
     for bits in range(1 << len(names)):
         check_axes(mesh, ranks, [n for i, n in enumerate(names) if bits >> i & 1])
-    assert comm.agree(mesh, {"rank": "x" * dist.get_rank()}) == [{"rank": "x" * r} for r in ranks.flatten().tolist()]
+    assert comm.all_gather_object(mesh, {"rank": "x" * dist.get_rank()}) == [
+        {"rank": "x" * r} for r in ranks.flatten().tolist()
+    ]
 
 
 @pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[2, 0, 3, 1]], [[3, 1]], [[1], [0], [3]]])
@@ -214,18 +216,18 @@ def test_every_call_is_counted():
         comm.all_reduce(x.bfloat16(), mesh, "lat")
         comm.all_gather(x.bfloat16(), mesh, "lat")
         comm.start_sum(x.double(), mesh, "lat").wait()
-        comm.broadcast(x.clone(), mesh, "lat")
-        comm.swap(
+        comm.broadcast_first(x.clone(), mesh, "lat")
+        comm.swap_messages(
             mesh, [((rank + 1) % 3, x[rank:])], [((rank - 1) % 3, torch.empty(5 - (rank - 1) % 3, 2))], "ring"
         ).wait()
     before = (rank - 1) % 3
     assert counted.calls == [
-        comm.Call("all_reduce", 2 * 2 * 40 // 3, 2 * 2 * 40 // 3, 4),
-        comm.Call("all_reduce", 2 * 2 * 40 // 3, 2 * 2 * 40 // 3, 4),  # as float32
-        comm.Call("all_gather", 2 * 20, 2 * 20, 2),
-        comm.Call("all_reduce", 2 * 2 * 80 // 3, 2 * 2 * 80 // 3, 4),
-        comm.Call("broadcast", 40 if rank == 0 else 0, 0 if rank == 0 else 40, int(rank == 0)),
-        comm.Call("ring", (5 - rank) * 8, (5 - before) * 8, 1),
+        comm.TrafficCall("all_reduce", 2 * 2 * 40 // 3, 2 * 2 * 40 // 3, 4),
+        comm.TrafficCall("all_reduce", 2 * 2 * 40 // 3, 2 * 2 * 40 // 3, 4),  # as float32
+        comm.TrafficCall("all_gather", 2 * 20, 2 * 20, 2),
+        comm.TrafficCall("all_reduce", 2 * 2 * 80 // 3, 2 * 2 * 80 // 3, 4),
+        comm.TrafficCall("broadcast", 40 if rank == 0 else 0, 0 if rank == 0 else 40, int(rank == 0)),
+        comm.TrafficCall("ring", (5 - rank) * 8, (5 - before) * 8, 1),
     ]
     assert counted.sent_bytes == sum(c.sent_bytes for c in counted.calls)
     assert counted.received_bytes == sum(c.received_bytes for c in counted.calls)
@@ -236,7 +238,7 @@ def test_every_call_is_counted():
 def test_agreement_is_counted():
     mesh = world_mesh(lat=2)
     with comm.count() as counted:
-        assert comm.agree(mesh, "ab" * (1 + dist.get_rank())) == ["ab", "abab"]
+        assert comm.all_gather_object(mesh, "ab" * (1 + dist.get_rank())) == ["ab", "abab"]
     assert [c.kind for c in counted.calls] == ["agree", "agree"]
     assert counted.calls[0].sent_bytes == 8
     assert 0 < counted.calls[1].sent_bytes < 100
@@ -245,7 +247,7 @@ def test_agreement_is_counted():
 @on_ranks(1)
 def test_counts_nest_and_see_all_threads():
     def record():
-        comm._record("here", 1, 2, 3)
+        comm._record_call("here", 1, 2, 3)
 
     with comm.count() as outer:
         with comm.count() as inner:
@@ -272,7 +274,7 @@ def test_swap_leaves_out_what_is_empty():
     sends = [(1, torch.ones(2) * 7), (2, torch.ones(0))] if rank == 0 else []
     receives = [(0, got)] if rank == 1 else [(0, torch.ones(0))] if rank == 2 else []
     with comm.count() as counted:
-        comm.swap(mesh, sends, receives).wait()
+        comm.swap_messages(mesh, sends, receives).wait()
     assert got.tolist() == ([7.0, 7.0] if rank == 1 else [-1.0, -1.0])
     assert (counted.messages, counted.sent_bytes) == ((1, 8) if rank == 0 else (0, 0))
 
@@ -284,14 +286,14 @@ def test_swap_carries_out_lazy_views():
     z = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128) * (rank + 1)
     for view in (lambda t: t.conj(), lambda t: t.conj().imag, lambda t: t[:1].conj().imag, lambda t: t.real):
         got = torch.empty_like(view(z).clone())
-        comm.swap(mesh, [(1 - rank, view(z))], [(1 - rank, got)]).wait()
+        comm.swap_messages(mesh, [(1 - rank, view(z))], [(1 - rank, got)]).wait()
         torch.testing.assert_close(got, view(z / (rank + 1) * (2 - rank)).clone(), rtol=0, atol=0)
 
 
 @on_ranks(1)
 def test_a_buffer_that_could_not_be_filled_in_place_is_refused():
     with pytest.raises(ShardingError, match=r"a buffer of shape \(4, 2\) and strides \(4, 1\) must be contiguous"):
-        comm.swap(world_mesh(lat=1), [], [(0, torch.ones(4, 4)[:, :2])])
+        comm.swap_messages(world_mesh(lat=1), [], [(0, torch.ones(4, 4)[:, :2])])
 
 
 # -- adjoint pairs ----------------------------------------------------------------------------------------------------
@@ -306,11 +308,11 @@ def test_total_and_enter_are_adjoint():
     """In the product of values held alike, a value counts once; in that of parts, every part."""
     mesh = world_mesh(lat=3)
     parts, alike = draw(5, 1 + dist.get_rank()).requires_grad_(), draw(5, 0).requires_grad_()
-    total = comm.total(parts, mesh, "lat")
+    total = comm.sum_parts(parts, mesh, "lat")
     (back,) = torch.autograd.grad(total, parts, alike.detach())
     products = torch.stack([(parts * back).sum()]).detach()
     torch.testing.assert_close((total * alike).sum().detach(), comm.all_reduce(products, mesh, "lat")[0])
-    entered = comm.enter(alike, mesh, "lat")
+    entered = comm.use_in_parts(alike, mesh, "lat")
     (back,) = torch.autograd.grad(entered, alike, parts.detach())
     products = torch.stack([(entered * parts).sum()]).detach()
     torch.testing.assert_close(comm.all_reduce(products, mesh, "lat")[0], (alike * back).sum().detach())
@@ -321,14 +323,14 @@ def test_what_total_and_enter_send():
     mesh = world_mesh(lat=2)
     x = torch.ones(4, requires_grad=True)
     with comm.count() as counted:
-        y = comm.total(x, mesh, "lat")
+        y = comm.sum_parts(x, mesh, "lat")
     assert [c.kind for c in counted.calls] == ["all_reduce"]
     with comm.count() as counted:
         y.sum().backward()
-        comm.enter(x.detach(), mesh, "lat")
-        y = comm.enter(x, mesh, "lat")
+        comm.use_in_parts(x.detach(), mesh, "lat")
+        y = comm.use_in_parts(x, mesh, "lat")
         with torch.no_grad():
-            comm.enter(x, mesh, "lat")
+            comm.use_in_parts(x, mesh, "lat")
     assert counted.calls == []
     with comm.count() as counted:
         y.sum().backward()
@@ -351,7 +353,7 @@ def test_first_and_second_derivatives_through_total_and_enter():
     seconds = torch.autograd.grad(firsts[0].sin().sum() + firsts[1].sin().sum(), (both, w))
 
     mine, my_w = both.detach()[rank].clone().requires_grad_(), w.detach().clone().requires_grad_()
-    total, enter = (lambda t, f=f: f(t, mesh, "lat") for f in (comm.total, comm.enter))
+    total, enter = (lambda t, f=f: f(t, mesh, "lat") for f in (comm.sum_parts, comm.use_in_parts))
     my_loss = model(mine, my_w, total, enter)
     torch.testing.assert_close(my_loss, loss)
     my_firsts = torch.autograd.grad(my_loss, (mine, my_w), create_graph=True)

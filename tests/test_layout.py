@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole
+from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole_dim
 
 SIZES = range(33)
 PIECES = range(1, 9)
@@ -142,7 +142,7 @@ def test_a_halo_is_the_rows_within_reach(pieces, periodic):
 
 def test_a_negative_halo_is_refused():
     with pytest.raises(ShardingError, match=r"halo \(-1, 0\) must lie within 0..4"):
-        whole(4).with_halo(-1, 0)
+        whole_dim(4).with_halo(-1, 0)
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def test_what_does_not_fit_is_named(options, words):
         ((Cut(4, (0, 2, 4), ("y",)),), (), r"has 2 pieces, but the axes \('y',\) that cut it have 3 places"),
         ((Cut(4, (0, 2, 4)),), (), r"has 2 pieces, but the axes \(\) that cut it have 1 places"),
         ((Cut(4, (0, 2, 4), ("x",)),) * 2, (), "axis 'x' cuts two dims"),
-        ((whole(4),), (2,), r"groups \(2,\) must share out the 1 cuts, at least one a dim"),
-        ((whole(4), whole(4)), (2, 0), "at least one a dim"),
+        ((whole_dim(4),), (2,), r"groups \(2,\) must share out the 1 cuts, at least one a dim"),
+        ((whole_dim(4), whole_dim(4)), (2, 0), "at least one a dim"),
     ],
 )
 def test_a_layout_checks_itself(cuts, groups, words):
@@ -296,13 +296,13 @@ def test_permute_drop_insert_replace():
     assert layout.drop([0, 1], keepdim=True).spec == (None, None, "lon")
     assert layout.insert(0, 5).shape == (5, 2, 7, 10)
     assert layout.insert(3).shape == (2, 7, 10, 1)
-    assert layout.replace_dim(1, whole(4)).spec == ("data", None, "lon")
-    assert layout.replace_dim(-1, whole(4)) == layout.replace_dim(2, whole(4))
+    assert layout.replace_dim(1, whole_dim(4)).spec == ("data", None, "lon")
+    assert layout.replace_dim(-1, whole_dim(4)) == layout.replace_dim(2, whole_dim(4))
 
 
 def test_dims_that_were_flattened_together():
     lat, lon = Cut(7, (0, 4, 7), ("lat",)), Cut(6, (0, 3, 6), ("lon",))
-    layout = Layout.from_dims([[whole(2)], [lat, lon]], (("lat", 2), ("lon", 2)))
+    layout = Layout.from_dims([[whole_dim(2)], [lat, lon]], (("lat", 2), ("lon", 2)))
     assert layout.ndim == 2
     assert layout.shape == (2, 42)
     assert layout.dim(1) == layout.dim(-1) == (lat, lon)

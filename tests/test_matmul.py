@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from jigsaw import comm
-from jigsaw.grid import Grid, candidates, choose
 from jigsaw.layout import Cut, Layout, ShardingError
-from jigsaw.matmul import matmul
+from jigsaw.matmul import grid_matmul
+from jigsaw.matmul_grid import MatmulGrid, candidate_grids, choose_grid
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 GRIDS = [
@@ -48,7 +48,7 @@ def _same_as_whole(grid, shape, chunk=1 << 20, dtype=torch.float64, rtol=1e-12):
     mesh = world_mesh(rank=dist.get_world_size())
     (x, w, g), (xp, wp, gp), coord = _parts(grid, shape, dtype)
     with comm.count() as forward:
-        y = matmul(xp, wp, grid, mesh, chunk)
+        y = grid_matmul(xp, wp, grid, mesh, chunk)
     with comm.count() as backward:
         y.backward(gp)
     assert y.dtype == dtype
@@ -78,7 +78,7 @@ def _one(*args):
 
 
 def _check(p, rest, shape, chunk, split=None):
-    grid, coord, forward, backward = _same_as_whole(Grid.of(shape, p, rest, split), shape, chunk)
+    grid, coord, forward, backward = _same_as_whole(MatmulGrid.of(shape, p, rest, split), shape, chunk)
     assert forward.received_bytes == 8 * sum(grid.received(coord).values())
     assert backward.received_bytes == 8 * sum(grid.received_backward(coord).values())
     return forward.received_bytes, backward.received_bytes
@@ -120,11 +120,11 @@ def test_even_blocks_move_the_elements_of_the_formula(p):
 
 @on_ranks(4)
 def _work(p, shape):
-    grid = Grid.of(shape, p)
+    grid = MatmulGrid.of(shape, p)
     mesh = world_mesh(rank=4)
     _, (x, w, g), coord = _parts(grid, shape)
     with FlopCounterMode(display=False) as flops:
-        matmul(x, w, grid, mesh).backward(g)
+        grid_matmul(x, w, grid, mesh).backward(g)
     return flops.get_total_flops(), grid.work(coord), grid.products(coord)
 
 
@@ -151,7 +151,7 @@ def test_uneven_work_differs_by_less_than_the_blocks_do(p):
 
 @on_ranks(4)
 def _narrow(p, dtype, rtol):
-    grid, coord, forward, _ = _same_as_whole(Grid.of((33, 130, 10), p), (33, 130, 10), 2000, dtype, rtol)
+    grid, coord, forward, _ = _same_as_whole(MatmulGrid.of((33, 130, 10), p), (33, 130, 10), 2000, dtype, rtol)
     moved = grid.received(coord)
     assert forward.received_bytes == 2 * (moved["x"] + moved["w"]) + 4 * moved["y"]  # sums travel in float32
 
@@ -166,11 +166,11 @@ def test_narrow_types_are_accumulated_in_float32(p, dtype):
 @on_ranks(4)
 def _long_sum():
     """A sum that bfloat16 cannot take in parts: 256 + 1 is 256."""
-    grid = Grid.of((1, 4, 1), (1, 4, 1))
+    grid = MatmulGrid.of((1, 4, 1), (1, 4, 1))
     coord = grid.coord(dist.get_rank())
     x = _part(torch.tensor([[256.0, 1.0, 1.0, 1.0]], dtype=torch.bfloat16), grid.x, coord)
     w = _part(torch.ones(1, 4, dtype=torch.bfloat16), grid.w, coord)
-    y = matmul(x, w, grid, world_mesh(rank=4))
+    y = grid_matmul(x, w, grid, world_mesh(rank=4))
     return y.tolist()
 
 
@@ -180,13 +180,13 @@ def test_a_sum_across_ranks_is_not_rounded_on_the_way():
 
 @on_ranks(4)
 def _complex():
-    grid = Grid.of((7, 10, 5), (2, 1, 2))
+    grid = MatmulGrid.of((7, 10, 5), (2, 1, 2))
     _, _, coord = _parts(grid, (7, 10, 5))
     x, w, g = _operands((7, 10, 5), torch.complex128)
     x, w = (x * (1 + 2j)).requires_grad_(), (w * (2 - 1j)).requires_grad_()
     F.linear(x, w).backward(g)
     xp, wp = (_part(t.detach(), layout, coord).requires_grad_() for t, layout in ((x, grid.x), (w, grid.w)))
-    matmul(xp, wp, grid, world_mesh(rank=4)).backward(_part(g, grid.y, coord))
+    grid_matmul(xp, wp, grid, world_mesh(rank=4)).backward(_part(g, grid.y, coord))
     torch.testing.assert_close(xp.grad, _part(x.grad, grid.x, coord))
     torch.testing.assert_close(wp.grad, _part(w.grad, grid.w, coord))
 
@@ -200,14 +200,14 @@ def _named_axes():
     """Axes by name, not contiguous in the mesh, one of them holding everything alike."""
     mesh = world_mesh(lat=2, channel=2)
     shape = (9, 10, 7)
-    grid = Grid.by(shape, {"lat": 2, "channel": 2}, n="lat", m="channel")
+    grid = MatmulGrid.by(shape, {"lat": 2, "channel": 2}, n="lat", m="channel")
     (x, w, _), (xp, wp, _), coord = _parts(grid, shape)
-    y = matmul(xp, wp, grid, mesh)
+    y = grid_matmul(xp, wp, grid, mesh)
     torch.testing.assert_close(y, _part(x @ w.T, grid.y, coord))
-    alike = Grid.by(shape, {"lat": 2, "channel": 2}, n="lat")
+    alike = MatmulGrid.by(shape, {"lat": 2, "channel": 2}, n="lat")
     (x, w, g), (xp, wp, gp), coord = _parts(alike, shape)
     with comm.count() as count:
-        y = matmul(xp, wp, alike, mesh)
+        y = grid_matmul(xp, wp, alike, mesh)
     y.backward(gp)
     torch.testing.assert_close(y, _part(x @ w.T, alike.y, coord))
     torch.testing.assert_close(xp.grad, _part(g @ w, alike.x, coord))
@@ -222,12 +222,12 @@ def test_axes_by_name():
 def _held_alike():
     """A whole weight on every rank is not gathered, and its gradient stays this rank's part."""
     shape = (9, 10, 7)
-    even = Grid.of(shape, (4, 1, 1))
-    grid = Grid(even.m, even.k, even.n, even.x, Layout.of((7, 10), (None, None), even.x.axes), even.y)
+    even = MatmulGrid.of(shape, (4, 1, 1))
+    grid = MatmulGrid(even.m, even.k, even.n, even.x, Layout.of((7, 10), (None, None), even.x.axes), even.y)
     (x, w, g), (xp, wp, gp), coord = _parts(grid, shape)
     mesh = world_mesh(rank=4)
     with comm.count() as count:
-        y = matmul(xp, wp, grid, mesh)
+        y = grid_matmul(xp, wp, grid, mesh)
         y.backward(gp)
     assert count.received_bytes == 0
     torch.testing.assert_close(comm.all_reduce(wp.grad, mesh, ["rank"]), g.T @ x)
@@ -241,7 +241,7 @@ def test_what_is_held_alike_does_not_move():
 @on_ranks(4)
 def _transient(p, shape):
     """The most that is held at once of what the ranks move, by the engine's own buffers."""
-    grid = Grid.of(shape, p)
+    grid = MatmulGrid.of(shape, p)
     _, (x, w, _), coord = _parts(grid, shape)
     sizes = []
 
@@ -253,7 +253,7 @@ def _transient(p, shape):
             return out
 
     with Watch():
-        matmul(x, w, grid, world_mesh(rank=4))
+        grid_matmul(x, w, grid, world_mesh(rank=4))
     return sum(sizes), max(sizes, default=0), grid.transient(coord)
 
 
@@ -265,38 +265,38 @@ def test_no_buffer_is_larger_than_predicted(p):
 
 def test_the_chooser_knows_its_regimes():
     tokens, channels = 1 << 20, 1024
-    assert choose(candidates((tokens, channels, channels), 8)).name == "domain"  # the weight moves
-    assert choose(candidates((64, 65536, 256), 8)).name == "row"  # a long sum: the result moves
-    assert choose(candidates((64, 64, 65536), 8)).name == "column"  # X moves
-    assert choose(candidates((4096, 4096, 4096), 64)).p == (4, 4, 4)  # a cube on a cube
-    assert choose(candidates((tokens, channels, channels), 1)).name == "local"
+    assert choose_grid(candidate_grids((tokens, channels, channels), 8)).name == "domain"  # the weight moves
+    assert choose_grid(candidate_grids((64, 65536, 256), 8)).name == "row"  # a long sum: the result moves
+    assert choose_grid(candidate_grids((64, 64, 65536), 8)).name == "column"  # X moves
+    assert choose_grid(candidate_grids((4096, 4096, 4096), 64)).p == (4, 4, 4)  # a cube on a cube
+    assert choose_grid(candidate_grids((tokens, channels, channels), 1)).name == "local"
 
 
 def test_the_chooser_gives_named_axes_a_role():
-    grid = choose(candidates((1 << 16, 64, 64), {"lat": 2, "lon": 4}))
+    grid = choose_grid(candidate_grids((1 << 16, 64, 64), {"lat": 2, "lon": 4}))
     assert grid.m.axes == ("lat", "lon")
 
 
 def test_the_best_grid_is_never_beaten_on_bytes():
     for shape in [(7, 10, 13), (33, 13, 10), (64, 64, 64), (4, 100, 9)]:
         for ranks in (2, 3, 4, 6, 8):
-            every = candidates(shape, ranks)
-            best = choose(every)
+            every = candidate_grids(shape, ranks)
+            best = choose_grid(every)
             balanced = [g for g in every if max(map(g.work, g.coords())) < 2 * math.prod(shape) / ranks]
             assert not balanced or best.worst == min(g.worst for g in balanced)
 
 
 def test_memory_bounds_the_choice():
-    every = candidates((512, 512, 512), 8)
-    free = choose(every)
-    tight = choose(every, memory=free.most_transient - 1)
+    every = candidate_grids((512, 512, 512), 8)
+    free = choose_grid(every)
+    tight = choose_grid(every, memory=free.most_transient - 1)
     assert tight.most_transient < free.most_transient
     with pytest.raises(ShardingError, match=r"memory=3 elements: every one of 10 grids needs more; the least is \d+"):
-        choose(every, memory=3)
+        choose_grid(every, memory=3)
 
 
 def test_explain_says_what_will_happen():
-    grid = Grid.of((32, 24, 16), (2, 1, 2))
+    grid = MatmulGrid.of((32, 24, 16), (2, 1, 2))
     lines = grid.explain(itemsize=8).splitlines()
     assert "on 2 x 1 x 2 ranks (SUMMA)" in lines[0]
     received = grid.received((0, 0, 0))
@@ -308,11 +308,11 @@ def _wrong(which):
     mesh = world_mesh(rank=2)
     x, w = torch.zeros(2, 4), torch.zeros(3, 4)
     if which == "ranks":
-        matmul(x, w, Grid.of((4, 4, 6), (4, 1, 1)), mesh)
+        grid_matmul(x, w, MatmulGrid.of((4, 4, 6), (4, 1, 1)), mesh)
     if which == "shape":
-        matmul(x[:1], w, Grid.of((4, 4, 6), (2, 1, 1)), mesh)
+        grid_matmul(x[:1], w, MatmulGrid.of((4, 4, 6), (2, 1, 1)), mesh)
     if which == "dtype":
-        matmul(x, w.double(), Grid.of((4, 4, 6), (2, 1, 1)), mesh)
+        grid_matmul(x, w.double(), MatmulGrid.of((4, 4, 6), (2, 1, 1)), mesh)
 
 
 @pytest.mark.parametrize(
@@ -331,10 +331,10 @@ def test_wrong_use_is_told(which, words):
 
 def test_a_grid_checks_itself():
     with pytest.raises(ShardingError, match="an axis can cut one dim only"):
-        Grid.by((4, 4, 4), {"lat": 2}, m="lat", n="lat")
-    good = Grid.of((4, 4, 4), (2, 1, 2))
+        MatmulGrid.by((4, 4, 4), {"lat": 2}, m="lat", n="lat")
+    good = MatmulGrid.of((4, 4, 4), (2, 1, 2))
     other = Layout((Cut(4, (0, 1, 4), ("m",)), good.k), good.x.axes)
     with pytest.raises(ShardingError, match=r"X at rest, .* must refine blocks cut by"):
-        Grid(good.m, good.k, good.n, other, good.w, good.y)
+        MatmulGrid(good.m, good.k, good.n, other, good.w, good.y)
     with pytest.raises(ShardingError, match="rest='nnn' must name a dim of X"):
-        Grid.of((4, 4, 4), (2, 1, 2), rest="nnn")
+        MatmulGrid.of((4, 4, 4), (2, 1, 2), rest="nnn")

@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.layout import ShardingError
 from jigsaw.mesh import (
-    axes_of,
-    coordinate,
-    group_of,
+    axes_in_mesh_order,
+    axes_of_mesh,
+    flat_submesh,
+    groups_along,
     init_mesh,
-    lines_along,
-    members,
-    named,
+    is_same_mesh,
+    mesh_coordinate,
+    mesh_group,
     rank_at,
-    same_mesh,
-    submesh,
+    ranks_along,
 )
 from jigsaw.testing import on_ranks, world_mesh
 
@@ -30,8 +30,8 @@ from jigsaw.testing import on_ranks, world_mesh
 def test_init_mesh_is_a_named_device_mesh():
     mesh = init_mesh(data=1, lat=2, lon=2)
     assert isinstance(mesh, DeviceMesh)
-    assert axes_of(mesh) == (("data", 1), ("lat", 2), ("lon", 2))
-    assert coordinate(mesh) == (0, *divmod(dist.get_rank(), 2))
+    assert axes_of_mesh(mesh) == (("data", 1), ("lat", 2), ("lon", 2))
+    assert mesh_coordinate(mesh) == (0, *divmod(dist.get_rank(), 2))
     assert mesh.device_type == "cpu"
 
 
@@ -46,9 +46,9 @@ def test_a_mesh_that_does_not_fit_the_ranks():
 
 @on_ranks(4)
 def test_one_axis_takes_the_rest_of_the_ranks():
-    assert axes_of(init_mesh(lat=-1)) == (("lat", 4),)
-    assert axes_of(init_mesh(data=2, lat=-1, lon=1)) == (("data", 2), ("lat", 2), ("lon", 1))
-    assert axes_of(init_mesh(data=4, lat=-1)) == (("data", 4), ("lat", 1))
+    assert axes_of_mesh(init_mesh(lat=-1)) == (("lat", 4),)
+    assert axes_of_mesh(init_mesh(data=2, lat=-1, lon=1)) == (("data", 2), ("lat", 2), ("lon", 1))
+    assert axes_of_mesh(init_mesh(data=4, lat=-1)) == (("data", 4), ("lat", 1))
     for others in (3, 8):
         what = rf"init_mesh\(lat=-1, lon={others}\) has places for multiples of {others} ranks but there are 4 ranks"
         with pytest.raises(ShardingError, match=what):
@@ -58,32 +58,32 @@ def test_one_axis_takes_the_rest_of_the_ranks():
 @on_ranks(2)
 def test_a_mesh_without_names():
     with pytest.raises(ShardingError, match=r"mesh of shape \(2,\) has no axis names; make it with jigsaw.init_mesh"):
-        axes_of(DeviceMesh("cpu", [0, 1]))
+        axes_of_mesh(DeviceMesh("cpu", [0, 1]))
 
 
 @on_ranks(4)
 def test_ranks_along_axes_come_in_mesh_order():
     mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("lat", "lon"))
-    lat, lon = coordinate(mesh)
+    lat, lon = mesh_coordinate(mesh)
     assert [rank_at(mesh, i) for i in range(4)] == [3, 1, 0, 2]
-    assert members(mesh, "lon") == ((3, 1), (0, 2))[lat]
-    assert members(mesh, ["lat", "absent"]) == ((3, 0), (1, 2))[lon]
-    assert members(mesh, ["lon", "lat"]) == (3, 1, 0, 2)
-    assert members(mesh, ()) == (dist.get_rank(),)
-    assert named(mesh, ["lon", "lat", "absent"]) == ("lat", "lon")
-    assert named(mesh, "lat_lon") == ()
+    assert ranks_along(mesh, "lon") == ((3, 1), (0, 2))[lat]
+    assert ranks_along(mesh, ["lat", "absent"]) == ((3, 0), (1, 2))[lon]
+    assert ranks_along(mesh, ["lon", "lat"]) == (3, 1, 0, 2)
+    assert ranks_along(mesh, ()) == (dist.get_rank(),)
+    assert axes_in_mesh_order(mesh, ["lon", "lat", "absent"]) == ("lat", "lon")
+    assert axes_in_mesh_order(mesh, "lat_lon") == ()
 
 
 @on_ranks(4)
 def test_groups_that_exist_are_used():
     mesh = world_mesh(data=1, lat=2, lon=2)
     before = dist.distributed_c10d.get_pg_count()
-    ((along_lat, _),) = lines_along(mesh, ["data", "lat"])
+    ((along_lat, _),) = groups_along(mesh, ["data", "lat"])
     assert along_lat is mesh.get_group("lat")
-    ((along_both, ranks),) = lines_along(mesh, ["lon", "lat"])
-    assert along_both is group_of(mesh) is dist.group.WORLD
+    ((along_both, ranks),) = groups_along(mesh, ["lon", "lat"])
+    assert along_both is mesh_group(mesh) is dist.group.WORLD
     assert ranks == (0, 1, 2, 3)
-    assert lines_along(mesh, "data") == []
+    assert groups_along(mesh, "data") == []
     assert dist.distributed_c10d.get_pg_count() == before
 
 
@@ -91,27 +91,27 @@ def test_groups_that_exist_are_used():
 def test_same_mesh_compares_ranks_and_names():
     names = ("lat", "lon")
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
-    assert same_mesh(mesh, mesh)
-    assert same_mesh(mesh, world_mesh(lat=2, lon=2))
-    assert same_mesh(mesh, world_mesh(data=1, lat=2, lon=2)["lat", "lon"])
+    assert is_same_mesh(mesh, mesh)
+    assert is_same_mesh(mesh, world_mesh(lat=2, lon=2))
+    assert is_same_mesh(mesh, world_mesh(data=1, lat=2, lon=2)["lat", "lon"])
     for ranks, other in (([[0, 2], [1, 3]], names), ([[0, 1], [2, 3]], ("lon", "lat")), ([[0, 1, 2, 3]], names)):
-        assert not same_mesh(mesh, DeviceMesh("cpu", ranks, mesh_dim_names=other))
+        assert not is_same_mesh(mesh, DeviceMesh("cpu", ranks, mesh_dim_names=other))
 
 
 @on_ranks(4)
 def test_a_submesh_is_made_once():
     mesh = world_mesh(data=1, lat=2, lon=2)
-    assert submesh(mesh, "lat").mesh_dim_names == ("lat",)
-    flat = submesh(mesh, ["lat", "lon"])
+    assert flat_submesh(mesh, "lat").mesh_dim_names == ("lat",)
+    flat = flat_submesh(mesh, ["lat", "lon"])
     assert flat.mesh.tolist() == [0, 1, 2, 3]
-    assert submesh(mesh, ["lon", "lat"]) == flat
+    assert flat_submesh(mesh, ["lon", "lat"]) == flat
 
 
 @on_ranks(2)
 def test_asking_a_mesh_does_not_keep_it_alive():
     mesh = DeviceMesh("cpu", torch.tensor([[1], [0]]), mesh_dim_names=("lat", "lon"))
-    members(mesh, "lat")
-    lines_along(mesh, "lat")
+    ranks_along(mesh, "lat")
+    groups_along(mesh, "lat")
     gone = weakref.ref(mesh)
     del mesh
     gc.collect()

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import jigsaw
 from jigsaw import comm
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import submesh
+from jigsaw.mesh import flat_submesh
 from jigsaw.nn.linear import Linear
 from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
-from jigsaw.sharding import units_of
+from jigsaw.sharding import sharding_units
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 SPEC = ("data", None, "lat", "lon")
@@ -181,7 +181,7 @@ def test_ddp_around_it(reduce):
 def test_fully_shard_around_it():
     model, expected, mesh = _pair(Net, {"data": 2, "lat": 2}, reduce=False)
     model.noise.requires_grad_(False)
-    flat = submesh(mesh, mesh.mesh_dim_names)
+    flat = flat_submesh(mesh, mesh.mesh_dim_names)
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=flat, ignored_params={model.noise}).set_force_sum_reduction_for_comms(True)
     batch = _batch()
@@ -712,13 +712,13 @@ def test_clipping_of_what_is_not_finite():
 
 def test_units_are_elements_of_sequences_that_are_big_enough():
     net = Net()
-    assert units_of(net, 1) == list(net.blocks)
-    assert units_of(net, 10**6) == []
+    assert sharding_units(net, 1) == list(net.blocks)
+    assert sharding_units(net, 10**6) == []
     net.blocks[1].position = net.blocks[0].position
-    assert units_of(net, 1) == []  # a tied parameter is gathered with all that use it
+    assert sharding_units(net, 1) == []  # a tied parameter is gathered with all that use it
     deep = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
-    assert units_of(deep, 1) == [*deep[0], deep[1]]
-    assert units_of(deep, 8 * 6) == [deep[0]]
+    assert sharding_units(deep, 1) == [*deep[0], deep[1]]
+    assert sharding_units(deep, 8 * 6) == [deep[0]]
 
 
 # -- misuse -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
-from jigsaw.testing.world import _world
+from jigsaw.testing.world import _live_world
 
 
 @on_ranks(3)
@@ -265,7 +265,7 @@ def test_ranks_end_with_their_parent(tmp_path):
 
 @pytest.mark.slow
 def test_a_world_is_alive_until_killed():
-    world = _world(2)
+    world = _live_world(2)
     assert world.alive
     pids = world.pids
     world.kill()

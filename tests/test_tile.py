@@ -156,9 +156,9 @@ def test_a_mesh_of_some_unordered_ranks():
         torch.testing.assert_close(tile.mean(), x.mean())
     else:
         with pytest.raises(ShardingError, match="not part of the mesh"):
-            from jigsaw.mesh import coordinate
+            from jigsaw.mesh import mesh_coordinate
 
-            coordinate(mesh)
+            mesh_coordinate(mesh)
 
 
 @on_ranks(2)
@@ -168,7 +168,7 @@ def test_the_loss_is_an_ordinary_scalar_equal_on_every_rank():
     tile.local.requires_grad_()
     loss = (tile * 2).square().mean()
     assert type(loss) is torch.Tensor and loss.ndim == 0
-    assert len({float(v) for v in comm.agree(mesh, loss.item())}) == 1
+    assert len({float(v) for v in comm.all_gather_object(mesh, loss.item())}) == 1
     loss.backward()
     torch.testing.assert_close(tile.grad.full_tensor(), 8 * x / x.numel())
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole
-from jigsaw.transfers import moves, plan
+from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole_dim
+from jigsaw.transfers import plan_exchange, row_moves
 
 
 def box_of(whole_array, box):
@@ -31,7 +31,7 @@ def carry_out(source, target):
     """Run every rank's plan; check each message, each cell and each count; return the plans."""
     sizes = tuple(c.size for c in source.cuts)
     array = np.arange(prod(sizes)).reshape(sizes)
-    plans = {coord: plan(source, target, coord) for coord in source.coords()}
+    plans = {coord: plan_exchange(source, target, coord) for coord in source.coords()}
     by_index = {source.index(c): c for c in plans}
     for coord, todo in plans.items():
         wanted = box_of(array, target.held(coord))
@@ -228,8 +228,8 @@ def test_what_is_held_alike_is_cut_without_a_message():
 def test_flattened_dims_move_as_the_dims_that_they_are():
     lat, lon = Cut(7, (0, 4, 7), ("lat",)), Cut(6, (0, 3, 6), ("lon",))
     axes = (("lat", 2), ("lon", 2))
-    source = Layout.from_dims([[whole(2)], [lat, lon]], axes)
-    target = Layout.from_dims([[whole(2)], [lat.with_halo(1, 1), lon.with_halo(2, 1, periodic=True)]], axes)
+    source = Layout.from_dims([[whole_dim(2)], [lat, lon]], axes)
+    target = Layout.from_dims([[whole_dim(2)], [lat.with_halo(1, 1), lon.with_halo(2, 1, periodic=True)]], axes)
     todo = carry_out(source, target)[0, 0]
     assert (todo.source_tile, todo.source_shape) == ((2, 12), (2, 4, 3))
     assert (todo.target_tile, todo.target_shape) == ((2, 30), (2, 5, 6))
@@ -238,7 +238,7 @@ def test_flattened_dims_move_as_the_dims_that_they_are():
 def test_moves_put_a_ranks_own_rows_first():
     source = Layout.of((8,), ("x",), {"x": 2})
     target = source.replace_dim(0, source.cuts[0].with_halo(2, 0, periodic=True))
-    own, other = moves(source, target, (1,))
+    own, other = row_moves(source, target, (1,))
     assert (own.giver, own.taken, own.placed) == (1, ((0, 4),), ((2, 6),))
     assert (other.giver, other.taken, other.placed) == (0, ((2, 4),), ((0, 2),))
 
@@ -250,9 +250,9 @@ def test_moves_put_a_ranks_own_rows_first():
 def test_sizes_and_meshes_must_agree_on_every_rank(coord):
     source = Layout.of((8,), ("x",), {"x": 2})
     with pytest.raises(ShardingError, match=r"cannot exchange between .*: sizes and mesh must agree"):
-        plan(source, Layout.of((9,), ("x",), {"x": 2}), coord)
+        plan_exchange(source, Layout.of((9,), ("x",), {"x": 2}), coord)
     with pytest.raises(ShardingError, match=r"on mesh \{'x': 2\} and .* on mesh \{'y': 2\}: sizes and mesh must agree"):
-        plan(source, Layout.of((8,), ("y",), {"y": 2}), coord)
+        plan_exchange(source, Layout.of((8,), ("y",), {"y": 2}), coord)
 
 
 @pytest.mark.parametrize("coord", [(0,), (1,)])
@@ -260,13 +260,13 @@ def test_rows_that_their_owner_lacks_are_refused_on_every_rank(coord):
     target = Layout.of((8,), ("x",), {"x": 2})
     source = target.replace_dim(0, target.cuts[0].holding([(0, 3), (4, 8)]))
     with pytest.raises(ShardingError, match=r"the source holds .* rows that their owner lacks cannot be exchanged"):
-        plan(source, target, coord)
+        plan_exchange(source, target, coord)
 
 
 def test_an_empty_dim_cannot_wrap():
     source = Layout.of((0,), ("x",), {"x": 2})
     with pytest.raises(ShardingError, match=r"the target needs rows .* of a dim that has none"):
-        plan(source, source.replace_dim(0, source.cuts[0].holding([(0, 0), (0, 1)])), (0,))
+        plan_exchange(source, source.replace_dim(0, source.cuts[0].holding([(0, 0), (0, 1)])), (0,))
 
 
 # -- what planning costs ----------------------------------------------------------------------------------------------
@@ -295,9 +295,9 @@ def halo_on(lat, lon):
 
 
 def test_a_halo_on_1024_ranks_is_planned_by_looking_at_neighbours():
-    small = calls_made(plan.__wrapped__, *halo_on(4, 4), (1, 1))
-    large = calls_made(plan.__wrapped__, *halo_on(32, 32), (17, 5))
-    assert len(plan(*halo_on(32, 32), (17, 5)).sends) == 8
+    small = calls_made(plan_exchange.__wrapped__, *halo_on(4, 4), (1, 1))
+    large = calls_made(plan_exchange.__wrapped__, *halo_on(32, 32), (17, 5))
+    assert len(plan_exchange(*halo_on(32, 32), (17, 5)).sends) == 8
     # one look at each of the pieces of a dim, and the rest as on 16 ranks
     assert large <= small + 4 * (32 - 4) * 2
 
@@ -305,19 +305,19 @@ def test_a_halo_on_1024_ranks_is_planned_by_looking_at_neighbours():
 def test_a_gather_on_1024_ranks_costs_a_few_steps_a_message():
     axes = {"lat": 32, "lon": 32}
     source, target = (Layout.of((721, 1440), spec, axes) for spec in (("lat", "lon"), (None, None)))
-    assert calls_made(plan.__wrapped__, source, target, (3, 4)) < 100 * 1024
+    assert calls_made(plan_exchange.__wrapped__, source, target, (3, 4)) < 100 * 1024
 
 
 def test_a_long_line_of_ranks_is_not_searched_for_every_row():
     cut = Cut(4096, cut_points(4096, 1024), ("x",))
     source = Layout((cut,), (("x", 1024),))
     target = source.replace_dim(0, cut.with_halo(9, 9, periodic=True))
-    assert len(plan(source, target, (0,)).receives) == 6
-    assert calls_made(plan.__wrapped__, source, target, (0,)) < 10 * 1024
+    assert len(plan_exchange(source, target, (0,)).receives) == 6
+    assert calls_made(plan_exchange.__wrapped__, source, target, (0,)) < 10 * 1024
 
 
 def test_plans_kept_are_few():
     """The cache of plans is bounded, and nothing else in the planner is kept."""
-    assert plan.cache_info().maxsize <= 512
-    kept = [name for name, f in vars(sys.modules[moves.__module__]).items() if hasattr(f, "cache_info")]
+    assert plan_exchange.cache_info().maxsize <= 512
+    kept = [name for name, f in vars(sys.modules[row_moves.__module__]).items() if hasattr(f, "cache_info")]
     assert kept == ["plan"]

@@ -8,7 +8,7 @@ from ranks_apart import run_apart
 from torch.distributed.device_mesh import init_device_mesh
 
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import init_mesh, patience, submesh
+from jigsaw.mesh import flat_submesh, init_mesh, mesh_patience
 from jigsaw.testing import on_ranks
 
 
@@ -26,25 +26,25 @@ print("waits", patience(jigsaw.init_mesh(device="cpu", lat=1, timeout=7)).total_
 @on_ranks(4)
 def test_all_groups_of_a_mesh_wait_alike():
     """Those of the axes, and the one that several axes are joined by: torch gives each new group its own 30 minutes."""
-    of_the_job = patience(init_mesh(device="cpu", lat=4))
+    of_the_job = mesh_patience(init_mesh(device="cpu", lat=4))
     assert of_the_job == timedelta(hours=1)
     mesh = init_mesh(device="cpu", data=1, lat=2, lon=2)
-    assert {patience(mesh[name]) for name in ("lat", "lon")} == {of_the_job}
-    assert patience(submesh(mesh, ("lat", "lon"))) == of_the_job
+    assert {mesh_patience(mesh[name]) for name in ("lat", "lon")} == {of_the_job}
+    assert mesh_patience(flat_submesh(mesh, ("lat", "lon"))) == of_the_job
     try:
         mesh = init_mesh(device="cpu", lat=2, lon=2, timeout=timedelta(minutes=2))
-        assert {patience(m) for m in (mesh, mesh["lat"], mesh["lon"])} == {timedelta(minutes=2)}
+        assert {mesh_patience(m) for m in (mesh, mesh["lat"], mesh["lon"])} == {timedelta(minutes=2)}
     finally:
         init_mesh(device="cpu", lat=2, lon=2, timeout=of_the_job)
 
 
 @on_ranks(2)
 def test_a_mesh_of_ones_own_says_how_long_its_ranks_wait():
-    before = patience(init_mesh(device="cpu", lat=2))
+    before = mesh_patience(init_mesh(device="cpu", lat=2))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("lat",))
-    assert patience(mesh) == before
+    assert mesh_patience(mesh) == before
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=40), mesh.get_group("lat"))
-    assert patience(mesh) == timedelta(seconds=40)
+    assert mesh_patience(mesh) == timedelta(seconds=40)
     dist.distributed_c10d._set_pg_timeout(before, mesh.get_group("lat"))
 
 

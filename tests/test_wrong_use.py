@@ -70,7 +70,7 @@ def test_one_part_that_does_not_fit():
         ShardingError, match=r"at \(1,\) passed a local tensor of shape \(3, 6\), but .* gives it \(4, 6\)"
     ):
         from_local(part, mesh, SPEC, (12, 6))
-    assert comm.agree(mesh, dist.get_rank()) == [0, 1, 2]
+    assert comm.all_gather_object(mesh, dist.get_rank()) == [0, 1, 2]
 
 
 @on_ranks(2)

@@ -1,9 +1,6 @@
 """Reading: stores of any format as samples that are cut while they are read.  Writing: tiles, each rank its own."""
 
-from jigsaw.io import forcings
-from jigsaw.io.conversion.run import Converted, convert, verify
-from jigsaw.io.dataset import Dataset, Sample
-from jigsaw.io.errors import (
+from jigsaw.errors import (
     CorruptChunkError,
     FieldError,
     ForkedError,
@@ -20,24 +17,27 @@ from jigsaw.io.errors import (
     WindowError,
     WriteError,
 )
-from jigsaw.io.fetch.disk_cache import DiskCache
+from jigsaw.io.conversion.convert import Converted, convert, verify
+from jigsaw.io.datasets.dataset import Dataset, Sample
+from jigsaw.io.datasets.loader import Batch, DataLoader
+from jigsaw.io.datasets.opening import open
+from jigsaw.io.datasets.splits import split
 from jigsaw.io.formats.array_source import ArraySource, SourceArray
+from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.many_files import open_many
 from jigsaw.io.formats.raw import open_npy, open_raw
-from jigsaw.io.grids.regrid import Regridder, regrid
-from jigsaw.io.loader import Batch, DataLoader
-from jigsaw.io.opening import open
+from jigsaw.io.formats.store import open_hdf5, open_store
 from jigsaw.io.reports.recommend import Recommendation, recommend
-from jigsaw.io.splits import split
-from jigsaw.io.stats.run import statistics
-from jigsaw.io.stats.table import Statistics
-from jigsaw.io.store import open_hdf5, open_store
-from jigsaw.io.volumes.dataset import Volumes, VolumeSample
+from jigsaw.io.series import forcings
+from jigsaw.io.series.statistics import Statistics
+from jigsaw.io.stats.compute import statistics
 from jigsaw.io.volumes.foreground import Foreground
-from jigsaw.io.volumes.loader import VolumeBatch, VolumeLoader
-from jigsaw.io.volumes.opening import open_volumes
-from jigsaw.io.volumes.sliding import sliding_window
+from jigsaw.io.volumes.open_volumes import open_volumes
+from jigsaw.io.volumes.volume_dataset import Volumes, VolumeSample
+from jigsaw.io.volumes.volume_loader import VolumeBatch, VolumeLoader
 from jigsaw.io.writing.write import Writer, completeness, write
+from jigsaw.regrid.regridder import Regridder, regrid
+from jigsaw.sliding import sliding_window
 
 __all__ = [
     "ArraySource",

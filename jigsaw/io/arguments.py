@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from jigsaw.io.errors import FieldError, ReadError
+from jigsaw.errors import FieldError, ReadError
 
 
-def names(argument: str, given: Any, example: str = "t2m") -> tuple[str, ...]:
+def checked_names(argument: str, given: Any, example: str = "t2m") -> tuple[str, ...]:
     """The strings of a list.
 
     Raises: `FieldError` for one string, for what is no list, and for what holds anything else.
@@ -29,7 +29,7 @@ def names(argument: str, given: Any, example: str = "t2m") -> tuple[str, ...]:
     return found
 
 
-def by_name(argument: str, given: Any, example: str, error: type[ReadError]) -> Mapping[str, Any]:
+def checked_mapping(argument: str, given: Any, example: str, error: type[ReadError]) -> Mapping[str, Any]:
     """A mapping; empty for None.
 
     Raises: `error`, which shows an `example`, for what is none.

@@ -14,23 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.exchange import exchange
-from jigsaw.layout import Layout, ShardingError, whole
-from jigsaw.nn.heads import axes_of_heads, project_in, project_out
-from jigsaw.nn.rows import Group, take_rows
-from jigsaw.pointwise import align, cut_whole
-from jigsaw.tile import Tile, implements, refuse
+from jigsaw.exchange import exchange_rows
+from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out
+from jigsaw.nn.rank_order import CutGroup, take_owned_rows
+from jigsaw.ops.pointwise import align_tiles, cut_whole_tensor
+from jigsaw.tile import Tile, implements_torch, refusal_error
 
-Mask = Tile | Tensor | None
+AttentionMask = Tile | Tensor | None
 
 
-def _seen_whole(x: Tile, query: Layout, grouped: bool = False) -> Tensor:
+def _all_tokens(x: Tile, query: Layout, grouped: bool = False) -> Tensor:
     """The local part of keys or values with all tokens, in global order, for a result cut as `query`.
 
     *Sends*: this rank's tokens to each rank that shares its batch and heads; backward their gradients, once back.
     *Raises*: `ShardingError` where batch or heads are cut otherwise than those of the queries.
     """
-    lead = _lead(x, query, grouped)
+    lead = _leading_cuts(x, query, grouped)
     dim = x.ndim - 2
     cuts = x.layout.dim(dim)
     axes = [a for c in cuts for a in c.axes]
@@ -40,28 +40,28 @@ def _seen_whole(x: Tile, query: Layout, grouped: bool = False) -> Tensor:
         local = x.with_layout(layout).local
     else:
         layout = x.layout.replace_dim(dim, *(c.holding([(0, c.size)] * c.pieces) for c in cuts))
-        local = exchange(x.local, x.layout, layout, x.mesh)
-    local = comm.enter(local, x.mesh, [a for a in query.cut_axes if a not in layout.cut_axes])
+        local = exchange_rows(x.local, x.layout, layout, x.mesh)
+    local = comm.use_in_parts(local, x.mesh, [a for a in query.cut_axes if a not in layout.cut_axes])
     for d, group in lead.items():
-        local = take_rows(local, d, group, query, x.coordinate)
+        local = take_owned_rows(local, d, group, query, x.coordinate)
     return local
 
 
-def _lead(x: Tile, query: Layout, grouped: bool) -> dict[int, Group]:
+def _leading_cuts(x: Tile, query: Layout, grouped: bool) -> dict[int, CutGroup]:
     """The dims of batch and heads that are cut in the queries and whole in keys or values, and how they are cut there.
 
     With `grouped` heads several of the queries share one of the keys.
     """
-    found: dict[int, Group] = {}
+    found: dict[int, CutGroup] = {}
     for d in range(x.ndim - 2):
         at = d + query.ndim - x.ndim
-        wanted = tuple(c.bare() for c in query.dim(at)) if at >= 0 else (whole(1),)
+        wanted = tuple(c.bare() for c in query.dim(at)) if at >= 0 else (whole_dim(1),)
         mine, size = tuple(c.bare() for c in x.layout.dim(d)), query.shape[at] if at >= 0 else 1
         is_alone = x.shape[d] == 1 and not x.layout.is_cut(d)  # it meets any number
-        if mine == wanted or is_alone or (grouped and d == x.ndim - 3 and _are_grouped(mine, wanted)):
+        if mine == wanted or is_alone or (grouped and d == x.ndim - 3 and _is_grouped_alike(mine, wanted)):
             continue
         if x.shape[d] != size or x.layout.is_cut(d):
-            raise refuse(
+            raise refusal_error(
                 F.scaled_dot_product_attention,
                 x,
                 f"dim {d} of keys or values does not match dim {at} of the queries, which has {size} rows, "
@@ -72,7 +72,7 @@ def _lead(x: Tile, query: Layout, grouped: bool) -> dict[int, Group]:
     return found
 
 
-def _are_grouped(keys: Group, queries: Group) -> bool:
+def _is_grouped_alike(keys: CutGroup, queries: CutGroup) -> bool:
     """Whether the heads of every rank's queries are those that share the heads of its keys."""
     if [c.axes for c in keys] != [c.axes for c in queries] or len(keys) != 1:
         return not any(c.is_cut for c in (*keys, *queries))
@@ -82,33 +82,33 @@ def _are_grouped(keys: Group, queries: Group) -> bool:
 
 def _scores_layout(query: Tile, keys: int) -> Layout:
     """[..., queries, keys]: the rows are cut as the queries are."""
-    return query.layout.replace_dim(query.ndim - 1, whole(keys))
+    return query.layout.replace_dim(query.ndim - 1, whole_dim(keys))
 
 
-def _rows(query: Tile) -> Tensor:
+def _query_positions(query: Tile) -> Tensor:
     """The global positions of this rank's queries."""
     length = query.shape[-2]
     anchor = Layout.from_dims([query.layout.dim(query.ndim - 2)], query.layout.axes)
-    return cut_whole(torch.arange(length, device=query.device), query, anchor)
+    return cut_whole_tensor(torch.arange(length, device=query.device), query, anchor)
 
 
-def _local_mask(query: Tile, keys: int, mask: Mask, is_causal: bool) -> Tensor | None:
+def _local_mask(query: Tile, keys: int, mask: AttentionMask, is_causal: bool) -> Tensor | None:
     if is_causal and mask is not None:
         raise RuntimeError("scaled_dot_product_attention: attn_mask must not be set when is_causal=True")
     if is_causal:
-        return torch.arange(keys, device=query.device) <= _rows(query)[:, None]
+        return torch.arange(keys, device=query.device) <= _query_positions(query)[:, None]
     if isinstance(mask, Tile):
         scores = _scores_layout(query, keys)
         shape = query.local.shape[:-1] + (keys,)
         anchor = Tile(query.local.new_empty(()).expand(shape), scores, query.mesh)
-        return align([mask, anchor])[1][0]
-    return None if mask is None else cut_whole(mask, query, _scores_layout(query, keys))
+        return align_tiles([mask, anchor])[1][0]
+    return None if mask is None else cut_whole_tensor(mask, query, _scores_layout(query, keys))
 
 
-def _check(query: Tile, key: Any, value: Any, dropout_p: float) -> None:
+def _check_attention(query: Tile, key: Any, value: Any, dropout_p: float) -> None:
     for name, x in (("key", key), ("value", value)):
         if not isinstance(x, Tile):
-            raise refuse(
+            raise refusal_error(
                 F.scaled_dot_product_attention,
                 query,
                 f"{name} is a plain tensor of shape {tuple(x.shape)}",
@@ -116,14 +116,14 @@ def _check(query: Tile, key: Any, value: Any, dropout_p: float) -> None:
             )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.layout.is_cut(x.ndim - 1):
-            raise refuse(
+            raise refusal_error(
                 F.scaled_dot_product_attention,
                 x,
                 f"{name} is cut along the features of a head",
                 "cut along heads, tokens or batch instead",
             )
     if dropout_p:
-        raise refuse(
+        raise refusal_error(
             F.scaled_dot_product_attention,
             query,
             f"dropout_p={dropout_p} would draw another mask on every mesh",
@@ -131,12 +131,12 @@ def _check(query: Tile, key: Any, value: Any, dropout_p: float) -> None:
         )
 
 
-@implements(F.scaled_dot_product_attention)
+@implements_torch(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
     query: Tile | Tensor,
     key: Any,
     value: Any,
-    attn_mask: Mask = None,
+    attn_mask: AttentionMask = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -154,24 +154,24 @@ def scaled_dot_product_attention(
     if not isinstance(query, Tile):
         others: tuple[Any, ...] = (key, value, attn_mask)
         tile = next(t for t in others if isinstance(t, Tile))
-        raise refuse(
+        raise refusal_error(
             F.scaled_dot_product_attention, tile, "query is a plain tensor", "make it a Tile with jigsaw.shard"
         )
     query = query.owned()
-    _check(query, key, value, dropout_p)
+    _check_attention(query, key, value, dropout_p)
     mask = _local_mask(query, key.shape[-2], attn_mask, is_causal)
-    k, v = (_seen_whole(x.owned(), query.layout, enable_gqa) for x in (key, value))
+    k, v = (_all_tokens(x.owned(), query.layout, enable_gqa) for x in (key, value))
     out = F.scaled_dot_product_attention(query.local, k, v, mask, scale=scale, enable_gqa=enable_gqa)
-    return Tile(out, query.layout.replace_dim(query.ndim - 1, whole(value.shape[-1])), query.mesh)
+    return Tile(out, query.layout.replace_dim(query.ndim - 1, whole_dim(value.shape[-1])), query.mesh)
 
 
-def attention_weights(query: Tile, key: Tile, attn_mask: Mask = None, scale: float | None = None) -> Tile:
+def attention_weights(query: Tile, key: Tile, attn_mask: AttentionMask = None, scale: float | None = None) -> Tile:
     """softmax(q k^T scale + mask): [..., L, S], rows cut as the queries, columns whole. *Sends*: as the keys of
     attention.
     """
     query = query.owned()
-    _check(query, key, key, 0.0)
-    scores = query.local @ _seen_whole(key.owned(), query.layout).mT
+    _check_attention(query, key, key, 0.0)
+    scores = query.local @ _all_tokens(key.owned(), query.layout).mT
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     mask = _local_mask(query, key.shape[-2], attn_mask, False)
     if mask is not None:
@@ -182,7 +182,7 @@ def attention_weights(query: Tile, key: Tile, attn_mask: Mask = None, scale: flo
 # -- nn.MultiheadAttention --------------------------------------------------------------------------------------------
 
 
-def _heads(x: Tile, heads: int) -> Tile:
+def _split_heads(x: Tile, heads: int) -> Tile:
     """[tokens, batch, features] -> [batch, heads, tokens, features of a head]."""
     return x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3)
 
@@ -194,14 +194,14 @@ def _joint_mask(mask: Any, padding: Any, heads: int, like: Tile, *, keep: bool) 
     if padding is None:
         return None if mask is None else ~mask if mask.dtype == torch.bool and keep else mask
     columns = padding[..., None, None, :] if padding.ndim == 2 else padding[None, None, None, :]
-    return _additive(columns, like) if mask is None else _additive(mask, like) + _additive(columns, like)
+    return _additive_mask(columns, like) if mask is None else _additive_mask(mask, like) + _additive_mask(columns, like)
 
 
-def _additive(mask: Any, like: Tile) -> Any:
+def _additive_mask(mask: Any, like: Tile) -> Any:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf) if mask.dtype == torch.bool else mask
 
 
-@implements(F.multi_head_attention_forward)
+@implements_torch(F.multi_head_attention_forward)
 def multi_head_attention_forward(
     query: Any,
     key: Any,
@@ -258,23 +258,23 @@ def multi_head_attention_forward(
         return out.squeeze(1), None if weights is None else weights.squeeze(0)
     if query.shape[-1] != embed_dim_to_check:
         raise ShardingError(f"MultiheadAttention was made for {embed_dim_to_check} features, not {query.shape[-1]}")
-    axes = () if in_proj_weight is None else axes_of_heads(query, in_proj_weight)
+    axes = () if in_proj_weight is None else head_axes(query, in_proj_weight)
     if in_proj_weight is not None and axes:
-        projected: Any = project_in((query, key, value), in_proj_weight, in_proj_bias, num_heads, axes)
+        projected: Any = project_heads_in((query, key, value), in_proj_weight, in_proj_bias, num_heads, axes)
     else:
         weights_in: Any = (
             in_proj_weight.chunk(3) if in_proj_weight is not None else (q_proj_weight, k_proj_weight, v_proj_weight)
         )
         biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
         projected = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights_in, biases, strict=True))
-    q, k, v = (_heads(x, num_heads) for x in projected)
+    q, k, v = (_split_heads(x, num_heads) for x in projected)
     rate = dropout_p if training else 0.0
     weights = None
     if need_weights:
         mask = _joint_mask(attn_mask, key_padding_mask, num_heads, q, keep=True)
         weights = attention_weights(q, k, mask)
         dropped: Any = F.dropout(cast(Any, weights), rate, training)
-        mixed = _mix(dropped, v)
+        mixed = _mix_values(dropped, v)
     else:
         # torch passes is_causal as a hint beside the mask that it describes
         hint = is_causal and attn_mask is not None and key_padding_mask is None
@@ -282,7 +282,7 @@ def multi_head_attention_forward(
         mixed = scaled_dot_product_attention(q, k, v, mask, rate, is_causal=hint)
     mixed = mixed.permute(2, 0, 1, 3).flatten(2)
     out = (
-        project_out(mixed, out_proj_weight, out_proj_bias, query)
+        project_heads_out(mixed, out_proj_weight, out_proj_bias, query)
         if axes
         else F.linear(mixed, out_proj_weight, out_proj_bias)
     )
@@ -291,6 +291,6 @@ def multi_head_attention_forward(
     return out, weights
 
 
-def _mix(weights: Tile, value: Tile) -> Tile:
-    out = weights.local @ _seen_whole(value.owned(), weights.layout)
-    return Tile(out, weights.layout.replace_dim(weights.ndim - 1, whole(value.shape[-1])), weights.mesh)
+def _mix_values(weights: Tile, value: Tile) -> Tile:
+    out = weights.local @ _all_tokens(value.owned(), weights.layout)
+    return Tile(out, weights.layout.replace_dim(weights.ndim - 1, whole_dim(value.shape[-1])), weights.mesh)

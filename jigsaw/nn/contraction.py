@@ -11,22 +11,30 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.grid import Grid, choose, refine
-from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole
-from jigsaw.matmul import matmul
-from jigsaw.nn.rows import Group, as_one, axes_of_group, bare, in_rank_order, size_of_group, take_rows
+from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole_dim
+from jigsaw.matmul import grid_matmul
+from jigsaw.matmul_grid import MatmulGrid, choose_grid, refine_cut
+from jigsaw.nn.rank_order import (
+    CutGroup,
+    as_one_cut,
+    axes_of_cuts,
+    bare_cuts,
+    cut_in_rank_order,
+    size_of_cuts,
+    take_owned_rows,
+)
 from jigsaw.tile import Tile
 
 
 @dataclass(frozen=True)
-class Contraction:
+class LinearContraction:
     """A linear whose contraction meets cuts: the grid, and the cuts of the last dims of x and y and of K as it is
     worked on.
     """
 
-    grid: Grid
-    inner: Group
-    outer: Group
+    grid: MatmulGrid
+    inner: CutGroup
+    outer: CutGroup
     stored: Layout  # the weight, once its rows are where they are worked on
 
     def result(self, x: Layout) -> Layout:
@@ -37,41 +45,43 @@ class Contraction:
         """y = x Wᵀ; `w` is this rank's part of the weight, cut as ``self.stored``."""
         grid, stored, coord, last = self.grid, self.stored, x.coordinate, x.ndim - 1
         alike = [a for a in (*grid.n.axes, *grid.k.axes) if a not in x.layout.cut_axes]
-        rows = comm.enter(x.local, x.mesh, alike)
+        rows = comm.use_in_parts(x.local, x.mesh, alike)
         if grid.k.is_cut and not x.layout.is_cut(last):
-            rows = take_rows(rows, last, self.inner, x.layout, coord)
+            rows = take_owned_rows(rows, last, self.inner, x.layout, coord)
         for dim, group, block in ((0, self.outer, grid.n), (1, self.inner, grid.k)):
             if not stored.is_cut(dim):
-                w = take_rows(w, dim, group, stored, coord if block.is_cut else None)
-        rows, w = _autocast(rows), _autocast(w)
-        y = matmul(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), w, grid, x.mesh)
+                w = take_owned_rows(w, dim, group, stored, coord if block.is_cut else None)
+        rows, w = _in_autocast_dtype(rows), _in_autocast_dtype(w)
+        y = grid_matmul(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), w, grid, x.mesh)
         return Tile(y.reshape(*rows.shape[:-1], y.shape[-1]), self.result(x.layout), x.mesh)
 
 
-def contraction(x: Layout, stored: Layout, wanted: Group | None = None) -> Contraction:
+def plan_contraction(x: Layout, stored: Layout, wanted: CutGroup | None = None) -> LinearContraction:
     """How to multiply a tile cut as `x` by a weight that is stored as `stored`; `wanted` are the cuts of the last dim
     of y, where the axes allow a choice.
 
     Raises: `ShardingError` when the axes of x and W do not form a grid.
     """
     # equal cuts may differ in what they remember
-    return _planned(x, stored, tuple(c.source for c in x.dim(x.ndim - 1)), wanted)
+    return _cheapest_contraction(x, stored, tuple(c.source for c in x.dim(x.ndim - 1)), wanted)
 
 
 @lru_cache(maxsize=1024)
-def _planned(x: Layout, stored: Layout, sources: tuple[Group, ...], wanted: Group | None) -> Contraction:
-    stored = _brought(x, stored, wanted)
-    jobs = [_as(role, x, stored, wanted) for role in _roles(x, stored)]
-    best = choose([j.grid for j in jobs])
+def _cheapest_contraction(
+    x: Layout, stored: Layout, sources: tuple[CutGroup, ...], wanted: CutGroup | None
+) -> LinearContraction:
+    stored = _layout_at_work(x, stored, wanted)
+    jobs = [_contraction_in_role(role, x, stored, wanted) for role in _possible_roles(x, stored)]
+    best = choose_grid([j.grid for j in jobs])
     return next(j for j in jobs if j.grid is best)
 
 
-def _roles(x: Layout, stored: Layout) -> list[str]:
+def _possible_roles(x: Layout, stored: Layout) -> list[str]:
     """What the axes that cut K of x may do: go on cutting K, then y is reduced over them ("k", row), or cut N, then x
     travels ("n", column).
     """
     along = set(x.dim_axes(x.ndim - 1))
-    (by_rows, rows_move), (by_columns, columns_move) = (_how(x, stored, d) for d in (0, 1))
+    (by_rows, rows_move), (by_columns, columns_move) = (_staying_axes_and_moves(x, stored, d) for d in (0, 1))
     # axes cut K once, and a dim of W that is cut finer by its travels cannot be cut by them as well
     as_k = along.isdisjoint(by_rows) and not (along and columns_move)
     as_n = along.isdisjoint(by_columns) and not (along and rows_move) and (not by_rows or along <= by_rows)
@@ -84,59 +94,66 @@ def _roles(x: Layout, stored: Layout) -> list[str]:
     return ["k"] * as_k + ["n"] * as_n
 
 
-def _as(role: str, x: Layout, stored: Layout, wanted: Group | None) -> Contraction:
+def _contraction_in_role(role: str, x: Layout, stored: Layout, wanted: CutGroup | None) -> LinearContraction:
     """The contraction whose axes along K play `role`."""
-    inner, rows_of_x = x.dim(x.ndim - 1), _rows_axes(x)
-    m = in_rank_order(x, range(x.ndim - 1), rows_of_x)
-    of_n, of_k = (_leading(stored, d, rows_of_x) for d in (0, 1))
-    inner_cut = as_one(inner, x)
-    k = of_k if of_k.is_cut else inner_cut if role == "k" else whole(inner_cut.size)
-    spare = axes_of_group(inner) if role == "n" and not of_n.is_cut else ()
-    outer = _outer(stored.dim(0), of_n, (*spare, *k.axes), inner, x, wanted)
-    outer_cut = as_one(outer, x)
-    n = of_n if of_n.is_cut else outer_cut if spare else whole(of_n.size)
+    inner, rows_of_x = x.dim(x.ndim - 1), _leading_axes(x)
+    m = cut_in_rank_order(x, range(x.ndim - 1), rows_of_x)
+    of_n, of_k = (_weight_block_cut(stored, d, rows_of_x) for d in (0, 1))
+    inner_cut = as_one_cut(inner, x)
+    k = of_k if of_k.is_cut else inner_cut if role == "k" else whole_dim(inner_cut.size)
+    spare = axes_of_cuts(inner) if role == "n" and not of_n.is_cut else ()
+    outer = _output_cuts(stored.dim(0), of_n, (*spare, *k.axes), inner, x, wanted)
+    outer_cut = as_one_cut(outer, x)
+    n = of_n if of_n.is_cut else outer_cut if spare else whole_dim(of_n.size)
     work = stored.dim(1) if of_k.is_cut else inner
     for d, group in ((0, outer), (1, inner if inner_cut.is_cut else work)):
-        _check_order(stored, d, group)
-    w_rest = [_stored_cut(d, rows_of_x, block, stored) for d, block in ((0, n), (1, k))]
+        _check_flattened_order(stored, d, group)
+    w_rest = [_cut_at_rest(d, rows_of_x, block, stored) for d, block in ((0, n), (1, k))]
     x_rest = inner_cut if inner_cut.is_cut else k
     layouts = [Layout(tuple(cuts), x.axes) for cuts in ((m, x_rest), w_rest, (m, outer_cut))]
-    return Contraction(Grid(m, k, n, *layouts), work, outer, stored)
+    return LinearContraction(MatmulGrid(m, k, n, *layouts), work, outer, stored)
 
 
-def _brought(x: Layout, stored: Layout, wanted: Group | None) -> Layout:
+def _layout_at_work(x: Layout, stored: Layout, wanted: CutGroup | None) -> Layout:
     """The layout of a weight whose rows go where y is wanted, or known, to be cut by the axes along which they lie."""
     inner, rows = x.dim(x.ndim - 1), stored.dim(0)
-    axes = axes_of_group(rows)
-    known = wanted if wanted and set(axes_of_group(wanted)) == set(axes) else _known(inner, size_of_group(rows), axes)
+    axes = axes_of_cuts(rows)
+    known = (
+        wanted if wanted and set(axes_of_cuts(wanted)) == set(axes) else _known_cuts(inner, size_of_cuts(rows), axes)
+    )
     return stored.replace_dim(0, *known) if known and axes else stored
 
 
-def _known(inner: Group, size: int, axes: Sequence[str]) -> Group | None:
+def _known_cuts(inner: CutGroup, size: int, axes: Sequence[str]) -> CutGroup | None:
     """The cuts that a dim of `size` over `axes` had: those of K, or of the dim that K was made from."""
     for group in (inner, inner[0].source):
-        if group and size_of_group(group) == size and set(axes_of_group(group)) == set(axes):
-            return bare(group)
+        if group and size_of_cuts(group) == size and set(axes_of_cuts(group)) == set(axes):
+            return bare_cuts(group)
     return None
 
 
-def _rows_axes(x: Layout) -> tuple[str, ...]:
+def _leading_axes(x: Layout) -> tuple[str, ...]:
     """The axes that cut the leading dims of x, in mesh order."""
     return tuple(a for a in x.cut_axes if a not in x.dim_axes(x.ndim - 1))
 
 
-def _how(x: Layout, stored: Layout, dim: int) -> tuple[set[str], bool]:
+def _staying_axes_and_moves(x: Layout, stored: Layout, dim: int) -> tuple[set[str], bool]:
     """The axes that cut a dim of W and stay, and whether W travels along others: those that cut the leading dims of
     x.
     """
-    axes, moving = set(stored.dim_axes(dim)), set(_rows_axes(x))
+    axes, moving = set(stored.dim_axes(dim)), set(_leading_axes(x))
     return axes - moving, bool(axes & moving)
 
 
-def _check_order(stored: Layout, dim: int, group: Group) -> None:
+def _check_flattened_order(stored: Layout, dim: int, group: CutGroup) -> None:
     """A dim of W that is cut can only meet a dim of x or y of several cuts when it has the same ones."""
-    mine = bare(stored.dim(dim))
-    if stored.is_cut(dim) and any(c.is_cut for c in group) and max(len(mine), len(group)) > 1 and mine != bare(group):
+    mine = bare_cuts(stored.dim(dim))
+    if (
+        stored.is_cut(dim)
+        and any(c.is_cut for c in group)
+        and max(len(mine), len(group)) > 1
+        and mine != bare_cuts(group)
+    ):
         raise ShardingError(
             f"linear: dim {dim} of the weight, cut as {stored}, cannot meet a dim cut as "
             f"{Layout(group, stored.axes, (len(group),))}; "
@@ -144,52 +161,54 @@ def _check_order(stored: Layout, dim: int, group: Group) -> None:
         )
 
 
-def _leading(stored: Layout, dim: int, moving: Sequence[str]) -> Cut:
+def _weight_block_cut(stored: Layout, dim: int, moving: Sequence[str]) -> Cut:
     """The block cut of a dim of W: without the axes along which W travels, which must be its minor ones."""
-    cut = as_one(stored.dim(dim), stored)
-    kept = _axes_without(cut.axes, moving)
+    cut = as_one_cut(stored.dim(dim), stored)
+    kept = _kept_axes(cut.axes, moving)
     every = math.prod(stored.size_of(a) for a in cut.axes if a in moving)
     if cut.axes[: len(kept)] != kept:
         raise ShardingError(
             f"linear: the weight, cut as {stored}, travels along {moving}: where other axes cut the same dim, they "
             "must come first"
         )
-    return Cut(cut.size, cut.points[::every], kept) if kept else whole(cut.size)
+    return Cut(cut.size, cut.points[::every], kept) if kept else whole_dim(cut.size)
 
 
-def _axes_without(axes: Sequence[str], without: Sequence[str]) -> tuple[str, ...]:
+def _kept_axes(axes: Sequence[str], without: Sequence[str]) -> tuple[str, ...]:
     return tuple(a for a in axes if a not in without)
 
 
-def _stored_cut(dim: int, moving: Sequence[str], block: Cut, stored: Layout) -> Cut:
+def _cut_at_rest(dim: int, moving: Sequence[str], block: Cut, stored: Layout) -> Cut:
     """How a dim of W is cut at rest: as its block, or finer where W travels."""
-    cut = as_one(stored.dim(dim), stored)
+    cut = as_one_cut(stored.dim(dim), stored)
     return cut if set(cut.axes) & set(moving) else block
 
 
-def _outer(rows: Group, of_n: Cut, axes: tuple[str, ...], inner: Group, x: Layout, wanted: Group | None) -> Group:
+def _output_cuts(
+    rows: CutGroup, of_n: Cut, axes: tuple[str, ...], inner: CutGroup, x: Layout, wanted: CutGroup | None
+) -> CutGroup:
     """The cuts of the last dim of y: those of W's rows, finer by `axes`, or those that its size is known to have
     had.
     """
     if of_n.is_cut:
         return (
-            (refine(of_n, axes, dict(x.axes)),)
+            (refine_cut(of_n, axes, dict(x.axes)),)
             if axes
-            else bare(rows)
+            else bare_cuts(rows)
             if len(rows) > 1
             else (replace(of_n, source=inner[0].source or inner),)
         )
     if not axes:
-        return (whole(of_n.size),)
-    known = wanted or _known(inner, of_n.size, axes)
-    if known and axes_of_group(known) == axes:
+        return (whole_dim(of_n.size),)
+    known = wanted or _known_cuts(inner, of_n.size, axes)
+    if known and axes_of_cuts(known) == axes:
         return known
     origin = inner[0].source or inner
     points = cut_points(of_n.size, math.prod(x.size_of(a) for a in axes))
-    return (Cut(of_n.size, points, axes, source=origin if set(axes_of_group(origin)) == set(axes) else ()),)
+    return (Cut(of_n.size, points, axes, source=origin if set(axes_of_cuts(origin)) == set(axes) else ()),)
 
 
-def _autocast(x: Tensor) -> Tensor:
+def _in_autocast_dtype(x: Tensor) -> Tensor:
     kind = x.device.type
     narrow = torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return x.to(torch.get_autocast_dtype(kind)) if narrow else x

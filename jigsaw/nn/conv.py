@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.interval import Rule, Spread, Window
-from jigsaw.layout import Layout, ShardingError, whole
-from jigsaw.nn.channels import Channels, add_up, channels_of, weight_of
-from jigsaw.nn.halo_conv import Convolution, halo_convolution, halo_of
-from jigsaw.nn.stencil import Along, Step, gather, nothing, per_dim, step
+from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.nn.conv_channels import ChannelPlan, add_partial_sums, channel_weight, plan_channels
+from jigsaw.nn.halo_conv import PlainConvolution, halo_convolution, plan_halo
+from jigsaw.nn.stencil import DimStencil, StencilPlan, empty_result, entry_per_dim, gather_input_rows, plan_stencil
 from jigsaw.nn.weights import cut_parameter, local_weight
-from jigsaw.tile import Tile, implements
+from jigsaw.stencil_rules import StencilRule, StencilWindow, TransposedWindow
+from jigsaw.tile import Tile, implements_torch
 
-Ints = int | Sequence[int]
+ConvSize = int | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Sliding:
+class ConvGeometry:
     """How a convolution slides, an entry a spatial dim; `padding` is (below, above)."""
 
     stride: tuple[int, ...]
@@ -40,12 +40,12 @@ class Sliding:
     def dims(self) -> int:
         return len(self.stride)
 
-    def rule(self, i: int, kernel: int) -> Rule:
+    def rule(self, i: int, kernel: int) -> StencilRule:
         """The interval rule along spatial dim `i`."""
         low, high = self.padding[i]
         if self.transposed:
-            return Spread(kernel, self.stride[i], self.dilation[i], low, self.output_padding[i])
-        return Window(kernel, self.stride[i], self.dilation[i], low, high)
+            return TransposedWindow(kernel, self.stride[i], self.dilation[i], low, self.output_padding[i])
+        return StencilWindow(kernel, self.stride[i], self.dilation[i], low, high)
 
     def even(self, i: int) -> bool:
         """Whether the plain op can pad spatial dim `i` itself."""
@@ -53,11 +53,11 @@ class Sliding:
 
 
 @lru_cache(maxsize=4096)
-def _along(first: int, kernel: tuple[int, ...], how: Sliding) -> tuple[Along, ...]:
-    return tuple(Along(first + i, how.rule(i, k), how.wrap, always=not how.even(i)) for i, k in enumerate(kernel))
+def _dim_stencils(first: int, kernel: tuple[int, ...], how: ConvGeometry) -> tuple[DimStencil, ...]:
+    return tuple(DimStencil(first + i, how.rule(i, k), how.wrap, always=not how.even(i)) for i, k in enumerate(kernel))
 
 
-def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding) -> Tile:
+def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry) -> Tile:
     """y = `input` convolved with `weight`, plus `bias`; the functions and modules of this file are its names.
 
     *Shapes*: [batch, channel, *space] or [channel, *space], global as torch; per rank a spatial dim that is cut at p is
@@ -69,87 +69,91 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: Sliding) -> 
     the gradient of `input`.
     *Raises*: `ShardingError` for channels that do not fit, windows larger than the padded input, flattened dims.
     """
-    _check(input, weight, how)
+    _check_convolution(input, weight, how)
     if input.ndim == how.dims + 1:
         batched = Tile(input.local.unsqueeze(0), input.layout.insert(0), input.mesh)
         y = convolve(batched, weight, bias, how)
         return Tile(y.local.squeeze(0), y.layout.drop((0,)), y.mesh)
     if not input.layout.is_cut(1) and input.layout.has_halo:
-        input = input.with_layout(input.layout.replace_dim(1, whole(input.shape[1])))  # a halo of channels is dropped
-    along = _along(2, tuple(weight.shape[2:]), how)
-    to = step(input.layout, along, input.coordinate, "convolution")
+        input = input.with_layout(
+            input.layout.replace_dim(1, whole_dim(input.shape[1]))
+        )  # a halo of channels is dropped
+    along = _dim_stencils(2, tuple(weight.shape[2:]), how)
+    to = plan_stencil(input.layout, along, input.coordinate, "convolution")
     made = weight.shape[1] * how.groups if how.transposed else weight.shape[0]
-    out = to.out.replace_dim(1, whole(made))
-    ways = channels_of(input, weight, how.groups, how.transposed, (math.prod(input.shape), math.prod(out.shape)))
+    out = to.out.replace_dim(1, whole_dim(made))
+    ways = plan_channels(input, weight, how.groups, how.transposed, (math.prod(input.shape), math.prod(out.shape)))
     if ways is None:
         local = None if bias is None else local_weight(bias, input, out)
-        return Tile(_run(input, local_weight(weight, input, out), local, how, along, out), out, input.mesh)
-    return _with_cut_channels(input, weight, bias, how, along, out.replace_dim(1, ways.out), ways)
+        return Tile(_convolve_local(input, local_weight(weight, input, out), local, how, along, out), out, input.mesh)
+    return _convolve_cut_channels(input, weight, bias, how, along, out.replace_dim(1, ways.out), ways)
 
 
-def _with_cut_channels(
+def _convolve_cut_channels(
     input: Tile,
     weight: Tensor,
     bias: Tensor | None,
-    how: Sliding,
-    along: tuple[Along, ...],
+    how: ConvGeometry,
+    along: tuple[DimStencil, ...],
     out: Layout,
-    ways: Channels,
+    ways: ChannelPlan,
 ) -> Tile:
     """`convolve`, where the input's channels or the weight's output channels are cut."""
-    w, b, groups = weight_of(ways, input, weight, bias, out, how.groups, how.transposed)
+    w, b, groups = channel_weight(ways, input, weight, bias, out, how.groups, how.transposed)
     how = replace(how, groups=groups)
     if ways.row:
         mine = input.owned() if input.layout.dim(1)[0].has_halo else input
-        mine = Tile(mine.local, mine.layout.replace_dim(1, whole(mine.local.shape[1])), mine.mesh)
-        sums = _run(mine, w, None, how, along, out.replace_dim(1, whole(ways.out.size)))
-        y = add_up(sums, out, input)
+        mine = Tile(mine.local, mine.layout.replace_dim(1, whole_dim(mine.local.shape[1])), mine.mesh)
+        sums = _convolve_local(mine, w, None, how, along, out.replace_dim(1, whole_dim(ways.out.size)))
+        y = add_partial_sums(sums, out, input)
         return Tile(y if b is None else y + b.to(y.dtype).reshape(-1, *[1] * how.dims), out, input.mesh)
     if not input.layout.is_cut(1):
-        local = comm.enter(input.local, input.mesh, ways.out.axes)
+        local = comm.use_in_parts(input.local, input.mesh, ways.out.axes)
         low, high = ways.needs[input.layout.piece(ways.out, input.coordinate)]
         local = local if high - low == local.shape[1] else local.narrow(1, low, high - low)
-        input = Tile(local, input.layout.replace_dim(1, whole(high - low)), input.mesh)
-    return Tile(_run(input, w, b, how, along, out, ways), out, input.mesh)
+        input = Tile(local, input.layout.replace_dim(1, whole_dim(high - low)), input.mesh)
+    return Tile(_convolve_local(input, w, b, how, along, out, ways), out, input.mesh)
 
 
-def _run(
+def _convolve_local(
     input: Tile,
     weight: Tensor,
     bias: Tensor | None,
-    how: Sliding,
-    along: tuple[Along, ...],
+    how: ConvGeometry,
+    along: tuple[DimStencil, ...],
     out: Layout,
-    ways: Channels | None = None,
+    ways: ChannelPlan | None = None,
 ) -> Tensor:
     """This rank's rows of the result, with its own part of the weight; `ways` says which channels it needs."""
-    x, weight, bias = _narrow(input.local, weight, bias)
+    x, weight, bias = _autocast_operands(input.local, weight, bias)
     shape, layout, mesh = out.local_shape(input.coordinate), input.layout, input.mesh
     is_empty = 0 in shape or not weight.numel()  # of no input channel torch makes none
-    to = step(layout, along, input.coordinate, "convolution")
+    to = plan_stencil(layout, along, input.coordinate, "convolution")
     if ways is not None and layout.is_cut(1):
         to = replace(to, target=ways.input(to.target))
     elif not to.derived and not is_empty:
-        return _plain(x, weight, bias, how, [p for p, _ in how.padding], how.output_padding)
+        return _torch_convolution(x, weight, bias, how, [p for p, _ in how.padding], how.output_padding)
     elif not how.transposed and not is_empty:
-        halo = halo_of(layout, along, input.coordinate)
+        halo = plan_halo(layout, along, input.coordinate)
         if halo is not None:
-            op = Convolution(how.stride, how.dilation, how.groups, partial(_gathered, layout, mesh, to, how))
+            op = PlainConvolution(
+                how.stride, how.dilation, how.groups, partial(_convolve_gathered, layout, mesh, to, how)
+            )
             return halo_convolution(x, weight, bias, op, halo, layout, mesh)
     if is_empty:
-        return nothing(shape, gather(Tile(x, layout, mesh), to), weight, bias)
-    return _gathered(layout, mesh, to, how, x, weight, bias)
+        return empty_result(shape, gather_input_rows(Tile(x, layout, mesh), to), weight, bias)
+    return _convolve_gathered(layout, mesh, to, how, x, weight, bias)
 
 
-def _gathered(
-    layout: Layout, mesh: DeviceMesh, to: Step, how: Sliding, x: Tensor, weight: Tensor, bias: Tensor | None
+def _convolve_gathered(
+    layout: Layout, mesh: DeviceMesh, to: StencilPlan, how: ConvGeometry, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """The convolution of rows that one exchange has assembled, padding included."""
-    spread = _spread if how.transposed else _slide
-    return spread(gather(Tile(x, layout, mesh), to), weight, bias, how, to)
+    spread = _convolve_transposed if how.transposed else _convolve_padded_rows
+    return spread(gather_input_rows(Tile(x, layout, mesh), to), weight, bias, how, to)
 
 
-def _check(input: Tile, weight: Tensor, how: Sliding) -> None:
+def _check_convolution(input: Tile, weight: Tensor, how: ConvGeometry) -> None:
     if not isinstance(input, Tile) or isinstance(weight, Tile):
         raise ShardingError("a convolution takes a Tile and a plain weight: make the input a Tile with jigsaw.shard")
     if input.ndim not in (how.dims + 1, how.dims + 2):
@@ -166,7 +170,7 @@ def _check(input: Tile, weight: Tensor, how: Sliding) -> None:
         )
 
 
-def _narrow(x: Tensor, *others: Tensor | None) -> list[Any]:
+def _autocast_operands(x: Tensor, *others: Tensor | None) -> list[Any]:
     """Operands in the dtype of autocast, where it is on: before an exchange, which is then smaller."""
     operands = [x, *others]
     if not torch.is_autocast_enabled(x.device.type):
@@ -175,29 +179,34 @@ def _narrow(x: Tensor, *others: Tensor | None) -> list[Any]:
     return [o.to(to) if o is not None and o.is_floating_point() and o.dtype != torch.float64 else o for o in operands]
 
 
-def _plain(
-    x: Tensor, weight: Tensor, bias: Tensor | None, how: Sliding, padding: Sequence[int], output_padding: Sequence[int]
+def _torch_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: ConvGeometry,
+    padding: Sequence[int],
+    output_padding: Sequence[int],
 ) -> Tensor:
     return torch.convolution(
         x, weight, bias, how.stride, padding, how.dilation, how.transposed, output_padding, how.groups
     )
 
 
-def _slide(x: Tensor, weight: Tensor, bias: Tensor | None, how: Sliding, to: Step) -> Tensor:
+def _convolve_padded_rows(x: Tensor, weight: Tensor, bias: Tensor | None, how: ConvGeometry, to: StencilPlan) -> Tensor:
     """A convolution of rows that include their padding; the op pads only the dims that nothing cuts."""
     gathered = {dim - 2 for dim, _, _ in to.derived}
     padding = [0 if i in gathered else low for i, (low, _) in enumerate(how.padding)]
-    return _plain(x, weight, bias, how, padding, how.output_padding)
+    return _torch_convolution(x, weight, bias, how, padding, how.output_padding)
 
 
-def _spread(x: Tensor, weight: Tensor, bias: Tensor | None, how: Sliding, to: Step) -> Tensor:
+def _convolve_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, how: ConvGeometry, to: StencilPlan) -> Tensor:
     """A transposed convolution of the needed rows, cropped to the output rows of this rank."""
     padding, extra = [low for low, _ in how.padding], list(how.output_padding)
     crops: list[tuple[int, int, int]] = []
     for dim, derived, piece in to.derived:
         i = dim - 2
         rule = how.rule(i, weight.shape[dim])
-        assert isinstance(rule, Spread)
+        assert isinstance(rule, TransposedWindow)
         (start, stop), need = derived.out.held[piece], derived.needs[piece]
         below = start - (need[0] * rule.stride - rule.crop)
         above = (need[1] - need[0] - 1) * rule.stride + rule.span - below - (stop - start)
@@ -209,7 +218,7 @@ def _spread(x: Tensor, weight: Tensor, bias: Tensor | None, how: Sliding, to: St
         padding[i], extra[i] = low, max(more, 0)
         if (low, low - extra[i]) != (below, above):
             crops.append((dim, below - low, stop - start))
-    y = _plain(x, weight, bias, how, padding, extra)
+    y = _torch_convolution(x, weight, bias, how, padding, extra)
     for dim, start, length in crops:
         y = y.narrow(dim, start, length)
     return y
@@ -218,11 +227,11 @@ def _spread(x: Tensor, weight: Tensor, bias: Tensor | None, how: Sliding, to: St
 # -- torch's functions ------------------------------------------------------------------------------------------------
 
 
-def _padding(
-    padding: str | Ints, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+def _padding_per_dim(
+    padding: str | ConvSize, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
     if not isinstance(padding, str):
-        return tuple((p, p) for p in per_dim(padding, len(kernel), "padding"))
+        return tuple((p, p) for p in entry_per_dim(padding, len(kernel), "padding"))
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding != "same":
@@ -233,13 +242,13 @@ def _padding(
     return tuple((b // 2, b - b // 2) for b in both)
 
 
-def conv(
+def conv_as_torch(
     input: Tile,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: str | Ints = 0,
-    dilation: Ints = 1,
+    stride: ConvSize = 1,
+    padding: str | ConvSize = 0,
+    dilation: ConvSize = 1,
     groups: int = 1,
     wrap: bool = False,
 ) -> Tile:
@@ -248,32 +257,34 @@ def conv(
     """
     kernel = weight.shape[2:]
     dims = len(kernel)
-    strides, dilations = per_dim(stride, dims, "stride"), per_dim(dilation, dims, "dilation")
-    pads = _padding(padding, kernel, strides, dilations)
-    return convolve(input, weight, bias, Sliding(strides, pads, dilations, (0,) * dims, groups, False, wrap))
+    strides, dilations = entry_per_dim(stride, dims, "stride"), entry_per_dim(dilation, dims, "dilation")
+    pads = _padding_per_dim(padding, kernel, strides, dilations)
+    return convolve(input, weight, bias, ConvGeometry(strides, pads, dilations, (0,) * dims, groups, False, wrap))
 
 
-def conv_transpose(
+def conv_transpose_as_torch(
     input: Tile,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
+    stride: ConvSize = 1,
+    padding: ConvSize = 0,
+    output_padding: ConvSize = 0,
     groups: int = 1,
-    dilation: Ints = 1,
+    dilation: ConvSize = 1,
 ) -> Tile:
     """`convolve` with the arguments of `torch.conv_transpose2d`, for any number of spatial dims."""
     dims = weight.ndim - 2
-    strides, dilations = per_dim(stride, dims, "stride"), per_dim(dilation, dims, "dilation")
-    extra, pads = per_dim(output_padding, dims, "output_padding"), per_dim(padding, dims, "padding")
+    strides, dilations = entry_per_dim(stride, dims, "stride"), entry_per_dim(dilation, dims, "dilation")
+    extra, pads = entry_per_dim(output_padding, dims, "output_padding"), entry_per_dim(padding, dims, "padding")
     for e, s, d in zip(extra, strides, dilations, strict=True):
         if not 0 <= e < max(s, d):
             raise ShardingError(f"output_padding={e} must be smaller than stride {s} or dilation {d}")
-    return convolve(input, weight, bias, Sliding(strides, tuple((p, p) for p in pads), dilations, extra, groups, True))
+    return convolve(
+        input, weight, bias, ConvGeometry(strides, tuple((p, p) for p in pads), dilations, extra, groups, True)
+    )
 
 
-def _of_dims(dims: int, function: Callable[..., Tile], name: str) -> Callable[..., Tile]:
+def _handler_of_dims(dims: int, function: Callable[..., Tile], name: str) -> Callable[..., Tile]:
     def handler(input: Tile, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tile:
         if weight.ndim != dims + 2:
             raise ShardingError(f"{name} needs a weight of {dims + 2} dims, got shape {tuple(weight.shape)}")
@@ -283,18 +294,18 @@ def _of_dims(dims: int, function: Callable[..., Tile], name: str) -> Callable[..
     return handler
 
 
-implements(torch.conv1d)(_of_dims(1, conv, "conv1d"))
-implements(torch.conv2d)(_of_dims(2, conv, "conv2d"))
-implements(torch.conv3d)(_of_dims(3, conv, "conv3d"))
-implements(torch.conv_transpose1d)(_of_dims(1, conv_transpose, "conv_transpose1d"))
-implements(torch.conv_transpose2d)(_of_dims(2, conv_transpose, "conv_transpose2d"))
-implements(torch.conv_transpose3d)(_of_dims(3, conv_transpose, "conv_transpose3d"))
+implements_torch(torch.conv1d)(_handler_of_dims(1, conv_as_torch, "conv1d"))
+implements_torch(torch.conv2d)(_handler_of_dims(2, conv_as_torch, "conv2d"))
+implements_torch(torch.conv3d)(_handler_of_dims(3, conv_as_torch, "conv3d"))
+implements_torch(torch.conv_transpose1d)(_handler_of_dims(1, conv_transpose_as_torch, "conv_transpose1d"))
+implements_torch(torch.conv_transpose2d)(_handler_of_dims(2, conv_transpose_as_torch, "conv_transpose2d"))
+implements_torch(torch.conv_transpose3d)(_handler_of_dims(3, conv_transpose_as_torch, "conv_transpose3d"))
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-class _Cut(nn.Module):
+class _CutConv(nn.Module):
     """A convolution whose weight and bias are cut along `axis`: y is cut along it as the weight's output channels are.
 
     The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, its gradient and
@@ -318,34 +329,36 @@ class _Cut(nn.Module):
             layer.bias = cut_parameter(layer.bias.detach(), mesh, axis)
 
 
-class _Sliding(_Cut):
+class _CutPaddedConv(_CutConv):
     def _conv_forward(self, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
         layer: Any = self
         if isinstance(input, Tile) and layer.padding_mode == "circular":
-            return conv(input, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups, wrap=True)
+            return conv_as_torch(
+                input, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups, wrap=True
+            )
         plain: Any = super()
         return plain._conv_forward(input, weight, bias)
 
 
-class Conv1d(_Sliding, nn.Conv1d):
+class Conv1d(_CutPaddedConv, nn.Conv1d):
     """`torch.nn.Conv1d` whose output channels are cut along `axis` of `mesh`."""
 
 
-class Conv2d(_Sliding, nn.Conv2d):
+class Conv2d(_CutPaddedConv, nn.Conv2d):
     """`torch.nn.Conv2d` whose output channels are cut along `axis` of `mesh`."""
 
 
-class Conv3d(_Sliding, nn.Conv3d):
+class Conv3d(_CutPaddedConv, nn.Conv3d):
     """`torch.nn.Conv3d` whose output channels are cut along `axis` of `mesh`."""
 
 
-class ConvTranspose1d(_Cut, nn.ConvTranspose1d):
+class ConvTranspose1d(_CutConv, nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d` whose output channels are cut along `axis` of `mesh`."""
 
 
-class ConvTranspose2d(_Cut, nn.ConvTranspose2d):
+class ConvTranspose2d(_CutConv, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` whose output channels are cut along `axis` of `mesh`."""
 
 
-class ConvTranspose3d(_Cut, nn.ConvTranspose3d):
+class ConvTranspose3d(_CutConv, nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` whose output channels are cut along `axis` of `mesh`."""

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.tile import Tile, implements
+from jigsaw.tile import Tile, implements_torch
 
 _SIGN = -(1 << 63)
 
 
-def _signed(value: int) -> int:
+def _signed_int64(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) + _SIGN
 
 
@@ -30,9 +30,9 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+def _splitmix_bits(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _signed_int64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed_int64(0x94D049BB133111EB)
     return x ^ _shift_right(x, 31)
 
 
@@ -52,51 +52,53 @@ def global_index(tile: Tile, dims: int) -> Tensor:
     return index.reshape(shape)
 
 
-def _seed(tile: Tile) -> int:
+def _shared_seed(tile: Tile) -> int:
     seed = torch.randint(1 << 62, (1,))
     if tile.mesh.device_type == "cuda":
         seed = seed.to(tile.device)
-    comm.broadcast(seed, tile.mesh, [name for name, _ in tile.layout.axes])
+    comm.broadcast_first(seed, tile.mesh, [name for name, _ in tile.layout.axes])
     return int(seed)
 
 
-def uniform(tile: Tile, dims: int) -> Tensor:
+def global_uniform(tile: Tile, dims: int) -> Tensor:
     """Numbers in [0, 1) for every local element (of the first `dims` dims), the same for a global position on every
     mesh.
 
     *Sends*: one seed of 8 bytes from the first rank.
     """
-    mixed = _mix(_mix(global_index(tile, dims) * _signed(0x9E3779B97F4A7C15) + _seed(tile)))
+    mixed = _splitmix_bits(
+        _splitmix_bits(global_index(tile, dims) * _signed_int64(0x9E3779B97F4A7C15) + _shared_seed(tile))
+    )
     return _shift_right(mixed, 11).to(torch.float64) * 2.0**-53
 
 
-def _drop(tile: Tile, p: float, training: bool, dims: int) -> Tile:
+def _drop_random(tile: Tile, p: float, training: bool, dims: int) -> Tile:
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return tile
-    kept = (uniform(tile, dims) >= p).to(tile.dtype)
+    kept = (global_uniform(tile, dims) >= p).to(tile.dtype)
     return Tile(tile.local * kept * (0.0 if p == 1 else 1 / (1 - p)), tile.layout, tile.mesh)
 
 
-def _elements(function: Any) -> None:
+def _answer_element_dropout(function: Any) -> None:
     def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
         """y = x / (1 - p) where kept, else 0; `inplace` is taken as permission, not used."""
-        return _drop(input, p, training, input.ndim)
+        return _drop_random(input, p, training, input.ndim)
 
-    implements(function)(dropout)
+    implements_torch(function)(dropout)
 
 
-def _channels(function: Any, dims: int) -> None:
+def _answer_channel_dropout(function: Any, dims: int) -> None:
     def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
         """Whole channels are dropped: [batch, channel, *space], or [channel, *space]."""
-        return _drop(input, p, training, 2 if input.ndim == dims + 2 else 1)
+        return _drop_random(input, p, training, 2 if input.ndim == dims + 2 else 1)
 
-    implements(function)(dropout)
+    implements_torch(function)(dropout)
 
 
-_elements(F.dropout)
-_elements(torch.dropout)
-_channels(F.dropout1d, 1)
-_channels(F.dropout2d, 2)
-_channels(F.dropout3d, 3)
+_answer_element_dropout(F.dropout)
+_answer_element_dropout(torch.dropout)
+_answer_channel_dropout(F.dropout1d, 1)
+_answer_channel_dropout(F.dropout2d, 2)
+_answer_channel_dropout(F.dropout3d, 3)

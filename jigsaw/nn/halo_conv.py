@@ -18,19 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.exchange import GiveBack, Strips
-from jigsaw.interval import Derived, Window, ceil_div
-from jigsaw.layout import Coordinate, Cut, Interval, Layout
-from jigsaw.nn.stencil import Along, step
+from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint
+from jigsaw.layout import Cut, Interval, Layout, MeshCoordinate
+from jigsaw.nn.stencil import DimStencil, plan_stencil
+from jigsaw.stencil_rules import DerivedCut, StencilWindow, ceil_div
 
-_WORTH = 8  # strips are worth it while the rows that they touch are less than one in so many
+_STRIP_SHARE = 8  # strips are worth it while the rows that they touch are less than one in so many
 
 
 # -- one dim: integers ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Strip:
+class StripRows:
     """Rows of a neighbour: `rows` of the dim, padded by `pads`, add to `count` output rows from `first`."""
 
     rows: Interval
@@ -40,7 +40,7 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Split:
+class DimSplit:
     """One dim of one piece: the rows at hand (`box`) and the strips below and above.
 
     The plain op pads the box by `padding` on both sides; `count` of its output rows, from `skip`, are wanted.
@@ -52,16 +52,16 @@ class Split:
     padding: int
     skip: int
     count: int
-    low: Strip
-    high: Strip
+    low: StripRows
+    high: StripRows
 
     @property
     def is_worth_it(self) -> bool:
-        return self.box[0] < self.box[1] and _WORTH * (self.low.count + self.high.count) <= self.count
+        return self.box[0] < self.box[1] and _STRIP_SHARE * (self.low.count + self.high.count) <= self.count
 
 
 @lru_cache(maxsize=4096)
-def split(cut: Cut, rule: Window, derived: Derived, piece: int, wrap: bool) -> Split:
+def split_dim(cut: Cut, rule: StencilWindow, derived: DerivedCut, piece: int, wrap: bool) -> DimSplit:
     """Divide what a piece needs into rows at hand and strips."""
     inside, (below, above) = derived.needs[piece], derived.margins[piece]
     need = inside[0] - below, inside[1] + above
@@ -71,30 +71,32 @@ def split(cut: Cut, rule: Window, derived: Derived, piece: int, wrap: bool) -> S
         box = inside[0], inside[0]
     out = derived.out.held[piece]
     count = out[1] - out[0]
-    padding, skip = _padding(rule, box, need)
+    padding, skip = _covering_padding(rule, box, need)
     if box[1] < held[1]:  # keep rows that no window reads, where they cost nothing, rather than cut them off
-        longer, more = (box[0], held[1]), _padding(rule, (box[0], held[1]), need)
+        longer, more = (box[0], held[1]), _covering_padding(rule, (box[0], held[1]), need)
         if (held[1] - box[0] + 2 * more[0] - rule.span) // rule.stride + 1 - more[1] == count:
             box, (padding, skip) = longer, more
-    return Split(box, need, inside, padding, skip, count, *_strips(rule, box, need, inside, count))
+    return DimSplit(box, need, inside, padding, skip, count, *_strip_rows(rule, box, need, inside, count))
 
 
-def _padding(rule: Window, box: Interval, need: Interval) -> tuple[int, int]:
+def _covering_padding(rule: StencilWindow, box: Interval, need: Interval) -> tuple[int, int]:
     """The op's even padding that covers `need`, and how many output rows more that makes below."""
     below, above = box[0] - need[0], need[1] - box[1]
     skip = max(ceil_div(above - below, rule.stride), 0)
     return below + skip * rule.stride, skip
 
 
-def _strips(rule: Window, box: Interval, need: Interval, inside: Interval, count: int) -> tuple[Strip, Strip]:
+def _strip_rows(
+    rule: StencilWindow, box: Interval, need: Interval, inside: Interval, count: int
+) -> tuple[StripRows, StripRows]:
     windows = min(ceil_div(box[0] - need[0], rule.stride), count)
     rows = inside[0], box[0]
     stop = need[0] + (windows - 1) * rule.stride + rule.span
-    low = Strip(rows, (rows[0] - need[0], stop - rows[1]), 0, windows)
+    low = StripRows(rows, (rows[0] - need[0], stop - rows[1]), 0, windows)
     first = min(max(ceil_div(box[1] - rule.span + 1 - need[0], rule.stride), 0), count)
     rows = box[1], max(inside[1], box[1])
-    high = Strip(rows, (rows[0] - need[0] - first * rule.stride, need[1] - rows[1]), first, count - first)
-    none = Strip((box[1], box[1]), (0, 0), 0, 0)
+    high = StripRows(rows, (rows[0] - need[0] - first * rule.stride, need[1] - rows[1]), first, count - first)
+    none = StripRows((box[1], box[1]), (0, 0), 0, 0)
     return low if low.rows[0] < low.rows[1] else none, high if high.rows[0] < high.rows[1] else none
 
 
@@ -102,7 +104,7 @@ def _strips(rule: Window, box: Interval, need: Interval, inside: Interval, count
 
 
 @dataclass(frozen=True)
-class Slab:
+class HaloStrip:
     """A strip along one dim, as wide as the whole halo in the later dims and as the box in the earlier ones.
 
     `shape` is that of this rank's strip, `pads` are as `torch.nn.functional.pad` takes them, `place` is where it adds
@@ -117,7 +119,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Halo:
+class HaloPlan:
     """A convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and the
     slabs.
     """
@@ -126,39 +128,44 @@ class Halo:
     padding: tuple[int, ...]
     own: tuple[int, ...]
     wanted: tuple[slice, ...]
-    slabs: tuple[Slab, ...]
+    slabs: tuple[HaloStrip, ...]
 
 
 @lru_cache(maxsize=1024)
-def halo_of(layout: Layout, along: tuple[Along, ...], coord: Coordinate) -> Halo | None:
+def plan_halo(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate) -> HaloPlan | None:
     """How this rank convolves by strips; None where, on any rank, the strips would be as large as the rest."""
-    derived = {d: (found, piece) for d, found, piece in step(layout, along, coord).derived}
+    derived = {d: (found, piece) for d, found, piece in plan_stencil(layout, along, coord).derived}
     ways = {a.dim: a for a in along}
     cuts = {d: layout.dim(d)[0] for d in derived}
-    splits: dict[int, list[Split]] = {}
+    splits: dict[int, list[DimSplit]] = {}
     for d, (found, _) in derived.items():
-        rule = cast(Window, ways[d].rule)
-        splits[d] = [split(cuts[d], rule, found, i, ways[d].wrap) for i in range(cuts[d].pieces)]
+        rule = cast(StencilWindow, ways[d].rule)
+        splits[d] = [split_dim(cuts[d], rule, found, i, ways[d].wrap) for i in range(cuts[d].pieces)]
         if not all(s.is_worth_it for s in splits[d]):
             return None
     mine = {d: splits[d][piece] for d, (_, piece) in derived.items()}
-    slabs = [_slab(layout, at, high, splits, mine, coord) for at in range(len(mine)) for high in (False, True)]
+    slabs = [_halo_strip(layout, at, high, splits, mine, coord) for at in range(len(mine)) for high in (False, True)]
     box, wanted = [slice(None)] * layout.ndim, [slice(None)] * layout.ndim
-    own = [0 if a.dim in mine else cast(Window, a.rule).below for a in along]
+    own = [0 if a.dim in mine else cast(StencilWindow, a.rule).below for a in along]
     padding = [mine[a.dim].padding if a.dim in mine else p for a, p in zip(along, own, strict=True)]
     for d, (_, piece) in derived.items():
         low, s = cuts[d].held[piece][0], mine[d]
         box[d] = slice(s.box[0] - low, s.box[1] - low)
         wanted[d] = slice(s.skip, s.skip + s.count)
-    return Halo(tuple(box), tuple(padding), tuple(own), tuple(wanted), tuple(s for s in slabs if s is not None))
+    return HaloPlan(tuple(box), tuple(padding), tuple(own), tuple(wanted), tuple(s for s in slabs if s is not None))
 
 
-def _slab(
-    layout: Layout, at: int, high: bool, splits: dict[int, list[Split]], mine: dict[int, Split], coord: Coordinate
-) -> Slab | None:
+def _halo_strip(
+    layout: Layout,
+    at: int,
+    high: bool,
+    splits: dict[int, list[DimSplit]],
+    mine: dict[int, DimSplit],
+    coord: MeshCoordinate,
+) -> HaloStrip | None:
     """The slab below or above along the `at`-th of the dims; None where no rank has any."""
 
-    def strip(s: Split) -> Strip:
+    def strip(s: DimSplit) -> StripRows:
         return s.high if high else s.low
 
     here = list(splits)[at]
@@ -179,14 +186,14 @@ def _slab(
             place[d] = slice(s.skip, s.skip + s.count)
     flat = tuple(p for d in reversed(range(2, layout.ndim)) for p in pads[d])
     adds = strip(mine[here]).count > 0
-    return Slab(target, target.local_shape(coord), flat, tuple(place), adds)
+    return HaloStrip(target, target.local_shape(coord), flat, tuple(place), adds)
 
 
 # -- carrying it out --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Convolution:
+class PlainConvolution:
     """The plain op and its gradient, without padding; `again` is the same convolution by an exchange,
     differentiable.
     """
@@ -218,12 +225,12 @@ class _HaloConvolution(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        op: Convolution,
-        halo: Halo,
+        op: PlainConvolution,
+        halo: HaloPlan,
         layout: Layout,
         mesh: DeviceMesh,
     ) -> Tensor:
-        strips = Strips(x, layout, [s.target for s in halo.slabs], mesh)
+        strips = AsyncExchange(x, layout, [s.target for s in halo.slabs], mesh)
         out = op(x[halo.box], weight, bias, halo.padding)
         padded: list[Tensor | None] = []
         for slab, strip in zip(halo.slabs, strips.wait(), strict=True):
@@ -237,7 +244,7 @@ class _HaloConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *padded = ctx.saved_tensors
-        op, halo, layout, mesh = cast(tuple[Convolution, Halo, Layout, DeviceMesh], ctx.how)
+        op, halo, layout, mesh = cast(tuple[PlainConvolution, HaloPlan, Layout, DeviceMesh], ctx.how)
         mask = list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # differentiable twice, at the price of another exchange
             wanted = [v for v, needs in zip((x, weight, bias), mask, strict=True) if needs]
@@ -246,25 +253,27 @@ class _HaloConvolution(torch.autograd.Function):
             )
             return *(next(found) if needs else None for needs in mask), None, None, None, None
         slabs = [
-            _slab_gradients(op, halo, slab, strip, grads[0], weight, mask)
+            _strip_gradients(op, halo, slab, strip, grads[0], weight, mask)
             for slab, strip in zip(halo.slabs, padded, strict=True)
         ]
         pending = None
         if mask[0]:
-            pending = GiveBack([cast(Tensor, gx) for gx, _ in slabs], layout, [s.target for s in halo.slabs], mesh)
+            pending = AsyncExchangeAdjoint(
+                [cast(Tensor, gx) for gx, _ in slabs], layout, [s.target for s in halo.slabs], mesh
+            )
         gx, gw, gb = op.gradients(grads[0], x[halo.box], weight, halo.padding, mask)
         if pending is not None:
-            gx = _into_whole(cast(Tensor, gx), x, halo)
+            gx = _into_local_rows(cast(Tensor, gx), x, halo)
             pending.wait(gx)
         for _, more in slabs:
             gw = gw.add_(more) if gw is not None and more is not None else gw
         return gx, gw, gb, None, None, None, None
 
 
-def _slab_gradients(
-    op: Convolution,
-    halo: Halo,
-    slab: Slab,
+def _strip_gradients(
+    op: PlainConvolution,
+    halo: HaloPlan,
+    slab: HaloStrip,
     strip: Tensor | None,
     grad: Tensor,
     weight: Tensor,
@@ -277,7 +286,7 @@ def _slab_gradients(
     return (None if gx is None else F.pad(gx, [-p for p in slab.pads])), gw
 
 
-def _into_whole(gx: Tensor, x: Tensor, halo: Halo) -> Tensor:
+def _into_local_rows(gx: Tensor, x: Tensor, halo: HaloPlan) -> Tensor:
     """The gradient of all local rows, from that of the box."""
     if gx.shape == x.shape:
         return gx
@@ -287,7 +296,13 @@ def _into_whole(gx: Tensor, x: Tensor, halo: Halo) -> Tensor:
 
 
 def halo_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, op: Convolution, halo: Halo, layout: Layout, mesh: DeviceMesh
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    op: PlainConvolution,
+    halo: HaloPlan,
+    layout: Layout,
+    mesh: DeviceMesh,
 ) -> Tensor:
     """The convolution of the local rows `x` of `layout` and of the halo that this rank lacks.
 

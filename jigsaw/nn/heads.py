@@ -9,21 +9,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Cut, ShardingError, cut_points, whole
-from jigsaw.nn.contraction import contraction
-from jigsaw.nn.linear import linear_onto, with_bias
-from jigsaw.nn.rows import Group, rearrange
-from jigsaw.nn.weights import Weight, cut_parameter, layout_of, local_weight
+from jigsaw.layout import Cut, ShardingError, cut_points, whole_dim
+from jigsaw.nn.contraction import plan_contraction
+from jigsaw.nn.linear import add_bias, linear_onto_cuts
+from jigsaw.nn.rank_order import CutGroup, rearrange_rows
+from jigsaw.nn.weights import StoredWeight, cut_parameter, local_weight, weight_layout
 from jigsaw.tile import Tile
 
 
-def axes_of_heads(query: Tile, in_weight: Weight) -> tuple[str, ...]:
+def head_axes(query: Tile, in_weight: StoredWeight) -> tuple[str, ...]:
     """The axes that are to cut the heads: those along which the projection is stored, or the features arrive."""
-    return layout_of(in_weight, query).dim_axes(0) or query.layout.dim_axes(query.ndim - 1)
+    return weight_layout(in_weight, query).dim_axes(0) or query.layout.dim_axes(query.ndim - 1)
 
 
-def project_in(
-    inputs: Sequence[Tile], weight: Weight, bias: Weight | None, heads: int, axes: tuple[str, ...]
+def project_heads_in(
+    inputs: Sequence[Tile], weight: StoredWeight, bias: StoredWeight | None, heads: int, axes: tuple[str, ...]
 ) -> tuple[Tile, ...]:
     """q, k and v [..., E] of x W[:E]ᵀ, x W[E:2E]ᵀ and x W[2E:]ᵀ, each cut between whole heads along `axes`.
 
@@ -33,44 +33,44 @@ def project_in(
     """
     first = inputs[0]
     embed = weight.shape[0] // 3
-    ranks = comm.extent(first.mesh, axes)
+    ranks = comm.rank_count(first.mesh, axes)
     if heads < ranks:
         raise ShardingError(
             f"MultiheadAttention cuts {heads} heads along {axes}, which have {ranks} ranks; use more heads or fewer "
             "ranks"
         )
     of_heads = Cut(embed, tuple(p * (embed // heads) for p in cut_points(heads, ranks)), axes)
-    packed = (whole(3), of_heads)
+    packed = (whole_dim(3), of_heads)
     if all(x is first for x in inputs):
-        y = linear_onto(first, weight, bias, packed).unflatten(-1, (3, embed))
+        y = linear_onto_cuts(first, weight, bias, packed).unflatten(-1, (3, embed))
         return tuple(y.select(-2, i) for i in range(3))
-    return tuple(_third(x, i, weight, bias, packed) for i, x in enumerate(inputs))
+    return tuple(_project_one_of_three(x, i, weight, bias, packed) for i, x in enumerate(inputs))
 
 
-def _third(x: Tile, i: int, weight: Weight, bias: Weight | None, packed: Group) -> Tile:
+def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWeight | None, packed: CutGroup) -> Tile:
     """Row block `i` of three of the projection."""
-    if not layout_of(weight, x).is_cut(0):
+    if not weight_layout(weight, x).is_cut(0):
         embed = packed[1].size
         part_of_bias = None if bias is None else bias[i * embed : (i + 1) * embed]
-        return linear_onto(x, weight[i * embed : (i + 1) * embed], part_of_bias, packed[1:])
-    stored = layout_of(weight, x)
-    job = contraction(x.layout, stored.replace_dim(0, packed[1]), packed[1:])
+        return linear_onto_cuts(x, weight[i * embed : (i + 1) * embed], part_of_bias, packed[1:])
+    stored = weight_layout(weight, x)
+    job = plan_contraction(x.layout, stored.replace_dim(0, packed[1]), packed[1:])
     out = job.result(x.layout)
-    w = rearrange(local_weight(weight, x, out), stored.dim(0), packed, x)
+    w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), packed, x)
     y = job.run(x, w.unflatten(0, (3, -1))[i])
     if bias is None:
         return y
-    b = rearrange(local_weight(bias, y, out), layout_of(bias, y).dim(0), packed, y).unflatten(0, (3, -1))[i]
+    b = rearrange_rows(local_weight(bias, y, out), weight_layout(bias, y).dim(0), packed, y).unflatten(0, (3, -1))[i]
     return Tile(y.local + b.to(y.dtype), y.layout, y.mesh)
 
 
-def project_out(mixed: Tile, weight: Weight, bias: Weight | None, query: Tile) -> Tile:
+def project_heads_out(mixed: Tile, weight: StoredWeight, bias: StoredWeight | None, query: Tile) -> Tile:
     """y = x Wᵀ + b, cut along the features as the query is; a whole query gets a whole y.
 
     *Sends*: as `jigsaw.nn.linear.linear`; then, for a whole query, each rank's part of y to the others along the axes.
     """
     last = query.layout.dim(query.ndim - 1)
-    y = with_bias(linear_onto(mixed, weight, None, last), bias)
+    y = add_bias(linear_onto_cuts(mixed, weight, None, last), bias)
     if tuple(y.layout.dim(y.ndim - 1)) == tuple(last):
         return y
     return y.with_layout(y.layout.replace_dim(y.ndim - 1, *last))
@@ -116,7 +116,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "torch.nn.MultiheadAttention"
             )
         super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype)
-        ranks = comm.extent(mesh, (axis,) if isinstance(axis, str) else axis)
+        ranks = comm.rank_count(mesh, (axis,) if isinstance(axis, str) else axis)
         if num_heads < ranks:
             raise ShardingError(
                 f"MultiheadAttention has {num_heads} heads for {ranks} ranks along {axis!r}; use more heads or fewer "

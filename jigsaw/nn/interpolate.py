@@ -14,19 +14,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.interval import Table
-from jigsaw.layout import Layout, ShardingError, whole
+from jigsaw.layout import Layout, ShardingError, whole_dim
 from jigsaw.nn.pool import adaptive_avg_pool
-from jigsaw.nn.stencil import Along, Step, gather, nothing, per_dim, single, stand_in, step, touched
-from jigsaw.tile import Tile, implements, of_its_own, refuse
+from jigsaw.nn.stencil import (
+    DimStencil,
+    StencilPlan,
+    empty_result,
+    entry_per_dim,
+    gather_input_rows,
+    is_cut_or_haloed,
+    nonempty_like,
+    plan_stencil,
+    single_cut,
+)
+from jigsaw.stencil_rules import InterpolationTable
+from jigsaw.tile import Tile, implements_torch, in_own_memory, refusal_error
 
 _NEAREST = ("nearest", "nearest-exact")
 _LINEAR = ("linear", "bilinear", "trilinear")
-_BLOCK = 8  # the plain op runs on whole blocks of a ratio's denominator; rarer ratios are gathered row by row
+_LARGEST_DENOMINATOR = (
+    8  # the plain op runs on whole blocks of a ratio's denominator; rarer ratios are gathered row by row
+)
 
 
 @dataclass(frozen=True)
-class Resample:
+class ResampledDim:
     """One dim from `n` to `m` rows, which are n / m or, where a `scale` counts, 1 / scale input rows apart."""
 
     n: int
@@ -52,11 +64,11 @@ class Resample:
     def is_regular(self) -> bool:
         """Whether a block, cut out at a multiple of the ratio, interpolates by itself as it does in the whole."""
         p, _ = self.ratio
-        return self.scale is None and p <= _BLOCK and not (self.align_corners and self.n != self.m)
+        return self.scale is None and p <= _LARGEST_DENOMINATOR and not (self.align_corners and self.n != self.m)
 
 
 @lru_cache(maxsize=512)
-def _reads(r: Resample, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+def _input_rows_read(r: ResampledDim, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
     """For every output row the first and last input row that it reads, and the weight of the second of two."""
     if r.mode in _NEAREST:
         # torch's own rounding decides: it finds the row in floating point
@@ -75,28 +87,28 @@ def _reads(r: Resample, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int,
 
 
 @lru_cache(maxsize=512)
-def _table(r: Resample, dtype: torch.dtype) -> Table:
-    first, last, _ = _reads(r, dtype)
-    if not _runs_plain(r, dtype):
-        return Table(first, last)
+def _interpolation_table(r: ResampledDim, dtype: torch.dtype) -> InterpolationTable:
+    first, last, _ = _input_rows_read(r, dtype)
+    if not _can_run_plain(r, dtype):
+        return InterpolationTable(first, last)
     p = r.ratio[0]
-    return Table(tuple(i - i % p for i in first), tuple(i - i % p + p - 1 for i in last))
+    return InterpolationTable(tuple(i - i % p for i in first), tuple(i - i % p + p - 1 for i in last))
 
 
 @lru_cache(maxsize=512)
-def _runs_plain(r: Resample, dtype: torch.dtype) -> bool:
+def _can_run_plain(r: ResampledDim, dtype: torch.dtype) -> bool:
     """Whether the plain op on blocks gives the same; for nearest, whose rows are found in floating point, it is
     tried.
     """
     if not r.is_regular or r.mode not in _NEAREST:
         return r.is_regular
     p, q = r.ratio
-    first, _, _ = _reads(r, dtype)
-    block, _, _ = _reads(Resample(p, q, r.mode), dtype)
+    first, _, _ = _input_rows_read(r, dtype)
+    block, _, _ = _input_rows_read(ResampledDim(p, q, r.mode), dtype)
     return all(i == o // q * p + block[o % q] for o, i in enumerate(first))
 
 
-@implements(F.interpolate)
+@implements_torch(F.interpolate)
 def interpolate(
     input: Tile,
     size: int | Sequence[int] | None = None,
@@ -114,34 +126,40 @@ def interpolate(
     *Raises*: `ShardingError` along cut dims for antialias, and for bicubic unless n / m is a ratio of small integers.
     """
     dims = input.ndim - 2
-    if not any(touched(input.layout, d) for d in range(2, input.ndim)):
-        x = input.local if input.local.numel() else stand_in(input.local)
+    if not any(is_cut_or_haloed(input.layout, d) for d in range(2, input.ndim)):
+        x = input.local if input.local.numel() else nonempty_like(input.local)
         y = F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-        out = _resized(input.layout, y.shape[2:])
-        y = y if x is input.local else nothing(out.local_shape(input.coordinate), input.local, again=mode == "area")
+        out = _resized_layout(input.layout, y.shape[2:])
+        y = (
+            y
+            if x is input.local
+            else empty_result(out.local_shape(input.coordinate), input.local, again=mode == "area")
+        )
         return Tile(y, out, input.mesh)
-    sizes, scales = _sizes(input, size, scale_factor, bool(recompute_scale_factor or align_corners) or mode == "area")
+    sizes, scales = _sizes_and_scales(
+        input, size, scale_factor, bool(recompute_scale_factor or align_corners) or mode == "area"
+    )
     if mode == "area":
         return adaptive_avg_pool(input, dims, sizes)
     if antialias or mode not in (*_NEAREST, *_LINEAR, "bicubic"):
         how = f"mode={mode!r}, antialias={antialias}"
-        raise refuse(
+        raise refusal_error(
             interpolate, input, f"{how} is not answered on a cut dim", "redistribute so that the spatial dims are whole"
         )
     by_dim = {
-        d: Resample(input.shape[d], m, mode, bool(align_corners), scale)
+        d: ResampledDim(input.shape[d], m, mode, bool(align_corners), scale)
         for d, m, scale in zip(range(2, input.ndim), sizes, scales, strict=True)
     }
-    return _resample(input, by_dim)
+    return _resample_tile(input, by_dim)
 
 
-def _resized(layout: Layout, sizes: Sequence[int]) -> Layout:
+def _resized_layout(layout: Layout, sizes: Sequence[int]) -> Layout:
     for d, m in enumerate(sizes, 2):
-        layout = layout.replace_dim(d, whole(m))
+        layout = layout.replace_dim(d, whole_dim(m))
     return layout
 
 
-def _sizes(
+def _sizes_and_scales(
     input: Tile, size: int | Sequence[int] | None, scale_factor: float | Sequence[float] | None, recompute: bool
 ) -> tuple[list[int], list[float | None]]:
     """The output size of every spatial dim, and its scale where it is not the ratio of the sizes, by torch's rules."""
@@ -152,7 +170,7 @@ def _sizes(
         )
     scales: list[float | None] = [None] * len(rows)
     if size is not None:
-        sizes = list(per_dim(size, len(rows), "size"))
+        sizes = list(entry_per_dim(size, len(rows), "size"))
     else:
         given = [scale_factor] * len(rows) if isinstance(scale_factor, (int, float)) else list(scale_factor or ())
         sizes = [int(n * s) for n, s in zip(rows, given, strict=True)]
@@ -164,25 +182,27 @@ def _sizes(
     return sizes, scales
 
 
-def _resample(input: Tile, by_dim: dict[int, Resample]) -> Tile:
-    along = tuple(Along(d, _table(r, input.dtype)) for d, r in by_dim.items())
+def _resample_tile(input: Tile, by_dim: dict[int, ResampledDim]) -> Tile:
+    along = tuple(DimStencil(d, _interpolation_table(r, input.dtype)) for d, r in by_dim.items())
     for d, r in by_dim.items():
-        single(input.layout, d, "interpolate")
-        if r.mode == "bicubic" and not (_runs_plain(r, input.dtype) if touched(input.layout, d) else r.scale is None):
-            raise refuse(
+        single_cut(input.layout, d, "interpolate")
+        if r.mode == "bicubic" and not (
+            _can_run_plain(r, input.dtype) if is_cut_or_haloed(input.layout, d) else r.scale is None
+        ):
+            raise refusal_error(
                 interpolate,
                 input,
                 f"bicubic from {r.n} to {r.m} rows is not answered",
                 "choose a ratio of small integers, or bilinear",
             )
-    to = step(input.layout, along, input.coordinate, "interpolate")
-    x = gather(input, to)
+    to = plan_stencil(input.layout, along, input.coordinate, "interpolate")
+    x = gather_input_rows(input, to)
     if to.is_empty:
-        return Tile(nothing(to.shape, x, again=False), to.out, input.mesh)
-    return Tile(of_its_own(_local(x, by_dim, to), input), to.out, input.mesh)
+        return Tile(empty_result(to.shape, x, again=False), to.out, input.mesh)
+    return Tile(in_own_memory(_resample_local(x, by_dim, to), input), to.out, input.mesh)
 
 
-def _local(x: Tensor, by_dim: dict[int, Resample], to: Step) -> Tensor:
+def _resample_local(x: Tensor, by_dim: dict[int, ResampledDim], to: StencilPlan) -> Tensor:
     """The gathered rows interpolated: by the plain op where that is exact, then row by row."""
     touched_dims = {dim: (derived.needs[piece], derived.out.held[piece]) for dim, derived, piece in to.derived}
     sizes = list(x.shape[2:])
@@ -192,7 +212,7 @@ def _local(x: Tensor, by_dim: dict[int, Resample], to: Step) -> Tensor:
         p, q = r.ratio
         if d not in touched_dims and r.scale is None:
             sizes[d - 2] = r.m
-        elif d in touched_dims and _runs_plain(r, x.dtype):
+        elif d in touched_dims and _can_run_plain(r, x.dtype):
             need, out = touched_dims[d]
             sizes[d - 2] = (need[1] - need[0]) // p * q
             crops.append((d, out[0] - need[0] // p * q, out[1] - out[0]))
@@ -205,13 +225,13 @@ def _local(x: Tensor, by_dim: dict[int, Resample], to: Step) -> Tensor:
         x = x.narrow(d, start, length)
     for d in by_row:
         need, out = touched_dims.get(d, ((0, by_dim[d].n), (0, by_dim[d].m)))
-        x = _by_row(x, d, by_dim[d], need[0], out)
+        x = _interpolate_by_row(x, d, by_dim[d], need[0], out)
     return x
 
 
-def _by_row(x: Tensor, dim: int, r: Resample, low: int, out: tuple[int, int]) -> Tensor:
+def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:
     """y[o] = x[first] + w (x[last] - x[first]) along one dim."""
-    first, last, weights = (values[out[0] : out[1]] for values in _reads(r, x.dtype))
+    first, last, weights = (values[out[0] : out[1]] for values in _input_rows_read(r, x.dtype))
     rows = torch.tensor(first, device=x.device) - low
     y = x.index_select(dim, rows)
     if r.mode in _NEAREST:

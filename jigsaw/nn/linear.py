@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.layout import ShardingError, whole
-from jigsaw.nn.contraction import contraction
-from jigsaw.nn.rows import Group, axes_of_group, bare, rearrange, take_rows
-from jigsaw.nn.weights import Weight, cut_parameter, is_dtensor, layout_of, local_weight
-from jigsaw.tile import Tile, implements, refuse
+from jigsaw.layout import ShardingError, whole_dim
+from jigsaw.nn.contraction import plan_contraction
+from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
+from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
+from jigsaw.tile import Tile, implements_torch, refusal_error
 
 
-@implements(F.linear)
-def linear(input: Tile | Tensor, weight: Weight, bias: Weight | None = None) -> Tile:
+@implements_torch(F.linear)
+def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight | None = None) -> Tile:
     """y = x Wᵀ + b over the last dim of x, whatever cuts x and W.
 
     *Shapes*: x [..., K], W [N, K], b [N], y [..., N]; the leading dims of y are cut as those of x.  The last dim of y
@@ -35,48 +35,50 @@ def linear(input: Tile | Tensor, weight: Weight, bias: Weight | None = None) -> 
     *Raises*: `ShardingError` when the axes of x and W do not form a grid.
     """
     if not isinstance(input, Tile):
-        return _of_plain(input, weight, bias)
+        return _linear_of_plain(input, weight, bias)
     n, k = weight.shape
     if input.shape[-1] != k:
         raise RuntimeError(
             f"linear: input {tuple(input.shape)} and weight {tuple(weight.shape)} cannot be multiplied "
             f"({input.shape[-1]} and {k})"
         )
-    is_whole = not (isinstance(weight, Tile) or is_dtensor(weight)) or not layout_of(weight, input).cut_axes
+    is_whole = not (isinstance(weight, Tile) or is_dtensor(weight)) or not weight_layout(weight, input).cut_axes
     if is_whole and not input.layout.is_cut(input.ndim - 1):
-        return _by_itself(input, weight, bias, n)
-    return linear_onto(input, weight, bias)
+        return _linear_by_itself(input, weight, bias, n)
+    return linear_onto_cuts(input, weight, bias)
 
 
-def linear_onto(input: Tile, weight: Weight, bias: Weight | None, last: Group | None = None) -> Tile:
-    """`linear` over cut dims, whose result's last dim is cut as `last` where the axes that cut x and W allow a
+def linear_onto_cuts(
+    input: Tile, weight: StoredWeight, bias: StoredWeight | None, last: CutGroup | None = None
+) -> Tile:
+    """`tile_linear` over cut dims, whose result's last dim is cut as `last` where the axes that cut x and W allow a
     choice.
     """
     x = _without_halo_along_last(input)
-    stored = layout_of(weight, x)
-    job = contraction(x.layout, stored, last)
+    stored = weight_layout(weight, x)
+    job = plan_contraction(x.layout, stored, last)
     w = local_weight(weight, x, job.result(x.layout))
-    return with_bias(job.run(x, rearrange(w, stored.dim(0), job.stored.dim(0), x)), bias)
+    return add_bias(job.run(x, rearrange_rows(w, stored.dim(0), job.stored.dim(0), x)), bias)
 
 
-def _of_plain(input: Tensor, weight: Weight, bias: Weight | None) -> Tile:
+def _linear_of_plain(input: Tensor, weight: StoredWeight, bias: StoredWeight | None) -> Tile:
     """A whole input and a tile among the weights: the weight is the tile that the input multiplies."""
     if not isinstance(weight, Tile) or input.ndim != 2:
         tile = next(t for t in (weight, bias) if isinstance(t, Tile))
-        raise refuse(
+        raise refusal_error(
             F.linear,
             tile,
             f"the input is a plain tensor of shape {tuple(input.shape)}",
             "make the input a Tile with jigsaw.shard",
         )
-    return with_bias(linear(weight, input).transpose(0, 1), bias)
+    return add_bias(tile_linear(weight, input).transpose(0, 1), bias)
 
 
-def _by_itself(input: Tile, weight: Weight, bias: Weight | None, n: int) -> Tile:
+def _linear_by_itself(input: Tile, weight: StoredWeight, bias: StoredWeight | None, n: int) -> Tile:
     if isinstance(bias, Tile) or is_dtensor(bias):
-        return with_bias(_by_itself(input, weight, None, n), bias)
+        return add_bias(_linear_by_itself(input, weight, None, n), bias)
     x = _without_halo_along_last(input)
-    out = x.layout.replace_dim(x.ndim - 1, whole(n))
+    out = x.layout.replace_dim(x.ndim - 1, whole_dim(n))
     plain = None if bias is None else local_weight(bias, x, out)
     return Tile(F.linear(x.local, local_weight(weight, x, out), plain), out, x.mesh)
 
@@ -87,27 +89,27 @@ def _without_halo_along_last(input: Tile) -> Tile:
     cuts = input.layout.dim(last)
     if not any(c.has_halo for c in cuts):
         return input
-    return input.with_layout(input.layout.replace_dim(last, *bare(cuts)))
+    return input.with_layout(input.layout.replace_dim(last, *bare_cuts(cuts)))
 
 
-def with_bias(y: Tile, bias: Weight | None) -> Tile:
+def add_bias(y: Tile, bias: StoredWeight | None) -> Tile:
     """y + bias; a DTensor's rows are brought to where y is cut."""
     if bias is None:
         return y
     if not is_dtensor(bias):
         return y + bias.to(y.dtype)
-    stored, last = layout_of(bias, y).dim(0), y.layout.dim(y.ndim - 1)
+    stored, last = weight_layout(bias, y).dim(0), y.layout.dim(y.ndim - 1)
     local = local_weight(bias, y, y.layout)
-    if any(c.is_cut for c in stored) and set(axes_of_group(stored)) != set(axes_of_group(last)):
+    if any(c.is_cut for c in stored) and set(axes_of_cuts(stored)) != set(axes_of_cuts(last)):
         raise ShardingError(
-            f"linear: the bias is cut by {axes_of_group(stored)}, but the last dim of the output by "
-            f"{axes_of_group(last) or 'nothing'}; "
+            f"linear: the bias is cut by {axes_of_cuts(stored)}, but the last dim of the output by "
+            f"{axes_of_cuts(last) or 'nothing'}; "
             f"cut the bias as the rows of the weight"
         )
     local = (
-        rearrange(local, stored, bare(last), y)
+        rearrange_rows(local, stored, bare_cuts(last), y)
         if any(c.is_cut for c in stored)
-        else take_rows(local, 0, bare(last), y.layout, y.coordinate)
+        else take_owned_rows(local, 0, bare_cuts(last), y.layout, y.coordinate)
     )
     return Tile(y.local + local.to(y.dtype), y.layout, y.mesh)
 
@@ -123,7 +125,7 @@ class Linear(nn.Linear):
 
     *Shapes*: weight [out, in], per rank [ceil(out / P), in] (the last ones may have fewer rows); x whole or cut along
     `axis`.
-    *Sends*: see `linear`; once, when it is made, the parts of the first rank's initial values.
+    *Sends*: see `tile_linear`; once, when it is made, the parts of the first rank's initial values.
     """
 
     def __init__(

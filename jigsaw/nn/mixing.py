@@ -14,12 +14,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.layout import ShardingError
-from jigsaw.nn.linear import Linear, linear
-from jigsaw.nn.weights import Weight
+from jigsaw.nn.linear import Linear, tile_linear
+from jigsaw.nn.weights import StoredWeight
 from jigsaw.tile import Tile
 
 
-def mix(input: Tile, weight: Weight, bias: Weight | None = None, dims: int | Sequence[int] = -2) -> Tile:
+def mix_tokens(
+    input: Tile, weight: StoredWeight, bias: StoredWeight | None = None, dims: int | Sequence[int] = -2
+) -> Tile:
     """y[..., m, ...] = sum_n x[..., n, ...] W[m, n] + b[m], where n runs over `dims` flattened together.
 
     *Shapes*: x [..., *dims, ...] with N tokens, W [M, N], b [M]; y has M in place of the dims, or the same dims, cut
@@ -29,18 +31,18 @@ def mix(input: Tile, weight: Weight, bias: Weight | None = None, dims: int | Seq
     and twice that backward.  A W stored 1/P by rows adds its rows that lie elsewhere, at most ``N M / P``.
     *Raises*: `ShardingError` for dims that are not consecutive.
     """
-    (first, *rest) = order = _consecutive(input, dims)
+    (first, *rest) = order = _consecutive_dims(input, dims)
     back = [d for d in range(input.ndim) if d not in order]
     shape = [input.shape[d] for d in order]
     x = input.permute([*back, *order]).flatten(-len(order)) if rest else input.movedim(first, -1)
-    y = linear(x, weight, bias)
+    y = tile_linear(x, weight, bias)
     if rest and y.shape[-1] == math.prod(shape):
         y = y.unflatten(-1, shape)
         return y.permute([*range(first), *range(len(back), y.ndim), *range(first, len(back))])
     return y.movedim(-1, first)
 
 
-def _consecutive(input: Tile, dims: int | Sequence[int]) -> list[int]:
+def _consecutive_dims(input: Tile, dims: int | Sequence[int]) -> list[int]:
     order = [d % input.ndim for d in ((dims,) if isinstance(dims, int) else dims)]
     if not order or order != list(range(order[0], order[0] + len(order))):
         raise ShardingError(
@@ -51,11 +53,11 @@ def _consecutive(input: Tile, dims: int | Sequence[int]) -> list[int]:
 
 
 class Mix(Linear):
-    """`mix` as a module: `torch.nn.Linear` over the tokens of `dims`; names and full shapes of its parameters are
-    those.
+    """`mix_tokens` as a module: `torch.nn.Linear` over the tokens of `dims`; names and full shapes of its parameters
+    are those.
 
     With an `axis` (or several, those that cut the tokens) each rank holds 1/P of the rows of the weight at rest; see
-    `mix`.
+    `mix_tokens`.
     """
 
     def __init__(
@@ -74,5 +76,5 @@ class Mix(Linear):
         self.dims = dims
 
     def forward(self, input: Any) -> Any:
-        """`mix` of the tile `input`."""
-        return mix(input, self.weight, self.bias, self.dims)
+        """`mix_tokens` of the tile `input`."""
+        return mix_tokens(input, self.weight, self.bias, self.dims)

@@ -16,37 +16,37 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Coordinate, ShardingError
-from jigsaw.nn.standardize import is_whole, owned_along, standardize
-from jigsaw.nn.weights import Weight, cut_parameter, is_dtensor, layout_of, local_weight
-from jigsaw.pointwise import cut_whole, part
-from jigsaw.reductions import count_of, reducing_axes
-from jigsaw.tile import Tile, implements
+from jigsaw.layout import MeshCoordinate, ShardingError
+from jigsaw.nn.standardize import is_whole_along, owned_along, standardize_tile
+from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
+from jigsaw.ops.pointwise import cut_whole_tensor, plain_operand
+from jigsaw.ops.reductions import elements_per_value, reducing_axes
+from jigsaw.tile import Tile, implements_torch
 
 
-def _wide(tile: Tile) -> Tile:
+def _widened_tile(tile: Tile) -> Tile:
     return tile.float() if tile.dtype in (torch.bfloat16, torch.float16) else tile
 
 
-def _plain(*values: Any) -> bool:
+def _has_plain_weights(*values: Any) -> bool:
     """Whether weight and bias are ordinary tensors (or missing), not tiles."""
     return not any(isinstance(v, Tile) or is_dtensor(v) for v in values)
 
 
-def _parts(input: Tile, *values: Any) -> list[Tensor | None]:
-    return [None if v is None else part(v, input) for v in values]
+def _weight_parts(input: Tile, *values: Any) -> list[Tensor | None]:
+    return [None if v is None else plain_operand(v, input) for v in values]
 
 
-def _cut(value: Tensor | None, shape: Sequence[int], input: Tile) -> Tensor | None:
+def _norm_operand(value: Tensor | None, shape: Sequence[int], input: Tile) -> Tensor | None:
     """A weight or bias as this rank's operand, broadcast to the last dims of the local tensor.
 
     Raises: `ShardingError` for a DTensor that is not cut as the input is.
     """
     if not is_dtensor(value):
-        return None if value is None else cut_whole(value.reshape(tuple(shape)), input)
-    stored, last = layout_of(value, input), range(input.ndim - len(shape), input.ndim)
+        return None if value is None else cut_whole_tensor(value.reshape(tuple(shape)), input)
+    stored, last = weight_layout(value, input), range(input.ndim - len(shape), input.ndim)
 
-    def at(coord: Coordinate) -> list[int]:
+    def at(coord: MeshCoordinate) -> list[int]:
         return [1 if n == 1 else input.layout.local_shape(coord)[d] for d, n in zip(last, shape, strict=True)]
 
     if any(math.prod(at(c)) != math.prod(stored.local_shape(c)) for c in input.layout.coords()):
@@ -57,27 +57,29 @@ def _cut(value: Tensor | None, shape: Sequence[int], input: Tile) -> Tensor | No
     return local_weight(value, input, input.layout).reshape(at(input.coordinate))
 
 
-def _standardized(
+def _standardize_and_scale(
     input: Tile, dims: Sequence[int], eps: float, weight: Any, bias: Any, shape: Sequence[int]
 ) -> tuple[Tile, Tensor, Tensor]:
     """(y, mean, sum of squared deviations), y in the dtype of the input."""
-    wide = _wide(input)
+    wide = _widened_tile(input)
     if isinstance(weight, Tile) or isinstance(bias, Tile):
-        y, mean, squares = standardize(wide, dims, eps)
+        y, mean, squares = standardize_tile(wide, dims, eps)
         out = Tile(y, input.layout, input.mesh)
         out = out if weight is None else out * weight.reshape(tuple(shape))
         out = out if bias is None else out + bias.reshape(tuple(shape))
         return out.to(input.dtype), mean, squares
-    y, mean, squares = standardize(wide, dims, eps, _cut(weight, shape, input), _cut(bias, shape, input))
+    y, mean, squares = standardize_tile(
+        wide, dims, eps, _norm_operand(weight, shape, input), _norm_operand(bias, shape, input)
+    )
     return Tile(y.to(input.dtype), input.layout, input.mesh), mean, squares
 
 
-@implements(F.layer_norm, torch.layer_norm)
+@implements_torch(F.layer_norm, torch.layer_norm)
 def layer_norm(
     input: Tile,
     normalized_shape: Sequence[int],
-    weight: Weight | None = None,
-    bias: Weight | None = None,
+    weight: StoredWeight | None = None,
+    bias: StoredWeight | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tile:
@@ -94,15 +96,15 @@ def layer_norm(
             f"{tuple(input.shape[input.ndim - count :])}"
         )
     dims = tuple(range(input.ndim - count, input.ndim))
-    if is_whole(input, dims) and _plain(weight, bias):
-        w, b = _parts(input, weight, bias)
+    if is_whole_along(input, dims) and _has_plain_weights(weight, bias):
+        w, b = _weight_parts(input, weight, bias)
         return Tile(F.layer_norm(input.local, list(normalized_shape), w, b, eps), input.layout, input.mesh)
-    return _standardized(input, dims, eps, weight, bias, normalized_shape)[0]
+    return _standardize_and_scale(input, dims, eps, weight, bias, normalized_shape)[0]
 
 
-@implements(F.rms_norm, torch.rms_norm)
+@implements_torch(F.rms_norm, torch.rms_norm)
 def rms_norm(
-    input: Tile, normalized_shape: Sequence[int], weight: Weight | None = None, eps: float | None = None
+    input: Tile, normalized_shape: Sequence[int], weight: StoredWeight | None = None, eps: float | None = None
 ) -> Tile:
     """y = x / sqrt(mean x^2 + eps) * weight over the last dims (Zhang and Sennrich, arXiv 1910.07467); bytes as
     `layer_norm`, once.
@@ -113,25 +115,25 @@ def rms_norm(
             f"rms_norm over {tuple(normalized_shape)}: the last dims of the Tile are "
             f"{tuple(input.shape[input.ndim - count :])}"
         )
-    wide = _wide(input)
+    wide = _widened_tile(input)
     dims = tuple(range(input.ndim - count, input.ndim))
     axes = reducing_axes(wide.layout, dims)
     squares = owned_along(wide, dims).local.square().sum(dims, keepdim=True)
-    power = comm.total(squares, input.mesh, axes, (wide.layout, dims)) / count_of(wide, dims)
+    power = comm.sum_parts(squares, input.mesh, axes, (wide.layout, dims)) / elements_per_value(wide, dims)
     scale = torch.rsqrt(power + (torch.finfo(input.dtype).eps if eps is None else eps))
-    out = wide.local * comm.enter(scale, input.mesh, axes)
+    out = wide.local * comm.use_in_parts(scale, input.mesh, axes)
     if isinstance(weight, Tile):
         return (Tile(out, input.layout, input.mesh) * weight).to(input.dtype)
-    operand = _cut(weight, normalized_shape, input)
+    operand = _norm_operand(weight, normalized_shape, input)
     return Tile((out if operand is None else out * operand).to(input.dtype), input.layout, input.mesh)
 
 
-@implements(F.group_norm, torch.group_norm)
+@implements_torch(F.group_norm, torch.group_norm)
 def group_norm(
     input: Tile,
     num_groups: int,
-    weight: Weight | None = None,
-    bias: Weight | None = None,
+    weight: StoredWeight | None = None,
+    bias: StoredWeight | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tile:
@@ -146,21 +148,21 @@ def group_norm(
     if channels % num_groups:
         raise ShardingError(f"group_norm with num_groups={num_groups}: {channels} channels do not divide into groups")
     shape = (channels, *(1,) * (input.ndim - 2))
-    if is_whole(input, range(1, input.ndim)) and _plain(weight, bias):
-        w, b = _parts(input, weight, bias)
+    if is_whole_along(input, range(1, input.ndim)) and _has_plain_weights(weight, bias):
+        w, b = _weight_parts(input, weight, bias)
         return Tile(F.group_norm(input.local, num_groups, w, b, eps), input.layout, input.mesh)
     grouped: Tile = input.unflatten(1, (num_groups, channels // num_groups))
     by_group = (num_groups, channels // num_groups, *shape[1:])
-    return _standardized(grouped, range(2, grouped.ndim), eps, weight, bias, by_group)[0].flatten(1, 2)
+    return _standardize_and_scale(grouped, range(2, grouped.ndim), eps, weight, bias, by_group)[0].flatten(1, 2)
 
 
-@implements(F.instance_norm, torch.instance_norm)
+@implements_torch(F.instance_norm, torch.instance_norm)
 def instance_norm(
     input: Tile,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
-    weight: Weight | None = None,
-    bias: Weight | None = None,
+    weight: StoredWeight | None = None,
+    bias: StoredWeight | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
@@ -169,16 +171,16 @@ def instance_norm(
     if running_mean is not None or not use_input_stats:
         raise ShardingError("instance_norm on a Tile keeps no running statistics: use track_running_stats=False")
     dims = tuple(range(2, input.ndim))
-    return _standardized(input, dims, eps, weight, bias, (input.shape[1], *(1,) * (input.ndim - 2)))[0]
+    return _standardize_and_scale(input, dims, eps, weight, bias, (input.shape[1], *(1,) * (input.ndim - 2)))[0]
 
 
-@implements(F.batch_norm, torch.batch_norm)
+@implements_torch(F.batch_norm, torch.batch_norm)
 def batch_norm(
     input: Tile,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    weight: Weight | None = None,
-    bias: Weight | None = None,
+    weight: StoredWeight | None = None,
+    bias: StoredWeight | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
@@ -196,17 +198,21 @@ def batch_norm(
     dims = (0, *range(2, input.ndim))
     if not training and (running_mean is None or running_var is None):
         raise ShardingError("batch_norm in evaluation needs running_mean and running_var")
-    if _plain(weight, bias) and is_whole(input, (1,)) and (not training or is_whole(input, dims)):
-        w, b = _parts(input, weight, bias)
+    if (
+        _has_plain_weights(weight, bias)
+        and is_whole_along(input, (1,))
+        and (not training or is_whole_along(input, dims))
+    ):
+        w, b = _weight_parts(input, weight, bias)
         y = F.batch_norm(input.local, running_mean, running_var, w, b, training, momentum, eps)
         return Tile(y, input.layout, input.mesh)
     if not training:
-        wide = _wide(input)
+        wide = _widened_tile(input)
         centered = wide - cast(Tensor, running_mean).to(wide.dtype).reshape(shape)
         out = centered * torch.rsqrt(cast(Tensor, running_var).to(wide.dtype) + eps).reshape(shape)
         out = out if weight is None else out * weight.reshape(shape)
         return (out if bias is None else out + bias.reshape(shape)).to(input.dtype)
-    count = count_of(input, dims)
+    count = elements_per_value(input, dims)
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
     if running_mean is not None and input.layout.is_cut(1):
@@ -214,25 +220,25 @@ def batch_norm(
             "batch_norm with running statistics on cut channels: the statistics are whole; cut another dim, or use "
             "track_running_stats=False"
         )
-    y, mean, squares = _standardized(input, dims, eps, weight, bias, shape)
+    y, mean, squares = _standardize_and_scale(input, dims, eps, weight, bias, shape)
     if running_mean is not None and running_var is not None:
-        _update(running_mean, mean, momentum)
-        _update(running_var, squares / (count - 1), momentum)
+        _update_running(running_mean, mean, momentum)
+        _update_running(running_var, squares / (count - 1), momentum)
     return y
 
 
-def _update(running: Tensor, value: Tensor, momentum: float) -> None:
+def _update_running(running: Tensor, value: Tensor, momentum: float) -> None:
     with torch.no_grad():
         running.lerp_(value.detach().reshape(-1).to(running.dtype), momentum)
 
 
-@implements(F.normalize)
+@implements_torch(F.normalize)
 def l2_normalize(input: Tile, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Tile:
     """y = x / max(|x|_p, eps) along `dim`, cut or not."""
     return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
-@implements(F.local_response_norm)
+@implements_torch(F.local_response_norm)
 def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tile:
     if input.layout.is_cut(1):
         raise ShardingError("local_response_norm on cut channels is not answered: cut another dim")
@@ -243,7 +249,7 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-class _Cut(nn.Module):
+class _CutNorm(nn.Module):
     """A norm whose weight and bias are cut along `axis`, for tiles whose channels are cut so (after a column layer).
 
     The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, as a DTensor with
@@ -260,13 +266,13 @@ class _Cut(nn.Module):
             setattr(self, name, cut_parameter(value.detach(), mesh, axis))
 
 
-class LayerNorm(_Cut, nn.LayerNorm):
+class LayerNorm(_CutNorm, nn.LayerNorm):
     """`torch.nn.LayerNorm` whose weight and bias are cut along `axis` of `mesh`."""
 
 
-class RMSNorm(_Cut, nn.RMSNorm):
+class RMSNorm(_CutNorm, nn.RMSNorm):
     """`torch.nn.RMSNorm` whose weight is cut along `axis` of `mesh`."""
 
 
-class GroupNorm(_Cut, nn.GroupNorm):
+class GroupNorm(_CutNorm, nn.GroupNorm):
     """`torch.nn.GroupNorm` whose weight and bias are cut along `axis` of `mesh`."""

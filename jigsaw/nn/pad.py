@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from jigsaw.interval import Fold, Window
-from jigsaw.layout import ShardingError, whole
-from jigsaw.nn.stencil import Along, gather, nothing, stand_in, step, touched
-from jigsaw.tile import Tile, implements, of_its_own
+from jigsaw.layout import ShardingError, whole_dim
+from jigsaw.nn.stencil import DimStencil, empty_result, gather_input_rows, is_cut_or_haloed, nonempty_like, plan_stencil
+from jigsaw.stencil_rules import FoldedPadding, StencilWindow
+from jigsaw.tile import Tile, implements_torch, in_own_memory
 
-Pads = dict[int, tuple[int, int]]
+PadsByDim = dict[int, tuple[int, int]]
 
 
-@implements(F.pad)
+@implements_torch(F.pad)
 def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tile:
     """y = `input` with rows added (or, where negative, cropped) below and above each of the last dims, as
     `torch.nn.functional.pad`.
@@ -26,25 +26,29 @@ def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | 
     *Sends*: for "constant" nothing; else forward `pad` rows a side of every cut, and backward their gradients.
     *Raises*: `ShardingError` for an unknown mode, too many pads, or pads wider than the dim.
     """
-    pads = _by_dim(input, pad)
+    pads = _pads_by_dim(input, pad)
     if mode not in ("constant", "circular", "reflect", "replicate"):
         raise ShardingError(f"pad with mode={mode!r}: use 'constant', 'circular', 'reflect' or 'replicate'")
-    if not any(touched(input.layout, d) for d in pads):
-        return _pad_whole(input, pads, pad, mode, value)
+    if not any(is_cut_or_haloed(input.layout, d) for d in pads):
+        return _pad_uncut(input, pads, pad, mode, value)
     if mode == "constant":
-        along = tuple(Along(d, Window(below=low, above=high), always=True) for d, (low, high) in pads.items())
-        return _gathered(input, along, value or 0.0)
+        along = tuple(
+            DimStencil(d, StencilWindow(below=low, above=high), always=True) for d, (low, high) in pads.items()
+        )
+        return _pad_by_exchange(input, along, value or 0.0)
     if mode == "circular":
         mixed = {d: (min(low, 0), min(high, 0)) for d, (low, high) in pads.items() if low * high < 0}
         if mixed:  # torch crops first, and the circle is what is left
-            along = tuple(Along(d, Window(below=low, above=high), always=True) for d, (low, high) in mixed.items())
-            input = _gathered(input, along)
+            along = tuple(
+                DimStencil(d, StencilWindow(below=low, above=high), always=True) for d, (low, high) in mixed.items()
+            )
+            input = _pad_by_exchange(input, along)
             pads = {d: (max(low, 0), max(high, 0)) if d in mixed else (low, high) for d, (low, high) in pads.items()}
-        return _gathered(input, tuple(_circular(input, d, *p) for d, p in pads.items()))
-    return _folded(input, pads, mode)
+        return _pad_by_exchange(input, tuple(_circular_stencil(input, d, *p) for d, p in pads.items()))
+    return _pad_folded(input, pads, mode)
 
 
-def _by_dim(input: Tile, pad: Sequence[int]) -> Pads:
+def _pads_by_dim(input: Tile, pad: Sequence[int]) -> PadsByDim:
     """The pads of every dim that has any, last dim first, as torch lists them."""
     if len(pad) % 2 or len(pad) // 2 > input.ndim:
         raise ShardingError(
@@ -54,50 +58,52 @@ def _by_dim(input: Tile, pad: Sequence[int]) -> Pads:
     return {input.ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
 
 
-def _pad_whole(input: Tile, pads: Pads, pad: Sequence[int], mode: str, value: float | None) -> Tile:
+def _pad_uncut(input: Tile, pads: PadsByDim, pad: Sequence[int], mode: str, value: float | None) -> Tile:
     """Nothing cuts the dims that are padded: torch's own op, which takes no empty tensor but for "constant"."""
     layout, x = input.layout, input.local
     for d, (low, high) in pads.items():
-        layout = layout.replace_dim(d, whole(layout.shape[d] + low + high))
+        layout = layout.replace_dim(d, whole_dim(layout.shape[d] + low + high))
     if x.numel() or mode == "constant":
         return Tile(F.pad(x, pad, mode, value), layout, input.mesh)
-    F.pad(stand_in(x), pad, mode)
-    return Tile(nothing(layout.local_shape(input.coordinate), x), layout, input.mesh)
+    F.pad(nonempty_like(x), pad, mode)
+    return Tile(empty_result(layout.local_shape(input.coordinate), x), layout, input.mesh)
 
 
-def _gathered(input: Tile, along: tuple[Along, ...], fill: float = 0.0) -> Tile:
-    to = step(input.layout, along, input.coordinate, "pad")
-    return Tile(of_its_own(gather(input, to, fill), input), to.out, input.mesh)
+def _pad_by_exchange(input: Tile, along: tuple[DimStencil, ...], fill: float = 0.0) -> Tile:
+    to = plan_stencil(input.layout, along, input.coordinate, "pad")
+    return Tile(in_own_memory(gather_input_rows(input, to, fill), input), to.out, input.mesh)
 
 
-def _circular(input: Tile, dim: int, low: int, high: int) -> Along:
+def _circular_stencil(input: Tile, dim: int, low: int, high: int) -> DimStencil:
     n = input.shape[dim]
     if max(low, high) > n:
         raise ShardingError(
             f"circular pad ({low}, {high}) of dim {dim} is wider than its {n} rows; it may wrap around once"
         )
-    return Along(dim, Window(below=low, above=high), wrap=True, grow=(max(low, 0), max(high, 0)), always=True)
+    return DimStencil(
+        dim, StencilWindow(below=low, above=high), wrap=True, grow=(max(low, 0), max(high, 0)), always=True
+    )
 
 
-def _folded(input: Tile, pads: Pads, mode: str) -> Tile:
+def _pad_folded(input: Tile, pads: PadsByDim, mode: str) -> Tile:
     """Reflection and replication: the rows come by one exchange, then the ends are folded on the spot."""
     along = tuple(
-        Along(d, Fold(low, high, mode == "reflect"), grow=(max(low, 0), max(high, 0)))
+        DimStencil(d, FoldedPadding(low, high, mode == "reflect"), grow=(max(low, 0), max(high, 0)))
         for d, (low, high) in pads.items()
     )
-    to = step(input.layout, along, input.coordinate, "pad")
-    x = gather(input, to)
+    to = plan_stencil(input.layout, along, input.coordinate, "pad")
+    x = gather_input_rows(input, to)
     if to.is_empty:
-        again = any(not touched(input.layout, d) for d in pads)  # else rows are picked, nothing more
-        return Tile(nothing(to.shape, x, again=again), to.out, input.mesh)
+        again = any(not is_cut_or_haloed(input.layout, d) for d in pads)  # else rows are picked, nothing more
+        return Tile(empty_result(to.shape, x, again=again), to.out, input.mesh)
     rules = {a.dim: a.rule for a in along}
     for dim, derived, piece in to.derived:
         rule, low = rules.pop(dim), derived.needs[piece][0]
-        assert isinstance(rule, Fold)
+        assert isinstance(rule, FoldedPadding)
         rows = [rule.row(o, input.shape[dim]) - low for o in range(*derived.out.held[piece])]
         if rows != list(range(x.shape[dim])):
             x = x.index_select(dim, torch.tensor(rows, device=x.device))
     if rules:
         flat = [n for d in reversed(range(min(pads), input.ndim)) for n in (pads[d] if d in rules else (0, 0))]
         x = F.pad(x, flat, mode)
-    return Tile(of_its_own(x, input), to.out, input.mesh)
+    return Tile(in_own_memory(x, input), to.out, input.mesh)

@@ -7,29 +7,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from jigsaw.interval import Rule, Spread, Window
-from jigsaw.layout import Layout, ShardingError, whole
-from jigsaw.nn.stencil import Along, gather, nothing, step
-from jigsaw.tile import Tile, implements, refuse
+from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.nn.stencil import DimStencil, empty_result, gather_input_rows, plan_stencil
+from jigsaw.stencil_rules import StencilRule, StencilWindow, TransposedWindow
+from jigsaw.tile import Tile, implements_torch, refusal_error
 
 
-def _shuffled(input: Tile, rule: Rule, channels: int, name: str) -> tuple[Tile, Layout]:
+def _shuffle_input(input: Tile, rule: StencilRule, channels: int, name: str) -> tuple[Tile, Layout]:
     """The rows that this rank needs, and the layout of the result."""
     c, h, w = range(input.ndim - 3, input.ndim)
     if input.layout.has_halo:
-        input = input.with_layout(input.layout.replace_dim(c, whole(input.shape[c])))  # a halo of channels is dropped
-    along = (Along(h, rule), Along(w, rule))
-    to = step(input.layout, along, input.coordinate, name)
-    out = to.out.replace_dim(c, whole(channels))
-    return Tile(gather(input, to), to.target, input.mesh), out
+        input = input.with_layout(
+            input.layout.replace_dim(c, whole_dim(input.shape[c]))
+        )  # a halo of channels is dropped
+    along = (DimStencil(h, rule), DimStencil(w, rule))
+    to = plan_stencil(input.layout, along, input.coordinate, name)
+    out = to.out.replace_dim(c, whole_dim(channels))
+    return Tile(gather_input_rows(input, to), to.target, input.mesh), out
 
 
-def _made(function: Callable[[Tensor, int], Tensor], x: Tile, r: int, out: Layout) -> Tile:
+def _shuffle_result(function: Callable[[Tensor, int], Tensor], x: Tile, r: int, out: Layout) -> Tile:
     shape = out.local_shape(x.coordinate)
-    return Tile(nothing(shape, x.local, again=False) if 0 in shape else function(x.local, r), out, x.mesh)
+    return Tile(empty_result(shape, x.local, again=False) if 0 in shape else function(x.local, r), out, x.mesh)
 
 
-@implements(torch.pixel_shuffle)
+@implements_torch(torch.pixel_shuffle)
 def pixel_shuffle(input: Tile, upscale_factor: int) -> Tile:
     """[..., C r², H, W] -> [..., C, H r, W r], r = `upscale_factor`.
 
@@ -41,12 +43,12 @@ def pixel_shuffle(input: Tile, upscale_factor: int) -> Tile:
     if channels % r**2:
         raise ShardingError(f"pixel_shuffle by {r} needs a multiple of {r**2} channels, got {channels}")
     if input.layout.is_cut(input.ndim - 3):
-        raise refuse(torch.pixel_shuffle, input, "channels that become rows are cut", "cut another dim")
-    x, out = _shuffled(input, Spread(r, r), channels // r**2, "pixel_shuffle")
-    return _made(torch.pixel_shuffle, x, r, out)
+        raise refusal_error(torch.pixel_shuffle, input, "channels that become rows are cut", "cut another dim")
+    x, out = _shuffle_input(input, TransposedWindow(r, r), channels // r**2, "pixel_shuffle")
+    return _shuffle_result(torch.pixel_shuffle, x, r, out)
 
 
-@implements(torch.pixel_unshuffle)
+@implements_torch(torch.pixel_unshuffle)
 def pixel_unshuffle(input: Tile, downscale_factor: int) -> Tile:
     """[..., C, H r, W r] -> [..., C r², H, W], r = `downscale_factor`.
 
@@ -60,6 +62,6 @@ def pixel_unshuffle(input: Tile, downscale_factor: int) -> Tile:
             f"pixel_unshuffle by {r} needs multiples of {r}, got {tuple(input.shape[-2:])} rows and columns"
         )
     if input.layout.is_cut(input.ndim - 3):
-        raise refuse(torch.pixel_unshuffle, input, "channels that rows join are cut", "cut another dim")
-    x, out = _shuffled(input, Window(r, r), input.shape[-3] * r**2, "pixel_unshuffle")
-    return _made(torch.pixel_unshuffle, x, r, out)
+        raise refusal_error(torch.pixel_unshuffle, input, "channels that rows join are cut", "cut another dim")
+    x, out = _shuffle_input(input, StencilWindow(r, r), input.shape[-3] * r**2, "pixel_unshuffle")
+    return _shuffle_result(torch.pixel_unshuffle, x, r, out)

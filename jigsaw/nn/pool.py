@@ -10,47 +10,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.interval import Window
-from jigsaw.layout import Interval, ShardingError, whole
-from jigsaw.nn.stencil import Along, Step, gather, nothing, per_dim, step, touched
-from jigsaw.tile import Tile, implements, refuse
+from jigsaw.layout import Interval, ShardingError, whole_dim
+from jigsaw.nn.stencil import (
+    DimStencil,
+    StencilPlan,
+    empty_result,
+    entry_per_dim,
+    gather_input_rows,
+    is_cut_or_haloed,
+    plan_stencil,
+)
+from jigsaw.stencil_rules import StencilWindow
+from jigsaw.tile import Tile, implements_torch, refusal_error
 
-Ints = int | Sequence[int]
+PoolSize = int | Sequence[int]
 
 
-def _windows(
-    input: Tile, dims: int, kernel: Ints, stride: Ints | None, padding: Ints, dilation: Ints, ceil_mode: bool
-) -> tuple[Window, ...]:
+def _pool_windows(
+    input: Tile,
+    dims: int,
+    kernel: PoolSize,
+    stride: PoolSize | None,
+    padding: PoolSize,
+    dilation: PoolSize,
+    ceil_mode: bool,
+) -> tuple[StencilWindow, ...]:
     if input.ndim not in (dims + 1, dims + 2):
         raise ShardingError(
             f"{dims}-d pooling of a Tile of shape {tuple(input.shape)}: it needs {dims + 1} or {dims + 2} dims"
         )
-    sizes = per_dim(kernel, dims, "kernel_size")
-    strides = per_dim(kernel if stride is None or stride == () else stride, dims, "stride")
-    pads, spacings = per_dim(padding, dims, "padding"), per_dim(dilation, dims, "dilation")
+    sizes = entry_per_dim(kernel, dims, "kernel_size")
+    strides = entry_per_dim(kernel if stride is None or stride == () else stride, dims, "stride")
+    pads, spacings = entry_per_dim(padding, dims, "padding"), entry_per_dim(dilation, dims, "dilation")
     for k, p in zip(sizes, pads, strict=True):
         if p > k // 2 or p < 0:
             raise ShardingError(f"padding={p} of a pool must lie within 0..{k // 2}, half of kernel_size={k}")
-    return tuple(Window(k, s, d, p, p, ceil_mode) for k, s, d, p in zip(sizes, strides, spacings, pads, strict=True))
+    return tuple(
+        StencilWindow(k, s, d, p, p, ceil_mode) for k, s, d, p in zip(sizes, strides, spacings, pads, strict=True)
+    )
 
 
-def _to(input: Tile, windows: Sequence[Window], name: str) -> Step:
+def _plan_pool(input: Tile, windows: Sequence[StencilWindow], name: str) -> StencilPlan:
     first = input.ndim - len(windows)
-    along = tuple(Along(first + i, w) for i, w in enumerate(windows))
-    return step(input.layout, along, input.coordinate, name)
+    along = tuple(DimStencil(first + i, w) for i, w in enumerate(windows))
+    return plan_stencil(input.layout, along, input.coordinate, name)
 
 
-def _own_padding(input: Tile, windows: Sequence[Window]) -> tuple[int, ...]:
+def _own_padding(input: Tile, windows: Sequence[StencilWindow]) -> tuple[int, ...]:
     """The padding that is left to the op: that of the dims that nothing cuts."""
     first = input.ndim - len(windows)
-    return tuple(0 if touched(input.layout, first + i) else w.below for i, w in enumerate(windows))
+    return tuple(0 if is_cut_or_haloed(input.layout, first + i) else w.below for i, w in enumerate(windows))
 
 
 # -- maxima -----------------------------------------------------------------------------------------------------------
 
 
 def max_pool(
-    input: Tile, dims: int, kernel: Ints, stride: Ints | None, padding: Ints, dilation: Ints, ceil_mode: bool
+    input: Tile,
+    dims: int,
+    kernel: PoolSize,
+    stride: PoolSize | None,
+    padding: PoolSize,
+    dilation: PoolSize,
+    ceil_mode: bool,
 ) -> Tile:
     """y[o] = max over the window of o; padding never wins.
 
@@ -58,12 +80,12 @@ def max_pool(
     *Sends*: forward the rows of windows that reach into a neighbour, backward their gradients.
     *Raises*: `ShardingError` for a padding of more than half a window.
     """
-    windows = _windows(input, dims, kernel, stride, padding, dilation, ceil_mode)
-    to = _to(input, windows, "max_pool")
+    windows = _pool_windows(input, dims, kernel, stride, padding, dilation, ceil_mode)
+    to = _plan_pool(input, windows, "max_pool")
     lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
-    x = gather(input, to, lowest)
+    x = gather_input_rows(input, to, lowest)
     if to.is_empty:
-        return Tile(nothing(to.shape, x), to.out, input.mesh)
+        return Tile(empty_result(to.shape, x), to.out, input.mesh)
     op: Callable[..., Tensor] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[dims - 1]
     own = _own_padding(input, windows)
     y = op(x, [w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows], ceil_mode)
@@ -73,15 +95,15 @@ def max_pool(
 def _max_pool_handler(dims: int) -> Callable[..., Any]:
     def handler(
         input: Tile,
-        kernel_size: Ints,
-        stride: Ints | None = None,
-        padding: Ints = 0,
-        dilation: Ints = 1,
+        kernel_size: PoolSize,
+        stride: PoolSize | None = None,
+        padding: PoolSize = 0,
+        dilation: PoolSize = 1,
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
         if return_indices:
-            raise refuse(
+            raise refusal_error(
                 handler, input, "return_indices=True: flat positions in a cut dim are not answered", "leave it out"
             )
         return max_pool(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
@@ -90,16 +112,16 @@ def _max_pool_handler(dims: int) -> Callable[..., Any]:
     return handler
 
 
-implements(torch.max_pool1d, F.max_pool1d)(_max_pool_handler(1))
-implements(torch.max_pool2d, F.max_pool2d)(_max_pool_handler(2))
-implements(torch.max_pool3d, F.max_pool3d)(_max_pool_handler(3))
+implements_torch(torch.max_pool1d, F.max_pool1d)(_max_pool_handler(1))
+implements_torch(torch.max_pool2d, F.max_pool2d)(_max_pool_handler(2))
+implements_torch(torch.max_pool3d, F.max_pool3d)(_max_pool_handler(3))
 
 
-def _with_indices(dims: int, function: Callable[..., Any]) -> Callable[..., Any]:
+def _handler_with_indices(dims: int, function: Callable[..., Any]) -> Callable[..., Any]:
     def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
         """Maxima and their flat positions, where no spatial dim is cut."""
-        if any(touched(input.layout, d) for d in range(input.ndim - dims, input.ndim)):
-            raise refuse(
+        if any(is_cut_or_haloed(input.layout, d) for d in range(input.ndim - dims, input.ndim)):
+            raise refusal_error(
                 function,
                 input,
                 "return_indices=True gives flat positions, which a cut dim has not",
@@ -108,14 +130,14 @@ def _with_indices(dims: int, function: Callable[..., Any]) -> Callable[..., Any]
         values, indices = function(input.local, *args, **kwargs)
         layout = input.layout
         for d in range(input.ndim - dims, input.ndim):
-            layout = layout.replace_dim(d, whole(values.shape[d]))
+            layout = layout.replace_dim(d, whole_dim(values.shape[d]))
         return Tile(values, layout, input.mesh), Tile(indices, layout, input.mesh)
 
     return handler
 
 
 for _dims, _function in enumerate((F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices), 1):
-    implements(_function)(_with_indices(_dims, _function))
+    implements_torch(_function)(_handler_with_indices(_dims, _function))
 
 
 # -- means ------------------------------------------------------------------------------------------------------------
@@ -124,9 +146,9 @@ for _dims, _function in enumerate((F.max_pool1d_with_indices, F.max_pool2d_with_
 def avg_pool(
     input: Tile,
     dims: int,
-    kernel: Ints,
-    stride: Ints | None,
-    padding: Ints,
+    kernel: PoolSize,
+    stride: PoolSize | None,
+    padding: PoolSize,
     ceil_mode: bool,
     include_pad: bool,
     divisor: int | None = None,
@@ -135,33 +157,35 @@ def avg_pool(
 
     *Shapes*, *Sends*, *Raises*: as `max_pool`.
     """
-    windows = _windows(input, dims, kernel, stride, padding, 1, ceil_mode)
-    to = _to(input, windows, "avg_pool")
-    x = gather(input, to)
+    windows = _pool_windows(input, dims, kernel, stride, padding, 1, ceil_mode)
+    to = _plan_pool(input, windows, "avg_pool")
+    x = gather_input_rows(input, to)
     if to.is_empty:
-        return Tile(nothing(to.shape, x), to.out, input.mesh)
+        return Tile(empty_result(to.shape, x), to.out, input.mesh)
     own = _own_padding(input, windows)
     op: Callable[..., Tensor] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
     args = (x, [w.kernel for w in windows], [w.stride for w in windows], own, ceil_mode, include_pad)
     y = op(*args) if dims == 1 else op(*args, divisor)
     if divisor is None:
-        y = _recount(y, input, to, windows, include_pad)
+        y = _recount_means(y, input, to, windows, include_pad)
     return Tile(y, to.out, input.mesh)
 
 
-def _recount(y: Tensor, input: Tile, to: Step, windows: Sequence[Window], include_pad: bool) -> Tensor:
+def _recount_means(
+    y: Tensor, input: Tile, to: StencilPlan, windows: Sequence[StencilWindow], include_pad: bool
+) -> Tensor:
     """Windows at the ends of a cut dim were divided by the whole window; make it the rows that count."""
     first = input.ndim - len(windows)
     for dim, derived, piece in to.derived:
         rows, window = input.shape[dim], windows[dim - first]
-        counts = [_count(window, o, rows, include_pad) for o in range(*derived.out.held[piece])]
+        counts = [_counted_rows(window, o, rows, include_pad) for o in range(*derived.out.held[piece])]
         if any(c != window.kernel for c in counts):
             factors = torch.tensor([window.kernel / c for c in counts], dtype=y.dtype, device=y.device)
             y = y * factors.reshape(-1, *(1,) * (y.ndim - dim - 1))
     return y
 
 
-def _count(window: Window, o: int, rows: int, include_pad: bool) -> int:
+def _counted_rows(window: StencilWindow, o: int, rows: int, include_pad: bool) -> int:
     start = o * window.stride - window.below
     valid: Interval = (-window.below, rows + window.above) if include_pad else (0, rows)
     return min(start + window.kernel, valid[1]) - max(start, valid[0])
@@ -170,9 +194,9 @@ def _count(window: Window, o: int, rows: int, include_pad: bool) -> int:
 def _avg_pool_handler(dims: int) -> Callable[..., Any]:
     def handler(
         input: Tile,
-        kernel_size: Ints,
-        stride: Ints | None = None,
-        padding: Ints = 0,
+        kernel_size: PoolSize,
+        stride: PoolSize | None = None,
+        padding: PoolSize = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
@@ -183,9 +207,9 @@ def _avg_pool_handler(dims: int) -> Callable[..., Any]:
     return handler
 
 
-implements(F.avg_pool1d)(_avg_pool_handler(1))
-implements(F.avg_pool2d)(_avg_pool_handler(2))
-implements(F.avg_pool3d)(_avg_pool_handler(3))
+implements_torch(F.avg_pool1d)(_avg_pool_handler(1))
+implements_torch(F.avg_pool2d)(_avg_pool_handler(2))
+implements_torch(F.avg_pool3d)(_avg_pool_handler(3))
 
 
 # -- adaptive means ---------------------------------------------------------------------------------------------------
@@ -201,7 +225,7 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: int | Sequence[int | 
     sizes = [output_size] * dims if output_size is None or isinstance(output_size, int) else list(output_size)
     first = input.ndim - dims
     wanted = [input.shape[first + i] if m is None else m for i, m in enumerate(sizes)]
-    cut = [i for i in range(dims) if touched(input.layout, first + i)]
+    cut = [i for i in range(dims) if is_cut_or_haloed(input.layout, first + i)]
     for i in cut:
         n, m = input.shape[first + i], wanted[i]
         if m != 1 and n % m:
@@ -215,32 +239,32 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: int | Sequence[int | 
     factors = [x.shape[first + i] // wanted[i] if i in cut else 1 for i in range(dims)]
     if prod(factors) > 1:
         x = avg_pool(x, dims, factors, factors, 0, False, True)
-    return _adaptive_whole(x, dims, first, wanted) if len(cut) < dims else x
+    return _adaptive_uncut(x, dims, first, wanted) if len(cut) < dims else x
 
 
-def _adaptive_whole(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Tile:
+def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Tile:
     """The dims that nothing cuts, by the plain op; the others have their size already."""
     here = x.layout.local_shape(x.coordinate)
-    local_sizes = [here[first + i] if touched(x.layout, first + i) else wanted[i] for i in range(dims)]
+    local_sizes = [here[first + i] if is_cut_or_haloed(x.layout, first + i) else wanted[i] for i in range(dims)]
     layout = x.layout
     for i in range(dims):
-        if not touched(layout, first + i):
-            layout = layout.replace_dim(first + i, whole(wanted[i]))
+        if not is_cut_or_haloed(layout, first + i):
+            layout = layout.replace_dim(first + i, whole_dim(wanted[i]))
     op: Callable[..., Tensor] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[dims - 1]
-    y = op(x.local, local_sizes) if x.local.numel() else nothing(layout.local_shape(x.coordinate), x.local)
+    y = op(x.local, local_sizes) if x.local.numel() else empty_result(layout.local_shape(x.coordinate), x.local)
     return Tile(y, layout, x.mesh)
 
 
-@implements(F.adaptive_avg_pool1d)
+@implements_torch(F.adaptive_avg_pool1d)
 def _adaptive_avg_pool1d(input: Tile, output_size: int | Sequence[int]) -> Tile:
     return adaptive_avg_pool(input, 1, output_size)
 
 
-@implements(F.adaptive_avg_pool2d)
+@implements_torch(F.adaptive_avg_pool2d)
 def _adaptive_avg_pool2d(input: Tile, output_size: int | Sequence[int | None] | None) -> Tile:
     return adaptive_avg_pool(input, 2, output_size)
 
 
-@implements(F.adaptive_avg_pool3d)
+@implements_torch(F.adaptive_avg_pool3d)
 def _adaptive_avg_pool3d(input: Tile, output_size: int | Sequence[int | None] | None) -> Tile:
     return adaptive_avg_pool(input, 3, output_size)

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.layout import Layout, ShardingError, whole
-from jigsaw.nn.linear import linear
-from jigsaw.nn.rows import Group, take_rows
-from jigsaw.pointwise import part
-from jigsaw.tile import Tile, check_mesh, implements, leave
+from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.nn.linear import tile_linear
+from jigsaw.nn.rank_order import CutGroup, take_owned_rows
+from jigsaw.ops.pointwise import plain_operand
+from jigsaw.tile import Tile, implements_torch, leave_tile, shared_mesh
 
-Labels = Sequence[str]
+DimLabels = Sequence[str]
 
 
 # -- products by label ------------------------------------------------------------------------------------------------
 
 
-def contract(
-    name: str, function: Callable[..., Tensor], operands: Sequence[Any], labels: Sequence[Labels], out: Labels
+def contract_labels(
+    name: str, function: Callable[..., Tensor], operands: Sequence[Any], labels: Sequence[DimLabels], out: DimLabels
 ) -> Any:
     """``function`` on the local parts of `operands`, whose dims have `labels`; sums over cut labels that `out` lacks
     are global.
@@ -33,20 +33,20 @@ def contract(
     *Raises*: `ShardingError` when tiles cut a label differently, or one axis cuts two labels.
     """
     tiles = [t for t in operands if isinstance(t, Tile)]
-    mesh = check_mesh(tiles)
-    cuts = _cuts(name, operands, labels)
+    mesh = shared_mesh(tiles)
+    cuts = _cuts_by_label(name, operands, labels)
     axes = tiles[0].layout.axes
     work = Layout.from_dims(list(cuts.values()), axes)
-    locals_ = [_local(t, by, cuts, work, tiles[0]) for t, by in zip(operands, labels, strict=True)]
+    locals_ = [_local_operand(t, by, cuts, work, tiles[0]) for t, by in zip(operands, labels, strict=True)]
     summed = [a for label, group in cuts.items() if label not in out for c in group for a in c.axes]
-    y = comm.total(function(*locals_), mesh, summed, (name, work))
+    y = comm.sum_parts(function(*locals_), mesh, summed, (name, work))
     layout = Layout.from_dims([cuts[label] for label in out], axes)
-    return Tile(y, layout, mesh) if out else leave(y, mesh)
+    return Tile(y, layout, mesh) if out else leave_tile(y, mesh)
 
 
-def _cuts(name: str, operands: Sequence[Any], labels: Sequence[Labels]) -> dict[str, Group]:
+def _cuts_by_label(name: str, operands: Sequence[Any], labels: Sequence[DimLabels]) -> dict[str, CutGroup]:
     """The cuts of each label; a dim of size 1 broadcasts."""
-    found: dict[str, Group] = {}
+    found: dict[str, CutGroup] = {}
     sizes: dict[str, int] = {}
     for t, by in zip(operands, labels, strict=True):
         for d, label in enumerate(by):
@@ -68,14 +68,14 @@ def _cuts(name: str, operands: Sequence[Any], labels: Sequence[Labels]) -> dict[
                 continue
             if found.setdefault(label, group) != group:
                 raise ShardingError(
-                    f"{name}: two tiles cut dim {label!r} differently, {_show(found[label], t)} and "
-                    f"{_show(group, t)}; use tile.redistribute"
+                    f"{name}: two tiles cut dim {label!r} differently, {_show_cuts(found[label], t)} and "
+                    f"{_show_cuts(group, t)}; use tile.redistribute"
                 )
-    _check_axes(name, found)
-    return {label: found.get(label, (whole(size),)) for label, size in sizes.items()}
+    _check_label_axes(name, found)
+    return {label: found.get(label, (whole_dim(size),)) for label, size in sizes.items()}
 
 
-def _check_axes(name: str, cuts: dict[str, Group]) -> None:
+def _check_label_axes(name: str, cuts: dict[str, CutGroup]) -> None:
     taken: dict[str, str] = {}
     for label, group in cuts.items():
         for axis in (a for c in group for a in c.axes):
@@ -88,30 +88,30 @@ def _check_axes(name: str, cuts: dict[str, Group]) -> None:
                 )
 
 
-def _show(group: Group, tile: Tile) -> str:
+def _show_cuts(group: CutGroup, tile: Tile) -> str:
     return str(Layout(group, tile.layout.axes, (len(group),)))
 
 
-def _local(operand: Any, labels: Labels, cuts: dict[str, Group], work: Layout, first: Tile) -> Tensor:
+def _local_operand(operand: Any, labels: DimLabels, cuts: dict[str, CutGroup], work: Layout, first: Tile) -> Tensor:
     if isinstance(operand, Tile):
         alike = [a for a in work.cut_axes if a not in operand.layout.cut_axes]
-        return comm.enter(operand.owned().local, operand.mesh, alike)
-    x = part(operand, first, work)
+        return comm.use_in_parts(operand.owned().local, operand.mesh, alike)
+    x = plain_operand(operand, first, work)
     for d, label in enumerate(labels):
         if x.shape[d] != 1:
-            x = take_rows(x, d, cuts[label], work, first.coordinate)
+            x = take_owned_rows(x, d, cuts[label], work, first.coordinate)
     return x
 
 
 # -- matmul -----------------------------------------------------------------------------------------------------------
 
 
-@implements(torch.matmul, Tensor.__matmul__, torch.mm, torch.bmm, torch.mv)
-def matmul(input: Any, other: Any) -> Any:
+@implements_torch(torch.matmul, Tensor.__matmul__, torch.mm, torch.bmm, torch.mv)
+def tile_matmul(input: Any, other: Any) -> Any:
     """y = a b, batched as in torch.
 
     Where one operand is a matrix it is a `jigsaw.nn.linear.linear`; both batched, each rank multiplies what it has
-    and a cut contraction is summed (see `contract`).
+    and a cut contraction is summed (see `contract_labels`).
     """
     for x in (input, other):
         if isinstance(x, Tensor) and x.layout != torch.strided:
@@ -122,29 +122,33 @@ def matmul(input: Any, other: Any) -> Any:
     if input.ndim == 1 and other.ndim == 1:
         return (input * other).sum()
     if other.ndim == 1:
-        return linear(input, other.unsqueeze(0)).squeeze(-1) if isinstance(input, Tile) else matmul(other, input.mT)
+        return (
+            tile_linear(input, other.unsqueeze(0)).squeeze(-1)
+            if isinstance(input, Tile)
+            else tile_matmul(other, input.mT)
+        )
     if input.ndim == 1:
-        return matmul(other.mT, input) if isinstance(other, Tile) else linear(input, other.mT)
+        return tile_matmul(other.mT, input) if isinstance(other, Tile) else tile_linear(input, other.mT)
     if other.ndim == 2 and isinstance(input, Tile):
-        return linear(input, other.t())
+        return tile_linear(input, other.t())
     if input.ndim == 2 and isinstance(other, Tile):
-        return linear(other.mT, input).mT
+        return tile_linear(other.mT, input).mT
     if input.shape[-1] != other.shape[-2]:
         raise RuntimeError(f"matmul: {tuple(input.shape)} and {tuple(other.shape)} cannot be multiplied")
     lead = max(input.ndim, other.ndim) - 2
     batch = [f"batch {d}" for d in range(lead)]
     labels = [[*batch[lead - (t.ndim - 2) :], *last] for t, last in ((input, "mk"), (other, "kn"))]
-    return contract("matmul", torch.matmul, (input, other), labels, [*batch, "m", "n"])
+    return contract_labels("matmul", torch.matmul, (input, other), labels, [*batch, "m", "n"])
 
 
-@implements(Tensor.__rmatmul__)
+@implements_torch(Tensor.__rmatmul__)
 def _rmatmul(input: Any, other: Any) -> Any:
-    return matmul(other, input)
+    return tile_matmul(other, input)
 
 
-@implements(torch.addmm, torch.baddbmm)
+@implements_torch(torch.addmm, torch.baddbmm)
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    """y = beta input + alpha mat1 mat2; see `matmul`."""
+    """y = beta input + alpha mat1 mat2; see `tile_matmul`."""
     product = torch.matmul(mat1, mat2)
     if torch.is_autocast_enabled(product.device.type):
         input = input.to(product.dtype)
@@ -155,9 +159,9 @@ def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
 # -- einsum -----------------------------------------------------------------------------------------------------------
 
 
-@implements(torch.einsum)
+@implements_torch(torch.einsum)
 def einsum(equation: str, *operands: Any) -> Any:
-    """The sum of products that `equation` says; see `contract`.
+    """The sum of products that `equation` says; see `contract_labels`.
 
     *Raises*: `ShardingError` for a repeated label (a diagonal) of one tile.
     """
@@ -167,7 +171,7 @@ def einsum(equation: str, *operands: Any) -> Any:
     terms = left.split(",")
     if len(terms) != len(operands):
         raise RuntimeError(f"einsum {equation!r} has {len(terms)} terms for {len(operands)} operands")
-    labels = [_expand(term, t.ndim) for term, t in zip(terms, operands, strict=True)]
+    labels = [_expand_term(term, t.ndim) for term, t in zip(terms, operands, strict=True)]
     dots = max((by for by in ([x for x in term if x.isdigit()] for term in labels)), key=len)
     out = (
         _with_dots(right, dots)
@@ -180,10 +184,10 @@ def einsum(equation: str, *operands: Any) -> Any:
                 f"einsum {equation!r} takes a diagonal of a Tile of shape {tuple(t.shape)}; multiply by a mask and "
                 "sum instead"
             )
-    return contract("einsum", lambda *locals_: torch.einsum(equation, *locals_), operands, labels, out)
+    return contract_labels("einsum", lambda *locals_: torch.einsum(equation, *locals_), operands, labels, out)
 
 
-def _expand(term: str, ndim: int) -> list[str]:
+def _expand_term(term: str, ndim: int) -> list[str]:
     """The labels of an operand's dims; those under the dots are numbered from the right."""
     count = ndim - len(term.replace("...", ""))
     if count < 0 or (count and "..." not in term):

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.reductions import count_of, moments, reducing_axes
+from jigsaw.ops.reductions import elements_per_value, global_moments, reducing_axes
 from jigsaw.tile import Tile
 
 
-def is_whole(tile: Tile, dims: Sequence[int]) -> bool:
+def is_whole_along(tile: Tile, dims: Sequence[int]) -> bool:
     """Whether each rank has all rows of `dims` once, so that plain torch's own norm is exact there."""
     return not any(c.is_cut or c.has_halo for d in dims for c in tile.layout.dim(d))
 
@@ -34,7 +34,7 @@ def owned_along(tile: Tile, dims: Sequence[int]) -> Tile:
     return tile if layout == tile.layout else tile.with_layout(layout)
 
 
-def standardize(
+def standardize_tile(
     x: Tile, dims: Sequence[int], eps: float, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, sum of squared deviations): local tensors; y for all rows of x, halo included, statistics of owned
@@ -46,34 +46,38 @@ def standardize(
     """
     dims = tuple(dims)
     if any(c.has_halo for d in dims for c in x.layout.dim(d)):
-        return _composed(x, dims, eps, weight, bias)
+        return _standardize_composed(x, dims, eps, weight, bias)
     axes = reducing_axes(x.layout, dims)
     return cast(
         "tuple[Tensor, Tensor, Tensor]",
-        _Standardize.apply(x.local, weight, bias, x.mesh, axes, dims, eps, count_of(x, dims)),
+        _Standardize.apply(x.local, weight, bias, x.mesh, axes, dims, eps, elements_per_value(x, dims)),
     )
 
 
-def _composed(
+def _standardize_composed(
     x: Tile, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same from differentiable pieces, for halo rows along `dims`."""
-    mean, squares = moments(owned_along(x, dims), dims)
+    mean, squares = global_moments(owned_along(x, dims), dims)
     axes = reducing_axes(x.layout, dims)
-    return _pieces(x.local, mean, squares, weight, bias, (x.mesh, axes, dims, eps, count_of(x, dims))), mean, squares
+    return (
+        _apply_statistics(x.local, mean, squares, weight, bias, (x.mesh, axes, dims, eps, elements_per_value(x, dims))),
+        mean,
+        squares,
+    )
 
 
-def _pieces(
+def _apply_statistics(
     x: Tensor, mean: Tensor, squares: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]
 ) -> Tensor:
     mesh, axes, _, eps, count = how
     inverse = torch.rsqrt(squares / count + eps)
-    y = (x - comm.enter(mean, mesh, axes)) * comm.enter(inverse, mesh, axes)
+    y = (x - comm.use_in_parts(mean, mesh, axes)) * comm.use_in_parts(inverse, mesh, axes)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
-def _statistics(
+def _global_statistics(
     x: Tensor, mesh: DeviceMesh, axes: Sequence[str], dims: tuple[int, ...], count: int
 ) -> tuple[Tensor, Tensor]:
     """(mean, sum of squared deviations) over the rows of all ranks along `axes`."""
@@ -100,7 +104,7 @@ class _Standardize(torch.autograd.Function):
         eps: float,
         count: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, squares = _statistics(x, mesh, axes, dims, count)
+        mean, squares = _global_statistics(x, mesh, axes, dims, count)
         inverse = torch.rsqrt(squares / count + eps)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         ctx.how = mesh, axes, dims, eps, count
@@ -113,7 +117,7 @@ class _Standardize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, mean, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # differentiable twice, from the pieces
-            return *_differentiable(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), *(None,) * 5
+            return *_differentiable_gradients(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), *(None,) * 5
         mesh, axes, dims, _, count = ctx.how
         unit = (x - mean).mul_(inverse)
         along = grads[0] * unit
@@ -132,14 +136,14 @@ class _Standardize(torch.autograd.Function):
         return of_x, of_weight, of_bias, *(None,) * 5
 
 
-def _differentiable(
+def _differentiable_gradients(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...], grad: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients as functions that can be differentiated again."""
     mesh, axes, dims, _, count = how
-    mean = comm.total(x.sum(dims, keepdim=True), mesh, axes) / count
-    squares = comm.total((x - comm.enter(mean, mesh, axes)).square().sum(dims, keepdim=True), mesh, axes)
-    y = _pieces(x, mean, squares, weight, bias, how)
+    mean = comm.sum_parts(x.sum(dims, keepdim=True), mesh, axes) / count
+    squares = comm.sum_parts((x - comm.use_in_parts(mean, mesh, axes)).square().sum(dims, keepdim=True), mesh, axes)
+    y = _apply_statistics(x, mean, squares, weight, bias, how)
     asked = [v for v, needed in zip((x, weight, bias), needs, strict=False) if needed and v is not None]
     found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
     return [

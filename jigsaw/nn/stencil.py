@@ -1,8 +1,8 @@
 """The one engine of all stencils: output cuts -> needed rows -> exchange -> a plain torch op without padding.
 
-Convolution, pooling, padding and interpolation say which `Rule` each of their dims follows; here those of a tile's cut
-dims become one exchange, so that every rank holds the input rows of its output rows, in one copy that includes the
-padding. Dims that nothing cuts are left to the op.
+Convolution, pooling, padding and interpolation say which `StencilRule` each of their dims follows; here those of a
+tile's cut dims become one exchange, so that every rank holds the input rows of its output rows, in one copy that
+includes the padding. Dims that nothing cuts are left to the op.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.exchange import Margins, exchange
-from jigsaw.interval import Derived, Rule, derive
-from jigsaw.layout import Coordinate, Cut, Layout, ShardingError, whole
+from jigsaw.exchange import CutMargins, exchange_rows
+from jigsaw.layout import Cut, Layout, MeshCoordinate, ShardingError, whole_dim
+from jigsaw.stencil_rules import DerivedCut, StencilRule, derive_cut
 from jigsaw.tile import Tile
 
 
 @dataclass(frozen=True)
-class Along:
+class DimStencil:
     """A stencil along one tensor dim: its rule, whether the dim wraps, and how many more output rows a side to hold.
 
     With `always`, the engine pads the dim also where nothing cuts it.
     """
 
     dim: int
-    rule: Rule
+    rule: StencilRule
     wrap: bool = False
     grow: tuple[int, int] = (0, 0)
     always: bool = False
 
 
 @dataclass(frozen=True)
-class Step:
+class StencilPlan:
     """One rank's side of a stencil.
 
     `out` is the layout of the result, `target` what every rank needs of the input; `margins` the rows of padding around
@@ -45,9 +45,9 @@ class Step:
 
     out: Layout
     target: Layout
-    margins: Margins
+    margins: CutMargins
     shape: tuple[int, ...]
-    derived: tuple[tuple[int, Derived, int], ...]
+    derived: tuple[tuple[int, DerivedCut, int], ...]
 
     @property
     def is_empty(self) -> bool:
@@ -55,12 +55,12 @@ class Step:
         return 0 in self.shape
 
 
-def touched(layout: Layout, dim: int) -> bool:
+def is_cut_or_haloed(layout: Layout, dim: int) -> bool:
     """Whether the engine has work along `dim`: something cuts it, or it has halo rows."""
     return any(c.is_cut or c.has_halo for c in layout.dim(dim))
 
 
-def single(layout: Layout, dim: int, name: str) -> Cut:
+def single_cut(layout: Layout, dim: int, name: str) -> Cut:
     """The one cut of a dim that a stencil slides along.
 
     Raises: `ShardingError` for dims that were flattened together.
@@ -75,38 +75,40 @@ def single(layout: Layout, dim: int, name: str) -> Cut:
 
 
 @lru_cache(maxsize=4096)
-def step(layout: Layout, along: tuple[Along, ...], coord: Coordinate, name: str = "a stencil") -> Step:
-    """What the rank at `coord` needs, gets and gives; the dims that are not `touched` only change their size.
+def plan_stencil(
+    layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate, name: str = "a stencil"
+) -> StencilPlan:
+    """What the rank at `coord` needs, gets and gives; the dims that are not `is_cut_or_haloed` only change their size.
 
     Raises: `ShardingError` for dims that were flattened together, or a window that does not fit.
     """
     out = target = layout
     margins: dict[int, tuple[int, int]] = dict.fromkeys(range(layout.ndim), (0, 0))
-    derived: list[tuple[int, Derived, int]] = []
+    derived: list[tuple[int, DerivedCut, int]] = []
     for a in along:
-        cut = single(layout, a.dim, name)
-        if not (a.always or touched(layout, a.dim)):
-            out = out.replace_dim(a.dim, whole(a.rule.size(cut.size)))
+        cut = single_cut(layout, a.dim, name)
+        if not (a.always or is_cut_or_haloed(layout, a.dim)):
+            out = out.replace_dim(a.dim, whole_dim(a.rule.size(cut.size)))
             continue
-        found = derive(cut, a.rule, a.wrap, a.grow)
+        found = derive_cut(cut, a.rule, a.wrap, a.grow)
         piece = layout.piece(cut, coord)
         out = out.replace_dim(a.dim, found.out)
         target = target.replace_dim(a.dim, cut.holding(found.needs))
         margins[a.dim] = found.margins[piece]
         derived.append((a.dim, found, piece))
     by_cut = tuple(m for d, group in enumerate(layout.dims()) for m in [margins[d]] * len(group))
-    return Step(out, target, by_cut, out.local_shape(coord), tuple(derived))
+    return StencilPlan(out, target, by_cut, out.local_shape(coord), tuple(derived))
 
 
-def gather(x: Tile, to: Step, fill: float = 0.0) -> Tensor:
+def gather_input_rows(x: Tile, to: StencilPlan, fill: float = 0.0) -> Tensor:
     """The input rows of this rank's output rows, padding included.
 
     *Sends*: forward the rows that neighbours need and do not hold, backward their gradients.
     """
-    return exchange(x.local, x.layout, to.target, x.mesh, margins=to.margins, fill=fill)
+    return exchange_rows(x.local, x.layout, to.target, x.mesh, margins=to.margins, fill=fill)
 
 
-class _Nothing(torch.autograd.Function):
+class _EmptyResult(torch.autograd.Function):
     """Zeros that still hand (zero) gradients to their sources, whose exchanges other ranks wait for."""
 
     @staticmethod
@@ -118,24 +120,24 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         again: tuple[Tensor, ...] = ctx.saved_tensors
-        return None, None, *(_Nothing.apply(s, bool(again), grads[0], *again) for s in ctx.shapes)
+        return None, None, *(_EmptyResult.apply(s, bool(again), grads[0], *again) for s in ctx.shapes)
 
 
-def nothing(shape: Sequence[int], *sources: Tensor | None, again: bool = True) -> Tensor:
+def empty_result(shape: Sequence[int], *sources: Tensor | None, again: bool = True) -> Tensor:
     """The result of a stencil on a rank that has no output element, or nothing to make one of.
 
     `again` says whether the plain op's gradients reach its operands in the autograd graph, as those of most ops do: a
     second derivative then passes through the same exchanges on every rank.
     """
-    return _Nothing.apply(tuple(shape), again, *(s for s in sources if s is not None))
+    return _EmptyResult.apply(tuple(shape), again, *(s for s in sources if s is not None))
 
 
-def stand_in(x: Tensor) -> Tensor:
+def nonempty_like(x: Tensor) -> Tensor:
     """One row for every dim of an empty tensor, for plain ops that refuse it: this rank then raises what others do."""
     return x.new_empty([max(n, 1) for n in x.shape])
 
 
-def per_dim(value: int | Sequence[int], dims: int, name: str) -> tuple[int, ...]:
+def entry_per_dim(value: int | Sequence[int], dims: int, name: str) -> tuple[int, ...]:
     """An integer or a sequence as one entry a spatial dim, as torch reads it."""
     values = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(values) == 1:

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.grid import refine
-from jigsaw.layout import Layout, ShardingError, whole
-from jigsaw.mesh import axes_of
-from jigsaw.pointwise import part
+from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.matmul_grid import refine_cut
+from jigsaw.mesh import axes_of_mesh
+from jigsaw.ops.pointwise import plain_operand
 from jigsaw.tile import Tile
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Weight = Tensor | Tile
+StoredWeight = Tensor | Tile
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -31,14 +31,14 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def layout_of(weight: Weight, tile: Tile) -> Layout:
+def weight_layout(weight: StoredWeight, tile: Tile) -> Layout:
     """How `weight` is cut over the mesh of `tile`.
 
     Raises: `ShardingError` for a DTensor on other axes than the mesh's, cut twice along a dim, or partial.
     """
     if isinstance(weight, Tile):
         return weight.layout.without_halo()
-    cuts = [whole(n) for n in weight.shape]
+    cuts = [whole_dim(n) for n in weight.shape]
     if is_dtensor(weight):
         from torch.distributed.tensor import Replicate, Shard
 
@@ -53,12 +53,12 @@ def layout_of(weight: Weight, tile: Tile) -> Layout:
                     f"jigsaw takes Replicate and Shard"
                 )
             dim = placement.dim % weight.ndim
-            _check_axis(name, size, tile)
-            cuts[dim] = refine(cuts[dim], (name,), {name: size}, "chunk")
+            _check_weight_axis(name, size, tile)
+            cuts[dim] = refine_cut(cuts[dim], (name,), {name: size}, "chunk")
     return Layout(tuple(cuts), tile.layout.axes)
 
 
-def _check_axis(name: str, size: int, tile: Tile) -> None:
+def _check_weight_axis(name: str, size: int, tile: Tile) -> None:
     axes = dict(tile.layout.axes)
     if axes.get(name) != size:
         raise ShardingError(
@@ -67,7 +67,7 @@ def _check_axis(name: str, size: int, tile: Tile) -> None:
         )
 
 
-def local_weight(weight: Weight, tile: Tile, work: Layout) -> Tensor:
+def local_weight(weight: StoredWeight, tile: Tile, work: Layout) -> Tensor:
     """This rank's part of `weight`, as an operand of work that is cut over the mesh as `work` is.
 
     Its gradient is complete along the axes that cut it; along the others it becomes this rank's part for a parameter,
@@ -75,9 +75,9 @@ def local_weight(weight: Weight, tile: Tile, work: Layout) -> Tensor:
     """
     if isinstance(weight, Tile):
         alike = [a for a in work.cut_axes if a not in weight.layout.cut_axes]
-        return comm.enter(weight.owned().local, weight.mesh, alike)
+        return comm.use_in_parts(weight.owned().local, weight.mesh, alike)
     local = weight.to_local() if is_dtensor(weight) else weight
-    return part(local, tile, work)
+    return plain_operand(local, tile, work)
 
 
 def cut_parameter(whole_value: Tensor, mesh: DeviceMesh, axis: str | Sequence[str], dim: int = 0) -> nn.Parameter:
@@ -86,7 +86,7 @@ def cut_parameter(whole_value: Tensor, mesh: DeviceMesh, axis: str | Sequence[st
     *Sends*: once, the parts of the first rank's values.
     """
     asked = (axis,) if isinstance(axis, str) else tuple(axis)
-    names = tuple(name for name, size in axes_of(mesh) if name in asked and size > 1)
+    names = tuple(name for name, size in axes_of_mesh(mesh) if name in asked and size > 1)
     if not names:
         return nn.Parameter(whole_value)
     from torch.distributed.tensor import Shard, distribute_tensor

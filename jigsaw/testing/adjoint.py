@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.layout import Spec
+from jigsaw.layout import LayoutSpec
 from jigsaw.testing.rank import world_mesh
 from jigsaw.testing.world import run_on_ranks
 from jigsaw.tile import Tile, shard
 
-_SQUARE = ({"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2})
+_USUAL_MESHES = ({"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2})
 
 
 def assert_adjoint(
     op: Callable[[Tile], Any],
     shape: Sequence[int],
-    meshes: Sequence[Mapping[str, int]] = _SQUARE,
+    meshes: Sequence[Mapping[str, int]] = _USUAL_MESHES,
     *,
-    spec: Spec,
+    spec: LayoutSpec,
     dtype: torch.dtype = torch.float64,
     rtol: float = 1e-10,
     timeout: float = 60.0,
@@ -41,7 +41,7 @@ def assert_adjoint(
     """
     for axes in meshes:
         ranks = math.prod(axes.values())
-        found = run_on_ranks(ranks, _products, op, tuple(shape), dict(axes), spec, dtype, cut, timeout=timeout)
+        found = run_on_ranks(ranks, _adjoint_products, op, tuple(shape), dict(axes), spec, dtype, cut, timeout=timeout)
         forward, backward, fx, y = (math.fsum(column) for column in zip(*found, strict=True))
         where = ", ".join(f"{name}={size}" for name, size in axes.items())
         if not forward or abs(forward - backward) > rtol * math.sqrt(fx * y):
@@ -52,11 +52,11 @@ def assert_adjoint(
             )
 
 
-def _products(
+def _adjoint_products(
     op: Callable[[Tile], Any],
     shape: tuple[int, ...],
     axes: dict[str, int],
-    spec: Spec,
+    spec: LayoutSpec,
     dtype: torch.dtype,
     cut: dict[str, Any],
 ) -> tuple[float, float, float, float]:

@@ -26,34 +26,34 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; 1 when the parity test fails."""
     print(f"python {platform.python_version()} on {platform.platform()}")
     for name in _PACKAGES:
-        print(f"  {name:<12} {_version(name)}")
-    print(f"backends: {', '.join(_backends()) or 'none'}")
-    print(f"devices:  {_devices()}")
-    return 0 if _parity(args.ranks) else 1
+        print(f"  {name:<12} {_package_version(name)}")
+    print(f"backends: {', '.join(_available_backends()) or 'none'}")
+    print(f"devices:  {_device_names()}")
+    return 0 if _has_parity(args.ranks) else 1
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
 
 
-def _backends() -> list[str]:
+def _available_backends() -> list[str]:
     if not dist.is_available():
         return []
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     return [name for name, there in found.items() if there]
 
 
-def _devices() -> str:
+def _device_names() -> str:
     names = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
     return ", ".join([*names, f"CPU ({torch.get_num_threads()} threads)"])
 
 
-def _parity(ranks: int) -> bool:
+def _has_parity(ranks: int) -> bool:
     """A small convolution net, forward and every gradient, on tiles and on the whole tensor."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, stride=2, padding=1))

@@ -22,7 +22,7 @@ _ECHOES = (
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """How one rank failed: `summary` in a line, `text` in full, `error` the exception where it pickles."""
 
     rank: int
@@ -44,13 +44,13 @@ class Failure:
             return None
 
     @classmethod
-    def of_exception(cls, rank: int, error: BaseException, skip_frames: int, file: str | None) -> Failure:
+    def of_exception(cls, rank: int, error: BaseException, skip_frames: int, file: str | None) -> RankFailure:
         """The failure of a rank whose body raised `error`; the locals are those of the last frame in `file`."""
         tb = error.__traceback__
         for _ in range(skip_frames):
             tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
         linecache.checkcache()
-        text = "".join(traceback.format_exception(type(error), error, tb)) + _locals_in(tb, file)
+        text = "".join(traceback.format_exception(type(error), error, tb)) + _locals_text(tb, file)
         summary = traceback.format_exception_only(error)[-1].strip()
         try:
             pickled = pickle.dumps(error)
@@ -65,15 +65,15 @@ class RankFailedError(AssertionError):
     `failures` has every rank's part, the cause first.
     """
 
-    def __init__(self, message: str, failures: Sequence[Failure] = ()) -> None:
+    def __init__(self, message: str, failures: Sequence[RankFailure] = ()) -> None:
         super().__init__(message)
         self.failures = tuple(failures)
 
-    def __reduce__(self) -> tuple[type[RankFailedError], tuple[str, tuple[Failure, ...]]]:
+    def __reduce__(self) -> tuple[type[RankFailedError], tuple[str, tuple[RankFailure, ...]]]:
         return type(self), (str(self), self.failures)
 
 
-def failure_of(name: str, size: int, failures: Sequence[Failure]) -> BaseException:
+def combined_error(name: str, size: int, failures: Sequence[RankFailure]) -> BaseException:
     """The error to raise in the test's own process: the first real cause, then one line for every other rank."""
     ordered = sorted(failures, key=lambda f: (f.is_echo, f.moment))
     first = ordered[0]
@@ -94,7 +94,7 @@ def failure_of(name: str, size: int, failures: Sequence[Failure]) -> BaseExcepti
     return error
 
 
-def _locals_in(tb: TracebackType | None, file: str | None) -> str:
+def _locals_text(tb: TracebackType | None, file: str | None) -> str:
     """The local variables of the innermost frame of the test's own file: what an assertion's values were."""
     frame = None
     while tb is not None:
@@ -103,11 +103,11 @@ def _locals_in(tb: TracebackType | None, file: str | None) -> str:
         tb = tb.tb_next
     if frame is None or not frame.f_locals:
         return ""
-    lines = [f"  {name} = {_short(value)}" for name, value in frame.f_locals.items() if not name.startswith("@")]
+    lines = [f"  {name} = {_short_repr(value)}" for name, value in frame.f_locals.items() if not name.startswith("@")]
     return "\n".join([f"locals of {frame.f_code.co_name}:", *lines, ""])
 
 
-def _short(value: object, limit: int = 160) -> str:
+def _short_repr(value: object, limit: int = 160) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception as error:  # a broken __repr__ must not hide the failure that we report

@@ -15,30 +15,30 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import mse_loss
 
 from jigsaw import comm
-from jigsaw.layout import Spec
-from jigsaw.mesh import axes_of
+from jigsaw.layout import LayoutSpec
+from jigsaw.mesh import axes_of_mesh
 from jigsaw.testing.failure import RankFailedError
 from jigsaw.testing.rank import world_mesh
 from jigsaw.testing.world import run_on_ranks
 from jigsaw.tile import Tile, shard
 
-Model = Callable[..., Any]
-MeshAxes = Mapping[str, int]
+OracleModel = Callable[..., Any]
+OracleMesh = Mapping[str, int]
 
 # Where the canonical axes cut when no spec is given; a channel axis cuts weights, not inputs.
 _USUAL_DIMS = {"data": 0, "depth": -3, "z": -3, "lat": -2, "y": -2, "lon": -1, "x": -1}
 
 
 def assert_same_on_every_mesh(
-    model: Model,
+    model: OracleModel,
     batch: Tensor | Sequence[Any],
-    meshes: Sequence[MeshAxes] | None = None,
+    meshes: Sequence[OracleMesh] | None = None,
     *,
-    spec: Spec | Sequence[Spec | None] | None = None,
+    spec: LayoutSpec | Sequence[LayoutSpec | None] | None = None,
     target: Tensor | None = None,
-    target_spec: Spec | None = None,
+    target_spec: LayoutSpec | None = None,
     loss: Callable[..., Tensor] | None = None,
-    build: Callable[[Any, DeviceMesh], Model] | None = None,
+    build: Callable[[Any, DeviceMesh], OracleModel] | None = None,
     gradients: str | None = None,
     dtype: torch.dtype = torch.float64,
     rtol: float = 1e-9,
@@ -73,9 +73,9 @@ def assert_same_on_every_mesh(
     if gradients not in (None, "parts", "whole"):
         raise ValueError(f"gradients={gradients!r}: each rank's gradient is one of its 'parts' or the 'whole'")
     inputs = [batch] if isinstance(batch, Tensor) else list(batch)
-    specs = _specs(inputs, [spec] if isinstance(batch, Tensor) else spec)
+    specs = _input_specs(inputs, [spec] if isinstance(batch, Tensor) else spec)
     with_target = [] if target is None else [target]
-    case = Case(
+    case = OracleCase(
         model=_in_dtype(model, dtype),
         inputs=[_in_dtype(x, dtype) for x in [*inputs, *with_target]],
         specs=[*specs, *([target_spec or (specs[0] if spec is not None else None)] if with_target else [])],
@@ -88,41 +88,41 @@ def assert_same_on_every_mesh(
     )
     chosen = _default_meshes(case) if meshes is None else [dict(m) for m in meshes]
     plans = [(axes, _checked_specs(case, axes)) for axes in chosen]
-    expected = _whole(case)
+    expected = _run_whole(case)
     for axes, by_input in plans:
         ranks = math.prod(axes.values())
         try:
             found = run_on_ranks(
-                ranks, _differences, replace(case, specs=by_input), expected, axes, rtol, atol, timeout=timeout
+                ranks, _rank_differences, replace(case, specs=by_input), expected, axes, rtol, atol, timeout=timeout
             )
         except RankFailedError as error:
-            error.add_note(f"on the mesh {_show(axes)}")
+            error.add_note(f"on the mesh {_mesh_as_text(axes)}")
             raise
         lines = [f"  rank {rank}: {line}" for rank, differences in enumerate(found) for line in differences]
         if lines:
             name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", repr(model))
             raise AssertionError(
-                "\n".join([f"{name} on the mesh {_show(axes)} differs from the whole tensor's:", *lines])
+                "\n".join([f"{name} on the mesh {_mesh_as_text(axes)} differs from the whole tensor's:", *lines])
             )
 
 
 @dataclass(frozen=True)
-class Case:
+class OracleCase:
     """What runs on every mesh. The `target`, if any, is the input after the `arguments`."""
 
-    model: Model
+    model: OracleModel
     inputs: list[Any]
-    specs: list[Spec | None]
+    specs: list[LayoutSpec | None]
     given: bool
     arguments: int
     loss: Callable[..., Tensor]
-    build: Callable[[Any, DeviceMesh], Model] | None
+    build: Callable[[Any, DeviceMesh], OracleModel] | None
     parts: bool
     cut: dict[str, Any]
 
 
 @dataclass
-class Result:
+class OracleResult:
     """Whole tensors by name: ``output``, ``loss``, ``gradient of 0.weight``, …"""
 
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -132,7 +132,8 @@ def random_functional(output: Any) -> Tensor:
     """Sum over all output elements times fixed random numbers: every element has a gradient of its own."""
     generator = torch.Generator().manual_seed(1)
     terms = [
-        (leaf * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)).sum() for _, leaf in _leaves(output)
+        (leaf * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)).sum()
+        for _, leaf in _output_leaves(output)
     ]
     return cast(Tensor, sum(terms))
 
@@ -140,48 +141,50 @@ def random_functional(output: Any) -> Tensor:
 # -- the two runs ------------------------------------------------------------------------------------------------------
 
 
-def _whole(case: Case) -> Result:
+def _run_whole(case: OracleCase) -> OracleResult:
     """Plain torch on the whole tensors."""
     model = copy.deepcopy(case.model)
-    inputs = [_leaf(x) for x in case.inputs]
-    result = _run(case, model, inputs)
-    for name, parameter in _parameters(model):
+    inputs = [_leaf_copy(x) for x in case.inputs]
+    result = _run_case(case, model, inputs)
+    for name, parameter in _trained_parameters(model):
         if parameter.grad is not None:
             result.tensors[f"gradient of {name}"] = parameter.grad
-    for name, x in _differentiable(inputs[: case.arguments]):
+    for name, x in _differentiable_inputs(inputs[: case.arguments]):
         result.tensors[f"gradient of {name}"] = torch.zeros_like(x) if x.grad is None else x.grad
     return result
 
 
-def _differences(case: Case, expected: Result, axes: dict[str, int], rtol: float, atol: float) -> list[str]:
+def _rank_differences(
+    case: OracleCase, expected: OracleResult, axes: dict[str, int], rtol: float, atol: float
+) -> list[str]:
     """One rank's side: run on tiles, gather what is compared, and say in words what differs."""
     mesh = world_mesh(**axes)
     model = case.model if case.build is None else case.build(case.model, mesh)
-    wholes, tiles = _cut(case, mesh)
-    found = _run(case, model, tiles)
-    for name, parameter in _parameters(model):
+    wholes, tiles = _cut_inputs(case, mesh)
+    found = _run_case(case, model, tiles)
+    for name, parameter in _trained_parameters(model):
         if f"gradient of {name}" in expected.tensors or parameter.grad is not None:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found.tensors[f"gradient of {name}"] = _whole_gradient(gradient.detach(), mesh, case.parts)
-    for name, x in _differentiable(tiles[: case.arguments]):
+    for name, x in _differentiable_inputs(tiles[: case.arguments]):
         found.tensors[f"gradient of {name}"] = _input_gradient(x, wholes[name], mesh)
     missing = [f"{name}: not there" for name in expected.tensors if name not in found.tensors]
     return missing + [
         line
         for name, got in found.tensors.items()
-        for line in _compare(name, got, expected.tensors.get(name), rtol, atol)
+        for line in _compare_tensors(name, got, expected.tensors.get(name), rtol, atol)
     ]
 
 
-def _run(case: Case, model: Model, inputs: list[Any]) -> Result:
+def _run_case(case: OracleCase, model: OracleModel, inputs: list[Any]) -> OracleResult:
     output = model(*inputs[: case.arguments])
     loss = case.loss(output, *inputs[case.arguments :])
     if isinstance(loss, Tile) or loss.ndim:
         raise ValueError(f"loss must return a scalar tensor, got {type(loss).__name__} of shape {tuple(loss.shape)}")
     if loss.requires_grad:
         loss.backward()
-    result = Result({"loss": loss.detach()})
-    for name, leaf in _leaves(output):
+    result = OracleResult({"loss": loss.detach()})
+    for name, leaf in _output_leaves(output):
         result.tensors[name] = (leaf.full_tensor() if isinstance(leaf, (Tile, DTensor)) else leaf).detach()
     if isinstance(model, nn.Module):
         for name, buffer in model.named_buffers():
@@ -191,12 +194,12 @@ def _run(case: Case, model: Model, inputs: list[Any]) -> Result:
     return result
 
 
-def _cut(case: Case, mesh: DeviceMesh) -> tuple[dict[str, Any], list[Any]]:
+def _cut_inputs(case: OracleCase, mesh: DeviceMesh) -> tuple[dict[str, Any], list[Any]]:
     """The whole inputs by name, and their tiles. With a halo, the gradient goes through `shard`: it sums the parts."""
     wholes: dict[str, Any] = {}
     tiles: list[Any] = []
     for i, (x, spec) in enumerate(zip(case.inputs, case.specs, strict=True)):
-        whole = _leaf(x) if spec is None or case.cut.get("halo") else x
+        whole = _leaf_copy(x) if spec is None or case.cut.get("halo") else x
         tile = whole if spec is None else shard(whole, mesh, spec, **case.cut)
         if spec is not None and not tile.local.requires_grad and tile.local.is_floating_point():
             tile.local.requires_grad_()
@@ -216,7 +219,7 @@ def _input_gradient(x: Any, whole: Any, mesh: DeviceMesh) -> Tensor:
 
 def _whole_gradient(gradient: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
     """The whole gradient out of what this rank holds: parts are summed over the axes that do not cut the tensor."""
-    others = [name for name, _ in axes_of(mesh)]
+    others = [name for name, _ in axes_of_mesh(mesh)]
     if isinstance(gradient, DTensor):
         names = gradient.device_mesh.mesh_dim_names or ()
         others = [name for name in others if name not in names]
@@ -237,7 +240,7 @@ def _whole_gradient(gradient: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def _compare(name: str, got: Tensor, expected: Tensor | None, rtol: float, atol: float) -> Iterator[str]:
+def _compare_tensors(name: str, got: Tensor, expected: Tensor | None, rtol: float, atol: float) -> Iterator[str]:
     if expected is None:
         yield f"{name}: is there, but the whole tensor's run has none"
     elif got.shape != expected.shape:
@@ -261,15 +264,15 @@ def _compare(name: str, got: Tensor, expected: Tensor | None, rtol: float, atol:
 # -- small parts -------------------------------------------------------------------------------------------------------
 
 
-def _leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
+def _output_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
     if isinstance(output, (Tensor, Tile)):
         yield name, output
     elif isinstance(output, Mapping):
         for key, value in cast(Mapping[Any, Any], output).items():
-            yield from _leaves(value, f"{name}[{key!r}]")
+            yield from _output_leaves(value, f"{name}[{key!r}]")
     elif isinstance(output, (list, tuple)):
         for i, value in enumerate(cast(Sequence[Any], output)):
-            yield from _leaves(value, f"{name}[{i}]")
+            yield from _output_leaves(value, f"{name}[{i}]")
 
 
 def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
@@ -278,11 +281,11 @@ def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
     return x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _leaf(x: Any) -> Any:
+def _leaf_copy(x: Any) -> Any:
     return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _parameters(model: Model) -> list[tuple[str, nn.Parameter]]:
+def _trained_parameters(model: OracleModel) -> list[tuple[str, nn.Parameter]]:
     if not isinstance(model, nn.Module):
         return []
     return [(_plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
@@ -292,17 +295,17 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("module.")  # DistributedDataParallel's wrapper
 
 
-def _differentiable(inputs: Sequence[Any]) -> list[tuple[str, Any]]:
+def _differentiable_inputs(inputs: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(f"input {i}", x) for i, x in enumerate(inputs) if isinstance(x, (Tensor, Tile)) and x.requires_grad]
 
 
 # -- specs and meshes --------------------------------------------------------------------------------------------------
 
 
-def _specs(inputs: Sequence[Any], given: Any) -> list[Spec | None]:
+def _input_specs(inputs: Sequence[Any], given: Any) -> list[LayoutSpec | None]:
     if given is None:
         return [None] * len(inputs)
-    specs: list[Spec | None] = list(given)
+    specs: list[LayoutSpec | None] = list(given)
     if len(specs) != len(inputs):
         raise ValueError(
             f"spec has {len(specs)} entries for {len(inputs)} inputs; give one for each, None for a whole one"
@@ -310,22 +313,22 @@ def _specs(inputs: Sequence[Any], given: Any) -> list[Spec | None]:
     return specs
 
 
-def _checked_specs(case: Case, axes: MeshAxes) -> list[Spec | None]:
+def _checked_specs(case: OracleCase, axes: OracleMesh) -> list[LayoutSpec | None]:
     """The spec of each input on this mesh.
 
     Raises: `ValueError` when the mesh cuts nothing: such a test could not fail.
     """
     specs = case.specs if case.given else [_usual_spec(x, axes) for x in case.inputs]
-    named = set(_named(specs))
+    named = set(_named_axes(specs))
     if math.prod(axes.values()) > 1 and not any(size > 1 and name in named for name, size in axes.items()):
         raise ValueError(
-            f"the mesh {_show(axes)} cuts no input: spec names the axes {sorted(named)}; "
+            f"the mesh {_mesh_as_text(axes)} cuts no input: spec names the axes {sorted(named)}; "
             f"name one of the mesh's axes in spec, or leave this mesh out"
         )
     return specs
 
 
-def _usual_spec(x: Any, axes: MeshAxes) -> Spec | None:
+def _usual_spec(x: Any, axes: OracleMesh) -> LayoutSpec | None:
     if not isinstance(x, Tensor) or not x.ndim:
         return None
     spec: list[str | None] = [None] * x.ndim
@@ -335,19 +338,19 @@ def _usual_spec(x: Any, axes: MeshAxes) -> Spec | None:
     return tuple(spec)
 
 
-def _named(specs: Sequence[Spec | None]) -> list[str]:
+def _named_axes(specs: Sequence[LayoutSpec | None]) -> list[str]:
     """The axes that the specs name, in order."""
     entries = [entry for spec in specs if spec is not None for entry in spec if entry is not None]
     return list(dict.fromkeys(a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)))
 
 
-def _default_meshes(case: Case) -> list[dict[str, int]]:
-    named = _named(case.specs) if case.given else ["lat", "lon"]
+def _default_meshes(case: OracleCase) -> list[dict[str, int]]:
+    named = _named_axes(case.specs) if case.given else ["lat", "lon"]
     if not named:
         raise ValueError("spec names no axis, so no mesh cuts anything; name one, as in (None, None, 'lat', 'lon')")
     square = [{named[0]: 2, named[1]: 2}] if len(named) > 1 else []
     return [{named[0]: size} for size in (1, 2, 3, 4)] + square
 
 
-def _show(axes: MeshAxes) -> str:
+def _mesh_as_text(axes: OracleMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in axes.items())

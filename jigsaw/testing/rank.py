@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.mesh import init_mesh
-from jigsaw.testing.failure import Failure
+from jigsaw.testing.failure import RankFailure
 
 _GROUP_TIMEOUT = timedelta(hours=1)  # the world's own timeout reports earlier, with every rank's stack
-_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+_world_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def world_mesh(**axes: int) -> DeviceMesh:
@@ -39,13 +39,13 @@ def world_mesh(**axes: int) -> DeviceMesh:
     Raises: `ShardingError` when the product of the axes is not the number of ranks.
     """
     key = tuple(axes.items())
-    if key not in _meshes:
-        _meshes[key] = init_mesh(device="cpu", **axes)
-    return _meshes[key]
+    if key not in _world_meshes:
+        _world_meshes[key] = init_mesh(device="cpu", **axes)
+    return _world_meshes[key]
 
 
 @dataclass(frozen=True)
-class Body:
+class RankBody:
     """A module-level function by name: it may be hidden under decorators, which a pickle could not reach."""
 
     module: str
@@ -54,7 +54,7 @@ class Body:
 
     def find(self) -> Callable[..., Any]:
         """The function that `on_ranks` decorated, or the function itself."""
-        found: Any = _module(self.module, self.file)
+        found: Any = _find_module(self.module, self.file)
         for part in self.name.split("."):
             found = getattr(found, part)
         seen = found
@@ -64,24 +64,24 @@ class Body:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """A test body for every rank. `arguments` are pickled apart, as they may need the body's module."""
 
-    body: Body
+    body: RankBody
     arguments: bytes
     path: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """A rank's answer to a job (or its first word, when it has joined): a pickled value, or a failure."""
 
     value: bytes = b""
-    failure: Failure | None = None
+    failure: RankFailure | None = None
     groups: int = 0
 
 
-def serve(connection: Connection, rank: int, size: int, folder: str) -> None:
+def serve_jobs(connection: Connection, rank: int, size: int, folder: str) -> None:
     """Join the world, then run what arrives on `connection`; the rank's whole life."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a world ends
@@ -90,19 +90,19 @@ def serve(connection: Connection, rank: int, size: int, folder: str) -> None:
     _be_one_cpu_rank(rank, size)
     store = dist.FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
-    connection.send_bytes(pickle.dumps(Report()))
+    connection.send_bytes(pickle.dumps(RankReport()))
     while True:
         try:
-            job: Job = pickle.loads(connection.recv_bytes())
+            job: RankJob = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        report = _run(job, rank)
+        report = _run_job(job, rank)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(report))
 
 
-def _run(job: Job, rank: int) -> Report:
+def _run_job(job: RankJob, rank: int) -> RankReport:
     sys.path.extend(p for p in job.path if p not in sys.path)
     _same_start()
     try:
@@ -110,14 +110,14 @@ def _run(job: Job, rank: int) -> Report:
         args, kwargs = pickle.loads(job.arguments)
         value = body(*args, **kwargs)
     except BaseException as error:  # SystemExit and pytest's outcomes are failures of this rank too
-        return Report(failure=Failure.of_exception(rank, error, 1, job.body.file))
+        return RankReport(failure=RankFailure.of_exception(rank, error, 1, job.body.file))
     try:
-        return Report(value=pickle.dumps(value), groups=dist.distributed_c10d.get_pg_count())
+        return RankReport(value=pickle.dumps(value), groups=dist.distributed_c10d.get_pg_count())
     except Exception as error:
         error.add_note(
             f"{job.body.name} returned a {type(value).__name__} that does not pickle; return plain tensors and numbers"
         )
-        return Report(failure=Failure.of_exception(rank, error, 1, None))
+        return RankReport(failure=RankFailure.of_exception(rank, error, 1, None))
 
 
 def _same_start() -> None:
@@ -146,10 +146,10 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _module(name: str, file: str | None) -> ModuleType:
+def _find_module(name: str, file: str | None) -> ModuleType:
     """The module of that name and file, imported by name where that gives this file, else from the file."""
     found = sys.modules.get(name)
-    if found is None and (file is None or _file_of(name) == file):
+    if found is None and (file is None or _module_file(name) == file):
         return importlib.import_module(name)
     if found is not None and (file is None or getattr(found, "__file__", None) == file):
         return found
@@ -162,7 +162,7 @@ def _module(name: str, file: str | None) -> ModuleType:
     return module
 
 
-def _file_of(name: str) -> str | None:
+def _module_file(name: str) -> str | None:
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from jigsaw.testing import rank as rank_process
-from jigsaw.testing.failure import Failure, failure_of
-from jigsaw.testing.rank import Body, Job, Report
+from jigsaw.testing.failure import RankFailure, combined_error
+from jigsaw.testing.rank import RankBody, RankJob, RankReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,7 +30,7 @@ _START_SECONDS = 180.0  # importing torch on every rank of a busy machine
 _GRACE_SECONDS = 1.0  # after a rank failed, the others may still tell their part
 _MOST_GROUPS = 96  # gloo keeps sockets and threads for each process group that tests leave behind
 
-_worlds: dict[int, World] = {}
+_worlds: dict[int, RankWorld] = {}
 
 
 def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]], Callable[P, list[T] | None]]:
@@ -45,12 +45,12 @@ def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]],
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, list[T] | None]:
-        body = _body_of(function)
+        body = _importable_body(function)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> list[T] | None:
             __tracebackhide__ = True  # pytest: show the rank's traceback, not ours
-            values = _world(ranks).run(body, args, kwargs, timeout)
+            values = _live_world(ranks).run(body, args, kwargs, timeout)
             return None if all(value is None for value in values) else values
 
         call.__dict__["rank_body"] = function  # where a rank finds the body under this wrapper
@@ -64,10 +64,10 @@ def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: fl
 
     Raises: `RankFailedError`, as `on_ranks` does.
     """
-    return _world(ranks).run(_body_of(function), args, kwargs, timeout)
+    return _live_world(ranks).run(_importable_body(function), args, kwargs, timeout)
 
 
-class World:
+class RankWorld:
     """The processes of one size. `run` is synchronous; after a failure the world is dead."""
 
     def __init__(self, size: int) -> None:
@@ -80,7 +80,7 @@ class World:
         self._connections: list[Connection] = [ours for ours, _ in pipes]
         self._processes: list[SpawnProcess] = [
             spawn.Process(
-                target=rank_process.serve, args=(theirs, rank, size, self._folder), name=f"rank{rank}", daemon=True
+                target=rank_process.serve_jobs, args=(theirs, rank, size, self._folder), name=f"rank{rank}", daemon=True
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]
@@ -109,10 +109,10 @@ class World:
         """The process id of each rank."""
         return [p.pid or 0 for p in self._processes]
 
-    def run(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
+    def run(self, body: RankBody, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
         """Run one body on every rank; what each returned, in rank order."""
         __tracebackhide__ = True
-        job = Job(body, _pickled(body, args, kwargs), tuple(sys.path))
+        job = RankJob(body, _pickled_arguments(body, args, kwargs), tuple(sys.path))
         message = pickle.dumps(job)
         try:
             for connection in self._connections:
@@ -135,11 +135,11 @@ class World:
         self._processes, self._connections = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _gather(self, name: str, timeout: float) -> list[Report]:
+    def _gather(self, name: str, timeout: float) -> list[RankReport]:
         """One report of each rank; kills the world and raises when one fails, dies or is late."""
         __tracebackhide__ = True
-        reports: dict[int, Report] = {}
-        failures: dict[int, Failure] = {}
+        reports: dict[int, RankReport] = {}
+        failures: dict[int, RankFailure] = {}
         end = time.monotonic() + timeout
         while len(reports) + len(failures) < self.size:
             waiting = [r for r in range(self.size) if r not in reports and r not in failures]
@@ -158,13 +158,13 @@ class World:
                 end = min(end, time.monotonic() + _GRACE_SECONDS)
         if failures:
             self.kill()
-            raise failure_of(name, self.size, list(failures.values()))
+            raise combined_error(name, self.size, list(failures.values()))
         return [reports[r] for r in range(self.size)]
 
     def _sources(self, ranks: Iterable[int]) -> list[Connection | int]:
         return [s for r in ranks for s in (self._connections[r], self._processes[r].sentinel)]
 
-    def _hear(self, rank: int) -> Report:
+    def _hear(self, rank: int) -> RankReport:
         """What a ready rank has to say: its report, or how it died."""
         try:
             if self._connections[rank].poll():
@@ -176,16 +176,18 @@ class World:
         code = process.exitcode
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         text = f"the process of rank {rank} ended without a word ({how})"
-        return Report(failure=Failure(rank, text, text, moment=time.monotonic()))
+        return RankReport(failure=RankFailure(rank, text, text, moment=time.monotonic()))
 
-    def _late(self, ranks: Iterable[int], timeout: float, stacks: bool) -> dict[int, Failure]:
+    def _late(self, ranks: Iterable[int], timeout: float, stacks: bool) -> dict[int, RankFailure]:
         """The failures of ranks that are still busy: the cause when nobody failed (`stacks`), else bystanders."""
         moment = time.monotonic() if stacks else float("inf")
         dumps = self._stacks(ranks) if stacks else {}
-        found: dict[int, Failure] = {}
+        found: dict[int, RankFailure] = {}
         for r in ranks:
             summary = f"still running after {timeout:g} s" if stacks else "still running when the other failed; killed"
-            found[r] = Failure(r, f"rank {r} {summary}", f"{summary}\n{dumps[r]}" if stacks else summary, moment=moment)
+            found[r] = RankFailure(
+                r, f"rank {r} {summary}", f"{summary}\n{dumps[r]}" if stacks else summary, moment=moment
+            )
         return found
 
     def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -200,7 +202,7 @@ class World:
         return {r: f.read_text() if f.exists() else "(no stack: it has not started)" for r, f in files.items()}
 
 
-def _world(size: int) -> World:
+def _live_world(size: int) -> RankWorld:
     """The live world of that size, started when there is none."""
     if size < 1:
         raise ValueError(f"on_ranks({size}): a world has at least 1 rank")
@@ -212,27 +214,27 @@ def _world(size: int) -> World:
     if world is None or not world.alive or world.is_worn:
         if world is not None:
             world.kill()
-        world = _worlds[size] = World(size)
+        world = _worlds[size] = RankWorld(size)
     return world
 
 
 @atexit.register
-def _end_all() -> None:
+def _end_all_worlds() -> None:
     for world in _worlds.values():
         world.kill()
 
 
-def _body_of(function: Callable[..., Any]) -> Body:
+def _importable_body(function: Callable[..., Any]) -> RankBody:
     name = getattr(function, "__qualname__", repr(function))
     if not inspect.isfunction(function) or "<" in name:
         raise ValueError(
             f"on_ranks needs a function at module level (every rank imports it by name), got {name}; move it out"
         )
     file = getattr(sys.modules.get(function.__module__), "__file__", None) or inspect.getsourcefile(function)
-    return Body(function.__module__, file, name)
+    return RankBody(function.__module__, file, name)
 
 
-def _pickled(body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _pickled_arguments(body: RankBody, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps((args, kwargs))
     except Exception as error:

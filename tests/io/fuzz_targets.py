@@ -27,11 +27,11 @@ def _watched():
 
 
 with _watched():
-    from jigsaw.io.errors import CorruptChunkError
-    from jigsaw.io.formats.blosc import frame_of, head_of
-    from jigsaw.io.formats.codecs import BadChunkError, Decoder
-    from jigsaw.io.formats.hdf5_filters import Filter, pipeline_of
-    from jigsaw.io.formats.zarr_group import table_of
+    from jigsaw.errors import CorruptChunkError
+    from jigsaw.io.chunks.blosc import blosc_frame_of, check_blosc_header
+    from jigsaw.io.chunks.codecs import BadChunkError, CodecDecoder
+    from jigsaw.io.formats.hdf5_filters import Hdf5Filter, filter_pipeline_of
+    from jigsaw.io.formats.zarr_group import table_of_zarr
 
 
 def damaged(raw, data):
@@ -75,7 +75,7 @@ def blosc(data):
     size, want = 16_000, None
     try:
         out = np.full(size, 0x55, np.uint8)
-        Decoder(np.dtype("u1"), (0,), "blosc").decode(frame, out)
+        CodecDecoder(np.dtype("u1"), (0,), "blosc").decode(frame, out)
         want = np.full(size, 0xAA, np.uint8)
         library.decompress(frame, want)
         np.testing.assert_array_equal(out, want)
@@ -83,8 +83,8 @@ def blosc(data):
         pass
     try:
         head = frame[:16].tobytes()
-        _, count = head_of(head, size, frame.size)
-        found = frame_of(head, frame[16 : 16 + (0 if head[2] & 2 else 4 * count)])
+        _, count = check_blosc_header(head, size, frame.size)
+        found = blosc_frame_of(head, frame[16 : 16 + (0 if head[2] & 2 else 4 * count)])
         low, high = sorted((data[1] * 62, data[2] * 62 + 1))
         part = found.portion(np.array([[low, high]]), gap=data[0] * 8)
         fetched = np.concatenate([frame[at : at + n] for at, n in part.ranges])
@@ -143,7 +143,7 @@ def shard(data):
         index = index[:-4] + crc32c(index[:-4]).to_bytes(4, "little")
     with open(path, "wb") as file:
         file.write(body + index if at_end else index + body)
-    table = table_of("a", array)
+    table = table_of_zarr("a", array)
     for i in range(4):
         out = np.full(table.chunk_bytes, 0x55, np.uint8)
         try:
@@ -181,7 +181,7 @@ def chunks():
         dataset = file.create_dataset(f"x{i}", data=x, chunks=x.shape, **how)
         plist = dataset.id.get_create_plist()
         found = [plist.get_filter(k) for k in range(plist.get_nfilters())]
-        pipeline = pipeline_of(x.dtype, 1, [Filter(code, tuple(values)) for code, _, values, _ in found])
+        pipeline = filter_pipeline_of(x.dtype, 1, [Hdf5Filter(code, tuple(values)) for code, _, values, _ in found])
         assert pipeline is not None
         made.append((file, dataset.name, pipeline, dataset.id.read_direct_chunk((0,))[1]))
     return made

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from ranks_apart import run_apart
 from toy_store import held, request, sample, write
 
-from jigsaw.io import _arena
-from jigsaw.io._arena import Arena, header_bytes
-from jigsaw.io._barrier import kernel_barrier
-from jigsaw.io._peers import meet
-from jigsaw.io.engine import Engine
-from jigsaw.io.errors import PeerError
-from jigsaw.io.plan import plan_read
-from jigsaw.io.store import open_store
+from jigsaw.errors import PeerError
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading import arena as _arena
+from jigsaw.io.reading.arena import Arena, arena_header_bytes
+from jigsaw.io.reading.barrier import kernel_barrier
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.peers import meet_peers
+from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.testing import on_ranks, world_mesh
 
 THREADS = 8
@@ -38,7 +38,7 @@ def other():
 @pytest.fixture
 def arena(other):
     fd = os.memfd_create("jigsaw")
-    os.truncate(fd, header_bytes(2))
+    os.truncate(fd, arena_header_bytes(2))
     made = Arena(fd, 0, [0, 1], [os.getpid(), other.pid], 60.0, lambda: None)
     yield made
     made.close()
@@ -113,7 +113,7 @@ def body_barrier(path, values, permitted):
     barrier = kernel_barrier()
     _arena.memory_barrier = lambda: (lambda: (calls.append(1), barrier())) if permitted or dist.get_rank() else None
     try:
-        engine = Engine(open_store(path), world_mesh(lat=2))
+        engine = ReadEngine(open_store(path), world_mesh(lat=2))
         check_read(engine, values)
         assert engine.peers.is_spread != permitted
         assert bool(calls) == permitted
@@ -158,9 +158,9 @@ def victim(tmp_path):
 
 @on_ranks(2)
 def body_elsewhere(path, values, pid):
-    peers = meet(world_mesh(lat=2))
+    peers = meet_peers(world_mesh(lat=2))
     peers.pids = (pid, pid)
-    engine = Engine(open_store(path), peers)
+    engine = ReadEngine(open_store(path), peers)
     assert engine.arena is None
     assert engine.peers.is_spread
     check_read(engine, values)
@@ -174,15 +174,15 @@ def test_a_number_that_leads_to_another_file_is_not_written_to(tmp_path, victim)
 
 def test_memory_of_the_same_numbers_and_another_mark_is_not_opened():
     """As on a machine that was copied while it ran, where devices and inodes are equal."""
-    fd = _arena._create(2)
-    path, meant = f"/proc/self/fd/{fd}", _arena._Memory.of(fd, 2)
-    found = _arena._open(path, meant, 2)
+    fd = _arena._create_memory_file(2)
+    path, meant = f"/proc/self/fd/{fd}", _arena._MemoryMark.of(fd, 2)
+    found = _arena._open_memory_file(path, meant, 2)
     assert os.fstat(found).st_ino == os.fstat(fd).st_ino
     os.close(found)
     for other in ({"mark": b"another!"}, {"inode": meant.inode + 1}, {"device": meant.device + 1}):
-        assert _arena._open(path, meant._replace(**other), 2) == -1
+        assert _arena._open_memory_file(path, meant._replace(**other), 2) == -1
     read, end = os.pipe()  # which would wait for who writes, were it opened
-    assert _arena._open(f"/proc/self/fd/{read}", meant, 2) == -1
+    assert _arena._open_memory_file(f"/proc/self/fd/{read}", meant, 2) == -1
     for each in (fd, read, end):
         os.close(each)
 

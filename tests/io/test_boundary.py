@@ -12,11 +12,12 @@ import torch.nn.functional as F
 import xarray as xr
 
 import jigsaw
-from jigsaw.io import GridError, HaloError, forcings
-from jigsaw.io.boundary import Boundary
-from jigsaw.io.engine import Engine
-from jigsaw.io.errors import FieldError
-from jigsaw.io.store import open_store
+from jigsaw.errors import FieldError
+from jigsaw.io import GridError, HaloError
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.series import forcings
+from jigsaw.io.series.boundary import DimBoundary
 from jigsaw.layout import Layout, ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile import Tile
@@ -123,7 +124,7 @@ def both(width):
 def check(path, axes, names, at_pole, modes=("auto",), lat_order="store"):
     """In every mode a sample of each case equals the oracle, and the engine counts what the plan said."""
     mesh, whole = world_mesh(**axes), truth(path, lat_order == "south-first")
-    engine = Engine(open_store(path), mesh)
+    engine = ReadEngine(open_store(path), mesh)
     for name in names:
         halo, boundary = CASES[name]
         asked = {"mesh": mesh, "fields": FIELDS, "halo": halo, "boundary": boundary, "dtype": "float64"}
@@ -447,11 +448,11 @@ def test_rows_beyond_by_hand():
     def shown(boundary):
         return [boundary.show(x, 4) for x in (-2, -1, 0, 3, 4, 5)]
 
-    assert [row for row, _ in shown(Boundary("reflect"))] == [2, 1, 0, 3, 2, 1]
-    assert [row for row, _ in shown(Boundary("replicate"))] == [0, 0, 0, 3, 3, 3]
-    assert [row for row, _ in shown(Boundary("periodic"))] == [2, 3, 0, 3, 0, 1]
-    assert shown(Boundary("fill", 1.0)) == [None, None, (0, False), (3, False), None, None]
-    assert shown(Boundary("pole", at_pole=(True, False))) == [
+    assert [row for row, _ in shown(DimBoundary("reflect"))] == [2, 1, 0, 3, 2, 1]
+    assert [row for row, _ in shown(DimBoundary("replicate"))] == [0, 0, 0, 3, 3, 3]
+    assert [row for row, _ in shown(DimBoundary("periodic"))] == [2, 3, 0, 3, 0, 1]
+    assert shown(DimBoundary("fill", 1.0)) == [None, None, (0, False), (3, False), None, None]
+    assert shown(DimBoundary("pole", at_pole=(True, False))) == [
         *((2, True), (1, True), (0, False), (3, False), (3, True), (2, True))
     ]
-    assert replace(Boundary("pole"), at_pole=(False, True)).show(-1, 4) == (0, True)
+    assert replace(DimBoundary("pole"), at_pole=(False, True)).show(-1, 4) == (0, True)

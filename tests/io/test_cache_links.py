@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from volume_store import AFFINE, label, write
 
-from jigsaw.io.formats.hdf5 import open_hdf5
+from jigsaw.io.formats.hdf5 import open_hdf5_file
 from jigsaw.io.formats.nifti import open_nifti
 from jigsaw.io.volumes.foreground import Foreground
-from jigsaw.io.volumes.opening import open_volumes
+from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.testing import world_mesh
 
 
@@ -29,7 +29,7 @@ def hdf5(folder, cache, monkeypatch):
     with h5py.File(path, "w") as f:
         f.create_dataset("x", data=np.ones(5000), chunks=(1,))
     os.utime(path, (1, 1))
-    assert open_hdf5(path, cache=cache).read_small("x").sum() == 5000
+    assert open_hdf5_file(path, cache=cache).read_small("x").sum() == 5000
 
 
 def foreground(folder, cache, monkeypatch):

@@ -8,8 +8,8 @@ import xarray as xr
 import zarr
 
 import jigsaw
-from jigsaw.io.errors import GridError, WindowError
-from jigsaw.io.forcings import day_progress
+from jigsaw.errors import GridError, WindowError
+from jigsaw.io.series.forcings import day_progress
 from jigsaw.testing import on_ranks, world_mesh
 
 INITS, LEADS, MEMBERS = 5, 4, 3

@@ -10,7 +10,7 @@ import pytest
 from globe_store import globe, write
 
 from jigsaw.__main__ import main
-from jigsaw.io.commands.options import boundary
+from jigsaw.io.commands.parse_options import parse_boundary
 
 
 def planned(capsys, *argv):
@@ -66,7 +66,7 @@ def test_a_region_does_not_wrap(tmp_path, capsys):
 
 def test_boundaries(wb2, capsys):
     beyond = ["--mesh", "lat=2", "--halo", "lat=2", "--fields", "t2m", "--boundary"]
-    assert boundary("lat=fill:-0.5,lon=periodic") == {"lat": ("fill", -0.5), "lon": "periodic"}
+    assert parse_boundary("lat=fill:-0.5,lon=periodic") == {"lat": ("fill", -0.5), "lon": "periodic"}
     assert "halo lat 2 (fill)" in planned(capsys, wb2, *beyond, "lat=fill:-0.5")
     assert "halo lat 2 (reflect)" in planned(capsys, wb2, *beyond, "lat=reflect,lon=periodic")
     assert main(["plan", wb2, *beyond, "lat=fill"]) == 1

@@ -7,7 +7,7 @@ import zarr
 from globe_store import globe, stacked, write
 
 import jigsaw
-from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, WindowError
+from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WindowError
 from jigsaw.testing import on_ranks, world_mesh
 
 

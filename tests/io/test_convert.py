@@ -17,8 +17,8 @@ from globe_store import globe
 
 import jigsaw.io as jio
 from jigsaw.__main__ import main
-from jigsaw.io.conversion.run import convert, verify
-from jigsaw.io.errors import FieldError, GridError, UnsupportedStoreError, WriteError
+from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WriteError
+from jigsaw.io.conversion.convert import convert, verify
 from jigsaw.io.writing.write import completeness
 from jigsaw.testing import world_mesh
 
@@ -211,7 +211,7 @@ def test_the_values_are_those_that_open_reads(tmp_path, kind):
 
 SLOW = """
 import sys, time
-from jigsaw.io.conversion import run as conversion
+from jigsaw.io.conversion import convert as conversion
 from jigsaw.__main__ import main
 move = conversion.move
 def slowly(*given):
@@ -253,9 +253,9 @@ def test_a_killed_conversion_goes_on(tmp_path, archive, capsys):
 
 
 def test_regions_that_are_there_are_not_read_again(tmp_path, archive, monkeypatch):
-    from jigsaw.io.conversion import run as conversion
+    from jigsaw.io.conversion import convert as conversion
 
-    moved, move = [], conversion.move
+    moved, move = [], conversion.move_region
 
     def until(region, *given):
         if len(moved) == 3:
@@ -264,7 +264,7 @@ def test_regions_that_are_there_are_not_read_again(tmp_path, archive, monkeypatc
         return move(region, *given)
 
     how = {"chunks": {"time": 1, "lat": 13, "lon": 16}, "shards": {"time": 5}, "threads": 1}
-    monkeypatch.setattr(conversion, "move", until)
+    monkeypatch.setattr(conversion, "move_region", until)
     with pytest.raises(OSError, match="No space left"):
         convert(archive, tmp_path / "made.zarr", **how)
     first, moved[:] = list(moved), [None] * 4
@@ -275,7 +275,7 @@ def test_regions_that_are_there_are_not_read_again(tmp_path, archive, monkeypatc
 
 
 def test_another_conversion_does_not_go_on(tmp_path, archive, monkeypatch):
-    from jigsaw.io.conversion import run as conversion
+    from jigsaw.io.conversion import convert as conversion
 
     monkeypatch.setattr(conversion, "_move_all", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

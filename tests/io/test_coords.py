@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from jigsaw.io import coords
-from jigsaw.io.coords import Coords, Naming, role_of
-from jigsaw.io.errors import GridError
+from jigsaw.errors import GridError
+from jigsaw.io.series import coords
+from jigsaw.io.series.coords import DimNaming, StoreCoordinates, role_of_dim
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Array:
     ],
 )
 def test_a_role_is_found_by_attributes_first_then_by_name(dim, attrs, role):
-    assert role_of(dim, attrs) == role
+    assert role_of_dim(dim, attrs) == role
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_a_role_is_found_by_attributes_first_then_by_name(dim, attrs, role):
     ],
 )
 def test_roles_of_a_whole_array(dims, want):
-    assert Coords({}).roles(Array("v", dims)) == want
+    assert StoreCoordinates({}).roles(Array("v", dims)) == want
 
 
 def test_two_dims_with_one_role_are_refused():
     with pytest.raises(GridError, match=r"array 'v' has dims \['lat', 'latitude'\] that both look like 'lat'"):
-        Coords({}).roles(Array("v", ("lat", "latitude")))
+        StoreCoordinates({}).roles(Array("v", ("lat", "latitude")))
 
 
 def table(name, *dims, **attrs):
@@ -74,7 +74,7 @@ def table(name, *dims, **attrs):
 
 def coords_of(*tables, dims=None, along="time"):
     arrays = {t.name: t for t in tables}
-    return Coords(arrays, Naming.of(dims, along, arrays))
+    return StoreCoordinates(arrays, DimNaming.of(dims, along, arrays))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_regular_grid_may_have_latitudes_of_two_dims_beside():
     ],
 )
 def test_longitudes_turn_to_a_convention(values, convention, shift, first):
-    by, turned = coords.turned(values, convention)
+    by, turned = coords.rolled_longitudes(values, convention)
     assert (by, turned[0]) == (shift, first)
     np.testing.assert_allclose((turned - np.roll(values, -shift)) % 360, 0)
     assert (np.diff(turned) > 0).all()
@@ -180,13 +180,13 @@ def test_longitudes_turn_to_a_convention(values, convention, shift, first):
 )
 def test_longitudes_that_would_tear(values, convention, match):
     with pytest.raises(GridError, match=match):
-        coords.turned(values, convention)
+        coords.rolled_longitudes(values, convention)
 
 
 def test_only_a_grid_that_goes_round_once_is_periodic():
-    coords.check_periodic(np.arange(0, 360, 2.5))
-    coords.check_periodic(np.arange(-180, 180, 0.25))
+    coords.check_lon_periodic(np.arange(0, 360, 2.5))
+    coords.check_lon_periodic(np.arange(-180, 180, 0.25))
     with pytest.raises(GridError, match=r"go round once, but its 145 values 0..360 cover 362.5 degrees"):
-        coords.check_periodic(np.arange(0, 362.5, 2.5))
+        coords.check_lon_periodic(np.arange(0, 362.5, 2.5))
     with pytest.raises(GridError, match="cover 60 degrees"):
-        coords.check_periodic(np.arange(-10, 50, 1.0))
+        coords.check_lon_periodic(np.arange(-10, 50, 1.0))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from volume_store import AFFINE, image, label, pairs, write
 
-from jigsaw.io.errors import CorruptChunkError, FieldError, GridError
-from jigsaw.io.volumes.crops import Draws, origin
-from jigsaw.io.volumes.foreground import Foreground, Found, Kept, find
-from jigsaw.io.volumes.opening import open_volumes
-from jigsaw.io.volumes.volume import Volume
+from jigsaw.errors import CorruptChunkError, FieldError, GridError
+from jigsaw.io.volumes.crops import RandomDraws, crop_origin
+from jigsaw.io.volumes.foreground import Foreground, FoundVoxels, KeptVoxels, find_foreground
+from jigsaw.io.volumes.open_volumes import open_volumes
+from jigsaw.io.volumes.volume import StoredVolume
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 SHAPES = [(20, 18, 17), (9, 33, 16)]
@@ -35,7 +35,7 @@ def contents(found):
 
 
 def search(labels, axes, how):
-    return contents(find([Volume((path,)) for path in labels], how, world_mesh(**axes)))
+    return contents(find_foreground([StoredVolume((path,)) for path in labels], how, world_mesh(**axes)))
 
 
 @pytest.mark.parametrize("axes", [{"z": 2}, {"data": 2, "z": 2}], ids=str)
@@ -44,7 +44,7 @@ def test_the_index_is_every_voxel_or_the_same_sample_of_them_on_every_mesh(toy, 
     _, labels, values = toy
     for by in ("voxels", "classes"):
         how = Foreground(by=by, kept=kept)
-        want = contents(find([Volume((path,)) for path in labels], how, None))
+        want = contents(find_foreground([StoredVolume((path,)) for path in labels], how, None))
         for found in run_on_ranks(int(np.prod(list(axes.values()))), search, labels, axes, how):
             assert found == want
         for (count, background, classes), (_, y) in zip(want, values, strict=True):
@@ -63,7 +63,7 @@ def test_a_bounded_sample_is_uniform(tmp_path):
     """Of a foreground of 16 000 voxels in a plane order, 1000 are kept: as many in each tenth, within four sigmas."""
     values = np.ones((20, 40, 20), "u1")
     path = write(tmp_path / "a.zarr", values, chunks=(7, 9, 20))
-    (found,) = find([Volume((path,))], Foreground(kept=1000), None)
+    (found,) = find_foreground([StoredVolume((path,))], Foreground(kept=1000), None)
     tenths = np.bincount(found.classes[1].at // 1600, minlength=10)
     assert tenths.sum() == 1000
     assert abs(tenths - 100).max() < 4 * np.sqrt(1000 * 0.1 * 0.9)
@@ -71,21 +71,23 @@ def test_a_bounded_sample_is_uniform(tmp_path):
 
 def test_classes_and_stored_orders(tmp_path):
     values = label((9, 8, 7), 1)
-    want = contents(find([Volume((write(tmp_path / "a.zarr", values),))], Foreground(classes=(2, 3)), None))
+    want = contents(
+        find_foreground([StoredVolume((write(tmp_path / "a.zarr", values),))], Foreground(classes=(2, 3)), None)
+    )
     assert sorted(want[0][2][1][1]) == flat((values == 2) | (values == 3))
     turned = write(tmp_path / "b.zarr", values.transpose(2, 1, 0)[..., None], ("x", "y", "z", "c"), (3, 4, 5, 1))
-    assert contents(find([Volume((turned,))], Foreground(classes=(2, 3)), None)) == want
+    assert contents(find_foreground([StoredVolume((turned,))], Foreground(classes=(2, 3)), None)) == want
 
 
 def origins(shape, crop, how, found, count, seed=0):
-    return [origin(shape, crop, Draws(seed, 0, i), how, found) for i in range(count)]
+    return [crop_origin(shape, crop, RandomDraws(seed, 0, i), how, found) for i in range(count)]
 
 
 @pytest.mark.parametrize(("pos", "neg"), [(1, 1), (3, 1), (1, 0), (0, 1)])
 def test_pos_and_neg_are_the_odds_of_a_foreground_centre(toy, pos, neg):
     _, labels, values = toy
     how = Foreground(pos, neg, kept=10**6)
-    found = find([Volume((labels[0],))], how, None)[0]
+    found = find_foreground([StoredVolume((labels[0],))], how, None)[0]
     # a crop of one voxel is its own centre
     hit = np.array([values[0][1][o] > 0 for o in origins(SHAPES[0], (1, 1, 1), how, found, 2000)])
     p = pos / (pos + neg)
@@ -93,10 +95,10 @@ def test_pos_and_neg_are_the_odds_of_a_foreground_centre(toy, pos, neg):
 
 
 def test_voxels_or_classes_are_drawn_alike():
-    found = Found(Kept(), {1: Kept(90, np.arange(90)), 2: Kept(10, np.arange(90, 100))})
+    found = FoundVoxels(KeptVoxels(), {1: KeptVoxels(90, np.arange(90)), 2: KeptVoxels(10, np.arange(90, 100))})
     drawn = origins((100,), (1,), Foreground(1, 0, by="classes"), found, 2000)
     assert abs(np.mean([o[0] >= 90 for o in drawn]) - 0.5) < 0.05
-    alike = Found(Kept(), {1: Kept(100, np.arange(100))})
+    alike = FoundVoxels(KeptVoxels(), {1: KeptVoxels(100, np.arange(100))})
     counts = Counter(o[0] for o in origins((100,), (1,), Foreground(1, 0), alike, 20_000))
     assert len(counts) == 100
     assert max(abs(n - 200) for n in counts.values()) < 5 * np.sqrt(200)
@@ -107,8 +109,8 @@ def test_centres_move_inwards_as_monais_do():
 
     shape, crop = (20, 9, 14), (7, 9, 4)
     for centre in np.ndindex(*shape):
-        found = Found(Kept(), {1: Kept(1, np.array([np.ravel_multi_index(centre, shape)]))})
-        got = origin(shape, crop, Draws(0, 0, 0), Foreground(1, 0), found)
+        found = FoundVoxels(KeptVoxels(), {1: KeptVoxels(1, np.array([np.ravel_multi_index(centre, shape)]))})
+        got = crop_origin(shape, crop, RandomDraws(0, 0, 0), Foreground(1, 0), found)
         moved = correct_crop_centers(list(centre), crop, shape)
         assert got == tuple(int(c) - n // 2 for c, n in zip(moved, crop, strict=True))
 
@@ -117,20 +119,20 @@ def test_without_weights_every_place_is_alike_and_a_volume_without_foreground_ha
     counts = Counter(o[0] for o in origins((11,), (4,), None, None, 8000))
     assert sorted(counts) == list(range(8))
     assert max(abs(n - 1000) for n in counts.values()) < 5 * np.sqrt(1000)
-    empty = Found(Kept(50, np.arange(50)), {})
+    empty = FoundVoxels(KeptVoxels(50, np.arange(50)), {})
     assert {o[0] for o in origins((50,), (1,), Foreground(), empty, 100)} <= set(range(50))
-    full = Found(Kept(), {1: Kept(50, np.arange(50))})
+    full = FoundVoxels(KeptVoxels(), {1: KeptVoxels(50, np.arange(50))})
     assert len(origins((50,), (1,), Foreground(0, 1), full, 10)) == 10
     assert origins((3,), (8,), None, None, 1) == [(-2,)]
 
 
 def test_draws_are_those_of_philox_and_depend_on_every_number():
     # numpy promises that a bit generator's stream does not change; so does this
-    assert [Draws(1, 2, 3).word() for _ in range(2)] == [Draws(1, 2, 3).word()] * 2
-    words = {Draws(*place).word() for place in np.ndindex(3, 3, 50)}
+    assert [RandomDraws(1, 2, 3).word() for _ in range(2)] == [RandomDraws(1, 2, 3).word()] * 2
+    words = {RandomDraws(*place).word() for place in np.ndindex(3, 3, 50)}
     assert len(words) == 450
     wanted = np.random.Philox(key=np.array([7, 1], np.uint64), counter=np.array([0, 0, 5, 0], np.uint64)).random_raw(3)
-    draws = Draws(7, 1, 5)
+    draws = RandomDraws(7, 1, 5)
     assert [draws.word() for _ in range(3)] == wanted.tolist()
 
 
@@ -139,8 +141,8 @@ def test_draws_are_those_of_philox_and_depend_on_every_number():
 
 def cached(labels, folder, axes):
     how = Foreground(cache=folder, kept=50)
-    volumes = [Volume((path,)) for path in labels]
-    return contents(find(volumes, how, world_mesh(**axes)))
+    volumes = [StoredVolume((path,)) for path in labels]
+    return contents(find_foreground(volumes, how, world_mesh(**axes)))
 
 
 def test_what_was_found_is_kept_until_the_labels_change(tmp_path):
@@ -193,7 +195,7 @@ def test_a_cache_that_cannot_be_written_is_told_to_every_rank(tmp_path):
     torch.distributed.barrier()
     how = Foreground(cache=str(path / "zarr.json"))
     with pytest.raises(FieldError, match=r"cache='.*zarr.json' of a Foreground cannot be written"):
-        find([Volume((str(path),))], how, mesh)
+        find_foreground([StoredVolume((str(path),))], how, mesh)
 
 
 @on_ranks(2)
@@ -219,9 +221,9 @@ def test_what_says_nothing_is_refused(tmp_path):
         with pytest.raises(FieldError, match=why):
             Foreground(**kwargs)
     many = write(tmp_path / "many.zarr", np.arange(1000, dtype="i4").reshape(10, 10, 10), affine=AFFINE)
-    assert find([Volume((many,))], Foreground(), None)[0].classes[1].count == 999
+    assert find_foreground([StoredVolume((many,))], Foreground(), None)[0].classes[1].count == 999
     with pytest.raises(FieldError, match="more than 512 labels, too many to weight by class"):
-        find([Volume((many,))], Foreground(by="classes"), None)
+        find_foreground([StoredVolume((many,))], Foreground(by="classes"), None)
     two = write(tmp_path / "two.zarr", label((2, 8, 8, 8)), ("c", "z", "y", "x"), (1, 8, 8, 8))
     with pytest.raises(GridError, match="has 2 channels; foreground is found in label maps of one channel"):
-        find([Volume((two,))], Foreground(), None)
+        find_foreground([StoredVolume((two,))], Foreground(), None)

@@ -7,7 +7,7 @@ import xarray as xr
 from globe_store import LEVELS, globe, stacked, truth, write
 
 import jigsaw
-from jigsaw.io.errors import ReadError
+from jigsaw.errors import ReadError
 from jigsaw.testing import on_ranks, world_mesh
 
 FIELDS = ["z500", "t2m", "temperature@850", "land_sea_mask", "temperature@700"]

@@ -16,18 +16,18 @@ from toy_store import request, sample, write
 from zarr.storage import MemoryStore
 
 import jigsaw
-from jigsaw.io.engine import Engine
-from jigsaw.io.errors import CorruptChunkError, FieldError, UnsupportedStoreError
-from jigsaw.io.fetch.disk_cache import DiskCache
-from jigsaw.io.fetch.files import identity
-from jigsaw.io.fetch.objects import files_of_url
-from jigsaw.io.plan import plan_read
-from jigsaw.io.store import open_store
+from jigsaw.errors import CorruptChunkError, FieldError, UnsupportedStoreError
+from jigsaw.io.chunks.files import identity_of_object
+from jigsaw.io.chunks.remote_files import files_of_url
+from jigsaw.io.formats.disk_cache import DiskCache
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.testing import world_mesh
 
 
 def read(store, steps=(1, 3)):
-    return Engine(store).read(plan_read(request({}, steps=steps), store.arrays))
+    return ReadEngine(store).read(plan_read(request({}, steps=steps), store.arrays))
 
 
 @pytest.mark.parametrize("form", [("v2", "blosc"), ("v3", "plain"), ("sharded", "default")], ids="-".join)
@@ -41,7 +41,7 @@ def test_what_was_fetched_is_served_from_the_disk(tmp_path, form):
     assert len(kept) >= plan.total.chunks
     for table in again.arrays.values():  # the store itself is not read any more
         table.places.files._files.whole = table.places.files._files.ranges = None
-    np.testing.assert_array_equal(Engine(again).read(plan), sample(values))
+    np.testing.assert_array_equal(ReadEngine(again).read(plan), sample(values))
 
 
 def test_a_damaged_file_is_fetched_again(tmp_path):
@@ -135,7 +135,7 @@ def test_servers_that_have_files_of_one_name(tmp_path, name, options):
 
 def test_buckets_of_one_name(monkeypatch):
     def place(url, **options):
-        return identity(files_of_url(url, options)[0], "a").place
+        return identity_of_object(files_of_url(url, options)[0], "a").place
 
     known = [place("s3://b"), place("s3://b", endpoint="http://one"), place("s3://b", endpoint="http://two")]
     known += [place("az://b", account_name="one"), place("az://b", account_name="two"), place("gs://b")]
@@ -167,7 +167,7 @@ def test_an_object_that_was_replaced_is_fetched_again(tmp_path):
             for shard in Path(path).rglob("c/**/*"):
                 os.utime(shard, (seed, seed))
             zarr.consolidate_metadata(path)
-            engine = Engine(cache.of(open_store(f"http://{address}/sharded-plain.zarr")))
+            engine = ReadEngine(cache.of(open_store(f"http://{address}/sharded-plain.zarr")))
             got = engine.read(plan_read(request({}), engine.store.arrays))
             engine.close()
             np.testing.assert_array_equal(got, sample(values))
@@ -179,7 +179,7 @@ def test_what_cannot_be_decoded_is_not_kept(tmp_path):
     path, values = write(tmp_path)
     zarr.consolidate_metadata(path)
     with nginx(tmp_path, tmp_path) as address, Proxy(address) as proxy:
-        engine = Engine(cache.of(open_store(f"http://{proxy.address}/v2-blosc.zarr")))
+        engine = ReadEngine(cache.of(open_store(f"http://{proxy.address}/v2-blosc.zarr")))
         plan = plan_read(request({}), engine.store.arrays)
         proxy.faults = ["200"]
         with pytest.raises(CorruptChunkError, match=r"chunk .* of array .* cannot be read"):

@@ -9,14 +9,15 @@ import torch
 from small_disk import no_space
 
 import jigsaw
-from jigsaw.io.conversion.journal import Journal
+from jigsaw.errors import WriteError
+from jigsaw.io.chunks.files import ObjectIdentity
+from jigsaw.io.conversion.journal import ConversionJournal
 from jigsaw.io.drafts import draft_of, open_unlinked
-from jigsaw.io.errors import WriteError
-from jigsaw.io.fetch.disk_cache import _COUNT, _Folder
-from jigsaw.io.fetch.files import Identity
-from jigsaw.io.formats import hdf5_index, unpacked
-from jigsaw.io.formats.hdf5_index import Source
-from jigsaw.io.stats.files import replace
+from jigsaw.io.formats import hdf5_index
+from jigsaw.io.formats import unpacked_gzip as unpacked
+from jigsaw.io.formats.disk_cache import _COUNT_FILE, _CacheFolder
+from jigsaw.io.formats.hdf5_index import Hdf5File
+from jigsaw.io.series.statistics_files import replace_file
 from jigsaw.io.writing.write import Writer
 from jigsaw.testing import world_mesh
 
@@ -63,31 +64,31 @@ def test_no_link_is_followed(tmp_path, mine):
 
 def test_the_index_of_an_hdf5_file(tmp_path, mine):
     (tmp_path / "a.h5").write_bytes(b"\x89HDF")
-    source, place = Source(str(tmp_path / "a.h5"), hdf5_index.Local()), tmp_path / "cache" / "hdf5-a.npz"
+    source, place = Hdf5File(str(tmp_path / "a.h5"), hdf5_index.Local()), tmp_path / "cache" / "hdf5-a.npz"
     place.parent.mkdir()
     for guess in (f"{place.name}.{os.getpid()}.{threading.get_ident()}", place.name):
         place.with_name(guess).symlink_to(mine)
     rows = np.arange(8).reshape(2, 4)
-    hdf5_index._write(place, source, (2,), rows)
-    np.testing.assert_array_equal(hdf5_index._read(place, source, (2,)), rows)
+    hdf5_index._write_cached_index(place, source, (2,), rows)
+    np.testing.assert_array_equal(hdf5_index._read_cached_index(place, source, (2,)), rows)
     assert not place.is_symlink()
 
 
 def test_a_decompressed_file_and_its_lock(tmp_path, mine):
     entry = tmp_path / "key.raw"
     entry.with_suffix(f".{os.getpid()}.part").symlink_to(mine)
-    unpacked._write(entry, iter([b"one", b"two"]))
+    unpacked._write_entry(entry, iter([b"one", b"two"]))
     assert entry.read_bytes() == b"onetwo"
     entry.with_suffix(".lock").symlink_to(tmp_path / "made elsewhere")
-    with pytest.raises(OSError, match="symbolic link"), unpacked._locked(entry.with_suffix(".lock")):
+    with pytest.raises(OSError, match="symbolic link"), unpacked._entry_lock(entry.with_suffix(".lock")):
         pass
     assert not (tmp_path / "made elsewhere").exists()
 
 
 def test_the_count_of_a_disk_cache(tmp_path, mine):
-    folder = _Folder(tmp_path / "cache", 10**6)
-    (tmp_path / "cache" / _COUNT).symlink_to(mine)
-    known = Identity("a", "state")
+    folder = _CacheFolder(tmp_path / "cache", 10**6)
+    (tmp_path / "cache" / _COUNT_FILE).symlink_to(mine)
+    known = ObjectIdentity("a", "state")
     folder.write(known, "whole", np.zeros(9, np.uint8))
     assert folder.read(known, "whole") is None  # nothing is kept, and nothing fails
 
@@ -95,17 +96,17 @@ def test_the_count_of_a_disk_cache(tmp_path, mine):
 def test_statistics_and_checkpoints(tmp_path, mine):
     at = tmp_path / "s.npz"
     at.with_name(f".{at.name}.{os.getpid()}").symlink_to(mine)
-    replace(at, b"whole", "write again")
+    replace_file(at, b"whole", "write again")
     assert at.read_bytes() == b"whole"
 
 
 def test_a_journal(tmp_path, mine):
     (tmp_path / "gone.journal").symlink_to(tmp_path / "made elsewhere")
     with pytest.raises(WriteError, match=r"gone\.journal could not be written .*symbolic link"):
-        Journal(tmp_path / "gone.journal", "one")
+        ConversionJournal(tmp_path / "gone.journal", "one")
     (tmp_path / "a.journal").symlink_to(mine)
     with pytest.raises(WriteError, match=r"a\.journal is a symbolic link"):
-        Journal(tmp_path / "a.journal", "one")
+        ConversionJournal(tmp_path / "a.journal", "one")
     assert not (tmp_path / "made elsewhere").exists()
 
 

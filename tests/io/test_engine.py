@@ -14,13 +14,13 @@ import xarray as xr
 import zarr
 from toy_store import FORMS, held, layout, request, sample, write
 
-from jigsaw.io._peers import meet
-from jigsaw.io.engine import Engine
-from jigsaw.io.errors import CorruptChunkError, NaNError, PeerError, ReadError, TruncatedError
-from jigsaw.io.parcels import Parcels
-from jigsaw.io.plan import plan_read
-from jigsaw.io.request import DROPPED, Part, Request
-from jigsaw.io.store import open_store
+from jigsaw.errors import CorruptChunkError, NaNError, PeerError, ReadError, TruncatedError
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.parcels import BoxParcels
+from jigsaw.io.reading.peers import meet_peers
+from jigsaw.io.reading.read_plan import plan_read
+from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest
 from jigsaw.layout import Layout
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 
@@ -45,7 +45,7 @@ def read_once(engine, asked, mode="cooperative"):
 
 
 def check_reads(path, values, axes, mesh, modes=("cooperative", "independent"), **more):
-    engine = Engine(open_store(path), mesh)
+    engine = ReadEngine(open_store(path), mesh)
     try:
         for mode in modes:
             for halo in (0, 2):
@@ -93,7 +93,7 @@ def test_ranks_that_replicate_and_ranks_apart(tmp_path):
         write(tmp_path)
     path, values = str(tmp_path / "v2-blosc.zarr"), sample_values()
     dist.barrier()
-    engine = Engine(open_store(path), mesh)
+    engine = ReadEngine(open_store(path), mesh)
     assert engine.peers.size == 2 and engine.peers.me == dist.get_rank() % 2
     steps = (1, 3) if dist.get_rank() < 2 else (0, 2)
     asked = request({"channel": 2}, steps=steps)
@@ -116,7 +116,7 @@ def sample_values():
 @on_ranks(2)
 def body_budget(path, values):
     """One slot for all: every chunk waits until the one before was taken."""
-    engine = Engine(open_store(path), world_mesh(lat=2), threads=3, budget=1)
+    engine = ReadEngine(open_store(path), world_mesh(lat=2), threads=3, budget=1)
     for _ in range(20):
         asked = request({"lat": 2}, steps=(0, 1, 2, 3), levels=(0, 1, 2))
         got = read_once(engine, asked, "cooperative")
@@ -131,9 +131,11 @@ def test_slots_are_reused_within_the_budget(tmp_path):
 
 def body_growing(path, values):
     """Plans of other chunk sizes lay the slots out anew."""
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     for _ in range(5):
-        small = Request(layout(1, 1, (13, 10), {"lat": 2}), (Part("mask", (None, None), (2, 3), at=((0, 0), (1, 0))),))
+        small = ReadRequest(
+            layout(1, 1, (13, 10), {"lat": 2}), (ReadPart("mask", (None, None), (2, 3), at=((0, 0), (1, 0))),)
+        )
         np.testing.assert_array_equal(
             read_once(engine, small), held(values["mask"][None, None], small.layout, (engine.peers.me,))
         )
@@ -151,7 +153,7 @@ def test_slots_grow(tmp_path):
 
 def body_far(path, values, axes, per_machine):
     mesh = world_mesh(**axes)
-    engine = Engine(open_store(path), meet(mesh, host=f"machine {dist.get_rank() // per_machine}"))
+    engine = ReadEngine(open_store(path), meet_peers(mesh, host=f"machine {dist.get_rank() // per_machine}"))
     assert engine.peers.is_spread and (engine.arena is None) == (per_machine == 1)
     for mode in ("cooperative", "independent"):
         for halo in (0, 2):
@@ -169,7 +171,7 @@ def body_far(path, values, axes, per_machine):
     asked = request(axes, steps=(1,))
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
-            patched.setattr(Parcels, "lay_out", without_memory)
+            patched.setattr(BoxParcels, "lay_out", without_memory)
         with pytest.raises((MemoryError, PeerError), match=r"^no room$|rank 1 .* failed: MemoryError: no room"):
             engine.read(plan_read(asked, engine.store.arrays, "cooperative"))
     np.testing.assert_array_equal(read_once(engine, asked), expected(values, asked, engine.peers.me, steps=(1,)))
@@ -205,12 +207,12 @@ def packed_store(path, version):
 def packed_request(axes, times=(0, 1, 2), **more):
     picked = tuple((t, i) for i, t in enumerate(times))
     lay = layout(2, len(times), (7, 8), axes, halo=1)
-    parts = tuple(Part(name, (picked, None, None), (0, 2, 3), at=((1, c),)) for c, name in enumerate("ts"))
-    return Request(lay, parts, (0.1, 1.0), (-28.0, 0.0), **more)
+    parts = tuple(ReadPart(name, (picked, None, None), (0, 2, 3), at=((1, c),)) for c, name in enumerate("ts"))
+    return ReadRequest(lay, parts, (0.1, 1.0), (-28.0, 0.0), **more)
 
 
 def body_packed(path, truth, dtype):
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     asked = packed_request({"lat": 2}, dtype=dtype)
     want = np.stack([truth["t"] * 0.1 - 28.0, truth["s"]], axis=1)
     coord = (engine.peers.me,)
@@ -239,7 +241,7 @@ def test_scale_offset_and_fill_as_xarray_reads_them(tmp_path, version, dtype):
 
 
 def body_missing(path, values):
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     for mode in ("cooperative", "independent"):
         asked = request({"lat": 2}, scale=(2.0, 1.0, 1.0, 1.0))
         np.testing.assert_array_equal(read_once(engine, asked, mode), expected(values, asked, engine.peers.me))
@@ -260,9 +262,9 @@ def test_missing_chunk_of_a_masked_array_is_nan(tmp_path):
         "a", shape=(2, 4, 4), chunks=(1, 4, 4), dtype="i2", fill_value=-1, attributes={"scale_factor": 0.5}
     )
     made[0] = 4
-    engine = Engine(open_store(group))
-    part = Part("a", (((0, 0), (1, 1)), None, None), (0, 2, 3), at=((1, 0),))
-    got = engine.read(plan_read(Request(layout(1, 2, (4, 4), {}), (part,)), engine.store.arrays, "cooperative"))
+    engine = ReadEngine(open_store(group))
+    part = ReadPart("a", (((0, 0), (1, 1)), None, None), (0, 2, 3), at=((1, 0),))
+    got = engine.read(plan_read(ReadRequest(layout(1, 2, (4, 4), {}), (part,)), engine.store.arrays, "cooperative"))
     assert (got[0] == 2.0).all() and np.isnan(got[1]).all()
     engine.close()
 
@@ -272,10 +274,12 @@ def test_flip_transpose_drop_and_other_orders(tmp_path):
     x = np.random.default_rng(2).normal(size=(8, 3, 7, 5)).astype("f8")
     group = zarr.open_group(str(tmp_path / "o.zarr"), mode="w")
     group.create_array("a", shape=x.shape, chunks=(3, 2, 4, 2), dtype="f8")[...] = x
-    part = Part("a", (None, ((1, 0),), None, ((4, 0), (0, 1), (2, 2))), (3, DROPPED, 2, 0), at=((1, 0),), flip=(2,))
+    part = ReadPart(
+        "a", (None, ((1, 0),), None, ((4, 0), (0, 1), (2, 2))), (3, DROPPED_DIM, 2, 0), at=((1, 0),), flip=(2,)
+    )
     for dtype in ("float64", "float32", "int32"):
-        asked = Request(layout(1, 3, (7, 8), {}, halo=0), (part,), dtype=dtype)
-        engine = Engine(open_store(group))
+        asked = ReadRequest(layout(1, 3, (7, 8), {}, halo=0), (part,), dtype=dtype)
+        engine = ReadEngine(open_store(group))
         want = x[:, 1, ::-1][..., [4, 0, 2]].transpose(2, 1, 0)[:, None]
         want = np.rint(want) if dtype == "int32" else want.astype(dtype)
         np.testing.assert_array_equal(read_once(engine, asked), want)
@@ -287,13 +291,13 @@ def test_volumes_and_series_without_space(tmp_path):
     group = zarr.open_group(str(tmp_path / "v.zarr"), mode="w")
     group.create_array("v", shape=x.shape, chunks=(2, 5, 3), dtype="f4")[...] = x
     group.create_array("s", shape=(6,), chunks=(4,), dtype="f4")[...] = x[:, 0, 0]
-    engine = Engine(open_store(group))
-    volume = Part("v", (None, None, None), (2, 3, 4), at=((0, 0), (1, 0)))
+    engine = ReadEngine(open_store(group))
+    volume = ReadPart("v", (None, None, None), (2, 3, 4), at=((0, 0), (1, 0)))
     lay = Layout.of((1, 1, 6, 5, 7), (None, None, "z", None, None), {}, halo={4: 1}, periodic=(4,))
-    got = read_once(engine, Request(lay, (volume,), scale=(3.0,)))
+    got = read_once(engine, ReadRequest(lay, (volume,), scale=(3.0,)))
     np.testing.assert_array_equal(got[0, 0], 3 * x.take(range(-1, 8), axis=2, mode="wrap"))
-    series = Part("s", (((5, 0), (1, 1)),), (0,), at=((1, 0),))
-    got = read_once(engine, Request(Layout.of((2, 1), (None, None), {}), (series,), offset=(1.0,)))
+    series = ReadPart("s", (((5, 0), (1, 1)),), (0,), at=((1, 0),))
+    got = read_once(engine, ReadRequest(Layout.of((2, 1), (None, None), {}), (series,), offset=(1.0,)))
     np.testing.assert_array_equal(got[:, 0], x[[5, 1], 0, 0] + 1)
     engine.close()
 
@@ -302,7 +306,7 @@ def test_volumes_and_series_without_space(tmp_path):
 
 
 def body_corrupt(path, values, damage, mode):
-    engine = Engine(open_store(path), world_mesh(lat=2, lon=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2, lon=2))
     if dist.get_rank() == 0:
         target = engine.store.arrays["t2m"].path((3, 0, 0))
         if damage == "truncate":
@@ -338,7 +342,7 @@ def test_a_bad_chunk_that_one_rank_reads_fails_everywhere(tmp_path, mode):
 
 
 def body_one_bad(path, mode):
-    engine = Engine(open_store(path), world_mesh(lat=2, lon=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2, lon=2))
     with pytest.raises(CorruptChunkError, match=r"chunk \(3, 0, 0\) of array 't2m'"):
         engine.read(plan_read(request({"lat": 2, "lon": 2}), engine.store.arrays, mode))
     engine.close()
@@ -346,7 +350,7 @@ def body_one_bad(path, mode):
 
 @on_ranks(2)
 def body_other_error(path):
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     wrong = np.empty((1, 2, 3)) if dist.get_rank() == 0 else None
     with pytest.raises((ValueError, PeerError), match=r"out is float64\[1, 2, 3\], this rank reads float32"):
@@ -356,7 +360,7 @@ def body_other_error(path):
 
 @on_ranks(2)
 def body_differs(path):
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     steps = (0, 1) if dist.get_rank() == 0 else (2, 3)
     with pytest.raises(PeerError, match="reads another sample or sees other chunks"):
         engine.read(plan_read(request({"lat": 2}, steps=steps), engine.store.arrays, "cooperative"))
@@ -365,7 +369,7 @@ def body_differs(path):
 
 @on_ranks(2)
 def body_closed(path):
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     engine.read(plan)
     if dist.get_rank() == 0:
@@ -378,7 +382,7 @@ def body_closed(path):
 
 @on_ranks(2)
 def body_vanished(path):
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     assert plan.shared
     dist.barrier()
@@ -392,7 +396,7 @@ def body_vanished(path):
 
 @on_ranks(2)
 def body_late(path):
-    engine = Engine(open_store(path), world_mesh(lat=2), timeout=0.3)
+    engine = ReadEngine(open_store(path), world_mesh(lat=2), timeout=0.3)
     plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     if dist.get_rank() == 0:
         with pytest.raises(PeerError, match=r"waited 0.3 s for ranks \[1\] of the domain group"):
@@ -404,7 +408,7 @@ def body_late(path):
 @on_ranks(2)
 def body_early_refusal(path):
     """A rank whose next read cannot be planned tells of it once the others have left this one."""
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     if dist.get_rank() == 0:
         engine.read(plan)
@@ -427,7 +431,7 @@ def fail():
 @on_ranks(2)
 def body_smaller_slots(path):
     """A rank that asks for less than another one, and has not seen its memory grow, takes none of it away."""
-    arena = Engine(open_store(path), world_mesh(lat=2)).arena
+    arena = ReadEngine(open_store(path), world_mesh(lat=2)).arena
     if dist.get_rank() == 0:
         arena._lay_out(1 << 20, 4)
     dist.barrier()
@@ -445,7 +449,7 @@ def body_unclosed(path):
     gc.collect()
     before = shared_memory()
     for _ in range(3):
-        engine = Engine(open_store(path), world_mesh(lat=2))
+        engine = ReadEngine(open_store(path), world_mesh(lat=2))
         engine.read(plan_read(request({"lat": 2}), engine.store.arrays, "cooperative"))
         assert len(shared_memory()) > len(before)
         dist.barrier()
@@ -461,7 +465,7 @@ def shared_memory():
 
 @on_ranks(2)
 def body_read_after_close(path):
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     plan = plan_read(request({"lat": 2}), engine.store.arrays, "cooperative")
     engine.close()
     with pytest.raises(ReadError, match="this reader was closed"):
@@ -471,7 +475,7 @@ def body_read_after_close(path):
 @on_ranks(2)
 def body_ending(path):
     """Python starts no threads once it ends, and closes pools of them itself."""
-    engine = Engine(open_store(path), world_mesh(lat=2))
+    engine = ReadEngine(open_store(path), world_mesh(lat=2))
     if dist.get_rank() == 1:
         engine.pool.shutdown()
     with pytest.raises(ReadError, match=r"this process ends, and the read that it was to take part in"):
@@ -501,12 +505,12 @@ def test_nothing_hangs(tmp_path, body):
 def test_a_plan_for_other_ranks(tmp_path):
     store = open_store(write(tmp_path)[0])
     with pytest.raises(PeerError, match="the plan is for 2 ranks and 1 share this reader"):
-        Engine(store).read(plan_read(request({"lat": 2}), store.arrays))
+        ReadEngine(store).read(plan_read(request({"lat": 2}), store.arrays))
 
 
 def body_killed(path, told):
     """Rank 1 dies in the middle of a read; the others say so, and then the world is gone."""
-    engine = Engine(open_store(path), world_mesh(lat=3))
+    engine = ReadEngine(open_store(path), world_mesh(lat=3))
     plan = plan_read(request({"lat": 3}), engine.store.arrays, "cooperative")
     engine.read(plan)
     dist.barrier()
@@ -534,7 +538,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing(tmp_path):
 
 def test_threads_end_with_the_engine(tmp_path):
     store, before = open_store(write(tmp_path)[0]), set(threading.enumerate())
-    engine = Engine(store, threads=2)
+    engine = ReadEngine(store, threads=2)
     engine.read(plan_read(request({}), store.arrays))
     engine.close()
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("jigsaw-read")]

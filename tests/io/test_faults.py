@@ -22,16 +22,24 @@ from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 import jigsaw
 from jigsaw.io import CorruptChunkError, DataLoader, PeerError, ReadError, UnsupportedStoreError
-from jigsaw.io._peers import meet
-from jigsaw.io.engine import Engine
-from jigsaw.io.fetch import files
-from jigsaw.io.formats.codecs import BadChunkError
-from jigsaw.io.formats.hdf5_filters import BITSHUFFLE, BLOSC, DEFLATE, SHUFFLE, ZSTD, Filter, pipeline_of
-from jigsaw.io.formats.hdf5_filters import LZ4 as HDF5_LZ4
+from jigsaw.io.chunks import files
+from jigsaw.io.chunks.codecs import BadChunkError
+from jigsaw.io.formats.hdf5_filters import (
+    BITSHUFFLE_FILTER,
+    BLOSC_FILTER,
+    DEFLATE_FILTER,
+    SHUFFLE_FILTER,
+    ZSTD_FILTER,
+    Hdf5Filter,
+    filter_pipeline_of,
+)
+from jigsaw.io.formats.hdf5_filters import LZ4_FILTER as HDF5_LZ4
 from jigsaw.io.formats.netcdf3 import open_netcdf3
 from jigsaw.io.formats.nifti import open_nifti
-from jigsaw.io.plan import plan_read
-from jigsaw.io.store import open_store
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.peers import meet_peers
+from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world, world_mesh
 
 MODES = ("independent", "neighbours", "cooperative")
@@ -190,7 +198,7 @@ def test_chunk_grids_that_lie(tmp_path, lie):
     edit(tmp_path / "s.zarr" / "a" / "zarr.json", change)
     with pytest.raises(ReadError, match=match):
         table = open_store(path).arrays["a"]
-        engine = Engine(open_store(path), threads=1)
+        engine = ReadEngine(open_store(path), threads=1)
         table.load((0,), engine.scratch(table.bytes_of((0,))))
 
 
@@ -267,21 +275,21 @@ def test_a_chunk_that_is_stored_as_too_much_is_refused_before_memory_is_taken(tm
 @pytest.mark.parametrize(
     ("number", "raw"),
     [
-        (DEFLATE, lambda: zlib.compress(bytes(BIG))),
-        (ZSTD, lambda: Zstd().encode(bytes(BIG))),
-        (ZSTD, lambda: streamed(BIG)),
-        (BLOSC, lambda: Blosc("zstd").encode(bytes(BIG))),
+        (DEFLATE_FILTER, lambda: zlib.compress(bytes(BIG))),
+        (ZSTD_FILTER, lambda: Zstd().encode(bytes(BIG))),
+        (ZSTD_FILTER, lambda: streamed(BIG)),
+        (BLOSC_FILTER, lambda: Blosc("zstd").encode(bytes(BIG))),
         (HDF5_LZ4, lambda: (2**40).to_bytes(8, "big") + (2**31).to_bytes(4, "big") + bytes(99)),
         (HDF5_LZ4, lambda: (800).to_bytes(8, "big") + (2**31).to_bytes(4, "big") + b"\x7f\xff\xff\xff" + bytes(99)),
-        (BITSHUFFLE, lambda: (2**40).to_bytes(8, "big") + (2**31).to_bytes(4, "big") + bytes(99)),
-        (BITSHUFFLE, lambda: (800).to_bytes(8, "big") + (2**31).to_bytes(4, "big") + bytes(99)),
+        (BITSHUFFLE_FILTER, lambda: (2**40).to_bytes(8, "big") + (2**31).to_bytes(4, "big") + bytes(99)),
+        (BITSHUFFLE_FILTER, lambda: (800).to_bytes(8, "big") + (2**31).to_bytes(4, "big") + bytes(99)),
     ],
 )
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_hdf5_filters_that_decode_to_too_much(number, raw, shuffled):
-    values = (0, 4, 4, 0, 2) if number == BITSHUFFLE else ()
-    filters = [Filter(SHUFFLE, (4,))] * shuffled + [Filter(number, values)]
-    chunk, decoder = np.frombuffer(bytes(raw()), np.uint8), pipeline_of(np.dtype("f4"), 1, filters)
+    values = (0, 4, 4, 0, 2) if number == BITSHUFFLE_FILTER else ()
+    filters = [Hdf5Filter(SHUFFLE_FILTER, (4,))] * shuffled + [Hdf5Filter(number, values)]
+    chunk, decoder = np.frombuffer(bytes(raw()), np.uint8), filter_pipeline_of(np.dtype("f4"), 1, filters)
     refused(r"\w", lambda: decoder.decode(chunk, np.empty(800, np.uint8)))
 
 
@@ -405,7 +413,7 @@ def body_broken(stores):
     before = set(os.listdir("/dev/shm"))
     for i, (name, path) in enumerate(stores.items()):
         host = f"machine {dist.get_rank() * (i % 2)}"
-        engine = Engine(open_store(path), meet(world_mesh(lat=3), host=host), threads=1, timeout=20.0)
+        engine = ReadEngine(open_store(path), meet_peers(world_mesh(lat=3), host=host), threads=1, timeout=20.0)
         for mode in MODES:
             with pytest.raises(ReadError, match=r"'t2m'|shard"):
                 engine.read(plan_read(request({"lat": 3}), engine.store.arrays, mode))
@@ -421,7 +429,7 @@ def test_damage_that_one_rank_meets_is_an_error_on_all(tmp_path):
     body_broken(broken(tmp_path))
 
 
-class Slow(files.Local):
+class Slow(files.LocalFiles):
     """A file system that hangs for a while."""
 
     def ranges(self, path, targets):
@@ -432,8 +440,8 @@ class Slow(files.Local):
 @on_ranks(3)
 def body_slow(path):
     for host in ("here", f"machine {dist.get_rank()}"):
-        peers = meet(world_mesh(lat=3), host=host, timeout=0.5)
-        engine = Engine(open_store(path), peers, threads=1, timeout=0.5)
+        peers = meet_peers(world_mesh(lat=3), host=host, timeout=0.5)
+        engine = ReadEngine(open_store(path), peers, threads=1, timeout=0.5)
         if dist.get_rank() == 1:
             for table in engine.store.arrays.values():
                 table.places.files = Slow()
@@ -448,7 +456,7 @@ def test_a_store_that_is_too_slow_for_one_rank_is_an_error_on_all(tmp_path):
     body_slow(write(tmp_path, chunk=(1, 3, 13, 10))[0])
 
 
-class Deadly(files.Local):
+class Deadly(files.LocalFiles):
     """The process is killed while it reads."""
 
     def ranges(self, path, targets):
@@ -460,7 +468,7 @@ def body_killed(path, told):
     rank, lines = dist.get_rank(), []
     hosts = {"one": "here", "three": f"machine {rank}", "two": f"machine {rank // 2}"}
     engines = {
-        name: Engine(open_store(path), meet(world_mesh(lat=3), host=host), threads=1, timeout=20.0)
+        name: ReadEngine(open_store(path), meet_peers(world_mesh(lat=3), host=host), threads=1, timeout=20.0)
         for name, host in hosts.items()
     }
     dist.barrier()

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from jigsaw.io.errors import FieldError, MissingArrayError, MissingLevelError
-from jigsaw.io.fields import PRESSURE, SURFACE, Channel, Levels, channels
+from jigsaw.errors import FieldError, MissingArrayError, MissingLevelError
+from jigsaw.io.series.fields import PRESSURE_NAMES, SURFACE_NAMES, FieldChannel, LevelCoordinate, channels_of_fields
 
-HPA = Levels(np.array([50.0, 500, 850, 1000]), "hPa")
+HPA = LevelCoordinate(np.array([50.0, 500, 850, 1000]), "hPa")
 WB2 = {
     "2m_temperature": None,
     "10m_u_component_of_wind": None,
@@ -14,11 +14,11 @@ WB2 = {
     "temperature": HPA,
     "u_component_of_wind": HPA,
 }
-CDS = {"t2m": None, "z": Levels(np.array([100000.0, 50000]), "Pa"), "msl": None}
+CDS = {"t2m": None, "z": LevelCoordinate(np.array([100000.0, 50000]), "Pa"), "msl": None}
 
 
 def found(fields, arrays):
-    return [(c.name, c.array, c.level) for c in channels(fields, arrays)]
+    return [(c.name, c.array, c.level) for c in channels_of_fields(fields, arrays)]
 
 
 def test_the_stores_own_names_in_the_asked_order():
@@ -30,8 +30,10 @@ def test_the_stores_own_names_in_the_asked_order():
 
 
 def test_a_variable_with_levels_is_a_channel_for_each():
-    assert channels(["temperature"], WB2)[1] == Channel("temperature@500", "temperature", "temperature", 1)
-    assert len(channels(["temperature", "t2m"], WB2)) == 5
+    assert channels_of_fields(["temperature"], WB2)[1] == FieldChannel(
+        "temperature@500", "temperature", "temperature", 1
+    )
+    assert len(channels_of_fields(["temperature", "t2m"], WB2)) == 5
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_the_stores_own_name_wins_over_the_short_one():
 
 def test_a_surface_name_never_becomes_a_pressure_level():
     with pytest.raises(MissingArrayError, match=r"'v100' is not in the store.*searched as '100v'"):
-        channels(["v100"], {"v_component_of_wind": Levels(np.array([100.0]))})
+        channels_of_fields(["v100"], {"v_component_of_wind": LevelCoordinate(np.array([100.0]))})
 
 
 @pytest.mark.parametrize(
@@ -99,9 +101,9 @@ def test_a_surface_name_never_becomes_a_pressure_level():
 )
 def test_errors_list_what_there_is(fields, error, match):
     with pytest.raises(error, match=match):
-        channels(fields, WB2)
+        channels_of_fields(fields, WB2)
 
 
 def test_the_tables_name_each_quantity_once():
-    names = [name for row in (*SURFACE, *PRESSURE) for name in row]
+    names = [name for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row]
     assert len(names) == len(set(names))

@@ -12,8 +12,8 @@ from globe_store import globe, write
 
 import jigsaw
 from jigsaw.comm import count
-from jigsaw.io import forcings
-from jigsaw.io.errors import FieldError, GridError, ReadError, UnsupportedStoreError
+from jigsaw.errors import FieldError, GridError, ReadError, UnsupportedStoreError
+from jigsaw.io.series import forcings
 from jigsaw.testing import on_ranks, world_mesh
 
 LAT, LON = np.array([90.0, 66.6, 45, 12.25, 0, -30, -71.4, -90]), np.array([0.0, 7.5, 100, 181, 250, 359.75])

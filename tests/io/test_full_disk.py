@@ -12,9 +12,9 @@ from small_disk import no_space
 import jigsaw
 import jigsaw.io as jio
 from jigsaw.__main__ import main
-from jigsaw.io.conversion.journal import Journal
-from jigsaw.io.conversion.run import convert, is_complete, verify
-from jigsaw.io.errors import WriteError
+from jigsaw.errors import WriteError
+from jigsaw.io.conversion.convert import convert, is_complete_store, verify
+from jigsaw.io.conversion.journal import ConversionJournal
 from jigsaw.io.writing.write import Writer, completeness, write
 from jigsaw.testing import world_mesh
 
@@ -100,7 +100,7 @@ def test_a_conversion_goes_on_once_there_is_room(tmp_path, source, size):
     ):
         convert(source, made, chunks=chunks, shards=chunks, threads=2)
     left = {"made.zarr", "made.zarr.journal"}
-    assert {p.name for p in tmp_path.iterdir()} <= left and not is_complete(made)
+    assert {p.name for p in tmp_path.iterdir()} <= left and not is_complete_store(made)
     if (made / "zarr.json").exists():
         assert not completeness(made).closed and not xr.open_zarr(made, consolidated=True).variables
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".draft", ".partial", ".part")]
@@ -113,16 +113,16 @@ def test_a_conversion_goes_on_once_there_is_room(tmp_path, source, size):
 
 
 def test_a_journal_has_whole_lines(tmp_path):
-    journal = Journal(tmp_path / "j", "one")
+    journal = ConversionJournal(tmp_path / "j", "one")
     with no_space(100), pytest.raises(WriteError, match="j could not be written"):
         for i in range(9):
             journal.add([(("a", (i,)), "digest")])
     written = len(journal.done)
     journal.add([(("a", (99,)), "digest")])
-    assert Journal(tmp_path / "j", "one").done == journal.done and written + 1 == len(journal.done)
+    assert ConversionJournal(tmp_path / "j", "one").done == journal.done and written + 1 == len(journal.done)
     (tmp_path / "j").write_text('{"conversion": "one"}\n{"array": "a", "un{"array": 1}\n')
     with pytest.raises(WriteError, match=r"j is damaged \(.*\); start again with replace=True"):
-        Journal(tmp_path / "j", "one")
+        ConversionJournal(tmp_path / "j", "one")
 
 
 # -- forecasts -------------------------------------------------------------------------------------------------------

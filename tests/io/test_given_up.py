@@ -10,9 +10,9 @@ from fault_proxy import Proxy
 from remote_servers import nginx
 from toy_store import request, write
 
-from jigsaw.io.engine import Engine
 from jigsaw.io.formats.zarr_group import open_zarr
-from jigsaw.io.plan import plan_read
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import plan_read
 
 PATIENT = {"retry_config": {"max_retries": 3, "backoff": {"init_backoff": 1.0, "max_backoff": 1.0}}}
 
@@ -32,7 +32,7 @@ def at(proxy, name):
 @pytest.mark.parametrize("name", ["v2-blosc", "sharded-default"])
 def test_nothing_is_tried_again_for_a_reader_that_was_closed(proxy, name):
     """Whether it fetches chunks or plans, which reads the indices of shards."""
-    engine = Engine(open_zarr(at(proxy, name), PATIENT))
+    engine = ReadEngine(open_zarr(at(proxy, name), PATIENT))
     proxy.always = "503"
     proxy.clear()
     engine.ahead.expect("next", lambda: plan_read(request({}), engine.store.arrays))
@@ -47,7 +47,7 @@ def test_nothing_is_tried_again_for_a_reader_that_was_closed(proxy, name):
 def test_nothing_is_tried_again_for_a_process_that_ends(proxy):
     code = (
         "import datetime, sys\n"
-        "from jigsaw.io.engine import Engine\n"
+        "from jigsaw.io.reading.engine import Engine\n"
         "from jigsaw.io.formats.zarr_group import open_zarr\n"
         "minute = datetime.timedelta(minutes=1)\n"
         "retry = {'retry_timeout': 60 * minute, 'backoff': {'init_backoff': minute, 'max_backoff': minute}}\n"

@@ -12,9 +12,9 @@ import xarray as xr
 
 import jigsaw
 from jigsaw.__main__ import main
-from jigsaw.io.conversion.run import convert
-from jigsaw.io.conversion.source import open_source
-from jigsaw.io.errors import FieldError, UnsupportedStoreError
+from jigsaw.errors import FieldError, UnsupportedStoreError
+from jigsaw.io.conversion.convert import convert
+from jigsaw.io.conversion.selected_source import open_with_xarray
 from jigsaw.testing import on_ranks, world_mesh
 
 LAT, LON = 192, 384  # a field is large enough that a part of it would be read alone, where that were possible
@@ -152,12 +152,12 @@ def test_an_index_that_lies_beside_a_file_is_not_unpickled(tmp_path, analyses, e
     xr.open_dataset(path, engine="cfgrib", backend_kwargs=by_pressure).close()
     (index,) = tmp_path.glob("*.idx")
     index.write_bytes(pickle.dumps(Trap(mark)))
-    name, _, data = open_source(str(path), engine)
+    name, _, data = open_with_xarray(str(path), engine)
     assert name == str(path)
     assert data.sizes["latitude"] == LAT
     assert not mark.exists()
     xr.open_dataset(path, engine="cfgrib", backend_kwargs=by_pressure).close()  # as cfgrib does by itself
     assert mark.exists()
     index.unlink()
-    open_source([str(path)], engine)
+    open_with_xarray([str(path)], engine)
     assert not list(tmp_path.glob("*.idx"))

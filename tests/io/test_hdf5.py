@@ -18,11 +18,11 @@ from zarr.core.sync import sync
 from zarr.storage import MemoryStore
 
 import jigsaw
-from jigsaw.io.engine import Engine
-from jigsaw.io.formats.hdf5 import claims, open_hdf5
-from jigsaw.io.formats.seekable import BLOCK, Seekable
-from jigsaw.io.formats.zarr_keys import Keys
-from jigsaw.io.plan import plan_read
+from jigsaw.io.formats.hdf5 import claims, open_hdf5_file
+from jigsaw.io.formats.seekable import SEEKABLE_BLOCK_BYTES, SeekableObject
+from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.testing import run_on_ranks, world_mesh
 
 SHUFFLED = {"compression": "gzip", "shuffle": True}
@@ -73,7 +73,7 @@ def test_every_filter_and_type_gives_the_bits_of_h5py(tmp_path, form):
         for dtype in TYPES if form != "scaleoffset" else ["f4", "i2"]:
             for chunks in ((2, 3, 5, 7), (1, 1, 13, 20), (5, 7, 13, 20)):
                 f.create_dataset(f"{dtype}{chunks[0]}", data=values(dtype), chunks=chunks, **(FAST | SLOW)[form])
-    store = open_hdf5(path)
+    store = open_hdf5_file(path)
     with h5py.File(path) as f:
         assert set(store.arrays) == set(f)
         for name, table in store.arrays.items():
@@ -93,9 +93,9 @@ def test_filters_that_a_chunk_left_out(tmp_path):
         d.id.write_direct_chunk((1, 0, 0), zlib.compress(x[1].tobytes()), 1)  # not shuffled
         d.id.write_direct_chunk((2, 0, 0), shuffled[2], 2)  # not deflated
         d.id.write_direct_chunk((3, 0, 0), x[3].tobytes(), 3)
-    table = open_hdf5(path).arrays["x"]
+    table = open_hdf5_file(path).arrays["x"]
     assert [table.locate((i, 0, 0)).mask for i in range(4)] == [0, 1, 2, 3]
-    assert bits(open_hdf5(path).read_small("x")) == bits(x)
+    assert bits(open_hdf5_file(path).read_small("x")) == bits(x)
 
 
 @pytest.mark.parametrize("form", ["shuffle", "shuffle-deflate-fletcher32", "zstd", "blosc-lz4"])
@@ -111,7 +111,7 @@ def test_edge_chunks_that_the_filters_were_not_applied_to(tmp_path, form, shape)
         f["x"][...] = x
         f["grown"][...] = x
         f["grown"].resize((24, 170))  # edges of before are now filtered, unless they are edges still
-    store = open_hdf5(path)
+    store = open_hdf5_file(path)
     table = store.arrays["x"]
     assert table.decoder is not None
     edges = [i for i in table.indices() if any((k + 1) * c > n for k, c, n in zip(i, (8, 50), shape, strict=True))]
@@ -136,7 +136,7 @@ def test_chunks_that_were_never_written_are_the_fill_value(tmp_path):
         dcpl.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         dcpl.set_fill_value(np.array(3.0, "f4"))
         h5py.h5d.create(f.id, b"early", h5py.h5t.NATIVE_FLOAT, h5py.h5s.create_simple((6, 8)), dcpl)
-    store = open_hdf5(path)
+    store = open_hdf5_file(path)
     late = store.arrays["late"]
     assert [i for i in late.indices() if late.locate(i)] == [(1, 0)]
     assert store.arrays["never"].locate((0, 0)) is None
@@ -153,7 +153,7 @@ def test_chunks_that_libhdf5_lists_at_wrong_places(tmp_path):
             most = (None, 40, 3) if first is None else (first, None, 3)
             made = f.create_dataset(name, (first or 6, 40, 3), "f4", chunks=(2, 1, 3), maxshape=most, **SHUFFLED)
             made[:, :2] = x[: first or 6, :2]  # few, so that the wrong places are all in the grid
-    store = open_hdf5(path, cache="")
+    store = open_hdf5_file(path, cache="")
     assert [store.arrays[name].decoder is None for name in ("inner", "single", "outer")] == [True, False, False]
     with h5py.File(path) as f:
         for name in f:
@@ -193,7 +193,7 @@ def test_contiguous_compact_scalar_and_offset_files(tmp_path):
         d = h5py.h5d.create(f.id, b"compact", h5py.h5t.STD_I32BE, h5py.h5s.create_simple((7,)), dcpl)
         d.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(7, dtype="i4"))
     assert claims(path)
-    store = open_hdf5(path)
+    store = open_hdf5_file(path)
     assert store.arrays["contiguous"].chunks == (1, 3, 200, 300)
     assert bits(store.read_small("contiguous")) == bits(x)
     assert store.read_small("scalar") == 3.5
@@ -213,7 +213,7 @@ def test_types_that_are_no_numbers_are_left_out(tmp_path):
         f.create_dataset("nothing", data=h5py.Empty("f4"))
         f.create_dataset("enum", data=np.array([[1, 0]], "u1"), dtype=h5py.enum_dtype({"SEA": 0, "LAND": 1}, "u1"))
         f["type"] = np.dtype("f4")
-    store = open_hdf5(path)
+    store = open_hdf5_file(path)
     assert set(store.arrays) == {"names", "fixed", "enum"}
     assert store.read_small("names").tolist() == ["u10", "t\u00e9"]
     assert store.read_small("fixed").tolist() == ["t2m", "msl"]
@@ -251,7 +251,7 @@ def write_netcdf(path):
 
 def test_netcdf_dims_groups_and_attributes_are_those_of_xarray(tmp_path):
     path = write_netcdf(tmp_path / "x.nc")
-    store = open_hdf5(path)
+    store = open_hdf5_file(path)
     with (
         xr.open_dataset(path, engine="netcdf4", decode_cf=False) as root,
         xr.open_dataset(path, engine="netcdf4", decode_cf=False, group="model") as model,
@@ -271,7 +271,7 @@ def test_netcdf_dims_groups_and_attributes_are_those_of_xarray(tmp_path):
 
 def test_netcdf_samples_are_what_xarray_decodes(tmp_path):
     path = write_netcdf(tmp_path / "x.nc")
-    ds = jigsaw.io.open(open_hdf5(path), mesh=world_mesh(lat=1), fields=["packed", "plain"], inputs=[0, 1])
+    ds = jigsaw.io.open(open_hdf5_file(path), mesh=world_mesh(lat=1), fields=["packed", "plain"], inputs=[0, 1])
     with xr.open_dataset(path, engine="netcdf4") as whole:
         for at in range(len(ds)):
             got = ds[at].input.local.numpy()
@@ -301,7 +301,7 @@ def test_the_layout_of_makani_opens_as_it_is(tmp_path, annotated):
                 f[name].make_scale(name)
                 d.dims[i].attach_scale(f[name])
                 d.dims[i].label = f"{name} of a sample"
-    store = open_hdf5(path)
+    store = open_hdf5_file(path)
     assert store.arrays["fields"].dims == ("time", "channel", "lat", "lon")
     ds = jigsaw.io.open(store, mesh=world_mesh(lat=1), fields=["fields@2", "fields@0"], inputs=[0], targets=[1])
     np.testing.assert_array_equal(ds[4].target.local[0].numpy(), x[5, [2, 0]])
@@ -332,8 +332,8 @@ def write_toy(path, rows=(130, 100), chunk=(1, 3, 65, 100), how=SHUFFLED):
 
 
 def body_reads(path, stored, axes, mesh=None, **more):
-    store = open_hdf5(path)
-    engine = Engine(store, mesh, threads=2)
+    store = open_hdf5_file(path)
+    engine = ReadEngine(store, mesh, threads=2)
     try:
         for mode in ("cooperative", "independent"):
             for halo in (0, 2):
@@ -377,7 +377,7 @@ def far(path, key="data/x.h5"):
     """A file as an object of a store that is reached by requests."""
     store = MemoryStore()
     sync(store.set(key, default_buffer_prototype().buffer.from_bytes(path.read_bytes())))
-    return Keys(store)
+    return ZarrKeyFiles(store)
 
 
 def test_a_far_file_is_indexed_and_read_by_ranges(tmp_path):
@@ -385,27 +385,33 @@ def test_a_far_file_is_indexed_and_read_by_ranges(tmp_path):
     files = far(tmp_path / "x.h5")
     assert claims("data/x.h5", files)
     assert not claims("data/y.h5", files)
-    store = open_hdf5("data/x.h5", files)
+    store = open_hdf5_file("data/x.h5", files)
     assert store.arrays["air"].far
     for name in stored:
         np.testing.assert_array_equal(store.read_small(name), stored[name])
-    engine = Engine(store, None, threads=2)
+    engine = ReadEngine(store, None, threads=2)
     plan = plan_read(request({}, (130, 100)), store.arrays, "independent")
     np.testing.assert_array_equal(engine.read(plan), sample(stored))
     engine.close()
 
 
 def test_a_far_object_reads_like_a_file(tmp_path):
-    raw = np.random.default_rng(0).bytes(3 * BLOCK + 17)
+    raw = np.random.default_rng(0).bytes(3 * SEEKABLE_BLOCK_BYTES + 17)
     (tmp_path / "x").write_bytes(raw)
-    file = Seekable(far(tmp_path / "x", "x"), "x")
-    for at, size in [(0, 10), (BLOCK - 3, 7), (5, 2 * BLOCK), (len(raw) - 4, 100), (len(raw) + 5, 3)]:
+    file = SeekableObject(far(tmp_path / "x", "x"), "x")
+    for at, size in [
+        (0, 10),
+        (SEEKABLE_BLOCK_BYTES - 3, 7),
+        (5, 2 * SEEKABLE_BLOCK_BYTES),
+        (len(raw) - 4, 100),
+        (len(raw) + 5, 3),
+    ]:
         file.seek(at)
         assert file.read(size) == raw[at : at + size]
     assert file.seek(-2, os.SEEK_END) == len(raw) - 2
     assert (file.seek(-1, os.SEEK_CUR), file.tell()) == (len(raw) - 3, len(raw) - 3)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        Seekable(far(tmp_path / "x", "x"), "nowhere")
+        SeekableObject(far(tmp_path / "x", "x"), "nowhere")
 
 
 def test_without_libdeflate_the_values_are_the_same(tmp_path):
@@ -423,7 +429,7 @@ def test_without_libdeflate_the_values_are_the_same(tmp_path):
 
 
 def body_netcdf(path):
-    ds = jigsaw.io.open(open_hdf5(path), mesh=world_mesh(lat=2), fields=["plain"], inputs=[0], halo=1)
+    ds = jigsaw.io.open(open_hdf5_file(path), mesh=world_mesh(lat=2), fields=["plain"], inputs=[0], halo=1)
     whole = np.arange(5 * 13 * 16, dtype="f4").reshape(5, 13, 16)
     np.testing.assert_array_equal(ds[3].input.full_tensor()[0, 0].numpy(), whole[3])
 

@@ -13,20 +13,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numcodecs.fletcher32 import Fletcher32
 
-from jigsaw.io.errors import CorruptChunkError, ReadError, TruncatedError, UnsupportedStoreError
+from jigsaw.errors import CorruptChunkError, ReadError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.chunks.codecs import BadChunkError
 from jigsaw.io.formats import hdf5_index as _hdf5_index
-from jigsaw.io.formats.codecs import BadChunkError
-from jigsaw.io.formats.hdf5 import claims, open_hdf5
+from jigsaw.io.formats.hdf5 import claims, open_hdf5_file
 from jigsaw.io.formats.hdf5_filters import (
-    BITSHUFFLE,
-    BLOSC,
-    DEFLATE,
-    LZ4,
-    SHUFFLE,
-    ZSTD,
-    Filter,
-    fletcher32,
-    pipeline_of,
+    BITSHUFFLE_FILTER,
+    BLOSC_FILTER,
+    DEFLATE_FILTER,
+    LZ4_FILTER,
+    SHUFFLE_FILTER,
+    ZSTD_FILTER,
+    Hdf5Filter,
+    filter_pipeline_of,
+    fletcher32_sums,
 )
 
 SHUFFLED = {"compression": "gzip", "shuffle": True}
@@ -64,7 +64,7 @@ def samples(tmp_path_factory):
     for name, how in HOW.items():
         path = folder / f"{name}.h5"
         write(path, smooth((1, 40, 50)), **how)
-        ref = open_hdf5(path).arrays["x"].locate((0, 0, 0))
+        ref = open_hdf5_file(path).arrays["x"].locate((0, 0, 0))
         made[name] = path.read_bytes(), ref, folder / f"{name}-damaged.h5"
     return made
 
@@ -81,7 +81,7 @@ def test_flipped_bytes_give_the_values_of_the_library_or_an_error(samples, name,
         damaged[ref.offset + place] ^= data.draw(st.integers(1, 255))
     path.write_bytes(damaged)
     try:
-        got = open_hdf5(path, cache="").read_small("x")
+        got = open_hdf5_file(path, cache="").read_small("x")
     except CorruptChunkError:
         return
     assert name not in ("deflate", "fletcher32") or bytes(damaged) == raw  # their checksums leave no doubt
@@ -91,38 +91,38 @@ def test_flipped_bytes_give_the_values_of_the_library_or_an_error(samples, name,
 
 @settings(max_examples=60, deadline=None)
 @given(
-    number=st.sampled_from([DEFLATE, BLOSC, LZ4, ZSTD, BITSHUFFLE]),
+    number=st.sampled_from([DEFLATE_FILTER, BLOSC_FILTER, LZ4_FILTER, ZSTD_FILTER, BITSHUFFLE_FILTER]),
     raw=st.binary(max_size=400),
     shuffled=st.booleans(),
 )
 def test_rubbish_is_refused(number, raw, shuffled):
-    values = {BITSHUFFLE: (0, 4, 4, 0, 2)}.get(number, ())
-    filters = [Filter(SHUFFLE, (4,))] * shuffled + [Filter(number, values)]
+    values = {BITSHUFFLE_FILTER: (0, 4, 4, 0, 2)}.get(number, ())
+    filters = [Hdf5Filter(SHUFFLE_FILTER, (4,))] * shuffled + [Hdf5Filter(number, values)]
     out = np.empty(800, np.uint8)
     with pytest.raises(BadChunkError):
-        pipeline_of(np.dtype("f4"), 1, filters).decode(np.frombuffer(raw, np.uint8), out)
+        filter_pipeline_of(np.dtype("f4"), 1, filters).decode(np.frombuffer(raw, np.uint8), out)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 719, 720, 2047, 2048, 2049, 100_001])
 def test_the_checksum_is_that_of_numcodecs(size):
     data = np.random.default_rng(size).integers(0, 256, size).astype("u1")
     stored = bytes(Fletcher32().encode(data))[-4:]
-    first, second = fletcher32(data)
+    first, second = fletcher32_sums(data)
     claimed = int.from_bytes(stored, "little")
     assert (first, second) == ((claimed & 0xFFFF) % 0xFFFF, (claimed >> 16) % 0xFFFF)
 
 
 def test_headers_that_claim_other_sizes_are_refused_before_anything_is_made(tmp_path):
     for number, head in [
-        (LZ4, (2**40).to_bytes(8, "big") + (2**30).to_bytes(4, "big")),
-        (BITSHUFFLE, (2**40).to_bytes(8, "big") + (2**30).to_bytes(4, "big")),
-        (BLOSC, bytes([2, 1, 0, 4]) + (2**31 - 1).to_bytes(4, "little") * 3),
-        (ZSTD, b"\x28\xb5\x2f\xfd\xe0" + (2**40).to_bytes(8, "little")),
+        (LZ4_FILTER, (2**40).to_bytes(8, "big") + (2**30).to_bytes(4, "big")),
+        (BITSHUFFLE_FILTER, (2**40).to_bytes(8, "big") + (2**30).to_bytes(4, "big")),
+        (BLOSC_FILTER, bytes([2, 1, 0, 4]) + (2**31 - 1).to_bytes(4, "little") * 3),
+        (ZSTD_FILTER, b"\x28\xb5\x2f\xfd\xe0" + (2**40).to_bytes(8, "little")),
     ]:
-        filters = [Filter(number, (0, 4, 4, 0, 2) if number == BITSHUFFLE else ())]
+        filters = [Hdf5Filter(number, (0, 4, 4, 0, 2) if number == BITSHUFFLE_FILTER else ())]
         with pytest.raises(BadChunkError, match=r"claims \d+ decoded bytes and the chunk has 800"):
             raw = np.frombuffer(head + bytes(50), np.uint8)
-            pipeline_of(np.dtype("f4"), 1, filters).decode(raw, np.empty(800, np.uint8))
+            filter_pipeline_of(np.dtype("f4"), 1, filters).decode(raw, np.empty(800, np.uint8))
 
 
 @pytest.mark.parametrize("packed", [b"a" * 2000, b"a" * 700])
@@ -132,7 +132,7 @@ def test_a_stream_that_decodes_to_another_size_is_refused(tmp_path, packed):
         d = f.create_dataset("x", (4, 200), "f4", chunks=(1, 200), compression="gzip")
         d.id.write_direct_chunk((2, 0), zlib.compress(packed))
     with pytest.raises(CorruptChunkError, match=r"chunk \(2, 0\) of array 'x'.*than the chunk's 800 bytes"):
-        open_hdf5(path).read_small("x")
+        open_hdf5_file(path).read_small("x")
 
 
 @pytest.mark.parametrize(
@@ -147,33 +147,33 @@ def test_lengths_that_lie_are_refused_before_anything_is_read(tmp_path, how, cla
     path = tmp_path / "x.h5"
     with h5py.File(path, "w", libver="earliest") as f:
         f.create_dataset("x", data=smooth((4, 200)), chunks=(1, 200), **how)
-    length = open_hdf5(path, cache="").arrays["x"].locate((1, 0)).length
+    length = open_hdf5_file(path, cache="").arrays["x"].locate((1, 0)).length
     entry = struct.pack("<IIQQQ", length, 0, 1, 0, 0)  # of the index: length, mask, corner
     raw = path.read_bytes()
     assert raw.count(entry) == 1
     path.write_bytes(raw.replace(entry, struct.pack("<I", claimed) + entry[4:]))
     with pytest.raises(kind, match=rf"chunk \(1, 0\) of array 'x' in .*{why}"):
-        open_hdf5(path, cache="").read_small("x")
+        open_hdf5_file(path, cache="").read_small("x")
 
 
 def test_a_file_that_ends_too_early(tmp_path):
     path = tmp_path / "x.h5"
     write(path, **SHUFFLED)
     raw = path.read_bytes()
-    store = open_hdf5(path)
+    store = open_hdf5_file(path)
     store.arrays["x"].locate((0, 0, 0))
     (tmp_path / "cut.h5").write_bytes(raw[:-200])
     with pytest.raises(TruncatedError, match=r"cut\.h5' cannot be opened as HDF5.*truncated"):
-        open_hdf5(tmp_path / "cut.h5")
+        open_hdf5_file(tmp_path / "cut.h5")
     os.truncate(path, len(raw) - 200)
     with pytest.raises(TruncatedError, match=rf"the file had {len(raw)} bytes when it was opened and has"):
         store.arrays["x"].locate((0, 0, 0))
     (tmp_path / "no.h5").write_bytes(b"no HDF5")
     assert not claims(tmp_path / "no.h5")
     with pytest.raises(UnsupportedStoreError, match="cannot be opened as HDF5"):
-        open_hdf5(tmp_path / "no.h5")
+        open_hdf5_file(tmp_path / "no.h5")
     with pytest.raises(UnsupportedStoreError, match="does not exist"):
-        open_hdf5(tmp_path / "nowhere.h5")
+        open_hdf5_file(tmp_path / "nowhere.h5")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_file_that_ends_too_early(tmp_path):
 def test_a_file_that_changes_under_the_reader(tmp_path, how):
     path = tmp_path / "x.h5"
     write(path, **how)
-    store = open_hdf5(path)
+    store = open_hdf5_file(path)
     store.read_small("x")
     write(tmp_path / "new.h5", smooth() + 1, **how)
     os.replace(tmp_path / "new.h5", path)
@@ -202,7 +202,7 @@ def test_damaged_metadata_ends_in_a_typed_error(tmp_path):
         damaged[at] ^= int(r.integers(1, 256))
         path.write_bytes(damaged)
         try:
-            store = open_hdf5(path, cache="")
+            store = open_hdf5_file(path, cache="")
             if "x" in store.arrays and store.arrays["x"].shape == x.shape:
                 store.read_small("x")
         except ReadError:
@@ -222,7 +222,7 @@ def test_an_index_is_kept_and_a_damaged_or_stale_one_is_made_again(tmp_path):
         return kept
 
     def whole():
-        return open_hdf5(path, cache=cache).read_small("x")
+        return open_hdf5_file(path, cache=cache).read_small("x")
 
     np.testing.assert_array_equal(whole(), x)
     made = index().stat().st_mtime_ns, index().read_bytes()
@@ -242,17 +242,17 @@ def test_the_cache_is_never_required(tmp_path):
     x = write(path, np.arange(70 * 70, dtype="f4").reshape(70, 70), chunks=(1, 1))
     (tmp_path / "file").write_text("in the way")
     for cache in ("", tmp_path / "file", tmp_path / "file" / "below"):
-        np.testing.assert_array_equal(open_hdf5(path, cache=cache).read_small("x"), x)
+        np.testing.assert_array_equal(open_hdf5_file(path, cache=cache).read_small("x"), x)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "x.h5"]
 
 
 def test_where_the_cache_is(monkeypatch):
     monkeypatch.delenv("JIGSAW_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert _hdf5_index.cache_folder() == pathlib.Path("/somewhere/jigsaw")
+    assert _hdf5_index.index_cache_folder() == pathlib.Path("/somewhere/jigsaw")
     monkeypatch.setenv("JIGSAW_CACHE", "/else")
-    assert _hdf5_index.cache_folder() == pathlib.Path("/else")
-    assert _hdf5_index.cache_folder("") is None
+    assert _hdf5_index.index_cache_folder() == pathlib.Path("/else")
+    assert _hdf5_index.index_cache_folder("") is None
 
 
 # -- other files -----------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def yearly(folder, steps=(4, 6, 2), chunks=(2, 5, 7), fill=0.0, **how):
 )
 def test_a_virtual_dataset_is_a_table_over_its_sources(tmp_path, more, fast):
     x = yearly(tmp_path, **more)
-    store = open_hdf5(tmp_path / "all.h5")
+    store = open_hdf5_file(tmp_path / "all.h5")
     table = store.arrays["x"]
     assert (table.decoder is not None) == fast
     np.testing.assert_array_equal(store.read_small("x"), x)
@@ -308,7 +308,7 @@ def test_virtual_datasets_of_single_steps_and_with_gaps(tmp_path):
         every = h5py.VirtualLayout((3, 13, 20), "f4")
         every[...] = h5py.VirtualSource(f["x"])[::3]
         f.create_virtual_dataset("every", every)
-    store = open_hdf5(tmp_path / "all.h5")
+    store = open_hdf5_file(tmp_path / "all.h5")
     assert store.arrays["x"].decoder is not None
     assert store.arrays["every"].decoder is None
     with h5py.File(tmp_path / "all.h5") as f:
@@ -329,13 +329,13 @@ def test_sources_that_are_missing_or_outside_are_refused(tmp_path):
         with pytest.raises(
             UnsupportedStoreError, match=r"virtual dataset '/x'.*outside of the file's folder.*outside=True"
         ):
-            open_hdf5(tmp_path / "own" / "x.h5")
-        store = open_hdf5(tmp_path / "own" / "x.h5", outside=True)
+            open_hdf5_file(tmp_path / "own" / "x.h5")
+        store = open_hdf5_file(tmp_path / "own" / "x.h5", outside=True)
         np.testing.assert_array_equal(store.read_small("x"), x[:4])
     assert len(maps) == 3
     (tmp_path / "years" / "1.h5").unlink()
     with pytest.raises(UnsupportedStoreError, match=r"needs .*1\.h5, which does not exist; bring it back"):
-        open_hdf5(tmp_path / "years" / "all.h5")
+        open_hdf5_file(tmp_path / "years" / "all.h5")
 
 
 def test_links_within_the_folder_are_followed_and_others_refused(tmp_path):
@@ -350,7 +350,7 @@ def test_links_within_the_folder_are_followed_and_others_refused(tmp_path):
         f["near"], f["all"] = h5py.ExternalLink("below/y.h5", "/x"), h5py.ExternalLink("below/y.h5", "/")
         f.create_group("loop")["back"] = f["/"]
         f["turn"] = h5py.SoftLink("/turn")
-    store = open_hdf5(own / "x.h5")
+    store = open_hdf5_file(own / "x.h5")
     assert set(store.arrays) == {"here", "soft", "near", "all/x"}
     for name, expected in {"soft": x, "near": x + 1, "all/x": x + 1}.items():
         np.testing.assert_array_equal(store.read_small(name), expected)
@@ -360,13 +360,13 @@ def test_links_within_the_folder_are_followed_and_others_refused(tmp_path):
         with pytest.raises(
             UnsupportedStoreError, match=r"external link 'x' in .* points to '\.\./secret\.h5', outside"
         ):
-            open_hdf5(own / "out.h5")
-        np.testing.assert_array_equal(open_hdf5(own / "out.h5", outside=True).read_small("x"), x)
+            open_hdf5_file(own / "out.h5")
+        np.testing.assert_array_equal(open_hdf5_file(own / "out.h5", outside=True).read_small("x"), x)
     with h5py.File(own / "out.h5", "w") as f:
         f.create_group("a")["x"] = h5py.SoftLink("/b/x")
         f["b"] = h5py.ExternalLink("below/y.h5", "/")
     with pytest.raises(UnsupportedStoreError, match="leads through an external link"):
-        open_hdf5(own / "out.h5")
+        open_hdf5_file(own / "out.h5")
 
 
 def test_external_storage_within_the_folder_and_outside(tmp_path):
@@ -378,10 +378,10 @@ def test_external_storage_within_the_folder_and_outside(tmp_path):
         with h5py.File(tmp_path / "own" / "x.h5", "w") as f:
             f.create_dataset("x", x.shape, "f4", external=[(name, 64, x.nbytes)])
         if name == "x.raw":
-            np.testing.assert_array_equal(open_hdf5(tmp_path / "own" / "x.h5").read_small("x"), x)
+            np.testing.assert_array_equal(open_hdf5_file(tmp_path / "own" / "x.h5").read_small("x"), x)
     with pytest.raises(UnsupportedStoreError, match=r"external storage of dataset '/x'.*outside of the file's folder"):
-        open_hdf5(tmp_path / "own" / "x.h5")
-    np.testing.assert_array_equal(open_hdf5(tmp_path / "own" / "x.h5", outside=True).read_small("x"), x)
+        open_hdf5_file(tmp_path / "own" / "x.h5")
+    np.testing.assert_array_equal(open_hdf5_file(tmp_path / "own" / "x.h5", outside=True).read_small("x"), x)
     os.truncate(tmp_path / "x.raw", 1000)
     with pytest.raises(TruncatedError, match="and the file has 1000"):
-        open_hdf5(tmp_path / "own" / "x.h5", outside=True).read_small("x")
+        open_hdf5_file(tmp_path / "own" / "x.h5", outside=True).read_small("x")

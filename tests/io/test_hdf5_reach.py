@@ -7,8 +7,8 @@ import h5py
 import numpy as np
 import pytest
 
-from jigsaw.io.errors import UnsupportedStoreError
-from jigsaw.io.formats.hdf5 import open_hdf5
+from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.formats.hdf5 import open_hdf5_file
 
 X = np.arange(6, dtype="f4")
 OUT = "outside of the file's folder; if you trust the file, open it with jigsaw"
@@ -84,9 +84,9 @@ def test_a_way_out_is_refused_at_every_depth(own, kind, step, depth):
     virtual(own / "first.h5", names[-1], step=step)
     wanted = "leads through an external link" if kind == "link" else OUT
     with pytest.raises(UnsupportedStoreError, match=wanted):
-        open_hdf5(own / "first.h5", cache="")
+        open_hdf5_file(own / "first.h5", cache="")
     if kind.startswith("virtual"):
-        store = open_hdf5(own / "first.h5", cache="", outside=True)
+        store = open_hdf5_file(own / "first.h5", cache="", outside=True)
         np.testing.assert_array_equal(store.read_small("x"), X[::step])
 
 
@@ -99,7 +99,7 @@ def test_what_stays_in_the_folder_is_read_at_every_depth(own, step):
     virtual(own / "1.h5", "./below/../0.h5")
     virtual(own / "2.h5", str(own / "1.h5"), step=step)
     os.symlink("2.h5", own / "last.h5")
-    np.testing.assert_array_equal(open_hdf5(own / "last.h5", cache="").read_small("x"), X[::step])
+    np.testing.assert_array_equal(open_hdf5_file(own / "last.h5", cache="").read_small("x"), X[::step])
 
 
 def test_a_folder_of_links_into_an_archive(tmp_path):
@@ -112,7 +112,7 @@ def test_a_folder_of_links_into_an_archive(tmp_path):
     virtual(archive / "all.h5", "values.h5")
     for name in ("all.h5", "values.h5"):
         os.symlink(archive / name, folder / name)
-    np.testing.assert_array_equal(open_hdf5(folder / "all.h5", cache="").read_small("x"), X)
+    np.testing.assert_array_equal(open_hdf5_file(folder / "all.h5", cache="").read_small("x"), X)
 
 
 def test_a_symbolic_link_out_of_the_folder_is_named(own):
@@ -121,34 +121,34 @@ def test_a_symbolic_link_out_of_the_folder_is_named(own):
     with pytest.raises(
         UnsupportedStoreError, match=rf"'up/secret\.h5', which a symbolic link puts to '.*secret\.h5', {OUT}"
     ):
-        open_hdf5(own / "a.h5", cache="")
+        open_hdf5_file(own / "a.h5", cache="")
     linked(own / "b.h5", "up/secret.h5")
     with pytest.raises(UnsupportedStoreError, match=rf"the external link 'x' .* symbolic link .* {OUT}"):
-        open_hdf5(own / "b.h5", cache="")
+        open_hdf5_file(own / "b.h5", cache="")
     stored_in(own / "c.h5", "up/secret.bin")
     with pytest.raises(UnsupportedStoreError, match=rf"the external storage of dataset '/x' .* symbolic link .* {OUT}"):
-        open_hdf5(own / "c.h5", cache="")
+        open_hdf5_file(own / "c.h5", cache="")
 
 
 def test_texts_in_external_storage_are_refused(own, monkeypatch):
     """Libhdf5 alone reads texts, and looks for raw files in the working directory."""
     stored_in(own / "a.h5", own.parent / "secret.bin", "S6", 4)
     with pytest.raises(UnsupportedStoreError, match=OUT):
-        open_hdf5(own / "a.h5", cache="")
+        open_hdf5_file(own / "a.h5", cache="")
     monkeypatch.chdir(own.parent)
     stored_in(own / "a.h5", "secret.bin", "S6", 4)
     with pytest.raises(UnsupportedStoreError, match="only be read by libhdf5, which looks for it in the working dir"):
-        open_hdf5(own / "a.h5", cache="")
+        open_hdf5_file(own / "a.h5", cache="")
 
 
 def test_storage_behind_a_virtual_dataset_that_libhdf5_reads_is_refused(own):
     X.tofile(own / "values.bin")
     stored_in(own / "b.h5", "values.bin")
     virtual(own / "grid.h5", "b.h5")
-    np.testing.assert_array_equal(open_hdf5(own / "grid.h5", cache="").read_small("x"), X)
+    np.testing.assert_array_equal(open_hdf5_file(own / "grid.h5", cache="").read_small("x"), X)
     virtual(own / "library.h5", "b.h5", step=2)
     with pytest.raises(UnsupportedStoreError, match=r"'/x' in .*b\.h5, 'values\.bin', can only be read by libhdf5"):
-        open_hdf5(own / "library.h5", cache="")
+        open_hdf5_file(own / "library.h5", cache="")
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -160,7 +160,7 @@ def test_a_circle_is_told(own, step):
     for name in ("a.h5", "self.h5"):
         for outside in (False, True):
             with pytest.raises(UnsupportedStoreError, match=r"the virtual dataset '/x' in .* shows itself"):
-                open_hdf5(own / name, cache="", outside=outside)
+                open_hdf5_file(own / name, cache="", outside=outside)
 
 
 def test_a_long_way_is_told(own):
@@ -168,9 +168,9 @@ def test_a_long_way_is_told(own):
         f["x"] = X
     for k in range(20):
         virtual(own / f"{k + 1}.h5", f"{k}.h5")
-    np.testing.assert_array_equal(open_hdf5(own / "9.h5", cache="").read_small("x"), X)
+    np.testing.assert_array_equal(open_hdf5_file(own / "9.h5", cache="").read_small("x"), X)
     with pytest.raises(UnsupportedStoreError, match="shows virtual datasets 16 deep"):
-        open_hdf5(own / "20.h5", cache="")
+        open_hdf5_file(own / "20.h5", cache="")
 
 
 def test_patterns(own, monkeypatch):
@@ -178,32 +178,32 @@ def test_patterns(own, monkeypatch):
         with h5py.File(own / f"part_{k}.h5", "w") as f:
             f["x"] = X + k
     pattern(own / "all.h5", "part_%b.h5")
-    np.testing.assert_array_equal(open_hdf5(own / "all.h5", cache="").read_small("x"), [X, X + 1, X + 2])
+    np.testing.assert_array_equal(open_hdf5_file(own / "all.h5", cache="").read_small("x"), [X, X + 1, X + 2])
     monkeypatch.chdir(own)
-    np.testing.assert_array_equal(open_hdf5("all.h5", cache="").read_small("x"), [X, X + 1, X + 2])
+    np.testing.assert_array_equal(open_hdf5_file("all.h5", cache="").read_small("x"), [X, X + 1, X + 2])
     (own / "part_1.h5").unlink()
     os.symlink(own.parent / "secret.h5", own / "part_1.h5")
     with pytest.raises(UnsupportedStoreError, match=rf"'part_1\.h5', which a symbolic link puts to .*{OUT}"):
-        open_hdf5(own / "all.h5", cache="")
+        open_hdf5_file(own / "all.h5", cache="")
     pattern(own / "out.h5", "../part_%b.h5")
     with pytest.raises(UnsupportedStoreError, match=OUT):
-        open_hdf5(own / "out.h5", cache="")
+        open_hdf5_file(own / "out.h5", cache="")
 
 
 def test_a_pattern_whose_files_hide_a_way_out(own):
     virtual(own / "part_0.h5", "../secret.h5")
     pattern(own / "all.h5", "part_%b.h5")
     with pytest.raises(UnsupportedStoreError, match=re.escape("part_0.h5 points to '../secret.h5', ") + OUT):
-        open_hdf5(own / "all.h5", cache="")
+        open_hdf5_file(own / "all.h5", cache="")
     with h5py.File(own / "one.h5", "w") as f:
         f["good"] = X
         f["x_0"] = h5py.ExternalLink("../secret.h5", "/x")
     pattern(own / "all.h5", "one.h5", "x_%b")
     with pytest.raises(UnsupportedStoreError, match="leads through an external link"):
-        open_hdf5(own / "all.h5", cache="")
+        open_hdf5_file(own / "all.h5", cache="")
     pattern(own / "all.h5", "one.h5", "g_%b/x")
     with pytest.raises(UnsupportedStoreError, match=r"shows 'g_%b/x' in .*outside=True"):
-        open_hdf5(own / "all.h5", cache="")
+        open_hdf5_file(own / "all.h5", cache="")
 
 
 def test_files_of_the_working_directory_are_not_taken(own, monkeypatch):
@@ -213,8 +213,8 @@ def test_files_of_the_working_directory_are_not_taken(own, monkeypatch):
     for name in ("part_%b.h5", str(own / "part_%b.h5")):
         pattern(own / "all.h5", name)
         with pytest.raises(UnsupportedStoreError, match=r"libhdf5 would take '.*part_0\.h5' for it.*outside=True"):
-            open_hdf5(own / "all.h5", cache="")
+            open_hdf5_file(own / "all.h5", cache="")
     virtual(own / "b.h5", "part_0.h5")
     virtual(own / "a.h5", "b.h5", step=2)
     with pytest.raises(UnsupportedStoreError, match=r"needs 'part_0\.h5', which does not exist; bring it back"):
-        open_hdf5(own / "a.h5", cache="")
+        open_hdf5_file(own / "a.h5", cache="")

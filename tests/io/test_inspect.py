@@ -10,7 +10,7 @@ import zarr
 from globe_store import globe, write
 
 from jigsaw.__main__ import main
-from jigsaw.io.reports.summary import summarize
+from jigsaw.io.reports.summary import summarize_store
 
 
 def inspected(capsys, *argv):
@@ -48,7 +48,7 @@ def test_json_agrees_with_zarr_and_the_disk(tiled, capsys):
 
 def test_gaps_calendars_regions_and_uneven_grids(tmp_path):
     data = globe(gap=4).isel(longitude=slice(0, 8))
-    gappy = summarize(write(tmp_path / "gap.zarr", data))
+    gappy = summarize_store(write(tmp_path / "gap.zarr", data))
     assert gappy.times[0].gaps == (("2020-01-02T00:00:00.000000", "2020-01-03T06:00:00.000000"),)
     assert gappy.times[0].gap_count == 1 and gappy.times[0].step == "6 h"
     assert gappy.grids[0].extent == "a region"
@@ -57,7 +57,7 @@ def test_gaps_calendars_regions_and_uneven_grids(tmp_path):
     gaussian["longitude"] = gaussian["longitude"] - 180
     gaussian["time"] = xr.date_range("2001-01-01", periods=10, freq="MS", calendar="noleap", use_cftime=True)
     gaussian.to_netcdf(tmp_path / "months.nc")
-    found = summarize(tmp_path / "months.nc")
+    found = summarize_store(tmp_path / "months.nc")
     assert found.format == "HDF5 or NetCDF-4"
     assert found.times[0].calendar == "noleap" and found.times[0].step == "1 month"
     assert found.grids[0].axes[0].step is None and found.grids[0].axes[1].step == 22.5
@@ -79,7 +79,7 @@ def test_two_grids_are_told_apart(tmp_path, capsys):
 def test_filters_of_hdf5_are_named(tmp_path):
     encoding = {"temperature": {"zlib": True, "shuffle": True, "fletcher32": True, "chunksizes": (1, 3, 13, 16)}}
     globe()[["temperature"]].to_netcdf(tmp_path / "a.nc", engine="netcdf4", encoding=encoding)
-    (found,) = summarize(tmp_path / "a.nc").variables
+    (found,) = summarize_store(tmp_path / "a.nc").variables
     assert set(found.codec.split(" + ")) == {"shuffle", "deflate", "fletcher32"}
     assert found.chunks == (1, 3, 13, 16) and found.shards is None
     assert 0 < found.stored_bytes < found.decoded_bytes
@@ -92,7 +92,7 @@ def test_many_files_are_told_of_as_they_are_stored(tmp_path, capsys):
     for name, steps in (("a", slice(0, 6)), ("b", slice(6, 10))):
         encoding = {"temperature": {"zlib": True, "shuffle": True, "chunksizes": (2, 3, 13, 16)}}
         data.isel(time=steps).to_netcdf(tmp_path / f"{name}.nc", engine="netcdf4", encoding=encoding)
-    one, found = summarize(tmp_path / "a.nc").variables[0], summarize(str(tmp_path / "*.nc"))
+    one, found = summarize_store(tmp_path / "a.nc").variables[0], summarize_store(str(tmp_path / "*.nc"))
     (all_files,) = found.variables
     assert (all_files.chunks, all_files.codec) == (one.chunks, one.codec) == ((2, 3, 13, 16), "shuffle + deflate")
     assert (one.chunk_count, all_files.chunk_count) == (3, 5)
@@ -102,11 +102,11 @@ def test_many_files_are_told_of_as_they_are_stored(tmp_path, capsys):
 
 
 def test_the_map_is_drawn_of_the_values(tmp_path, wb2, capsys, monkeypatch):
-    from jigsaw.io.reports import summary_map
+    from jigsaw.io.reports import field_map as summary_map
 
     drawn = []
-    draw = summary_map._draw
-    monkeypatch.setattr(summary_map, "_draw", lambda values, *rest: (drawn.append(values), draw(values, *rest)))
+    draw = summary_map._draw_values
+    monkeypatch.setattr(summary_map, "_draw_values", lambda values, *rest: (drawn.append(values), draw(values, *rest)))
     out = inspected(capsys, wb2, "--fields", "temperature@700,t2m", "--step", "-1", "--plot", tmp_path / "map.png")
     assert out.rstrip().endswith(f"temperature@700, 2020-01-03T06:00:00, drawn to {tmp_path / 'map.png'}")
     expected = xr.open_zarr(wb2, consolidated=False)["temperature"].sel(level=700).isel(time=-1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from volume_store import AFFINE, image, label, write
 
-from jigsaw.io.errors import FieldError
-from jigsaw.io.volumes.foreground import Foreground, find
-from jigsaw.io.volumes.opening import open_volumes
-from jigsaw.io.volumes.volume import Volume
+from jigsaw.errors import FieldError
+from jigsaw.io.volumes.foreground import Foreground, find_foreground
+from jigsaw.io.volumes.open_volumes import open_volumes
+from jigsaw.io.volumes.volume import StoredVolume
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 SHAPE = (9, 8, 7)
@@ -76,7 +76,7 @@ def test_a_missing_value_of_a_label_map_is_neither_foreground_nor_background(tmp
 
     zarr.open_group(path, mode="r+")["image"].attrs["_FillValue"] = -1
     for by in ("voxels", "classes"):
-        (seen,) = find([Volume((path,))], Foreground(by=by), None)
+        (seen,) = find_foreground([StoredVolume((path,))], Foreground(by=by), None)
         assert sum(kept.count for kept in seen.classes.values()) == (values > 0).sum()
         assert seen.background.count == (values == 0).sum()
 

@@ -8,10 +8,10 @@ import xarray as xr
 import zarr
 
 import jigsaw.io
-from jigsaw.io.errors import GridError, MissingLevelError
-from jigsaw.io.reports.summary import summarize
-from jigsaw.io.store import open_store
-from jigsaw.io.survey import Survey
+from jigsaw.errors import GridError, MissingLevelError
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reports.summary import summarize_store
+from jigsaw.io.series.store_survey import StoreSurvey
 from jigsaw.testing import world_mesh
 
 SINCE = "hours since 2009-01-01"
@@ -221,11 +221,11 @@ def test_places_are_no_latitudes(bare):
     assert ds.counted == ("lat", "lon") and ds.times.tolist() == list(range(6))
     with pytest.raises(GridError, match="weights='area' needs latitudes, and the store has no coordinate along lat"):
         jigsaw.io.statistics(ds, weights="area")
-    assert "no coordinate along lat, lon" in summarize(bare).grids[0].extent
+    assert "no coordinate along lat, lon" in summarize_store(bare).grids[0].extent
 
 
 def test_places_are_no_pressures(bare):
-    survey = Survey(open_store(bare))
+    survey = StoreSurvey(open_store(bare))
     assert survey.levels["t"].counted
     with pytest.raises(MissingLevelError, match=r"'t1' asks for 1 hPa of array 't', whose levels have no numbers"):
         one(bare, fields=["t1"])

@@ -13,9 +13,9 @@ import torch
 from globe_store import globe, stacked, write
 
 import jigsaw
-from jigsaw.io import _memory
-from jigsaw.io.errors import CorruptChunkError, FieldError, PeerError, ReadError, StateError, WindowError
-from jigsaw.io.prefetch import Prefetch
+from jigsaw.errors import CorruptChunkError, FieldError, PeerError, ReadError, StateError, WindowError
+from jigsaw.io.datasets.prefetch import BatchPrefetch
+from jigsaw.io.reading import memory_pool as _memory
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 FIELDS, LONG = ["z500", "t2m"], ["geopotential@500", "2m_temperature"]
@@ -277,7 +277,7 @@ def test_reading_ahead_stops_at_the_budget():
         go.release()
         return job
 
-    results = Prefetch(read, iter(range(10)), ahead=3, alone=True)
+    results = BatchPrefetch(read, iter(range(10)), ahead=3, alone=True)
     for _ in range(3):
         assert go.acquire(timeout=30)
     assert began == [0, 1, 2]
@@ -299,7 +299,7 @@ def test_after_a_stop_what_was_due_is_still_read_with_others(alone, want):
         assert go.wait(30)
         return job
 
-    results = Prefetch(read, iter(range(10)), ahead=4, alone=alone)
+    results = BatchPrefetch(read, iter(range(10)), ahead=4, alone=alone)
     assert entered.wait(30)
     results.stop()
     go.set()

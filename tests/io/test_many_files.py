@@ -9,13 +9,13 @@ import xarray as xr
 from globe_store import globe
 
 import jigsaw
-from jigsaw.io.errors import CorruptChunkError, GridError, TruncatedError, UnsupportedStoreError
+from jigsaw.errors import CorruptChunkError, GridError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.formats import netcdf3 as _netcdf3
 from jigsaw.io.formats import raw as _raw
 from jigsaw.io.formats.many_files import claims, open_many
-from jigsaw.io.formats.plain import read_box
-from jigsaw.io.reports.explain import report
-from jigsaw.io.store import open_store
+from jigsaw.io.formats.slab_arrays import read_table_box
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reports.plan_report import plan_report
 from jigsaw.testing import on_ranks, world_mesh
 
 FIELDS = ["t2m", "t500", "land_sea_mask"]
@@ -93,7 +93,7 @@ def test_missing_values_are_those_of_each_file(tmp_path):
     whole = store.read_small("2m_temperature")
     np.testing.assert_allclose(whole, truth(paths)["2m_temperature"].values, rtol=1e-6)
     table = store.arrays["2m_temperature"]
-    np.testing.assert_array_equal(read_box(table, ((2, 9), (1, 6), (2, 7))), whole[2:9, 1:6, 2:7])
+    np.testing.assert_array_equal(read_table_box(table, ((2, 9), (1, 6), (2, 7))), whole[2:9, 1:6, 2:7])
     np.testing.assert_array_equal(store.read_small("temperature"), truth(paths).temperature.values)
 
 
@@ -148,7 +148,7 @@ def test_a_gap_is_told_of_and_no_window_crosses_it(tmp_path):
     assert len(store.notes) == 1 and store.notes[0].startswith(told)
     ds = jigsaw.io.open(store, mesh=world_mesh(lat=1), fields=["t2m"], targets=[1])
     assert len(ds) == 8
-    assert told in report(ds, ds.plan(0))
+    assert told in plan_report(ds, ds.plan(0))
 
 
 def test_overlap_names_both_files(tmp_path):

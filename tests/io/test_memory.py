@@ -5,9 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from jigsaw.io import _memory
-from jigsaw.io._memory import Memory, fresh
-from jigsaw.io.errors import ReadError
+from jigsaw.errors import ReadError
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.reading import memory_pool as _memory
+from jigsaw.io.reading.memory_pool import MemoryPool
 
 F4 = np.dtype("f4")
 
@@ -21,18 +22,18 @@ def counted(memory):
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 4097, 1 << 20])
 def test_fresh_memory_begins_at_a_cache_line(size):
-    room = fresh(size)
+    room = fresh_memory(size)
     assert room.shape == (size,) and room.dtype == np.uint8
     assert size == 0 or room.ctypes.data % 64 == 0
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ReadError, match="no memory for"):
-        fresh(1 << 62)
+        fresh_memory(1 << 62)
 
 
 def test_memory_comes_back_with_the_last_view_of_an_array():
-    memory = Memory()
+    memory = MemoryPool()
     made = counted(memory)
     first = memory.empty((3, 5), F4)
     where, view = first.ctypes.data, first[1:]
@@ -46,7 +47,7 @@ def test_memory_comes_back_with_the_last_view_of_an_array():
 
 
 def test_no_more_lies_idle_than_is_kept():
-    memory = Memory(kept=2)
+    memory = MemoryPool(kept=2)
     arrays = [memory.empty((8,), F4) for _ in range(5)]
     del arrays
     made = counted(memory)
@@ -55,7 +56,7 @@ def test_no_more_lies_idle_than_is_kept():
 
 
 def test_memory_of_another_size_makes_room():
-    memory = Memory(kept=2)
+    memory = MemoryPool(kept=2)
     large = [memory.empty((1000,), F4) for _ in range(2)]
     del large
     small = memory.empty((8,), F4)
@@ -68,7 +69,7 @@ def test_memory_of_another_size_makes_room():
 def test_a_piece_that_is_about_to_come_back_is_waited_for(monkeypatch):
     """A loop lets go of its last batch only once it has the next one, while another is read ahead."""
     monkeypatch.setattr(_memory, "_PATIENCE_S", 60.0)
-    memory = Memory(kept=1)
+    memory = MemoryPool(kept=1)
     made = counted(memory)
     held = [memory.empty((8,), F4)]
     where = held[0].ctypes.data
@@ -78,7 +79,7 @@ def test_a_piece_that_is_about_to_come_back_is_waited_for(monkeypatch):
 
 
 def test_who_holds_many_waits_a_few_times_at_most():
-    memory = Memory(kept=1)
+    memory = MemoryPool(kept=1)
     held = [memory.empty((8,), F4) for _ in range(100)]
     assert len({each.ctypes.data for each in held}) == 100
     assert memory._most == 128, "seven waits"

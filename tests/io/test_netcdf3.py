@@ -11,9 +11,9 @@ import xarray as xr
 from globe_store import globe
 
 import jigsaw
-from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.formats.netcdf3 import claims, open_netcdf3
-from jigsaw.io.formats.plain import read_box
+from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.testing import on_ranks, world_mesh
 
 FORMATS = ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"]
@@ -63,7 +63,7 @@ def assert_alike(store, path):
     assert set(store.arrays) == set(expected)
     for name, x in expected.items():
         table = store.arrays[name]
-        for values in (read_box(table, tuple((0, n) for n in table.shape)), store.read_small(name)):
+        for values in (read_table_box(table, tuple((0, n) for n in table.shape)), store.read_small(name)):
             np.testing.assert_array_equal(values, x.view(values.dtype))
             assert values.dtype.isnative
     with netCDF4.Dataset(path) as file:
@@ -140,7 +140,7 @@ def test_one_record_variable_has_no_padding(tmp_path):
             made = file.createVariable(name, dtype if dtype != "S1" else "c", ("time", "x"))
             made[:] = values
         table = open_netcdf3(path).arrays[name]
-        np.testing.assert_array_equal(read_box(table, ((0, 7), (0, 5))), values)
+        np.testing.assert_array_equal(read_table_box(table, ((0, 7), (0, 5))), values)
 
 
 def test_scipy_writes_them_too(tmp_path):
@@ -168,7 +168,7 @@ def test_unsigned_bytes(tmp_path):
     assert table.dtype == "|u1" and table.masks == (255.0,)
     expected = xr.open_dataset(path).a.values
     np.testing.assert_array_equal(expected, [250, 3, np.nan])
-    assert read_box(table, ((0, 3),)).tolist() == [250, 3, 255]
+    assert read_table_box(table, ((0, 3),)).tolist() == [250, 3, 255]
 
 
 def test_an_unsaid_number_of_records_is_that_of_the_file(tmp_path):
@@ -251,4 +251,4 @@ def test_a_file_that_vanishes_is_no_fill(tmp_path):
     for each in (table, fresh):
         each.places.files._files._open.clear()
         with pytest.raises(CorruptChunkError, match="the file is gone since it was opened"):
-            read_box(each, ((0, 1), (0, 3), (0, 13), (0, 16)))
+            read_table_box(each, ((0, 1), (0, 3), (0, 13), (0, 16)))

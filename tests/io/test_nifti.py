@@ -13,11 +13,11 @@ from fault_proxy import Proxy
 from remote_servers import nginx
 
 import jigsaw
-from jigsaw.io.errors import CorruptChunkError, FetchError, TruncatedError, UnsupportedStoreError
-from jigsaw.io.formats import unpacked
+from jigsaw.errors import CorruptChunkError, FetchError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.formats import unpacked_gzip as unpacked
 from jigsaw.io.formats.nifti import claims, open_nifti
-from jigsaw.io.formats.plain import read_box
-from jigsaw.io.store import open_store
+from jigsaw.io.formats.slab_arrays import read_table_box
+from jigsaw.io.formats.store import open_store
 from jigsaw.testing import on_ranks, world_mesh
 
 SHAPE = (11, 10, 13)
@@ -49,7 +49,7 @@ def assert_alike(path):
     """Values, affine and voxel sizes are nibabel's."""
     store, image = open_nifti(path), nib.load(path)
     table = store.arrays["image"]
-    stored = read_box(table, tuple((0, n) for n in table.shape))
+    stored = read_table_box(table, tuple((0, n) for n in table.shape))
     raw = np.asanyarray(image.dataobj.get_unscaled())
     np.testing.assert_array_equal(stored, raw.T)
     np.testing.assert_array_equal(stored.T * table.scale + table.offset, image.get_fdata())
@@ -118,7 +118,7 @@ def test_a_file_is_decompressed_once(tmp_path, cache):
     assert_alike(path)
     assert len(entries(cache)) == 2
     assert not [p for p in cache.iterdir() if p.suffix == ".part"]
-    read_box(first.arrays["image"], ((0, 2), (0, 2), (0, 2)))  # still there, as it was
+    read_table_box(first.arrays["image"], ((0, 2), (0, 2), (0, 2)))  # still there, as it was
 
 
 def test_the_cache_keeps_to_its_limit_and_makes_entries_again(tmp_path, cache, monkeypatch):
@@ -161,7 +161,7 @@ def test_files_of_others_come_and_go_while_room_is_made(tmp_path, cache, monkeyp
 
 
 def test_an_entry_that_others_remove_at_once_is_made_again(tmp_path, cache, monkeypatch):
-    make, left = unpacked.Unpacked.make, [0, 1]
+    make, left = unpacked.UnpackedFile.make, [0, 1]
 
     def made_and_removed(file):
         make(file)
@@ -172,7 +172,7 @@ def test_an_entry_that_others_remove_at_once_is_made_again(tmp_path, cache, monk
     path = write(tmp_path / "v.nii.gz")
     store = open_nifti(path)
     entries(cache)[0].unlink()
-    monkeypatch.setattr(unpacked.Unpacked, "make", made_and_removed)
+    monkeypatch.setattr(unpacked.UnpackedFile, "make", made_and_removed)
     np.testing.assert_array_equal(store.read_small("image"), np.asarray(nib.load(path).dataobj).T)
     left[:] = range(99)
     entries(cache)[0].unlink()
@@ -211,7 +211,7 @@ def test_a_compressed_volume_behind_http(far, cache):
     size = os.path.getsize(path)
     assert size < proxy.body_bytes < size + (1 << 17)
     proxy.clear()
-    read_box(open_store(url).arrays["image"], ((0, 70), (3, 9), (0, 90)))
+    read_table_box(open_store(url).arrays["image"], ((0, 70), (3, 9), (0, 90)))
     assert proxy.body_bytes < 1 << 17  # its header alone
     assert len(entries(cache)) == 1
 
@@ -235,7 +235,7 @@ def crops_of_far(url, folder):
 
 def test_a_compressed_object_is_fetched_in_blocks(far, cache, monkeypatch):
     path, proxy, url = far
-    monkeypatch.setattr(unpacked, "_FETCHED", 50_000)
+    monkeypatch.setattr(unpacked, "_BODY_FETCHED_BYTES", 50_000)
     np.testing.assert_array_equal(
         open_store(url).read_small("image"), np.asanyarray(nib.load(path).dataobj.get_unscaled()).T
     )

@@ -14,8 +14,8 @@ from zarr.codecs.numcodecs import _codecs as by_numcodecs
 from zarr.registry import register_codec
 
 import jigsaw
-from jigsaw.io.conversion.source import open_source
-from jigsaw.io.errors import ReadError, UnsupportedStoreError
+from jigsaw.errors import ReadError, UnsupportedStoreError
+from jigsaw.io.conversion.selected_source import open_with_xarray
 from jigsaw.io.formats.zarr_group import open_zarr
 from jigsaw.testing import on_ranks, world_mesh
 
@@ -71,7 +71,7 @@ def test_a_pickled_array_of_zarr_v2_is_refused_by_name(tmp_path, where):
     with pytest.raises(ReadError):
         jigsaw.io.open(str(path), mesh=world_mesh(lat=1), fields=["t2m"])[0]
     with pytest.raises(UnsupportedStoreError, match="the codec 'pickle'"):
-        open_source(str(path))
+        open_with_xarray(str(path))
     assert not mark.exists()
 
 

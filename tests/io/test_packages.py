@@ -11,26 +11,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jigsaw.io.cluster import client_of
-from jigsaw.io.conversion.source import open_source
-from jigsaw.io.errors import FieldError, UnsupportedStoreError, WriteError
-from jigsaw.io.fetch.objects import files_of_url
-from jigsaw.io.reports.picture import draw
-from jigsaw.io.stats.files import _netcdf
-from jigsaw.io.stats.run import _reporting
-from jigsaw.io.times import _cftime
-from jigsaw.io.writing.netcdf_writer import _open
+from jigsaw.errors import FieldError, UnsupportedStoreError, WriteError
+from jigsaw.io.chunks.remote_files import files_of_url
+from jigsaw.io.conversion.selected_source import open_with_xarray
+from jigsaw.io.reports.plan_picture import draw_plan
+from jigsaw.io.series.statistics_files import _open_statistics_nc
+from jigsaw.io.series.times import _cftime_dates
+from jigsaw.io.stats.cluster import dask_client
+from jigsaw.io.stats.compute import _report_progress
+from jigsaw.io.writing.netcdf_writer import _open_netcdf4
 
 ROOT = Path(__file__).parents[2]
 ASKED = {
-    "netCDF4": (_netcdf, FieldError, r"s.nc needs netCDF4: pip install 'jigsaw-torch\[netcdf\]'"),
-    "netCDF4 ": (lambda path: _open(path, "w"), WriteError, r"needs the package netCDF4: pip install"),
-    "tqdm": (lambda _: _reporting(True, True, 0, 1).__enter__(), FieldError, r"needs tqdm: pip install"),
-    "cftime": (lambda _: _cftime(np.zeros(1), "days since 1", "noleap"), UnsupportedStoreError, r"package cftime: pip"),
-    "xarray": (open_source, UnsupportedStoreError, r"converting needs xarray: pip install 'jigsaw-torch\[xarray\]'"),
+    "netCDF4": (_open_statistics_nc, FieldError, r"s.nc needs netCDF4: pip install 'jigsaw-torch\[netcdf\]'"),
+    "netCDF4 ": (lambda path: _open_netcdf4(path, "w"), WriteError, r"needs the package netCDF4: pip install"),
+    "tqdm": (lambda _: _report_progress(True, True, 0, 1).__enter__(), FieldError, r"needs tqdm: pip install"),
+    "cftime": (
+        lambda _: _cftime_dates(np.zeros(1), "days since 1", "noleap"),
+        UnsupportedStoreError,
+        r"package cftime: pip",
+    ),
+    "xarray": (
+        open_with_xarray,
+        UnsupportedStoreError,
+        r"converting needs xarray: pip install 'jigsaw-torch\[xarray\]'",
+    ),
     "obstore": (lambda _: files_of_url("s3://a/b", {}), UnsupportedStoreError, r"s3://a/b needs obstore: pip install"),
-    "matplotlib": (lambda path: draw(None, None, path), UnsupportedStoreError, r"needs matplotlib: pip install"),
-    "distributed": (lambda _: client_of(None).__enter__(), FieldError, r"pip install 'dask\[distributed\]'"),
+    "matplotlib": (lambda path: draw_plan(None, None, path), UnsupportedStoreError, r"needs matplotlib: pip install"),
+    "distributed": (lambda _: dask_client(None).__enter__(), FieldError, r"pip install 'dask\[distributed\]'"),
 }
 
 
@@ -78,11 +86,11 @@ def test_other_formats_are_read_without_zarr(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(6.0).reshape(2, 3))
     code = (
         "import sys; sys.modules['zarr'] = None\n"
-        "import jigsaw.io, jigsaw.io.conversion.run, numpy as np\n"
+        "import jigsaw.io, jigsaw.io.conversion.convert, numpy as np\n"
         "print(jigsaw.io.open_store('x.npy').arrays)\n"
         "try: jigsaw.io.open_store('globe.zarr')\n"
         "except jigsaw.io.UnsupportedStoreError as e: print(e)\n"
-        "try: jigsaw.io.conversion.run.zarr_attrs('globe.zarr')\n"
+        "try: jigsaw.io.conversion.convert.zarr_attrs('globe.zarr')\n"
         "except jigsaw.io.WriteError as e: print(e)\n"
     )
     env = {"PYTHONPATH": str(ROOT)}

@@ -13,7 +13,7 @@ def test_a_reader_waits_as_long_as_its_mesh(tmp_path, wb2, where):
     """Rank 1 opens the store and never reads: on one machine, and as on two."""
     code = f"""
 import jigsaw.io
-from jigsaw.io import _peers
+from jigsaw.io.reading import peers as _peers
 if {where == "far"}:
     _peers.this_host = lambda: f"machine {{rank}}"
 join()
@@ -46,7 +46,7 @@ def names():
     return sorted(name for name in all_of_them if "gloo" in name)
 atexit.register(lambda: print("left", names() == before))
 import jigsaw.io
-from jigsaw.io import _peers
+from jigsaw.io.reading import peers as _peers
 _peers.this_host = lambda: f"machine {{rank}}"
 join()
 mesh = jigsaw.init_mesh(device="cpu", lat=2)

@@ -10,8 +10,8 @@ import xarray as xr
 from globe_store import stacked
 
 import jigsaw
-from jigsaw.io import samples
-from jigsaw.io.errors import ReadError
+from jigsaw.errors import ReadError
+from jigsaw.io.datasets import samples
 from jigsaw.testing import on_ranks, world_mesh
 
 LONG = ["2m_temperature", "geopotential@500"]

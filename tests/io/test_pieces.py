@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from toy_store import held, layout, request, sample, write
 
-from jigsaw.io.boxes import Box, Run
-from jigsaw.io.engine import Engine
-from jigsaw.io.errors import CorruptChunkError, TruncatedError
-from jigsaw.io.pieces import PIECE, Piece, in_order
-from jigsaw.io.plan import Job, plan_read
-from jigsaw.io.store import open_store
+from jigsaw.errors import CorruptChunkError, TruncatedError
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
+from jigsaw.io.reading.chunk_sections import SECTION_BYTES, ChunkSection, sections_in_slot_order
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import ChunkJob, plan_read
 from jigsaw.testing import run_on_ranks, world_mesh
 
 ROWS, CHUNK = (700, 600), (1, 3, 700, 600)  # 5 MB a chunk of `air`, 1.7 MB one of `t2m`
@@ -34,14 +34,14 @@ def test_a_flow_reads_what_loading_gives(tmp_path, form, sizes):
 
 @pytest.mark.parametrize("step", [1, 3, -1, -2])
 def test_boxes_are_cut_at_the_rows_of_a_piece(step):
-    run = Run(4 if step > 0 else 20, step, 5, -step, 5)
-    box = Box(0, ((Run(0, 1, 0, 1, 2),), (run, Run(23, 1, 50, 1, 1))), ())
+    run = RowRun(4 if step > 0 else 20, step, 5, -step, 5)
+    box = ChunkBox(0, ((RowRun(0, 1, 0, 1, 2),), (run, RowRun(23, 1, 50, 1, 1))), ())
     want = sorted(
         (r.source + k * r.source_step, r.target + k * r.target_step) for r in box.runs[1] for k in range(r.length)
     )
     found = []
     for start in range(0, 24, 5):
-        piece = Piece(0, Job("air", (0, 0), 0, (0, 1)), 0, 1, (start, min(start + 5, 24)))
+        piece = ChunkSection(0, ChunkJob("air", (0, 0), 0, (0, 1)), 0, 1, (start, min(start + 5, 24)))
         for there, here in piece.cut([box]):
             assert there.runs[0] == here.runs[0] == box.runs[0]
             for a, b in zip(there.runs[1], here.runs[1], strict=True):
@@ -55,20 +55,20 @@ def test_boxes_are_cut_at_the_rows_of_a_piece(step):
 def test_pieces_make_up_their_chunks_and_lanes_take_turns(tmp_path):
     store = open_store(write(tmp_path, ("v2", "blosc"), ROWS, CHUNK)[0])
     plan = plan_read(request({"lat": 2}, ROWS, steps=(0, 1, 2, 3)), store.arrays, "cooperative")
-    pieces = in_order(plan, list(enumerate(plan.shared)), [1, 2])
+    pieces = sections_in_slot_order(plan, list(enumerate(plan.shared)), [1, 2])
     for number, job in enumerate(plan.shared):
         table, mine = store.arrays[job.array], [piece for piece in pieces if piece.number == number]
         assert sum(piece.size(table) for piece in mine) == table.chunk_bytes
-        assert all(piece.size(table) <= PIECE for piece in mine)
+        assert all(piece.size(table) <= SECTION_BYTES for piece in mine)
         assert [piece.is_last for piece in mine] == [False] * (len(mine) - 1) + [True]
         assert len(mine) == (2 if job.array == "air" else 1)
     assert {(piece.job.owner, piece.lane) for piece in pieces[:3]} == {(0, 0), (1, 0), (1, 1)}
-    whole = in_order(plan, list(enumerate(plan.shared)), [1, 1], cut=False)
+    whole = sections_in_slot_order(plan, list(enumerate(plan.shared)), [1, 1], cut=False)
     assert sorted(piece.number for piece in whole) == list(range(len(plan.shared)))
 
 
 def body_same(path, values, threads):
-    engine = Engine(open_store(path), world_mesh(lat=3), threads=threads, budget=3 << 22)
+    engine = ReadEngine(open_store(path), world_mesh(lat=3), threads=threads, budget=3 << 22)
     try:
         for halo, steps in ((0, (1, 3)), (2, (0, 1, 2, 3))):
             asked = request({"lat": 3}, ROWS, halo, steps)
@@ -90,7 +90,7 @@ def test_ranks_read_the_same_through_pieces(tmp_path, form, threads):
 
 
 def body_damaged(path, name, kind):
-    engine = Engine(open_store(path), world_mesh(lat=3))
+    engine = ReadEngine(open_store(path), world_mesh(lat=3))
     with pytest.raises(kind, match=r"chunk \(1, 0, 0, 0\) of array 'air'"):
         engine.read(plan_read(request({"lat": 3}, ROWS), engine.store.arrays, "cooperative"))
     engine.close()

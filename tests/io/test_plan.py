@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_store import layout, request, write
 
-from jigsaw.io.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
-from jigsaw.io.formats.codecs import Decoder
-from jigsaw.io.plan import MODES, NOBODY, plan_read
-from jigsaw.io.request import DROPPED, Part, Request, runs_of
-from jigsaw.io.store import open_store
+from jigsaw.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
+from jigsaw.io.chunks.codecs import CodecDecoder
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.read_plan import NO_OWNER, PLAN_MODES, plan_read
+from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest, runs_of_pairs
 from jigsaw.layout import Layout, ShardingError
 
 MESHES = [{}, {"lat": 2}, {"lat": 3}, {"lon": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
@@ -63,7 +63,7 @@ def test_auto_takes_the_cheapest_mode_of_each_array(tables, tiles):
     assert bare.mode == "independent" and bare.amplification == 1.0
     wide = plan_read(request(cut, (64, 64), halo=2), tiles)
     assert wide.redundancy["air"] == (2 * 3 / 4) * (2 * 4 / 4)
-    rows, zstd = (2000, 1000), Decoder(np.dtype("f4"), (0, 1, 2), "zstd")
+    rows, zstd = (2000, 1000), CodecDecoder(np.dtype("f4"), (0, 1, 2), "zstd")
     large = {
         name: replace(t, shape=(*t.shape[:-2], *rows), chunks=(*t.chunks[:-2], *rows), decoder=zstd)
         for name, t in tables.items()
@@ -72,7 +72,7 @@ def test_auto_takes_the_cheapest_mode_of_each_array(tables, tiles):
     plan = plan_read(request(cut, rows, halo=1), large)
     assert plan.modes == {"air": "cooperative", "t2m": "cooperative", "mask": "independent"}
     for name, mode in plan.modes.items():
-        assert plan.cost(name, mode) == min(plan.cost(name, each) for each in MODES)
+        assert plan.cost(name, mode) == min(plan.cost(name, each) for each in PLAN_MODES)
 
 
 @pytest.mark.parametrize("axes", MESHES[1:])
@@ -81,10 +81,10 @@ def test_neighbours_hand_over_the_halo(tiles, axes):
     bare = plan_read(request(axes, (64, 64)), tiles, "independent")
     assert plan.total.chunks == bare.total.chunks  # nothing is read for the halo alone
     assert plan.total.sent_bytes == plan.total.useful_bytes - sum(
-        plan.box_bytes(job, job.owner) for job in plan.jobs if job.owner != NOBODY
+        plan.box_bytes(job, job.owner) for job in plan.jobs if job.owner != NO_OWNER
     )
     for job in plan.shared:
-        assert job.owner == NOBODY or job.owner in job.readers
+        assert job.owner == NO_OWNER or job.owner in job.readers
 
 
 def test_a_chunk_that_one_rank_reads_is_its_own(tiles):
@@ -92,8 +92,9 @@ def test_a_chunk_that_one_rank_reads_is_its_own(tiles):
     assert plan.amplification == 1.0
     shared = {(job.array, job.chunk) for job in plan.shared}
     assert ("t2m", (1, 1, 1)) in shared and ("t2m", (3, 0, 0)) in shared
-    inner = Request(
-        layout(1, 1, (64, 64), {"lat": 2, "lon": 2}), (Part("t2m", (((0, 0),), None, None), (0, 2, 3), at=((1, 0),)),)
+    inner = ReadRequest(
+        layout(1, 1, (64, 64), {"lat": 2, "lon": 2}),
+        (ReadPart("t2m", (((0, 0),), None, None), (0, 2, 3), at=((1, 0),)),),
     )
     own = plan_read(inner, tiles, "cooperative")
     assert own.shared == () and len(own.jobs) == 16
@@ -115,13 +116,13 @@ def test_a_missing_chunk_is_nobodys_job(tmp_path):
     tables = open_store(path).arrays
     os.remove(tables["air"].path((3, 0, 0, 0)))
     plan = plan_read(request({"lat": 2}), tables, "cooperative")
-    missing = [job for job in plan.shared if job.owner == NOBODY]
+    missing = [job for job in plan.shared if job.owner == NO_OWNER]
     assert [(job.array, job.chunk) for job in missing] == [("air", (3, 0, 0, 0))]
     assert plan.total.chunks == 4
 
 
 @pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PLAN_MODES)
 def test_boxes_fill_every_held_row_once(tiles, axes, mode):
     asked = request(axes, (64, 64), halo=3)
     plan = plan_read(asked, tiles, mode)
@@ -150,15 +151,15 @@ def test_levels_of_a_chunk_are_one_job_with_runs(tables):
 
 def test_parts_of_one_array_share_a_job(tables):
     lay = layout(2, 1, (13, 10), {"lat": 2})
-    one = [Part("air", (((1, 0),), ((k, c),), None, None), (0, 1, 2, 3)) for c, k in enumerate((2, 0))]
-    plan = plan_read(Request(lay, tuple(one)), tables, "cooperative")
+    one = [ReadPart("air", (((1, 0),), ((k, c),), None, None), (0, 1, 2, 3)) for c, k in enumerate((2, 0))]
+    plan = plan_read(ReadRequest(lay, tuple(one)), tables, "cooperative")
     assert len(plan.jobs) == 1 and len(plan.boxes(plan.jobs[0], 1)) == 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8))
 @settings(deadline=None, max_examples=200)
 def test_runs_are_their_pairs(pairs):
-    unrolled = [(s + i * ds, t + i * dt) for s, ds, t, dt, n in runs_of(pairs) for i in range(n)]
+    unrolled = [(s + i * ds, t + i * dt) for s, ds, t, dt, n in runs_of_pairs(pairs) for i in range(n)]
     assert unrolled == pairs
 
 
@@ -185,7 +186,7 @@ root = importlib.util.find_spec("jigsaw").submodule_search_locations[0]
 for name, path in (("jigsaw", root), ("jigsaw.io", root + "/io")):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
-import jigsaw.io.plan
+import jigsaw.io.reading.read_plan
 sys.exit("torch" in sys.modules or "numpy" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -197,40 +198,56 @@ TIMES = ((0, 0), (1, 1))
 T2M = (0, 2, 3)
 MISFITS = {
     "name": (
-        Part("sst", (TIMES, None, None), T2M, ((1, 0),)),
+        ReadPart("sst", (TIMES, None, None), T2M, ((1, 0),)),
         MissingArrayError,
         "no array 'sst'; it has air, mask, t2m",
     ),
-    "dims": (Part("t2m", (TIMES, None), (0, 2), ((1, 0),)), FieldError, r"dims \('time', 'lat', 'lon'\) .* 2 picks"),
-    "twice": (Part("t2m", (TIMES, None, None), T2M), FieldError, r"land in \[0, 2, 3\] and the sample's are 0..3"),
+    "dims": (
+        ReadPart("t2m", (TIMES, None), (0, 2), ((1, 0),)),
+        FieldError,
+        r"dims \('time', 'lat', 'lon'\) .* 2 picks",
+    ),
+    "twice": (ReadPart("t2m", (TIMES, None, None), T2M), FieldError, r"land in \[0, 2, 3\] and the sample's are 0..3"),
     "grid": (
-        Part("t2m", (TIMES, None, None), (0, 3, 2), ((1, 0),)),
+        ReadPart("t2m", (TIMES, None, None), (0, 3, 2), ((1, 0),)),
         GridError,
         "'lat' of array 't2m' has 13 rows .* 10",
     ),
-    "step": (Part("t2m", (((4, 0), (1, 1)), None, None), T2M, ((1, 0),)), WindowError, "index 4 is outside dim 'time'"),
-    "gap": (Part("t2m", (((1, 0),), None, None), T2M, ((1, 0),)), FieldError, r"\(1, 0\) .* comes from no array"),
-    "double": (Part("t2m", (((1, 0), (2, 0)), None, None), T2M, ((1, 0),)), FieldError, r"\(0, 0\) .* also comes from"),
+    "step": (
+        ReadPart("t2m", (((4, 0), (1, 1)), None, None), T2M, ((1, 0),)),
+        WindowError,
+        "index 4 is outside dim 'time'",
+    ),
+    "gap": (ReadPart("t2m", (((1, 0),), None, None), T2M, ((1, 0),)), FieldError, r"\(1, 0\) .* comes from no array"),
+    "double": (
+        ReadPart("t2m", (((1, 0), (2, 0)), None, None), T2M, ((1, 0),)),
+        FieldError,
+        r"\(0, 0\) .* also comes from",
+    ),
     "outside": (
-        Part("t2m", (((1, 0), (2, 5)), None, None), T2M, ((1, 0),)),
+        ReadPart("t2m", (((1, 0), (2, 5)), None, None), T2M, ((1, 0),)),
         FieldError,
         r"\(5, 0\) .* outside .* 2 x 1",
     ),
-    "drop": (Part("air", (TIMES, TIMES, None, None), (0, DROPPED, 2, 3), ((1, 0),)), FieldError, "exactly one index"),
+    "drop": (
+        ReadPart("air", (TIMES, TIMES, None, None), (0, DROPPED_DIM, 2, 3), ((1, 0),)),
+        FieldError,
+        "exactly one index",
+    ),
 }
 
 
 @pytest.mark.parametrize(("part", "error", "match"), MISFITS.values(), ids=MISFITS)
 def test_parts_that_do_not_fit(tables, part, error, match):
     with pytest.raises(error, match=match):
-        plan_read(Request(layout(1, 2, (13, 10), {}), (part,)), tables)
+        plan_read(ReadRequest(layout(1, 2, (13, 10), {}), (part,)), tables)
 
 
 def test_other_refusals(tables):
     with pytest.raises(ShardingError, match="mode='both' must be"):
         plan_read(request({}), tables, "both")
     with pytest.raises(ShardingError, match="no dims flattened together"):
-        plan_read(Request(Layout(layout(1, 1, (13, 10), {}).cuts, (), (1, 1, 2)), ()), tables)
+        plan_read(ReadRequest(Layout(layout(1, 1, (13, 10), {}).cuts, (), (1, 1, 2)), ()), tables)
     words = {**tables, "t2m": replace(tables["t2m"], dtype="<U4")}
     with pytest.raises(UnsupportedStoreError, match="'t2m' has dtype '<U4'"):
         plan_read(request({}), words)

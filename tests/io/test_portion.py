@@ -13,16 +13,16 @@ from numcodecs import blosc as library
 from toy_store import held, layout, request
 from toy_store import write as write_toy
 
-from jigsaw.io import table as tables
-from jigsaw.io.engine import Engine
-from jigsaw.io.errors import CorruptChunkError
-from jigsaw.io.formats.blosc import frame_of, head_of
-from jigsaw.io.formats.codecs import BadChunkError
-from jigsaw.io.plan import MODES, plan_read
-from jigsaw.io.portion import byte_spans, joined, share
-from jigsaw.io.request import Part, Request
-from jigsaw.io.store import open_store
-from jigsaw.mesh import coordinate
+from jigsaw.errors import CorruptChunkError
+from jigsaw.io.chunks import array_table as tables
+from jigsaw.io.chunks.blosc import blosc_frame_of, check_blosc_header
+from jigsaw.io.chunks.codecs import BadChunkError
+from jigsaw.io.chunks.portion import join_spans, needed_byte_spans, needed_share
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import PLAN_MODES, plan_read
+from jigsaw.io.series.request import ReadPart, ReadRequest
+from jigsaw.mesh import mesh_coordinate
 from jigsaw.testing import on_ranks, world_mesh
 
 ROWS = (200, 150)
@@ -52,7 +52,7 @@ def test_spans_are_the_bytes_of_the_boxes(given_rects, gap):
     for rect in wanted:
         need[np.ix_(*[[i for a, b in dim for i in range(a, b)] for dim in rect])] = True
     flat = np.repeat(need.transpose(order).ravel(), 4)
-    spans = byte_spans(wanted, shape, order, 4, gap)
+    spans = needed_byte_spans(wanted, shape, order, 4, gap)
     covered = np.zeros(flat.size, bool)
     for a, b in spans:
         covered[a:b] = True
@@ -64,8 +64,8 @@ def test_spans_are_the_bytes_of_the_boxes(given_rects, gap):
 
 def test_joined_keeps_what_is_apart():
     spans = np.array([[10, 12], [0, 4], [3, 9], [20, 21]])
-    assert joined(spans, 0).tolist() == [[0, 9], [10, 12], [20, 21]]
-    assert joined(spans, 1).tolist() == [[0, 12], [20, 21]]
+    assert join_spans(spans, 0).tolist() == [[0, 9], [10, 12], [20, 21]]
+    assert join_spans(spans, 1).tolist() == [[0, 12], [20, 21]]
 
 
 # -- Blosc frames ----------------------------------------------------------------------------------------------------
@@ -76,8 +76,8 @@ KINDS = list(itertools.product(("lz4", "blosclz", "zstd", "zlib", "lz4hc"), (0, 
 def frame(raw):
     head = raw[:16].tobytes()
     size = struct.unpack("<I", head[4:8])[0]
-    _, count = head_of(head, size, raw.size)
-    return frame_of(head, raw[16 : 16 + (0 if head[2] & 2 else 4 * count)])
+    _, count = check_blosc_header(head, size, raw.size)
+    return blosc_frame_of(head, raw[16 : 16 + (0 if head[2] & 2 else 4 * count)])
 
 
 @pytest.mark.parametrize(("cname", "shuffle", "dtype"), KINDS)
@@ -123,8 +123,8 @@ def test_a_changed_header_or_table_is_refused_or_stays_within_the_chunk(at, valu
     raw = np.frombuffer(library.compress(x, b"lz4", 5, 1, 1 << 13), np.uint8).copy()
     raw[at] = value
     try:
-        _, count = head_of(raw[:16].tobytes(), x.size, raw.size)
-        found = frame_of(raw[:16].tobytes(), raw[16 : 16 + (0 if raw[2] & 2 else 4 * count)])
+        _, count = check_blosc_header(raw[:16].tobytes(), x.size, raw.size)
+        found = blosc_frame_of(raw[:16].tobytes(), raw[16 : 16 + (0 if raw[2] & 2 else 4 * count)])
         part = found.portion(np.array([[10, 50_000]]), gap=0)
         fetched = np.concatenate([raw[at : at + n] for at, n in part.ranges])
         found.decode(part, fetched, np.zeros(x.size, np.uint8))
@@ -142,7 +142,7 @@ def test_the_share_that_a_rank_takes_of_a_chunk_is_that_of_its_box(tmp_path, axe
             for member in range(plan.ranks):
                 for chunk in geometry.chunks(member):
                     box = geometry.box(chunk, member)
-                    of_box = share([box.rect], plan.tables[name].shape_of(chunk))
+                    of_box = needed_share([box.rect], plan.tables[name].shape_of(chunk))
                     assert geometry.share(chunk, member) == pytest.approx(of_box)
 
 
@@ -171,11 +171,11 @@ def write(folder, kind):
 
 def asked(axes, halo=0):
     times, levels = ((0, 0), (1, 1)), tuple((k, k) for k in range(3))
-    return Request(layout(3, 2, ROWS, axes, halo), (Part("air", (times, levels, None, None), (0, 1, 2, 3)),))
+    return ReadRequest(layout(3, 2, ROWS, axes, halo), (ReadPart("air", (times, levels, None, None), (0, 1, 2, 3)),))
 
 
 @pytest.mark.parametrize("kind", ["blosc", "fortran", "copied", "plain", "sharded"])
-@pytest.mark.parametrize("mode", ["auto", *MODES])
+@pytest.mark.parametrize("mode", ["auto", *PLAN_MODES])
 @pytest.mark.parametrize("axes", [{"lat": 4}, {"lat": 2, "lon": 2}], ids=str)
 @on_ranks(4)
 def test_parts_of_chunks_give_the_same_tile(tmp_path, kind, mode, axes):
@@ -186,11 +186,11 @@ def test_parts_of_chunks_give_the_same_tile(tmp_path, kind, mode, axes):
 
     dist.barrier()
     x = np.random.default_rng(1).normal(size=(2, 3, *ROWS)).round(2).astype("f4")
-    engine = Engine(open_store(tmp_path / "s.zarr"), mesh, threads=1)
+    engine = ReadEngine(open_store(tmp_path / "s.zarr"), mesh, threads=1)
     request = asked(axes, halo=2)
     plan = plan_read(request, engine.store.arrays, mode)
     got = engine.read(plan)
-    np.testing.assert_array_equal(got, held(x, request.layout, coordinate(mesh)))
+    np.testing.assert_array_equal(got, held(x, request.layout, mesh_coordinate(mesh)))
     assert engine.stats == plan.rows[mesh.get_rank()]
     assert engine.looked_up == plan.lookups == plan_read(request, engine.store.arrays, mode).lookups
     engine.close()
@@ -235,6 +235,6 @@ def test_a_damaged_table_of_blocks_is_named(tmp_path):
 
 def test_small_chunks_are_read_whole(tmp_path, monkeypatch):
     path, _ = write(tmp_path, "blosc")
-    monkeypatch.setattr(tables, "SMALL", 1 << 30)
+    monkeypatch.setattr(tables, "SMALLEST_DIVIDED_CHUNK", 1 << 30)
     plan = plan_read(asked({"lat": 4}), open_store(path).arrays, "independent")
     assert plan.total.decoded_bytes == 4 * 2 * 3 * 200 * 150 * 4

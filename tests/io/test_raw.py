@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 import jigsaw
-from jigsaw.io.errors import CorruptChunkError, GridError, TruncatedError, UnsupportedStoreError
-from jigsaw.io.formats.plain import read_box
+from jigsaw.errors import CorruptChunkError, GridError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.formats.raw import claims, open_npy, open_raw
+from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.testing import world_mesh
 
 SHAPES = [(7,), (5, 6), (4, 13, 10), (3, 2, 13, 10), ()]
 
 
 def everything(table):
-    return read_box(table, tuple((0, n) for n in table.shape))
+    return read_table_box(table, tuple((0, n) for n in table.shape))
 
 
 @pytest.mark.parametrize("order", "CF")
@@ -59,7 +59,7 @@ def test_large_arrays_are_cut_into_slabs_and_read_by_rows(tmp_path, order):
     store = open_npy(tmp_path / "x.npy")
     table = store.arrays["data"]
     assert table.chunks == {"C": (21, 96, 128), "F": (64, 96, 42)}[order]
-    np.testing.assert_array_equal(read_box(table, ((20, 43), (5, 90), (41, 85))), x[20:43, 5:90, 41:85])
+    np.testing.assert_array_equal(read_table_box(table, ((20, 43), (5, 90), (41, 85))), x[20:43, 5:90, 41:85])
     dim, size = {"C": ("z", 64), "F": ("x", 128)}[order]
     ds = jigsaw.io.open(store, mesh={dim: 8}, fields=["data"], spec={dim: dim}, mode="independent")
     assert [row.stored_bytes for row in ds.plan(0).rows] == [x.nbytes // 8] * 8

@@ -6,8 +6,8 @@ import xarray as xr
 from globe_store import globe, write
 
 import jigsaw.io as jio
-from jigsaw.io.reports.proposal import shards_of
-from jigsaw.io.reports.recommend import Figures, recommend
+from jigsaw.io.reports.proposed_tables import shard_shape_of
+from jigsaw.io.reports.recommend import ReadFigures, recommend
 from jigsaw.layout import ShardingError
 
 
@@ -42,7 +42,7 @@ def test_the_figures_of_a_mesh_are_those_of_its_plan(bands):
     assert {np.prod(list(o.axes.values())) for o in found.meshes} == {6}
     for option in found.meshes:
         dataset = jio.open(bands, mesh=option.axes, halo=1, split=option.split)
-        assert Figures.of(dataset.plan(len(dataset) // 2)) == option.figures
+        assert ReadFigures.of(dataset.plan(len(dataset) // 2)) == option.figures
         assert option.largest_tile == max(np.prod(dataset.layout.local_shape(c)[2:]) for c in dataset.layout.coords())
 
 
@@ -98,7 +98,7 @@ def test_chunks_are_as_cheap_in_a_store_that_has_them(tmp_path):
         consolidated=False,
         encoding={n: {"chunks": shape, "compressors": compressors} for n in ("t", "q")},
     )
-    real = Figures.of(jio.open(str(made), mesh={"lat": 2}).plan(1))
+    real = ReadFigures.of(jio.open(str(made), mesh={"lat": 2}).plan(1))
     assert real.decoded_bytes == best.decoded_bytes
     assert real.seconds == pytest.approx(best.seconds, rel=0.3)
     assert real.seconds < found.now.seconds / 3
@@ -125,7 +125,7 @@ def test_what_cannot_be_cut_is_refused(bands, ranks, match):
 
 def test_shards_hold_whole_chunks_within_their_size():
     dims = [("time", "time", 400), ("lat", "lat", 361), ("lon", "lon", 720)]
-    assert shards_of(dims, 4, (1, 361, 360)) == (128, 361, 720)
-    assert shards_of(dims, 4, (1, 100, 100)) == (64, 400, 800)
-    assert shards_of(dims[1:], 4, (361, 720), most=1000) == (361, 720)  # a chunk that is larger is its own shard
-    assert shards_of([("time", "time", 3), *dims[1:]], 4, (1, 361, 720)) == (3, 361, 720)
+    assert shard_shape_of(dims, 4, (1, 361, 360)) == (128, 361, 720)
+    assert shard_shape_of(dims, 4, (1, 100, 100)) == (64, 400, 800)
+    assert shard_shape_of(dims[1:], 4, (361, 720), most=1000) == (361, 720)  # a chunk that is larger is its own shard
+    assert shard_shape_of([("time", "time", 3), *dims[1:]], 4, (1, 361, 720)) == (3, 361, 720)

@@ -12,9 +12,9 @@ from google_crc32c import value as crc32c
 
 import jigsaw
 import jigsaw.io as jio
-from jigsaw.io.errors import UnsupportedStoreError
-from jigsaw.io.formats.zarr_group import grid_of
-from jigsaw.io.store import open_store
+from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.formats.zarr_group import zarr_chunk_grid
 from jigsaw.testing import on_ranks
 
 KNOWN = zarr.config.get("array.rectilinear_chunks", None) is not None
@@ -100,11 +100,11 @@ def test_grids_as_documents_have_them():
     def rectilinear(*shapes):
         return {"name": "rectilinear", "configuration": {"kind": "inline", "chunk_shapes": shapes}}
 
-    assert grid_of("a", (7, 5), {"name": "regular", "configuration": {"chunk_shape": (2, 5)}}) == ((2, 5), {})
-    assert grid_of("a", (7, 5), rectilinear(3, [[2, 2], 1])) == ((3, 2), {1: (2, 2, 1)})
-    assert grid_of("a", (7, 0), rectilinear([7, 9], [4])) == ((7, 1), {0: (7,), 1: ()})
+    assert zarr_chunk_grid("a", (7, 5), {"name": "regular", "configuration": {"chunk_shape": (2, 5)}}) == ((2, 5), {})
+    assert zarr_chunk_grid("a", (7, 5), rectilinear(3, [[2, 2], 1])) == ((3, 2), {1: (2, 2, 1)})
+    assert zarr_chunk_grid("a", (7, 0), rectilinear([7, 9], [4])) == ((7, 1), {0: (7,), 1: ()})
     with pytest.raises(UnsupportedStoreError, match=r"array 'a' has chunks for 6 of 7 rows of dim 0"):
-        grid_of("a", (7,), rectilinear([3, 3]))
+        zarr_chunk_grid("a", (7,), rectilinear([3, 3]))
     with pytest.raises(UnsupportedStoreError, match=r"array 'a' has a chunk grid 'hexagonal'; only regular and recti"):
-        grid_of("a", (7,), {"name": "hexagonal"})
-    assert math.prod(grid_of("a", (), rectilinear())[0]) == 1
+        zarr_chunk_grid("a", (7,), {"name": "hexagonal"})
+    assert math.prod(zarr_chunk_grid("a", (), rectilinear())[0]) == 1

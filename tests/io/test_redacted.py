@@ -13,12 +13,12 @@ import zarr
 
 import jigsaw
 from jigsaw.__main__ import main
-from jigsaw.io.errors import ReadError, UnsupportedStoreError, WriteError
-from jigsaw.io.redacted import cause_without_secrets, redacted
-from jigsaw.io.reports.explain import report
-from jigsaw.io.source import Source
-from jigsaw.io.table import Store
-from jigsaw.io.volumes.volume import Volume
+from jigsaw.errors import ReadError, UnsupportedStoreError, WriteError
+from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.formats.store_source import StoreSource
+from jigsaw.io.reports.plan_report import plan_report
+from jigsaw.io.volumes.volume import StoredVolume
+from jigsaw.redacted import cause_without_secrets, redacted_text
 from jigsaw.testing import world_mesh
 
 ONCE = {"retry_config": {"max_retries": 0}}
@@ -57,13 +57,13 @@ def told(error):
     ],
 )
 def test_what_is_shown(text, shown):
-    assert redacted(text) == shown
-    assert redacted(shown) == shown
+    assert redacted_text(text) == shown
+    assert redacted_text(shown) == shown
 
 
 def test_values_of_options_are_taken_out_of_what_others_say():
     options = {"key": "hunter2", "deep": [{"header": b"hunter3"}], "region": "eu", "n": 3}
-    assert redacted("hunter2 hunter3 in eu 3", options) == "*** *** in eu 3"
+    assert redacted_text("hunter2 hunter3 in eu 3", options) == "*** *** in eu 3"
 
 
 def test_every_error_and_every_store_takes_them_out_itself():
@@ -71,9 +71,9 @@ def test_every_error_and_every_store_takes_them_out_itself():
     for kind in (ReadError, UnsupportedStoreError, WriteError):
         assert str(kind(f"{url} cannot be read")) == "http://***@127.0.0.1:9/store.zarr?sig=***&v=*** cannot be read"
         assert "hunter2" not in repr(pickle.loads(pickle.dumps(kind(url))))
-    assert "hunter2" not in repr(Store(url, {}, {}, lambda name: None))
-    assert "hunter2" not in repr(Source(url, {"secret": "hunter2"}))
-    assert "hunter2" not in repr(Volume((url,)))
+    assert "hunter2" not in repr(ArrayStore(url, {}, {}, lambda name: None))
+    assert "hunter2" not in repr(StoreSource(url, {"secret": "hunter2"}))
+    assert "hunter2" not in repr(StoredVolume((url,)))
 
 
 def test_a_cause_with_secrets_is_not_shown():
@@ -145,7 +145,7 @@ def test_reports_of_a_store_that_is_opened_with_them(served, tmp_path, capsys):
     headers = {"client_options": {"default_headers": {"authorization": "Bearer hunter2"}}}
     cache = jigsaw.io.DiskCache(tmp_path / "cache", 10**9)
     ds = jigsaw.io.open(served, mesh=world_mesh(lat=1), fields=["t2m"], options=headers, disk_cache=cache)
-    shown = [repr(ds), str(ds.plan(0)), repr(ds.source), ds.store.url, report(ds, ds.plan(0))]
+    shown = [repr(ds), str(ds.plan(0)), repr(ds.source), ds.store.url, plan_report(ds, ds.plan(0))]
     shown += [str(p) for p in (tmp_path / "cache").rglob("*")]
     assert main(["inspect", served, "--json"]) == 0
     told = capsys.readouterr().out

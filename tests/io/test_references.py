@@ -11,7 +11,7 @@ from kerchunk.hdf import SingleHdf5ToZarr
 from zarr.storage import FsspecStore
 
 import jigsaw
-from jigsaw.io.errors import ReadError
+from jigsaw.errors import ReadError
 from jigsaw.testing import on_ranks, world_mesh
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from jigsaw import comm
+from jigsaw.errors import FieldError, GridError
 from jigsaw.io import DataLoader
 from jigsaw.io import open as open_dataset
-from jigsaw.io.errors import FieldError, GridError
-from jigsaw.io.grids.latlon import latitudes, longitudes
-from jigsaw.io.grids.regrid import Regridder, regrid
+from jigsaw.regrid.latlon import latitude_rows, longitude_rows
+from jigsaw.regrid.regridder import Regridder, regrid
 from jigsaw.testing import assert_adjoint, assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile import shard
 
@@ -38,9 +38,9 @@ def east(n, start=0.0):
 
 def areas(lat, lon):
     """The area of every cell, in the order in which the grid is stored."""
-    rows = latitudes(lat)
+    rows = latitude_rows(lat)
     rings = np.diff(np.sin(np.deg2rad(rows.edges)))
-    return np.outer(rings[::-1] if rows.falling else rings, np.diff(longitudes(lon).edges))
+    return np.outer(rings[::-1] if rows.falling else rings, np.diff(longitude_rows(lon).edges))
 
 
 # -- against established regridders ------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_bytes_are_those_of_the_plan():
                 assert y.layout == way.out
                 with comm.count() as backward:
                     y.local.sum().backward()
-                every = comm.agree(mesh, (forward.received_bytes, backward.received_bytes))
+                every = comm.all_gather_object(mesh, (forward.received_bytes, backward.received_bytes))
                 assert sum(f for f, _ in every) == sum(b for _, b in every)
                 seen.add(len(way.summed))
     assert seen == {0, 1, 2}

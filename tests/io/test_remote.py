@@ -16,13 +16,13 @@ from remote_servers import nginx
 from toy_store import V2, held, layout, request, sample, write
 
 import jigsaw
-from jigsaw.io.cost import cost
-from jigsaw.io.engine import Engine
-from jigsaw.io.errors import FetchError, MissingArrayError, UnsupportedStoreError
-from jigsaw.io.fetch.objects import files_of_url
+from jigsaw.errors import FetchError, MissingArrayError, UnsupportedStoreError
+from jigsaw.io.chunks.read_cost import read_cost
+from jigsaw.io.chunks.remote_files import files_of_url
 from jigsaw.io.formats.zarr_group import open_zarr
-from jigsaw.io.plan import MODES, plan_read
-from jigsaw.io.request import Part, Request
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import PLAN_MODES, plan_read
+from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.layout import Layout
 from jigsaw.testing import run_on_ranks, world_mesh
 
@@ -109,8 +109,8 @@ def test_every_form_gives_its_values(stores, proxy, form):
 
 def two_levels(array):
     """Levels 2 and 5 of a step of the big store."""
-    parts = (Part(array, (((1, 0),), ((2, 0), (5, 1)), None, None), (0, 1, 2, 3)),)
-    return Request(layout(2, 1, (384, 384), {}), parts)
+    parts = (ReadPart(array, (((1, 0),), ((2, 0), (5, 1)), None, None), (0, 1, 2, 3)),)
+    return ReadRequest(layout(2, 1, (384, 384), {}), parts)
 
 
 CASES = {
@@ -124,7 +124,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_planned_is_what_is_asked_for(stores, proxy, case):
-    engine = Engine(open_zarr(at(proxy, case.removesuffix("-plain") if "big" in case else case)), None)
+    engine = ReadEngine(open_zarr(at(proxy, case.removesuffix("-plain") if "big" in case else case)), None)
     asked, arrays = CASES[case], engine.store.arrays
     try:
         proxy.clear()
@@ -154,7 +154,7 @@ def test_what_is_planned_is_what_is_asked_for(stores, proxy, case):
     assert engine.looked_up == plan.lookups
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PLAN_MODES)
 @pytest.mark.parametrize("name", ["v2-blosc", "sharded-default"])
 def test_the_cost_is_that_of_what_will_be_done(stores, proxy, name, mode):
     arrays = open_zarr(at(proxy, name)).arrays
@@ -164,7 +164,7 @@ def test_the_cost_is_that_of_what_will_be_done(stores, proxy, name, mode):
     total = plan.total
     stored = total.stored_bytes or total.decoded_bytes  # of unknown size
     done = total.requests, stored, total.decoded_bytes, total.sent_bytes, len(plan.shared)
-    assert plan.cost("air", mode) == pytest.approx(cost(arrays["air"], *done))
+    assert plan.cost("air", mode) == pytest.approx(read_cost(arrays["air"], *done))
     assert name == "v2-blosc" or total.requests < total.chunks
 
 
@@ -187,7 +187,7 @@ def test_less_than_a_chunk(stores, proxy, array):
 
 
 def test_many_requests_are_under_way(stores, proxy):
-    engine = Engine(open_zarr(at(proxy, "v2-blosc")), None)
+    engine = ReadEngine(open_zarr(at(proxy, "v2-blosc")), None)
     proxy.hold = 32  # nobody gets an answer before so many have asked
     proxy.clear()
     asked = request({}, steps=(0, 1, 2, 3))
@@ -201,13 +201,13 @@ def test_one_budget_for_what_is_fetched_and_what_is_decoded(stores, proxy, chunk
     """A chunk is being decoded, and what else the budget has room for is fetched: one at least."""
     store = open_zarr(at(proxy, "v2-blosc"))
     size = store.arrays["air"].chunk_bytes
-    engine = Engine(store, None, threads=1, budget=chunks * size)
+    engine = ReadEngine(store, None, threads=1, budget=chunks * size)
     proxy.hold = max(chunks - 1, 1)  # nobody gets an answer before so many have asked
     proxy.clear()
     try:
         times, levels = (tuple((i, i) for i in range(n)) for n in (4, 3))
-        alone = Part("air", (times, levels, None, None), (0, 1, 2, 3))
-        engine.read(plan_read(Request(layout(3, 4, (13, 10), {}), (alone,)), store.arrays))
+        alone = ReadPart("air", (times, levels, None, None), (0, 1, 2, 3))
+        engine.read(plan_read(ReadRequest(layout(3, 4, (13, 10), {}), (alone,)), store.arrays))
         assert proxy.most_at_once == max(chunks - 1, 1)
     finally:
         engine.close()
@@ -225,7 +225,7 @@ def test_a_missing_object_is_a_missing_chunk(tmp_path, tmp_path_factory):
             plan = plan_read(one_step(name, table.shape[1]), store.arrays)
             assert (plan.total.chunks, plan.total.stored) == (1, None)
             assert (plan.ask_sizes().total.requests, plan.total.chunks, plan.total.stored) == (1, 0, 0)
-            engine = Engine(store, None)
+            engine = ReadEngine(store, None)
             assert engine.read(plan).ravel().tolist() == [9] * table.shape[1]
             assert (engine.stats,) == plan.rows
             engine.close()
@@ -240,8 +240,8 @@ def test_a_missing_object_is_a_missing_chunk(tmp_path, tmp_path_factory):
 
 
 def one_step(array, size):
-    parts = (Part(array, (((0, 0),), None), (0, 3), at=((1, 0), (2, 0))),)
-    return Request(Layout.of((1, 1, 1, size), (None, None, "lat", "lon"), {}), parts)
+    parts = (ReadPart(array, (((0, 0),), None), (0, 3), at=((1, 0), (2, 0))),)
+    return ReadRequest(Layout.of((1, 1, 1, size), (None, None, "lat", "lon"), {}), parts)
 
 
 # -- opening ---------------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_an_object_that_changes_is_refused(tmp_path, tmp_path_factory):
         table.load((0, 0, 0, 0), room)
         shard = tmp_path / "sharded-default.zarr/air/c/0/0/0/0"
         shard.write_bytes(bytes(100) + shard.read_bytes())
-        with pytest.raises(jigsaw.io.errors.CorruptChunkError, match="changed since it was first read"):
+        with pytest.raises(jigsaw.errors.CorruptChunkError, match="changed since it was first read"):
             table.load((1, 0, 0, 0), room)
 
 
@@ -406,7 +406,7 @@ PART = tuple(((a, b),) for a, b in ((0, 1), (2, 3), (100, 300), (0, 384)))
 
 def body_of_ranks(url, values, mode):
     axes = {"lat": 2}
-    engine = Engine(open_zarr(url, QUICK), world_mesh(**axes))
+    engine = ReadEngine(open_zarr(url, QUICK), world_mesh(**axes))
     try:
         asked = request(axes, halo=2)
         plan = engine.plan(lambda: plan_read(asked, engine.store.arrays, mode))

@@ -14,11 +14,11 @@ from toy_store import request, write
 from zarr.core.buffer.cpu import Buffer
 from zarr.storage import FsspecStore, MemoryStore, ObjectStore, ZipStore
 
-from jigsaw.io.engine import Engine
-from jigsaw.io.errors import FetchError, UnsupportedStoreError
-from jigsaw.io.fetch.objects import files_of_url
+from jigsaw.errors import FetchError, UnsupportedStoreError
+from jigsaw.io.chunks.remote_files import files_of_url
 from jigsaw.io.formats.zarr_group import open_zarr
-from jigsaw.io.plan import plan_read
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import plan_read
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_a_bucket_is_listed_and_read(bucket, name):
     proxy, options, values = bucket
     store = open_zarr(f"s3://tests/d/{name}.zarr", options)
     assert set(store.arrays) == set(values[name]) and store.url == f"s3://tests/d/{name}.zarr"
-    engine = Engine(store, None)
+    engine = ReadEngine(store, None)
     asked = request({}, halo=1)
     proxy.clear()
     plan = plan_read(asked, store.arrays)
@@ -133,7 +133,7 @@ def test_other_stores_give_the_same(tmp_path, made, form):
     for name, x in values.items():
         np.testing.assert_array_equal(read_all(store.arrays[name]), x)
         assert store.arrays[name].far
-    engine = Engine(store, None)
+    engine = ReadEngine(store, None)
     asked = request({}, halo=1)
     plan = plan_read(asked, store.arrays)
     np.testing.assert_allclose(engine.read(plan), expected(values, asked), rtol=2e-6)

@@ -10,8 +10,8 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.io.errors import FieldError, PeerError
-from jigsaw.io.volumes.sliding import sliding_window
+from jigsaw.errors import FieldError, PeerError
+from jigsaw.sliding import sliding_window
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 MESHES = [{"z": 1}, {"z": 2}, {"z": 4}, {"z": 2, "y": 2}, {"data": 2, "x": 2}]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jigsaw
-from jigsaw.io.errors import GridError, ReadError, UnsupportedStoreError
-from jigsaw.io.formats.array_source import ArraySource, SourceArray, claims, open_source
+from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
+from jigsaw.io.formats.array_source import ArraySource, SourceArray, claims, open_array_source
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 DOC = (Path(__file__).parents[2] / "docs" / "sources.md").read_text()
@@ -88,7 +88,7 @@ def expected(source, steps):
 def test_samples_are_what_the_source_has(chunks):
     source = Memory(chunks)
     assert claims(source) and isinstance(source, ArraySource)
-    ds = jigsaw.io.open(open_source(source), mesh=world_mesh(lat=1), fields=FIELDS, inputs=[-1, 0], targets=[1])
+    ds = jigsaw.io.open(open_array_source(source), mesh=world_mesh(lat=1), fields=FIELDS, inputs=[-1, 0], targets=[1])
     for i in (0, 3, 7):
         np.testing.assert_array_equal(ds[i].input.full_tensor().numpy(), expected(source, slice(i, i + 2)))
         np.testing.assert_array_equal(ds[i].target.full_tensor().numpy(), expected(source, slice(i + 2, i + 3)))
@@ -97,7 +97,7 @@ def test_samples_are_what_the_source_has(chunks):
 
 def test_chunks_are_asked_for_whole_and_once():
     source = Memory(CHUNKS)
-    ds = jigsaw.io.open(open_source(source), mesh=world_mesh(lat=1), fields=["t2m"], inputs=[0, 1, 2])
+    ds = jigsaw.io.open(open_array_source(source), mesh=world_mesh(lat=1), fields=["t2m"], inputs=[0, 1, 2])
     source.asked.clear()
     ds[1]
     rows = [((t, t + 2), (a, min(a + 5, 13)), (0, 16)) for t in (0, 2) for a in (0, 5, 10)]
@@ -116,7 +116,7 @@ def test_without_chunks_only_the_needed_rows_are_asked_for():
             return np.zeros([b - a for a, b in box], "f4")
 
     asked = []
-    store = open_source(Wide())
+    store = open_array_source(Wide())
     ds = jigsaw.io.open(store, mesh={"lat": 4}, fields=["a"], spec={"lat": "lat"}, mode="independent")
     assert [row.decoded_bytes for row in ds.plan(0).rows] == [128 * 1024 * 4] * 4
     table = store.arrays["a"]
@@ -130,7 +130,7 @@ def test_ranks_share_what_is_read():
     source = Memory(CHUNKS)
     mesh = world_mesh(lat=2)
     more = {"halo": 1, "boundary": {"lon": "periodic"}, "mode": "cooperative"}
-    ds = jigsaw.io.open(open_source(source), mesh=mesh, fields=FIELDS, inputs=[0, 1], targets=[2], **more)
+    ds = jigsaw.io.open(open_array_source(source), mesh=mesh, fields=FIELDS, inputs=[0, 1], targets=[2], **more)
     np.testing.assert_array_equal(ds[2].input.full_tensor().numpy(), expected(source, slice(2, 4)))
     planned = ds.plan(2).rows[mesh.get_rank()]
     assert ds._engine.stats == planned and planned.fallback == len(source.asked) > 0
@@ -146,7 +146,7 @@ def test_ranks_share_what_is_read():
 
 def _reads(name):
     source = Memory(CHUNKS, globals()[name] if world_mesh(lat=2).get_rank() == 1 else None)
-    ds = jigsaw.io.open(open_source(source), mesh=world_mesh(lat=2), fields=["t2m"], mode="cooperative", halo=1)
+    ds = jigsaw.io.open(open_array_source(source), mesh=world_mesh(lat=2), fields=["t2m"], mode="cooperative", halo=1)
     try:
         ds[0]
     except ReadError as e:
@@ -172,7 +172,7 @@ def test_what_goes_wrong_on_one_rank_is_known_to_all(wrong, match):
 
 def test_a_source_pickles_as_it_is():
     again = pickle.loads(pickle.dumps(Memory(CHUNKS)))
-    ds = jigsaw.io.open(open_source(again), mesh=world_mesh(lat=1), fields=FIELDS)
+    ds = jigsaw.io.open(open_array_source(again), mesh=world_mesh(lat=1), fields=FIELDS)
     np.testing.assert_array_equal(ds[4].input.full_tensor().numpy(), expected(again, slice(4, 5)))
 
 
@@ -186,7 +186,7 @@ def test_read_is_called_by_several_threads():
                 both.wait()
             return super().read(array, box)
 
-    ds = jigsaw.io.open(open_source(Slow(CHUNKS)), mesh=world_mesh(lat=1), fields=["t2m"], inputs=[0, 2])
+    ds = jigsaw.io.open(open_array_source(Slow(CHUNKS)), mesh=world_mesh(lat=1), fields=["t2m"], inputs=[0, 2])
     engine = ds.new_engine(threads=2)
     engine.read(ds.plan(0))
     engine.close()
@@ -212,7 +212,7 @@ def test_descriptions_that_do_not_fit(change, kind, match):
     source = Memory()
     vars(source).update(change)
     with pytest.raises(kind, match=match):
-        open_source(source)
+        open_array_source(source)
 
 
 def test_what_is_no_source():

@@ -7,8 +7,8 @@ from globe_store import globe
 from test_choices import forecasts
 
 import jigsaw
-from jigsaw.io.errors import WindowError
-from jigsaw.io.splits import split
+from jigsaw.errors import WindowError
+from jigsaw.io.datasets.splits import split
 from jigsaw.testing import world_mesh
 
 WINDOW = {"inputs": ["-6h", "0h"], "targets": [1, 2]}

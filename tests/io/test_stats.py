@@ -11,10 +11,10 @@ from globe_store import globe, stacked, write
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.io.errors import FieldError, GridError, StateError
-from jigsaw.io.stats.moments import Moments
-from jigsaw.io.stats.run import statistics
-from jigsaw.io.stats.series import area
+from jigsaw.errors import FieldError, GridError, StateError
+from jigsaw.io.stats.compute import statistics
+from jigsaw.io.stats.moments import ChannelMoments
+from jigsaw.io.stats.step_series import area_weights
 from jigsaw.testing import on_ranks, world_mesh
 
 LONG = ["geopotential@500", "2m_temperature", "land_sea_mask", "temperature@850"]
@@ -68,7 +68,7 @@ def check(found, want):
 def on_mesh(path, axes, **more):
     mesh = world_mesh(**axes)
     found = statistics(opened(path, mesh, **{k: more.pop(k) for k in ("time", "halo", "every") if k in more}), **more)
-    everybody = comm.agree(mesh, found.columns)
+    everybody = comm.all_gather_object(mesh, found.columns)
     for other in everybody:
         for name, values in other.items():
             np.testing.assert_array_equal(values, found.columns[name])
@@ -131,7 +131,9 @@ def test_only_the_last_tile_of_a_block_travels(wb2):
 def test_every_step_is_read_once(wb2, monkeypatch):
     loaders = []
     real = jigsaw.io.DataLoader
-    monkeypatch.setattr("jigsaw.io.stats.tiles.DataLoader", lambda *a, **k: loaders.append(real(*a, **k)) or loaders[0])
+    monkeypatch.setattr(
+        "jigsaw.io.stats.mesh_blocks.DataLoader", lambda *a, **k: loaders.append(real(*a, **k)) or loaders[0]
+    )
     ds = opened(wb2, world_mesh(lat=1), ["geopotential@500", "2m_temperature"])
     statistics(ds, block=3)
     assert loaders[0].bytes_read == ds.plan(range(10)).total.stored_bytes > 0
@@ -141,7 +143,7 @@ def test_area_weights_are_the_cells_of_the_sphere(tiled):
     rows = np.linspace(90, -90, 13)
     edges = np.clip(np.concatenate([rows + 7.5, [-90]]), -90, 90)
     cells = -np.diff(np.sin(np.deg2rad(edges)))
-    np.testing.assert_allclose(area(rows), cells / cells.mean(), rtol=1e-12)
+    np.testing.assert_allclose(area_weights(rows), cells / cells.mean(), rtol=1e-12)
     want = expected(stacked(tiled, LONG), weights=cells / cells.mean())
     check(on_mesh(tiled, {"lat": 1}, weights="area", block=3), want)
 
@@ -151,12 +153,12 @@ def test_the_outer_rows_of_a_gaussian_grid_reach_the_poles():
     middle = np.sin(np.deg2rad((lat[1:] + lat[:-1]) / 2))
     cells = np.diff([-1, *middle, 1])
     for rows, want in ((lat, cells), (lat[::-1], cells[::-1])):
-        np.testing.assert_allclose(area(rows), want / want.mean(), rtol=1e-12)
+        np.testing.assert_allclose(area_weights(rows), want / want.mean(), rtol=1e-12)
 
 
 @on_ranks(4)
 def test_area_weights_on_tiles(holed):
-    want = expected(stacked(holed, LONG), weights=area(np.linspace(90, -90, 13)))
+    want = expected(stacked(holed, LONG), weights=area_weights(np.linspace(90, -90, 13)))
     check(on_mesh(holed, {"lat": 2, "lon": 2}, weights="area", block=3), want)
 
 
@@ -179,8 +181,8 @@ def test_tiles_of_many_pieces(weighted):
     whole[0, 1, 100:250] = np.nan  # whole pieces
     rows = r.uniform(0.1, 2, 300) if weighted else None
     weights = None if rows is None else np.repeat(rows[:, None], 500, axis=1)
-    found, want = Moments.of(whole[0], weights).summary(), _of(whole.astype("f8"), rows)
-    apart = Moments.of(whole[0], weights, minus=whole[0][:, ::-1]).summary()
+    found, want = ChannelMoments.of(whole[0], weights).summary(), _of(whole.astype("f8"), rows)
+    apart = ChannelMoments.of(whole[0], weights, minus=whole[0][:, ::-1]).summary()
     for got, by_numpy in ((found, want), (apart, _of((whole - whole[:, :, ::-1].astype("f8")), rows))):
         for name, values in by_numpy.items():
             np.testing.assert_allclose(got[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
@@ -199,14 +201,14 @@ def test_what_never_varies_has_no_deviation():
     steps = [np.full((1, 40, 50), 101325.7)] * 3
     weights = np.linspace(0.1, 1.3, 2000).reshape(40, 50)
     for chosen in (None, weights):
-        found = Moments.nothing(1).add(Moments.of(x, chosen) for x in steps).summary()
+        found = ChannelMoments.nothing(1).add(ChannelMoments.of(x, chosen) for x in steps).summary()
         assert (found["mean"][0], found["std"][0]) == (101325.7, 0.0)
 
 
 def test_large_offsets_do_not_cancel():
     r = np.random.default_rng(0)
     values = 1e9 + r.normal(size=(20, 1, 50))
-    whole = Moments.nothing(1).add(Moments.of(tile) for tile in values)
+    whole = ChannelMoments.nothing(1).add(ChannelMoments.of(tile) for tile in values)
     np.testing.assert_allclose(whole.summary()["std"], values.std(), rtol=1e-7)
 
 
@@ -215,7 +217,7 @@ def test_large_offsets_do_not_cancel():
 KILLED = """
 import os, signal, sys
 import jigsaw
-from jigsaw.io.stats.run import statistics
+from jigsaw.io.stats.compute import statistics
 
 def report(done, steps):
     if done == 6:

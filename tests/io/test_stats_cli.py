@@ -13,9 +13,9 @@ from globe_store import globe, stacked, truth, write
 
 import jigsaw
 from jigsaw.__main__ import main
-from jigsaw.io.errors import CorruptChunkError, FieldError
-from jigsaw.io.stats.run import statistics
-from jigsaw.io.stats.table import Statistics
+from jigsaw.errors import CorruptChunkError, FieldError
+from jigsaw.io.series.statistics import Statistics
+from jigsaw.io.stats.compute import statistics
 from jigsaw.testing import world_mesh
 
 FIELDS = ["z500", "t2m", "land_sea_mask"]

@@ -8,8 +8,8 @@ import xarray as xr
 from globe_store import globe, stacked
 
 import jigsaw
-from jigsaw.io.errors import FieldError
-from jigsaw.io.stats.table import NAMES, Statistics
+from jigsaw.errors import FieldError
+from jigsaw.io.series.statistics import ALL_STATISTICS, Statistics
 from jigsaw.testing import world_mesh
 
 FIELDS = ["z500", "t2m", "temperature@850"]
@@ -28,7 +28,7 @@ def wanted(path, mean=MEAN, std=STD):
 
 def some(fields=("geopotential@500", "2m_temperature", "temperature@850", "w@500")):
     r = np.random.default_rng(0)
-    columns = {name: r.normal(5, 1, len(fields)) for name in NAMES}
+    columns = {name: r.normal(5, 1, len(fields)) for name in ALL_STATISTICS}
     columns["mean"][:3], columns["std"][:3] = MEAN, STD
     columns["diff_std"][3] = np.nan
     return Statistics(tuple(fields), columns, {"steps": 10, "store": "a store", "weights": "none"})
@@ -44,7 +44,7 @@ def test_what_is_written_is_read_again(wb2, tmp_path, suffix):
     assert dict(found.attrs) == dict(some().attrs)
     for name, values in some().columns.items():
         np.testing.assert_array_equal(found.columns[name], values)
-    assert found["w@500"].keys() == set(NAMES) and list(found) == list(some().fields)
+    assert found["w@500"].keys() == set(ALL_STATISTICS) and list(found) == list(some().fields)
     for normalize in (str(path), path, found):
         np.testing.assert_allclose(normalised(wb2, normalize), wanted(wb2), rtol=1e-6, atol=1e-6)
 

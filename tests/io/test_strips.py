@@ -6,27 +6,27 @@ import zarr
 from numcodecs import Blosc
 from toy_store import request, write
 
-from jigsaw.io import strips as strips_module
-from jigsaw.io.boundary import Boundary
-from jigsaw.io.engine import Engine
-from jigsaw.io.errors import CorruptChunkError, NaNError
-from jigsaw.io.plan import plan_read
-from jigsaw.io.request import Part, Request
-from jigsaw.io.store import open_store
-from jigsaw.io.strips import strips
+from jigsaw.errors import CorruptChunkError, NaNError
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading import strips as strips_module
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import plan_read
+from jigsaw.io.reading.strips import strips_of_rank
+from jigsaw.io.series.boundary import DimBoundary
+from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.layout import Layout
 
 
 def both_ways(path, asked, monkeypatch):
     """What a request gives with strips and with every chunk by itself, and the strips."""
-    engine = Engine(open_store(path), None)
+    engine = ReadEngine(open_store(path), None)
     try:
         plan = plan_read(asked, engine.store.arrays)
-        joined = [strip for strip in strips(plan, 0) if strip.box]
+        joined = [strip for strip in strips_of_rank(plan, 0) if strip.box]
         found = engine.read(plan).copy()
         with monkeypatch.context() as patch:
-            patch.setattr(strips_module, "SMALL", 0)
-            assert all(not strip.box and len(strip.chunks) == 1 for strip in strips(plan, 0))
+            patch.setattr(strips_module, "LARGEST_STRIP_CHUNK", 0)
+            assert all(not strip.box and len(strip.chunks) == 1 for strip in strips_of_rank(plan, 0))
             return found, engine.read(plan), joined
     finally:
         engine.close()
@@ -63,8 +63,8 @@ def row_of_chunks(path, values, **how):
         "x", shape=values.shape, chunks=(1, 2, 5, 4), dtype=values.dtype, compressors=Blosc(), **how
     )
     array[...] = values
-    channels = Part("x", (((0, 0),), ((0, 0), (1, 1)), None, None), (0, 1, 2, 3))
-    return array, Request(Layout.of((1, 2, 5, 12), (None, None, "lat", "lon"), {}), (channels,))
+    channels = ReadPart("x", (((0, 0),), ((0, 0), (1, 1)), None, None), (0, 1, 2, 3))
+    return array, ReadRequest(Layout.of((1, 2, 5, 12), (None, None, "lat", "lon"), {}), (channels,))
 
 
 def test_packed_integers_and_those_that_mean_missing(tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_packed_integers_and_those_that_mean_missing(tmp_path, monkeypatch):
 
 def test_a_channel_that_is_not_shifted_keeps_its_negative_zeros(tmp_path, monkeypatch):
     _, asked = row_of_chunks(tmp_path, np.full((1, 2, 5, 12), -0.0, "f4"))
-    shifted = Request(asked.layout, asked.parts, scale=(1.0, 2.0), offset=(0.0, 1.0))
+    shifted = ReadRequest(asked.layout, asked.parts, scale=(1.0, 2.0), offset=(0.0, 1.0))
     joined, alone, _ = both_ways(tmp_path, shifted, monkeypatch)
     assert joined.tobytes() == alone.tobytes()
     assert np.signbit(joined[0, 0]).all()
@@ -90,8 +90,8 @@ def test_rows_that_are_held_twice_are_scaled_once(tmp_path, monkeypatch, rule):
     values = np.arange(120, dtype="f4").reshape(1, 2, 5, 12)
     _, asked = row_of_chunks(tmp_path, values)
     rows = asked.layout.dim(2)[0].with_beyond(2, 1)
-    way = {"boundary": (Boundary(rule), Boundary())} | FACTORS["scaled"]
-    held = Request(asked.layout.replace_dim(2, rows), asked.parts, **{k: v[:2] for k, v in way.items()})
+    way = {"boundary": (DimBoundary(rule), DimBoundary())} | FACTORS["scaled"]
+    held = ReadRequest(asked.layout.replace_dim(2, rows), asked.parts, **{k: v[:2] for k, v in way.items()})
     joined, alone, _ = both_ways(tmp_path, held, monkeypatch)
     assert joined.tobytes() == alone.tobytes()
     factors = np.array([2.0, 0.5], "f4")[:, None, None], np.array([1.0, 0.0], "f4")[:, None, None]
@@ -104,8 +104,8 @@ def test_rows_that_are_held_twice_are_scaled_once(tmp_path, monkeypatch, rule):
 def test_a_level_in_two_channels_is_scaled_for_each(tmp_path, monkeypatch):
     values = np.arange(120, dtype="i2").reshape(1, 2, 5, 12)
     _, asked = row_of_chunks(tmp_path, values)
-    twice = Part("x", (((0, 0),), ((1, 0), (1, 1)), None, None), (0, 1, 2, 3))
-    joined, alone, _ = both_ways(tmp_path, Request(asked.layout, (twice,), scale=(2.0, 3.0)), monkeypatch)
+    twice = ReadPart("x", (((0, 0),), ((1, 0), (1, 1)), None, None), (0, 1, 2, 3))
+    joined, alone, _ = both_ways(tmp_path, ReadRequest(asked.layout, (twice,), scale=(2.0, 3.0)), monkeypatch)
     assert joined.tobytes() == alone.tobytes()
     np.testing.assert_array_equal(joined, values[:, [1, 1]] * np.array([2.0, 3.0], "f4")[:, None, None])
 
@@ -123,10 +123,10 @@ def test_an_error_names_its_chunk_of_a_strip(tmp_path, bad):
     values = np.ones((1, 2, 5, 12), "f4")
     values[0, 1, 3, 4 * bad + 1] = np.nan
     _, asked = row_of_chunks(tmp_path, values)
-    engine = Engine(open_store(tmp_path), None)
+    engine = ReadEngine(open_store(tmp_path), None)
     try:
         with pytest.raises(NaNError, match=rf"chunk \(0, 0, 0, {bad}\)"):
-            engine.read(plan_read(Request(asked.layout, asked.parts, nan="raise"), engine.store.arrays))
+            engine.read(plan_read(ReadRequest(asked.layout, asked.parts, nan="raise"), engine.store.arrays))
         chunk = tmp_path / "x" / f"0.0.0.{bad}"
         chunk.write_bytes(chunk.read_bytes()[:4] + b"\xff" + chunk.read_bytes()[5:])
         with pytest.raises(CorruptChunkError, match=rf"chunk \(0, 0, 0, {bad}\)"):

@@ -15,8 +15,8 @@ from toy_store import FORMS, SLOW, write
 from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 
 import jigsaw
-from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
-from jigsaw.io.store import open_store
+from jigsaw.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.formats.store import open_store
 
 
 @pytest.fixture(params=FORMS, ids="-".join)

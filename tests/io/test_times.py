@@ -6,8 +6,8 @@ import cftime
 import numpy as np
 import pytest
 
-from jigsaw.io.errors import GridError, UnsupportedStoreError, WindowError
-from jigsaw.io.times import decode_times
+from jigsaw.errors import GridError, UnsupportedStoreError, WindowError
+from jigsaw.io.series.times import decode_times
 
 
 @pytest.mark.parametrize(

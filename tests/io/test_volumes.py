@@ -13,7 +13,7 @@ import torch
 from volume_store import AFFINE, image, label, ome, pairs, write
 
 import jigsaw
-from jigsaw.io.errors import (
+from jigsaw.errors import (
     CorruptChunkError,
     FieldError,
     GridError,
@@ -24,11 +24,11 @@ from jigsaw.io.errors import (
     UnsupportedStoreError,
 )
 from jigsaw.io.formats.nifti import open_nifti
-from jigsaw.io.formats.ome import multiscale
-from jigsaw.io.store import open_store
+from jigsaw.io.formats.ome import multiscale_level
+from jigsaw.io.formats.store import open_store
 from jigsaw.io.volumes.foreground import Foreground
-from jigsaw.io.volumes.loader import VolumeLoader
-from jigsaw.io.volumes.opening import open_volumes
+from jigsaw.io.volumes.open_volumes import open_volumes
+from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 MESHES = [{"z": 1}, {"z": 2}, {"data": 2, "y": 2}, {"z": 2, "x": 2}, {"z": 4}]
@@ -273,7 +273,7 @@ def test_levels_of_an_ome_zarr_image_lie_where_its_metadata_say(tmp_path, versio
         z, y, x = sample.origin
         corner = [(30 + x * 0.25 * factor) * 10, (20 + y * 0.5 * factor) * 10, (10 + z * 2) * 10]
         np.testing.assert_allclose(sample.affine[:3, 3], corner)
-        store = multiscale(open_store(path), level)
+        store = multiscale_level(open_store(path), level)
         np.testing.assert_allclose(store.read_small("y"), (20 + np.arange(12 // factor) * 0.5 * factor) * 10)
         assert store.arrays["x"].attrs == {"axis": "X", "units": "micrometer"}
         assert store.arrays[f"s{level}"].dims == ("c", "z", "y", "x")
@@ -296,7 +296,7 @@ def test_axes_of_several_units_have_one_world(tmp_path):
     sample = open_volumes([path], mesh=world_mesh(z=1), crop=(6, 12, 10))[0]
     assert sample.spacing == pytest.approx((0.02, 5000.0, 2.5))
     np.testing.assert_allclose(sample.affine[:3, 3], (300.0, 200_000.0, 0.1))
-    image_of = multiscale(open_store(path))
+    image_of = multiscale_level(open_store(path))
     np.testing.assert_allclose(image_of.read_small("z"), 0.1 + np.arange(6) * 0.02)
     assert {image_of.arrays[a].attrs["units"] for a in "zyx"} == {image_of.arrays["s0"].attrs["space_units"]}
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jigsaw.io.errors import WindowError
-from jigsaw.io.times import decode_times
-from jigsaw.io.windows import anchors, offsets
+from jigsaw.errors import WindowError
+from jigsaw.io.series.times import decode_times
+from jigsaw.io.series.windows import window_anchors, window_offsets
 
 
 def by_hand(start, stop, window, breaks):
@@ -32,13 +32,13 @@ def test_anchors_are_those_found_by_hand(start, length, inputs, targets, breaks)
     want = by_hand(start, start + length, [*inputs, *targets], breaks)
     if not want:
         with pytest.raises(WindowError):
-            anchors(start, start + length, inputs, targets, breaks)
+            window_anchors(start, start + length, inputs, targets, breaks)
     else:
-        assert anchors(start, start + length, inputs, targets, sorted(breaks)).tolist() == want
+        assert window_anchors(start, start + length, inputs, targets, sorted(breaks)).tolist() == want
 
 
 def test_a_window_ends_before_a_gap_and_begins_after_it():
-    assert anchors(0, 8, [-1, 0], [1], breaks=[3]).tolist() == [1, 2, 5, 6]
+    assert window_anchors(0, 8, [-1, 0], [1], breaks=[3]).tolist() == [1, 2, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_window_ends_before_a_gap_and_begins_after_it():
 )
 def test_windows_that_the_series_cannot_give(stop, inputs, targets, breaks, match):
     with pytest.raises(WindowError, match=match):
-        anchors(0, stop, list(inputs), targets, breaks)
+        window_anchors(0, stop, list(inputs), targets, breaks)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_windows_that_the_series_cannot_give(stop, inputs, targets, breaks, matc
 )
 def test_offsets_are_checked(given_, match):
     with pytest.raises(WindowError, match=f"inputs=.*{match}"):
-        offsets("inputs", given_)
+        window_offsets("inputs", given_)
 
 
 def test_offsets_may_be_durations_along_an_axis():
     axis = decode_times(np.arange(0, 48, 6), {"units": "hours since 2000-01-01"})
-    assert offsets("inputs", ["-12h", -1, "0h", timedelta(hours=6)], axis) == (-2, -1, 0, 1)
+    assert window_offsets("inputs", ["-12h", -1, "0h", timedelta(hours=6)], axis) == (-2, -1, 0, 1)
     with pytest.raises(WindowError, match=r"targets=\[1, '6h'\] names a step twice"):
-        offsets("targets", [1, "6h"], axis)
+        window_offsets("targets", [1, "6h"], axis)

@@ -22,7 +22,7 @@ from zarr.codecs import BloscCodec
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.io.errors import FieldError, GridError, WriteError
+from jigsaw.errors import FieldError, GridError, WriteError
 from jigsaw.io.writing.write import Writer, completeness, write
 from jigsaw.layout import ShardingError
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
@@ -142,7 +142,7 @@ def test_only_what_crosses_is_sent(tmp_path):
     for name, chunks in chunkings.items():
         with comm.count() as count:
             write(tmp_path / f"{name}.zarr", {"u": tile}, dims=dims, chunks=chunks)
-        counts[name] = [int(n) for n in comm.agree(mesh, sent(count))]
+        counts[name] = [int(n) for n in comm.all_gather_object(mesh, sent(count))]
         np.testing.assert_array_equal(opened(tmp_path / f"{name}.zarr").u.values, x.numpy())
     assert counts["aligned"] == [0, 0, 0, 0]
     # rows 5 of 4 steps x 5 columns x 4 bytes: 5..9 has one row above the cut at 6, 10..11 none

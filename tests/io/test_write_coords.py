@@ -12,7 +12,7 @@ from globe_store import globe
 from globe_store import write as write_globe
 
 import jigsaw
-from jigsaw.io.errors import GridError, WriteError
+from jigsaw.errors import GridError, WriteError
 from jigsaw.io.writing.write import Writer, write
 from jigsaw.testing import run_on_ranks, world_mesh
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jigsaw.io.writing.pieces import Target, plan_pieces, rounds, volume
+from jigsaw.io.writing.write_units import WriteTarget, box_volume, plan_units, write_rounds
 from jigsaw.layout import Layout
 
 AXES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}, {"data": 2, "lat": 2}, {"lat": 2, "m": 2}]
@@ -38,9 +38,9 @@ def test_every_element_is_written_once(axes, runs, phase):
     layout = Layout.of(SHAPE, SPEC, axes)
     channel, taken = RUNS[runs]
     levels = {"none": 4, "levels": 3, "one": 1}[runs]
-    target = Target((3, levels, 13, 10), (2, 2, 4, 3), channel, taken)
+    target = WriteTarget((3, levels, 13, 10), (2, 2, 4, 3), channel, taken)
     x = np.arange(np.prod(SHAPE), dtype="f8").reshape(SHAPE)
-    units = plan_pieces(layout, target, (phase, 0, 0, 0))
+    units = plan_units(layout, target, (phase, 0, 0, 0))
     wanted = np.full((4, levels + 1, 14, 11), np.nan)
     for first, end, level in taken or ((0, 4, 0),):
         wanted[phase : phase + 3, level : level + end - first, :13, :10] = x[:, first:end]
@@ -50,23 +50,23 @@ def test_every_element_is_written_once(axes, runs, phase):
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_writers_own_at_least_half_of_what_the_first_owner_owns(axes):
     layout = Layout.of(SHAPE, SPEC, axes)
-    for unit in plan_pieces(layout, Target(SHAPE, (1, 4, 5, 10)), (0, 0, 0, 0)):
+    for unit in plan_units(layout, WriteTarget(SHAPE, (1, 4, 5, 10)), (0, 0, 0, 0)):
         owned = {}
         for at, coord in enumerate(layout.coords()):
             boxes = zip(layout.owned(coord), unit.box, strict=True)
-            owned[at] = volume(tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in boxes))
+            owned[at] = box_volume(tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in boxes))
         assert 2 * owned[unit.writer] >= max(owned.values())
 
 
 def test_chunks_of_the_whole_globe_are_shared_out():
     layout = Layout.of((8, 1, 13, 10), SPEC, {"lat": 2, "lon": 2})
-    units = plan_pieces(layout, Target((8, 1, 13, 10), (1, 1, 13, 10)), (0, 0, 0, 0))
+    units = plan_units(layout, WriteTarget((8, 1, 13, 10), (1, 1, 13, 10)), (0, 0, 0, 0))
     assert sorted(u.writer for u in units) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_replicas_share_the_work_and_send_nothing():
     layout = Layout.of(SHAPE, SPEC, {"lat": 2, "m": 2})
-    units = plan_pieces(layout, Target(SHAPE, (1, 4, 7, 10)), (0, 0, 0, 0))
+    units = plan_units(layout, WriteTarget(SHAPE, (1, 4, 7, 10)), (0, 0, 0, 0))
     assert {u.writer for u in units} == {0, 1, 2, 3}
     crossing = [p for u in units for p in u.parts if p.giver != u.writer]
     assert not crossing
@@ -74,9 +74,9 @@ def test_replicas_share_the_work_and_send_nothing():
 
 def test_one_writer_takes_everything_a_budget_at_a_time():
     layout = Layout.of(SHAPE, SPEC, {"lat": 3})
-    units = plan_pieces(layout, Target(SHAPE, (1, 2, 4, 10)), (0, 0, 0, 0), (0,))
-    batches = list(rounds(units, 200))
+    units = plan_units(layout, WriteTarget(SHAPE, (1, 2, 4, 10)), (0, 0, 0, 0), (0,))
+    batches = list(write_rounds(units, 200))
     assert {u.writer for u in units} == {0}
     assert tuple(u for b in batches for u in b) == units
     assert all(sum(u.size for u in b) <= 200 for b in batches) and len(batches) > 5
-    assert all(len(b) == 1 for b in rounds(units, 1))
+    assert all(len(b) == 1 for b in write_rounds(units, 1))

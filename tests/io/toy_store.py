@@ -5,7 +5,7 @@ import zarr
 from numcodecs import LZ4, Blosc, Delta, GZip, Zlib, Zstd
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, TransposeCodec, ZstdCodec
 
-from jigsaw.io.request import Part, Request
+from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.layout import Layout
 
 V2 = {
@@ -84,11 +84,11 @@ def request(axes, rows=(13, 10), halo=0, steps=(1, 3), levels=(0, 2), **more):
     times = tuple((step, i) for i, step in enumerate(steps))
     n = len(levels)
     parts = (
-        Part("air", (times, tuple((k, c) for c, k in enumerate(levels)), None, None), (0, 1, 2, 3)),
-        Part("t2m", (times, None, None), (0, 2, 3), at=((1, n),)),
-        *(Part("mask", (None, None), (2, 3), at=((0, i), (1, n + 1))) for i in range(len(steps))),
+        ReadPart("air", (times, tuple((k, c) for c, k in enumerate(levels)), None, None), (0, 1, 2, 3)),
+        ReadPart("t2m", (times, None, None), (0, 2, 3), at=((1, n),)),
+        *(ReadPart("mask", (None, None), (2, 3), at=((0, i), (1, n + 1))) for i in range(len(steps))),
     )
-    return Request(layout(n + 2, len(steps), rows, axes, halo), parts, **more)
+    return ReadRequest(layout(n + 2, len(steps), rows, axes, halo), parts, **more)
 
 
 def sample(values, steps=(1, 3), levels=(0, 2)):

@@ -8,7 +8,7 @@ from torch import nn
 
 from jigsaw import comm
 from jigsaw.layout import ShardingError
-from jigsaw.nn.mixing import Mix, mix
+from jigsaw.nn.mixing import Mix, mix_tokens
 from jigsaw.nn.weights import cut_parameter
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile import Tile, shard
@@ -56,12 +56,12 @@ def test_a_mixer_on_a_channel_mesh():
 
 
 def _along_lat(x, w, b):
-    return mix(x, w, b, dims=-2) if isinstance(x, Tile) else (w @ x) + b[:, None]
+    return mix_tokens(x, w, b, dims=-2) if isinstance(x, Tile) else (w @ x) + b[:, None]
 
 
 def _along_both(x, w, b):
     if isinstance(x, Tile):
-        return mix(x, w, b, dims=(-2, -1))
+        return mix_tokens(x, w, b, dims=(-2, -1))
     return (x.flatten(-2) @ w.t() + b).unflatten(-1, x.shape[-2:])
 
 
@@ -80,11 +80,11 @@ def test_along_two_spatial_dims():
 def _layouts():
     mesh = world_mesh(lat=2, lon=2)
     x = shard(torch.randn(2, 3, 7, 10), mesh, GRID)
-    y = mix(x, torch.randn(70, 70), dims=(2, 3))
+    y = mix_tokens(x, torch.randn(70, 70), dims=(2, 3))
     assert y.layout == x.layout
-    y = mix(x, torch.randn(7, 7), dims=2)
+    y = mix_tokens(x, torch.randn(7, 7), dims=2)
     assert y.layout == x.layout
-    y = mix(x, torch.randn(9, 70), dims=(2, 3))
+    y = mix_tokens(x, torch.randn(9, 70), dims=(2, 3))
     assert y.shape == (2, 3, 9)
     assert y.layout.dim_axes(2) == ("lat", "lon")
 
@@ -166,7 +166,7 @@ def _bytes(tokens, out):
     x.local.requires_grad_()
     weight = torch.randn(out, h * w, requires_grad=True)
     with comm.count() as forward:
-        y = mix(x, weight, dims=(-2, -1))
+        y = mix_tokens(x, weight, dims=(-2, -1))
     with comm.count() as backward:
         y.local.sum().backward()
     return forward.received_bytes / 4, backward.received_bytes / 4
@@ -184,7 +184,7 @@ def _refused():
     mesh = world_mesh(lat=1)
     x = shard(torch.randn(2, 3, 4), mesh, (None, None, None))
     with pytest.raises(ShardingError, match="must be consecutive; permute the tile first"):
-        mix(x, torch.randn(8, 8), dims=(0, 2))
+        mix_tokens(x, torch.randn(8, 8), dims=(0, 2))
 
 
 def test_dims_that_are_not_consecutive():

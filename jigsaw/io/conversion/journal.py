@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.errors import WriteError, writing_to
 from jigsaw.io.drafts import open_unlinked
-from jigsaw.io.errors import WriteError, writing_to
 
-AGAIN = "convert again with the same arguments: it goes on with what is not there yet"
-Index = tuple[int, ...]
-Key = tuple[str, Index]
+CONVERT_AGAIN = "convert again with the same arguments: it goes on with what is not there yet"
+UnitIndex = tuple[int, ...]
+UnitKey = tuple[str, UnitIndex]
 """An array, and which of its units (shards, or chunks where there are none)."""
 
 
-def digest_of(values: NDArray[Any]) -> str:
+def values_digest(values: NDArray[Any]) -> str:
     """Of the values in C order; every NaN counts alike, as a store's fill value does."""
     plain = np.ascontiguousarray(values)
     if plain.dtype.kind == "f" and (missing := np.isnan(plain)).any():
@@ -31,12 +31,12 @@ def digest_of(values: NDArray[Any]) -> str:
     return hashlib.blake2b(plain.tobytes(), digest_size=16).hexdigest()
 
 
-def combined(digests: Iterable[str]) -> str:
+def combine_digests(digests: Iterable[str]) -> str:
     """The digest of an array: of those of its units in C order."""
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 
-class Journal:
+class ConversionJournal:
     """A file of lines that are appended to; a last line that was cut short by the end of its writer does not count.
 
     The first says which conversion it is of, the second that the store was made, the others which units are written.
@@ -44,7 +44,7 @@ class Journal:
 
     def __init__(self, path: Path, identity: str) -> None:
         self._path, self._identity = path, identity
-        self.done: dict[Key, str] = {}
+        self.done: dict[UnitKey, str] = {}
         self.is_made = False
         if path.exists():
             self._read()
@@ -76,7 +76,7 @@ class Journal:
         self._append([{"made": True}])
         self.is_made = True
 
-    def add(self, written: Iterable[tuple[Key, str]]) -> None:
+    def add(self, written: Iterable[tuple[UnitKey, str]]) -> None:
         """These units are written and were read back."""
         new = list(written)
         self._append([{"array": name, "unit": unit, "digest": digest} for (name, unit), digest in new])
@@ -88,7 +88,7 @@ class Journal:
     def _append(self, entries: Iterable[Any]) -> None:
         """Whole lines or none: a full disk takes what it can of one, and the next would follow in its middle."""
         text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
-        with writing_to(self._path, AGAIN), self._opened() as out:
+        with writing_to(self._path, CONVERT_AGAIN), self._opened() as out:
             before = os.fstat(out.fileno()).st_size
             if out.write(text) != len(text):
                 os.ftruncate(out.fileno(), before)

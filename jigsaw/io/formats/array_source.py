@@ -10,12 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from jigsaw.io.errors import GridError, ReadError, UnsupportedStoreError
-from jigsaw.io.fetch.files import Local
-from jigsaw.io.formats.packing import masks_of
-from jigsaw.io.formats.plain import slabs
-from jigsaw.io.formats.values import NoFile, coordinate_tables
-from jigsaw.io.table import ArrayTable, Store
+from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.files import LocalFiles
+from jigsaw.io.chunks.packing import missing_values_of
+from jigsaw.io.formats.in_memory import FilelessPlaces, tables_of_coordinates
+from jigsaw.io.formats.slab_arrays import slab_places
 from jigsaw.layout import Box
 
 
@@ -57,29 +57,33 @@ class ArraySource(Protocol):
 
 def claims(url: Any) -> bool:
     """Whether an object is a user's source."""
-    return not isinstance(url, str | Store | type) and isinstance(url, ArraySource) and callable(url.read)
+    return not isinstance(url, str | ArrayStore | type) and isinstance(url, ArraySource) and callable(url.read)
 
 
-def open_source(source: ArraySource) -> Store:
+def open_array_source(source: ArraySource) -> ArrayStore:
     """The arrays of a source as chunk tables.
 
     Raises: `UnsupportedStoreError` or `GridError` for a description that does not fit together.
     """
     label = f"source {type(source).__qualname__}"
-    described = {name: _described(name, array, label) for name, array in source.arrays.items()}
+    described = {name: _describe_array(name, array, label) for name, array in source.arrays.items()}
     if not described:
         raise UnsupportedStoreError(f"{label} describes no array: its arrays are empty")
-    sizes = _sizes(described, label)
-    coords, values = coordinate_tables(getattr(source, "coords", {}), sizes, label)
-    tables = {name: _table(source, name, array, label) for name, array in described.items()}
+    sizes = _sizes_by_dim(described, label)
+    coords, values = tables_of_coordinates(getattr(source, "coords", {}), sizes, label)
+    tables = {name: _table_of_source(source, name, array, label) for name, array in described.items()}
 
     def read_small(name: str) -> NDArray[Any]:
-        return values[name] if name in values else _read(source, name, described[name], _whole(described[name]))
+        return (
+            values[name]
+            if name in values
+            else _read_from_source(source, name, described[name], _whole_box(described[name]))
+        )
 
-    return Store(label, {**tables, **coords}, dict(getattr(source, "attrs", {})), read_small)
+    return ArrayStore(label, {**tables, **coords}, dict(getattr(source, "attrs", {})), read_small)
 
 
-def _described(name: str, array: Any, label: str) -> SourceArray:
+def _describe_array(name: str, array: Any, label: str) -> SourceArray:
     try:
         made = SourceArray(
             tuple(int(n) for n in array.shape),
@@ -96,7 +100,7 @@ def _described(name: str, array: Any, label: str) -> SourceArray:
     return made
 
 
-def _sizes(arrays: Mapping[str, SourceArray], label: str) -> dict[str, int]:
+def _sizes_by_dim(arrays: Mapping[str, SourceArray], label: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
         for dim, size in zip(array.dims, array.shape, strict=True):
@@ -105,27 +109,27 @@ def _sizes(arrays: Mapping[str, SourceArray], label: str) -> dict[str, int]:
     return sizes
 
 
-def _table(source: ArraySource, name: str, array: SourceArray, label: str) -> ArrayTable:
-    dtype, given = np.dtype(array.dtype), _chunks(source, name, array, label)
+def _table_of_source(source: ArraySource, name: str, array: SourceArray, label: str) -> ArrayTable:
+    dtype, given = np.dtype(array.dtype), _chunks_of_source(source, name, array, label)
     missing = [array.attrs[k] for k in ("_FillValue", "missing_value") if k in array.attrs]
     return ArrayTable(
         name=name,
         shape=array.shape,
         dims=array.dims,
         dtype=dtype.str,
-        chunks=given or slabs(Local(), label, 0, array.shape, dtype.itemsize).chunks,
+        chunks=given or slab_places(LocalFiles(), label, 0, array.shape, dtype.itemsize).chunks,
         fill_value=None,
         attrs=array.attrs,
-        masks=masks_of(dtype, missing),
+        masks=missing_values_of(dtype, missing),
         decoder=None,
-        places=NoFile(f"{label}, array {name!r}"),
-        load_slowly=partial(_read, source, name, array),
+        places=FilelessPlaces(f"{label}, array {name!r}"),
+        load_slowly=partial(_read_from_source, source, name, array),
         clipped=True,
         slices=given is None,
     )
 
 
-def _chunks(source: ArraySource, name: str, array: SourceArray, label: str) -> tuple[int, ...] | None:
+def _chunks_of_source(source: ArraySource, name: str, array: SourceArray, label: str) -> tuple[int, ...] | None:
     ask = getattr(source, "chunks", None)
     given = None if ask is None else ask(name)
     if given is None:
@@ -137,11 +141,11 @@ def _chunks(source: ArraySource, name: str, array: SourceArray, label: str) -> t
     return tuple(min(int(c), n) for c, n in zip(given, array.shape, strict=True))
 
 
-def _whole(array: SourceArray) -> Box:
+def _whole_box(array: SourceArray) -> Box:
     return tuple((0, n) for n in array.shape)
 
 
-def _read(source: ArraySource, name: str, array: SourceArray, box: Box) -> NDArray[Any]:
+def _read_from_source(source: ArraySource, name: str, array: SourceArray, box: Box) -> NDArray[Any]:
     """The values of a box, checked; what the user's code raises becomes a `ReadError` that every rank learns of."""
     asked = f"{type(source).__qualname__}.read({name!r}, {box})"
     try:

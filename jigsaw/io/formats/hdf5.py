@@ -18,63 +18,70 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io._memory import fresh
-from jigsaw.io.chunk import Places
-from jigsaw.io.chunk_grid import Index
-from jigsaw.io.errors import GridError, ReadError, UnsupportedStoreError
-from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.formats import plain
-from jigsaw.io.formats.codecs import BadChunkError
+from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.chunk import ChunkPlaces
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.codecs import BadChunkError
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.packing import dtype_with_declared_sign, fill_value_of, missing_values_of
+from jigsaw.io.formats import slab_arrays as plain
 from jigsaw.io.formats.hdf5_dims import (
-    MAKANI,
-    attributes,
-    dims_of,
+    MAKANI_DIMS,
+    dataset_name_in_store,
+    dim_names_by_id,
     fill_beyond,
-    ids_of,
-    is_only_a_dim,
+    hdf5_attributes,
+    hdf5_dim_names,
+    is_dim_without_values,
     lengths_of_growing,
-    name_in_store,
     shape_in_file,
 )
-from jigsaw.io.formats.hdf5_filters import Filter, Pipeline, pipeline_of
-from jigsaw.io.formats.hdf5_index import SIGNATURE, Chunks, Source, cache_folder, leaves_edges, misplaces
-from jigsaw.io.formats.hdf5_reach import Reach, neighbour
-from jigsaw.io.formats.hdf5_virtual import Slabs, Whole, external_source, virtual_grid
-from jigsaw.io.formats.packing import fill_of, masks_of, signed_as_said
-from jigsaw.io.formats.values import table_of
-from jigsaw.io.table import ArrayTable, Store
-from jigsaw.layout import Box, slices
+from jigsaw.io.formats.hdf5_filters import FilterPipeline, Hdf5Filter, filter_pipeline_of
+from jigsaw.io.formats.hdf5_index import (
+    HDF5_SIGNATURE,
+    Hdf5ChunkPlaces,
+    Hdf5File,
+    has_misplaced_chunks,
+    has_unfiltered_edges,
+    index_cache_folder,
+)
+from jigsaw.io.formats.hdf5_reach import FileReach, referenced_path
+from jigsaw.io.formats.hdf5_virtual import Hdf5SlabPlaces, LibraryPlaces, external_raw_file, grid_of_virtual_dataset
+from jigsaw.io.formats.in_memory import table_of_values
+from jigsaw.layout import Box, box_slices
 
-_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
-_STARTS = (0, 512, 1024, 2048, 4096)
-_LINKS = 32
-_H5O: Any = import_module("h5py.h5o")  # which h5py's types do not list
-_PLUGINS = {32000: "lzf", 32026: "Blosc2", 32013: "ZFP", 32017: "SZ", 32024: "SZ3", 4: "szip", 307: "bzip2"}
+_HDF5_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
+_SIGNATURE_OFFSETS = (0, 512, 1024, 2048, 4096)
+_MOST_LINKS = 32
+_H5O_MODULE: Any = import_module("h5py.h5o")  # which h5py's types do not list
+_PLUGIN_NAMES = {32000: "lzf", 32026: "Blosc2", 32013: "ZFP", 32017: "SZ", 32024: "SZ3", 4: "szip", 307: "bzip2"}
 
 
-def claims(url: Any, files: Files | None = None) -> bool:
+def claims(url: Any, files: StoreFiles | None = None) -> bool:
     """Whether `url` is an HDF5 file, by the signature that it opens with; of files that are far, by suffix first."""
     if not isinstance(url, str | os.PathLike):
         return False
     path = str(os.fspath(url))
     if files is None and ("://" in path or not os.path.isfile(path)):
         return False
-    if files is not None and files.far and not path.lower().endswith(_SUFFIXES):
+    if files is not None and files.far and not path.lower().endswith(_HDF5_SUFFIXES):
         return False
-    return any(_signed(files or Local(), path, start) for start in _STARTS)
+    return any(_has_signature(files or LocalFiles(), path, start) for start in _SIGNATURE_OFFSETS)
 
 
-def _signed(files: Files, path: str, start: int) -> bool:
-    found = fresh(len(SIGNATURE))
+def _has_signature(files: StoreFiles, path: str, start: int) -> bool:
+    found = fresh_memory(len(HDF5_SIGNATURE))
     try:
-        return files.ranges(path, [(start, found)]) and found.tobytes() == SIGNATURE
+        return files.ranges(path, [(start, found)]) and found.tobytes() == HDF5_SIGNATURE
     except (BadChunkError, OSError):
         return False
 
 
-def open_hdf5(
-    url: Any, files: Files | None = None, *, outside: bool = False, cache: str | os.PathLike[str] | None = None
-) -> Store:
+def open_hdf5_file(
+    url: Any, files: StoreFiles | None = None, *, outside: bool = False, cache: str | os.PathLike[str] | None = None
+) -> ArrayStore:
     """The chunk tables of an HDF5 or NetCDF-4 file; groups become ``group/name``.
 
     Where the chunks lie is asked of libhdf5 once, when they are first needed; long indices are kept in the folder
@@ -86,85 +93,85 @@ def open_hdf5(
     file that ends too early.
     """
     path = str(os.fspath(url))
-    opening = _Opening(files or Local(keep=True), outside, cache)
+    opening = _Hdf5Opening(files or LocalFiles(keep=True), outside, cache)
     source = opening.source(path)
     with ExitStack() as held:
         file = held.enter_context(source.opened())
         try:
-            attrs = attributes(file)
+            attrs = hdf5_attributes(file)
             tables = opening.tables(source, file, held)
         except ReadError:
             raise
         except (OSError, RuntimeError, KeyError, ValueError, TypeError) as e:  # what h5py makes of damaged metadata
             raise UnsupportedStoreError(f"{path!r} is damaged, or has what h5py cannot read: {e}") from e
-    return Store(path, tables, attrs, opening.read_small)
+    return ArrayStore(path, tables, attrs, opening.read_small)
 
 
-class _Found(NamedTuple):
+class _FoundDataset(NamedTuple):
     """A dataset by its name in the store: the file that it is in, and its path there through hard links alone."""
 
     name: str
-    source: Source
+    source: Hdf5File
     path: str
     dataset: Any
 
 
-class _Dims(NamedTuple):
+class _FileDims(NamedTuple):
     """What a file says of its dims: the paths of their scales by number, and how long those are that grow."""
 
     by_id: Mapping[int, str] = {}
     lengths: Mapping[str, int] = {}
 
     @classmethod
-    def of(cls, datasets: Sequence[Any]) -> _Dims:
-        by_id = ids_of(datasets)
+    def of(cls, datasets: Sequence[Any]) -> _FileDims:
+        by_id = dim_names_by_id(datasets)
         return cls(by_id, lengths_of_growing(datasets, by_id))
 
     def names(self, dataset: Any) -> tuple[str, ...]:
-        return dims_of(dataset, self.by_id)
+        return hdf5_dim_names(dataset, self.by_id)
 
-    def shape(self, dataset: Any) -> Index:
+    def shape(self, dataset: Any) -> ChunkIndex:
         return shape_in_file(dataset, self.by_id, self.lengths)
 
 
-class _Opening:
+class _Hdf5Opening:
     """What the files of one store have in common."""
 
-    def __init__(self, files: Files, outside: bool, cache: str | os.PathLike[str] | None) -> None:
+    def __init__(self, files: StoreFiles, outside: bool, cache: str | os.PathLike[str] | None) -> None:
         self._files, self._outside = files, outside
-        self._cache = cache_folder(cache)
-        self._sources: dict[str, Source] = {}
+        self._cache = index_cache_folder(cache)
+        self._sources: dict[str, Hdf5File] = {}
         self._texts: dict[str, Callable[[], NDArray[Any]]] = {}
         self._tables: dict[str, ArrayTable] = {}
-        self._reach = Reach(outside, self.source, self._followed)
+        self._reach = FileReach(outside, self.source, self._followed)
 
-    def source(self, path: str) -> Source:
+    def source(self, path: str) -> Hdf5File:
         if path not in self._sources:
-            self._sources[path] = Source(path, self._files, self._cache)
+            self._sources[path] = Hdf5File(path, self._files, self._cache)
         return self._sources[path]
 
-    def tables(self, source: Source, file: Any, held: ExitStack) -> dict[str, ArrayTable]:
+    def tables(self, source: Hdf5File, file: Any, held: ExitStack) -> dict[str, ArrayTable]:
         """The table of every dataset that is numbers, and of every list of texts; linked files stay open in `held`."""
         self._held = held
         found = list(self._walk(source, file, "", set()))
         for each in found:  # before anybody asks for a shape: libhdf5 opens the sources of some virtual ones for it
             self._reach.check(each.source, each.dataset)
-        known = {s: _Dims.of([f.dataset for f in found if f.source is s]) for s in {f.source for f in found}}
+        known = {s: _FileDims.of([f.dataset for f in found if f.source is s]) for s in {f.source for f in found}}
         for each in found:
-            if is_only_a_dim(each.dataset):
+            if is_dim_without_values(each.dataset):
                 continue
-            name = name_in_store(each.name)
+            name = dataset_name_in_store(each.name)
             table = self._table(name, each, known[each.source])
             if table is not None:
                 self._tables[name] = table
-        _annotate_makani(self._tables, source)
+        _annotate_makani_tables(self._tables, source)
         return self._tables
 
     # -- links -------------------------------------------------------------------------------------------------------
 
-    def _walk(self, source: Source, group: Any, prefix: str, seen: set[tuple[str, int]]) -> Iterator[_Found]:
+    def _walk(self, source: Hdf5File, group: Any, prefix: str, seen: set[tuple[str, int]]) -> Iterator[_FoundDataset]:
         """Every dataset below a group; a group that several links lead to counts once, by its first hard link."""
-        seen.add((source.path, _address(group)))
+        seen.add((source.path, _object_address(group)))
         for name in group:
             link = group.get(name, getlink=True)
             if isinstance(link, h5py.HardLink):
@@ -172,31 +179,31 @@ class _Opening:
             elif isinstance(link, h5py.SoftLink):
                 found = self._followed(source, group, link.path)
                 if isinstance(found, h5py.Dataset):  # a linked group is found where it is
-                    yield _Found(prefix + name, source, str(found.name), found)
+                    yield _FoundDataset(prefix + name, source, str(found.name), found)
             elif isinstance(link, h5py.ExternalLink):
                 yield from self._linked(source, link, prefix + name, seen)
 
     def _member(
-        self, source: Source, parent: str, member: Any, name: str, seen: set[tuple[str, int]]
-    ) -> Iterator[_Found]:
+        self, source: Hdf5File, parent: str, member: Any, name: str, seen: set[tuple[str, int]]
+    ) -> Iterator[_FoundDataset]:
         if isinstance(member, h5py.Dataset):
-            yield _Found(name, source, f"{parent.rstrip('/')}/{name.rpartition('/')[2]}", member)
-        elif isinstance(member, h5py.Group) and (source.path, _address(member)) not in seen:
+            yield _FoundDataset(name, source, f"{parent.rstrip('/')}/{name.rpartition('/')[2]}", member)
+        elif isinstance(member, h5py.Group) and (source.path, _object_address(member)) not in seen:
             yield from self._walk(source, member, name + "/", seen)
 
-    def _linked(self, source: Source, link: Any, name: str, seen: set[tuple[str, int]]) -> Iterator[_Found]:
+    def _linked(self, source: Hdf5File, link: Any, name: str, seen: set[tuple[str, int]]) -> Iterator[_FoundDataset]:
         """What an external link leads to: left out when it is not there, refused outside of the folder."""
-        path = neighbour(source, str(link.filename), self._outside, f"the external link {name!r}")
+        path = referenced_path(source, str(link.filename), self._outside, f"the external link {name!r}")
         if self._files.size(path) is None:
             return
         other = self.source(path)
         found = self._followed(other, self._held.enter_context(other.opened()), link.path)
         if isinstance(found, h5py.Dataset):
-            yield _Found(name, other, str(found.name), found)
-        elif isinstance(found, h5py.Group) and (other.path, _address(found)) not in seen:
+            yield _FoundDataset(name, other, str(found.name), found)
+        elif isinstance(found, h5py.Group) and (other.path, _object_address(found)) not in seen:
             yield from self._walk(other, found, name + "/", seen)
 
-    def _followed(self, source: Source, start: Any, path: str, depth: int = 0) -> Any:
+    def _followed(self, source: Hdf5File, start: Any, path: str, depth: int = 0) -> Any:
         """The object at a path, its soft links followed one by one; None when there is none.
 
         Libhdf5 would follow external links on the way, wherever they lead.
@@ -204,10 +211,10 @@ class _Opening:
         at = start.file if path.startswith("/") else start
         for name in (part for part in path.split("/") if part not in ("", ".")):
             link = at.get(name, getlink=True) if isinstance(at, h5py.Group) else None
-            if isinstance(link, h5py.SoftLink) and depth < _LINKS:
+            if isinstance(link, h5py.SoftLink) and depth < _MOST_LINKS:
                 at = self._followed(source, at, link.path, depth + 1)
             elif isinstance(link, h5py.HardLink):
-                at = _member(at, name)
+                at = _object_named(at, name)
             elif isinstance(link, h5py.ExternalLink):
                 raise UnsupportedStoreError(
                     f"the soft link to {path!r} in {source.path} leads through an external link; link to the file"
@@ -218,7 +225,7 @@ class _Opening:
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
-    def _table(self, name: str, found: _Found, known: _Dims) -> ArrayTable | None:
+    def _table(self, name: str, found: _FoundDataset, known: _FileDims) -> ArrayTable | None:
         """The table of one dataset; None for what is neither numbers nor a list of texts."""
         dataset = found.dataset
         if dataset.shape is None:
@@ -227,9 +234,9 @@ class _Opening:
             return self._text_table(name, found, known)
         if dataset.dtype.kind not in "biuf":
             return None
-        attrs = attributes(dataset)
+        attrs = hdf5_attributes(dataset)
         own = np.dtype(dataset.dtype.str)
-        dtype = signed_as_said(own, attrs)
+        dtype = dtype_with_declared_sign(own, attrs)
         stored = self._stored(found, dtype)
         table = ArrayTable(
             name=name,
@@ -237,42 +244,50 @@ class _Opening:
             dims=known.names(dataset),
             dtype=dtype.str,
             chunks=stored.chunks,
-            fill_value=fill_of(dataset.fillvalue, dtype),
+            fill_value=fill_value_of(dataset.fillvalue, dtype),
             attrs=attrs,
-            masks=masks_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs), own),
+            masks=missing_values_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs), own),
             decoder=stored.decoder,
             places=stored.places,
-            load_slowly=_by_library(found, stored.filters),
+            load_slowly=_box_reader_by_libhdf5(found, stored.filters),
             clipped=stored.clipped,
             slices=stored.slices,
         )
         shape = known.shape(dataset)
-        return table if shape == table.shape else _to_the_end(table, shape, fill_beyond(dataset, attrs), found.source)
+        return (
+            table
+            if shape == table.shape
+            else _table_to_the_end(table, shape, fill_beyond(dataset, attrs), found.source)
+        )
 
-    def _stored(self, found: _Found, dtype: np.dtype[Any]) -> _Stored:
+    def _stored(self, found: _FoundDataset, dtype: np.dtype[Any]) -> _DatasetStorage:
         """How a dataset is stored."""
         dataset, source = found.dataset, found.source
-        shape, as_is = tuple(dataset.shape), Pipeline(dtype, tuple(range(dataset.ndim)))
+        shape, as_is = tuple(dataset.shape), FilterPipeline(dtype, tuple(range(dataset.ndim)))
         plist = dataset.id.get_create_plist()
-        layout, native = plist.get_layout(), _is_native(dataset)
+        layout, native = plist.get_layout(), _is_native_dataset(dataset)
         if layout == h5py.h5d.CHUNKED:
-            return _chunked(found, dtype, plist, native)
-        external = external_source(dataset, source, self._outside)
+            return _storage_in_chunks(found, dtype, plist, native)
+        external = external_raw_file(dataset, source, self._outside)
         if external is not None and not native:
             raise UnsupportedStoreError(
                 f"dataset {dataset.name!r} in {source.path} is stored in an external file in a type that numpy lacks"
             )
         if layout == h5py.h5d.CONTIGUOUS and native and shape:
             held, offset = external or (source, dataset.id.get_offset())
-            slabs = plain.slabs(held.files, held.path, offset or 0, shape, dtype.itemsize)
-            return _Stored(slabs.chunks, as_is, Slabs(held, slabs, written=offset is not None), clipped=True)
+            slabs = plain.slab_places(held.files, held.path, offset or 0, shape, dtype.itemsize)
+            return _DatasetStorage(
+                slabs.chunks, as_is, Hdf5SlabPlaces(held, slabs, written=offset is not None), clipped=True
+            )
         if layout == h5py.h5d.VIRTUAL:
-            grid = virtual_grid(dataset, source, self._outside, fill_of(dataset.fillvalue, dtype), self._source_table)
+            grid = grid_of_virtual_dataset(
+                dataset, source, self._outside, fill_value_of(dataset.fillvalue, dtype), self._source_table
+            )
             if grid is not None and native and dtype == dataset.dtype:
-                return _Stored(grid.chunks, grid.decoder, grid.places, clipped=grid.clipped)
+                return _DatasetStorage(grid.chunks, grid.decoder, grid.places, clipped=grid.clipped)
         self._reach.check(source, dataset, by_library=True)
-        chunks = tuple(plain.slab(shape, dtype.itemsize))
-        return _Stored(chunks, None, Whole(source), clipped=True, slices=True)
+        chunks = tuple(plain.slab_shape(shape, dtype.itemsize))
+        return _DatasetStorage(chunks, None, LibraryPlaces(source), clipped=True, slices=True)
 
     def _source_table(self, path: str, name: str) -> ArrayTable | None:
         """The table of a dataset that a virtual one shows; None for one that libhdf5 must read."""
@@ -281,17 +296,17 @@ class _Opening:
             dataset = self._followed(source, file, name)
             if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.shape is None:
                 return None
-            table = self._table(name, _Found(name, source, str(dataset.name), dataset), _Dims())
+            table = self._table(name, _FoundDataset(name, source, str(dataset.name), dataset), _FileDims())
         return table if table is not None and table.decoder is not None else None
 
-    def _text_table(self, name: str, found: _Found, known: _Dims) -> ArrayTable:
+    def _text_table(self, name: str, found: _FoundDataset, known: _FileDims) -> ArrayTable:
         """A list of texts: names of channels, dates.  It is read whole, by libhdf5."""
         shape, source, path = known.shape(found.dataset), found.source, found.path
         self._reach.check(source, found.dataset, by_library=True)
 
         def read() -> NDArray[Any]:
             with source.opened() as file:
-                texts = np.asarray(_member(file, path).asstr("utf-8", "replace")[...]).astype(str)
+                texts = np.asarray(_object_named(file, path).asstr("utf-8", "replace")[...]).astype(str)
             whole = np.zeros(shape, texts.dtype)  # of empty texts
             whole[tuple(slice(n) for n in texts.shape)] = texts
             return whole
@@ -304,10 +319,10 @@ class _Opening:
             dtype="|O",
             chunks=tuple(max(n, 1) for n in shape),
             fill_value=None,
-            attrs=attributes(found.dataset),
+            attrs=hdf5_attributes(found.dataset),
             masks=(),
             decoder=None,
-            places=Whole(source),
+            places=LibraryPlaces(source),
         )
 
     def read_small(self, name: str) -> NDArray[Any]:
@@ -315,10 +330,10 @@ class _Opening:
         if name in self._texts:
             return self._texts[name]()
         table = self._tables[name]
-        return plain.whole(table).astype(table.dtype, copy=False)
+        return plain.read_whole_coordinate(table).astype(table.dtype, copy=False)
 
 
-def _to_the_end(table: ArrayTable, shape: Index, fill: Any, source: Source) -> ArrayTable:
+def _table_to_the_end(table: ArrayTable, shape: ChunkIndex, fill: Any, source: Hdf5File) -> ArrayTable:
     """The table of a variable that is shorter than its unlimited dims: libhdf5 reads it, and what it lacks is missing.
 
     NetCDF-4 has no way to say which byte is missing, and what fills an array of bytes stays a value.
@@ -330,16 +345,16 @@ def _to_the_end(table: ArrayTable, shape: Index, fill: Any, source: Source) -> A
         there = tuple((a, min(b, n)) for (a, b), n in zip(box, own, strict=True))
         if all(a < b for a, b in there):
             assert table.load_slowly is not None
-            values[slices(there, box)] = table.load_slowly(there)
+            values[box_slices(there, box)] = table.load_slowly(there)
         return values
 
-    masks = table.masks if dtype.itemsize == 1 else (*table.masks, *masks_of(dtype, [fill]))
+    masks = table.masks if dtype.itemsize == 1 else (*table.masks, *missing_values_of(dtype, [fill]))
     return replace(
         table,
         shape=shape,
-        chunks=tuple(plain.slab(shape, dtype.itemsize)),
+        chunks=tuple(plain.slab_shape(shape, dtype.itemsize)),
         decoder=None,
-        places=Whole(source),
+        places=LibraryPlaces(source),
         load_slowly=load,
         masks=tuple(dict.fromkeys(masks)),
         clipped=True,
@@ -347,63 +362,65 @@ def _to_the_end(table: ArrayTable, shape: Index, fill: Any, source: Source) -> A
     )
 
 
-class _Stored(NamedTuple):
-    chunks: Index
-    decoder: Pipeline | None
-    places: Places
+class _DatasetStorage(NamedTuple):
+    chunks: ChunkIndex
+    decoder: FilterPipeline | None
+    places: ChunkPlaces
     clipped: bool = False
     slices: bool = False
-    filters: tuple[Filter, ...] = ()
+    filters: tuple[Hdf5Filter, ...] = ()
 
 
-def _chunked(found: _Found, dtype: np.dtype[Any], plist: Any, native: bool) -> _Stored:
+def _storage_in_chunks(found: _FoundDataset, dtype: np.dtype[Any], plist: Any, native: bool) -> _DatasetStorage:
     shape, chunks = tuple(found.dataset.shape), tuple(found.dataset.chunks)
-    filters = tuple(_filter(plist, k) for k in range(plist.get_nfilters()))
-    if misplaces(found.dataset):
-        return _Stored(chunks, None, Whole(found.source), filters=filters)
-    pipeline = pipeline_of(dtype, len(shape), filters) if native else None
+    filters = tuple(_filter_at(plist, k) for k in range(plist.get_nfilters()))
+    if has_misplaced_chunks(found.dataset):
+        return _DatasetStorage(chunks, None, LibraryPlaces(found.source), filters=filters)
+    pipeline = filter_pipeline_of(dtype, len(shape), filters) if native else None
     exact = prod(chunks) * dtype.itemsize if pipeline is not None and pipeline.is_plain else None
-    edges = (1 << len(filters)) - 1 if filters and leaves_edges(plist) else 0
-    return _Stored(chunks, pipeline, Chunks(found.source, found.path, shape, chunks, exact, edges), filters=filters)
+    edges = (1 << len(filters)) - 1 if filters and has_unfiltered_edges(plist) else 0
+    return _DatasetStorage(
+        chunks, pipeline, Hdf5ChunkPlaces(found.source, found.path, shape, chunks, exact, edges), filters=filters
+    )
 
 
-def _filter(plist: Any, k: int) -> Filter:
+def _filter_at(plist: Any, k: int) -> Hdf5Filter:
     number, _, values, _ = plist.get_filter(k)
-    return Filter(int(number), tuple(int(v) for v in values))
+    return Hdf5Filter(int(number), tuple(int(v) for v in values))
 
 
-def _is_native(dataset: Any) -> bool:
+def _is_native_dataset(dataset: Any) -> bool:
     """Whether the stored type is exactly numpy's, and offsets are known to count from the file's begin."""
     kind = dataset.id.get_type()
     same = kind.equal(h5py.h5t.py_create(dataset.dtype, logical=True))
     return bool(same) and (not dataset.file.userblock_size or h5py.version.hdf5_version_tuple >= (2, 0, 0))
 
 
-def _address(member: Any) -> int:
-    return int(_H5O.get_info(member.id).addr)
+def _object_address(member: Any) -> int:
+    return int(_H5O_MODULE.get_info(member.id).addr)
 
 
-def _member(group: Any, name: str) -> Any:
+def _object_named(group: Any, name: str) -> Any:
     return group[name]
 
 
-def _by_library(found: _Found, filters: tuple[Filter, ...]) -> Callable[[Box], NDArray[Any]]:
+def _box_reader_by_libhdf5(found: _FoundDataset, filters: tuple[Hdf5Filter, ...]) -> Callable[[Box], NDArray[Any]]:
     """What reads a box of a dataset through libhdf5."""
     source, path = found.source, found.path
 
     def load(box: Box) -> NDArray[Any]:
-        lacking = [f.id for f in filters if not _available(f.id)]
+        lacking = [f.id for f in filters if not _is_filter_available(f.id)]
         if lacking:
-            names = ", ".join(f"{n} ({_PLUGINS.get(n, 'registered plugin')})" for n in lacking)
+            names = ", ".join(f"{n} ({_PLUGIN_NAMES.get(n, 'registered plugin')})" for n in lacking)
             raise UnsupportedStoreError(
                 f"dataset {path!r} in {source.path} needs the HDF5 filter {names}: pip install hdf5plugin"
             )
-        return source.slowly(path, slices(box))
+        return source.slowly(path, box_slices(box))
 
     return load
 
 
-def _available(number: int) -> bool:
+def _is_filter_available(number: int) -> bool:
     """Whether libhdf5 has a filter; the plugins of hdf5plugin are registered by importing it."""
     if not h5py.h5z.filter_avail(number):
         try:
@@ -413,11 +430,11 @@ def _available(number: int) -> bool:
     return bool(h5py.h5z.filter_avail(number))
 
 
-def _annotate_makani(tables: dict[str, ArrayTable], source: Source) -> None:
+def _annotate_makani_tables(tables: dict[str, ArrayTable], source: Hdf5File) -> None:
     """What makani leaves unsaid: its channels are a vertical dim, and its timestamps are seconds since 1970."""
     for name, fields in list(tables.items()):
         group, slash, own = name.rpartition("/")
-        if own != "fields" or fields.dims != MAKANI:
+        if own != "fields" or fields.dims != MAKANI_DIMS:
             continue
         steps, channels = fields.shape[:2]
         stamps, names = (tables.get(group + slash + each) for each in ("timestamp", "channel"))
@@ -429,9 +446,9 @@ def _annotate_makani(tables: dict[str, ArrayTable], source: Source) -> None:
                 )
         if stamps is not None:
             attrs = {"units": "seconds since 1970-01-01", **stamps.attrs}
-            tables[stamps.name] = replace(stamps, dims=MAKANI[:1], attrs=attrs)
+            tables[stamps.name] = replace(stamps, dims=MAKANI_DIMS[:1], attrs=attrs)
         if names is None:
             own = group + slash + "channel"
             # channels without names are known by their places
-            names = table_of(own, np.arange(channels), (own,), {}, source.path)
-        tables[names.name] = replace(names, dims=MAKANI[1:2], attrs={"axis": "Z", **names.attrs})
+            names = table_of_values(own, np.arange(channels), (own,), {}, source.path)
+        tables[names.name] = replace(names, dims=MAKANI_DIMS[1:2], attrs={"axis": "Z", **names.attrs})

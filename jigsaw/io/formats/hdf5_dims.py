@@ -12,10 +12,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from jigsaw.io.errors import UnsupportedStoreError
+from jigsaw.errors import UnsupportedStoreError
 
-MAKANI = ("time", "channel", "lat", "lon")
-_BOOKKEEPING = {
+MAKANI_DIMS = ("time", "channel", "lat", "lon")
+_BOOKKEEPING_ATTRS = {
     "CLASS", "NAME", "DIMENSION_LIST", "REFERENCE_LIST", "DIMENSION_LABELS",
     "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties", "_nc3_strict",
 }  # fmt: skip
@@ -29,40 +29,40 @@ _FILLS = {
 }  # fmt: skip
 
 
-def attributes(found: Any) -> dict[str, Any]:
+def hdf5_attributes(found: Any) -> dict[str, Any]:
     """The attributes of a dataset or group as strings, numbers and lists, without HDF5's own books."""
     attrs: dict[str, Any] = {}
     for name in found.attrs:
-        if name in _BOOKKEEPING:
+        if name in _BOOKKEEPING_ATTRS:
             continue
         try:
             value = found.attrs[name]
         except (OSError, TypeError, ValueError):
             continue  # of a type that numpy has no name for
         if not isinstance(value, h5py.Empty):
-            attrs[str(name)] = _plain(value)
+            attrs[str(name)] = _plain_value(value)
     return attrs
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return _plain(value.ravel()[0]) if value.size == 1 else [_plain(x) for x in value]
+        return _plain_value(value.ravel()[0]) if value.size == 1 else [_plain_value(x) for x in value]
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     return value.item() if isinstance(value, np.generic) else value
 
 
-def is_scale(dataset: Any) -> bool:
+def is_dim_scale(dataset: Any) -> bool:
     """Whether a dataset holds the coordinate of a dim."""
-    return _text(dataset, "CLASS") == b"DIMENSION_SCALE"
+    return _text_attribute(dataset, "CLASS") == b"DIMENSION_SCALE"
 
 
-def is_only_a_dim(dataset: Any) -> bool:
+def is_dim_without_values(dataset: Any) -> bool:
     """Whether a dataset stands for a dim without a coordinate variable, and has no values."""
-    return is_scale(dataset) and _text(dataset, "NAME").startswith(_NOT_A_VARIABLE)
+    return is_dim_scale(dataset) and _text_attribute(dataset, "NAME").startswith(_NOT_A_VARIABLE)
 
 
-def _text(found: Any, name: str) -> bytes:
+def _text_attribute(found: Any, name: str) -> bytes:
     """A text attribute; empty when there is none."""
     try:
         value = found.attrs.get(name, b"")
@@ -71,18 +71,18 @@ def _text(found: Any, name: str) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value) if isinstance(value, bytes) else b""
 
 
-def name_in_store(path: str) -> str:
+def dataset_name_in_store(path: str) -> str:
     """What a dataset at `path` is called: NetCDF-4 hides a variable named like a dim that it is no coordinate of."""
     group, slash, name = path.strip("/").rpartition("/")
     return group + slash + name.removeprefix(_NOT_A_COORDINATE)
 
 
-def dims_of(dataset: Any, by_id: Mapping[int, str]) -> tuple[str, ...]:
+def hdf5_dim_names(dataset: Any, by_id: Mapping[int, str]) -> tuple[str, ...]:
     """The names of a dataset's dims; `by_id` as in `_scales_of`."""
-    scales = [None if path is None else _last(path) for path in _scales_of(dataset, by_id)]
-    if _last(dataset.name) == "fields" and len(scales) == len(MAKANI) and _of_makani(scales):
-        return MAKANI
-    return _apart([f"dim_{i}" if scale is None else scale for i, scale in enumerate(scales)])
+    scales = [None if path is None else _last_name(path) for path in _scales_of(dataset, by_id)]
+    if _last_name(dataset.name) == "fields" and len(scales) == len(MAKANI_DIMS) and _is_makani_scales(scales):
+        return MAKANI_DIMS
+    return _distinct_dim_names([f"dim_{i}" if scale is None else scale for i, scale in enumerate(scales)])
 
 
 def _scales_of(dataset: Any, by_id: Mapping[int, str]) -> list[str | None]:
@@ -94,12 +94,12 @@ def _scales_of(dataset: Any, by_id: Mapping[int, str]) -> list[str | None]:
     numbers = dataset.attrs.get("_Netcdf4Coordinates")
     if numbers is not None and len(numbers) == dataset.ndim and all(int(n) in by_id for n in numbers):
         return [by_id[int(n)] for n in numbers]
-    if is_scale(dataset):
+    if is_dim_scale(dataset):
         return [str(dataset.name), *[None] * (dataset.ndim - 1)]
-    return [_scale_of(dataset, i) for i in range(dataset.ndim)]
+    return [_dim_scale_name(dataset, i) for i in range(dataset.ndim)]
 
 
-def _last(path: Any) -> str:
+def _last_name(path: Any) -> str:
     return str(path).rpartition("/")[2].removeprefix(_NOT_A_COORDINATE)
 
 
@@ -108,11 +108,11 @@ def lengths_of_growing(datasets: Sequence[Any], by_id: Mapping[int, str]) -> dic
 
     NetCDF-4 grows a variable only as far as it is written; as far as another one reaches, its values are missing.
     """
-    growing = {str(d.name) for d in datasets if is_scale(d) and d.maxshape and d.maxshape[0] is None}
+    growing = {str(d.name) for d in datasets if is_dim_scale(d) and d.maxshape and d.maxshape[0] is None}
     lengths: dict[str, int] = {}
     for d in datasets if growing else ():
         for path, size in zip(_scales_of(d, by_id), d.shape or (), strict=False):
-            if path in growing and not is_only_a_dim(d):
+            if path in growing and not is_dim_without_values(d):
                 lengths[path] = max(size, lengths.get(path, 0))
     return lengths
 
@@ -135,17 +135,17 @@ def fill_beyond(dataset: Any, attrs: Mapping[str, Any]) -> Any:
     return attrs.get("_FillValue", default)
 
 
-def _of_makani(scales: Sequence[str | None]) -> bool:
+def _is_makani_scales(scales: Sequence[str | None]) -> bool:
     """Whether dims have no scales, or those that makani's own tool attaches."""
-    return all(scale in (None, name, "timestamp") for scale, name in zip(scales, MAKANI, strict=True))
+    return all(scale in (None, name, "timestamp") for scale, name in zip(scales, MAKANI_DIMS, strict=True))
 
 
-def _apart(names: Sequence[str]) -> tuple[str, ...]:
+def _distinct_dim_names(names: Sequence[str]) -> tuple[str, ...]:
     """Dims that share one scale, told apart by position."""
     return tuple(f"{n}_{i}" if n in names[:i] else n for i, n in enumerate(names))
 
 
-def _scale_of(dataset: Any, dim: int) -> str | None:
+def _dim_scale_name(dataset: Any, dim: int) -> str | None:
     try:
         scales = dataset.dims[dim]
         return str(scales[0].name) if len(scales) else None
@@ -155,6 +155,8 @@ def _scale_of(dataset: Any, dim: int) -> str | None:
         ) from e
 
 
-def ids_of(datasets: Sequence[Any]) -> dict[int, str]:
+def dim_names_by_id(datasets: Sequence[Any]) -> dict[int, str]:
     """The paths of NetCDF-4 dims by number."""
-    return {int(d.attrs["_Netcdf4Dimid"]): str(d.name) for d in datasets if is_scale(d) and "_Netcdf4Dimid" in d.attrs}
+    return {
+        int(d.attrs["_Netcdf4Dimid"]): str(d.name) for d in datasets if is_dim_scale(d) and "_Netcdf4Dimid" in d.attrs
+    }

@@ -17,50 +17,50 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jigsaw.io._memory import Scratch
-from jigsaw.io.formats.codecs import BadChunkError, Bytes, Decoder, ShortChunkError, blosc_decode
-from jigsaw.io.formats.libdeflate import inflate
+from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, CodecDecoder, ShortChunkError, decode_blosc_frame
+from jigsaw.io.chunks.memory import ScratchMemory
+from jigsaw.io.formats.libdeflate import inflate_zlib
 
-DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
-BLOSC, LZ4, BITSHUFFLE, ZSTD = 32001, 32004, 32008, 32015
-COMPRESSORS = (DEFLATE, BLOSC, LZ4, ZSTD, BITSHUFFLE)
+DEFLATE_FILTER, SHUFFLE_FILTER, FLETCHER32_FILTER = 1, 2, 3
+BLOSC_FILTER, LZ4_FILTER, BITSHUFFLE_FILTER, ZSTD_FILTER = 32001, 32004, 32008, 32015
+COMPRESSOR_FILTERS = (DEFLATE_FILTER, BLOSC_FILTER, LZ4_FILTER, ZSTD_FILTER, BITSHUFFLE_FILTER)
 
-_HEAD = 24
+_FRAME_HEAD_BYTES = 24
 """Bytes of a Blosc frame of one block before its values: header, table of one, length of the block."""
-_SHUFFLED, _BITSHUFFLED, _WHOLE, _LZ4_FRAME = 0x1, 0x4, 0x10, 0x20
-_LARGEST = 1 << 29
+_SHUFFLED_FLAG, _BITSHUFFLED_FLAG, _UNSPLIT_FLAG, _LZ4_FLAG = 0x1, 0x4, 0x10, 0x20
+_LARGEST_BLOSC_BLOCK = 1 << 29
 """Blosc refuses blocks of more than about 700 MB."""
 
 
-class _Frames(Scratch):
+class _FrameScratch(ScratchMemory):
     """Memory of each thread in which a decoded part has room for a frame's header before it."""
 
-    def values(self, size: int) -> Bytes:
-        return self(_HEAD + size)[_HEAD:]
+    def values(self, size: int) -> ByteArray:
+        return self(_FRAME_HEAD_BYTES + size)[_FRAME_HEAD_BYTES:]
 
-    def holds(self, data: Bytes) -> bool:
+    def holds(self, data: ByteArray) -> bool:
         """Whether `data` begins where `values` does."""
-        return data.size > 0 and data.ctypes.data == self._room.ctypes.data + _HEAD
+        return data.size > 0 and data.ctypes.data == self._room.ctypes.data + _FRAME_HEAD_BYTES
 
 
-_frames, _blocks = (_Frames(), _Frames()), Scratch()
+_frame_scratch, _block_scratch = (_FrameScratch(), _FrameScratch()), ScratchMemory()
 
 
-def _frame(data: Bytes) -> Bytes:
+def _with_room_for_head(data: ByteArray) -> ByteArray:
     """`data` with the room before it: in place where it lies in such memory already."""
-    for each in _frames:
+    for each in _frame_scratch:
         if each.holds(data):
-            return each(_HEAD + data.size)
-    made = np.empty(_HEAD + data.size, np.uint8)
-    made[_HEAD:] = data
+            return each(_FRAME_HEAD_BYTES + data.size)
+    made = np.empty(_FRAME_HEAD_BYTES + data.size, np.uint8)
+    made[_FRAME_HEAD_BYTES:] = data
     return made
 
 
-_PLAIN = np.dtype(np.uint8)
-_zlib, _zstd, _lz4 = (Decoder(_PLAIN, (0,), name) for name in ("zlib", "zstd", "lz4"))
+_BYTE_DTYPE = np.dtype(np.uint8)
+_zlib_decoder, _zstd_decoder, _lz4_decoder = (CodecDecoder(_BYTE_DTYPE, (0,), name) for name in ("zlib", "zstd", "lz4"))
 
 
-class Filter(NamedTuple):
+class Hdf5Filter(NamedTuple):
     """A filter of a dataset: its registered number, and the values that parametrise it."""
 
     id: int
@@ -68,12 +68,12 @@ class Filter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class FilterPipeline:
     """Stored bytes of one chunk -> its values, by undoing the filters last to first."""
 
     dtype: np.dtype[Any]
     order: tuple[int, ...]
-    filters: tuple[Filter, ...] = ()
+    filters: tuple[Hdf5Filter, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -83,46 +83,48 @@ class Pipeline:
     @property
     def splits(self) -> bool:
         """Whether a part of a chunk can be decoded alone: plain bytes, and Blosc frames."""
-        return [f.id for f in self.filters] in ([], [BLOSC])
+        return [f.id for f in self.filters] in ([], [BLOSC_FILTER])
 
-    def decode(self, raw: Bytes, out: Bytes, mask: int = 0) -> None:
+    def decode(self, raw: ByteArray, out: ByteArray, mask: int = 0) -> None:
         """Fill `out`, which has exactly the chunk's size; bit k of `mask` says that filter k was left out.
 
         Raises: `BadChunkError` for what is cut short, damaged, or decodes to another size.
         """
         todo = [f for k, f in enumerate(self.filters) if not mask >> k & 1]
-        sizes = [out.size + 4 * sum(f.id == FLETCHER32 for f in todo[:k]) for k in range(len(todo))]
-        data, rooms = raw, cycle(_frames)
+        sizes = [out.size + 4 * sum(f.id == FLETCHER32_FILTER for f in todo[:k]) for k in range(len(todo))]
+        data, rooms = raw, cycle(_frame_scratch)
         for k in reversed(range(len(todo))):
-            if todo[k].id == FLETCHER32:
+            if todo[k].id == FLETCHER32_FILTER:
                 data = without_fletcher32(data)
             else:
                 target = out if k == 0 else next(rooms).values(sizes[k])
-                _UNDO[todo[k].id](data, target, todo[k].values)
+                _UNDO_BY_FILTER[todo[k].id](data, target, todo[k].values)
                 data = target
         if data is not out:
-            _same_size(data, out)
+            _check_same_size(data, out)
             out[:] = data
 
 
-def pipeline_of(dtype: np.dtype[Any], ndim: int, filters: Sequence[Filter]) -> Pipeline | None:
+def filter_pipeline_of(dtype: np.dtype[Any], ndim: int, filters: Sequence[Hdf5Filter]) -> FilterPipeline | None:
     """The decoder of a dataset with these filters; None when only libhdf5 knows them.
 
     Known are any number of shuffles and checksums, then at most one compressor, then checksums.
     """
-    packed = [k for k, f in enumerate(filters) if f.id in COMPRESSORS]
+    packed = [k for k, f in enumerate(filters) if f.id in COMPRESSOR_FILTERS]
     after = filters[packed[0] + 1 :] if packed else ()
-    known = all(f.id in _UNDO or f.id == FLETCHER32 for f in filters) and all(f.id == FLETCHER32 for f in after)
-    shuffled = [f for f in filters if f.id == SHUFFLE]
+    known = all(f.id in _UNDO_BY_FILTER or f.id == FLETCHER32_FILTER for f in filters) and all(
+        f.id == FLETCHER32_FILTER for f in after
+    )
+    shuffled = [f for f in filters if f.id == SHUFFLE_FILTER]
     if not known or len(packed) > 1 or len(shuffled) > 1 or any(not f.values for f in shuffled):
         return None
-    bits = [f.values for f in filters if f.id == BITSHUFFLE]
+    bits = [f.values for f in filters if f.id == BITSHUFFLE_FILTER]
     if any(len(v) < 3 or not 0 < v[2] < 256 or (len(v) > 4 and v[4] not in (0, 2, 3)) for v in bits):
         return None
-    return Pipeline(dtype, tuple(range(ndim)), tuple(filters))
+    return FilterPipeline(dtype, tuple(range(ndim)), tuple(filters))
 
 
-def _same_size(raw: Bytes, out: Bytes) -> None:
+def _check_same_size(raw: ByteArray, out: ByteArray) -> None:
     if raw.size != out.size:
         kind = ShortChunkError if raw.size < out.size else BadChunkError
         raise kind(f"it has {raw.size} bytes and the chunk has {out.size}")
@@ -130,10 +132,10 @@ def _same_size(raw: Bytes, out: Bytes) -> None:
 
 # -- checksum --------------------------------------------------------------------------------------------------------
 
-_ROW = 1 << 10
+_WORDS_PER_ROW = 1 << 10
 
 
-def without_fletcher32(raw: Bytes) -> Bytes:
+def without_fletcher32(raw: ByteArray) -> ByteArray:
     """The stored bytes before their closing Fletcher-32, which must match.
 
     Raises: `BadChunkError` when it does not.
@@ -141,7 +143,7 @@ def without_fletcher32(raw: Bytes) -> Bytes:
     if raw.size < 4:
         raise ShortChunkError(f"it has {raw.size} bytes, too few for its checksum")
     body, stored = raw[:-4], int.from_bytes(raw[-4:].tobytes(), "little")
-    first, second = fletcher32(body)
+    first, second = fletcher32_sums(body)
     # libhdf5 before 1.6.3 on little-endian machines swapped the bytes of both sums, and today's accepts them
     swapped = (first * 256 % 0xFFFF, second * 256 % 0xFFFF)
     # 0 and 65535 are one number to these sums
@@ -150,7 +152,7 @@ def without_fletcher32(raw: Bytes) -> Bytes:
     return body
 
 
-def fletcher32(data: Bytes) -> tuple[int, int]:
+def fletcher32_sums(data: ByteArray) -> tuple[int, int]:
     """The two sums, modulo 65535, of `data` as big-endian words of 16 bits.
 
     With words w_0 … w_(n-1): Σ w_i and Σ (n - i) w_i, taken over rows of words at a time.  Swapping the bytes of a word
@@ -158,17 +160,17 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     """
     count = data.size // 2
     words = data[: 2 * count].view("<u2")
-    full = count // _ROW
-    rows = words[: full * _ROW].reshape(full, _ROW)
+    full = count // _WORDS_PER_ROW
+    rows = words[: full * _WORDS_PER_ROW].reshape(full, _WORDS_PER_ROW)
     by_row = rows.sum(axis=1, dtype=np.uint64)
-    by_column = np.zeros(_ROW, np.uint64)
+    by_column = np.zeros(_WORDS_PER_ROW, np.uint64)
     for at in range(0, full, 1 << 14):  # 2^14 words of 16 bits fit in 32
         by_column += rows[at : at + (1 << 14)].sum(axis=0, dtype=np.uint32)
-    tail = words[full * _ROW :].astype(np.uint64)
+    tail = words[full * _WORDS_PER_ROW :].astype(np.uint64)
     first = int(by_row.sum()) + int(tail.sum())
     # Python's integers: the weights reach 2^31 and the sums 2^48
-    starts = sum(int(r) * (count - i * _ROW) for i, r in enumerate(by_row.tolist()))
-    second = starts - int((by_column * np.arange(_ROW, dtype=np.uint64)).sum())
+    starts = sum(int(r) * (count - i * _WORDS_PER_ROW) for i, r in enumerate(by_row.tolist()))
+    second = starts - int((by_column * np.arange(_WORDS_PER_ROW, dtype=np.uint64)).sum())
     second += int((tail * np.arange(len(tail), 0, -1, dtype=np.uint64)).sum())
     first, second = first * 256, second * 256
     if data.size % 2:  # the last byte is the high half of a word
@@ -180,37 +182,37 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
 # -- shuffles --------------------------------------------------------------------------------------------------------
 
 
-def _unshuffle(data: Bytes, out: Bytes, values: tuple[int, ...]) -> None:
+def _undo_shuffle(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
     """The bytes of each element together again; what does not fill an element stays at the end."""
-    _same_size(data, out)
+    _check_same_size(data, out)
     size = values[0]
     if size <= 1 or out.size < size:
         out[:] = data
-    elif size > 255 or out.size > _LARGEST:
+    elif size > 255 or out.size > _LARGEST_BLOSC_BLOCK:
         whole = out.size // size * size
         out[:whole].reshape(-1, size)[...] = data[:whole].reshape(size, -1).T
         out[whole:] = data[whole:]
     else:
-        frame = _frame(data)
-        head = (2, 1, _SHUFFLED | _WHOLE | _LZ4_FRAME, size, out.size, out.size, frame.size, 20, out.size)
-        frame[:_HEAD] = np.frombuffer(struct.pack("<BBBBIIIII", *head), np.uint8)
-        blosc_decode(frame, out)
+        frame = _with_room_for_head(data)
+        head = (2, 1, _SHUFFLED_FLAG | _UNSPLIT_FLAG | _LZ4_FLAG, size, out.size, out.size, frame.size, 20, out.size)
+        frame[:_FRAME_HEAD_BYTES] = np.frombuffer(struct.pack("<BBBBIIIII", *head), np.uint8)
+        decode_blosc_frame(frame, out)
 
 
-def _bitunshuffle(frame: Bytes, out: Bytes, size: int, block: int) -> None:
+def _untranspose_bits(frame: ByteArray, out: ByteArray, size: int, block: int) -> None:
     """The bits together again, block by block; `frame` has room for header, table and lengths (`_bit_frame`)."""
     count = -(-out.size // block)
-    head = (2, 1, _BITSHUFFLED | _WHOLE | _LZ4_FRAME, size, out.size, block, frame.size)
+    head = (2, 1, _BITSHUFFLED_FLAG | _UNSPLIT_FLAG | _LZ4_FLAG, size, out.size, block, frame.size)
     frame[:16] = np.frombuffer(struct.pack("<BBBBIII", *head), np.uint8)
     starts = 16 + 4 * count + np.arange(count, dtype="<i4") * (block + 4)
     frame[16 : 16 + 4 * count] = starts.view(np.uint8)
     for k, start in enumerate(starts.tolist()):
         length = min(block, out.size - k * block)
         frame[start : start + 4] = np.frombuffer(struct.pack("<I", length), np.uint8)
-    blosc_decode(frame, out)
+    decode_blosc_frame(frame, out)
 
 
-def _bitshuffle(data: Bytes, out: Bytes, values: tuple[int, ...]) -> None:
+def _undo_bitshuffle(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
     """Blocks of bit-transposed elements, each compressed by itself; a rest of less than 8 elements is stored as it is.
 
     Compressed, they follow the decoded size (8 bytes) and the block's size (4), each after its length (4), big-endian.
@@ -218,56 +220,56 @@ def _bitshuffle(data: Bytes, out: Bytes, values: tuple[int, ...]) -> None:
     size, packed = values[2], values[4] if len(values) > 4 else 0
     at, block = 0, (values[3] if len(values) > 3 else 0) * size
     if packed:
-        claimed, block = _sizes(data)
-        _claims(claimed, out)
+        claimed, block = _claimed_sizes(data)
+        _check_decoded_size(claimed, out)
         at = 12
     block = block or max(8192 // size // 8 * 8, 128) * size
-    if block % (8 * size) or block > _LARGEST:
+    if block % (8 * size) or block > _LARGEST_BLOSC_BLOCK:
         raise BadChunkError(f"its blocks of {block} bytes are not of whole groups of 8 elements of {size} bytes")
     body = out.size // (8 * size) * (8 * size)
     block = min(block, body) or block
     count = -(-body // block)
-    frame = _blocks(16 + 8 * count + body)
+    frame = _block_scratch(16 + 8 * count + body)
     for k in range(count):
         start, length = 16 + 4 * count + k * (block + 4) + 4, min(block, body - k * block)
-        at = _bit_block(data, at, frame[start : start + length], packed)
+        at = _decode_bit_block(data, at, frame[start : start + length], packed)
     if body:
-        _bitunshuffle(frame, out[:body], size, block)
-    _same_size(data[at:], out[body:])
+        _untranspose_bits(frame, out[:body], size, block)
+    _check_same_size(data[at:], out[body:])
     out[body:] = data[at:]
 
 
-def _bit_block(data: Bytes, at: int, out: Bytes, packed: int) -> int:
+def _decode_bit_block(data: ByteArray, at: int, out: ByteArray, packed: int) -> int:
     """Decode one block; where the next begins."""
     if not packed:
         if data.size - at < out.size:
             raise ShortChunkError(f"it ends within a block, after {data.size} bytes")
         out[:] = data[at : at + out.size]
         return at + out.size
-    raw, at = _next(data, at)
+    raw, at = _next_stored_block(data, at)
     if packed == 2:
-        _lz4_block(raw, out)
+        _decode_lz4_block(raw, out)
     else:
-        _zstd.decode(raw, out)
+        _zstd_decoder.decode(raw, out)
     return at
 
 
 # -- compressors -----------------------------------------------------------------------------------------------------
 
 
-def _claims(claimed: int, out: Bytes) -> None:
+def _check_decoded_size(claimed: int, out: ByteArray) -> None:
     if claimed != out.size:
         raise BadChunkError(f"its header claims {claimed} decoded bytes and the chunk has {out.size}")
 
 
-def _sizes(data: Bytes) -> tuple[int, int]:
+def _claimed_sizes(data: ByteArray) -> tuple[int, int]:
     """The decoded size and the block size that open a chunk of LZ4 or bitshuffle."""
     if data.size < 12:
         raise ShortChunkError(f"it has {data.size} bytes, too few for its header")
     return struct.unpack(">QI", data[:12].tobytes())
 
 
-def _next(data: Bytes, at: int) -> tuple[Bytes, int]:
+def _next_stored_block(data: ByteArray, at: int) -> tuple[ByteArray, int]:
     """The stored bytes of the block at `at`, and where the next begins."""
     length = int.from_bytes(data[at : at + 4].tobytes(), "big")
     if at + 4 + length > data.size:
@@ -275,39 +277,39 @@ def _next(data: Bytes, at: int) -> tuple[Bytes, int]:
     return data[at + 4 : at + 4 + length], at + 4 + length
 
 
-def _lz4_block(raw: Bytes, out: Bytes) -> None:
+def _decode_lz4_block(raw: ByteArray, out: ByteArray) -> None:
     """A bare LZ4 block; numcodecs wants its decoded size before it."""
-    _lz4.decode(np.concatenate([np.frombuffer(struct.pack("<I", out.size), np.uint8), raw]), out)
+    _lz4_decoder.decode(np.concatenate([np.frombuffer(struct.pack("<I", out.size), np.uint8), raw]), out)
 
 
-def _lz4_blocks(data: Bytes, out: Bytes, values: tuple[int, ...]) -> None:
+def _undo_hdf5_lz4(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
     """HDF5's framing of LZ4: decoded size (8 bytes), block size (4), then each block after its length (4), big-endian.
 
     A block as long as what it decodes to is stored as it is.
     """
-    claimed, block = _sizes(data)
-    _claims(claimed, out)
+    claimed, block = _claimed_sizes(data)
+    _check_decoded_size(claimed, out)
     if block <= 0:
         raise BadChunkError("its header claims blocks of 0 bytes")
     at = 12
     for start in range(0, out.size, block):
         part = out[start : start + block]
-        raw, at = _next(data, at)
+        raw, at = _next_stored_block(data, at)
         if raw.size == part.size:
             part[:] = raw
         else:
-            _lz4_block(raw, part)
+            _decode_lz4_block(raw, part)
 
 
-def _inflate(data: Bytes, out: Bytes, values: tuple[int, ...]) -> None:
-    inflate(data, out, _zlib)
+def _undo_deflate(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
+    inflate_zlib(data, out, _zlib_decoder)
 
 
-_UNDO: dict[int, Callable[[Bytes, Bytes, tuple[int, ...]], None]] = {
-    DEFLATE: _inflate,
-    SHUFFLE: _unshuffle,
-    BLOSC: lambda data, out, values: blosc_decode(data, out),
-    LZ4: _lz4_blocks,
-    BITSHUFFLE: _bitshuffle,
-    ZSTD: lambda data, out, values: _zstd.decode(data, out),
+_UNDO_BY_FILTER: dict[int, Callable[[ByteArray, ByteArray, tuple[int, ...]], None]] = {
+    DEFLATE_FILTER: _undo_deflate,
+    SHUFFLE_FILTER: _undo_shuffle,
+    BLOSC_FILTER: lambda data, out, values: decode_blosc_frame(data, out),
+    LZ4_FILTER: _undo_hdf5_lz4,
+    BITSHUFFLE_FILTER: _undo_bitshuffle,
+    ZSTD_FILTER: lambda data, out, values: _zstd_decoder.decode(data, out),
 }

@@ -1,6 +1,7 @@
 """Where the chunks of HDF5 datasets lie: asked of libhdf5 once, and kept in a cache directory.
 
-libhdf5 is not thread safe, and h5py holds one lock around all of it: everything here that calls it holds `LIBRARY`.
+libhdf5 is not thread safe, and h5py holds one lock around all of it: everything here that calls it holds
+`LIBHDF5_LOCK`.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ import numpy as np
 from h5py._objects import phil
 from numpy.typing import NDArray
 
-from jigsaw.io.chunk import ChunkRef
-from jigsaw.io.chunk_grid import Index
+from jigsaw.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.drafts import draft_of
-from jigsaw.io.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
-from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.formats.seekable import Seekable
+from jigsaw.io.formats.seekable import SeekableObject
 
-LIBRARY = threading.RLock()
-SIGNATURE = b"\x89HDF\r\n\x1a\n"
+LIBHDF5_LOCK = threading.RLock()
+HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _EDGES_ARE_LEFT = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
-_COLUMNS = 4  # place in the grid, offset, length, mask
-_WORTH_KEEPING = 4096
+_INDEX_COLUMNS = 4  # place in the grid, offset, length, mask
+_FEWEST_CHUNKS_KEPT = 4096
 """Indices of fewer chunks are asked for again: that takes a few milliseconds."""
-_FORMAT = 1
+_INDEX_FORMAT = 1
 
 
-def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path | None:
+def index_cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path | None:
     """Where indices are kept: `chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw; an empty name is none."""
     if chosen is None:
         chosen = os.environ.get("JIGSAW_CACHE")
@@ -50,7 +51,7 @@ def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path | None:
     return Path(chosen) if os.fspath(chosen) else None
 
 
-class Source:
+class Hdf5File:
     """One HDF5 file: its bytes through `files`, its metadata through h5py; both of the file as it was when opened.
 
     `cache` is the folder of indices, or None.
@@ -58,9 +59,9 @@ class Source:
     Raises: `UnsupportedStoreError` when there is no such file, or h5py cannot open it.
     """
 
-    def __init__(self, path: str, files: Files, cache: Path | None = None) -> None:
+    def __init__(self, path: str, files: StoreFiles, cache: Path | None = None) -> None:
         self.path, self.files, self.cache = path, files, cache
-        self.is_local = isinstance(files, Local)
+        self.is_local = isinstance(files, LocalFiles)
         stamp = self._stamp()
         if stamp is None:
             raise UnsupportedStoreError(f"{path!r} does not exist")
@@ -97,7 +98,7 @@ class Source:
     @contextmanager
     def opened(self) -> Generator[h5py.File]:
         """The file in h5py, under the lock, closed afterwards."""
-        with LIBRARY:
+        with LIBHDF5_LOCK:
             file = self._open()
             try:
                 yield file
@@ -109,14 +110,14 @@ class Source:
             self.check()
             if self.is_local:
                 return h5py.File(self.path, "r", locking="best-effort")  # some shared file systems have no locks
-            return h5py.File(Seekable(self.files, self.path), "r")
+            return h5py.File(SeekableObject(self.files, self.path), "r")
         except (OSError, BadChunkError) as e:
             kind = TruncatedError if "truncated" in str(e) or isinstance(e, ShortChunkError) else UnsupportedStoreError
             raise kind(f"{self.path!r} cannot be opened as HDF5: {e}") from e
 
     def slowly(self, name: str, box: tuple[Any, ...]) -> NDArray[Any]:
         """Values by libhdf5, one caller at a time; the file stays open for the next."""
-        with LIBRARY:
+        with LIBHDF5_LOCK:
             if self._slow is None:
                 self._slow = self._open()
             self.check()
@@ -124,28 +125,28 @@ class Source:
 
     def __del__(self) -> None:
         if getattr(self, "_slow", None):
-            with LIBRARY:
+            with LIBHDF5_LOCK:
                 self._slow.close()
 
 
 # -- the index of one dataset ----------------------------------------------------------------------------------------
 
 
-class InFile:
+class Hdf5Places:
     """An array whose values lie in one HDF5 file."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Hdf5File) -> None:
         self._source = source
 
     @property
-    def files(self) -> Files:
+    def files(self) -> StoreFiles:
         return self._source.files
 
-    def path(self, index: Index) -> str:
+    def path(self, index: ChunkIndex) -> str:
         return self._source.path
 
 
-class Chunks(InFile):
+class Hdf5ChunkPlaces(Hdf5Places):
     """The chunks of a dataset that is stored in chunks.
 
     `exact` is the size that every chunk must have, for values that are stored as they are: a part of a chunk that is
@@ -154,7 +155,7 @@ class Chunks(InFile):
     """
 
     def __init__(
-        self, source: Source, name: str, shape: Index, chunks: Index, exact: int | None, edges: int = 0
+        self, source: Hdf5File, name: str, shape: ChunkIndex, chunks: ChunkIndex, exact: int | None, edges: int = 0
     ) -> None:
         super().__init__(source)
         self._name, self._chunks, self._exact = name, chunks, exact
@@ -163,7 +164,7 @@ class Chunks(InFile):
         self._rows: NDArray[np.int64] | None = None
         self._lock = threading.Lock()
 
-    def locate(self, index: Index) -> ChunkRef | None:
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
         """Raises `BadChunkError` when the file has changed, or the chunk is not what the file has room for."""
         self._source.check()
         rows = self._rows if self._rows is not None else self._index()
@@ -179,7 +180,7 @@ class Chunks(InFile):
             raise BadChunkError(f"it has {length} bytes and the chunk has {self._exact}")
         return ChunkRef(self._source.path, offset, length, self._edges if self._is_cut(index) else mask)
 
-    def _is_cut(self, index: Index) -> bool:
+    def _is_cut(self, index: ChunkIndex) -> bool:
         """Whether a chunk is one that the filters were not applied to: it reaches beyond the shape."""
         return self._edges != 0 and any(
             (i + 1) * c > n for i, c, n in zip(index, self._chunks, self._shape, strict=True)
@@ -188,7 +189,7 @@ class Chunks(InFile):
     def _index(self) -> NDArray[np.int64]:
         with self._lock:
             if self._rows is None:
-                self._rows = _kept(self._source, self._name, self._grid, self._ask)
+                self._rows = _cached_index(self._source, self._name, self._grid, self._ask)
             return self._rows
 
     def _ask(self) -> NDArray[np.int64]:
@@ -196,27 +197,27 @@ class Chunks(InFile):
         what = f"array {self._name!r} in {self._source.path}"
         with self._source.opened() as file:
             try:
-                _each_chunk(file[self._name].id, lambda c: found.append((*c.chunk_offset, *_place(c))))
+                _visit_chunks(file[self._name].id, lambda c: found.append((*c.chunk_offset, *_stored_place(c))))
                 table = np.array(found, np.int64).reshape(len(found), len(self._grid) + 3)
-                return _rows_of(table, self._chunks, self._grid, what)
+                return _sorted_index(table, self._chunks, self._grid, what)
             except (OSError, RuntimeError, KeyError, ValueError, OverflowError) as e:
                 raise CorruptChunkError(f"{what}: its index of chunks is damaged: {e}") from e
 
 
-def leaves_edges(plist: Any) -> bool:
+def has_unfiltered_edges(plist: Any) -> bool:
     """Whether chunks that reach beyond the shape are stored without filters (H5Pset_chunk_opts).
 
     Their own filter masks do not say so, and h5py does not ask: its libhdf5 is called instead.
     """
     found = ctypes.c_uint(0)
-    with LIBRARY, phil:
-        failed = _library().H5Pget_chunk_opts(plist.id, ctypes.byref(found)) < 0
+    with LIBHDF5_LOCK, phil:
+        failed = _libhdf5_functions().H5Pget_chunk_opts(plist.id, ctypes.byref(found)) < 0
     if failed:
         raise RuntimeError("libhdf5 does not tell the options of its chunks")
     return bool(found.value & _EDGES_ARE_LEFT)
 
 
-def misplaces(dataset: Any) -> bool:
+def has_misplaced_chunks(dataset: Any) -> bool:
     """Whether libhdf5 tells wrong places for the chunks of a dataset.
 
     An index that is an extensible array has the one unlimited dim outermost, wherever it is in the dataset; libhdf5
@@ -228,15 +229,15 @@ def misplaces(dataset: Any) -> bool:
     ):
         return False
     found = ctypes.c_int(0)
-    with LIBRARY, phil:
-        failed = _library().H5Dget_chunk_index_type(dataset.id.id, ctypes.byref(found)) < 0
+    with LIBHDF5_LOCK, phil:
+        failed = _libhdf5_functions().H5Dget_chunk_index_type(dataset.id.id, ctypes.byref(found)) < 0
     if failed:
         raise RuntimeError("libhdf5 does not tell the kind of its index of chunks")
     return found.value == _EXTENSIBLE_ARRAY
 
 
 @cache
-def _library() -> Any:
+def _libhdf5_functions() -> Any:
     """The C functions of the libhdf5 that h5py is linked to, called with the GIL held, as h5py calls them."""
     found = ctypes.PyDLL(str(h5py.h5p.__file__))
     found.H5Pget_chunk_opts.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)]
@@ -244,11 +245,11 @@ def _library() -> Any:
     return found
 
 
-def _place(chunk: Any) -> tuple[int, int, int]:
+def _stored_place(chunk: Any) -> tuple[int, int, int]:
     return chunk.byte_offset, chunk.size, chunk.filter_mask
 
 
-def _each_chunk(dataset: Any, see: Callable[[Any], None]) -> None:
+def _visit_chunks(dataset: Any, see: Callable[[Any], None]) -> None:
     """Libhdf5 before 1.12.3 can only tell the chunks one by one."""
     if hasattr(dataset, "chunk_iter"):
         dataset.chunk_iter(see)
@@ -257,7 +258,7 @@ def _each_chunk(dataset: Any, see: Callable[[Any], None]) -> None:
             see(dataset.get_chunk_info(i))
 
 
-def _rows_of(table: NDArray[np.int64], chunks: Index, grid: Index, what: str) -> NDArray[np.int64]:
+def _sorted_index(table: NDArray[np.int64], chunks: ChunkIndex, grid: ChunkIndex, what: str) -> NDArray[np.int64]:
     """The index, sorted by place in the grid.
 
     Raises: `CorruptChunkError` for chunks off the grid, outside of it, or twice at one place.
@@ -278,7 +279,9 @@ def _rows_of(table: NDArray[np.int64], chunks: Index, grid: Index, what: str) ->
 # -- the cache -------------------------------------------------------------------------------------------------------
 
 
-def _kept(source: Source, name: str, grid: Index, ask: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+def _cached_index(
+    source: Hdf5File, name: str, grid: ChunkIndex, ask: Callable[[], NDArray[np.int64]]
+) -> NDArray[np.int64]:
     """The index of a dataset from the cache; else asked for, and put there when it is long.
 
     A cached index is for one path, size, time of change and grid; one that is damaged or for another file is replaced.
@@ -288,31 +291,31 @@ def _kept(source: Source, name: str, grid: Index, ask: Callable[[], NDArray[np.i
     if source.cache is not None and source.is_local:
         digest = blake2b(f"{os.path.abspath(source.path)}\0{name}".encode(), digest_size=16).hexdigest()
         place = source.cache / f"hdf5-{digest}.npz"
-        found = _read(place, source, grid)
+        found = _read_cached_index(place, source, grid)
         if found is not None:
             return found
     rows = ask()
-    if place is not None and len(rows) >= _WORTH_KEEPING:
-        _write(place, source, grid, rows)
+    if place is not None and len(rows) >= _FEWEST_CHUNKS_KEPT:
+        _write_cached_index(place, source, grid, rows)
     return rows
 
 
-def _key(source: Source, grid: Index) -> NDArray[np.int64]:
-    return np.array([_FORMAT, source.size, source.changed, *grid], np.int64)
+def _index_key(source: Hdf5File, grid: ChunkIndex) -> NDArray[np.int64]:
+    return np.array([_INDEX_FORMAT, source.size, source.changed, *grid], np.int64)
 
 
-def _read(place: Path, source: Source, grid: Index) -> NDArray[np.int64] | None:
+def _read_cached_index(place: Path, source: Hdf5File, grid: ChunkIndex) -> NDArray[np.int64] | None:
     try:
         with np.load(place, allow_pickle=False) as kept:
             key, rows = kept["key"], kept["rows"]
     except Exception:  # the archive has checksums of its own, and a damaged one may raise anything
         return None
-    sound = rows.dtype == np.int64 and rows.ndim == 2 and rows.shape[1] == _COLUMNS
-    return rows if sound and np.array_equal(key, _key(source, grid)) else None
+    sound = rows.dtype == np.int64 and rows.ndim == 2 and rows.shape[1] == _INDEX_COLUMNS
+    return rows if sound and np.array_equal(key, _index_key(source, grid)) else None
 
 
-def _write(place: Path, source: Source, grid: Index, rows: NDArray[np.int64]) -> None:
+def _write_cached_index(place: Path, source: Hdf5File, grid: ChunkIndex, rows: NDArray[np.int64]) -> None:
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         with draft_of(place, ".part") as out:
-            np.savez_compressed(out, key=_key(source, grid), rows=rows)
+            np.savez_compressed(out, key=_index_key(source, grid), rows=rows)

@@ -15,14 +15,14 @@ from typing import Any
 
 import h5py
 
-from jigsaw.io.errors import UnsupportedStoreError
-from jigsaw.io.formats.hdf5_index import Source
+from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.formats.hdf5_index import Hdf5File
 
 _DEEPEST = 16
 _TRUST = "if you trust the file, open it with jigsaw.io.open_hdf5(path, outside=True)"
 
 
-def neighbour(source: Source, name: str, outside: bool, what: str) -> str:
+def referenced_path(source: Hdf5File, name: str, outside: bool, what: str) -> str:
     """The path of a file that an HDF5 file names, relative to its own folder.
 
     Raises: `UnsupportedStoreError` for one outside of that folder, unless `outside` allows it; a symbolic link lies
@@ -54,7 +54,7 @@ def _lies_beside(own: str, path: str) -> bool:
     return any(os.path.commonpath([folder, real]) == folder for folder in folders)
 
 
-def _grows(space: Any) -> bool:
+def _grows_with_sources(space: Any) -> bool:
     """Whether a virtual dataset takes its extent along a dim from its sources."""
     if space.get_select_type() != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
         return False
@@ -62,16 +62,16 @@ def _grows(space: Any) -> bool:
     return any(n >= 2**63 for n in (*count, *block))
 
 
-class Reach:
+class FileReach:
     """Follows datasets into other files; `source_of` opens one, `followed` finds an object there by its path."""
 
     def __init__(
-        self, outside: bool, source_of: Callable[[str], Source], followed: Callable[[Source, Any, str], Any]
+        self, outside: bool, source_of: Callable[[str], Hdf5File], followed: Callable[[Hdf5File, Any, str], Any]
     ) -> None:
         self._outside, self._source_of, self._followed = outside, source_of, followed
         self._sound: set[tuple[str, str, bool]] = set()
 
-    def check(self, source: Source, dataset: Any, by_library: bool = False) -> None:
+    def check(self, source: Hdf5File, dataset: Any, by_library: bool = False) -> None:
         """Raise `UnsupportedStoreError` for a dataset that leads out of the folder of a file on its way.
 
         `by_library` says that libhdf5 reads it: then to its ends, also for what libhdf5 looks for elsewhere, and for
@@ -79,7 +79,7 @@ class Reach:
         """
         self._check(source, dataset, by_library, ())
 
-    def _check(self, source: Source, dataset: Any, by_library: bool, way: tuple[tuple[str, str], ...]) -> None:
+    def _check(self, source: Hdf5File, dataset: Any, by_library: bool, way: tuple[tuple[str, str], ...]) -> None:
         here = os.path.realpath(source.path) if source.is_local else source.path, str(dataset.name)
         if (*here, by_library) in self._sound:
             return
@@ -93,7 +93,7 @@ class Reach:
             self._check_storage(source, dataset, by_library)
         sources = dataset.virtual_sources() if dataset.is_virtual else []
         # what neither grows nor is read by libhdf5 opens no file of its own accord: names are enough
-        ends = by_library or any(_grows(each.vspace) for each in sources)
+        ends = by_library or any(_grows_with_sources(each.vspace) for each in sources)
         for path, name in self._shown(source, dataset, sources, by_library):
             if not ends:
                 continue
@@ -103,12 +103,12 @@ class Reach:
                     self._check(other, found, by_library, (*way, here))
         self._sound.add((*here, by_library))
 
-    def _check_storage(self, source: Source, dataset: Any, by_library: bool) -> None:
+    def _check_storage(self, source: Hdf5File, dataset: Any, by_library: bool) -> None:
         plist = dataset.id.get_create_plist()
         for i in range(plist.get_external_count()):
             what = f"the external storage of dataset {dataset.name!r}"
             name = os.fsdecode(plist.get_external(i)[0])
-            neighbour(source, name, False, what)
+            referenced_path(source, name, False, what)
             if by_library:
                 raise UnsupportedStoreError(
                     f"{what} in {source.path}, {name!r}, can only be read by libhdf5, which looks for it in the "
@@ -116,7 +116,7 @@ class Reach:
                 )
 
     def _shown(
-        self, source: Source, dataset: Any, sources: Sequence[Any], by_library: bool
+        self, source: Hdf5File, dataset: Any, sources: Sequence[Any], by_library: bool
     ) -> Iterator[tuple[str, str]]:
         """The files that a virtual dataset shows as far as they are there, and the paths of the datasets in them."""
         what = f"the virtual dataset {dataset.name!r}"
@@ -124,7 +124,7 @@ class Reach:
             if each.file_name == ".":
                 yield source.path, each.dset_name
                 continue
-            path = neighbour(source, each.file_name, self._outside, what)
+            path = referenced_path(source, each.file_name, self._outside, what)
             if by_library and not source.is_local:
                 raise UnsupportedStoreError(
                     f"{what} in {source.path} can only be read by libhdf5, which does not open {path!r} from there; "
@@ -132,7 +132,7 @@ class Reach:
                 )
             files = self._files(path) if "%" in path else [path] if source.files.size(path) is not None else []
             for file in files:  # what a pattern finds may be a link
-                yield neighbour(source, os.path.abspath(file), self._outside, what), each.dset_name
+                yield referenced_path(source, os.path.abspath(file), self._outside, what), each.dset_name
             if by_library and not self._outside:
                 self._check_elsewhere(source, each.file_name, bool(files), what)
 
@@ -140,7 +140,7 @@ class Reach:
         """The files that a pattern of libhdf5's names: ``%b`` is a number, ``%%`` a per cent sign."""
         return sorted(glob.glob(re.sub("%[b%]", lambda m: "[0-9]*" if m[0] == "%b" else "%", glob.escape(path))))
 
-    def _check_elsewhere(self, source: Source, name: str, found: bool, what: str) -> None:
+    def _check_elsewhere(self, source: Hdf5File, name: str, found: bool, what: str) -> None:
         """Libhdf5 takes what it does not find in the folder from the working directory, by name or by last name."""
         folder = os.path.abspath(os.path.dirname(source.path))
         if "%" not in name and not found:
@@ -153,7 +153,7 @@ class Reach:
                     f"the working directory; {_TRUST}"
                 )
 
-    def _datasets(self, source: Source, file: Any, name: str) -> Iterator[Any]:
+    def _datasets(self, source: Hdf5File, file: Any, name: str) -> Iterator[Any]:
         """The dataset at a path in a file, or those that a pattern names."""
         group, _, last = name.rpartition("/")
         if "%" in group and not self._outside:

@@ -15,14 +15,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.chunk import ChunkRef, Places
-from jigsaw.io.chunk_grid import Index
-from jigsaw.io.errors import UnsupportedStoreError
-from jigsaw.io.formats import plain
-from jigsaw.io.formats.hdf5_filters import Pipeline
-from jigsaw.io.formats.hdf5_index import InFile, Source
-from jigsaw.io.formats.hdf5_reach import neighbour
-from jigsaw.io.table import ArrayTable
+from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.formats import slab_arrays as plain
+from jigsaw.io.formats.hdf5_filters import FilterPipeline
+from jigsaw.io.formats.hdf5_index import Hdf5File, Hdf5Places
+from jigsaw.io.formats.hdf5_reach import referenced_path
 from jigsaw.layout import Box
 
 _LARGEST_GRID = 1 << 26
@@ -31,18 +31,18 @@ _LARGEST_GRID = 1 << 26
 # -- values that lie in one piece ------------------------------------------------------------------------------------
 
 
-class Slabs(InFile):
+class Hdf5SlabPlaces(Hdf5Places):
     """The virtual chunks of an array that lies in one piece; there are none where it was never `written`."""
 
-    def __init__(self, source: Source, slabs: plain.Slabs, written: bool) -> None:
+    def __init__(self, source: Hdf5File, slabs: plain.SlabPlaces, written: bool) -> None:
         super().__init__(source)
         self._slabs, self._written = slabs, written
 
-    def cut(self, chunks: Index) -> Slabs:
+    def cut(self, chunks: ChunkIndex) -> Hdf5SlabPlaces:
         """The same array in other pieces."""
-        return Slabs(self._source, replace(self._slabs, chunks=chunks), self._written)
+        return Hdf5SlabPlaces(self._source, replace(self._slabs, chunks=chunks), self._written)
 
-    def locate(self, index: Index) -> ChunkRef | None:
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
         """Raises `BadChunkError` when the file has changed, `ShortChunkError` when it ends before the array does."""
         self._source.check()
         if not self._written:
@@ -52,15 +52,15 @@ class Slabs(InFile):
         return found
 
 
-class Whole(InFile):
+class LibraryPlaces(Hdf5Places):
     """An array that only libhdf5 reads, a box at a time; its stored size is not known."""
 
-    def locate(self, index: Index) -> ChunkRef | None:
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
         self._source.check()
         return ChunkRef(self._source.path, 0, None)
 
 
-def external_source(dataset: Any, source: Source, outside: bool) -> tuple[Source, int] | None:
+def external_raw_file(dataset: Any, source: Hdf5File, outside: bool) -> tuple[Hdf5File, int] | None:
     """The raw file that holds a dataset's values, and where they begin; None when they are in the HDF5 file itself.
 
     Raises: `UnsupportedStoreError` for several files, or one outside of the folder.
@@ -74,14 +74,14 @@ def external_source(dataset: Any, source: Source, outside: bool) -> tuple[Source
             f"dataset {dataset.name!r} in {source.path} is stored in {count} external files, not one; rewrite it"
         )
     name, offset, _ = plist.get_external(0)
-    path = neighbour(source, os.fsdecode(name), outside, f"the external storage of dataset {dataset.name!r}")
-    return Source(path, source.files), int(offset)
+    path = referenced_path(source, os.fsdecode(name), outside, f"the external storage of dataset {dataset.name!r}")
+    return Hdf5File(path, source.files), int(offset)
 
 
 # -- virtual datasets ------------------------------------------------------------------------------------------------
 
 
-class _Mapping(NamedTuple):
+class _SourceMapping(NamedTuple):
     """A box of a virtual dataset, and the box of a source that it shows."""
 
     to: Box
@@ -90,46 +90,46 @@ class _Mapping(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _SourceChunks:
     """The chunks of one source within the virtual grid: `shift` is added to an index, leading dims dropped first."""
 
-    places: Places
-    shift: Index
+    places: ChunkPlaces
+    shift: ChunkIndex
 
-    def index(self, index: Index) -> Index:
+    def index(self, index: ChunkIndex) -> ChunkIndex:
         own = index[len(index) - len(self.shift) :]
         return tuple(i + s for i, s in zip(own, self.shift, strict=True))
 
 
-class Mapped(InFile):
+class VirtualPlaces(Hdf5Places):
     """The chunks of a virtual dataset: `owner` says for each of the grid which piece has it, -1 for none."""
 
-    def __init__(self, source: Source, pieces: Sequence[_Piece], owner: NDArray[np.int32]) -> None:
+    def __init__(self, source: Hdf5File, pieces: Sequence[_SourceChunks], owner: NDArray[np.int32]) -> None:
         super().__init__(source)
         self._pieces, self._owner = pieces, owner
 
-    def path(self, index: Index) -> str:
+    def path(self, index: ChunkIndex) -> str:
         owner = int(self._owner[index])
         return self._source.path if owner < 0 else self._pieces[owner].places.path(self._pieces[owner].index(index))
 
-    def locate(self, index: Index) -> ChunkRef | None:
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
         self._source.check()
         owner = int(self._owner[index])
         return None if owner < 0 else self._pieces[owner].places.locate(self._pieces[owner].index(index))
 
 
-class Grid(NamedTuple):
+class VirtualGrid(NamedTuple):
     """What the sources of a virtual dataset make together."""
 
-    chunks: Index
+    chunks: ChunkIndex
     clipped: bool
-    decoder: Pipeline
-    places: Mapped
+    decoder: FilterPipeline
+    places: VirtualPlaces
 
 
-def virtual_grid(
-    dataset: Any, source: Source, outside: bool, fill: Any, table_of: Callable[[str, str], ArrayTable | None]
-) -> Grid | None:
+def grid_of_virtual_dataset(
+    dataset: Any, source: Hdf5File, outside: bool, fill: Any, table_of: Callable[[str, str], ArrayTable | None]
+) -> VirtualGrid | None:
     """The table of a virtual dataset; None where its mappings fit no grid.
 
     `table_of` gives the table of a dataset of another file.
@@ -137,12 +137,12 @@ def virtual_grid(
     Raises: `UnsupportedStoreError` for a source outside of the folder, or one that is missing (libhdf5 would take fill
     values for it).
     """
-    mappings: list[_Mapping] = []
+    mappings: list[_SourceMapping] = []
     regular = True
     for each in dataset.virtual_sources():
         what = f"the virtual dataset {dataset.name!r}"
-        path = source.path if each.file_name == "." else neighbour(source, each.file_name, outside, what)
-        to, at = _box(each.vspace), _box(each.src_space)
+        path = source.path if each.file_name == "." else referenced_path(source, each.file_name, outside, what)
+        to, at = _selected_box(each.vspace), _selected_box(each.src_space)
         if "%" in each.file_name or to is None:
             regular = False  # a pattern of names, which grows
             continue
@@ -152,11 +152,11 @@ def virtual_grid(
         regular &= table is not None and at is not None
         if table is not None and at is not None:
             at = at or tuple((0, n) for n in table.shape)
-            mappings.append(_Mapping(to or tuple((0, n) for n in dataset.shape), at, table))
-    return _grid(dataset, source, mappings, fill) if regular and mappings else None
+            mappings.append(_SourceMapping(to or tuple((0, n) for n in dataset.shape), at, table))
+    return _grid_of_mappings(dataset, source, mappings, fill) if regular and mappings else None
 
 
-def _box(space: Any) -> Box | None:
+def _selected_box(space: Any) -> Box | None:
     """The box that a dataspace selects; empty for all of it, None for anything else."""
     if space.get_select_type() == h5py.h5s.SEL_ALL:
         return ()
@@ -171,39 +171,41 @@ def _box(space: Any) -> Box | None:
     return tuple(edges)
 
 
-def _grid(dataset: Any, source: Source, mappings: Sequence[_Mapping], fill: Any) -> Grid | None:
+def _grid_of_mappings(
+    dataset: Any, source: Hdf5File, mappings: Sequence[_SourceMapping], fill: Any
+) -> VirtualGrid | None:
     shape = tuple(dataset.shape)
-    mappings = _recut(mappings, shape)
+    mappings = _cut_where_mappings_meet(mappings, shape)
     first = mappings[0].table
     decoder, extra = first.decoder, len(shape) - first.ndim
     if (
-        not isinstance(decoder, Pipeline)
+        not isinstance(decoder, FilterPipeline)
         or extra < 0
-        or not all(_alike(m.table, first, dataset, fill) for m in mappings)
+        or not all(_is_decoded_alike(m.table, first, dataset, fill) for m in mappings)
     ):
         return None
     chunks = (1,) * extra + first.chunks
     grid = tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
     if prod(grid) > _LARGEST_GRID:
         return None
-    owner, pieces = np.full(grid, -1, np.int32), list[_Piece]()
+    owner, pieces = np.full(grid, -1, np.int32), list[_SourceChunks]()
     for m in mappings:
         at = tuple((0, 1) for _ in range(extra)) + m.at
-        if not _fits(m.to, at, chunks, shape, (1,) * extra + m.table.shape):
+        if not _is_on_chunk_edges(m.to, at, chunks, shape, (1,) * extra + m.table.shape):
             return None
         taken = tuple(slice(a // c, -(-b // c)) for (a, b), c in zip(m.to, chunks, strict=True))
         if (owner[taken] >= 0).any():
             return None
         owner[taken] = len(pieces)
         shift = tuple(a // c - t // c for (a, _), (t, _), c in zip(at, m.to, chunks, strict=True))[extra:]
-        pieces.append(_Piece(m.table.places, shift))
-    whole = Pipeline(decoder.dtype, tuple(range(len(shape))), decoder.filters)
-    return Grid(chunks, first.clipped, whole, Mapped(source, pieces, owner))
+        pieces.append(_SourceChunks(m.table.places, shift))
+    whole = FilterPipeline(decoder.dtype, tuple(range(len(shape))), decoder.filters)
+    return VirtualGrid(chunks, first.clipped, whole, VirtualPlaces(source, pieces, owner))
 
 
-def _recut(mappings: Sequence[_Mapping], shape: Index) -> Sequence[_Mapping]:
+def _cut_where_mappings_meet(mappings: Sequence[_SourceMapping], shape: ChunkIndex) -> Sequence[_SourceMapping]:
     """Sources that lie in one piece each are cut where the mappings begin and end along their leading dim."""
-    places = [m.table.places for m in mappings if isinstance(m.table.places, Slabs)]
+    places = [m.table.places for m in mappings if isinstance(m.table.places, Hdf5SlabPlaces)]
     if len(places) < len(mappings) or any(not m.at for m in mappings):
         return mappings
     lead = len(shape) - mappings[0].table.ndim
@@ -218,7 +220,7 @@ def _recut(mappings: Sequence[_Mapping], shape: Index) -> Sequence[_Mapping]:
     ]
 
 
-def _alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> bool:
+def _is_decoded_alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> bool:
     """Whether a source's chunks decode as the first one's, to values that need no conversion."""
     same = (
         table.ndim == first.ndim
@@ -230,7 +232,7 @@ def _alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> boo
     return same and fills and table.decoder == first.decoder and np.dtype(table.dtype) == dataset.dtype
 
 
-def _fits(to: Box, at: Box, chunks: Index, shape: Index, source: Index) -> bool:
+def _is_on_chunk_edges(to: Box, at: Box, chunks: ChunkIndex, shape: ChunkIndex, source: ChunkIndex) -> bool:
     """Whether a mapping begins and ends where chunks do, on both sides."""
     if len(at) != len(to):
         return False

@@ -14,13 +14,13 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from jigsaw.io.formats.codecs import BadChunkError, Bytes, Decoder
+from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, CodecDecoder
 
-_WHY = {1: "its compressed stream is damaged or cut short", 2: "it decodes to fewer", 3: "it decodes to more"}
+_FAILURE_TEXTS = {1: "its compressed stream is damaged or cut short", 2: "it decodes to fewer", 3: "it decodes to more"}
 
 
 @cache
-def library() -> Any:
+def libdeflate_functions() -> Any:
     """The C functions of libdeflate; None where they are not to be had."""
     try:
         found = ctypes.CDLL(str(import_module("deflate._deflate").__file__))
@@ -35,11 +35,11 @@ def library() -> Any:
     return found
 
 
-class _Engine(threading.local):
+class _Decompressor(threading.local):
     """A decompressor of each thread."""
 
     def __init__(self) -> None:
-        self.library = library()
+        self.library = libdeflate_functions()
         self.handle = self.library and self.library.libdeflate_alloc_decompressor()
 
     def __del__(self) -> None:
@@ -47,19 +47,19 @@ class _Engine(threading.local):
             self.library.libdeflate_free_decompressor(self.handle)
 
 
-_engine = _Engine()
+_decompressor = _Decompressor()
 
 
-def inflate(raw: Bytes, out: Bytes, decoder: Decoder) -> None:
+def inflate_zlib(raw: ByteArray, out: ByteArray, decoder: CodecDecoder) -> None:
     """Decode a zlib stream that fills `out`; `decoder` is what does it without libdeflate.
 
     Raises: `BadChunkError` when it is damaged, cut short, or decodes to another size.
     """
-    if not _engine.handle:
+    if not _decompressor.handle:
         decoder.decode(raw, out)
         return
-    decode = _engine.library.libdeflate_zlib_decompress
-    failed = decode(_engine.handle, raw.ctypes.data, raw.size, out.ctypes.data, out.size, None)
+    decode = _decompressor.library.libdeflate_zlib_decompress
+    failed = decode(_decompressor.handle, raw.ctypes.data, raw.size, out.ctypes.data, out.size, None)
     if failed:
         size = "" if failed == 1 else f" than the chunk's {out.size} bytes"
-        raise BadChunkError(_WHY.get(failed, f"libdeflate failed with {failed}") + size)
+        raise BadChunkError(_FAILURE_TEXTS.get(failed, f"libdeflate failed with {failed}") + size)

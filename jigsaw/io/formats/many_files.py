@@ -21,23 +21,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.chunk import ChunkRef
-from jigsaw.io.chunk_grid import Index
-from jigsaw.io.coords import decoded_coordinate, role_of
-from jigsaw.io.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
-from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.formats import values as _values
-from jigsaw.io.formats.plain import read_box
-from jigsaw.io.members import Members
-from jigsaw.io.table import ArrayTable, Store
-from jigsaw.io.times import TimeAxis, decode_times
+from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.chunks.joined_arrays import JoinedArrays
+from jigsaw.io.formats import in_memory as _values
+from jigsaw.io.formats.slab_arrays import read_table_box
+from jigsaw.io.series.coords import decoded_coordinate, role_of_dim
+from jigsaw.io.series.times import TimeAxis, decode_times
 from jigsaw.layout import Box
 
-_OPENERS = 16
-_KEPT = 64
-_PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+_FILES_OPENED_AT_ONCE = 16
+_STORES_KEPT_OPEN = 64
+_PACKING_ATTRS = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
 
-Opener = Callable[[str], Store]
+StoreOpener = Callable[[str], ArrayStore]
 
 
 def claims(url: Any) -> bool:
@@ -48,8 +48,8 @@ def claims(url: Any) -> bool:
 
 
 def open_many(
-    paths: str | Sequence[str | os.PathLike[str]], opener: Opener | None = None, along: str | None = None
-) -> Store:
+    paths: str | Sequence[str | os.PathLike[str]], opener: StoreOpener | None = None, along: str | None = None
+) -> ArrayStore:
     """The files that a glob string or a list names, joined along time; formats may be mixed.
 
     Every file is read with its own chunks, dtype, scale and offset, and times in its own units.  Files are ordered by
@@ -61,24 +61,24 @@ def open_many(
     Raises: `UnsupportedStoreError` when there is no file; `GridError` naming the file for one on another grid, in other
     units, that lacks an array, or whose times overlap with another's; what opening a file raises.
     """
-    files = _Files(_listed(paths), opener or _open_store())
+    files = _OpenStores(_listed_paths(paths), opener or _default_opener())
     first = files.store(files.paths[0])
-    dim = along or _time_dim(first)
-    with ThreadPoolExecutor(min(_OPENERS, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
-        found = list(pool.map(partial(_index, files, dim), files.paths))
+    dim = along or _time_dim_of_store(first)
+    with ThreadPoolExecutor(min(_FILES_OPENED_AT_ONCE, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
+        found = list(pool.map(partial(_know_file, files, dim), files.paths))
     for other in found[1:]:
-        _check_alike(found[0], other, dim)
-    series = _ordered([f for f in found if f.steps] or found[:1])
-    return _Joined(files, series, dim).store()
+        _check_files_alike(found[0], other, dim)
+    series = _files_in_time_order([f for f in found if f.steps] or found[:1])
+    return _JoinedFiles(files, series, dim).store()
 
 
-def _open_store() -> Opener:
-    from jigsaw.io.store import open_store
+def _default_opener() -> StoreOpener:
+    from jigsaw.io.formats.store import open_store
 
     return open_store
 
 
-def _listed(paths: str | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+def _listed_paths(paths: str | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     found = sorted(glob.glob(paths, recursive=True)) if isinstance(paths, str) else [os.fspath(p) for p in paths]
     if not found:
         raise UnsupportedStoreError(f"{paths!r} names no file")
@@ -88,9 +88,9 @@ def _listed(paths: str | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _time_dim(store: Store) -> str:
+def _time_dim_of_store(store: ArrayStore) -> str:
     dims = dict.fromkeys(d for table in store.arrays.values() for d in table.dims)
-    roles = {d: role_of(d, store.arrays[d].attrs if d in store.arrays else {}) for d in dims}
+    roles = {d: role_of_dim(d, store.arrays[d].attrs if d in store.arrays else {}) for d in dims}
     for role in ("time", "init"):
         meant = [d for d, found in roles.items() if found == role]
         if len(meant) == 1:
@@ -101,33 +101,33 @@ def _time_dim(store: Store) -> str:
     )
 
 
-class _Files:
+class _OpenStores:
     """The files by path, opened when they are needed; the last ones stay open."""
 
-    def __init__(self, paths: tuple[str, ...], opener: Opener) -> None:
+    def __init__(self, paths: tuple[str, ...], opener: StoreOpener) -> None:
         self.paths, self._opener = paths, opener
-        self._open: OrderedDict[str, Store] = OrderedDict()
+        self._open: OrderedDict[str, ArrayStore] = OrderedDict()
         self._stamps: dict[str, tuple[int, int] | None] = {}
         self._lock = threading.Lock()
 
-    def store(self, path: str) -> Store:
+    def store(self, path: str) -> ArrayStore:
         """Raises: `CorruptChunkError` when the file is another than the first time."""
         with self._lock:
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
-        stamp = _stamp(path)
+        stamp = _size_and_change(path)
         opened = self._opener(path)
         with self._lock:
             if self._stamps.setdefault(path, stamp) != stamp:
                 raise CorruptChunkError(f"{path} has changed since it was opened; open the files again")
             self._open[path] = opened
-            if len(self._open) > _KEPT:
+            if len(self._open) > _STORES_KEPT_OPEN:
                 self._open.popitem(last=False)
         return opened
 
 
-def _stamp(path: str) -> tuple[int, int] | None:
+def _size_and_change(path: str) -> tuple[int, int] | None:
     try:
         found = os.stat(path)
     except OSError:
@@ -139,7 +139,7 @@ def _stamp(path: str) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _ArrayOfFile:
     """One array of a file: `packing` is what turns its stored values into those meant."""
 
     dims: tuple[str, ...]
@@ -151,28 +151,28 @@ class _Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class _File:
+class _KnownFile:
     """What is kept of every file: the shape of its arrays, its coordinates, its times if it has any."""
 
     path: str
     steps: int
     axis: TimeAxis | None
     units: str
-    arrays: Mapping[str, _Shape]
+    arrays: Mapping[str, _ArrayOfFile]
     coords: Mapping[str, NDArray[Any]]
 
 
-def _index(files: _Files, dim: str, path: str) -> _File:
+def _know_file(files: _OpenStores, dim: str, path: str) -> _KnownFile:
     try:
-        return _indexed(files, dim, path)
+        return _known_of_store(files, dim, path)
     except ReadError as e:
         raise e if path in str(e) else type(e)(f"{path}: {e}") from e
 
 
-def _indexed(files: _Files, dim: str, path: str) -> _File:
+def _known_of_store(files: _OpenStores, dim: str, path: str) -> _KnownFile:
     store = files.store(path)
     arrays = {
-        name: _Shape(
+        name: _ArrayOfFile(
             t.dims,
             t.shape,
             np.dtype(t.dtype),
@@ -191,10 +191,10 @@ def _indexed(files: _Files, dim: str, path: str) -> _File:
     if table is not None and table.dims == (dim,) and min(sizes):
         axis = decode_times(decoded_coordinate(table, store.read_small(dim)), table.attrs)
         units = arrays[dim].units
-    return _File(path, sizes.pop(), axis, units, arrays, coords)
+    return _KnownFile(path, sizes.pop(), axis, units, arrays, coords)
 
 
-def _check_alike(first: _File, other: _File, dim: str) -> None:
+def _check_files_alike(first: _KnownFile, other: _KnownFile, dim: str) -> None:
     """Raises: `GridError` naming the file that is unlike the first."""
     for name, mine in first.arrays.items():
         theirs = other.arrays.get(name)
@@ -202,10 +202,11 @@ def _check_alike(first: _File, other: _File, dim: str) -> None:
             raise GridError(
                 f"{other.path} has no array {name!r}, which {first.path} has; join files with the same ones"
             )
-        if _grid(mine, dim) != _grid(theirs, dim):
+        if _sizes_but_joined(mine, dim) != _sizes_but_joined(theirs, dim):
             raise GridError(
-                f"{other.path} lies on another grid than {first.path}: array {name!r} is {_shown(theirs)} there and "
-                f"{_shown(mine)} here"
+                f"{other.path} lies on another grid than {first.path}: array {name!r} is {_shown_dims(theirs)} there "
+                "and "
+                f"{_shown_dims(mine)} here"
             )
         if mine.units != theirs.units and " since " not in mine.units:
             raise GridError(
@@ -216,15 +217,15 @@ def _check_alike(first: _File, other: _File, dim: str) -> None:
             raise GridError(f"{other.path} lies on another grid than {first.path}: its {name!r} has other values")
 
 
-def _grid(array: _Shape, dim: str) -> list[tuple[str, int | None]]:
+def _sizes_but_joined(array: _ArrayOfFile, dim: str) -> list[tuple[str, int | None]]:
     return [(d, None if d == dim else n) for d, n in zip(array.dims, array.shape, strict=True)]
 
 
-def _shown(array: _Shape) -> str:
+def _shown_dims(array: _ArrayOfFile) -> str:
     return ", ".join(f"{d} {n}" for d, n in zip(array.dims, array.shape, strict=True)) or "a scalar"
 
 
-def _ordered(found: list[_File]) -> list[_File]:
+def _files_in_time_order(found: list[_KnownFile]) -> list[_KnownFile]:
     """The files by their times.
 
     Raises: `GridError` naming two files of which the times overlap, or cannot be compared.
@@ -234,22 +235,23 @@ def _ordered(found: list[_File]) -> list[_File]:
         if len(without) < len(found):
             raise GridError(f"{without[0].path} has no times, and others of the files have")
         return found
-    kinds = {f.path: (_stamps(f).dtype.kind, getattr(_stamps(f)[0], "calendar", "")) for f in found}
+    kinds = {f.path: (_times_of_file(f).dtype.kind, getattr(_times_of_file(f)[0], "calendar", "")) for f in found}
     odd = [f for f in found if kinds[f.path] != kinds[found[0].path]]
-    odd += [f for f in found if _stamps(f).dtype.kind not in "mMO" and f.units != found[0].units]
+    odd += [f for f in found if _times_of_file(f).dtype.kind not in "mMO" and f.units != found[0].units]
     if odd:
         raise GridError(f"the times of {odd[0].path} and {found[0].path} are in other calendars or units")
-    series = sorted(found, key=lambda f: _stamps(f)[0])
+    series = sorted(found, key=lambda f: _times_of_file(f)[0])
     for one, after in pairwise(series):
-        if _stamps(one)[-1] >= _stamps(after)[0]:
+        if _times_of_file(one)[-1] >= _times_of_file(after)[0]:
             raise GridError(
-                f"the times of two files overlap: {one.path} ends at {_stamps(one)[-1]} and {after.path} begins at "
-                f"{_stamps(after)[0]}; leave one out, or cut it"
+                f"the times of two files overlap: {one.path} ends at {_times_of_file(one)[-1]} and {after.path} "
+                "begins at "
+                f"{_times_of_file(after)[0]}; leave one out, or cut it"
             )
     return series
 
 
-def _stamps(file: _File) -> NDArray[Any]:
+def _times_of_file(file: _KnownFile) -> NDArray[Any]:
     assert file.axis is not None
     return file.axis.stamps
 
@@ -257,15 +259,15 @@ def _stamps(file: _File) -> NDArray[Any]:
 # -- joined ----------------------------------------------------------------------------------------------------------
 
 
-class _Joined:
+class _JoinedFiles:
     """The arrays of a series of files, as those of one store."""
 
-    def __init__(self, files: _Files, series: list[_File], dim: str) -> None:
+    def __init__(self, files: _OpenStores, series: list[_KnownFile], dim: str) -> None:
         self.files, self.series, self.dim = files, series, dim
         self.edges = (0, *accumulate(f.steps for f in series))
         self.first = files.store(series[0].path)
 
-    def store(self) -> Store:
+    def store(self) -> ArrayStore:
         """A store whose arrays along time are joined."""
         arrays = dict(self.first.arrays)
         held: dict[str, NDArray[Any]] = {}
@@ -274,7 +276,7 @@ class _Joined:
             if self.dim in table.dims:
                 names = {f"{name} of {f.path}": (f.path, name) for f in self.series}
                 members |= names
-                arrays[name] = self._array(table, Members(table.dims.index(self.dim), tuple(names), self.edges))
+                arrays[name] = self._array(table, JoinedArrays(table.dims.index(self.dim), tuple(names), self.edges))
         notes: tuple[str, ...] = ()
         if self.series[0].axis is not None:
             arrays[self.dim], held[self.dim] = self._times()
@@ -289,14 +291,14 @@ class _Joined:
             return joined.load_slowly(tuple((0, n) for n in joined.shape))
 
         url = f"{len(self.series)} files {self.series[0].path} to {self.series[-1].path}"
-        return Store(url, _Tables(arrays, members, self.files), self.first.attrs, read_small, notes)
+        return ArrayStore(url, _JoinedTables(arrays, members, self.files), self.first.attrs, read_small, notes)
 
     def _times(self) -> tuple[ArrayTable, NDArray[Any]]:
         """One time coordinate of all files: dates where they have units, so that units may differ."""
-        stamps = np.concatenate([_stamps(f) for f in self.series])
-        dropped = {"units", "calendar", *_PACKING} if stamps.dtype.kind in "mMO" else set(_PACKING)
+        stamps = np.concatenate([_times_of_file(f) for f in self.series])
+        dropped = {"units", "calendar", *_PACKING_ATTRS} if stamps.dtype.kind in "mMO" else set(_PACKING_ATTRS)
         attrs = {k: v for k, v in self.first.arrays[self.dim].attrs.items() if k not in dropped}
-        return _values.table_of(self.dim, stamps, (self.dim,), attrs, "the times of all files"), stamps
+        return _values.table_of_values(self.dim, stamps, (self.dim,), attrs, "the times of all files"), stamps
 
     def _gaps(self, stamps: NDArray[Any], attrs: Mapping[str, Any]) -> Iterator[str]:
         for i in decode_times(stamps, attrs).breaks:
@@ -304,7 +306,7 @@ class _Joined:
             where = f"in {one}" if one == after else f"between {one} and {after}"
             yield f"a gap in time {where}: {stamps[i]} is followed by {stamps[i + 1]}"
 
-    def _array(self, table: ArrayTable, members: Members) -> ArrayTable:
+    def _array(self, table: ArrayTable, members: JoinedArrays) -> ArrayTable:
         """One array of all files: its members are what is planned; read itself, it has one dtype and scale for all."""
         same = len({f.arrays[table.name].packing for f in self.series}) == 1
         at, steps = members.dim, self.edges[-1]
@@ -313,10 +315,10 @@ class _Joined:
             shape=(*table.shape[:at], steps, *table.shape[at + 1 :]),
             dtype=table.dtype if same else "<f8",
             chunks=(*table.shape[:at], 1, *table.shape[at + 1 :]),
-            attrs=table.attrs if same else {k: v for k, v in table.attrs.items() if k not in _PACKING},
+            attrs=table.attrs if same else {k: v for k, v in table.attrs.items() if k not in _PACKING_ATTRS},
             masks=table.masks if same else (),
             decoder=None,
-            places=_Places([f.path for f in self.series], self.edges, at),
+            places=_JoinedPlaces([f.path for f in self.series], self.edges, at),
             load_slowly=partial(self._load, table.name, members, not same),
             lengths={},
             clipped=True,
@@ -324,7 +326,7 @@ class _Joined:
             members=members,
         )
 
-    def _load(self, name: str, members: Members, decoded: bool, box: Box) -> NDArray[Any]:
+    def _load(self, name: str, members: JoinedArrays, decoded: bool, box: Box) -> NDArray[Any]:
         """A box through all files that hold some of it; decoded where they store it differently.
 
         Raises: `GridError` for dates that files count in other units: those of the dim that is joined alone are put
@@ -338,24 +340,26 @@ class _Joined:
                 "write them in the same units, or name the dim like its times"
             )
         parts = [
-            _read(self.files.store(self.series[i].path).arrays[name], members.local(box, i, rows), decoded)
+            _read_decoded_box(self.files.store(self.series[i].path).arrays[name], members.local(box, i, rows), decoded)
             for i, rows in members.inside(box[members.dim])
         ]
         return np.concatenate(parts, axis=members.dim)
 
 
-def _read(table: ArrayTable, box: Box, decoded: bool) -> NDArray[Any]:
-    values = read_box(table, box)
+def _read_decoded_box(table: ArrayTable, box: Box, decoded: bool) -> NDArray[Any]:
+    values = read_table_box(table, box)
     if not decoded or values.dtype.kind not in "iuf":
         return values
     missing = np.isin(values, table.masks) if table.masks else np.zeros(values.shape, bool)
     return np.where(missing, np.nan, values.astype(np.float64) * table.scale + table.offset)
 
 
-class _Tables(Mapping[str, ArrayTable]):
+class _JoinedTables(Mapping[str, ArrayTable]):
     """The joined arrays; what they are made of is found by name, but not listed."""
 
-    def __init__(self, arrays: Mapping[str, ArrayTable], members: Mapping[str, tuple[str, str]], files: _Files) -> None:
+    def __init__(
+        self, arrays: Mapping[str, ArrayTable], members: Mapping[str, tuple[str, str]], files: _OpenStores
+    ) -> None:
         self._arrays, self._members, self._files = arrays, members, files
 
     def __getitem__(self, name: str) -> ArrayTable:
@@ -374,18 +378,18 @@ class _Tables(Mapping[str, ArrayTable]):
         return len(self._arrays)
 
 
-class _Places:
+class _JoinedPlaces:
     """Which file has a step of a joined array."""
 
     def __init__(self, paths: Sequence[str], edges: Sequence[int], dim: int) -> None:
         self._paths, self._edges, self._dim = paths, edges, dim
 
     @property
-    def files(self) -> Files:
-        return Local()
+    def files(self) -> StoreFiles:
+        return LocalFiles()
 
-    def path(self, index: Index) -> str:
+    def path(self, index: ChunkIndex) -> str:
         return self._paths[bisect_right(self._edges, index[self._dim]) - 1]
 
-    def locate(self, index: Index) -> ChunkRef | None:
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
         return ChunkRef(self.path(index), 0, None)

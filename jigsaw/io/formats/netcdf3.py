@@ -14,16 +14,25 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jigsaw.io.errors import UnsupportedStoreError
-from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.formats.packing import masks_of, signed_as_said
-from jigsaw.io.formats.plain import fits, head_of, magic, parsed, size_of, slabs, table_of, whole
-from jigsaw.io.table import ArrayTable, Store
+from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.chunks.packing import dtype_with_declared_sign, missing_values_of
+from jigsaw.io.formats.slab_arrays import (
+    check_ends_in_file,
+    file_head,
+    file_size,
+    magic_bytes,
+    parse_named_file,
+    read_whole_coordinate,
+    slab_places,
+    table_of_slabs,
+)
 
-_DIMS, _VARIABLES, _ATTRIBUTES = 10, 11, 12
-_TYPES = {1: ">i1", 2: "S1", 3: ">i2", 4: ">i4", 5: ">f4", 6: ">f8"}
-_TYPES_OF_CDF5 = {7: ">u1", 8: ">u2", 9: ">u4", 10: ">i8", 11: ">u8"}
+_DIMS_TAG, _VARIABLES_TAG, _ATTRIBUTES_TAG = 10, 11, 12
+_NETCDF3_TYPES = {1: ">i1", 2: "S1", 3: ">i2", 4: ">i4", 5: ">f4", 6: ">f8"}
+_CDF5_TYPES = {7: ">u1", 8: ">u2", 9: ">u4", 10: ">i8", 11: ">u8"}
 _FIRST_READ = 1 << 16
 
 T = TypeVar("T")
@@ -31,31 +40,31 @@ T = TypeVar("T")
 
 def claims(url: Any) -> bool:
     """Whether a local file begins as NetCDF-3 does."""
-    return _version(magic(url, 4)) is not None
+    return _netcdf3_version(magic_bytes(url, 4)) is not None
 
 
-def _version(head: bytes) -> int | None:
+def _netcdf3_version(head: bytes) -> int | None:
     return head[3] if len(head) == 4 and head[:3] == b"CDF" and head[3] in (1, 2, 5) else None
 
 
-def open_netcdf3(url: str | os.PathLike[str], files: Files | None = None) -> Store:
+def open_netcdf3(url: str | os.PathLike[str], files: StoreFiles | None = None) -> ArrayStore:
     """The chunk tables of a NetCDF-3 file.
 
     Raises: `UnsupportedStoreError` for what is no such file, `TruncatedError` for one that ends before its variables
     do, `CorruptChunkError` for a damaged header.
     """
-    path, files = os.fspath(url), files or Local(keep=True)
-    tables, attrs = parsed(path, "NetCDF-3", lambda: _read(files, path))
-    return Store(path, tables, attrs, lambda name: whole(tables[name]))
+    path, files = os.fspath(url), files or LocalFiles(keep=True)
+    tables, attrs = parse_named_file(path, "NetCDF-3", lambda: _read_netcdf3(files, path))
+    return ArrayStore(path, tables, attrs, lambda name: read_whole_coordinate(tables[name]))
 
 
-def _read(files: Files, path: str) -> tuple[dict[str, ArrayTable], dict[str, Any]]:
-    header = _Header(files, path)
+def _read_netcdf3(files: StoreFiles, path: str) -> tuple[dict[str, ArrayTable], dict[str, Any]]:
+    header = _Netcdf3Header(files, path)
     return header.tables(), header.attrs
 
 
 @dataclass(frozen=True)
-class _Variable:
+class _Netcdf3Variable:
     name: str
     dims: tuple[int, ...]
     attrs: dict[str, Any]
@@ -63,25 +72,25 @@ class _Variable:
     begin: int
 
 
-class _Header:
+class _Netcdf3Header:
     """The header of a file, read from its start as far as it goes."""
 
-    def __init__(self, files: Files, path: str) -> None:
+    def __init__(self, files: StoreFiles, path: str) -> None:
         self._files, self._path = files, path
-        self._size, self._at = size_of(files, path), 0
-        self._read = head_of(files, path, _FIRST_READ)
-        version = _version(self._read[:4])
+        self._size, self._at = file_size(files, path), 0
+        self._read = file_head(files, path, _FIRST_READ)
+        version = _netcdf3_version(self._read[:4])
         if version is None:
             raise UnsupportedStoreError(f"{path!r} is no NetCDF-3 file: it begins with {self._read[:4]!r}")
         self._at = 4
         self._wide = 8 if version == 5 else 4
         self._offset = 4 if version == 1 else 8
-        self._types = _TYPES | (_TYPES_OF_CDF5 if version == 5 else {})
+        self._types = _NETCDF3_TYPES | (_CDF5_TYPES if version == 5 else {})
         streaming = 256**self._wide - 1
         count = self._number(self._wide)
-        self.dims = self._list(_DIMS, self._dim, 2 * self._wide)
-        self.attrs = dict(self._list(_ATTRIBUTES, self._attribute, 2 * self._wide + 4))
-        self.variables = self._list(_VARIABLES, self._variable, 4 * self._wide + 8 + self._offset)
+        self.dims = self._list(_DIMS_TAG, self._dim, 2 * self._wide)
+        self.attrs = dict(self._list(_ATTRIBUTES_TAG, self._attribute, 2 * self._wide + 4))
+        self.variables = self._list(_VARIABLES_TAG, self._variable, 4 * self._wide + 8 + self._offset)
         self.records = self._streamed() if count == streaming else count
 
     # -- the grammar -------------------------------------------------------------------------------------------------
@@ -91,7 +100,7 @@ class _Header:
         if stop > self._size:
             raise ShortChunkError(f"its header needs {length} bytes at {self._at}, and the file has {self._size}")
         if stop > len(self._read):
-            self._read += head_of(self._files, self._path, max(length, len(self._read)), len(self._read))
+            self._read += file_head(self._files, self._path, max(length, len(self._read)), len(self._read))
         taken, self._at = self._read[self._at : stop], stop
         return taken
 
@@ -118,7 +127,7 @@ class _Header:
         return self._take(length + -length % 4)[:length]
 
     def _name(self) -> str:
-        return _text(self._padded(self._count(1)))
+        return _netcdf3_text(self._padded(self._count(1)))
 
     def _dim(self) -> tuple[str, int]:
         return self._name(), self._number(self._wide)
@@ -133,29 +142,29 @@ class _Header:
         name, dtype = self._name(), self._type()
         raw = self._padded(self._count(dtype.itemsize) * dtype.itemsize)
         if dtype.kind == "S":
-            return name, _text(raw.rstrip(b"\0"))
+            return name, _netcdf3_text(raw.rstrip(b"\0"))
         values = np.frombuffer(raw, dtype).tolist()
         return name, values[0] if len(values) == 1 else values
 
-    def _variable(self) -> _Variable:
+    def _variable(self) -> _Netcdf3Variable:
         name = self._name()
         dims = tuple(self._number(self._wide) for _ in range(self._count(self._wide)))
-        attrs = dict(self._list(_ATTRIBUTES, self._attribute, 2 * self._wide + 4))
+        attrs = dict(self._list(_ATTRIBUTES_TAG, self._attribute, 2 * self._wide + 4))
         dtype = self._type()
         self._number(self._wide)  # its size, which is redundant, and wrong for those of 4 GiB or more
         if any(d >= len(self.dims) for d in dims):
             raise BadChunkError(f"variable {name!r} has the dims {dims}, and the file has {len(self.dims)}")
-        made = _Variable(name, dims, attrs, dtype, self._number(self._offset))
+        made = _Netcdf3Variable(name, dims, attrs, dtype, self._number(self._offset))
         if any(self.dims[d][1] == 0 for d in dims[1:]):
             raise BadChunkError(f"variable {name!r} has the record dim in another place than the first")
         return made
 
     # -- where values lie --------------------------------------------------------------------------------------------
 
-    def _is_record(self, variable: _Variable) -> bool:
+    def _is_record(self, variable: _Netcdf3Variable) -> bool:
         return bool(variable.dims) and self.dims[variable.dims[0]][1] == 0
 
-    def _row(self, variable: _Variable) -> int:
+    def _row(self, variable: _Netcdf3Variable) -> int:
         """The bytes of a record variable in one record, without padding."""
         return prod(self.dims[d][1] for d in variable.dims[1:]) * variable.dtype.itemsize
 
@@ -173,22 +182,24 @@ class _Header:
     def tables(self) -> dict[str, ArrayTable]:
         return {v.name: self._table(v) for v in self.variables}
 
-    def _table(self, variable: _Variable) -> ArrayTable:
+    def _table(self, variable: _Netcdf3Variable) -> ArrayTable:
         record = self._record if self._is_record(variable) else None
         shape = [self.dims[d][1] for d in variable.dims]
         if record is not None:
             shape[0] = self.records
-        places = slabs(
+        places = slab_places(
             self._files, self._path, variable.begin, shape, variable.dtype.itemsize, record=record if shape else None
         )
-        fits(variable.name, places, self._size)
-        attrs, dtype = variable.attrs, signed_as_said(variable.dtype, variable.attrs)
+        check_ends_in_file(variable.name, places, self._size)
+        attrs, dtype = variable.attrs, dtype_with_declared_sign(variable.dtype, variable.attrs)
         missing: Sequence[Any] = [attrs[k] for k in ("_FillValue", "missing_value") if k in attrs]
         dims = [self.dims[d][0] for d in variable.dims]
-        return table_of(variable.name, places, dims, dtype, attrs, masks=masks_of(dtype, missing, variable.dtype))
+        return table_of_slabs(
+            variable.name, places, dims, dtype, attrs, masks=missing_values_of(dtype, missing, variable.dtype)
+        )
 
 
-def _text(raw: bytes) -> str:
+def _netcdf3_text(raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -15,23 +15,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.errors import UnsupportedStoreError
-from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.formats import unpacked as _unpacked
-from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.formats.plain import head_of, magic, parsed, size_of, slabs, table_of, whole
-from jigsaw.io.formats.unpacked import Stamp, Unpacked
-from jigsaw.io.table import ArrayTable, Store
+from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.formats import unpacked_gzip as _unpacked
+from jigsaw.io.formats.slab_arrays import (
+    file_head,
+    file_size,
+    magic_bytes,
+    parse_named_file,
+    read_whole_coordinate,
+    slab_places,
+    table_of_slabs,
+)
+from jigsaw.io.formats.unpacked_gzip import FileStamp, UnpackedFile
 
-NAME = "image"
+NIFTI_ARRAY_NAME = "image"
 """What the one array of such a file is called."""
-_DIMS = ("x", "y", "z", "time", "dim_5", "dim_6", "dim_7")
-_TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"}
-_UNITS = {1: "m", 2: "mm", 3: "um"}
-_VERSIONS = {348: b"1", 540: b"2"}
+_NIFTI_DIMS = ("x", "y", "z", "time", "dim_5", "dim_6", "dim_7")
+_NIFTI_TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"}
+_SPACE_UNITS = {1: "m", 2: "mm", 3: "um"}
+_VERSION_BY_LENGTH = {348: b"1", 540: b"2"}
 """NIfTI's version by the length of its header."""
-_MOST = 540
-_FIELDS = {
+_LONGEST_NIFTI_HEADER = 540
+_HEADER_FIELDS = {
     348: {
         "dim": (40, "8h"), "datatype": (70, "h"), "pixdim": (76, "8f"), "vox_offset": (108, "f"), "scl": (112, "2f"),
         "units": (123, "B"), "descrip": (148, "80s"), "codes": (252, "2h"), "qform": (256, "6f"), "sform": (280, "12f"),
@@ -50,11 +58,11 @@ def claims(url: Any) -> bool:
     """Whether a local file is named and begins as NIfTI does."""
     name = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
     if str(name).lower().endswith(".nii.gz"):
-        return magic(url, 2) == b"\x1f\x8b"
-    return _form(magic(url, _MOST)) is not None
+        return magic_bytes(url, 2) == b"\x1f\x8b"
+    return _header_form(magic_bytes(url, _LONGEST_NIFTI_HEADER)) is not None
 
 
-def open_nifti(url: str | os.PathLike[str], files: Files | None = None) -> Store:
+def open_nifti(url: str | os.PathLike[str], files: StoreFiles | None = None) -> ArrayStore:
     """The array ``image`` of a NIfTI file: ``(time,) z, y, x``, with its affine and voxel sizes among its attributes.
 
     ``affine`` [4, 4] takes (x, y, z) indices to millimetres (that of sform, else qform, else voxel sizes alone),
@@ -67,46 +75,50 @@ def open_nifti(url: str | os.PathLike[str], files: Files | None = None) -> Store
     """
     path = os.fspath(url)
     packed = path.lower().endswith(".gz")
-    files = files or Local(keep=not packed)
-    table = parsed(path, "NIfTI", lambda: (_packed if packed else _plain)(files, path))
-    return Store(path, {NAME: table}, dict(table.attrs), lambda name: whole(table))
+    files = files or LocalFiles(keep=not packed)
+    table = parse_named_file(path, "NIfTI", lambda: (_table_of_nii_gz if packed else _table_of_nii)(files, path))
+    return ArrayStore(path, {NIFTI_ARRAY_NAME: table}, dict(table.attrs), lambda name: read_whole_coordinate(table))
 
 
-def _plain(files: Files, path: str) -> ArrayTable:
-    size = size_of(files, path)
-    return _table(path, files, _Header.of(path, head_of(files, path, _MOST)), size)
+def _table_of_nii(files: StoreFiles, path: str) -> ArrayTable:
+    size = file_size(files, path)
+    return _table_of_voxels(path, files, _NiftiHeader.of(path, file_head(files, path, _LONGEST_NIFTI_HEADER)), size)
 
 
-def _packed(files: Files, path: str) -> ArrayTable:
+def _table_of_nii_gz(files: StoreFiles, path: str) -> ArrayTable:
     """Of a gzip file: its header says how much there is to decompress."""
-    stamp = Stamp.of(files, path)
-    header = _Header.of(path, _unpacked.head_of(files, path, stamp.size, _MOST))
-    unpacked = Unpacked(files, path, stamp, header.stop)
+    stamp = FileStamp.of(files, path)
+    header = _NiftiHeader.of(path, _unpacked.unpacked_head(files, path, stamp.size, _LONGEST_NIFTI_HEADER))
+    unpacked = UnpackedFile(files, path, stamp, header.stop)
     unpacked.make()
-    return _table(path, unpacked, header, header.stop)
+    return _table_of_voxels(path, unpacked, header, header.stop)
 
 
-def _table(path: str, files: Files, header: _Header, size: int) -> ArrayTable:
+def _table_of_voxels(path: str, files: StoreFiles, header: _NiftiHeader, size: int) -> ArrayTable:
     if header.stop > size:
         raise ShortChunkError(
             f"its header says {header.shape} of {header.dtype} from byte {header.start} on, and the file has {size}"
         )
     shape = header.shape[::-1]
-    places = slabs(files, path, header.start, shape, header.dtype.itemsize)
-    return table_of(NAME, places, _DIMS[: len(shape)][::-1], header.dtype, header.attrs())
+    places = slab_places(files, path, header.start, shape, header.dtype.itemsize)
+    return table_of_slabs(NIFTI_ARRAY_NAME, places, _NIFTI_DIMS[: len(shape)][::-1], header.dtype, header.attrs())
 
 
-def _form(head: bytes) -> tuple[str, int] | None:
+def _header_form(head: bytes) -> tuple[str, int] | None:
     """The byte order and length of a NIfTI header, of one of a pair of files too; None for anything else."""
     for sign, length in (("<", int.from_bytes(head[:4], "little")), (">", int.from_bytes(head[:4], "big"))):
-        if length in _VERSIONS:
-            at = _FIELDS[length]["magic"][0]
-            return (sign, length) if head[at : at + 3] in (s + _VERSIONS[length] for s in (b"n+", b"ni")) else None
+        if length in _VERSION_BY_LENGTH:
+            at = _HEADER_FIELDS[length]["magic"][0]
+            return (
+                (sign, length)
+                if head[at : at + 3] in (s + _VERSION_BY_LENGTH[length] for s in (b"n+", b"ni"))
+                else None
+            )
     return None
 
 
 @dataclass(frozen=True)
-class _Header:
+class _NiftiHeader:
     """What a header says; `shape` in its own order, x first."""
 
     shape: tuple[int, ...]
@@ -122,20 +134,22 @@ class _Header:
     description: str
 
     @classmethod
-    def of(cls, path: str, head: bytes) -> _Header:
+    def of(cls, path: str, head: bytes) -> _NiftiHeader:
         """Raises: `UnsupportedStoreError`, `BadChunkError`, `ShortChunkError`."""
-        form = _form(head)
+        form = _header_form(head)
         if form is None or len(head) < form[1]:
             kind = UnsupportedStoreError if form is None else ShortChunkError
             raise kind(f"{path!r} is no NIfTI file: its {len(head)} first bytes are no header")
         order, length = form
-        found = {name: struct.unpack_from(order + what, head, at) for name, (at, what) in _FIELDS[length].items()}
+        found = {
+            name: struct.unpack_from(order + what, head, at) for name, (at, what) in _HEADER_FIELDS[length].items()
+        }
         if found["magic"][0].startswith(b"ni"):
             raise UnsupportedStoreError(f"{path!r} is the header of a pair of files; join them into one .nii")
         return cls(
-            shape=_shape(found["dim"]),
-            dtype=_dtype(path, found["datatype"][0], order),
-            start=_start(found["vox_offset"][0], length + 4),
+            shape=_checked_nifti_shape(found["dim"]),
+            dtype=_voxel_dtype(path, found["datatype"][0], order),
+            start=_voxel_start(found["vox_offset"][0], length + 4),
             slope=found["scl"][0],
             inter=found["scl"][1],
             pixdim=found["pixdim"],
@@ -143,7 +157,7 @@ class _Header:
             sform=found["sform"],
             codes=found["codes"],
             units=found["units"][0],
-            description=_text(found["descrip"][0]),
+            description=_nifti_text(found["descrip"][0]),
         )
 
     @property
@@ -157,8 +171,8 @@ class _Header:
             if not isfinite(self.inter):
                 raise BadChunkError(f"its scl_inter is {self.inter}")
             attrs |= {"scale_factor": self.slope, "add_offset": self.inter}
-        if self.units & 7 in _UNITS:
-            attrs["space_units"] = _UNITS[self.units & 7]
+        if self.units & 7 in _SPACE_UNITS:
+            attrs["space_units"] = _SPACE_UNITS[self.units & 7]
         return attrs | ({"description": self.description} if self.description else {})
 
     def zooms(self) -> tuple[float, ...]:
@@ -174,7 +188,7 @@ class _Header:
         sizes = np.array([abs(p) for p in self.pixdim[1:4]])
         if self.codes[0] > 0:
             handed = -1.0 if self.pixdim[0] < 0 else 1.0
-            affine[:3, :3] = _rotation(self.qform[:3]) * (sizes * (1, 1, handed))
+            affine[:3, :3] = _rotation_matrix(self.qform[:3]) * (sizes * (1, 1, handed))
             affine[:3, 3] = self.qform[3:]
             return affine
         sides = [*self.shape[:3], 1, 1][:3]
@@ -184,7 +198,7 @@ class _Header:
         return affine
 
 
-def _rotation(bcd: Sequence[float]) -> NDArray[np.float64]:
+def _rotation_matrix(bcd: Sequence[float]) -> NDArray[np.float64]:
     """The rotation matrix of a unit quaternion a + bi + cj + dk, of which b, c and d are stored."""
     b, c, d = bcd
     rest = 1.0 - (b * b + c * c + d * d)
@@ -200,28 +214,28 @@ def _rotation(bcd: Sequence[float]) -> NDArray[np.float64]:
     )
 
 
-def _shape(dim: Sequence[int]) -> tuple[int, ...]:
+def _checked_nifti_shape(dim: Sequence[int]) -> tuple[int, ...]:
     count = dim[0]
     if not 1 <= count <= 7 or any(n < 1 for n in dim[1 : count + 1]):
         raise BadChunkError(f"its dims are {tuple(dim)}: their number, and the size of each")
     return tuple(dim[1 : count + 1])
 
 
-def _dtype(path: str, code: int, order: str) -> np.dtype[Any]:
-    if code not in _TYPES:
+def _voxel_dtype(path: str, code: int, order: str) -> np.dtype[Any]:
+    if code not in _NIFTI_TYPES:
         raise UnsupportedStoreError(
-            f"{path!r} has values of NIfTI datatype {code}; those that can be read are {sorted(_TYPES)}: "
+            f"{path!r} has values of NIfTI datatype {code}; those that can be read are {sorted(_NIFTI_TYPES)}: "
             "real numbers of up to 64 bits"
         )
-    return np.dtype(order + _TYPES[code])
+    return np.dtype(order + _NIFTI_TYPES[code])
 
 
-def _start(vox_offset: float, least: int) -> int:
+def _voxel_start(vox_offset: float, least: int) -> int:
     """Where the voxels begin: an unset offset means right after the header."""
     if not isfinite(vox_offset) or vox_offset != int(vox_offset) or (vox_offset and vox_offset < least):
         raise BadChunkError(f"its vox_offset is {vox_offset}, and voxels begin at byte {least} or later")
     return int(vox_offset) or least
 
 
-def _text(raw: bytes) -> str:
+def _nifti_text(raw: bytes) -> str:
     return raw.partition(b"\0")[0].decode("latin-1").strip()

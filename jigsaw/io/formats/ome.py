@@ -13,22 +13,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.errors import MissingLevelError, UnsupportedStoreError
-from jigsaw.io.formats.values import table_of
-from jigsaw.io.table import ArrayTable, Store
-from jigsaw.io.times import is_int
+from jigsaw.errors import MissingLevelError, UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.formats.in_memory import table_of_values
+from jigsaw.io.series.times import is_whole_number
 
-_KINDS = ("scale", "translation", "identity")
-_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "centi": 1e-2, "": 1.0, "kilo": 1e3}
-_METRES = {f"{prefix}meter": size for prefix, size in _PREFIXES.items()} | {"angstrom": 1e-10, "inch": 0.0254}
+_TRANSFORM_KINDS = ("scale", "translation", "identity")
+_METRE_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "centi": 1e-2, "": 1.0, "kilo": 1e3}
+_METRES_BY_UNIT = {f"{prefix}meter": size for prefix, size in _METRE_PREFIXES.items()} | {
+    "angstrom": 1e-10,
+    "inch": 0.0254,
+}
 
 
-def is_multiscale(attrs: Mapping[str, Any]) -> bool:
+def is_multiscale_group(attrs: Mapping[str, Any]) -> bool:
     """Whether the attributes of a group are those of an OME-Zarr image."""
-    return bool(_multiscales(attrs))
+    return bool(_multiscale_entries(attrs))
 
 
-def multiscale(store: Store, level: int = 0) -> Store:
+def multiscale_level(store: ArrayStore, level: int = 0) -> ArrayStore:
     """The store with one level alone: its array, whose dims are named by the axes, and coordinates along space.
 
     The array has the attributes ``affine`` (from (x, y, z, 1) to the world's (x, y, z), 4 x 4) and ``space_units``;
@@ -36,36 +39,39 @@ def multiscale(store: Store, level: int = 0) -> Store:
 
     Raises: `MissingLevelError` listing the levels; `UnsupportedStoreError` for metadata that break the specification.
     """
-    images = _multiscales(store.attrs)
+    images = _multiscale_entries(store.attrs)
     if not images:
         raise UnsupportedStoreError(f"{store.url} has no multiscales metadata: level={level} picks one of OME-Zarr's")
     image = images[0]
-    levels = [str(entry["path"]) for entry in _listed(store, image, "datasets")]
-    if not is_int(level) or not 0 <= level < len(levels):
+    levels = [str(entry["path"]) for entry in _listed_metadata(store, image, "datasets")]
+    if not is_whole_number(level) or not 0 <= level < len(levels):
         raise MissingLevelError(
             f"level={level!r}: {store.url} has the levels 0..{len(levels) - 1} ({', '.join(levels)})"
         )
     path = levels[level]
     if path not in store.arrays:
         raise UnsupportedStoreError(f"{store.url}: the multiscales metadata name {path!r}, which is no array of it")
-    axes = [_Axis.of(store, entry) for entry in _listed(store, image, "axes")]
+    axes = [_OmeAxis.of(store, entry) for entry in _listed_metadata(store, image, "axes")]
     table = store.arrays[path]
     if len(axes) != table.ndim:
         raise UnsupportedStoreError(f"{store.url}: {len(axes)} axes for array {path!r} of {table.ndim} dims")
     dataset = image["datasets"][level]
-    steps = [*_listed(store, dataset, "coordinateTransformations"), *(image.get("coordinateTransformations") or ())]
-    scale, shift = _transform(store, steps, len(axes))
-    return _with_coordinates(store, table, axes, scale, shift)
+    steps = [
+        *_listed_metadata(store, dataset, "coordinateTransformations"),
+        *(image.get("coordinateTransformations") or ()),
+    ]
+    scale, shift = _index_to_world(store, steps, len(axes))
+    return _store_of_level(store, table, axes, scale, shift)
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _OmeAxis:
     name: str
     kind: str
     unit: str
 
     @classmethod
-    def of(cls, store: Store, entry: Any) -> _Axis:
+    def of(cls, store: ArrayStore, entry: Any) -> _OmeAxis:
         if not isinstance(entry, Mapping) or "name" not in entry:
             raise UnsupportedStoreError(f"{store.url}: axis {entry!r} has no name; OME-NGFF 0.4 and 0.5 are read")
         name = str(entry["name"])
@@ -76,13 +82,13 @@ class _Axis:
         return self.kind == "space" and self.name in ("x", "y", "z")
 
 
-def _multiscales(attrs: Mapping[str, Any]) -> Sequence[Any]:
+def _multiscale_entries(attrs: Mapping[str, Any]) -> Sequence[Any]:
     within = attrs.get("ome", attrs)
     found = within.get("multiscales", ()) if isinstance(within, Mapping) else ()
     return found if isinstance(found, Sequence) and all(isinstance(m, Mapping) for m in found) else ()
 
 
-def _listed(store: Store, image: Mapping[str, Any], key: str) -> Sequence[Any]:
+def _listed_metadata(store: ArrayStore, image: Mapping[str, Any], key: str) -> Sequence[Any]:
     found = image.get(key)
     if not isinstance(found, Sequence) or not found:
         raise UnsupportedStoreError(
@@ -91,17 +97,17 @@ def _listed(store: Store, image: Mapping[str, Any], key: str) -> Sequence[Any]:
     return found
 
 
-def _transform(
-    store: Store, steps: Sequence[Mapping[str, Any]], ndim: int
+def _index_to_world(
+    store: ArrayStore, steps: Sequence[Mapping[str, Any]], ndim: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """World = index * scale + shift, of transformations that follow each other: the level's, then the image's."""
     scale, shift = np.ones(ndim), np.zeros(ndim)
     for step in steps:
         kind = step.get("type")
-        values = _numbers(step.get(str(kind)) if kind != "identity" else np.ones(ndim))
-        if kind not in _KINDS or values.shape != (ndim,) or not np.isfinite(values).all():
+        values = _numbers_or_none(step.get(str(kind)) if kind != "identity" else np.ones(ndim))
+        if kind not in _TRANSFORM_KINDS or values.shape != (ndim,) or not np.isfinite(values).all():
             raise UnsupportedStoreError(
-                f"{store.url}: coordinate transformation {dict(step)!r} is none of {', '.join(_KINDS)} "
+                f"{store.url}: coordinate transformation {dict(step)!r} is none of {', '.join(_TRANSFORM_KINDS)} "
                 f"with {ndim} numbers"
             )
         if kind == "scale":
@@ -111,7 +117,7 @@ def _transform(
     return scale, shift
 
 
-def _numbers(given: Any) -> NDArray[np.float64]:
+def _numbers_or_none(given: Any) -> NDArray[np.float64]:
     """What is no numbers as none."""
     try:
         return np.asarray([] if given is None else given, np.float64)
@@ -119,22 +125,26 @@ def _numbers(given: Any) -> NDArray[np.float64]:
         return np.empty(0)
 
 
-def _unit(store: Store, axes: Sequence[_Axis]) -> str:
+def _world_unit(store: ArrayStore, axes: Sequence[_OmeAxis]) -> str:
     """The unit of the world, "" when no axis of space has one."""
     units = [axis.unit for axis in axes if axis.is_space and axis.unit]
-    unknown = sorted(set(units) - set(_METRES))
+    unknown = sorted(set(units) - set(_METRES_BY_UNIT))
     if len(set(units)) > 1 and unknown:
         raise UnsupportedStoreError(
             f"{store.url}: the axes of space have the units {units}, and {unknown} cannot be brought to the same; "
-            f"give all axes one unit, or those of {', '.join(_METRES)}"
+            f"give all axes one unit, or those of {', '.join(_METRES_BY_UNIT)}"
         )
     return units[-1] if units else ""
 
 
-def _with_coordinates(
-    store: Store, table: ArrayTable, axes: Sequence[_Axis], scale: NDArray[np.float64], shift: NDArray[np.float64]
-) -> Store:
-    affine, unit = np.eye(4), _unit(store, axes)
+def _store_of_level(
+    store: ArrayStore,
+    table: ArrayTable,
+    axes: Sequence[_OmeAxis],
+    scale: NDArray[np.float64],
+    shift: NDArray[np.float64],
+) -> ArrayStore:
+    affine, unit = np.eye(4), _world_unit(store, axes)
     group = table.name.rpartition("/")[0]
     coordinates: dict[str, NDArray[np.float64]] = {}
     attrs: dict[str, dict[str, Any]] = {}
@@ -142,7 +152,7 @@ def _with_coordinates(
         if not axis.is_space:
             continue
         row = "xyz".index(axis.name)
-        factor = 1.0 if axis.unit in ("", unit) else _METRES[axis.unit] / _METRES[unit]
+        factor = 1.0 if axis.unit in ("", unit) else _METRES_BY_UNIT[axis.unit] / _METRES_BY_UNIT[unit]
         affine[row, row], affine[row, 3] = step, start = scale[d] * factor, shift[d] * factor
         name = f"{group}/{axis.name}" if group else axis.name
         coordinates[name] = start + step * np.arange(table.shape[d])
@@ -153,11 +163,11 @@ def _with_coordinates(
         attrs={**table.attrs, "affine": affine.tolist(), "space_units": unit},
     )
     tables = {
-        name: table_of(name, values, (name.rpartition("/")[2],), attrs[name], "the multiscales metadata")
+        name: table_of_values(name, values, (name.rpartition("/")[2],), attrs[name], "the multiscales metadata")
         for name, values in coordinates.items()
     }
 
     def read(name: str) -> NDArray[Any]:
         return coordinates[name] if name in coordinates else store.read_small(name)
 
-    return Store(store.url, {table.name: image, **tables}, store.attrs, read)
+    return ArrayStore(store.url, {table.name: image, **tables}, store.attrs, read)

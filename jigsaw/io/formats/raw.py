@@ -13,24 +13,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jigsaw.io.errors import GridError, UnsupportedStoreError
-from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.formats.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.formats.packing import masks_of
-from jigsaw.io.formats.plain import head_of, magic, parsed, size_of, slabs, table_of, whole
-from jigsaw.io.formats.values import coordinate_tables
-from jigsaw.io.table import ArrayTable, Store
+from jigsaw.errors import GridError, UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.chunks.packing import missing_values_of
+from jigsaw.io.formats.in_memory import tables_of_coordinates
+from jigsaw.io.formats.slab_arrays import (
+    file_head,
+    file_size,
+    magic_bytes,
+    parse_named_file,
+    read_whole_coordinate,
+    slab_places,
+    table_of_slabs,
+)
 
-NAME = "data"
+RAW_ARRAY_NAME = "data"
 """What the one array of such a file is called."""
-_NPY = b"\x93NUMPY"
-_VOLUME = ("time", "z", "y", "x")
-_HEADER_MOST = 1 << 16
+_NPY_MAGIC = b"\x93NUMPY"
+_NPY_DIMS = ("time", "z", "y", "x")
+_LONGEST_NPY_HEADER = 1 << 16
 
 
 def claims(url: Any) -> bool:
     """Whether a local file is `.npy`; raw files say nothing of themselves."""
-    return magic(url, len(_NPY)) == _NPY
+    return magic_bytes(url, len(_NPY_MAGIC)) == _NPY_MAGIC
 
 
 def open_raw(
@@ -43,8 +51,8 @@ def open_raw(
     *,
     attrs: Mapping[str, Any] | None = None,
     coords: Mapping[str, Any] | None = None,
-    files: Files | None = None,
-) -> Store:
+    files: StoreFiles | None = None,
+) -> ArrayStore:
     """The array ``data`` of a file that holds its values from byte `offset` on, as a store for `jigsaw.io.open`.
 
     `shape` and `dims` are in the order of the array's indices, of which the last runs fastest with ``order="C"`` and
@@ -54,17 +62,17 @@ def open_raw(
     Raises: `UnsupportedStoreError` for a missing file, objects, or another order, `GridError` for dims that do not fit
     the shape, `TruncatedError` for a file that is too short.
     """
-    block = _Block(os.fspath(path), tuple(shape), np.dtype(dtype), tuple(dims), offset, order, attrs or {})
-    return block.store(files or Local(keep=True), coords or {})
+    block = _RawArray(os.fspath(path), tuple(shape), np.dtype(dtype), tuple(dims), offset, order, attrs or {})
+    return block.store(files or LocalFiles(keep=True), coords or {})
 
 
 def open_npy(
     url: str | os.PathLike[str],
-    files: Files | None = None,
+    files: StoreFiles | None = None,
     *,
     dims: Sequence[str] | None = None,
     coords: Mapping[str, Any] | None = None,
-) -> Store:
+) -> ArrayStore:
     """The array ``data`` of a `.npy` file.
 
     A `.npy` file has no names of dims: without `dims` they are the last of ``time, z, y, x``.
@@ -72,19 +80,19 @@ def open_npy(
     Raises: `UnsupportedStoreError` for what is no `.npy` file or holds pickled objects, `TruncatedError` for one that
     ends early, `CorruptChunkError` for a damaged header.
     """
-    path, files = os.fspath(url), files or Local(keep=True)
-    shape, fortran, dtype, offset = parsed(path, ".npy", lambda: _npy_header(files, path))
+    path, files = os.fspath(url), files or LocalFiles(keep=True)
+    shape, fortran, dtype, offset = parse_named_file(path, ".npy", lambda: _npy_header(files, path))
     if dims is None:
-        extra = tuple(f"dim_{i}" for i in range(len(shape) - len(_VOLUME)))
-        dims = (*extra, *_VOLUME[max(0, len(_VOLUME) - len(shape)) :])
-    return _Block(path, shape, dtype, tuple(dims), offset, "F" if fortran else "C", {}).store(files, coords or {})
+        extra = tuple(f"dim_{i}" for i in range(len(shape) - len(_NPY_DIMS)))
+        dims = (*extra, *_NPY_DIMS[max(0, len(_NPY_DIMS) - len(shape)) :])
+    return _RawArray(path, shape, dtype, tuple(dims), offset, "F" if fortran else "C", {}).store(files, coords or {})
 
 
-def _npy_header(files: Files, path: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+def _npy_header(files: StoreFiles, path: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Shape, whether the order is Fortran's, dtype, and where the values begin; numpy parses it, no pickle."""
-    size_of(files, path)
-    file = BytesIO(head_of(files, path, _HEADER_MOST))
-    if not file.getvalue().startswith(_NPY):
+    file_size(files, path)
+    file = BytesIO(file_head(files, path, _LONGEST_NPY_HEADER))
+    if not file.getvalue().startswith(_NPY_MAGIC):
         raise UnsupportedStoreError(f"{path!r} is no .npy file: it begins with {file.getvalue()[:6]!r}")
     readers: Mapping[Any, Any] = {
         (1, 0): np.lib.format.read_array_header_1_0,
@@ -102,7 +110,7 @@ def _npy_header(files: Files, path: str) -> tuple[tuple[int, ...], bool, np.dtyp
 
 
 @dataclass(frozen=True)
-class _Block:
+class _RawArray:
     """An array whose values lie in a file one after the other."""
 
     path: str
@@ -125,24 +133,26 @@ class _Block:
                 f"{self.path!r} holds {self.dtype}; arrays of plain values can be read, pickled objects never"
             )
 
-    def store(self, files: Files, coords: Mapping[str, Any]) -> Store:
-        table = parsed(self.path, "an array", lambda: self._table(files))
-        tables, values = coordinate_tables(coords, dict(zip(self.dims, self.shape, strict=True)), self.path)
-        return Store(
+    def store(self, files: StoreFiles, coords: Mapping[str, Any]) -> ArrayStore:
+        table = parse_named_file(self.path, "an array", lambda: self._table(files))
+        tables, values = tables_of_coordinates(coords, dict(zip(self.dims, self.shape, strict=True)), self.path)
+        return ArrayStore(
             self.path,
-            {NAME: table, **tables},
+            {RAW_ARRAY_NAME: table, **tables},
             {},
-            lambda name: values[name] if name in values else whole(table),
+            lambda name: values[name] if name in values else read_whole_coordinate(table),
         )
 
-    def _table(self, files: Files) -> ArrayTable:
-        size, claimed = size_of(files, self.path), prod(self.shape) * self.dtype.itemsize
+    def _table(self, files: StoreFiles) -> ArrayTable:
+        size, claimed = file_size(files, self.path), prod(self.shape) * self.dtype.itemsize
         if self.offset + claimed > size:
             raise ShortChunkError(
                 f"shape {self.shape} of {self.dtype} takes {claimed} bytes from byte {self.offset} on, and the file "
                 f"has {size}"
             )
         order = tuple(range(len(self.shape)))[:: -1 if self.order == "F" else 1]
-        places = slabs(files, self.path, self.offset, self.shape, self.dtype.itemsize, order)
+        places = slab_places(files, self.path, self.offset, self.shape, self.dtype.itemsize, order)
         missing = [self.attrs[k] for k in ("_FillValue", "missing_value") if k in self.attrs]
-        return table_of(NAME, places, self.dims, self.dtype, self.attrs, order, masks_of(self.dtype, missing))
+        return table_of_slabs(
+            RAW_ARRAY_NAME, places, self.dims, self.dtype, self.attrs, order, missing_values_of(self.dtype, missing)
+        )

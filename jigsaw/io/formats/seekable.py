@@ -1,4 +1,4 @@
-"""An object of any `Files` as a file that libraries open: seekable, read in blocks, the last blocks kept."""
+"""An object of any `StoreFiles` as a file that libraries open: seekable, read in blocks, the last blocks kept."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from jigsaw.io._memory import fresh
-from jigsaw.io.fetch.files import Bytes, Files
-from jigsaw.io.formats.codecs import ShortChunkError
+from jigsaw.io.chunks.codecs import ShortChunkError
+from jigsaw.io.chunks.files import ByteArray, StoreFiles
+from jigsaw.io.chunks.memory import fresh_memory
 
-BLOCK = 1 << 18
-_KEPT = 64
+SEEKABLE_BLOCK_BYTES = 1 << 18
+_SEEKABLE_BLOCKS_KEPT = 64
 
 
-class Seekable(io.RawIOBase):
-    """One object as a read-only file; reads fetch whole blocks of `BLOCK` bytes, and those that lie together at once.
+class SeekableObject(io.RawIOBase):
+    """One object as a read-only file; reads fetch whole blocks of `SEEKABLE_BLOCK_BYTES` bytes, and those that lie
+    together at once.
 
     *Raises*: `FileNotFoundError` when there is no such object, `OSError` when it ends before its size.
     """
 
-    def __init__(self, files: Files, path: str) -> None:
+    def __init__(self, files: StoreFiles, path: str) -> None:
         size = files.size(path)
         if size is None:
             raise FileNotFoundError(path)
         self._files, self._path, self._size, self._at = files, path, size, 0
-        self._blocks: OrderedDict[int, Bytes] = OrderedDict()
+        self._blocks: OrderedDict[int, ByteArray] = OrderedDict()
 
     def readable(self) -> bool:
         return True
@@ -49,18 +50,23 @@ class Seekable(io.RawIOBase):
         stop = min(self._at + out.size, self._size)
         if stop <= self._at:
             return 0
-        first, last = self._at // BLOCK, -(-stop // BLOCK)
+        first, last = self._at // SEEKABLE_BLOCK_BYTES, -(-stop // SEEKABLE_BLOCK_BYTES)
         self._fetch([n for n in range(first, last) if n not in self._blocks])
         for n in range(first, last):
-            low, high = max(self._at, n * BLOCK), min(stop, (n + 1) * BLOCK)
-            out[low - self._at : high - self._at] = self._blocks[n][low - n * BLOCK : high - n * BLOCK]
+            low, high = max(self._at, n * SEEKABLE_BLOCK_BYTES), min(stop, (n + 1) * SEEKABLE_BLOCK_BYTES)
+            out[low - self._at : high - self._at] = self._blocks[n][
+                low - n * SEEKABLE_BLOCK_BYTES : high - n * SEEKABLE_BLOCK_BYTES
+            ]
         done, self._at = stop - self._at, stop
-        while len(self._blocks) > _KEPT:
+        while len(self._blocks) > _SEEKABLE_BLOCKS_KEPT:
             self._blocks.popitem(last=False)
         return done
 
     def _fetch(self, missing: list[int]) -> None:
-        targets = [(n * BLOCK, fresh(min(BLOCK, self._size - n * BLOCK))) for n in missing]
+        targets = [
+            (n * SEEKABLE_BLOCK_BYTES, fresh_memory(min(SEEKABLE_BLOCK_BYTES, self._size - n * SEEKABLE_BLOCK_BYTES)))
+            for n in missing
+        ]
         try:
             found = not targets or self._files.ranges(self._path, targets)
         except ShortChunkError as e:

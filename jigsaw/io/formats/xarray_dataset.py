@@ -8,32 +8,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.chunk import ChunkRef
-from jigsaw.io.chunk_grid import Index
-from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.formats.packing import masks_of, signed_as_said
-from jigsaw.io.table import ArrayTable, Store
-from jigsaw.layout import Box, slices
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.chunks.packing import dtype_with_declared_sign, missing_values_of
+from jigsaw.layout import Box, box_slices
 
 if TYPE_CHECKING:
     import xarray as xr
 
 
-def open_xarray(dataset: xr.Dataset) -> Store:
+def open_xarray(dataset: xr.Dataset) -> ArrayStore:
     """The chunk tables of a dataset as it is now: selections, renamings and lazy computations of the user included."""
     variables: Mapping[Any, xr.Variable] = dataset.variables
-    tables = {str(name): _table(str(name), variable) for name, variable in variables.items()}
+    tables = {str(name): _table_of_variable(str(name), variable) for name, variable in variables.items()}
     name = f"xarray dataset of {dataset.encoding.get('source', 'computed values')}"
-    return Store(name, tables, dict(dataset.attrs), lambda name: np.asarray(variables[name].values))
+    return ArrayStore(name, tables, dict(dataset.attrs), lambda name: np.asarray(variables[name].values))
 
 
-def _table(name: str, variable: xr.Variable) -> ArrayTable:
-    chunks, lengths = _chunks(variable)
+def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
+    chunks, lengths = _chunks_of_variable(variable)
     own = variable.dtype.newbyteorder("=")
-    dtype, attrs = signed_as_said(own, variable.attrs), dict(variable.attrs)
+    dtype, attrs = dtype_with_declared_sign(own, variable.attrs), dict(variable.attrs)
 
     def load(box: Box) -> NDArray[Any]:
-        return np.asarray(variable[slices(box)].values)
+        return np.asarray(variable[box_slices(box)].values)
 
     return ArrayTable(
         name=name,
@@ -44,58 +44,58 @@ def _table(name: str, variable: xr.Variable) -> ArrayTable:
         fill_value=None,
         attrs=attrs,
         # of what xarray has decoded it keeps such attributes elsewhere
-        masks=masks_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs), own),
+        masks=missing_values_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs), own),
         decoder=None,
-        places=_Places(name),
+        places=_XarrayPlaces(name),
         load_slowly=load,
         lengths=lengths,
-        slices=not (variable.chunksizes or _is_grib(variable)),
+        slices=not (variable.chunksizes or _is_from_grib(variable)),
     )
 
 
-def _chunks(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+def _chunks_of_variable(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
     """What is read as one: dask's chunks, else those on disk, else one step of the first dim.
 
     With them the lengths along each dim whose chunks differ.
     """
-    on_disk = _messages(variable) if _is_grib(variable) else variable.encoding.get("preferred_chunks", {})
+    on_disk = _message_sizes(variable) if _is_from_grib(variable) else variable.encoding.get("preferred_chunks", {})
     lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes
     sizes = [
         max(lazy[dim]) if dim in lazy else on_disk.get(dim, 1 if i == 0 and variable.ndim > 2 else size)
         for i, (dim, size) in enumerate(zip(variable.dims, variable.shape, strict=True))
     ]
-    lengths = {i: tuple(lazy[dim]) for i, dim in enumerate(variable.dims) if dim in lazy and _differ(lazy[dim])}
+    lengths = {i: tuple(lazy[dim]) for i, dim in enumerate(variable.dims) if dim in lazy and _is_irregular(lazy[dim])}
     return tuple(max(1, min(chunk, size)) for chunk, size in zip(sizes, variable.shape, strict=True)), lengths
 
 
-def _is_grib(variable: xr.Variable) -> bool:
+def _is_from_grib(variable: xr.Variable) -> bool:
     """Whether cfgrib opened it: it decodes the whole message for any part of a field."""
     return "GRIB_gridType" in variable.attrs and "filter_by_keys" in variable.encoding
 
 
-def _messages(variable: xr.Variable) -> dict[Any, int]:
+def _message_sizes(variable: xr.Variable) -> dict[Any, int]:
     """The sizes of one GRIB message: a field at one time, step, level and member."""
     field = ("latitude", "longitude", "y", "x", "values")
     return {dim: n if dim in field else 1 for dim, n in variable.sizes.items()}
 
 
-def _differ(lengths: tuple[int, ...]) -> bool:
+def _is_irregular(lengths: tuple[int, ...]) -> bool:
     """Whether chunks other than the last are not all as long as the first, or the last is longer."""
     return len(set(lengths[:-1])) > 1 or lengths[-1] > lengths[0]
 
 
-class _Places:
+class _XarrayPlaces:
     """Chunks that xarray finds: their stored sizes are not known."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def path(self, index: Index) -> str:
+    def path(self, index: ChunkIndex) -> str:
         return f"xarray variable {self._name!r}"
 
     @property
-    def files(self) -> Files:
-        return Local()
+    def files(self) -> StoreFiles:
+        return LocalFiles()
 
-    def locate(self, index: Index) -> ChunkRef | None:
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
         return ChunkRef(self.path(index), 0, None)

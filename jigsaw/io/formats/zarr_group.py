@@ -20,82 +20,85 @@ from numpy.typing import NDArray
 from zarr.codecs import ShardingCodec
 from zarr.storage import LocalStore, ObjectStore
 
-from jigsaw.io._memory import fresh
-from jigsaw.io.chunk import ChunkRef
-from jigsaw.io.chunk_grid import Index
-from jigsaw.io.errors import CorruptChunkError, MissingArrayError, ReadError, TruncatedError, UnsupportedStoreError
-from jigsaw.io.fetch.files import Files, Local
-from jigsaw.io.fetch.objects import Remote, files_of_url, is_remote
-from jigsaw.io.formats.codecs import (
+from jigsaw.errors import CorruptChunkError, MissingArrayError, ReadError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.codecs import (
     BadChunkError,
-    Bytes,
-    Decoder,
+    ByteArray,
+    CodecDecoder,
     ShortChunkError,
     codec_that_runs_code,
-    decoder_of_v2,
-    decoder_of_v3,
+    decoder_of_zarr_v2,
+    decoder_of_zarr_v3,
     without_crc,
 )
-from jigsaw.io.formats.packing import fill_is_missing, fill_of, masks_of, signed_as_said
-from jigsaw.io.formats.plain import check_small, whole
-from jigsaw.io.formats.zarr_keys import Keys
-from jigsaw.io.lookups import Lookups, Tally
-from jigsaw.io.redacted import cause_without_secrets, redacted
-from jigsaw.io.table import ArrayTable, Store
-from jigsaw.layout import slices
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.chunks.lookups import LookupCounts, LookupTally
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.packing import dtype_with_declared_sign, fill_is_missing, fill_value_of, missing_values_of
+from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url, is_remote_url
+from jigsaw.io.formats.slab_arrays import read_whole_coordinate
+from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
+from jigsaw.io.series.coords import check_coordinate_size
+from jigsaw.layout import box_slices
+from jigsaw.redacted import cause_without_secrets, redacted_text
 
-Lengths = Mapping[int, tuple[int, ...]]
+ChunkLengths = Mapping[int, tuple[int, ...]]
 
-_MISSING = 2**64 - 1
-_SHARDS_KEPT = 128
-_SINGLE = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", ".zarr")
+_MISSING_CHUNK = 2**64 - 1
+_SHARD_INDICES_KEPT = 128
+_SINGLE_FILE_SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", ".zarr")
 
 
-def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> Store:
+def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     """The chunk tables of a zarr group: at a path or URL, or a store or group of zarr's own.
 
-    `options` go to the store of a URL (see `jigsaw.io.fetch.objects.files_of_url`); ``arrays`` among them names those
-    to open, with the coordinates of their dims, where a store is too large to list or cannot be (HTTP).
+    `options` go to the store of a URL (see `jigsaw.io.chunks.remote_files.files_of_url`); ``arrays`` among them names
+    those to open, with the coordinates of their dims, where a store is too large to list or cannot be (HTTP).
 
     Raises: `UnsupportedStoreError` when there is no zarr group at `url`, or none whose arrays can be listed;
     `MissingArrayError` for one of `arrays` that it does not have.
     """
     options = dict(options or {})
     named = options.pop("arrays", None)
-    group = url if isinstance(url, zarr.Group) else _group(url, options)
+    group = url if isinstance(url, zarr.Group) else _open_zarr_group(url, options)
     try:
         with zarr.config.set({"array.rectilinear_chunks": True}):  # zarr reads the metadata of such arrays only then
-            sources = dict(_arrays(group) if named is None else _named(group, named))
-        tables = {name: table_of(name, array) for name, array in sources.items()}
+            sources = dict(_listed_zarr_arrays(group) if named is None else _named_zarr_arrays(group, named))
+        tables = {name: table_of_zarr(name, array) for name, array in sources.items()}
         attrs = dict(group.attrs)
     except ReadError:
         raise
     except Exception as e:  # zarr may make anything of metadata that lie, "../" in a name included
-        raise UnsupportedStoreError(f"{_name(group)} has metadata that cannot be read: {e}") from cause_without_secrets(
-            e
-        )
+        raise UnsupportedStoreError(
+            f"{_group_name(group)} has metadata that cannot be read: {e}"
+        ) from cause_without_secrets(e)
 
     def read_small(name: str) -> NDArray[Any]:
-        return _by_zarr(group, sources[name]) if tables[name].decoder is None else whole(tables[name])
+        return (
+            _read_by_zarr(group, sources[name]) if tables[name].decoder is None else read_whole_coordinate(tables[name])
+        )
 
-    return Store(_name(group), tables, attrs, read_small)
+    return ArrayStore(_group_name(group), tables, attrs, read_small)
 
 
-def _by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
+def _read_by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
     """A coordinate whose codecs only zarr knows."""
-    check_small(array.path, array.shape, array.nbytes)
+    check_coordinate_size(array.path, array.shape, array.nbytes)
     try:
         return _box_by_zarr(array, ...)
     except ReadError:
         raise
     except Exception as e:  # a codec may raise anything
         raise CorruptChunkError(
-            f"array {array.path!r} of {_name(group)} cannot be read: {e}"
+            f"array {array.path!r} of {_group_name(group)} cannot be read: {e}"
         ) from cause_without_secrets(e)
 
 
 def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
-    _refuse_code(array)
+    _refuse_code_in_array(array)
     return np.asarray(array[box])
 
 
@@ -105,14 +108,14 @@ def refuse_code_in(url: Any) -> None:
     For stores that another library reads for us.
     """
     try:
-        arrays = list(_arrays(zarr.open_group(url, mode="r")))
+        arrays = list(_listed_zarr_arrays(zarr.open_group(url, mode="r")))
     except Exception:  # no zarr group, or none that can be listed: that library says so in its turn
         return
     for _, array in arrays:
-        _refuse_code(array)
+        _refuse_code_in_array(array)
 
 
-def _refuse_code(array: Any) -> None:
+def _refuse_code_in_array(array: Any) -> None:
     meta = array.metadata
     codecs = (*(meta.filters or ()), meta.compressor) if meta.zarr_format == 2 else meta.codecs
     name = codec_that_runs_code([codec for codec in codecs if codec is not None])
@@ -123,13 +126,13 @@ def _refuse_code(array: Any) -> None:
         )
 
 
-def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
-    if is_remote(url):
+def _open_zarr_group(url: Any, options: dict[str, Any]) -> zarr.Group:
+    if is_remote_url(url):
         files, prefix = files_of_url(url, options)
-        from jigsaw.io.formats.zarr_metadata import Metadata
+        from jigsaw.io.formats.zarr_metadata import ZarrMetadataStore
 
         called = f"{files.name}/{prefix}"
-        where: dict[str, Any] = {"store": Metadata(files), "path": prefix}
+        where: dict[str, Any] = {"store": ZarrMetadataStore(files), "path": prefix}
     else:
         called, where = repr(url), {"store": url, "storage_options": options or None}
     try:
@@ -138,27 +141,28 @@ def _group(url: Any, options: dict[str, Any]) -> zarr.Group:
     except ReadError:
         raise
     except Exception as e:  # of any store, and of metadata that lie
-        why, cause = _files_in(url) or f": {redacted(e, options)}", cause_without_secrets(e, options)
+        why, cause = _hint_for_folder(url) or f": {redacted_text(e, options)}", cause_without_secrets(e, options)
         raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}") from cause
 
 
-def _files_in(url: Any) -> str:
+def _hint_for_folder(url: Any) -> str:
     """What to give instead of a folder of files along time."""
     folder = Path(url) if isinstance(url, str | os.PathLike) and os.path.isdir(url) else None
-    found = next((p for p in sorted(folder.iterdir()) if p.suffix in _SINGLE), None) if folder else None
+    found = next((p for p in sorted(folder.iterdir()) if p.suffix in _SINGLE_FILE_SUFFIXES), None) if folder else None
     return f", but a folder of files; give those along time as a glob: '{folder}/*{found.suffix}'" if found else ""
 
 
-def _name(group: zarr.Group) -> str:
-    files = remote_of(group.store)
+def _group_name(group: zarr.Group) -> str:
+    files = remote_files_of_zarr(group.store)
     return str(group.store_path) if files is None else "/".join(filter(None, (files.name, group.path)))
 
 
-def _arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
-    files = remote_of(group.store)
+def _listed_zarr_arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
+    files = remote_files_of_zarr(group.store)
     if files and not files.lists and group.metadata.consolidated_metadata is None:
         raise UnsupportedStoreError(
-            f"the arrays of {_name(group)} cannot be listed: it has no consolidated metadata, and HTTP has no listing; "
+            f"the arrays of {_group_name(group)} cannot be listed: it has no consolidated metadata, and HTTP has no "
+            "listing; "
             f"consolidate it (zarr.consolidate_metadata), or name what to open: options={{'arrays': ['t2m', …]}}"
         )
     members: Any = group.members(max_depth=None)
@@ -167,86 +171,86 @@ def _arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
             yield name, member
 
 
-def _named(group: zarr.Group, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _named_zarr_arrays(group: zarr.Group, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """These arrays, and the coordinates of their dims beside them."""
     coordinates: dict[str, None] = {}
-    for name, found in _members(group, names):
+    for name, found in _ask_group_for(group, names):
         if not isinstance(found, zarr.Array):
-            raise MissingArrayError(f"{_name(group)} has no array {name!r}, which options={{'arrays': …}} names")
+            raise MissingArrayError(f"{_group_name(group)} has no array {name!r}, which options={{'arrays': …}} names")
         yield name, found
         folder = name.rpartition("/")[0]
-        coordinates |= {f"{folder}/{dim}".lstrip("/"): None for dim in _dims(found.metadata) or () if dim}
-    for name, found in _members(group, [name for name in coordinates if name not in names]):
+        coordinates |= {f"{folder}/{dim}".lstrip("/"): None for dim in _stored_dim_names(found.metadata) or () if dim}
+    for name, found in _ask_group_for(group, [name for name in coordinates if name not in names]):
         if isinstance(found, zarr.Array):
             yield name, found
 
 
-def _members(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
+def _ask_group_for(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
     """What has these names, or None; all are asked for at once, as a store may be far away."""
     with ThreadPoolExecutor(max(len(names), 1)) as pool:
         return list(zip(names, pool.map(group.get, names), strict=True))
 
 
-def table_of(name: str, array: Any) -> ArrayTable:
+def table_of_zarr(name: str, array: Any) -> ArrayTable:
     """The chunk table of one zarr array."""
     meta = array.metadata
     own = np.dtype(object) if array.dtype.kind == "T" else np.dtype(array.dtype)
-    dtype = signed_as_said(own, meta.attributes)
-    files = files_of(array.store)
+    dtype = dtype_with_declared_sign(own, meta.attributes)
+    files = files_of_zarr(array.store)
     if meta.zarr_format == 2:
         chunks, lengths = tuple(meta.chunks), {}
-        decoder = decoder_of_v2(dtype, meta.order, len(chunks), meta.filters or (), meta.compressor)
-        places: Places = Objects(array, files)
+        decoder = decoder_of_zarr_v2(dtype, meta.order, len(chunks), meta.filters or (), meta.compressor)
+        places: ZarrPlaces = ObjectPlaces(array, files)
     else:
-        chunks, lengths, decoder, places = _of_v3(array, meta, dtype, files)
+        chunks, lengths, decoder, places = _storage_of_v3(array, meta, dtype, files)
     if any(c < 1 <= n for c, n in zip(chunks, array.shape, strict=True)):
         raise UnsupportedStoreError(f"array {name!r} of shape {array.shape} has chunks of {chunks}; need at least 1")
     return ArrayTable(
         name=name,
         shape=tuple(array.shape),
-        dims=_named_dims(name, _dims(meta), len(chunks)),
+        dims=_checked_dim_names(name, _stored_dim_names(meta), len(chunks)),
         dtype=(decoder.dtype if decoder else dtype).str,
         chunks=chunks,
-        fill_value=fill_of(meta.fill_value, dtype),
-        attrs=_attributes(meta),
-        masks=_masks(meta, dtype, own),
+        fill_value=fill_value_of(meta.fill_value, dtype),
+        attrs=_user_attributes(meta),
+        masks=_zarr_missing_values(meta, dtype, own),
         decoder=decoder,
         places=places,
-        load_slowly=lambda box: _box_by_zarr(array, slices(box)),
+        load_slowly=lambda box: _box_by_zarr(array, box_slices(box)),
         lengths=lengths,
     )
 
 
-def _dims(meta: Any) -> Any:
+def _stored_dim_names(meta: Any) -> Any:
     return meta.attributes.get("_ARRAY_DIMENSIONS") if meta.zarr_format == 2 else meta.dimension_names
 
 
-def _named_dims(name: str, dims: Any, ndim: int) -> tuple[str, ...]:
+def _checked_dim_names(name: str, dims: Any, ndim: int) -> tuple[str, ...]:
     found = dims or [None] * ndim
     if not isinstance(found, list | tuple) or len(found) != ndim or any(not isinstance(d, str | None) for d in found):
         raise UnsupportedStoreError(f"array {name!r} has the dims {dims!r}; need {ndim} names")
     return tuple(d or f"dim_{i}" for i, d in enumerate(found))
 
 
-def _of_v3(
-    array: Any, meta: Any, dtype: np.dtype[Any], files: Files
-) -> tuple[tuple[int, ...], Lengths, Decoder | None, Places]:
-    outer, lengths = grid_of(array.name, array.shape, meta.chunk_grid.to_dict())
+def _storage_of_v3(
+    array: Any, meta: Any, dtype: np.dtype[Any], files: StoreFiles
+) -> tuple[tuple[int, ...], ChunkLengths, CodecDecoder | None, ZarrPlaces]:
+    outer, lengths = zarr_chunk_grid(array.name, array.shape, meta.chunk_grid.to_dict())
     codecs = meta.codecs
     if len(codecs) == 1 and isinstance(codecs[0], ShardingCodec):
         sharding = codecs[0]
         inner = tuple(sharding.chunk_shape)
-        decoder = decoder_of_v3(dtype, len(inner), sharding.codecs)
+        decoder = decoder_of_zarr_v3(dtype, len(inner), sharding.codecs)
         # an index is an array [chunks, 2] of u8, so what its codecs are is known as an array's are
-        index = decoder_of_v3(np.dtype("u8"), len(inner) + 1, sharding.index_codecs)
+        index = decoder_of_zarr_v3(np.dtype("u8"), len(inner) + 1, sharding.index_codecs)
         in_order = index and index.compression is None and index.order == tuple(range(len(inner) + 1))
         if decoder and index and in_order and not lengths:
-            return inner, {}, decoder, Shards(array, inner, outer, sharding, index, files)
-        return outer, lengths, None, Objects(array, files)
-    return outer, lengths, decoder_of_v3(dtype, len(outer), codecs), Objects(array, files)
+            return inner, {}, decoder, ShardPlaces(array, inner, outer, sharding, index, files)
+        return outer, lengths, None, ObjectPlaces(array, files)
+    return outer, lengths, decoder_of_zarr_v3(dtype, len(outer), codecs), ObjectPlaces(array, files)
 
 
-def grid_of(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[int, ...], Lengths]:
+def zarr_chunk_grid(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[int, ...], ChunkLengths]:
     """The shape of the largest chunk, and the lengths of chunks along the dims where they differ.
 
     `grid` is the ``chunk_grid`` of an array's ``zarr.json``: ``regular``, or ``rectilinear`` with for each dim one
@@ -275,41 +279,43 @@ def grid_of(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[int, ...]
     return tuple(largest), lengths
 
 
-def files_of(store: Any) -> Files:
+def files_of_zarr(store: Any) -> StoreFiles:
     """How the objects of a zarr store are read; those on disk may not change: indices and block tables are kept."""
-    return Local(keep=True) if isinstance(store, LocalStore) else remote_of(store) or Keys(store)
+    return (
+        LocalFiles(keep=True) if isinstance(store, LocalStore) else remote_files_of_zarr(store) or ZarrKeyFiles(store)
+    )
 
 
-def remote_of(store: Any) -> Remote | None:
+def remote_files_of_zarr(store: Any) -> RemoteFiles | None:
     """The objects of a zarr store over obstore, read without zarr; None for another store."""
     if not isinstance(store, ObjectStore):
         return None
     found = getattr(store, "files", None)
-    return found if isinstance(found, Remote) else Remote.of(store.store)
+    return found if isinstance(found, RemoteFiles) else RemoteFiles.of(store.store)
 
 
-def _prefix(array: Any) -> str:
+def _object_prefix(array: Any) -> str:
     path = f"{array.path}/" if array.path else ""
     return f"{array.store.root}/{path}" if isinstance(array.store, LocalStore) else path
 
 
-def _attributes(meta: Any) -> dict[str, Any]:
+def _user_attributes(meta: Any) -> dict[str, Any]:
     return {k: v for k, v in meta.attributes.items() if k != "_ARRAY_DIMENSIONS"}
 
 
-def _masks(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
+def _zarr_missing_values(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
     """The stored values that mean "missing", by the conventions that xarray reads by.
 
     Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.
     """
     attrs = meta.attributes
-    found: list[Any] = [_decoded(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
+    found: list[Any] = [_decoded_fill_value(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
     if meta.zarr_format == 2 and fill_is_missing(meta.fill_value, attrs):
-        found.append(fill_of(meta.fill_value, dtype))
-    return masks_of(dtype, found, own)
+        found.append(fill_value_of(meta.fill_value, dtype))
+    return missing_values_of(dtype, found, own)
 
 
-def _decoded(value: Any, dtype: np.dtype[Any]) -> Any:
+def _decoded_fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
     """Xarray writes the ``_FillValue`` of a zarr v3 float as base64 of its eight bytes, others as "NaN"."""
     if not isinstance(value, str) or dtype.kind != "f":
         return value
@@ -322,18 +328,18 @@ def _decoded(value: Any, dtype: np.dtype[Any]) -> Any:
 # -- where chunks lie ------------------------------------------------------------------------------------------------
 
 
-class Objects:
+class ObjectPlaces:
     """An object a chunk, named by the store's own key encoding."""
 
-    def __init__(self, array: Any, files: Files) -> None:
-        self._prefix = _prefix(array)
+    def __init__(self, array: Any, files: StoreFiles) -> None:
+        self._prefix = _object_prefix(array)
         self._key = array.metadata.encode_chunk_key
         self.files = files
 
-    def path(self, index: Index) -> str:
+    def path(self, index: ChunkIndex) -> str:
         return f"{self._prefix}{self._key(index)}"
 
-    def locate(self, index: Index) -> ChunkRef | None:
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
         path = self.path(index)
         if self.files.far:  # to ask for its size costs as much as to fetch it
             return ChunkRef(path, 0, None)
@@ -342,7 +348,7 @@ class Objects:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _ShardIndex:
     """A shard's object, its size, and (offset, length) of every inner chunk."""
 
     path: str
@@ -353,7 +359,7 @@ class _Shard:
         """Where chunks lie that follow each other in the index; a damaged one is refused before anybody allocates."""
         found: list[ChunkRef | None] = []
         for offset, length in self.index[first : first + count]:
-            if offset == length == _MISSING:
+            if offset == length == _MISSING_CHUNK:
                 found.append(None)
             elif offset + length > self.size:
                 raise ShortChunkError(f"the index says {length} bytes at {offset} and the shard has {self.size}")
@@ -362,26 +368,26 @@ class _Shard:
         return found
 
 
-class _Once:
+class _ReadOnce:
     """A shard's index, read when it is first asked for; others who ask meanwhile wait, and a failure is not kept."""
 
-    def __init__(self, read: Callable[[], _Shard | None]) -> None:
+    def __init__(self, read: Callable[[], _ShardIndex | None]) -> None:
         self._read, self._lock = read, threading.Lock()
-        self._found: list[_Shard | None] = []
+        self._found: list[_ShardIndex | None] = []
 
     @property
     def is_missing(self) -> bool:
         """Whether it was read, and there is no shard."""
         return self._found == [None]
 
-    def __call__(self) -> _Shard | None:
+    def __call__(self) -> _ShardIndex | None:
         with self._lock:
             if not self._found:
                 self._found.append(self._read())
             return self._found[0]
 
 
-class Shards:
+class ShardPlaces:
     """Chunks inside shards; a shard's index is read once and kept."""
 
     def __init__(
@@ -390,49 +396,51 @@ class Shards:
         inner: Sequence[int],
         outer: Sequence[int],
         codec: ShardingCodec,
-        index: Decoder,
-        files: Files,
+        index: CodecDecoder,
+        files: StoreFiles,
     ) -> None:
         self.files = files
-        self._objects = Objects(array, files)
+        self._objects = ObjectPlaces(array, files)
         self._per_shard = tuple(o // i for o, i in zip(outer, inner, strict=True))
         self._index_bytes = 16 * prod(self._per_shard) + 4 * index.checked
         said: Any = codec.to_dict()["configuration"]  # as in zarr.json: what zarr itself has of it changes
         self._at_end = said["index_location"] == "end"
         self._index = index
-        self._known: OrderedDict[Index, _Once] = OrderedDict()
+        self._known: OrderedDict[ChunkIndex, _ReadOnce] = OrderedDict()
         self._lock = threading.Lock()
-        self._tally = Tally()
-        self._last: tuple[Index, _Shard | None] = (), None
+        self._tally = LookupTally()
+        self._last: tuple[ChunkIndex, _ShardIndex | None] = (), None
         """The shard of the last lookup: the next is nearly always of the same one."""
 
-    def path(self, index: Index) -> str:
+    def path(self, index: ChunkIndex) -> str:
         return self._objects.path(self._outer(index))
 
     @property
-    def made(self) -> Lookups:
+    def made(self) -> LookupCounts:
         """The reads of indices so far; a question for the size, where a store cannot read from the end, is not one."""
         return self._tally.made
 
-    def index_of(self, index: Index) -> tuple[str, Lookups]:
+    def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
         """The shard that has a chunk, and what reading its index takes."""
         outer = self._outer(index)
         known = self._known.get(outer)
         return self._objects.path(outer), self._lookup(is_there=known is None or not known.is_missing)
 
-    def _lookup(self, is_there: bool) -> Lookups:
-        return Lookups(1, self._index_bytes) if is_there else Lookups(int(isinstance(self.files, Remote)))
+    def _lookup(self, is_there: bool) -> LookupCounts:
+        return (
+            LookupCounts(1, self._index_bytes) if is_there else LookupCounts(int(isinstance(self.files, RemoteFiles)))
+        )
 
-    def _outer(self, index: Index) -> Index:
+    def _outer(self, index: ChunkIndex) -> ChunkIndex:
         return tuple([i // n for i, n in zip(index, self._per_shard, strict=True)])
 
-    def _shard(self, outer: Index) -> _Shard | None:
+    def _shard(self, outer: ChunkIndex) -> _ShardIndex | None:
         with self._lock:
             known = self._known.get(outer)
             if known is None:
                 path = self._objects.path(outer)
-                known = self._known[outer] = _Once(lambda: self._read(path))
-                if len(self._known) > _SHARDS_KEPT:
+                known = self._known[outer] = _ReadOnce(lambda: self._read(path))
+                if len(self._known) > _SHARD_INDICES_KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(outer)
         try:
@@ -441,7 +449,7 @@ class Shards:
             kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
             raise kind(f"shard {self._objects.path(outer)} cannot be read: the index: {e}") from e
 
-    def _read(self, path: str) -> _Shard | None:
+    def _read(self, path: str) -> _ShardIndex | None:
         found = self._edge(path)
         self._tally.add(self._lookup(is_there=found is not None))
         if found is None:
@@ -451,23 +459,23 @@ class Shards:
             raise ShortChunkError(f"the shard has {size} bytes and its index alone {self._index_bytes}")
         if self._index.checked:
             raw = without_crc(raw)
-        return _Shard(path, size, raw.view(self._index.dtype).reshape(-1, 2).tolist())
+        return _ShardIndex(path, size, raw.view(self._index.dtype).reshape(-1, 2).tolist())
 
-    def _edge(self, path: str) -> tuple[Bytes, int] | None:
+    def _edge(self, path: str) -> tuple[ByteArray, int] | None:
         """Where the index lies, as far as the shard reaches, and the shard's size; a store far away is asked once."""
-        if isinstance(self.files, Remote):
+        if isinstance(self.files, RemoteFiles):
             return self.files.edge(path, self._index_bytes, self._at_end)
         size = self.files.size(path)
         if size is None or size < self._index_bytes:
-            return None if size is None else (fresh(0), size)
-        raw = fresh(self._index_bytes)
+            return None if size is None else (fresh_memory(0), size)
+        raw = fresh_memory(self._index_bytes)
         start = size - raw.size if self._at_end else 0
         return (raw, size) if self.files.ranges(path, [(start, raw)]) else None
 
-    def locate(self, index: Index) -> ChunkRef | None:
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
         return self._within(index, 1)[0]
 
-    def locate_row(self, first: Index, count: int) -> list[ChunkRef | None]:
+    def locate_row(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
         """Where the chunk `first` lies, and those that follow it along the last dim."""
         found: list[ChunkRef | None] = []
         *others, last = first
@@ -478,7 +486,7 @@ class Shards:
             last += here
         return found
 
-    def _within(self, first: Index, count: int) -> list[ChunkRef | None]:
+    def _within(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
         """The same of chunks in one shard."""
         outer, flat = self._outer(first), 0
         known, shard = self._last
@@ -492,4 +500,4 @@ class Shards:
         return shard.refs(flat, count)
 
 
-Places = Objects | Shards
+ZarrPlaces = ObjectPlaces | ShardPlaces

@@ -16,13 +16,13 @@ from zarr.abc.store import RangeByteRequest
 from zarr.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
-from jigsaw.io.fetch.batches import merged
-from jigsaw.io.fetch.files import Identity, Room, Target, scatter
-from jigsaw.io.formats.codecs import BadChunkError, Bytes, ShortChunkError
-from jigsaw.io.redacted import cause_without_secrets
+from jigsaw.io.chunks.byte_ranges import merge_ranges
+from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
+from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, fill_targets
+from jigsaw.redacted import cause_without_secrets
 
 
-class Keys:
+class ZarrKeyFiles:
     """A zarr store as `Files`: what it has at a key, through its own `get`."""
 
     far = True
@@ -31,47 +31,47 @@ class Keys:
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def identity(self, path: str) -> Identity | None:
+    def identity(self, path: str) -> ObjectIdentity | None:
         """That of an object, where its store has a name that lasts."""
-        return Identity(f"{self._place}/{path}") if self._place else None
+        return ObjectIdentity(f"{self._place}/{path}") if self._place else None
 
     @cached_property
     def _place(self) -> str:
-        return _place(self._store)
+        return _lasting_store_name(self._store)
 
     def size(self, path: str) -> int | None:
         """The length of an object in bytes; None when it is missing."""
         try:
-            return int(_answer(self._store.getsize(path)))
+            return int(_answer_of_store(self._store.getsize(path)))
         except FileNotFoundError:
             return None
 
-    def whole(self, path: str, room: Room) -> Bytes | None:
+    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
         """All bytes of an object.
 
         Raises: `BadChunkError` when the store fails.
         """
-        found: Any = _answer(self._store.get(path, default_buffer_prototype()))
+        found: Any = _answer_of_store(self._store.get(path, default_buffer_prototype()))
         return None if found is None else np.frombuffer(found.to_bytes(), np.uint8)
 
-    def ranges(self, path: str, targets: Sequence[Target]) -> bool:
+    def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
         """Fill every target, those at most `gap` bytes apart by one request; False when the object is missing.
 
         Raises: `ShortChunkError` when the object ends before, `BadChunkError` when the store fails.
         """
-        parts = merged(((offset, offset + memory.size) for offset, memory in targets), self.gap)
-        got: list[Any] = _answer(self._all([(path, RangeByteRequest(*part)) for part in parts]))
+        parts = merge_ranges(((offset, offset + memory.size) for offset, memory in targets), self.gap)
+        got: list[Any] = _answer_of_store(self._all([(path, RangeByteRequest(*part)) for part in parts]))
         found = [None if each is None else np.frombuffer(each.to_bytes(), np.uint8) for each in got]
         for (start, stop), raw in zip(parts, found, strict=True):
             if raw is not None and raw.size != stop - start:
                 raise ShortChunkError(f"it should have {stop - start} bytes at {start} and gave {raw.size}")
-        return scatter(targets, parts, found)
+        return fill_targets(targets, parts, found)
 
     async def _all(self, wanted: list[tuple[str, RangeByteRequest]]) -> list[Any]:
         return await asyncio.gather(*(self._store.get(key, default_buffer_prototype(), part) for key, part in wanted))
 
 
-def _place(store: Any) -> str:
+def _lasting_store_name(store: Any) -> str:
     """What tells a store from all others: the snapshot of an Icechunk session that only reads, or what a file system of
     fsspec is made from; "" for those that have nothing of that kind, such as a store in memory.
     """
@@ -85,7 +85,7 @@ def _place(store: Any) -> str:
     return made and f"fsspec {blake2b(made.encode()).hexdigest()}"  # references may be long
 
 
-def _answer(asked: Coroutine[Any, Any, Any]) -> Any:
+def _answer_of_store(asked: Coroutine[Any, Any, Any]) -> Any:
     """What the store answers; one of anybody's may raise anything, as a zip file does for a damaged member."""
     try:
         return asyncio.run_coroutine_threadsafe(asked, _loop_of_zarr(os.getpid())).result()

@@ -1,4 +1,4 @@
-"""What zarr itself reads of a remote store: metadata, coordinates, odd codecs; as patiently as `Remote`."""
+"""What zarr itself reads of a remote store: metadata, coordinates, odd codecs; as patiently as `RemoteFiles`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
 from zarr.storage import ObjectStore
 
-from jigsaw.io._memory import fresh
-from jigsaw.io.fetch.objects import Remote
-from jigsaw.io.formats.codecs import Bytes
+from jigsaw.io.chunks.codecs import ByteArray
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.remote_files import RemoteFiles
 
 
-class Metadata(ObjectStore[Any]):
+class ZarrMetadataStore(ObjectStore[Any]):
     """Zarr's store over obstore, reading through `files`."""
 
-    def __init__(self, files: Remote) -> None:
+    def __init__(self, files: RemoteFiles) -> None:
         super().__init__(files.store, read_only=True)
         self.files = files
 
-    def with_read_only(self, read_only: bool = False) -> Metadata:
+    def with_read_only(self, read_only: bool = False) -> ZarrMetadataStore:
         """It is read-only."""
         return self
 
@@ -31,14 +31,14 @@ class Metadata(ObjectStore[Any]):
         raw = await asyncio.to_thread(self._read, key, byte_range)
         return None if raw is None else prototype.buffer.from_bytes(raw.tobytes())
 
-    def _read(self, key: str, part: ByteRequest | None) -> Bytes | None:
+    def _read(self, key: str, part: ByteRequest | None) -> ByteArray | None:
         if part is None:
-            return self.files.whole(key, fresh)
+            return self.files.whole(key, fresh_memory)
         if isinstance(part, RangeByteRequest):
-            raw = fresh(part.end - part.start)
+            raw = fresh_memory(part.end - part.start)
             return raw if self.files.ranges(key, [(part.start, raw)]) else None
         if isinstance(part, OffsetByteRequest):
-            whole = self.files.whole(key, fresh)
+            whole = self.files.whole(key, fresh_memory)
             return None if whole is None else whole[part.offset :]
         found = self.files.edge(key, part.suffix, at_end=True)
         return None if found is None else found[0]

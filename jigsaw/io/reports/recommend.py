@@ -1,7 +1,7 @@
 """`recommend`: the mesh and cuts that read a store cheapest, and the chunks that a mesh would read cheapest.
 
-Candidates are planned as if they were there (`jigsaw.io.plan`), on one typical sample, and ranked by the predicted cost
-(`jigsaw.io.cost`).  Integers only: no ranks, and of the store only where its chunks lie.
+Candidates are planned as if they were there (`jigsaw.io.reading.read_plan`), on one typical sample, and ranked by the
+predicted cost (`jigsaw.io.chunks.read_cost`).  Integers only: no ranks, and of the store only where its chunks lie.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jigsaw.io.dataset import Dataset
-from jigsaw.io.errors import HaloError
-from jigsaw.io.frame import DATA, Frame
-from jigsaw.io.opening import open
-from jigsaw.io.plan import ReadPlan, plan_read
-from jigsaw.io.reports.proposal import dims_of, proposed, shards_of
-from jigsaw.io.request import Request
-from jigsaw.io.survey import Variable
-from jigsaw.io.table import SMALL
+from jigsaw.errors import HaloError
+from jigsaw.io.chunks.array_table import SMALLEST_DIVIDED_CHUNK
+from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.datasets.opening import open
+from jigsaw.io.reading.read_plan import ReadPlan, plan_read
+from jigsaw.io.reports.proposed_tables import dims_with_roles, proposed_table, shard_shape_of
+from jigsaw.io.series.request import ReadRequest
+from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
+from jigsaw.io.series.store_survey import StoreVariable
 from jigsaw.layout import Layout, ShardingError
 
-ODD = 1.1
+TILE_GROWTH = 1.1
 """Cuts are moved to the edges of chunks when the largest tile grows by no more than this: all ranks wait for it."""
-_TILE = (128, 256)
-_LEVELS = 4
-_LARGEST = 1 << 26
-_RATIO = 0.5
-_CHEAP = 3000
+_CHUNK_ROWS = (128, 256)
+_CHUNK_LEVELS = 4
+_LARGEST_CHUNK = 1 << 26
+_USUAL_RATIO = 0.5
+_CHEAP_JOBS = 3000
 
 
-class Figures(NamedTuple):
+class ReadFigures(NamedTuple):
     """What reading a sample costs: CPU seconds over all ranks, bytes over all ranks (None: unknown), bytes decoded by
     the busiest.
     """
@@ -47,7 +47,7 @@ class Figures(NamedTuple):
     amplification: float
 
     @classmethod
-    def of(cls, plan: ReadPlan) -> Figures:
+    def of(cls, plan: ReadPlan) -> ReadFigures:
         total = plan.total
         return cls(
             sum(plan.cost(name, mode) for name, mode in plan.modes.items()),
@@ -66,7 +66,7 @@ class MeshOption:
     axes: Mapping[str, int]
     split: Mapping[str, str | tuple[int, ...]]
     largest_tile: int
-    figures: Figures
+    figures: ReadFigures
 
 
 @dataclass(frozen=True)
@@ -85,25 +85,26 @@ class ChunkOption:
 class Recommendation:
     """The options, best first, and what the dataset costs as it is opened: `now`.
 
-    `meshes` cut space by as many ranks as the dataset's mesh (or as asked for); `chunks` are for the dataset's mesh.
+    `mesh_options` cut space by as many ranks as the dataset's mesh (or as asked for); `chunks` are for the dataset's
+    mesh.
     """
 
-    now: Figures
+    now: ReadFigures
     meshes: tuple[MeshOption, ...]
     chunks: tuple[ChunkOption, ...]
 
     @property
     def mesh_gain(self) -> float:
         """How many times cheaper the best mesh reads; 1 where it is as it is."""
-        return _gain(self.now.seconds, self.meshes[0].figures.seconds) if self.meshes else 1.0
+        return _times_cheaper(self.now.seconds, self.meshes[0].figures.seconds) if self.meshes else 1.0
 
     @property
     def chunk_gain(self) -> float:
         """How many times cheaper a store with the best chunks is read by the dataset's mesh."""
-        return _gain(self.now.seconds, self.chunks[0].seconds) if self.chunks else 1.0
+        return _times_cheaper(self.now.seconds, self.chunks[0].seconds) if self.chunks else 1.0
 
 
-def _gain(now: float, then: float) -> float:
+def _times_cheaper(now: float, then: float) -> float:
     return now / then if then else 1.0
 
 
@@ -132,45 +133,51 @@ def recommend(
         raise ShardingError(f"ranks={ranks} must be at least 1")
     request = dataset.reading([len(dataset) // 2 if sample is None else sample]).request
     plan = plan_read(request, dataset.store.arrays, dataset.mode).ask_sizes()
-    return Recommendation(Figures.of(plan), meshes(dataset, request, wanted), chunkings(dataset, request, plan))
+    return Recommendation(
+        ReadFigures.of(plan), mesh_options(dataset, request, wanted), chunk_options(dataset, request, plan)
+    )
 
 
 def best_chunks(dataset: Dataset) -> ChunkOption:
     """The chunks and shards that the dataset's mesh would read cheapest."""
     request = dataset.reading([len(dataset) // 2]).request
     plan = plan_read(request, dataset.store.arrays, dataset.mode)
-    return chunkings(dataset, request, plan)[0]
+    return chunk_options(dataset, request, plan)[0]
 
 
-def is_cheap(dataset: Dataset, plan: ReadPlan) -> bool:
+def is_cheap_recommendation(dataset: Dataset, plan: ReadPlan) -> bool:
     """Whether `recommend` takes no longer than a second or so: few chunks times few candidates, and no far store."""
     if any(table.far for table in plan.tables.values()):
         return False
     whole = sum(plan.tables[name].chunk_bytes for name, *_ in plan.jobs)
-    candidates = 2 * sum(1 for _ in _factors(plan.ranks, dataset))
-    return len(plan.jobs) * candidates + whole // SMALL * candidates <= _CHEAP
+    candidates = 2 * sum(1 for _ in _rank_factors(plan.ranks, dataset))
+    return len(plan.jobs) * candidates + whole // SMALLEST_DIVIDED_CHUNK * candidates <= _CHEAP_JOBS
 
 
 # -- meshes ------------------------------------------------------------------------------------------------------------
 
 
-def meshes(dataset: Dataset, request: Request, ranks: int) -> tuple[MeshOption, ...]:
+def mesh_options(dataset: Dataset, request: ReadRequest, ranks: int) -> tuple[MeshOption, ...]:
     """The meshes of `ranks` ranks over the spatial dims, the cheapest first."""
     found = [
-        _mesh_option(dataset, request, frame) for sizes in _factors(ranks, dataset) for frame in _frames(dataset, sizes)
+        _weigh_mesh(dataset, request, frame)
+        for sizes in _rank_factors(ranks, dataset)
+        for frame in _sample_spaces(dataset, sizes)
     ]
     if not found:
         space = ", ".join(f"{d} {n}" for d, n in zip(dataset.frame.dims, dataset.frame.sizes, strict=True))
         raise ShardingError(f"no mesh of {ranks} ranks cuts {space} with a halo of {dataset.frame.halo}; use fewer")
-    return tuple(sorted(found, key=lambda o: (_about(o.figures.seconds), o.figures.busiest_bytes, o.largest_tile)))
+    return tuple(
+        sorted(found, key=lambda o: (_to_three_digits(o.figures.seconds), o.figures.busiest_bytes, o.largest_tile))
+    )
 
 
-def _about(seconds: float) -> float:
+def _to_three_digits(seconds: float) -> float:
     """A cost to three digits: predictions are no better."""
     return float(f"{seconds:.2e}")
 
 
-def _factors(ranks: int, dataset: Dataset) -> Iterator[tuple[int, ...]]:
+def _rank_factors(ranks: int, dataset: Dataset) -> Iterator[tuple[int, ...]]:
     sizes = dataset.frame.sizes
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for pieces in product(*([n for n in divisors if n <= size] for size in sizes)):
@@ -178,13 +185,13 @@ def _factors(ranks: int, dataset: Dataset) -> Iterator[tuple[int, ...]]:
             yield pieces
 
 
-def _frames(dataset: Dataset, pieces: Sequence[int]) -> Iterator[Frame]:
+def _sample_spaces(dataset: Dataset, pieces: Sequence[int]) -> Iterator[SampleSpace]:
     """The frame of a mesh with balanced cuts, and that with cuts at the edges of chunks where those differ."""
     old = dataset.frame
-    data = tuple((name, n) for name, n in old.axes if name == DATA)
+    data = tuple((name, n) for name, n in old.axes if name == DATA_AXIS)
     axes = (*data, *((d, n) for d, n in zip(old.dims, pieces, strict=True) if n > 1))
     balanced = replace(old, axes=axes, spec=old.dims, split=("balanced",) * len(pieces))
-    edged = tuple(_at_edges(dataset, i, n) or "balanced" for i, n in enumerate(pieces))
+    edged = tuple(_points_at_edges(dataset, i, n) or "balanced" for i, n in enumerate(pieces))
     for frame in dict.fromkeys((balanced, replace(balanced, split=edged))):
         try:
             frame.layout((1, 1), (None, None))
@@ -193,18 +200,18 @@ def _frames(dataset: Dataset, pieces: Sequence[int]) -> Iterator[Frame]:
         yield frame
 
 
-def _at_edges(dataset: Dataset, dim: int, pieces: int) -> tuple[int, ...] | None:
+def _points_at_edges(dataset: Dataset, dim: int, pieces: int) -> tuple[int, ...] | None:
     """Cut points at the edges of the largest array's chunks, nearest to equal pieces; None where these are uneven."""
     name, size, align = dataset.frame.dims[dim], dataset.frame.sizes[dim], dataset.frame.align[dim]
-    edges = _edges(dataset, name, size)
+    edges = _chunk_edges(dataset, name, size)
     points = [min(edges, key=lambda e: abs(e - size * i / pieces)) for i in range(pieces + 1)]
     widths = np.diff(points)
-    if pieces == 1 or align > 1 or widths.min() < 1 or widths.max() > ODD * -(-size // pieces):
+    if pieces == 1 or align > 1 or widths.min() < 1 or widths.max() > TILE_GROWTH * -(-size // pieces):
         return None
     return tuple(points)
 
 
-def _edges(dataset: Dataset, dim: str, size: int) -> list[int]:
+def _chunk_edges(dataset: Dataset, dim: str, size: int) -> list[int]:
     having = [v for v in dataset.variables if dim in v.roles]
     largest = max(having, key=lambda v: prod(v.table.shape) * v.table.itemsize)
     stored = largest.table.along[largest.roles.index(dim)].edges()
@@ -213,15 +220,15 @@ def _edges(dataset: Dataset, dim: str, size: int) -> list[int]:
     return sorted(inner | {0, size})
 
 
-def _mesh_option(dataset: Dataset, request: Request, frame: Frame) -> MeshOption:
+def _weigh_mesh(dataset: Dataset, request: ReadRequest, frame: SampleSpace) -> MeshOption:
     layout = frame.layout(request.layout.shape[:2], (None, None), axes=frame.domain)
     plan = plan_read(replace(request, layout=layout), dataset.store.arrays, dataset.mode)
     cut = {d: rule for (d, rule) in zip(frame.dims, frame.split, strict=True) if dict(frame.axes).get(d, 1) > 1}
     split = {d: rule if isinstance(rule, str) else tuple(rule) for d, rule in cut.items()}
-    return MeshOption(dict(frame.axes), split, _largest(layout), Figures.of(plan))
+    return MeshOption(dict(frame.axes), split, _largest_tile_rows(layout), ReadFigures.of(plan))
 
 
-def _largest(layout: Layout) -> int:
+def _largest_tile_rows(layout: Layout) -> int:
     """The rows of space that the largest tile holds, halo included."""
     return max(prod(b - a for a, b in layout.held(c)[2:]) for c in layout.coords())
 
@@ -229,72 +236,74 @@ def _largest(layout: Layout) -> int:
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-def chunkings(dataset: Dataset, request: Request, plan: ReadPlan) -> tuple[ChunkOption, ...]:
+def chunk_options(dataset: Dataset, request: ReadRequest, plan: ReadPlan) -> tuple[ChunkOption, ...]:
     """Chunk shapes for the dataset's own mesh, the cheapest first; arrays alike are planned once."""
-    kept = _alike(dataset.variables, request)
+    kept = _group_alike(dataset.variables, request)
     whole = plan.total
-    ratio = whole.stored_bytes / whole.decoded_bytes if whole.stored_bytes and whole.decoded_bytes else _RATIO
-    found = [_chunk_option(dataset.mode, kept, chunks, ratio) for chunks in _shapes(dataset, request, kept)]
-    return tuple(sorted(found, key=lambda o: (_about(o.seconds), -o.chunk_bytes)))
+    ratio = whole.stored_bytes / whole.decoded_bytes if whole.stored_bytes and whole.decoded_bytes else _USUAL_RATIO
+    found = [_weigh_chunks(dataset.mode, kept, chunks, ratio) for chunks in _chunk_shapes(dataset, request, kept)]
+    return tuple(sorted(found, key=lambda o: (_to_three_digits(o.seconds), -o.chunk_bytes)))
 
 
-class _Alike(NamedTuple):
+class _AlikeArrays(NamedTuple):
     """An array that stands for all `many` of the same shape and roles of which the same is read, and its request."""
 
-    variable: Variable
+    variable: StoreVariable
     many: int
-    request: Request
+    request: ReadRequest
 
 
-def _alike(variables: Sequence[Variable], request: Request) -> list[_Alike]:
-    groups: dict[Any, list[Variable]] = {}
+def _group_alike(variables: Sequence[StoreVariable], request: ReadRequest) -> list[_AlikeArrays]:
+    groups: dict[Any, list[StoreVariable]] = {}
     for variable in variables:
         table = variable.table
         read = [len(p or ()) for part in request.parts if part.array == table.name for p in part.picks]
         groups.setdefault((variable.roles, table.shape, table.dtype, tuple(read)), []).append(variable)
-    return [_Alike(same[0], len(same), _of_one(request, same[0].table.name)) for same in groups.values()]
+    return [
+        _AlikeArrays(same[0], len(same), _request_for_array(request, same[0].table.name)) for same in groups.values()
+    ]
 
 
-def _of_one(request: Request, array: str) -> Request:
+def _request_for_array(request: ReadRequest, array: str) -> ReadRequest:
     return replace(request, parts=tuple(part for part in request.parts if part.array == array))
 
 
-def _largest_of(variables: Iterable[Variable]) -> Variable:
+def _largest_variable(variables: Iterable[StoreVariable]) -> StoreVariable:
     return max(variables, key=lambda v: prod(v.table.shape) * v.table.itemsize)
 
 
-def _shapes(dataset: Dataset, request: Request, alike: Sequence[_Alike]) -> Iterator[dict[str, int]]:
+def _chunk_shapes(dataset: Dataset, request: ReadRequest, alike: Sequence[_AlikeArrays]) -> Iterator[dict[str, int]]:
     """Sizes by role: one step, one to all levels, and space whole, aligned with the cuts, or in powers of two."""
-    largest = _largest_of(a.variable for a in alike)
+    largest = _largest_variable(a.variable for a in alike)
     choices: dict[str, list[int]] = {"time": [1]} if "time" in largest.roles else {}
     if "level" in largest.roles:
         count = largest.size("level")
-        choices["level"] = sorted({1, min(_LEVELS, count), count})
+        choices["level"] = sorted({1, min(_CHUNK_LEVELS, count), count})
     for i, dim in enumerate(dataset.frame.dims):
-        choices[dim] = _rows(dataset.frame.sizes[i], request.layout.cuts[2 + i].pieces)
+        choices[dim] = _row_counts(dataset.frame.sizes[i], request.layout.cuts[2 + i].pieces)
     cells = prod(max(sizes) for sizes in choices.values())
     for picked in product(*choices.values()):
         size = prod(picked) * largest.table.itemsize
-        if SMALL <= size <= _LARGEST or cells * largest.table.itemsize <= SMALL:
+        if SMALLEST_DIVIDED_CHUNK <= size <= _LARGEST_CHUNK or cells * largest.table.itemsize <= SMALLEST_DIVIDED_CHUNK:
             yield dict(zip(choices, picked, strict=True))
 
 
-def _rows(size: int, pieces: int) -> list[int]:
+def _row_counts(size: int, pieces: int) -> list[int]:
     aligned = [-(-size // (pieces * k)) for k in (1, 2)]
-    return sorted({size, *aligned, *(n for n in _TILE if n < size)})
+    return sorted({size, *aligned, *(n for n in _CHUNK_ROWS if n < size)})
 
 
-def _chunk_option(mode: str, alike: Sequence[_Alike], chunks: Mapping[str, int], ratio: float) -> ChunkOption:
+def _weigh_chunks(mode: str, alike: Sequence[_AlikeArrays], chunks: Mapping[str, int], ratio: float) -> ChunkOption:
     seconds, stored, decoded, largest_chunk = 0.0, 0, 0, 0
     for variable, many, request in alike:
-        table = proposed(variable, chunks, ratio)
+        table = proposed_table(variable, chunks, ratio)
         plan = ReadPlan(request, {table.name: table}, mode)
         seconds += many * plan.cost(table.name, plan.modes[table.name])
         stored, decoded = stored + many * plan.total.stored_bytes, decoded + many * plan.total.decoded_bytes
         largest_chunk = max(largest_chunk, table.chunk_bytes)
-    largest = _largest_of(a.variable for a in alike)
-    dims = dims_of(largest)
-    shape = proposed(largest, chunks, ratio).chunks
-    shards = shards_of(dims, largest.table.itemsize, shape)
+    largest = _largest_variable(a.variable for a in alike)
+    dims = dims_with_roles(largest)
+    shape = proposed_table(largest, chunks, ratio).chunks
+    shards = shard_shape_of(dims, largest.table.itemsize, shape)
     by_role = {role: n for (role, _, _), n in zip(dims, shards, strict=True)}
     return ChunkOption(dict(chunks), by_role, largest_chunk, seconds, stored, decoded)

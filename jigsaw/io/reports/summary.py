@@ -11,20 +11,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io import coords
-from jigsaw.io.errors import GridError, MissingArrayError, ReadError
-from jigsaw.io.fields import PRESSURE, SURFACE, channels
-from jigsaw.io.formats.codecs import Decoder
-from jigsaw.io.store import open_store
-from jigsaw.io.survey import Survey, Variable
-from jigsaw.io.table import ArrayTable, Store
-from jigsaw.io.times import TimeAxis, decode_times
-from jigsaw.io.writing.cf import plain
-from jigsaw.io.writing.sink import completeness_of
+from jigsaw.errors import GridError, MissingArrayError, ReadError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.codecs import CodecDecoder
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.series import coords
+from jigsaw.io.series.fields import PRESSURE_NAMES, SURFACE_NAMES, channels_of_fields
+from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
+from jigsaw.io.series.times import TimeAxis, decode_times
+from jigsaw.io.writing.cf import plain_attribute
+from jigsaw.io.writing.sink import completeness_from_attrs
 
-_SAMPLED = 32
-_GAPS = 5
-_MAGIC = {b"\x89HDF": "HDF5 or NetCDF-4", b"CDF\x01": "NetCDF-3", b"CDF\x02": "NetCDF-3, 64-bit", b"CDF\x05": "CDF-5"}
+_CHUNKS_SAMPLED = 32
+_GAPS_SHOWN = 5
+_FORMAT_MAGIC = {
+    b"\x89HDF": "HDF5 or NetCDF-4",
+    b"CDF\x01": "NetCDF-3",
+    b"CDF\x02": "NetCDF-3, 64-bit",
+    b"CDF\x05": "CDF-5",
+}
 _HDF5_FILTERS = {
     1: "deflate",
     2: "shuffle",
@@ -39,12 +44,12 @@ _HDF5_FILTERS = {
     32015: "zstd",
     32026: "blosc2",
 }
-_SHORT = {name: row[0] for row in (*SURFACE, *PRESSURE) for name in row}
+_SHORT_NAMES = {name: row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
 _SHOWN_ELSEWHERE = ("units", "long_name", "standard_name", "scale_factor", "add_offset", "_FillValue", "missing_value")
 
 
 @dataclass(frozen=True)
-class Axis:
+class DimSummary:
     """The rows along a spatial dim: `step` is None where they are not equally far apart."""
 
     name: str
@@ -56,16 +61,16 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridSummary:
     """The space of some variables: `extent` is global, regional, or that of no globe."""
 
-    axes: tuple[Axis, ...]
+    axes: tuple[DimSummary, ...]
     extent: str
     order: str
 
 
 @dataclass(frozen=True)
-class Times:
+class TimeSummary:
     """A time axis; each gap lies between the two times given."""
 
     count: int
@@ -78,7 +83,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Described:
+class VariableSummary:
     """One variable; `stored_bytes` is estimated from some of its chunks, None where the store does not tell."""
 
     name: str
@@ -104,25 +109,27 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Summary:
+class StoreSummary:
     """What is in a store; a variable's `grid` and `times` count into those of the store."""
 
     url: str
     format: str
     complete: str
-    grids: tuple[Grid, ...]
-    times: tuple[Times, ...]
-    variables: tuple[Described, ...]
+    grids: tuple[GridSummary, ...]
+    times: tuple[TimeSummary, ...]
+    variables: tuple[VariableSummary, ...]
     others: dict[str, str]
     attrs: dict[str, Any]
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
-        return plain(asdict(self))
+        return plain_attribute(asdict(self))
 
 
-def summarize(store: Any, fields: Sequence[str] | None = None, dims: Mapping[str, str] | None = None) -> Summary:
+def summarize_store(
+    store: Any, fields: Sequence[str] | None = None, dims: Mapping[str, str] | None = None
+) -> StoreSummary:
     """What is in a store; of the variables that `fields` name, by default of all.
 
     Reads coordinates, and asks where a few chunks of each variable lie.
@@ -130,20 +137,20 @@ def summarize(store: Any, fields: Sequence[str] | None = None, dims: Mapping[str
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
     opened = open_store(store)
-    found = Survey(opened, dims)
-    wanted = found.variables if fields is None else {c.array: None for c in channels(fields, found.levels)}
-    grids: dict[Grid, int] = {}
-    times: dict[Times, int] = {}
-    kind = _format(store, opened)
+    found = StoreSurvey(opened, dims)
+    wanted = found.variables if fields is None else {c.array: None for c in channels_of_fields(fields, found.levels)}
+    grids: dict[GridSummary, int] = {}
+    times: dict[TimeSummary, int] = {}
+    kind = _format_name(store, opened)
     in_objects = kind.startswith("Zarr")
-    described = [_described(found, found.variables[name], in_objects, grids, times) for name in wanted]
+    described = [_summarize_variable(found, found.variables[name], in_objects, grids, times) for name in wanted]
     if fields is None and not opened.arrays:
         raise MissingArrayError(f"the store {opened.url} has no arrays")
-    others = {n: _shape(t) for n, t in opened.arrays.items() if n not in found.variables} if fields is None else {}
-    return Summary(
+    others = {n: _array_text(t) for n, t in opened.arrays.items() if n not in found.variables} if fields is None else {}
+    return StoreSummary(
         url=opened.url,
         format=kind,
-        complete=_complete(opened),
+        complete=_completeness_text(opened),
         grids=tuple(grids),
         times=tuple(times),
         variables=tuple(described),
@@ -153,16 +160,20 @@ def summarize(store: Any, fields: Sequence[str] | None = None, dims: Mapping[str
     )
 
 
-def _described(
-    found: Survey, variable: Variable, in_objects: bool, grids: dict[Grid, int], times: dict[Times, int]
-) -> Described:
+def _summarize_variable(
+    found: StoreSurvey,
+    variable: StoreVariable,
+    in_objects: bool,
+    grids: dict[GridSummary, int],
+    times: dict[TimeSummary, int],
+) -> VariableSummary:
     table = variable.table
     levels = found.levels[table.name]
-    grid, time = _grid(found, variable), _times(found, variable)
-    attrs, stored = table.attrs, _storage(found.store, table)
-    return Described(
+    grid, time = _summarize_grid(found, variable), _summarize_times(found, variable)
+    attrs, stored = table.attrs, _summarize_storage(found.store, table)
+    return VariableSummary(
         name=table.name,
-        short_name=_SHORT.get(table.name, ""),
+        short_name=_SHORT_NAMES.get(table.name, ""),
         dims=dict(zip(variable.roles, table.shape, strict=True)),
         dtype=np.dtype(table.dtype).name,
         units=str(attrs.get("units", "")),
@@ -170,7 +181,7 @@ def _described(
         levels=tuple(levels.values.tolist()) if levels else (),
         level_units=levels.units if levels else "",
         chunks=stored.chunks,
-        shards=_shards(table) if in_objects else None,
+        shards=_shard_shape(table) if in_objects else None,
         chunk_count=stored.chunk_count,
         codec=stored.codec,
         decoded_bytes=prod(table.shape) * table.itemsize,
@@ -184,7 +195,7 @@ def _described(
     )
 
 
-def _shape(table: ArrayTable) -> str:
+def _array_text(table: ArrayTable) -> str:
     dims = ", ".join(f"{d} {n}" for d, n in zip(table.dims, table.shape, strict=True))
     return f"{np.dtype(table.dtype).name} ({dims})"
 
@@ -192,16 +203,16 @@ def _shape(table: ArrayTable) -> str:
 # -- grid and time -----------------------------------------------------------------------------------------------------
 
 
-def _grid(found: Survey, variable: Variable) -> Grid:
+def _summarize_grid(found: StoreSurvey, variable: StoreVariable) -> GridSummary:
     values = {role: found.values(variable, role) for role in variable.space}
-    axes = tuple(_axis(role, v, found.attrs(variable, role)) for role, v in values.items())
+    axes = tuple(_summarize_dim(role, v, found.attrs(variable, role)) for role, v in values.items())
     counted = [role for role in ("lat", "lon") if role in values and not found.states(variable, role)]
     if counted:
-        return Grid(axes, f"no coordinate along {', '.join(counted)}: rows are counted", "")
-    return Grid(axes, _extent(values), _order(values))
+        return GridSummary(axes, f"no coordinate along {', '.join(counted)}: rows are counted", "")
+    return GridSummary(axes, _grid_extent(values), _order_text(values))
 
 
-def _axis(role: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> Axis:
+def _summarize_dim(role: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> DimSummary:
     # texts have no distances: their places are told
     numbers = values.astype(np.float64) if values.dtype.kind in "fiu" else np.arange(len(values), dtype=np.float64)
     steps = np.diff(numbers)
@@ -209,14 +220,14 @@ def _axis(role: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> Axis:
     even = len(steps) > 0 and bool(np.ptp(steps) <= 1e-3 * abs(steps.mean()) + 1e-9)
     first, last = (float(f"{numbers[i]:.7g}") for i in (0, -1)) if len(numbers) else (0.0, 0.0)
     step = float(f"{steps.mean():.6g}") if even else None
-    return Axis(role, len(values), first, last, step, str(attrs.get("units", "")))
+    return DimSummary(role, len(values), first, last, step, str(attrs.get("units", "")))
 
 
-def _extent(values: Mapping[str, NDArray[Any]]) -> str:
+def _grid_extent(values: Mapping[str, NDArray[Any]]) -> str:
     if "lat" not in values or "lon" not in values:
         return "a volume" if len(values) == 3 else "a plane"
     try:
-        coords.check_periodic(values["lon"])
+        coords.check_lon_periodic(values["lon"])
     except GridError:
         return "a region"
     lat = values["lat"].astype(np.float64)
@@ -224,7 +235,7 @@ def _extent(values: Mapping[str, NDArray[Any]]) -> str:
     return "the globe" if abs(lat[-1] - lat[0]) + 2.5 * apart >= 180 else "a band around the globe"
 
 
-def _order(values: Mapping[str, NDArray[Any]]) -> str:
+def _order_text(values: Mapping[str, NDArray[Any]]) -> str:
     if "lat" not in values:
         return ""
     order = "north first" if values["lat"][0] > values["lat"][-1] else "south first"
@@ -234,7 +245,7 @@ def _order(values: Mapping[str, NDArray[Any]]) -> str:
     return f"{order}, longitudes {'-180..180' if low < 0 else '0..360'}"
 
 
-def _times(found: Survey, variable: Variable) -> Times | None:
+def _summarize_times(found: StoreSurvey, variable: StoreVariable) -> TimeSummary | None:
     if "time" not in variable.roles:
         return None
     attrs = found.attrs(variable, "time")
@@ -243,10 +254,10 @@ def _times(found: Survey, variable: Variable) -> Times | None:
     own = getattr(axis.stamps[0], "calendar", "standard") if len(axis) else "standard"
     calendar = "" if axis.digits is None else str(attrs.get("calendar", own))
     ends = (str(axis.stamps[0]), str(axis.stamps[-1])) if len(axis) else ("", "")
-    return Times(len(axis), *ends, _step(axis), calendar, tuple(gaps[:_GAPS]), len(gaps))
+    return TimeSummary(len(axis), *ends, _step_text(axis), calendar, tuple(gaps[:_GAPS_SHOWN]), len(gaps))
 
 
-def _step(axis: TimeAxis) -> str:
+def _step_text(axis: TimeAxis) -> str:
     if len(axis) < 2:
         return ""
     if axis.monthly:
@@ -260,7 +271,7 @@ def _step(axis: TimeAxis) -> str:
 # -- how it is stored --------------------------------------------------------------------------------------------------
 
 
-class _Storage(NamedTuple):
+class _StorageSummary(NamedTuple):
     """The chunks of an array, how many there are, and their stored size where it is known."""
 
     chunks: tuple[int, ...]
@@ -269,29 +280,29 @@ class _Storage(NamedTuple):
     size: int | None
 
 
-def _storage(store: Store, table: ArrayTable) -> _Storage:
+def _summarize_storage(store: ArrayStore, table: ArrayTable) -> _StorageSummary:
     """Of an array of many files: the chunks of the first, all else from some files spread over the series."""
     if table.members is None:
-        return _Storage(table.chunks, prod(table.grid), codec_of(table), _stored(table))
+        return _StorageSummary(table.chunks, prod(table.grid), codec_text(table), _estimated_bytes(table))
     names = table.members.names
-    at = np.unique(np.linspace(0, len(names) - 1, min(len(names), _SAMPLED)).astype(int))
+    at = np.unique(np.linspace(0, len(names) - 1, min(len(names), _CHUNKS_SAMPLED)).astype(int))
     each = [store.arrays[names[int(i)]] for i in at]
-    known = [size for size in map(_stored, each) if size is not None]
+    known = [size for size in map(_estimated_bytes, each) if size is not None]
     times = len(names) / len(each)
-    return _Storage(
+    return _StorageSummary(
         each[0].chunks,
         round(sum(prod(t.grid) for t in each) * times),
-        " or ".join(dict.fromkeys(map(codec_of, each))),
+        " or ".join(dict.fromkeys(map(codec_text, each))),
         round(sum(known) * times) if len(known) == len(each) else None,
     )
 
 
-def codec_of(table: ArrayTable) -> str:
+def codec_text(table: ArrayTable) -> str:
     """What the chunks are compressed by, as far as the reader needs to know."""
     decoder = table.decoder
     if decoder is None:
         return "read by its library"
-    if isinstance(decoder, Decoder):
+    if isinstance(decoder, CodecDecoder):
         return " + ".join(part for part in (decoder.compression, "crc32c" if decoder.checked else "") if part) or "none"
     if decoder.is_plain:
         return "none"
@@ -299,7 +310,7 @@ def codec_of(table: ArrayTable) -> str:
     return " + ".join(_HDF5_FILTERS.get(f.id, f"filter {f.id}") for f in filters) or "compressed"
 
 
-def _shards(table: ArrayTable) -> tuple[int, ...] | None:
+def _shard_shape(table: ArrayTable) -> tuple[int, ...] | None:
     """How far the object that holds the first chunk reaches along each dim, where it holds several."""
     if not table.ndim or table.decoder is None or 0 in table.grid:
         return None
@@ -313,13 +324,13 @@ def _shards(table: ArrayTable) -> tuple[int, ...] | None:
     return None if max(held) == 1 else tuple(k * c for k, c in zip(held, table.chunks, strict=True))
 
 
-def _stored(table: ArrayTable) -> int | None:
+def _estimated_bytes(table: ArrayTable) -> int | None:
     """The stored size, from some chunks spread over the array."""
     count = prod(table.grid)
     if not count:
         return 0
     try:
-        at = np.unique(np.linspace(0, count - 1, min(count, _SAMPLED)).astype(int))
+        at = np.unique(np.linspace(0, count - 1, min(count, _CHUNKS_SAMPLED)).astype(int))
         refs = [table.locate(tuple(int(i) for i in np.unravel_index(k, table.grid))) for k in at]
     except ReadError:
         return None
@@ -329,7 +340,7 @@ def _stored(table: ArrayTable) -> int | None:
     return round(sum(n or 0 for n in lengths) / len(lengths) * count)
 
 
-def _format(given: Any, store: Store) -> str:
+def _format_name(given: Any, store: ArrayStore) -> str:
     if not isinstance(given, str | Path):
         return f"{type(given).__module__.partition('.')[0]} {type(given).__name__}"
     path = Path(given)
@@ -339,13 +350,13 @@ def _format(given: Any, store: Store) -> str:
         with path.open("rb") as file:
             head = file.read(8)
         return next(
-            (name for magic, name in _MAGIC.items() if head.startswith(magic)), path.suffix.lstrip(".") or "raw"
+            (name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic)), path.suffix.lstrip(".") or "raw"
         )
     return "a remote store" if "://" in str(given) else "a store of many files"
 
 
-def _complete(store: Store) -> str:
-    done = completeness_of(store.attrs)
+def _completeness_text(store: ArrayStore) -> str:
+    done = completeness_from_attrs(store.attrs)
     if done is None:
         return ""
     whole = f"{done.steps} steps of {done.append_dim}" if done.append_dim else "one piece"

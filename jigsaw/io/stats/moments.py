@@ -13,42 +13,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
-Float = NDArray[np.float64]
+TileValues = NDArray[Any]
+MomentValues = NDArray[np.float64]
 
-ROWS = ("count", "missing", "weight", "mean", "m2", "min", "max")
-_COUNT, _MISSING, _WEIGHT, _MEAN, _M2, _MIN, _MAX = range(len(ROWS))
-_PIECE = 1 << 15
-_NOTHING = np.array([0, 0, 0, 0, 0, np.inf, -np.inf])
+MOMENT_ROWS = ("count", "missing", "weight", "mean", "m2", "min", "max")
+_COUNT, _MISSING, _WEIGHT, _MEAN, _M2, _MIN, _MAX = range(len(MOMENT_ROWS))
+_VALUES_AT_ONCE = 1 << 15
+_MOMENTS_OF_NOTHING = np.array([0, 0, 0, 0, 0, np.inf, -np.inf])
 
 
 @dataclass(frozen=True)
-class Moments:
-    """What is known of the values seen so far: `table` is [7, C] float64, a row for each of `ROWS`.
+class ChannelMoments:
+    """What is known of the values seen so far: `table` is [7, C] float64, a row for each of `MOMENT_ROWS`.
 
     `count` values and `missing` NaN, the sum of weights, the weighted mean, the weighted sum of squared deviations from
     it (`m2`), and the range.  It holds numbers only, so that it travels and is stored as one array.
     """
 
-    table: Float
+    table: MomentValues
 
     @classmethod
-    def nothing(cls, channels: int) -> Moments:
+    def nothing(cls, channels: int) -> ChannelMoments:
         """Of no values at all."""
-        return cls(np.repeat(_NOTHING[:, None], channels, axis=1))
+        return cls(np.repeat(_MOMENTS_OF_NOTHING[:, None], channels, axis=1))
 
     @classmethod
-    def of(cls, tile: Array, weights: Float | None = None, minus: Array | None = None) -> Moments:
+    def of(
+        cls, tile: TileValues, weights: MomentValues | None = None, minus: TileValues | None = None
+    ) -> ChannelMoments:
         r"""Of a tile [C, \*space], or of its difference to the tile `minus`; NaN counts as missing.
 
         `weights` [\*space] weigh the rows; without them each value counts alike.
         """
         flat = None if weights is None else weights.reshape(-1)
         earlier = [None] * len(tile) if minus is None else minus
-        columns = [_column(x, less, flat) for x, less in zip(tile, earlier, strict=True)]
+        columns = [_moments_of_channel(x, less, flat) for x, less in zip(tile, earlier, strict=True)]
         return cls(np.stack(columns, axis=1)) if columns else cls.nothing(0)
 
-    def merge(self, other: Moments) -> Moments:
+    def merge(self, other: ChannelMoments) -> ChannelMoments:
         """Of the values of both: exact but for rounding, in either order."""
         a, b = self.table, other.table
         out = a + b
@@ -57,16 +59,16 @@ class Moments:
         out[_MEAN] = a[_MEAN] + apart * share
         out[_M2] += apart * apart * a[_WEIGHT] * share
         out[_MIN], out[_MAX] = np.minimum(a[_MIN], b[_MIN]), np.maximum(a[_MAX], b[_MAX])
-        return Moments(out)
+        return ChannelMoments(out)
 
-    def add(self, others: Iterable[Moments]) -> Moments:
+    def add(self, others: Iterable[ChannelMoments]) -> ChannelMoments:
         """Merged with others one after the other: the order decides the last bits."""
         found = self
         for each in others:
             found = found.merge(each)
         return found
 
-    def summary(self) -> dict[str, Float]:
+    def summary(self) -> dict[str, MomentValues]:
         """Count, missing, mean, std (of the population: divided by the weight), min and max, each [C]; NaN of nothing.
 
         With area weights mean and std are those over the sphere.
@@ -81,14 +83,21 @@ class Moments:
         return {"count": t[_COUNT].copy(), "missing": t[_MISSING].copy(), **blank}
 
 
-def _column(x: Array, less: Array | None, weights: Float | None) -> Float:
+def _moments_of_channel(x: TileValues, less: TileValues | None, weights: MomentValues | None) -> MomentValues:
     """The column of one channel, in pieces that stay in the processor's cache: four times as fast as whole tiles."""
     flat, earlier = x.reshape(-1), None if less is None else less.reshape(-1)
-    found = np.array([_piece(flat, earlier, weights, slice(i, i + _PIECE)) for i in range(0, flat.size, _PIECE)])
-    return _together(found) if len(found) else _NOTHING
+    found = np.array(
+        [
+            _moments_of_slice(flat, earlier, weights, slice(i, i + _VALUES_AT_ONCE))
+            for i in range(0, flat.size, _VALUES_AT_ONCE)
+        ]
+    )
+    return _merge_columns(found) if len(found) else _MOMENTS_OF_NOTHING
 
 
-def _piece(x: Array, less: Array | None, weights: Float | None, at: slice) -> tuple[float, ...]:
+def _moments_of_slice(
+    x: TileValues, less: TileValues | None, weights: MomentValues | None, at: slice
+) -> tuple[float, ...]:
     wide = x[at].astype(np.float64)
     if less is not None:
         wide -= less[at]
@@ -108,7 +117,7 @@ def _piece(x: Array, less: Array | None, weights: Float | None, at: slice) -> tu
     return len(wide), lost, weight, mean, m2, low, high
 
 
-def _together(pieces: Float) -> Float:
+def _merge_columns(pieces: MomentValues) -> MomentValues:
     """The column of pieces [n, 7]: Chan's formula for all of them at once."""
     weight, means = pieces[:, _WEIGHT], pieces[:, _MEAN]
     out = pieces.sum(axis=0)

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jigsaw.io.volumes.foreground import Foreground, Found
+from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
 
-_WORD = 1 << 64
+_WORD_VALUES = 1 << 64
 
 
-class Draws:
+class RandomDraws:
     """Numbers of a counter-based generator (Philox, Salmon et al. 2011) at the place (seed, epoch, sample).
 
     The raw words, because numpy's distributions may change from version to version.
     """
 
     def __init__(self, seed: int, epoch: int, sample: int) -> None:
-        key = np.array([seed % _WORD, epoch % _WORD], np.uint64)
-        counter = np.array([0, 0, sample % _WORD, 0], np.uint64)
+        key = np.array([seed % _WORD_VALUES, epoch % _WORD_VALUES], np.uint64)
+        counter = np.array([0, 0, sample % _WORD_VALUES, 0], np.uint64)
         self._source = np.random.Philox(key=key, counter=counter)
 
     def word(self) -> int:
@@ -32,24 +32,28 @@ class Draws:
 
     def chance(self, p: float) -> bool:
         """True with probability `p`."""
-        return self.word() < p * _WORD
+        return self.word() < p * _WORD_VALUES
 
 
-def origin(
-    shape: Sequence[int], crop: Sequence[int], draws: Draws, how: Foreground | None, found: Found | None
+def crop_origin(
+    shape: Sequence[int], crop: Sequence[int], draws: RandomDraws, how: Foreground | None, found: FoundVoxels | None
 ) -> tuple[int, ...]:
     """The first row of a crop along each dim; below 0 where the volume is smaller, which then lies in its middle."""
-    centre = None if how is None or found is None else _centre(shape, draws, how, found)
+    centre = None if how is None or found is None else _foreground_centre(shape, draws, how, found)
     if centre is None:
-        return tuple(_inside(draws.below(max(n - rows, 0) + 1), n, rows) for n, rows in zip(shape, crop, strict=True))
-    return tuple(_inside(c - rows // 2, n, rows) for c, n, rows in zip(centre, shape, crop, strict=True))
+        return tuple(
+            _clamp_first_row(draws.below(max(n - rows, 0) + 1), n, rows) for n, rows in zip(shape, crop, strict=True)
+        )
+    return tuple(_clamp_first_row(c - rows // 2, n, rows) for c, n, rows in zip(centre, shape, crop, strict=True))
 
 
-def _inside(first: int, size: int, rows: int) -> int:
+def _clamp_first_row(first: int, size: int, rows: int) -> int:
     return -((rows - size) // 2) if rows > size else min(max(first, 0), size - rows)
 
 
-def _centre(shape: Sequence[int], draws: Draws, how: Foreground, found: Found) -> tuple[int, ...] | None:
+def _foreground_centre(
+    shape: Sequence[int], draws: RandomDraws, how: Foreground, found: FoundVoxels
+) -> tuple[int, ...] | None:
     """A voxel of what was found; of the other kind where a volume has none of one."""
     wants = draws.chance(how.pos / (how.pos + how.neg))
     present = [kept.at for kept in found.classes.values() if kept.at.size]

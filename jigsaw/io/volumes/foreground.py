@@ -21,23 +21,23 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.io._memory import Scratch
-from jigsaw.io.chunk_grid import Index
+from jigsaw.errors import FieldError, GridError
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.drafts import draft_of
-from jigsaw.io.errors import FieldError, GridError
-from jigsaw.io.volumes.volume import Stored, Volume
+from jigsaw.io.volumes.volume import StoredVolume, VolumeArray
 from jigsaw.layout import Layout
-from jigsaw.mesh import axes_of, coordinate
+from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 
 T = TypeVar("T")
 
-_ROWS = 1 << 20
+_VOXELS_AT_ONCE = 1 << 20
 """Voxels that are hashed at a time."""
-_CLASSES = 512
-ANY = 1
+_MOST_CLASSES = 512
+ANY_CLASS = 1
 """The one class where voxels of all classes count alike."""
 
-_scratch = Scratch()
+_label_scratch = ScratchMemory()
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,18 @@ class Foreground:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptVoxels:
     """Voxels of one class: how many there are, and flat indices of a uniform sample, by rising hash."""
 
     count: int = 0
     at: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
 
-    def merged(self, other: Kept, kept: int) -> Kept:
+    def merged(self, other: KeptVoxels, kept: int) -> KeptVoxels:
         """The sample of both together."""
         hashes, at = np.concatenate([self.hashes, other.hashes]), np.concatenate([self.at, other.at])
         first = np.argsort(hashes, kind="stable")[:kept]
-        return Kept(self.count + other.count, at[first], hashes[first])
+        return KeptVoxels(self.count + other.count, at[first], hashes[first])
 
     def bound(self, kept: int) -> np.uint64:
         """The hash below which a voxel may still come in."""
@@ -95,26 +95,32 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundVoxels:
     """Of one label map: the background, and each class of its foreground."""
 
-    background: Kept = field(default_factory=Kept)
-    classes: Mapping[int, Kept] = field(default_factory=dict[int, Kept])
+    background: KeptVoxels = field(default_factory=KeptVoxels)
+    classes: Mapping[int, KeptVoxels] = field(default_factory=dict[int, KeptVoxels])
 
-    def merged(self, other: Found, kept: int) -> Found:
+    def merged(self, other: FoundVoxels, kept: int) -> FoundVoxels:
         """What both found, together."""
         labels = sorted({*self.classes, *other.classes})
-        classes = {k: self.classes.get(k, Kept()).merged(other.classes.get(k, Kept()), kept) for k in labels}
-        return Found(self.background.merged(other.background, kept), classes)
+        classes = {
+            k: self.classes.get(k, KeptVoxels()).merged(other.classes.get(k, KeptVoxels()), kept) for k in labels
+        }
+        return FoundVoxels(self.background.merged(other.background, kept), classes)
 
-    def with_kept(self, label: int | None, more: Kept, kept: int) -> Found:
+    def with_kept(self, label: int | None, more: KeptVoxels, kept: int) -> FoundVoxels:
         """With more voxels of a class, or of the background (None)."""
         if label is None:
-            return Found(self.background.merged(more, kept), self.classes)
-        return Found(self.background, {**self.classes, label: self.classes.get(label, Kept()).merged(more, kept)})
+            return FoundVoxels(self.background.merged(more, kept), self.classes)
+        return FoundVoxels(
+            self.background, {**self.classes, label: self.classes.get(label, KeptVoxels()).merged(more, kept)}
+        )
 
 
-def find(labels: Sequence[Volume], how: Foreground, mesh: DeviceMesh | None) -> tuple[Found, ...]:
+def find_foreground(
+    labels: Sequence[StoredVolume], how: Foreground, mesh: DeviceMesh | None
+) -> tuple[FoundVoxels, ...]:
     """The foreground of every label map; collective over `mesh`, whose ranks share out the chunks.
 
     *Sends*: one agreement on what the cache has, one a label map that it has not, and one more where that is kept.
@@ -127,66 +133,71 @@ def find(labels: Sequence[Volume], how: Foreground, mesh: DeviceMesh | None) -> 
             raise GridError(
                 f"{volume.url} has {volume.channels} channels; foreground is found in label maps of one channel"
             )
-    me, ranks = _place(mesh)
-    known = _by_first(mesh, me, lambda: {i: _cached(v, how) for i, v in enumerate(labels)} if how.cache else {})
-    found: list[Found] = []
+    me, ranks = _rank_and_count(mesh)
+    known = _on_first_rank(
+        mesh, me, lambda: {i: _read_foreground(v, how) for i, v in enumerate(labels)} if how.cache else {}
+    )
+    found: list[FoundVoxels] = []
     for number, volume in enumerate(labels):
         cached = known.get(number)
-        found.append(_found(volume, how, mesh, me, ranks, number) if cached is None else cached)
+        found.append(_search_volume(volume, how, mesh, me, ranks, number) if cached is None else cached)
         if cached is None and how.cache:
-            _by_first(mesh, me, partial(_keep, volume, how, found[-1]))
+            _on_first_rank(mesh, me, partial(_write_foreground, volume, how, found[-1]))
     return tuple(found)
 
 
-def _by_first(mesh: DeviceMesh | None, me: int, act: Callable[[], T]) -> T:
+def _on_first_rank(mesh: DeviceMesh | None, me: int, act: Callable[[], T]) -> T:
     """What `act` gives on the first rank, or raises there, on every rank."""
     mine: T | Exception | None = None
     try:
         mine = act() if me == 0 else None
     except Exception as e:  # told to all ranks
         mine = e
-    first = _agreed(mesh, mine)[0]
+    first = _hear_all_ranks(mesh, mine)[0]
     if isinstance(first, Exception):
         raise first
     return first
 
 
-def _place(mesh: DeviceMesh | None) -> tuple[int, int]:
+def _rank_and_count(mesh: DeviceMesh | None) -> tuple[int, int]:
     if mesh is None:
         return 0, 1
-    layout = Layout.of((), (), axes_of(mesh))
-    return layout.index(coordinate(mesh)), mesh.size()
+    layout = Layout.of((), (), axes_of_mesh(mesh))
+    return layout.index(mesh_coordinate(mesh)), mesh.size()
 
 
-def _agreed(mesh: DeviceMesh | None, value: Any) -> list[Any]:
-    return [value] if mesh is None else comm.agree(mesh, value)
+def _hear_all_ranks(mesh: DeviceMesh | None, value: Any) -> list[Any]:
+    return [value] if mesh is None else comm.all_gather_object(mesh, value)
 
 
-def _found(volume: Volume, how: Foreground, mesh: DeviceMesh | None, me: int, ranks: int, number: int) -> Found:
+def _search_volume(
+    volume: StoredVolume, how: Foreground, mesh: DeviceMesh | None, me: int, ranks: int, number: int
+) -> FoundVoxels:
     """Every rank looks through its chunks; all hear of what each found, or failed with."""
-    mine: Found | Exception = Found()
+    mine: FoundVoxels | Exception = FoundVoxels()
     try:
         stored = volume.stored[0]
         for at, index in enumerate(stored.table.indices()):
             if (number + at) % ranks == me:
-                mine = _look(volume, stored, index, how, mine)
+                mine = _search_chunk(volume, stored, index, how, mine)
     except Exception as e:  # told to all ranks
         mine = e
-    heard = _agreed(mesh, mine)
+    heard = _hear_all_ranks(mesh, mine)
     failed = next((each for each in heard if isinstance(each, Exception)), None)
     if failed is not None:
         raise failed
-    whole = Found()
+    whole = FoundVoxels()
     for each in heard:
         whole = whole.merged(each, how.kept)
-    _check_count(len(whole.classes), volume.url)
+    _check_class_count(len(whole.classes), volume.url)
     return whole
 
 
-def _check_count(classes: int, url: str) -> None:
-    if classes > _CLASSES:
+def _check_class_count(classes: int, url: str) -> None:
+    if classes > _MOST_CLASSES:
         raise FieldError(
-            f"{url} has more than {_CLASSES} labels, too many to weight by class; name those that count by classes=, "
+            f"{url} has more than {_MOST_CLASSES} labels, too many to weight by class; name those that count by "
+            "classes=, "
             "or weight by='voxels'"
         )
 
@@ -194,9 +205,11 @@ def _check_count(classes: int, url: str) -> None:
 # -- one chunk -------------------------------------------------------------------------------------------------------
 
 
-def _look(volume: Volume, stored: Stored, index: Index, how: Foreground, so_far: Found) -> Found:
+def _search_chunk(
+    volume: StoredVolume, stored: VolumeArray, index: ChunkIndex, how: Foreground, so_far: FoundVoxels
+) -> FoundVoxels:
     table = stored.table
-    room = _scratch(table.bytes_of(index))
+    room = _label_scratch(table.bytes_of(index))
     if table.load(index, room).stored is None:
         table.fill(room, index)
     box = table.box_of(index)
@@ -208,42 +221,42 @@ def _look(volume: Volume, stored: Stored, index: Index, how: Foreground, so_far:
     order = [stored.roles.index(d) for d in volume.dims]
     rest = [d for d in range(table.ndim) if d not in order]
     values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
-    return _look_through(values, [box[d][0] for d in order], volume.shape, how, so_far)
+    return _search_values(values, [box[d][0] for d in order], volume.shape, how, so_far)
 
 
-def _look_through(
-    values: NDArray[Any], first: Sequence[int], shape: Sequence[int], how: Foreground, so_far: Found
-) -> Found:
+def _search_values(
+    values: NDArray[Any], first: Sequence[int], shape: Sequence[int], how: Foreground, so_far: FoundVoxels
+) -> FoundVoxels:
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
-    step = max(1, _ROWS // max(1, prod(values.shape[1:])))
+    step = max(1, _VOXELS_AT_ONCE // max(1, prod(values.shape[1:])))
     for top in range(0, values.shape[0], step):
         block = values[top : top + step]
         flat = np.zeros((1,) * block.ndim, np.int64)
         for d, (n, low, stride) in enumerate(zip(block.shape, (first[0] + top, *first[1:]), strides, strict=True)):
             rows = (low + np.arange(n, dtype=np.int64)) * stride
             flat = flat + rows.reshape([-1 if k == d else 1 for k in range(block.ndim)])
-        so_far = _sift(block.ravel(), flat.ravel(), how, so_far)
+        so_far = _sift_voxels(block.ravel(), flat.ravel(), how, so_far)
     return so_far
 
 
-def _sift(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground, so_far: Found) -> Found:
+def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground, so_far: FoundVoxels) -> FoundVoxels:
     if values.dtype.kind == "f":  # as they are read: rounded; what is missing is neither foreground nor background
         known = np.isfinite(values)
         values, flat = np.rint(values[known]), flat[known]
-    hashes = _hashed(flat)
+    hashes = _hash_indices(flat)
     if how.classes is not None:
         front = np.isin(values, how.classes)
     else:
         front = values != 0
-    for label, mask in _groups(values, front, how):
-        old = so_far.background if label is None else so_far.classes.get(label, Kept())
+    for label, mask in _class_masks(values, front, how):
+        old = so_far.background if label is None else so_far.classes.get(label, KeptVoxels())
         near = mask & (hashes < old.bound(how.kept))
-        more = Kept(int(mask.sum()), flat[near], hashes[near])
+        more = KeptVoxels(int(mask.sum()), flat[near], hashes[near])
         so_far = so_far.with_kept(label, more, how.kept)
     return so_far
 
 
-def _groups(
+def _class_masks(
     values: NDArray[Any], front: NDArray[np.bool_], how: Foreground
 ) -> Iterator[tuple[int | None, NDArray[np.bool_]]]:
     if not front.all():
@@ -251,15 +264,15 @@ def _groups(
     if not front.any():
         return
     if how.by != "classes":
-        yield ANY, front
+        yield ANY_CLASS, front
         return
     labels = np.unique(values[front]).tolist()
-    _check_count(len(labels), "a label map")
+    _check_class_count(len(labels), "a label map")
     for label in labels:
         yield int(label), front & (values == label)
 
 
-def _hashed(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
+def _hash_indices(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
     """The finalizer of splitmix64 (Steele, Lea, Flood 2014): different indices have different hashes."""
     x = flat.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -270,7 +283,7 @@ def _hashed(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
 # -- the cache -------------------------------------------------------------------------------------------------------
 
 
-def _file(volume: Volume, how: Foreground) -> Path:
+def _foreground_file(volume: StoredVolume, how: Foreground) -> Path:
     """Named by what was looked for and by the files that it was found in, as they are now."""
     table = volume.stored[0].table
     about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept)
@@ -283,19 +296,19 @@ def _file(volume: Volume, how: Foreground) -> Path:
     return Path(how.cache) / f"foreground-{digest.hexdigest()}.npz"
 
 
-def _cached(volume: Volume, how: Foreground) -> Found | None:
+def _read_foreground(volume: StoredVolume, how: Foreground) -> FoundVoxels | None:
     """None too for a torn file, which is then made again."""
     try:
-        with np.load(_file(volume, how), allow_pickle=False) as held:
+        with np.load(_foreground_file(volume, how), allow_pickle=False) as held:
             labels, counts = held["labels"].tolist(), held["counts"].tolist()
-            parts = [Kept(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
+            parts = [KeptVoxels(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
-    return Found(parts[0], dict(zip(labels, parts[1:], strict=True)))
+    return FoundVoxels(parts[0], dict(zip(labels, parts[1:], strict=True)))
 
 
-def _keep(volume: Volume, how: Foreground, found: Found) -> None:
-    file, parts = _file(volume, how), [found.background, *found.classes.values()]
+def _write_foreground(volume: StoredVolume, how: Foreground, found: FoundVoxels) -> None:
+    file, parts = _foreground_file(volume, how), [found.background, *found.classes.values()]
     arrays: dict[str, Any] = {"labels": np.array(list(found.classes), np.int64)}
     arrays["counts"] = np.array([p.count for p in parts], np.int64)
     for i, p in enumerate(parts):

@@ -1,4 +1,4 @@
-"""`Volume`: one image or label map of one or several stores, and where it lies in the world."""
+"""`StoredVolume`: one image or label map of one or several stores, and where it lies in the world."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.coords import role_of
-from jigsaw.io.errors import GridError, MissingArrayError, MissingLevelError
-from jigsaw.io.formats.ome import is_multiscale, multiscale
-from jigsaw.io.redacted import redacted
-from jigsaw.io.request import DROPPED, Part, Picks
-from jigsaw.io.store import open_store
-from jigsaw.io.table import ArrayTable, Store
+from jigsaw.errors import GridError, MissingArrayError, MissingLevelError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.formats.ome import is_multiscale_group, multiscale_level
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.series.coords import role_of_dim
+from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
+from jigsaw.redacted import redacted_text
 
-SPACE = ("z", "y", "x")
-CHANNEL = "channel"
+VOLUME_DIMS = ("z", "y", "x")
+CHANNEL_ROLE = "channel"
 
-Affine = NDArray[np.float64]
+AffineMatrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Stored:
+class VolumeArray:
     """One array of a volume: the role of each stored dim (`z`, `y`, `x`, `channel`, or "" for one of size 1)."""
 
     table: ArrayTable
@@ -33,17 +33,17 @@ class Stored:
 
     @property
     def channels(self) -> int:
-        return self.table.shape[self.roles.index(CHANNEL)] if CHANNEL in self.roles else 1
+        return self.table.shape[self.roles.index(CHANNEL_ROLE)] if CHANNEL_ROLE in self.roles else 1
 
     def size(self, dim: str) -> int:
         return self.table.shape[self.roles.index(dim)]
 
-    def part(self, name: str, first: Mapping[str, int], channel: int, space: Sequence[str]) -> Part:
+    def part(self, name: str, first: Mapping[str, int], channel: int, space: Sequence[str]) -> ReadPart:
         """All its channels, from `channel` on, of the window that begins at `first`."""
-        picks: list[Picks | None] = []
+        picks: list[IndexPicks | None] = []
         to: list[int] = []
         for role in self.roles:
-            if role == CHANNEL:
+            if role == CHANNEL_ROLE:
                 picks.append(tuple((c, channel + c) for c in range(self.channels)))
                 to.append(1)
             elif role:
@@ -51,13 +51,13 @@ class Stored:
                 to.append(2 + space.index(role))
             else:
                 picks.append(((0, 0),))
-                to.append(DROPPED)
-        at = ((0, 0),) if CHANNEL in self.roles else ((0, 0), (1, channel))
-        return Part(name, tuple(picks), tuple(to), at, first=tuple(first.get(role, 0) for role in self.roles))
+                to.append(DROPPED_DIM)
+        at = ((0, 0),) if CHANNEL_ROLE in self.roles else ((0, 0), (1, channel))
+        return ReadPart(name, tuple(picks), tuple(to), at, first=tuple(first.get(role, 0) for role in self.roles))
 
 
 @dataclass(frozen=True, eq=False)
-class Volume:
+class StoredVolume:
     r"""An image [C, \*space] in the order ``z, y, x`` (or ``y, x``), whatever the order in which it is stored.
 
     `given` are its stores, whose channels follow each other.  It pickles as those, and is opened when it is asked for.
@@ -68,7 +68,7 @@ class Volume:
     level: int = 0
 
     def __repr__(self) -> str:
-        return f"Volume({redacted(repr(self.given))}, array={self.array!r}, level={self.level})"
+        return f"Volume({redacted_text(repr(self.given))}, array={self.array!r}, level={self.level})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"given": self.given, "array": self.array, "level": self.level}
@@ -79,16 +79,16 @@ class Volume:
         return self._stores[0].url
 
     @cached_property
-    def _stores(self) -> tuple[Store, ...]:
-        return tuple(_opened(given, self.level) for given in self.given)
+    def _stores(self) -> tuple[ArrayStore, ...]:
+        return tuple(_open_level(given, self.level) for given in self.given)
 
     @cached_property
-    def stored(self) -> tuple[Stored, ...]:
+    def stored(self) -> tuple[VolumeArray, ...]:
         """Its arrays.  Raises: `GridError` when they lie on different grids."""
-        found = tuple(_stored(store, self.array) for store in self._stores)
+        found = tuple(_find_array(store, self.array) for store in self._stores)
         first = found[0]
         for store, other in zip(self._stores, found, strict=True):
-            sizes = [{d: s.size(d) for d in SPACE if d in s.roles} for s in (first, other)]
+            sizes = [{d: s.size(d) for d in VOLUME_DIMS if d in s.roles} for s in (first, other)]
             if sizes[0] != sizes[1]:
                 raise GridError(
                     f"{self.url} has {sizes[0]} and {store.url} {sizes[1]}: channels of one image share a grid"
@@ -98,7 +98,7 @@ class Volume:
     @property
     def dims(self) -> tuple[str, ...]:
         """Its spatial dims."""
-        return tuple(d for d in SPACE if d in self.stored[0].roles)
+        return tuple(d for d in VOLUME_DIMS if d in self.stored[0].roles)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,36 +112,36 @@ class Volume:
     @cached_property
     def tables(self) -> dict[str, ArrayTable]:
         """Its chunk tables, by the names that plans use."""
-        return {_name(i, s): s.table for i, s in enumerate(self.stored)}
+        return {_plan_name(i, s): s.table for i, s in enumerate(self.stored)}
 
-    def parts(self, first: Sequence[int]) -> tuple[Part, ...]:
+    def parts(self, first: Sequence[int]) -> tuple[ReadPart, ...]:
         """What a window that begins at `first` takes of each array."""
         at, channel = dict(zip(self.dims, first, strict=True)), 0
-        found: list[Part] = []
+        found: list[ReadPart] = []
         for i, stored in enumerate(self.stored):
-            found.append(stored.part(_name(i, stored), at, channel, self.dims))
+            found.append(stored.part(_plan_name(i, stored), at, channel, self.dims))
             channel += stored.channels
         return tuple(found)
 
     # -- the world ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def affines(self) -> tuple[tuple[str, Affine], ...]:
+    def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:
         """Of each of its stores that says where it lies: its name and affine."""
         given = [(st.url, _given_affine(st, s.table)) for st, s in zip(self._stores, self.stored, strict=True)]
         return tuple((url, affine) for url, affine in given if affine is not None)
 
     @property
-    def affine(self) -> Affine:
+    def affine(self) -> AffineMatrix:
         """From voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; the identity where it is unknown."""
         return self.affines[0][1] if self.affines else np.eye(4)
 
     @property
     def spacing(self) -> tuple[float, ...]:
         """The distance of voxels along each spatial dim, in the order of `dims`, in the units of the world."""
-        return spacing_of(self.affine, self.dims)
+        return voxel_spacing(self.affine, self.dims)
 
-    def affine_at(self, origin: Sequence[int]) -> Affine:
+    def affine_at(self, origin: Sequence[int]) -> AffineMatrix:
         """The affine of the part that begins at `origin`, given in the order of `dims`."""
         at = dict(zip(self.dims, origin, strict=True))
         moved = self.affine.copy()
@@ -149,28 +149,28 @@ class Volume:
         return moved
 
 
-def spacing_of(affine: Affine, dims: Sequence[str]) -> tuple[float, ...]:
+def voxel_spacing(affine: AffineMatrix, dims: Sequence[str]) -> tuple[float, ...]:
     """The length of a step along each dim."""
     lengths = np.linalg.norm(affine[:3, :3], axis=0)
     return tuple(float(lengths["xyz".index(d)]) for d in dims)
 
 
-def _name(number: int, stored: Stored) -> str:
+def _plan_name(number: int, stored: VolumeArray) -> str:
     return f"{number}:{stored.table.name}" if number else stored.table.name
 
 
-def _opened(given: Any, level: int) -> Store:
+def _open_level(given: Any, level: int) -> ArrayStore:
     store = open_store(given)
-    if is_multiscale(store.attrs):
-        return multiscale(store, level)
+    if is_multiscale_group(store.attrs):
+        return multiscale_level(store, level)
     if level:
         raise MissingLevelError(f"level={level}: {store.url} is no OME-Zarr image, so it has level 0 alone")
     return store
 
 
-def _stored(store: Store, array: str | None) -> Stored:
+def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:
     """The array of a store that is meant, and what its dims are."""
-    found = {name: _roles(table) for name, table in store.arrays.items() if table.dtype[1] in "biuf"}
+    found = {name: _space_roles(table) for name, table in store.arrays.items() if table.dtype[1] in "biuf"}
     fitting = [name for name, roles in found.items() if {"y", "x"} <= set(roles)]
     if array is not None and array not in fitting:
         raise MissingArrayError(f"{store.url} has no volume {array!r}; it has {', '.join(sorted(fitting)) or 'none'}")
@@ -182,15 +182,15 @@ def _stored(store: Store, array: str | None) -> Stored:
         )
     name = array or fitting[0]
     table = store.arrays[name]
-    return Stored(table, _with_channel(store, table, found[name]))
+    return VolumeArray(table, _with_channel_role(store, table, found[name]))
 
 
-def _roles(table: ArrayTable) -> tuple[str, ...]:
-    roles = [role_of(dim, {}) for dim in table.dims]
-    return tuple(role if role in SPACE and roles.count(role) == 1 else "" for role in roles)
+def _space_roles(table: ArrayTable) -> tuple[str, ...]:
+    roles = [role_of_dim(dim, {}) for dim in table.dims]
+    return tuple(role if role in VOLUME_DIMS and roles.count(role) == 1 else "" for role in roles)
 
 
-def _with_channel(store: Store, table: ArrayTable, roles: tuple[str, ...]) -> tuple[str, ...]:
+def _with_channel_role(store: ArrayStore, table: ArrayTable, roles: tuple[str, ...]) -> tuple[str, ...]:
     """The one dim beyond space is that of channels; of several, those of size 1 are dropped."""
     others = [d for d, role in enumerate(roles) if not role]
     long = [d for d in others if table.shape[d] != 1]
@@ -200,10 +200,10 @@ def _with_channel(store: Store, table: ArrayTable, roles: tuple[str, ...]) -> tu
             f"array {table.name!r} of {store.url} has {shown} beside space; only one dim can be the channels"
         )
     chosen = long or others[:1]
-    return tuple(CHANNEL if d in chosen else role for d, role in enumerate(roles))
+    return tuple(CHANNEL_ROLE if d in chosen else role for d, role in enumerate(roles))
 
 
-def _given_affine(store: Store, table: ArrayTable) -> Affine | None:
+def _given_affine(store: ArrayStore, table: ArrayTable) -> AffineMatrix | None:
     value = table.attrs.get("affine", store.attrs.get("affine"))
     if value is None:
         return None

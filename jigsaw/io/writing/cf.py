@@ -10,18 +10,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.errors import GridError, UnsupportedStoreError
-from jigsaw.io.times import decode_times
+from jigsaw.errors import GridError, UnsupportedStoreError
+from jigsaw.io.series.times import decode_times
 
-REFERENCES = ("grid_mapping", "bounds", "climatology", "cell_measures", "ancillary_variables", "formula_terms")
+REFERENCE_ATTRIBUTES = (
+    "grid_mapping",
+    "bounds",
+    "climatology",
+    "cell_measures",
+    "ancillary_variables",
+    "formula_terms",
+)
 """The attributes that name other variables."""
-_LAT = {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}
-_LON = {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "lat": _LAT,
-    "latitude": _LAT,
-    "lon": _LON,
-    "longitude": _LON,
+_LAT_ATTRIBUTES = {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}
+_LON_ATTRIBUTES = {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}
+_DEFAULT_ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "lat": _LAT_ATTRIBUTES,
+    "latitude": _LAT_ATTRIBUTES,
+    "lon": _LON_ATTRIBUTES,
+    "longitude": _LON_ATTRIBUTES,
     "time": {"standard_name": "time", "axis": "T"},
     "prediction_timedelta": {"standard_name": "forecast_period"},
     "level": {"axis": "Z"},
@@ -33,7 +40,7 @@ _NANOSECONDS = {"hours": 3_600_000_000_000, "seconds": 1_000_000_000, "microseco
 
 
 @dataclass(frozen=True, eq=False)
-class Coordinate:
+class StoredCoordinate:
     """A small array that every rank knows: `values` as stored, and its attributes."""
 
     name: str
@@ -42,7 +49,7 @@ class Coordinate:
     attrs: Mapping[str, Any]
 
 
-def coordinate_of(name: str, given: Any, stored: Coordinate | None = None) -> Coordinate:
+def encode_coordinate(name: str, given: Any, stored: StoredCoordinate | None = None) -> StoredCoordinate:
     """What a user gives for a coordinate, encoded.
 
     `given` is an array along the dim of that name, ``(array, attrs)``, ``(dims, array)``, ``(dims, array, attrs)`` or
@@ -54,23 +61,23 @@ def coordinate_of(name: str, given: Any, stored: Coordinate | None = None) -> Co
     Raises: `GridError` for a shape that does not fit its dims, or dates that are no whole units where integers are
     stored.
     """
-    dims, values, attrs = _taken_apart(name, given)
+    dims, values, attrs = _dims_values_attrs(name, given)
     if values.ndim != len(dims):
         raise GridError(f"coords[{name!r}] has dims {dims} but shape {values.shape}; give (dims, values)")
-    known = dict(_DEFAULTS.get(name, {}) if attrs is None else attrs)
+    known = dict(_DEFAULT_ATTRIBUTES.get(name, {}) if attrs is None else attrs)
     if stored is not None:
         known = dict(stored.attrs)
     if values.dtype.kind in "mMO" and values.size and not isinstance(values.flat[0], str):
         units = known if stored is None else _stored_units(name, stored)
-        values, time = _encoded(name, values, units, stored is not None and stored.values.dtype.kind == "f")
+        values, time = _encode_times(name, values, units, stored is not None and stored.values.dtype.kind == "f")
         known = {**time, **known}
     elif values.dtype.kind in "OU":
         values = values.astype(str)
     values = values if values.dtype.kind == "U" else values.astype(values.dtype.newbyteorder("="))
-    return Coordinate(name, dims, values, known)
+    return StoredCoordinate(name, dims, values, known)
 
 
-def _stored_units(name: str, stored: Coordinate) -> Mapping[str, Any]:
+def _stored_units(name: str, stored: StoredCoordinate) -> Mapping[str, Any]:
     """The attributes by which readers decode what is stored: without a calendar it is the standard one."""
     if stored.values.dtype.kind in "mMO":  # xarray has decoded it
         return stored.attrs
@@ -82,7 +89,7 @@ def _stored_units(name: str, stored: Coordinate) -> Mapping[str, Any]:
     return {"calendar": "standard", **stored.attrs}
 
 
-def _taken_apart(name: str, given: Any) -> tuple[tuple[str, ...], NDArray[Any], Mapping[str, Any] | None]:
+def _dims_values_attrs(name: str, given: Any) -> tuple[tuple[str, ...], NDArray[Any], Mapping[str, Any] | None]:
     if hasattr(given, "dims") and hasattr(given, "attrs"):
         encoding: Mapping[str, Any] = getattr(given, "encoding", {})
         units = {k: encoding[k] for k in ("units", "calendar") if k in encoding}
@@ -105,18 +112,18 @@ def _one_dim(name: str, values: Any) -> tuple[tuple[str, ...], NDArray[Any], Non
     return (name,) if array.ndim else (), array, None
 
 
-def _encoded(
+def _encode_times(
     name: str, values: NDArray[Any], attrs: Mapping[str, Any], fractions: bool
 ) -> tuple[NDArray[Any], dict[str, Any]]:
     if values.dtype.kind == "O":
-        return _calendar_dates(name, values, attrs, fractions)
+        return _encode_cftime(name, values, attrs, fractions)
     gone = np.isnat(values)
-    exact = _nanoseconds(np.where(gone, np.zeros((), values.dtype), values).ravel())
+    exact = _exact_nanoseconds(np.where(gone, np.zeros((), values.dtype), values).ravel())
     if values.dtype.kind == "m":
-        step, described = _of_durations(name, exact, attrs)
+        step, described = _duration_units(name, exact, attrs)
         since = exact
     else:
-        origin, step, described = _of_dates(name, exact, attrs)
+        origin, step, described = _date_units(name, exact, attrs)
         since = exact - origin
     if not fractions and (since % step != 0).any():
         raise GridError(
@@ -128,30 +135,30 @@ def _encoded(
     return np.where(gone, np.nan, numbers) if gone.any() else numbers, described
 
 
-def _nanoseconds(values: NDArray[Any]) -> NDArray[Any]:
+def _exact_nanoseconds(values: NDArray[Any]) -> NDArray[Any]:
     """Dates or durations [n] as Python's integers: 64 bits of nanoseconds end 292 years from 1970."""
     kind, fine = values.dtype.kind, np.datetime_data(values.dtype)[0] in ("ns", "ps", "fs", "as")
     ticks = values.astype(f"{kind}8[{'ns' if fine else 'us'}]").astype(np.int64)
     return np.multiply(ticks.astype(object), 1 if fine else 1000, dtype=object)
 
 
-def _coarsest(nanoseconds: NDArray[Any]) -> str:
+def _coarsest_unit(nanoseconds: NDArray[Any]) -> str:
     return next(unit for unit, n in _NANOSECONDS.items() if (nanoseconds % n == 0).all())
 
 
-def _of_durations(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+def _duration_units(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """The nanoseconds of the units that durations are stored in, and their attributes."""
     steps = {"days": 86_400_000_000_000, "minutes": 60_000_000_000, **_NANOSECONDS}
-    units = str(attrs.get("units", _coarsest(exact)))
+    units = str(attrs.get("units", _coarsest_unit(exact)))
     if units not in steps:
         raise GridError(f"coords[{name!r}] has units {units!r}; durations are stored in {', '.join(_NANOSECONDS)}")
     # the attribute by which xarray knows durations from plain numbers
     return steps[units], {"units": units, "dtype": "timedelta64[ns]"}
 
 
-def _of_dates(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]]:
+def _date_units(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]]:
     """Where the units that dates are stored in begin, how long one is (nanoseconds), and their attributes."""
-    units = str(attrs.get("units", f"{_coarsest(exact)} since 1970-01-01"))
+    units = str(attrs.get("units", f"{_coarsest_unit(exact)} since 1970-01-01"))
     calendar = str(attrs.get("calendar", "proleptic_gregorian"))
     try:  # where the reader sees 0 and 1000 is where these units put them; it has no nanoseconds
         origin, after = decode_times(np.array([0, 1000]), {"units": units, "calendar": calendar}).stamps
@@ -163,7 +170,7 @@ def _of_dates(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tuple
     return first * 1000, thousandth - first, {"units": units, "calendar": calendar}
 
 
-def _calendar_dates(
+def _encode_cftime(
     name: str, values: NDArray[Any], attrs: Mapping[str, Any], fractions: bool
 ) -> tuple[NDArray[Any], dict[str, Any]]:
     import cftime
@@ -182,7 +189,7 @@ def _calendar_dates(
     return numbers.astype(np.float64) if fractions else numbers, {"units": units, "calendar": calendar}
 
 
-def plain(value: Any) -> Any:
+def plain_attribute(value: Any) -> Any:
     """An attribute as JSON and NetCDF hold it: numpy scalars and arrays as Python's own, dates as text."""
     if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
         return str(value)
@@ -191,7 +198,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): plain_attribute(v) for k, v in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(v) for v in value]
+        return [plain_attribute(v) for v in value]
     return value

@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.io.errors import ReadError, WriteError
-from jigsaw.io.writing.outline import Outline, Source
-from jigsaw.io.writing.pieces import Part, Unit, plan_pieces, rounds, volume
-from jigsaw.io.writing.sink import Sink
-from jigsaw.layout import Box, ShardingError, slices
-from jigsaw.mesh import coordinate
+from jigsaw.errors import ReadError, WriteError
+from jigsaw.io.writing.outline import AppendOutline, TileSource
+from jigsaw.io.writing.sink import FormatSink
+from jigsaw.io.writing.write_units import UnitPart, WriteUnit, box_volume, plan_units, write_rounds
+from jigsaw.layout import Box, ShardingError, box_slices
+from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
 
 T = TypeVar("T")
-_THREADS = 4
+_WRITER_THREADS = 4
 
 
 # -- one outcome -----------------------------------------------------------------------------------------------------
 
 
-def together(mesh: DeviceMesh, step: Callable[[], T]) -> list[T]:
+def gather_results(mesh: DeviceMesh, step: Callable[[], T]) -> list[T]:
     """What `step` returned on every rank, in mesh order; when it failed on any, all raise.
 
     A failure that is no refusal of ours (a full disk, whatever a library raises) becomes a `WriteError` that names the
@@ -44,7 +44,9 @@ def together(mesh: DeviceMesh, step: Callable[[], T]) -> list[T]:
     except Exception as error:  # a library may raise anything
         problem = WriteError(f"{type(error).__name__}: {error}")
         problem.__cause__ = error
-    told = _heard(mesh, lambda: comm.agree(mesh, (value, None if problem is None else (type(problem), str(problem)))))
+    told = _hear_or_refuse(
+        mesh, lambda: comm.all_gather_object(mesh, (value, None if problem is None else (type(problem), str(problem))))
+    )
     failed = [(rank, *why) for rank, (_, why) in enumerate(told) if why is not None]
     if not failed:
         return [found for found, _ in told]
@@ -53,22 +55,22 @@ def together(mesh: DeviceMesh, step: Callable[[], T]) -> list[T]:
     raise kind(f"{where}{text}") from problem
 
 
-def alike(mesh: DeviceMesh, describe: Callable[[], Outline]) -> Outline:
+def agreed_outline(mesh: DeviceMesh, describe: Callable[[], AppendOutline]) -> AppendOutline:
     """What every rank describes, once it is known to be the same on all."""
-    found: list[Outline] = []
+    found: list[AppendOutline] = []
 
     def digest() -> str:
         found.append(describe())
         return found[0].digest()
 
-    if len(set(together(mesh, digest))) > 1:
+    if len(set(gather_results(mesh, digest))) > 1:
         raise WriteError(
             "the ranks describe different arrays or coordinates; give each the same names, coordinates and options"
         )
     return found[0]
 
 
-def _heard(mesh: DeviceMesh, talk: Callable[[], T]) -> T:
+def _hear_or_refuse(mesh: DeviceMesh, talk: Callable[[], T]) -> T:
     """The outcome of a communication; a rank that has ended is a `WriteError` of those that wait for it."""
     try:
         return talk()
@@ -81,7 +83,9 @@ def _heard(mesh: DeviceMesh, talk: Callable[[], T]) -> T:
 # -- boxes -----------------------------------------------------------------------------------------------------------
 
 
-def deliver(source: Source, mesh: DeviceMesh, sink: Sink, dim: str | None, done: int, budget: int) -> None:
+def deliver_boxes(
+    source: TileSource, mesh: DeviceMesh, sink: FormatSink, dim: str | None, done: int, budget: int
+) -> None:
     """Bring every box of a tile to the rank that writes it, and write; `done` rows along `dim` are there already.
 
     *Sends*: the boxes of units that another rank writes, in the tile's dtype, a message a pair of ranks and round.
@@ -90,48 +94,52 @@ def deliver(source: Source, mesh: DeviceMesh, sink: Sink, dim: str | None, done:
     target, layout = source.target(), source.tile.layout
     whole = source.phase(dim, done)
     phase = tuple(n % u for n, u in zip(whole, target.units, strict=True))
-    units = plan_pieces(layout, target, phase, sink.writers)
+    units = plan_units(layout, target, phase, sink.writers)
     base = [n - p for n, p in zip(whole, phase, strict=True)]
     itemsize = max(source.tile.local.element_size(), np.dtype(source.array.dtype).itemsize)
-    me = layout.index(coordinate(mesh))
-    with ThreadPoolExecutor(1 if sink.writers else _THREADS) as pool:
-        for batch in rounds(units, max(1, budget // itemsize)):
-            moved = _heard(mesh, lambda batch=batch: _swapped(source, batch, mesh, me))
+    me = layout.index(mesh_coordinate(mesh))
+    with ThreadPoolExecutor(1 if sink.writers else _WRITER_THREADS) as pool:
+        for batch in write_rounds(units, max(1, budget // itemsize)):
+            moved = _hear_or_refuse(mesh, lambda batch=batch: _swap_round(source, batch, mesh, me))
             jobs: list[Future[None]] = []
             for unit in batch:
                 if unit.writer == me:
-                    jobs.append(pool.submit(_put, source, unit, base, moved, sink))
-            together(mesh, lambda jobs=jobs: _finish(jobs))
+                    jobs.append(pool.submit(_write_unit, source, unit, base, moved, sink))
+            gather_results(mesh, lambda jobs=jobs: _wait_for_writes(jobs))
 
 
-def _rows(tile: Tile, owned: Box, box: Box) -> Tensor:
+def _own_rows(tile: Tile, owned: Box, box: Box) -> Tensor:
     """A box of this rank's own tile."""
-    return tile.local[slices(box, owned)]
+    return tile.local[box_slices(box, owned)]
 
 
-def _swapped(source: Source, batch: Sequence[Unit], mesh: DeviceMesh, me: int) -> dict[Box, Tensor]:
+def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh, me: int) -> dict[Box, Tensor]:
     """The boxes of one round that this rank needs to write, its own and those of others, by where they lie."""
-    tile, owned = source.tile, source.tile.layout.owned(coordinate(mesh))
+    tile, owned = source.tile, source.tile.layout.owned(mesh_coordinate(mesh))
     sends: dict[int, list[Tensor]] = {}
-    wanted: dict[int, list[Part]] = {}
+    wanted: dict[int, list[UnitPart]] = {}
     ready: dict[Box, Tensor] = {}
     for unit in batch:
         for part in unit.parts:
             if part.giver == me and unit.writer == me:
-                ready[part.taken] = _rows(tile, owned, part.taken)
+                ready[part.taken] = _own_rows(tile, owned, part.taken)
             elif part.giver == me:
-                sends.setdefault(unit.writer, []).append(_rows(tile, owned, part.taken).reshape(-1))
+                sends.setdefault(unit.writer, []).append(_own_rows(tile, owned, part.taken).reshape(-1))
             elif unit.writer == me:
                 wanted.setdefault(part.giver, []).append(part)
-    received = [(giver, tile.local.new_empty(sum(volume(p.taken) for p in parts))) for giver, parts in wanted.items()]
-    comm.swap(mesh, [(to, torch.cat(boxes)) for to, boxes in sorted(sends.items())], received, "write").wait()
+    received = [
+        (giver, tile.local.new_empty(sum(box_volume(p.taken) for p in parts))) for giver, parts in wanted.items()
+    ]
+    comm.swap_messages(mesh, [(to, torch.cat(boxes)) for to, boxes in sorted(sends.items())], received, "write").wait()
     for giver, flat in received:
-        sizes = [volume(p.taken) for p in wanted[giver]]
+        sizes = [box_volume(p.taken) for p in wanted[giver]]
         ready |= {p.taken: rows for p, rows in zip(wanted[giver], flat.split(sizes), strict=True)}
     return ready
 
 
-def _put(source: Source, unit: Unit, base: Sequence[int], moved: dict[Box, Tensor], sink: Sink) -> None:
+def _write_unit(
+    source: TileSource, unit: WriteUnit, base: Sequence[int], moved: dict[Box, Tensor], sink: FormatSink
+) -> None:
     """Put one unit together and write it."""
     shape = [b - a for a, b in unit.box]
     block: NDArray[Any] = np.empty(shape, source.array.dtype)
@@ -139,19 +147,19 @@ def _put(source: Source, unit: Unit, base: Sequence[int], moved: dict[Box, Tenso
         block[...] = source.array.fill
     for part in unit.parts:
         rows = moved[part.taken].reshape([b - a for a, b in part.placed])
-        block[slices(part.placed)] = _numpy(rows)
+        block[box_slices(part.placed)] = _rows_as_numpy(rows)
     box = tuple((a + n, b + n) for (a, b), n in zip(unit.box, base, strict=True))
     if source.dropped is not None:
         block, box = block.squeeze(source.dropped), (*box[: source.dropped], *box[source.dropped + 1 :])
     sink.put(source.array.name, box, block)
 
 
-def _numpy(rows: Tensor) -> NDArray[Any]:
+def _rows_as_numpy(rows: Tensor) -> NDArray[Any]:
     rows = rows.cpu().resolve_conj().resolve_neg()
     return (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
 
 
-def _finish(jobs: Sequence[Future[None]]) -> None:
+def _wait_for_writes(jobs: Sequence[Future[None]]) -> None:
     """Wait for all, then raise the first failure."""
     for error in [job.exception() for job in jobs]:
         if error is not None:

@@ -23,22 +23,22 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.errors import WriteError, writing_to
 from jigsaw.io.drafts import open_unlinked
-from jigsaw.io.errors import WriteError, writing_to
 from jigsaw.io.packages import why_not_imported
-from jigsaw.io.writing.cf import Coordinate, plain
-from jigsaw.io.writing.outline import Array, Found
-from jigsaw.io.writing.sink import Completeness, completeness_of, part_of
-from jigsaw.layout import Box, slices
+from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
+from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
+from jigsaw.io.writing.sink import StoreCompleteness, completeness_from_attrs, part_path
+from jigsaw.layout import Box, box_slices
 
-_DEFLATE: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True}
-_STEPS_A_CHUNK = 1024
+_DEFLATE_ENCODING: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True}
+_NETCDF_CHUNK_STEPS = 1024
 _METADATA, _OF_A_CHUNK = 1 << 18, 512
 """Bytes that a file needs beside its values, at most, and each of their chunks."""
 _GREW_FROM = "jigsaw_grew_from"
 """The attribute of a part that began as a copy: of which file."""
 # what NetCDF lacks, and what holds it exactly
-_HELD = {"bool": "i1", "float16": "f4"}
+_HELD_DTYPES = {"bool": "i1", "float16": "f4"}
 
 
 class NetcdfSink:
@@ -48,8 +48,8 @@ class NetcdfSink:
 
     def __init__(self, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> None:
         self._path, self._dim = path, append_dim
-        self._part = part_of(path)
-        self._encoding = {**_DEFLATE, **{k: v for k, v in encoding.items() if k != "dtype"}}
+        self._part = part_path(path)
+        self._encoding = {**_DEFLATE_ENCODING, **{k: v for k, v in encoding.items() if k != "dtype"}}
         self._file: Any = None
         self._complete, self._is_new = 0, False
 
@@ -61,7 +61,7 @@ class NetcdfSink:
 
     # -- the first rank ----------------------------------------------------------------------------------------------
 
-    def find(self, append_dim: str) -> Found | None:
+    def find(self, append_dim: str) -> GrowingStore | None:
         """The file as far as it is complete; a copy of it grows, or what a run that ended has left of one."""
         if not self._goes_on():
             if not self._path.exists():
@@ -70,22 +70,26 @@ class NetcdfSink:
                 self._copy()
         if append_dim not in self._file.dimensions or not self._file.dimensions[append_dim].isunlimited():
             raise WriteError(f"{self._path} has no unlimited dim {append_dim!r} to grow along; write a new file")
-        done = completeness_of(_attrs(self._file))
+        done = completeness_from_attrs(_read_attrs(self._file))
         self._complete = steps = len(self._file.dimensions[append_dim]) if done is None else done.steps
         variables: Mapping[str, Any] = self._file.variables
-        listed = {c for v in variables.values() for c in str(_attrs(v).get("coordinates", "")).split()}
+        listed = {c for v in variables.values() for c in str(_read_attrs(v).get("coordinates", "")).split()}
         # a step that was not complete is written again
         rows = {d: slice(steps if d == append_dim else None) for d in self._file.dimensions}
         whole = {n: tuple(rows[d] for d in v.dimensions) for n, v in variables.items()}
-        coords = {n: _coordinate(n, v, whole[n]) for n, v in variables.items() if n in listed or v.dimensions == (n,)}
-        return Found({n: _array(n, v, whole[n]) for n, v in variables.items() if n not in coords}, coords, steps)
+        coords = {
+            n: _netcdf_coordinate(n, v, whole[n]) for n, v in variables.items() if n in listed or v.dimensions == (n,)
+        }
+        return GrowingStore(
+            {n: _netcdf_array(n, v, whole[n]) for n, v in variables.items() if n not in coords}, coords, steps
+        )
 
     def _goes_on(self) -> bool:
         """Open the part, where it grew from what is at the path now and has complete steps."""
         done = kept_steps(self._part)
         if done is None or done.attrs.get(_GREW_FROM, "") != self._stamp():
             return False
-        self._file = _open(self._part, "a")
+        self._file = _open_netcdf4(self._part, "a")
         return True
 
     def _stamp(self) -> str:
@@ -98,7 +102,7 @@ class NetcdfSink:
     def _copy(self) -> None:
         self._new_part(self._path.stat().st_size)
         shutil.copyfile(self._path, self._part)
-        self._file = _open(self._part, "a")
+        self._file = _open_netcdf4(self._part, "a")
         self._file.setncattr(_GREW_FROM, self._stamp())
 
     def _new_part(self, size: int) -> None:
@@ -124,7 +128,11 @@ class NetcdfSink:
             os.close(handle)
 
     def create(
-        self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any], replace: bool
+        self,
+        arrays: Sequence[ArrayOutline],
+        coords: Sequence[StoredCoordinate],
+        attrs: Mapping[str, Any],
+        replace: bool,
     ) -> None:
         if self._path.exists() and not replace:
             raise WriteError(f"{self._path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
@@ -137,13 +145,17 @@ class NetcdfSink:
         with writing_to(self._path, self.remedy):
             self._create(arrays, coords, attrs)
 
-    def _create(self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any]) -> None:
+    def _create(
+        self, arrays: Sequence[ArrayOutline], coords: Sequence[StoredCoordinate], attrs: Mapping[str, Any]
+    ) -> None:
         self._new_part(0)
-        self._file = _open(self._part, "w")
+        self._file = _open_netcdf4(self._part, "w")
         sizes = {d: n for a in arrays for d, n in zip(a.dims, a.shape, strict=True)}
         for dim, size in sizes.items():
             self._file.createDimension(dim, None if dim == self._dim else size)
-        self._file.setncatts({k: _attribute(v) for k, v in attrs.items()} | Completeness(self._dim, 0, False).attrs())
+        self._file.setncatts(
+            {k: _netcdf_attribute(v) for k, v in attrs.items()} | StoreCompleteness(self._dim, 0, False).attrs()
+        )
         for array in arrays:
             made = self._file.createVariable(
                 array.name,
@@ -153,37 +165,39 @@ class NetcdfSink:
                 fill_value=array.attrs.get("_FillValue", array.fill if np.dtype(array.dtype).kind == "f" else None),
                 **(self._encoding if array.dims else {}),
             )
-            made.setncatts({k: _attribute(v) for k, v in array.attrs.items() if k != "_FillValue"})
+            made.setncatts({k: _netcdf_attribute(v) for k, v in array.attrs.items() if k != "_FillValue"})
         for c in coords:
             self._create_coordinate(c)
         self._plain()
 
-    def _create_coordinate(self, c: Coordinate) -> None:
+    def _create_coordinate(self, c: StoredCoordinate) -> None:
         grows = self._dim in c.dims
-        chunks = [_STEPS_A_CHUNK if d == self._dim else max(n, 1) for d, n in zip(c.dims, c.values.shape, strict=True)]
-        kind = str if c.values.dtype.kind == "U" else _HELD.get(c.values.dtype.name, c.values.dtype)
+        chunks = [
+            _NETCDF_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in zip(c.dims, c.values.shape, strict=True)
+        ]
+        kind = str if c.values.dtype.kind == "U" else _HELD_DTYPES.get(c.values.dtype.name, c.values.dtype)
         fill = c.attrs.get("_FillValue")
         made = self._file.createVariable(c.name, kind, c.dims, chunksizes=chunks if grows else None, fill_value=fill)
-        made.setncatts({k: _attribute(v) for k, v in c.attrs.items() if k != "_FillValue"})
+        made.setncatts({k: _netcdf_attribute(v) for k, v in c.attrs.items() if k != "_FillValue"})
 
     def _plain(self) -> None:
         """Values are written as they are given: no masks, no packing."""
         self._file.set_auto_maskandscale(False)
 
-    def attach(self, arrays: Sequence[Array]) -> None:
+    def attach(self, arrays: Sequence[ArrayOutline]) -> None:
         if self._file is not None:
             self._plain()
             with writing_to(self._path, self.remedy):
                 self._make_sure_of(_METADATA + sum(self._bytes(a) for a in arrays) + self._bytes_of_coordinates(arrays))
 
-    def _bytes(self, array: Array) -> int:
+    def _bytes(self, array: ArrayOutline) -> int:
         """What the chunks of the steps that are not complete take at most: uncompressed, and whole."""
         first = [self._complete if d == self._dim else 0 for d in array.dims]
         chunks = [c or max(n, 1) for c, n in zip(array.chunks or array.shape, array.shape, strict=True)]
         counts = [ceil(n / c) - a // c for n, c, a in zip(array.shape, chunks, first, strict=True)]
         return prod(counts) * (prod(chunks) * np.dtype(array.dtype).itemsize * 101 // 100 + _OF_A_CHUNK)
 
-    def _bytes_of_coordinates(self, arrays: Sequence[Array]) -> int:
+    def _bytes_of_coordinates(self, arrays: Sequence[ArrayOutline]) -> int:
         """A chunk of those that grow, and all of the others where nothing is complete."""
         found, written = 0, {a.name for a in arrays}
         for name, v in self._file.variables.items():
@@ -194,14 +208,14 @@ class NetcdfSink:
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
         with writing_to(self._path, self.remedy):
-            self._file.variables[name][slices(box)] = block
+            self._file.variables[name][box_slices(box)] = block
 
-    def commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
+    def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
         with writing_to(self._path, self.remedy):
             self._commit(coords, start, done)
         self._complete = done.steps
 
-    def _commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
+    def _commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
         for c in coords:
             sizes = zip(c.dims, c.values.shape, strict=True)
             box = tuple(slice(start, start + n) if d == self._dim else slice(0, n) for d, n in sizes)
@@ -237,7 +251,7 @@ class NetcdfSink:
         os.replace(self._part, self._path)
 
 
-def _open(path: Path, mode: Literal["r", "w", "a"]) -> Any:
+def _open_netcdf4(path: Path, mode: Literal["r", "w", "a"]) -> Any:
     try:
         import netCDF4
     except ImportError as missing:
@@ -246,48 +260,48 @@ def _open(path: Path, mode: Literal["r", "w", "a"]) -> Any:
     return netCDF4.Dataset(str(path), mode, format="NETCDF4")
 
 
-def _attrs(thing: Any) -> dict[str, Any]:
-    return {name: plain(thing.getncattr(name)) for name in thing.ncattrs()}
+def _read_attrs(thing: Any) -> dict[str, Any]:
+    return {name: plain_attribute(thing.getncattr(name)) for name in thing.ncattrs()}
 
 
-def _attribute(value: Any) -> Any:
+def _netcdf_attribute(value: Any) -> Any:
     """An attribute as NetCDF holds it: text, numbers, lists of numbers; those of numpy keep their type."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iuf" and value.ndim < 2:
         return value
-    value = plain(value)
+    value = plain_attribute(value)
     if isinstance(value, bool):
         return int(value)
     return value if isinstance(value, str | int | float | list) else str(value)
 
 
-def _array(name: str, variable: Any, whole: tuple[slice, ...]) -> Array:
+def _netcdf_array(name: str, variable: Any, whole: tuple[slice, ...]) -> ArrayOutline:
     chunks = variable.chunking()
     shape = tuple(min(n, s.stop or n) for n, s in zip(variable.shape, whole, strict=True))
-    return Array(
+    return ArrayOutline(
         name,
         tuple(variable.dimensions),
         shape,
         np.dtype(variable.dtype).name,
         shape if chunks == "contiguous" else tuple(chunks),
         None,
-        _attrs(variable),
+        _read_attrs(variable),
     )
 
 
-def _coordinate(name: str, variable: Any, whole: tuple[slice, ...]) -> Coordinate:
+def _netcdf_coordinate(name: str, variable: Any, whole: tuple[slice, ...]) -> StoredCoordinate:
     variable.set_auto_maskandscale(False)
-    return Coordinate(name, tuple(variable.dimensions), np.asarray(variable[whole or ...]), _attrs(variable))
+    return StoredCoordinate(name, tuple(variable.dimensions), np.asarray(variable[whole or ...]), _read_attrs(variable))
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPart:
     """What a part holds of a run that ended: complete steps, and its attributes."""
 
     steps: int
     attrs: Mapping[str, Any]
 
 
-def kept_steps(part: Path) -> Kept | None:
+def kept_steps(part: Path) -> KeptPart | None:
     """None for a part that has no complete step, or is not there, or no file of ours."""
     if part.is_symlink() or not part.is_file():
         return None
@@ -295,14 +309,14 @@ def kept_steps(part: Path) -> Kept | None:
         attrs = netcdf_attrs(part)
     except (OSError, RuntimeError):  # its writer was killed in the middle of a step
         return None
-    done = completeness_of(attrs)
-    return None if done is None or not done.steps else Kept(done.steps, attrs)
+    done = completeness_from_attrs(attrs)
+    return None if done is None or not done.steps else KeptPart(done.steps, attrs)
 
 
 def netcdf_attrs(path: Path) -> Mapping[str, Any]:
     """The global attributes of a file."""
-    file = _open(path, "r")
+    file = _open_netcdf4(path, "r")
     try:
-        return _attrs(file)
+        return _read_attrs(file)
     finally:
         file.close()

@@ -10,26 +10,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.errors import FieldError, GridError, WriteError
-from jigsaw.io.writing.cf import Coordinate, coordinate_of
-from jigsaw.io.writing.pieces import Target
+from jigsaw.errors import FieldError, GridError, WriteError
+from jigsaw.io.writing.cf import StoredCoordinate, encode_coordinate
+from jigsaw.io.writing.write_units import WriteTarget
 from jigsaw.layout import Layout, ShardingError
 from jigsaw.tile import Tile
 
-Data = Tile | Mapping[str, Tile]
-Dims = Sequence[str] | Mapping[str, Sequence[str]]
-CHANNEL, LEVEL = "channel", "level"
-_ONE_BY_ONE = ("time", "prediction_timedelta")
+TileData = Tile | Mapping[str, Tile]
+ArrayDims = Sequence[str] | Mapping[str, Sequence[str]]
+CHANNEL_DIM, LEVEL_DIM = "channel", "level"
+_DIMS_ONE_BY_ONE = ("time", "prediction_timedelta")
 # what numpy has no name for is stored as what holds it exactly
-_STORED = {"bfloat16": "float32"}
-_ENCODING = {
+_STORED_DTYPES = {"bfloat16": "float32"}
+_ENCODING_OPTIONS = {
     ".zarr": ("dtype", "compressors", "filters", "serializer"),
     ".nc": ("dtype", "compression", "complevel", "shuffle", "fletcher32"),
 }
 
 
 @dataclass(frozen=True)
-class Array:
+class ArrayOutline:
     """A stored array: its whole shape, that of this piece along the dim that grows."""
 
     name: str
@@ -52,18 +52,18 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Source:
+class TileSource:
     """A tile and the array made of it: `dropped` is the dim of the tile that the array lacks, of one channel."""
 
     tile: Tile
-    array: Array
+    array: ArrayOutline
     channel: int | None = None
     runs: tuple[tuple[int, int, int], ...] = ()
     dropped: int | None = None
 
-    def target(self) -> Target:
+    def target(self) -> WriteTarget:
         """The array as the planner sees it, with every dim of the tile."""
-        return Target(self._wide(self.array.shape), self._wide(self.array.units), self.channel, self.runs)
+        return WriteTarget(self._wide(self.array.shape), self._wide(self.array.units), self.channel, self.runs)
 
     def _wide(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         return sizes if self.dropped is None else (*sizes[: self.dropped], 1, *sizes[self.dropped :])
@@ -74,27 +74,27 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class GrowingStore:
     """A store that grows: its arrays, its coordinates, and its complete steps."""
 
-    arrays: Mapping[str, Array]
-    coords: Mapping[str, Coordinate]
+    arrays: Mapping[str, ArrayOutline]
+    coords: Mapping[str, StoredCoordinate]
     steps: int
 
 
 @dataclass(frozen=True, eq=False)
-class Outline:
+class AppendOutline:
     """What one append writes: arrays of tiles, coordinates, and how many rows along the dim that grows."""
 
-    sources: tuple[Source, ...]
-    coords: tuple[Coordinate, ...]
+    sources: tuple[TileSource, ...]
+    coords: tuple[StoredCoordinate, ...]
     rows: int
 
-    def known(self, before: Found | None, steps: int) -> Found:
+    def known(self, before: GrowingStore | None, steps: int) -> GrowingStore:
         """The store after it was written."""
         arrays = {s.array.name: s.array for s in self.sources}
         coords = {c.name: c for c in self.coords}
-        return Found(arrays, coords if before is None else before.coords, steps)
+        return GrowingStore(arrays, coords if before is None else before.coords, steps)
 
     def digest(self) -> str:
         """The same on every rank that writes the same."""
@@ -107,7 +107,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageOptions:
     """How a user wants it stored."""
 
     suffix: str
@@ -119,9 +119,11 @@ class Storage:
 
     def check(self) -> None:
         """Raise `WriteError` for what the format does not have."""
-        unknown = sorted(set(self.encoding) - set(_ENCODING[self.suffix]))
+        unknown = sorted(set(self.encoding) - set(_ENCODING_OPTIONS[self.suffix]))
         if unknown:
-            raise WriteError(f"encoding has {unknown}, but {self.suffix} takes {', '.join(_ENCODING[self.suffix])}")
+            raise WriteError(
+                f"encoding has {unknown}, but {self.suffix} takes {', '.join(_ENCODING_OPTIONS[self.suffix])}"
+            )
         if self.shards and self.suffix == ".nc":
             raise WriteError(f"shards={dict(self.shards)} belong to Zarr; leave them out or write to a .zarr")
         for what, sizes in (("chunks", self.chunks), ("shards", self.shards)):
@@ -130,7 +132,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Field:
+class WrittenField:
     """The array, and the level in it, that one channel becomes."""
 
     array: str
@@ -140,19 +142,19 @@ class Field:
         return self.array if self.level is None else f"{self.array}@{self.level:g}"
 
 
-def parse_field(field: str) -> Field:
+def parse_written_field(field: str) -> WrittenField:
     """``t2m`` is an array, ``z@500`` the level 500 of an array.
 
     Raises: `FieldError` for a level that is no number.
     """
     name, at, level = field.partition("@")
     try:
-        return Field(name, float(level) if at else None)
+        return WrittenField(name, float(level) if at else None)
     except ValueError:
         raise FieldError(f"field {field!r}: {level!r} is not a level; write a number, like {name}@500") from None
 
 
-def _levels_of(fields: Sequence[Field], given: NDArray[Any] | None) -> NDArray[Any] | None:
+def _level_values(fields: Sequence[WrittenField], given: NDArray[Any] | None) -> NDArray[Any] | None:
     """The values along the level dim: those given, else all that fields name, in their order; None without any.
 
     Raises: `FieldError` for a field whose level is not among those given.
@@ -168,13 +170,13 @@ def _levels_of(fields: Sequence[Field], given: NDArray[Any] | None) -> NDArray[A
     return given
 
 
-def _sources_of(
-    data: Data,
-    dims: Dims,
-    fields: Sequence[Field] | None,
+def _tile_sources(
+    data: TileData,
+    dims: ArrayDims,
+    fields: Sequence[WrittenField] | None,
     levels: NDArray[Any] | None,
-    how: Storage,
-) -> tuple[Source, ...]:
+    how: StorageOptions,
+) -> tuple[TileSource, ...]:
     """Every array to write, with the tile that it is made of, its halo left out.
 
     Raises: `FieldError`, `ShardingError` or `WriteError` naming what does not fit.
@@ -184,20 +186,20 @@ def _sources_of(
             raise FieldError("a tile needs names: fields=('t2m', 'z@500') for its channels, or {'name': tile}")
         if isinstance(dims, Mapping):
             raise FieldError(f"dims={dict(dims)} name arrays, but there is one tile; give its dims in order")
-        return _split(_bare(data, dims), tuple(dims), fields, levels, how)
+        return _split_channels(_owned_tile(data, dims), tuple(dims), fields, levels, how)
     if fields is not None:
         raise FieldError(f"fields={[f.array for f in fields]} split one tile; with a mapping of tiles leave them out")
-    found: list[Source] = []
+    found: list[TileSource] = []
     for name, tile in data.items():
         mine = tuple(dims[name] if isinstance(dims, Mapping) else dims)
-        bare = _bare(tile, mine)
-        found.append(Source(bare, _array(name, mine, tuple(bare.shape), bare, range(bare.ndim), how)))
+        bare = _owned_tile(tile, mine)
+        found.append(TileSource(bare, _outline_array(name, mine, tuple(bare.shape), bare, range(bare.ndim), how)))
     if not found:
         raise FieldError("there is no tile to write; the mapping is empty")
     return tuple(found)
 
 
-def _bare(tile: Any, dims: Sequence[str]) -> Tile:
+def _owned_tile(tile: Any, dims: Sequence[str]) -> Tile:
     if not isinstance(tile, Tile):
         raise ShardingError(
             f"write takes tiles, not {type(tile).__name__}; cut it first: jigsaw.shard(x, mesh, spec) "
@@ -210,37 +212,39 @@ def _bare(tile: Any, dims: Sequence[str]) -> Tile:
     return replace(tile.owned(), local=tile.owned().local.detach())
 
 
-def _split(
-    tile: Tile, dims: tuple[str, ...], fields: Sequence[Field], levels: NDArray[Any] | None, how: Storage
-) -> tuple[Source, ...]:
-    if CHANNEL not in dims:
-        raise FieldError(f"fields name channels, but dims={dims} have no {CHANNEL!r}")
-    at = dims.index(CHANNEL)
+def _split_channels(
+    tile: Tile, dims: tuple[str, ...], fields: Sequence[WrittenField], levels: NDArray[Any] | None, how: StorageOptions
+) -> tuple[TileSource, ...]:
+    if CHANNEL_DIM not in dims:
+        raise FieldError(f"fields name channels, but dims={dims} have no {CHANNEL_DIM!r}")
+    at = dims.index(CHANNEL_DIM)
     if len(fields) != tile.shape[at]:
         named = ", ".join(map(str, fields))
         raise FieldError(f"there are {len(fields)} fields for the {tile.shape[at]} channels of {tile.layout}: {named}")
-    found: list[Source] = []
+    found: list[TileSource] = []
     for name in dict.fromkeys(f.array for f in fields):
         mine = [(c, f.level) for c, f in enumerate(fields) if f.array == name]
         flat = mine[0][1] is None
         if len(set(mine)) > 1 and any(level is None for _, level in mine):
             raise FieldError(f"fields name {name!r} twice, or once without a level; name each channel once")
         if flat:
-            found.append(_surface(tile, dims, at, name, mine[0][0], how))
+            found.append(_surface_source(tile, dims, at, name, mine[0][0], how))
         elif levels is not None:
             where = [int(np.argmin(np.abs(levels - level))) for _, level in mine if level is not None]
-            found.append(_leveled(tile, dims, at, name, [c for c, _ in mine], where, len(levels), how))
+            found.append(_leveled_source(tile, dims, at, name, [c for c, _ in mine], where, len(levels), how))
     return tuple(found)
 
 
-def _surface(tile: Tile, dims: tuple[str, ...], at: int, name: str, channel: int, how: Storage) -> Source:
+def _surface_source(
+    tile: Tile, dims: tuple[str, ...], at: int, name: str, channel: int, how: StorageOptions
+) -> TileSource:
     kept = [d for d in range(tile.ndim) if d != at]
     shape = tuple(tile.shape[d] for d in kept)
-    array = _array(name, tuple(dims[d] for d in kept), shape, tile, kept, how)
-    return Source(tile, array, at, ((channel, channel + 1, 0),), dropped=at)
+    array = _outline_array(name, tuple(dims[d] for d in kept), shape, tile, kept, how)
+    return TileSource(tile, array, at, ((channel, channel + 1, 0),), dropped=at)
 
 
-def _leveled(
+def _leveled_source(
     tile: Tile,
     dims: tuple[str, ...],
     at: int,
@@ -248,18 +252,18 @@ def _leveled(
     channels: Sequence[int],
     where: Sequence[int],
     size: int,
-    how: Storage,
-) -> Source:
+    how: StorageOptions,
+) -> TileSource:
     if len(set(where)) != len(where):
         raise FieldError(f"fields name a level of {name!r} twice; name each channel once")
-    named = tuple(LEVEL if d == CHANNEL else d for d in dims)
-    array = _array(name, named, (*tile.shape[:at], size, *tile.shape[at + 1 :]), tile, range(tile.ndim), how)
+    named = tuple(LEVEL_DIM if d == CHANNEL_DIM else d for d in dims)
+    array = _outline_array(name, named, (*tile.shape[:at], size, *tile.shape[at + 1 :]), tile, range(tile.ndim), how)
     if len(where) < size and np.dtype(array.dtype).kind not in "fc":
         raise FieldError(f"{name!r} lacks levels that other fields have, and {array.dtype} has no NaN for them")
-    return Source(tile, array, at, _runs(channels, where))
+    return TileSource(tile, array, at, _level_runs(channels, where))
 
 
-def _runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def _level_runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Consecutive channels that are consecutive levels: (first, end, level of the first)."""
     found: list[tuple[int, int, int]] = []
     for channel, level in zip(channels, levels, strict=True):
@@ -274,23 +278,23 @@ def _runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[int, in
 # -- dtype, chunks, shards -------------------------------------------------------------------------------------------
 
 
-def _array(
-    name: str, dims: tuple[str, ...], shape: tuple[int, ...], tile: Tile, kept: Sequence[int], how: Storage
-) -> Array:
+def _outline_array(
+    name: str, dims: tuple[str, ...], shape: tuple[int, ...], tile: Tile, kept: Sequence[int], how: StorageOptions
+) -> ArrayOutline:
     if how.append_dim is not None and how.append_dim not in dims:
         raise WriteError(
             f"array {name!r} has dims {dims} and cannot grow along append_dim={how.append_dim!r}; write what has no "
             f"such dim as a coordinate: coords={{{name!r}: (dims, values, attrs)}}"
         )
-    chunks = tuple(_chunk(d, n, tile.layout, at, how) for d, n, at in zip(dims, shape, kept, strict=True))
-    shards = tuple(_shard(name, d, n, c, how) for d, n, c in zip(dims, shape, chunks, strict=True))
+    chunks = tuple(_chunk_rows(d, n, tile.layout, at, how) for d, n, at in zip(dims, shape, kept, strict=True))
+    shards = tuple(_shard_rows(name, d, n, c, how) for d, n, c in zip(dims, shape, chunks, strict=True))
     attrs = dict(how.field_attrs.get(name, {}))
-    return Array(name, dims, shape, _dtype(tile, how), chunks, shards if how.shards else None, attrs)
+    return ArrayOutline(name, dims, shape, _dtype_to_store(tile, how), chunks, shards if how.shards else None, attrs)
 
 
-def _dtype(tile: Tile, how: Storage) -> str:
+def _dtype_to_store(tile: Tile, how: StorageOptions) -> str:
     own = str(tile.dtype).removeprefix("torch.")
-    asked = how.encoding.get("dtype", _STORED.get(own, own))
+    asked = how.encoding.get("dtype", _STORED_DTYPES.get(own, own))
     try:
         found = np.dtype(asked)
     except TypeError:
@@ -301,19 +305,19 @@ def _dtype(tile: Tile, how: Storage) -> str:
     return found.name
 
 
-def _chunk(dim: str, size: int, layout: Layout, at: int, how: Storage) -> int:
+def _chunk_rows(dim: str, size: int, layout: Layout, at: int, how: StorageOptions) -> int:
     """What is asked for, else one step of time and the largest piece of a cut dim, so that chunks and tiles align."""
     grows = dim == how.append_dim
     if dim in how.chunks:
         return int(how.chunks[dim]) if grows else max(1, min(int(how.chunks[dim]), size))
-    if grows or dim in _ONE_BY_ONE:
+    if grows or dim in _DIMS_ONE_BY_ONE:
         return 1
     cut = layout.cuts[at]
     largest = max(b - a for a, b in zip(cut.points, cut.points[1:], strict=False))
-    return max(1, size if dim == LEVEL else largest)
+    return max(1, size if dim == LEVEL_DIM else largest)
 
 
-def _shard(name: str, dim: str, size: int, chunk: int, how: Storage) -> int:
+def _shard_rows(name: str, dim: str, size: int, chunk: int, how: StorageOptions) -> int:
     asked = int(how.shards.get(dim, chunk))
     if asked >= size and dim != how.append_dim:  # the whole dim, whatever its chunks
         return -(-size // chunk) * chunk
@@ -325,7 +329,7 @@ def _shard(name: str, dim: str, size: int, chunk: int, how: Storage) -> int:
     return asked
 
 
-def _check_dims(how: Storage, sources: Sequence[Source]) -> dict[str, int]:
+def _check_dim_sizes(how: StorageOptions, sources: Sequence[TileSource]) -> dict[str, int]:
     """The size of each dim; what names a dim that no array has is a mistake."""
     sizes: dict[str, int] = {}
     for source in sources:
@@ -342,15 +346,15 @@ def _check_dims(how: Storage, sources: Sequence[Source]) -> dict[str, int]:
 # -- the whole piece -------------------------------------------------------------------------------------------------
 
 
-def outline(
-    data: Data,
-    dims: Dims,
-    fields: Sequence[Field] | None,
+def outline_append(
+    data: TileData,
+    dims: ArrayDims,
+    fields: Sequence[WrittenField] | None,
     given: Mapping[str, Any],
-    how: Storage,
-    known: Found | None,
-    like: Mapping[str, Coordinate] | None = None,
-) -> Outline:
+    how: StorageOptions,
+    known: GrowingStore | None,
+    like: Mapping[str, StoredCoordinate] | None = None,
+) -> AppendOutline:
     """What one append writes, checked against the store that there is (`known`); coordinates that are given without
     attributes are stored as those of `like`.
 
@@ -358,32 +362,34 @@ def outline(
     """
     there = {} if known is None else known.coords
     bare = {n: c for n, c in (like or {}).items() if not isinstance(given.get(n), tuple)}
-    coords = [coordinate_of(n, value, there.get(n, bare.get(n))) for n, value in given.items()]
-    at_levels = next((c.values for c in (*coords, *there.values()) if c.name == LEVEL), None)
-    levels = None if fields is None else _levels_of(fields, at_levels)
-    sources = _sources_of(data, dims, fields, levels, how)
-    sizes = _check_dims(how, sources)
-    if levels is not None and LEVEL not in {c.name for c in coords} | set(there):
-        coords.append(coordinate_of(LEVEL, levels))
+    coords = [encode_coordinate(n, value, there.get(n, bare.get(n))) for n, value in given.items()]
+    at_levels = next((c.values for c in (*coords, *there.values()) if c.name == LEVEL_DIM), None)
+    levels = None if fields is None else _level_values(fields, at_levels)
+    sources = _tile_sources(data, dims, fields, levels, how)
+    sizes = _check_dim_sizes(how, sources)
+    if levels is not None and LEVEL_DIM not in {c.name for c in coords} | set(there):
+        coords.append(encode_coordinate(LEVEL_DIM, levels))
     names = {s.array.name for s in sources}
-    _check_names((*names, *(c.name for c in coords)))
+    _check_array_names((*names, *(c.name for c in coords)))
     for c in coords:
         _check_coordinate(c, sizes, names)
     rows = sizes[how.append_dim] if how.append_dim is not None else 0
     if known is None:
-        return Outline(tuple(_with_coordinates(s, coords) for s in sources), tuple(coords), rows)
-    growing = _growing(coords, known, how.append_dim)
-    return Outline(tuple(_as_stored(s, known, how) for s in _all_of(sources, known, how)), growing, rows)
+        return AppendOutline(tuple(_name_coordinates(s, coords) for s in sources), tuple(coords), rows)
+    growing = _growing_coordinates(coords, known, how.append_dim)
+    return AppendOutline(
+        tuple(_as_in_store(s, known, how) for s in _check_growing_arrays(sources, known, how)), growing, rows
+    )
 
 
-def _check_names(names: Sequence[str]) -> None:
+def _check_array_names(names: Sequence[str]) -> None:
     """A name becomes a folder in one format: none may lead elsewhere."""
     for name in names:
         if not name or "/" in name or name in (".", "..") or name.startswith("__"):
             raise FieldError(f"{name!r} cannot name an array; choose one without '/', not '.', '..' or '__…'")
 
 
-def _check_coordinate(c: Coordinate, sizes: Mapping[str, int], arrays: Collection[str]) -> None:
+def _check_coordinate(c: StoredCoordinate, sizes: Mapping[str, int], arrays: Collection[str]) -> None:
     if c.name in arrays:
         raise GridError(f"{c.name!r} is both an array and a coordinate; rename one")
     wrong = {d: n for d, n in zip(c.dims, c.values.shape, strict=True) if sizes.get(d) != n}
@@ -393,14 +399,16 @@ def _check_coordinate(c: Coordinate, sizes: Mapping[str, int], arrays: Collectio
         )
 
 
-def _with_coordinates(source: Source, coords: Sequence[Coordinate]) -> Source:
+def _name_coordinates(source: TileSource, coords: Sequence[StoredCoordinate]) -> TileSource:
     """Name the coordinates that are not their dim's own, as the CF conventions do."""
     array = source.array
     own = [c.name for c in coords if c.dims != (c.name,) and set(c.dims) <= set(array.dims)]
     return replace(source, array=replace(array, attrs={"coordinates": " ".join(own), **array.attrs})) if own else source
 
 
-def _growing(coords: Sequence[Coordinate], known: Found, dim: str | None) -> tuple[Coordinate, ...]:
+def _growing_coordinates(
+    coords: Sequence[StoredCoordinate], known: GrowingStore, dim: str | None
+) -> tuple[StoredCoordinate, ...]:
     """The coordinates along the dim that grows; the others must be those of the store."""
     strange = sorted({c.name for c in coords} - set(known.coords))
     missing = sorted({n for n, c in known.coords.items() if dim in c.dims} - {c.name for c in coords})
@@ -415,7 +423,7 @@ def _growing(coords: Sequence[Coordinate], known: Found, dim: str | None) -> tup
     return tuple(c for c in coords if dim in c.dims)
 
 
-def _check_stored_exactly(c: Coordinate, there: Coordinate) -> None:
+def _check_stored_exactly(c: StoredCoordinate, there: StoredCoordinate) -> None:
     """What the store's dtype would round or cut off is refused."""
     numbers = c.values.dtype.kind in "fiu" and there.values.dtype.kind in "fiu"
     with np.errstate(invalid="ignore"):
@@ -427,7 +435,9 @@ def _check_stored_exactly(c: Coordinate, there: Coordinate) -> None:
         )
 
 
-def _all_of(sources: Sequence[Source], known: Found, how: Storage) -> Sequence[Source]:
+def _check_growing_arrays(
+    sources: Sequence[TileSource], known: GrowingStore, how: StorageOptions
+) -> Sequence[TileSource]:
     grow = {name for name, a in known.arrays.items() if how.append_dim in a.dims}
     named = {s.array.name for s in sources}
     if grow != named:
@@ -437,7 +447,7 @@ def _all_of(sources: Sequence[Source], known: Found, how: Storage) -> Sequence[S
     return sources
 
 
-def _as_stored(source: Source, known: Found, how: Storage) -> Source:
+def _as_in_store(source: TileSource, known: GrowingStore, how: StorageOptions) -> TileSource:
     """The source with the chunks and shards of the store."""
     mine, there = source.array, known.arrays[source.array.name]
     shape = tuple(m if d == how.append_dim else t for d, m, t in zip(mine.dims, mine.shape, there.shape, strict=False))

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from jigsaw.io.writing.cf import Coordinate
-from jigsaw.io.writing.outline import Array, Found
+from jigsaw.io.writing.cf import StoredCoordinate
+from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
 from jigsaw.layout import Box
 
-APPEND_DIM, COMPLETE, CLOSED = "jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed"
+APPEND_DIM_ATTRIBUTE, COMPLETE_ATTRIBUTE, CLOSED_ATTRIBUTE = "jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed"
 
 
 @dataclass(frozen=True)
-class Completeness:
+class StoreCompleteness:
     """How far a store is written: whole steps along the dim that grows, and whether its writer came to its end."""
 
     append_dim: str | None
@@ -26,24 +26,26 @@ class Completeness:
 
     def attrs(self) -> dict[str, Any]:
         """The global attributes that say so."""
-        grows = {} if self.append_dim is None else {APPEND_DIM: self.append_dim}
-        return {**grows, COMPLETE: self.steps, CLOSED: int(self.closed)}
+        grows = {} if self.append_dim is None else {APPEND_DIM_ATTRIBUTE: self.append_dim}
+        return {**grows, COMPLETE_ATTRIBUTE: self.steps, CLOSED_ATTRIBUTE: int(self.closed)}
 
 
-def completeness_of(attrs: Mapping[str, Any]) -> Completeness | None:
+def completeness_from_attrs(attrs: Mapping[str, Any]) -> StoreCompleteness | None:
     """What the attributes of a store say; None for one that jigsaw did not write."""
-    if COMPLETE not in attrs:
+    if COMPLETE_ATTRIBUTE not in attrs:
         return None
-    dim = attrs.get(APPEND_DIM)
-    return Completeness(None if dim is None else str(dim), int(attrs[COMPLETE]), bool(attrs.get(CLOSED, 0)))
+    dim = attrs.get(APPEND_DIM_ATTRIBUTE)
+    return StoreCompleteness(
+        None if dim is None else str(dim), int(attrs[COMPLETE_ATTRIBUTE]), bool(attrs.get(CLOSED_ATTRIBUTE, 0))
+    )
 
 
-def part_of(path: Path) -> Path:
+def part_path(path: Path) -> Path:
     """Where a file that others may not see yet grows until it is whole."""
     return path.with_name(f"{path.name}.part")
 
 
-class Sink(Protocol):
+class FormatSink(Protocol):
     """One format.
 
     The first rank calls `find` or `create`, and `commit`; every rank that writes calls `attach`, `put` and `close`.
@@ -54,17 +56,21 @@ class Sink(Protocol):
         """The only mesh positions that write; empty where every rank may."""
         ...
 
-    def find(self, append_dim: str) -> Found | None:
+    def find(self, append_dim: str) -> GrowingStore | None:
         """What is there to append to, if anything."""
         ...
 
     def create(
-        self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any], replace: bool
+        self,
+        arrays: Sequence[ArrayOutline],
+        coords: Sequence[StoredCoordinate],
+        attrs: Mapping[str, Any],
+        replace: bool,
     ) -> None:
         """A store without a complete step."""
         ...
 
-    def attach(self, arrays: Sequence[Array]) -> None:
+    def attach(self, arrays: Sequence[ArrayOutline]) -> None:
         """Get ready to write boxes of arrays of these shapes, those of the whole store."""
         ...
 
@@ -72,7 +78,7 @@ class Sink(Protocol):
         """Write one box; nobody else writes to its units."""
         ...
 
-    def commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
+    def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
         """Say that everything up to here is complete; `coords` are written, those that grow from step `start` on."""
         ...
 

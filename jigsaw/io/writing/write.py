@@ -19,31 +19,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.io.errors import WriteError
-from jigsaw.io.writing.cf import Coordinate
-from jigsaw.io.writing.deliver import alike, deliver, together
-from jigsaw.io.writing.outline import CHANNEL, Array, Data, Dims, Found, Outline, Storage, outline, parse_field
-from jigsaw.io.writing.sink import Completeness, Sink, completeness_of, part_of
+from jigsaw.errors import WriteError
+from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.writing.cf import StoredCoordinate
+from jigsaw.io.writing.deliver import agreed_outline, deliver_boxes, gather_results
+from jigsaw.io.writing.outline import (
+    CHANNEL_DIM,
+    AppendOutline,
+    ArrayDims,
+    ArrayOutline,
+    GrowingStore,
+    StorageOptions,
+    TileData,
+    outline_append,
+    parse_written_field,
+)
+from jigsaw.io.writing.sink import FormatSink, StoreCompleteness, completeness_from_attrs, part_path
 from jigsaw.layout import ShardingError
-from jigsaw.mesh import coordinate, same_mesh
+from jigsaw.mesh import is_same_mesh, mesh_coordinate
 from jigsaw.tile import Tile
 
-if TYPE_CHECKING:
-    from jigsaw.io.dataset import Dataset
-
-_SUFFIXES = {"zarr": ".zarr", "netcdf": ".nc"}
-_MODES = ("w-", "w", "a")
+_FORMAT_SUFFIXES = {"zarr": ".zarr", "netcdf": ".nc"}
+_WRITE_MODES = ("w-", "w", "a")
 
 
 def write(
     path: str | os.PathLike[str],
-    data: Data,
+    data: TileData,
     *,
-    dims: Dims,
+    dims: ArrayDims,
     fields: Sequence[str] | None = None,
     coords: Mapping[str, Any] | None = None,
     attrs: Mapping[str, Any] | None = None,
@@ -85,7 +93,7 @@ def write(
         out.append(data, coords=coords)
 
 
-def completeness(path: str | os.PathLike[str]) -> Completeness:
+def completeness(path: str | os.PathLike[str]) -> StoreCompleteness:
     """How far a store that jigsaw wrote is complete: whole steps along its `append_dim`, and whether it was `closed`.
 
     A NetCDF file that is not there is looked for as the ``NAME.part`` that it grows as.
@@ -93,10 +101,10 @@ def completeness(path: str | os.PathLike[str]) -> Completeness:
     Raises: `WriteError` when there is no such store, or something else wrote it.
     """
     where = Path(path)
-    if not where.exists() and part_of(where).is_file():
-        where = part_of(where)
-    attrs = _attrs_at(where) if where.exists() else {}
-    found = completeness_of(attrs)
+    if not where.exists() and part_path(where).is_file():
+        where = part_path(where)
+    attrs = _attrs_at_path(where) if where.exists() else {}
+    found = completeness_from_attrs(attrs)
     if found is None:
         why = "does not say how far it is complete; jigsaw did not write it" if where.exists() else "does not exist"
         raise WriteError(f"{where} {why}")
@@ -139,7 +147,7 @@ class Writer:
         self,
         path: str | os.PathLike[str],
         *,
-        dims: Dims,
+        dims: ArrayDims,
         fields: Sequence[str] | None = None,
         coords: Mapping[str, Any] | None = None,
         attrs: Mapping[str, Any] | None = None,
@@ -153,32 +161,36 @@ class Writer:
         encoding: Mapping[str, Any] | None = None,
         budget: int = 256 << 20,
     ) -> None:
-        self.path = _local(path)
-        suffix = _suffix(self.path, format)
-        if mode not in _MODES or (mode == "a" and append_dim is None):
-            raise WriteError(f"mode={mode!r} must be one of {_MODES}, and 'a' needs append_dim='time' or another dim")
+        self.path = _local_path(path)
+        suffix = _store_suffix(self.path, format)
+        if mode not in _WRITE_MODES or (mode == "a" and append_dim is None):
+            raise WriteError(
+                f"mode={mode!r} must be one of {_WRITE_MODES}, and 'a' needs append_dim='time' or another dim"
+            )
         self._dims, self._coords, self._attrs = dims, dict(coords or {}), dict(attrs or {})
         self._mode, self._dim, self._budget = mode, append_dim, budget
-        self._fields = None if fields is None else [parse_field(f) for f in fields]
-        self._how = Storage(suffix, append_dim, chunks or {}, shards or {}, encoding or {}, dict(field_attrs or {}))
+        self._fields = None if fields is None else [parse_written_field(f) for f in fields]
+        self._how = StorageOptions(
+            suffix, append_dim, chunks or {}, shards or {}, encoding or {}, dict(field_attrs or {})
+        )
         self._how.check()
-        self._stored_like: Mapping[str, Coordinate] = {}
+        self._stored_like: Mapping[str, StoredCoordinate] = {}
         if like is not None:
             self._lend(like)
-        self._sink: Sink = _sink(suffix, self.path, append_dim, encoding or {})
+        self._sink: FormatSink = _make_sink(suffix, self.path, append_dim, encoding or {})
         self._mesh: DeviceMesh | None = None
-        self._known: Found | None = None
+        self._known: GrowingStore | None = None
         self._steps, self._over = 0, False
 
     def _lend(self, like: Dataset) -> None:
-        from jigsaw.io.writing.like import lent
+        from jigsaw.io.writing.lent_metadata import metadata_of_dataset
 
         dims = None if isinstance(self._dims, Mapping) else self._dims
-        found = lent(like, dims, self._fields, self._coords)
+        found = metadata_of_dataset(like, dims, self._fields, self._coords)
         self._coords = {**found.coords, **self._coords}
         self._attrs = {**found.attrs, **self._attrs}
         self._stored_like = {} if found.time is None else {"time": found.time}
-        if self._fields is None and not isinstance(self._dims, Mapping) and CHANNEL in self._dims:
+        if self._fields is None and not isinstance(self._dims, Mapping) and CHANNEL_DIM in self._dims:
             self._fields = found.fields
         self._how = replace(self._how, field_attrs={**found.field_attrs, **self._how.field_attrs})
 
@@ -187,7 +199,7 @@ class Writer:
         """How many steps along `append_dim` are complete."""
         return self._steps
 
-    def append(self, data: Data, coords: Mapping[str, Any] | None = None) -> None:
+    def append(self, data: TileData, coords: Mapping[str, Any] | None = None) -> None:
         """Write tiles: all there is, or the next steps along `append_dim`; complete when it returns.
 
         `coords` add to those of the writer; after the first call only those along `append_dim` may be given.
@@ -198,12 +210,12 @@ class Writer:
         ended, a store that does not fit); the store keeps the steps that were complete.  `FieldError`, `GridError` or
         `ShardingError` for data, names and coordinates that do not fit together; nothing is changed then.
         """
-        mesh = _mesh_of(data)
+        mesh = _mesh_of_tiles(data)
         if self._over or (self._mesh is not None and self._dim is None):
             raise WriteError(f"{self.path} takes no more: it was closed, failed, or has no append_dim to grow along")
         if self._mesh is None and self._known is None:
             self._find(mesh)
-        piece = alike(mesh, lambda: self._outlined(data, coords or {}))
+        piece = agreed_outline(mesh, lambda: self._outlined(data, coords or {}))
         try:
             self._begin(mesh, piece)
             self._add(mesh, piece)
@@ -212,11 +224,11 @@ class Writer:
             self._sink.close(done=False)
             raise
 
-    def _add(self, mesh: DeviceMesh, piece: Outline) -> None:
+    def _add(self, mesh: DeviceMesh, piece: AppendOutline) -> None:
         whole = [self._whole(s.array, piece.rows) for s in piece.sources]
-        together(mesh, lambda: self._sink.attach(whole))
+        gather_results(mesh, lambda: self._sink.attach(whole))
         for source in piece.sources:
-            deliver(source, mesh, self._sink, self._dim, self._steps, self._budget)
+            deliver_boxes(source, mesh, self._sink, self._dim, self._steps, self._budget)
         start, self._steps = self._steps, self._steps + piece.rows
         self._commit(mesh, piece.coords, start, closed=False)
         self._known = piece.known(self._known, self._steps)
@@ -232,7 +244,7 @@ class Writer:
         except BaseException:
             self._sink.close(done=False)
             raise
-        together(mesh, lambda: self._sink.close(done=True))
+        gather_results(mesh, lambda: self._sink.close(done=True))
 
     def __enter__(self) -> Self:
         return self
@@ -249,44 +261,44 @@ class Writer:
     def _find(self, mesh: DeviceMesh) -> None:
         """Learn from the first rank what there is to append to."""
 
-        def look() -> Found | None:
-            asked = self._mode == "a" and self._dim is not None and not any(coordinate(mesh))
+        def look() -> GrowingStore | None:
+            asked = self._mode == "a" and self._dim is not None and not any(mesh_coordinate(mesh))
             return self._sink.find(self._dim or "") if asked else None
 
-        found = together(mesh, look)[0]
+        found = gather_results(mesh, look)[0]
         if found is not None:
             self._known, self._steps = found, found.steps
 
-    def _outlined(self, data: Data, coords: Mapping[str, Any]) -> Outline:
+    def _outlined(self, data: TileData, coords: Mapping[str, Any]) -> AppendOutline:
         given = dict(coords) if self._mesh is not None else {**self._coords, **coords}
-        return outline(data, self._dims, self._fields, given, self._how, self._known, self._stored_like)
+        return outline_append(data, self._dims, self._fields, given, self._how, self._known, self._stored_like)
 
-    def _begin(self, mesh: DeviceMesh, piece: Outline) -> None:
+    def _begin(self, mesh: DeviceMesh, piece: AppendOutline) -> None:
         """Make the store, where there is none to append to."""
 
         def create() -> None:
-            if not any(coordinate(mesh)):
+            if not any(mesh_coordinate(mesh)):
                 arrays = [s.array for s in piece.sources]
                 self._sink.create(arrays, piece.coords, self._attrs, replace=self._mode != "w-")
 
         if self._known is None:
-            together(mesh, create)
+            gather_results(mesh, create)
         self._mesh = mesh
 
-    def _whole(self, array: Array, rows: int) -> Array:
+    def _whole(self, array: ArrayOutline, rows: int) -> ArrayOutline:
         """The array as it will be with these rows."""
         shape = tuple(self._steps + rows if d == self._dim else n for d, n in zip(array.dims, array.shape, strict=True))
         return replace(array, shape=shape)
 
-    def _commit(self, mesh: DeviceMesh, coords: Sequence[Coordinate], start: int, closed: bool) -> None:
+    def _commit(self, mesh: DeviceMesh, coords: Sequence[StoredCoordinate], start: int, closed: bool) -> None:
         def commit() -> None:
-            if not any(coordinate(mesh)):
-                self._sink.commit(coords, start, Completeness(self._dim, self._steps, closed))
+            if not any(mesh_coordinate(mesh)):
+                self._sink.commit(coords, start, StoreCompleteness(self._dim, self._steps, closed))
 
-        together(mesh, commit)
+        gather_results(mesh, commit)
 
 
-def _mesh_of(data: Any) -> DeviceMesh:
+def _mesh_of_tiles(data: Any) -> DeviceMesh:
     tiles = [data] if isinstance(data, Tile) else list(data.values()) if isinstance(data, Mapping) else []
     found = next((t.mesh for t in tiles if isinstance(t, Tile)), None)
     if found is None:
@@ -294,25 +306,25 @@ def _mesh_of(data: Any) -> DeviceMesh:
             f"write takes a tile or a mapping of tiles, not {type(data).__name__}; "
             "cut it first: jigsaw.shard(x, mesh, spec)"
         )
-    if not all(same_mesh(found, t.mesh) for t in tiles if isinstance(t, Tile)):
+    if not all(is_same_mesh(found, t.mesh) for t in tiles if isinstance(t, Tile)):
         raise ShardingError("the tiles of one write lie on different meshes; write them one mesh at a time")
     return found
 
 
-def _local(path: str | os.PathLike[str]) -> Path:
+def _local_path(path: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(path):
         raise WriteError(f"{os.fspath(path)!r} is a URL; only local paths are written, copy the store afterwards")
     return Path(path)
 
 
-def _suffix(path: Path, format: str | None) -> str:
-    suffix = path.suffix if format is None else _SUFFIXES.get(format, "")
-    if suffix not in _SUFFIXES.values():
+def _store_suffix(path: Path, format: str | None) -> str:
+    suffix = path.suffix if format is None else _FORMAT_SUFFIXES.get(format, "")
+    if suffix not in _FORMAT_SUFFIXES.values():
         raise WriteError(f"{path} with format={format!r} is neither .zarr nor .nc; choose format='zarr' or 'netcdf'")
     return suffix
 
 
-def _sink(suffix: str, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> Sink:
+def _make_sink(suffix: str, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> FormatSink:
     if suffix == ".zarr":
         from jigsaw.io.writing.zarr_writer import ZarrSink
 
@@ -322,11 +334,11 @@ def _sink(suffix: str, path: Path, append_dim: str | None, encoding: Mapping[str
     return NetcdfSink(path, append_dim, encoding)
 
 
-def _attrs_at(path: Path) -> Mapping[str, Any]:
+def _attrs_at_path(path: Path) -> Mapping[str, Any]:
     if path.is_dir():
-        from jigsaw.io.writing.zarr_writer import zarr_attrs
+        from jigsaw.io.writing.zarr_writer import zarr_store_attrs
 
-        return zarr_attrs(path)
+        return zarr_store_attrs(path)
     from jigsaw.io.writing.netcdf_writer import netcdf_attrs
 
     return netcdf_attrs(path)

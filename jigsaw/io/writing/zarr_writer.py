@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from jigsaw.errors import WriteError, writing_to
 from jigsaw.io.drafts import draft_of
-from jigsaw.io.errors import WriteError, writing_to
 from jigsaw.io.packages import why_not_imported
-from jigsaw.io.writing.cf import Coordinate, plain
-from jigsaw.io.writing.outline import Array, Found
-from jigsaw.io.writing.sink import Completeness, completeness_of
-from jigsaw.layout import Box, slices
+from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
+from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
+from jigsaw.io.writing.sink import StoreCompleteness, completeness_from_attrs
+from jigsaw.layout import Box, box_slices
 
-_STEPS_A_CHUNK = 1024
+_ZARR_CHUNK_STEPS = 1024
 
 
 class ZarrSink:
@@ -45,12 +45,12 @@ class ZarrSink:
 
     # -- the first rank ----------------------------------------------------------------------------------------------
 
-    def find(self, append_dim: str) -> Found | None:
+    def find(self, append_dim: str) -> GrowingStore | None:
         """The store as far as it is complete, whatever was being added when its writer ended."""
         if not self._path.exists() or not any(self._path.iterdir()):
             return None
-        group = _zarr().open_group(str(self._path), mode="r")
-        done = completeness_of(dict(group.attrs))
+        group = _import_zarr().open_group(str(self._path), mode="r")
+        done = completeness_from_attrs(dict(group.attrs))
         if group.metadata.zarr_format != 3:
             raise WriteError(f"{self._path} is Zarr v2; convert it to v3 to append, or write a new store")
         members: Any = dict(group.members(max_depth=None))
@@ -61,31 +61,39 @@ class ZarrSink:
         self._attrs = dict(group.attrs)
         listed: Any = self._document("zarr.json").get("consolidated_metadata") or {}
         self._documents = listed.get("metadata") or {name: self._document(f"{name}/zarr.json") for name in members}
-        top = {name: a for name, a in members.items() if isinstance(a, _zarr().Array) and "/" not in name}
-        coords = {name: _coordinate(name, a) for name, a in top.items() if _is_coordinate(name, a, top)}
-        arrays = {name: _array(name, a) for name, a in top.items() if name not in coords}
+        top = {name: a for name, a in members.items() if isinstance(a, _import_zarr().Array) and "/" not in name}
+        coords = {name: _zarr_coordinate(name, a) for name, a in top.items() if _is_coordinate(name, a, top)}
+        arrays = {name: _zarr_array(name, a) for name, a in top.items() if name not in coords}
         sizes = {n for a in arrays.values() for d, n in zip(a.dims, a.shape, strict=True) if d == append_dim}
         if len(sizes) != 1:
             raise WriteError(f"{self._path} has no array that can grow along append_dim={append_dim!r}")
-        return Found(arrays, coords, sizes.pop())
+        return GrowingStore(arrays, coords, sizes.pop())
 
     def create(
-        self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any], replace: bool
+        self,
+        arrays: Sequence[ArrayOutline],
+        coords: Sequence[StoredCoordinate],
+        attrs: Mapping[str, Any],
+        replace: bool,
     ) -> None:
         """The root first, with nothing complete, then the arrays that it does not list yet."""
         with writing_to(self._path, self.remedy):
             self._create(arrays, coords, attrs, replace)
 
     def _create(
-        self, arrays: Sequence[Array], coords: Sequence[Coordinate], attrs: Mapping[str, Any], replace: bool
+        self,
+        arrays: Sequence[ArrayOutline],
+        coords: Sequence[StoredCoordinate],
+        attrs: Mapping[str, Any],
+        replace: bool,
     ) -> None:
         if self._path.exists():
             self._clear(replace)
-        self._attrs = {k: plain(v) for k, v in attrs.items()}
-        self._write_root(Completeness(self._dim, 0, False))
+        self._attrs = {k: plain_attribute(v) for k, v in attrs.items()}
+        self._write_root(StoreCompleteness(self._dim, 0, False))
         for array in arrays:
             shape = tuple(0 if d == self._dim else n for d, n in zip(array.dims, array.shape, strict=True))
-            _zarr().create_array(
+            _import_zarr().create_array(
                 f"{self._path}/{array.name}",
                 shape=shape,
                 dtype=array.dtype,
@@ -93,7 +101,7 @@ class ZarrSink:
                 shards=array.shards,
                 fill_value=array.fill,
                 dimension_names=array.dims,
-                attributes=_attributes(array.attrs, array.dtype),
+                attributes=_zarr_attributes(array.attrs, array.dtype),
                 zarr_format=3,
                 **self._encoding,
             )
@@ -106,29 +114,29 @@ class ZarrSink:
             return
         if not replace:
             raise WriteError(f"{self._path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
-        if not is_zarr(self._path):
+        if not is_zarr_group(self._path):
             raise WriteError(f"{self._path} is no Zarr store, so mode='w' does not replace it; remove it yourself")
-        remove_store(self._path)
+        remove_zarr_store(self._path)
 
-    def _create_coordinate(self, c: Coordinate) -> None:
+    def _create_coordinate(self, c: StoredCoordinate) -> None:
         grows = [d == self._dim for d in c.dims]
-        _zarr().create_array(
+        _import_zarr().create_array(
             f"{self._path}/{c.name}",
             shape=tuple(0 if g else n for g, n in zip(grows, c.values.shape, strict=True)),
             dtype=str if c.values.dtype.kind == "U" else c.values.dtype,
-            chunks=tuple(_STEPS_A_CHUNK if g else max(n, 1) for g, n in zip(grows, c.values.shape, strict=True)),
+            chunks=tuple(_ZARR_CHUNK_STEPS if g else max(n, 1) for g, n in zip(grows, c.values.shape, strict=True)),
             fill_value=np.nan if c.values.dtype.kind == "f" else None,
             dimension_names=c.dims,
-            attributes=_attributes(c.attrs, c.values.dtype),
+            attributes=_zarr_attributes(c.attrs, c.values.dtype),
             zarr_format=3,
         )
         self._documents[c.name] = self._document(f"{c.name}/zarr.json")
 
-    def commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
+    def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
         with writing_to(self._path, self.remedy):
             self._commit(coords, start, done)
 
-    def _commit(self, coords: Sequence[Coordinate], start: int, done: Completeness) -> None:
+    def _commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
         for c in coords:
             first = [start if d == self._dim else 0 for d in c.dims]
             shape = tuple(a + n for a, n in zip(first, c.values.shape, strict=True))
@@ -137,7 +145,7 @@ class ZarrSink:
             self._replace(f"{name}/zarr.json", self._documents[name])
         self._write_root(done)
 
-    def _write_root(self, done: Completeness) -> None:
+    def _write_root(self, done: StoreCompleteness) -> None:
         listed = self._documents if done.steps or done.closed else {}
         sorted_names = sorted(listed, key=lambda name: (name.count("/"), name))
         found = {name: listed[name] for name in sorted_names}
@@ -161,13 +169,13 @@ class ZarrSink:
 
     # -- every rank --------------------------------------------------------------------------------------------------
 
-    def attach(self, arrays: Sequence[Array]) -> None:
+    def attach(self, arrays: Sequence[ArrayOutline]) -> None:
         for array in arrays:
             self._open(array.name, array.shape)
 
     def _open(self, name: str, shape: tuple[int, ...]) -> Any:
         """An array of the shape that it will have; the one on disk does not grow by it."""
-        zarr = _zarr()
+        zarr = _import_zarr()
         if name not in self._arrays:
             self._arrays[name] = zarr.open_array(f"{self._path}/{name}", mode="r+", zarr_format=3)
             self._documents[name] = self._document(f"{name}/zarr.json")
@@ -179,13 +187,13 @@ class ZarrSink:
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
         with writing_to(self._path, self.remedy):
-            self._arrays[name][slices(box)] = block
+            self._arrays[name][box_slices(box)] = block
 
     def close(self, done: bool) -> None:
         self._arrays.clear()
 
 
-def _zarr() -> Any:
+def _import_zarr() -> Any:
     """The package, which a program that only reads other formats can do without."""
     try:
         import zarr
@@ -201,25 +209,27 @@ def _is_coordinate(name: str, array: Any, arrays: Mapping[str, Any]) -> bool:
     return name in listed or tuple(array.metadata.dimension_names or ()) == (name,)
 
 
-def _array(name: str, array: Any) -> Array:
+def _zarr_array(name: str, array: Any) -> ArrayOutline:
     dims = tuple(array.metadata.dimension_names or ())
-    return Array(name, dims, array.shape, array.dtype.name, array.chunks, array.shards, dict(array.attrs))
+    return ArrayOutline(name, dims, array.shape, array.dtype.name, array.chunks, array.shards, dict(array.attrs))
 
 
-def _coordinate(name: str, array: Any) -> Coordinate:
-    return Coordinate(name, tuple(array.metadata.dimension_names or ()), np.asarray(array[...]), dict(array.attrs))
+def _zarr_coordinate(name: str, array: Any) -> StoredCoordinate:
+    return StoredCoordinate(
+        name, tuple(array.metadata.dimension_names or ()), np.asarray(array[...]), dict(array.attrs)
+    )
 
 
-def _attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+def _zarr_attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:
     """Attributes as JSON; the ``_FillValue`` of floats as xarray has it in Zarr v3, base64 of its eight bytes."""
-    found = {k: plain(v) for k, v in attrs.items()}
+    found = {k: plain_attribute(v) for k, v in attrs.items()}
     fill = found.get("_FillValue")
     if isinstance(fill, int | float) and np.dtype(dtype).kind == "f":
         found["_FillValue"] = standard_b64encode(pack("<d", fill)).decode()
     return found
 
 
-def remove_store(path: Path) -> None:
+def remove_zarr_store(path: Path) -> None:
     """Remove a store that is there: at once, for what is left of it would still say that it is whole.
 
     Raises: `WriteError` for a symbolic link.
@@ -232,11 +242,11 @@ def remove_store(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def is_zarr(path: Path) -> bool:
+def is_zarr_group(path: Path) -> bool:
     """Whether a folder is a Zarr group."""
     return any((path / name).exists() for name in ("zarr.json", ".zgroup"))
 
 
-def zarr_attrs(path: Path) -> Mapping[str, Any]:
+def zarr_store_attrs(path: Path) -> Mapping[str, Any]:
     """The global attributes of a store."""
-    return dict(_zarr().open_group(str(path), mode="r").attrs)
+    return dict(_import_zarr().open_group(str(path), mode="r").attrs)

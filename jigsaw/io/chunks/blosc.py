@@ -1,0 +1,177 @@
+"""Blosc 1 frames in part: a frame is blocks that are compressed by themselves, after a table of where they begin.
+
+A run of blocks becomes a frame of its own (the header, a table for these blocks, their bytes), which Blosc decodes;
+so every compressor, shuffle and split that Blosc knows works.  Format: github.com/Blosc/c-blosc, README_CHUNK_FORMAT.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError, decode_blosc_frame
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.portion import ByteSpans, ChunkPortion, blosc_blocks_of_spans, join_spans
+
+ByteAllocator = Callable[[int], ByteArray]
+BLOSC_HEADER_BYTES = 16
+_STORED_AS_IS = 0x2
+_NEVER_SPLIT = 0x10
+_BLOSC_VERSION = 2
+_RESERVED_FLAG = 0x8
+_MOST_SPLITS, _LEAST_SPLIT = 16, 128
+_HEADER_STRUCT = struct.Struct("<BBBBIII")
+
+
+@dataclass(frozen=True)
+class BloscFrame:
+    """One Blosc frame: its header, and where each of its blocks lies, [begin, end) from the frame's start."""
+
+    head: bytes
+    size: int
+    block: int
+    begin: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the blocks are stored as they are."""
+        return bool(self.head[2] & _STORED_AS_IS)
+
+    def portion(self, spans: ByteSpans, gap: int) -> ChunkPortion:
+        """The blocks that hold these decoded bytes; those stored less than `gap` bytes apart are one request."""
+        return self.part(blosc_blocks_of_spans(spans, self.block), gap)
+
+    def part(self, runs: ByteSpans, gap: int) -> ChunkPortion:
+        """The same of the blocks of these runs, [first, stop)."""
+        stored = join_spans(self._stored(runs), gap).tolist()
+        valid = np.minimum(runs * self.block, self.size).tolist()
+        ranges, spans = tuple((a, b - a) for a, b in stored), tuple((a, b) for a, b in valid)
+        return ChunkPortion(ranges, spans, decoded=sum(b - a for a, b in spans))
+
+    def _stored(self, runs: ByteSpans) -> ByteSpans:
+        """Where the blocks of each run are stored."""
+        if self._is_rising:
+            return np.stack([self.begin[runs[:, 0]], self.end[runs[:, 1] - 1]], axis=1)
+        return np.array([(self.begin[a:b].min(), self.end[a:b].max()) for a, b in runs], np.int64)
+
+    @cached_property
+    def _is_rising(self) -> bool:
+        """Whether blocks are stored in their order, as they nearly always are."""
+        return bool((self.begin[1:] > self.begin[:-1]).all())
+
+    def decode(self, portion: ChunkPortion, raw: ByteArray, out: ByteArray) -> None:
+        """Decode the portion, whose ranges lie one after the other in `raw`, to where its blocks belong in `out`."""
+        begins = np.array([offset for offset, _ in portion.ranges], np.int64)
+        at = np.cumsum([0, *(length for _, length in portion.ranges)])[:-1]
+        for start, stop in portion.spans:
+            first, last = start // self.block, -(-stop // self.block)
+            begin, end = self.begin[first:last], self.end[first:last]
+            moved = (
+                at[np.searchsorted(begins, begin, side="right") - 1]
+                - begins[np.searchsorted(begins, begin, side="right") - 1]
+            )
+            low, high = int((begin + moved).min()), int((end + moved).max())
+            frame = self._frame_of(begin + moved, end + moved, stop - start, fresh_memory)
+            frame[-(high - low) :] = raw[low:high]
+            decode_blosc_frame(frame, out[start:stop])
+
+    def run(
+        self, first: int, last: int, read: Callable[[int, ByteArray], None], room: ByteAllocator, out: ByteArray
+    ) -> None:
+        """Decode the blocks [first, last) into `out`; `read` fills memory with stored bytes from an offset on."""
+        begin, end = self.begin[first:last], self.end[first:last]
+        low, high = int(begin.min()), int(end.max())
+        frame = self._frame_of(begin, end, out.size, room)
+        read(low, frame[-(high - low) :])
+        decode_blosc_frame(frame, out)
+
+    def _frame_of(self, begin: NDArray[np.int64], end: NDArray[np.int64], size: int, room: ByteAllocator) -> ByteArray:
+        """A frame of some blocks that decodes to `size` bytes; what is stored at [begin, end) is to close it."""
+        table = BLOSC_HEADER_BYTES + (0 if self.is_copied else 4 * len(begin))
+        low, high = int(begin.min()), int(end.max())
+        made = room(table + high - low)
+        version, codec, flags, typesize = self.head[:4]
+        if size < self.block:  # the last block alone: it is shorter than the others, and never split
+            flags |= _NEVER_SPLIT
+        head = _HEADER_STRUCT.pack(version, codec, flags, typesize, size, min(self.block, size), made.size)
+        made[:BLOSC_HEADER_BYTES] = np.frombuffer(head, np.uint8)
+        if not self.is_copied:
+            made[BLOSC_HEADER_BYTES:table] = (begin - low + table).astype("<i4").view(np.uint8)
+        return made
+
+
+def check_blosc_header(raw: bytes, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
+    """The block size and the number of blocks that a frame's 16-byte header claims.
+
+    Raises: `BadChunkError` when the header contradicts the chunk's decoded or stored size, or itself.
+    """
+    if len(raw) < BLOSC_HEADER_BYTES:
+        raise ShortChunkError(f"it has {len(raw)} bytes, too few for a Blosc header")
+    version, _, flags, typesize, size, block, frame = _HEADER_STRUCT.unpack(raw[:BLOSC_HEADER_BYTES])
+    if size != chunk_bytes:
+        raise BadChunkError(f"its header claims {size} decoded bytes and the chunk has {chunk_bytes}")
+    if stored is not None and frame != stored:
+        kind = ShortChunkError if stored < frame else BadChunkError
+        raise kind(f"it has {stored} bytes and its header says {frame}")
+    if not 0 < block <= size:
+        raise BadChunkError(f"its header claims blocks of {block} bytes in a chunk of {size}")
+    if version != _BLOSC_VERSION or flags & _RESERVED_FLAG or not typesize:
+        raise BadChunkError(f"its header claims version {version}, flags {flags:#x} and elements of {typesize} bytes")
+    if not flags & (_NEVER_SPLIT | _STORED_AS_IS) and _is_block_split(block, typesize) and block % typesize:
+        # Blosc would leave the rest of each block as whatever its memory held
+        raise BadChunkError(f"its header claims blocks of {block} bytes, split by elements of {typesize}")
+    count = -(-size // block)
+    if flags & _STORED_AS_IS:
+        if frame != BLOSC_HEADER_BYTES + size:
+            raise BadChunkError(f"its header claims {size} bytes that are copied and {frame} stored ones")
+    elif BLOSC_HEADER_BYTES + 8 * count > frame:  # a table's entry, and the length of what it points to
+        raise BadChunkError(f"its header claims {count} blocks in a frame of {frame} bytes")
+    return block, count
+
+
+def _is_block_split(block: int, typesize: int) -> bool:
+    """Whether Blosc stores each byte of the elements of a block by itself."""
+    return typesize <= _MOST_SPLITS and block // typesize >= _LEAST_SPLIT
+
+
+def check_blosc_frame(raw: ByteArray, chunk_bytes: int) -> None:
+    """Refuse a whole frame that Blosc itself would read beyond, or decode into rubbish.
+
+    Raises: `BadChunkError`.
+    """
+    head = raw[:BLOSC_HEADER_BYTES].tobytes()
+    _, count = check_blosc_header(head, chunk_bytes, raw.size)
+    if head[2] & _STORED_AS_IS:
+        return
+    _block_starts(raw[BLOSC_HEADER_BYTES : BLOSC_HEADER_BYTES + 4 * count], raw.size)
+
+
+def _block_starts(table: ByteArray, stored: int) -> list[int]:
+    """Where the blocks of a table begin, in its order.  Mostly few: a list is faster than numpy."""
+    begin: list[int] = table.view("<i4").tolist()
+    if min(begin) < BLOSC_HEADER_BYTES + table.size or max(begin) > stored - 4 or len(set(begin)) < len(begin):
+        raise BadChunkError("its table of blocks points outside the frame, or twice to one place")
+    return begin
+
+
+def blosc_frame_of(head: bytes, table: ByteArray) -> BloscFrame:
+    """The frame of a checked header and its table of block offsets (empty where blocks are stored as they are).
+
+    Raises: `BadChunkError` for blocks that lie outside the frame.
+    """
+    *_, size, block, stored = _HEADER_STRUCT.unpack(head)
+    count = -(-size // block)
+    if head[2] & _STORED_AS_IS:
+        begin = BLOSC_HEADER_BYTES + np.arange(count, dtype=np.int64) * block
+        end = np.minimum(begin + block, BLOSC_HEADER_BYTES + size)
+        return BloscFrame(head, size, block, begin, end)
+    begin = np.array(_block_starts(table, stored), np.int64)
+    rising = np.sort(begin)
+    nexts = np.append(rising[1:], stored)
+    return BloscFrame(head, size, block, begin, nexts[np.searchsorted(rising, begin)])

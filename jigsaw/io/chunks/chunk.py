@@ -1,0 +1,85 @@
+"""One stored chunk: where its bytes lie, what decodes them, and what loading it took."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.codecs import ByteArray
+from jigsaw.io.chunks.files import StoreFiles
+from jigsaw.io.chunks.portion import ChunkPortion
+
+
+class ChunkRef(NamedTuple):
+    """Where a chunk's stored bytes lie: `length` bytes at `offset` of an object.
+
+    `length` is None where the store does not tell, and the whole object is meant.  `mask` has bit k set where HDF5 left
+    out filter k for this chunk.
+    """
+
+    path: str
+    offset: int
+    length: int | None
+    mask: int = 0
+
+
+class ChunkPlaces(Protocol):
+    """Where an array's chunks lie, in one format."""
+
+    @property
+    def files(self) -> StoreFiles: ...
+
+    def path(self, index: ChunkIndex) -> str: ...
+
+    def locate(self, index: ChunkIndex) -> ChunkRef | None: ...
+
+
+@runtime_checkable
+class StripPlaces(Protocol):
+    """Places that know those of chunks that follow each other along the last dim in one go."""
+
+    def locate_row(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]: ...
+
+
+class ChunkDecoder(Protocol):
+    """From the stored bytes of a chunk to its values; `jigsaw.io.chunks.codecs.Decoder` is Zarr's.
+
+    `is_plain`: the stored bytes are the values.  `splits`: a part can be decoded alone (plain bytes and Blosc frames).
+    """
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+
+    @property
+    def is_plain(self) -> bool: ...
+
+    @property
+    def splits(self) -> bool: ...
+
+    def decode(self, raw: ByteArray, out: ByteArray, mask: int = 0) -> None: ...
+
+
+class ChunkLoadCounts(NamedTuple):
+    """What loading a chunk took; `stored` is None for a missing chunk."""
+
+    stored: int | None
+    fallback: bool
+    requests: int = 1
+    decoded: int = 0
+
+
+class FetchedBytes(NamedTuple):
+    """The stored bytes of a chunk, or of a part of it; `raw` is None when they are already where they belong.
+
+    `requests` are those it took, where the chunk was fetched together with others.
+    """
+
+    raw: ByteArray | None
+    ref: ChunkRef
+    portion: ChunkPortion | None
+    requests: int | None = None

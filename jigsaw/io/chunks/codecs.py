@@ -1,0 +1,221 @@
+"""From a chunk's stored bytes to its values, straight into the caller's memory, without holding the GIL.
+
+A `CodecDecoder` knows the codecs that nearly all stores use.  `decoder_of` returns None for a pipeline that it does not
+know; the reader then asks zarr's own pipeline for that array, and counts it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ByteArray = NDArray[np.uint8]
+_RUN_CODE = ("pickle", "dill", "marshal", "joblib")
+DecodeStep = Callable[[ByteArray, ByteArray], None]
+
+
+class BadChunkError(Exception):
+    """Why a chunk cannot be decoded; the caller adds which chunk."""
+
+
+class ShortChunkError(BadChunkError):
+    """A chunk whose stored bytes end too early."""
+
+
+@dataclass(frozen=True)
+class CodecDecoder:
+    """Stored bytes of one chunk -> its values in C order of the *stored* dims' `order`, in `dtype`.
+
+    `compression` is None for plain bytes.  `checked` says that a CRC-32C closes the stored bytes.
+    """
+
+    dtype: np.dtype[Any]
+    order: tuple[int, ...]
+    compression: str | None = None
+    checked: bool = False
+
+    @property
+    def splits(self) -> bool:
+        """Whether a part of a chunk can be decoded without the rest."""
+        return not self.checked and self.compression in (None, "blosc")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored bytes are the values, so that they can be read in place."""
+        return self.compression is None and not self.checked
+
+    def decode(self, raw: ByteArray, out: ByteArray, mask: int = 0) -> None:
+        """Fill `out`, which has exactly the chunk's size; Zarr leaves no filter out, so `mask` is 0.
+
+        Raises: `BadChunkError` for what is cut short, damaged, or claims another size.
+        """
+        if self.checked:
+            raw = without_crc(raw)
+        if self.compression is None:
+            if raw.size != out.size:
+                kind = ShortChunkError if raw.size < out.size else BadChunkError
+                raise kind(f"it has {raw.size} bytes and the chunk has {out.size}")
+            out[:] = raw
+            return
+        try:
+            _DECODE_STEPS[self.compression](raw, out)
+        except (RuntimeError, ValueError, struct.error, zlib.error) as e:
+            raise BadChunkError(str(e)) from e
+
+
+def without_crc(raw: ByteArray) -> ByteArray:
+    """The stored bytes before their closing CRC-32C, which must match."""
+    from google_crc32c import value as crc32c
+
+    if raw.size < 4:
+        raise ShortChunkError(f"it has {raw.size} bytes, too few for its checksum")
+    body, stored = raw[:-4], int.from_bytes(raw[-4:].tobytes(), "little")
+    if crc32c(body.tobytes()) != stored:
+        raise BadChunkError("its CRC-32C does not match")
+    return body
+
+
+def _check_claimed_size(claimed: int, out: ByteArray) -> None:
+    if claimed != out.size:
+        raise BadChunkError(f"its header claims {claimed} decoded bytes and the chunk has {out.size}")
+
+
+@cache
+def _blosc_functions() -> tuple[Callable[[ByteArray, int], None], DecodeStep]:
+    """What checks a frame, and what decodes it: to import them at every chunk would take as long as to check it."""
+    from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
+
+    from jigsaw.io.chunks.blosc import check_blosc_frame  # which builds on this file
+
+    return check_blosc_frame, blosc.decompress
+
+
+def _decode_blosc(raw: ByteArray, out: ByteArray) -> None:
+    check, decompress = _blosc_functions()
+    check(raw, out.size)
+    decompress(raw, out)
+
+
+def decode_blosc_frame(frame: ByteArray, out: ByteArray) -> None:
+    """Decode a Blosc frame that fills `out`.
+
+    Raises: `BadChunkError` when it is damaged.
+    """
+    try:
+        _decode_blosc(frame, out)
+    except (RuntimeError, ValueError) as e:
+        raise BadChunkError(str(e)) from e
+
+
+def _zstd_frame_size(raw: ByteArray) -> int | None:
+    """The decoded size that a Zstandard frame's header gives, if it does."""
+    if raw.size < 6 or raw[:4].tobytes() != b"\x28\xb5\x2f\xfd":
+        raise BadChunkError("it does not begin with a Zstandard frame")
+    descriptor = int(raw[4])
+    single, flag = descriptor >> 5 & 1, descriptor >> 6
+    width = (1 if single else 0, 2, 4, 8)[flag]
+    at = 5 + (0 if single else 1) + (0, 1, 2, 4)[descriptor & 3]
+    if not width:
+        return None
+    if raw.size < at + width:
+        raise ShortChunkError(f"it has {raw.size} bytes, too few for a Zstandard header")
+    return int.from_bytes(raw[at : at + width].tobytes(), "little") + (256 if width == 2 else 0)
+
+
+def _decode_zstd(raw: ByteArray, out: ByteArray) -> None:
+    from numcodecs import zstd  # pyright: ignore[reportAttributeAccessIssue]
+
+    size = _zstd_frame_size(raw)
+    if size is not None:  # of a streamed frame it shows while decoding, which never goes beyond `out`
+        _check_claimed_size(size, out)
+    zstd.decompress(raw, out)
+
+
+def _decode_lz4(raw: ByteArray, out: ByteArray) -> None:
+    from numcodecs import lz4  # pyright: ignore[reportAttributeAccessIssue]
+
+    if raw.size < 4:
+        raise ShortChunkError(f"it has {raw.size} bytes, too few for an LZ4 header")
+    _check_claimed_size(int.from_bytes(raw[:4].tobytes(), "little"), out)
+    lz4.decompress(raw, out)
+
+
+def _decode_deflate(raw: ByteArray, out: ByteArray) -> None:
+    """Zlib and gzip, several members included; never decodes more than the chunk's size."""
+    done, rest = 0, memoryview(raw.data)
+    while rest:
+        engine = zlib.decompressobj(wbits=47)  # either header
+        part = engine.decompress(rest, out.size - done + 1)
+        if done + len(part) > out.size:
+            raise BadChunkError(f"it decodes to more than the chunk's {out.size} bytes")
+        if not engine.eof:
+            raise ShortChunkError(f"its compressed stream ends after {done + len(part)} of {out.size} bytes")
+        out[done : done + len(part)] = np.frombuffer(part, np.uint8)
+        done, rest = done + len(part), memoryview(engine.unused_data)
+    if done != out.size:
+        raise BadChunkError(f"it decodes to {done} bytes and the chunk has {out.size}")
+
+
+_DECODE_STEPS: dict[str, DecodeStep] = {
+    "blosc": _decode_blosc,
+    "zstd": _decode_zstd,
+    "lz4": _decode_lz4,
+    "zlib": _decode_deflate,
+    "gzip": _decode_deflate,
+}
+
+
+def decoder_of_zarr_v2(
+    dtype: np.dtype[Any], order: str, ndim: int, filters: Sequence[Any], compressor: Any
+) -> CodecDecoder | None:
+    """The decoder of a zarr v2 array, or None when it is not one of the fast ones."""
+    name = None if compressor is None else str(compressor.codec_id)
+    if filters or not _is_number_dtype(dtype) or name not in (None, *_DECODE_STEPS):
+        return None
+    dims = tuple(range(ndim))
+    return CodecDecoder(dtype, dims[::-1] if order == "F" else dims, name)
+
+
+def decoder_of_zarr_v3(dtype: np.dtype[Any], ndim: int, codecs: Sequence[Any]) -> CodecDecoder | None:
+    """The decoder of a zarr v3 codec chain: [transpose], bytes, [one compressor], [crc32c]; else None."""
+    rest = [codec.to_dict() for codec in codecs]
+    order = tuple(range(ndim))
+    if rest and rest[0]["name"] == "transpose":
+        order = tuple(rest.pop(0)["configuration"]["order"])
+    if not rest or rest[0]["name"] != "bytes" or not _is_number_dtype(dtype):
+        return None
+    endian = (rest.pop(0).get("configuration") or {}).get("endian")
+    names = [codec["name"] for codec in rest]
+    checked = bool(names) and names[-1] == "crc32c"
+    compressors = names[:-1] if checked else names
+    if len(compressors) > 1 or any(name not in _DECODE_STEPS for name in compressors):
+        return None
+    stored = dtype.newbyteorder(">" if str(getattr(endian, "value", endian)) == "big" else "<")
+    return CodecDecoder(stored, order, compressors[0] if compressors else None, checked)
+
+
+def codec_that_runs_code(codecs: Sequence[Any]) -> str | None:
+    """The name of the first of zarr's codecs that decodes a chunk by running what the chunk says; else None."""
+    said = [codec.get_config() if hasattr(codec, "get_config") else codec.to_dict() for codec in codecs]
+    return next((name for name in _codec_names(said) if any(each in name.lower() for each in _RUN_CODE)), None)
+
+
+def _codec_names(said: Any) -> Iterator[str]:
+    """The names of codecs, and of those within them, as a shard has some."""
+    if isinstance(said, Mapping):
+        yield from (str(said[key]) for key in ("id", "name") if key in said)
+        said = list(said.values())
+    if isinstance(said, list | tuple):
+        for each in said:
+            yield from _codec_names(each)
+
+
+def _is_number_dtype(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biuf"

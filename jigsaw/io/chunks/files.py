@@ -1,0 +1,202 @@
+"""Where stored bytes come from: named objects, read whole or by ranges straight into the caller's memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
+
+ByteArray = NDArray[np.uint8]
+ByteAllocator = Callable[[int], ByteArray]
+"""Gives memory for so many bytes."""
+FillTarget = tuple[int, ByteArray]
+"""An offset within an object, and the memory that the bytes from there on fill."""
+
+_FILES_KEPT_OPEN = 128
+_STAMPS_REMEMBERED = 1 << 16
+
+
+class StoreFiles(Protocol):
+    """Objects of bytes by name.
+
+    `far` says that a request costs a round trip, so that many must be under way at a time; `gap` is how many unwanted
+    bytes are cheaper to read than a second request.  A missing object is None or False, never an error.
+    """
+
+    far: bool
+    gap: int
+
+    def size(self, path: str) -> int | None: ...
+
+    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None: ...
+
+    def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool: ...
+
+
+class ObjectIdentity(NamedTuple):
+    """What tells an object from all others, in another process too, and its `state`, as far as that is known, from
+    those that it had before.
+    """
+
+    place: str
+    state: str = ""
+
+
+@runtime_checkable
+class IdentifiedFiles(Protocol):
+    """Files that know what their objects are; None for those that nothing tells from others."""
+
+    def identity(self, path: str) -> ObjectIdentity | None: ...
+
+
+@runtime_checkable
+class CachingFiles(Protocol):
+    """Files that keep what they fetched; what they have of an object can be let go of."""
+
+    def forget(self, path: str) -> None: ...
+
+
+def identity_of_object(files: StoreFiles, path: str) -> ObjectIdentity | None:
+    """That of an object; None where `files` do not know it."""
+    return files.identity(path) if isinstance(files, IdentifiedFiles) else None
+
+
+def fill_targets(
+    targets: Sequence[FillTarget], parts: Sequence[tuple[int, int]], found: Sequence[ByteArray | None]
+) -> bool:
+    """Fill every target from the parts (start, stop, rising) that were `found`; False when the object was missing."""
+    starts = [start for start, _ in parts]
+    for offset, memory in targets:
+        at = bisect_right(starts, offset) - 1
+        raw = found[at]
+        if raw is None:
+            return False
+        memory[:] = raw[offset - starts[at] : offset - starts[at] + memory.size]
+    return True
+
+
+class LocalFiles:
+    """Files on disk.
+
+    `keep` holds them open (those of many chunks: shards, NetCDF): the last of 128 are closed when nobody reads from
+    them.  A file that is held open and changes under the reader is refused.
+    """
+
+    far = False
+    gap = 1 << 14
+
+    def __init__(self, keep: bool = False) -> None:
+        self._open: OrderedDict[str, _OpenFile] | None = OrderedDict() if keep else None
+        self._seen: OrderedDict[int, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> bool:
+        return self._open is not None
+
+    def __setstate__(self, keep: bool) -> None:
+        self.__init__(keep)
+
+    def size(self, path: str) -> int | None:
+        """Its length in bytes; None when it is missing."""
+        try:
+            return os.stat(path).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def identity(self, path: str) -> ObjectIdentity:
+        """Its whole path, its size and time of change."""
+        place = os.path.abspath(path)
+        try:
+            found = os.stat(path)
+        except OSError:
+            return ObjectIdentity(place)
+        return ObjectIdentity(place, f"{found.st_size} {found.st_mtime_ns}")
+
+    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
+        """All its bytes, in memory that `room` gives."""
+        file = self._file(path)
+        if file is None:
+            return None
+        raw = room(file.size)
+        file.read(0, raw)
+        return raw
+
+    def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
+        """Fill every target; False when the file is missing.
+
+        Raises: `ShortChunkError` when the file ends before, `BadChunkError` when it has changed.
+        """
+        file = self._file(path)
+        if file is None:
+            return False
+        for offset, memory in targets:
+            file.read(offset, memory)
+        return True
+
+    def _file(self, path: str) -> _OpenFile | None:
+        try:
+            if self._open is None:
+                return _OpenFile(path)
+            with self._lock:
+                if path not in self._open:
+                    self._open[path] = self._as_before(path, _OpenFile(path))
+                    if len(self._open) > _FILES_KEPT_OPEN:
+                        self._open.popitem(last=False)
+                self._open.move_to_end(path)
+                file = self._open[path]
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        file.check()
+        return file
+
+    def _as_before(self, path: str, file: _OpenFile) -> _OpenFile:
+        """A file that is opened once more: indices and tables of blocks that were read of it are kept elsewhere."""
+        at, stamp = hash(path), hash(file.stamp)
+        if self._seen.setdefault(at, stamp) != stamp:
+            raise BadChunkError(_FILE_CHANGED)
+        self._seen.move_to_end(at)
+        if len(self._seen) > _STAMPS_REMEMBERED:
+            self._seen.popitem(last=False)
+        return file
+
+
+_FILE_CHANGED = "the file has changed since it was opened; open the store again"
+
+
+class _OpenFile:
+    """An open file, closed when nobody uses it any more."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        found = os.fstat(self._fd)
+        self.size, self._changed = found.st_size, found.st_mtime_ns
+        self.stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    def check(self) -> None:
+        found = os.fstat(self._fd)
+        if found.st_size < self.size:
+            raise ShortChunkError(f"the file had {self.size} bytes when it was opened and has {found.st_size} now")
+        if found.st_mtime_ns != self._changed:
+            raise BadChunkError(_FILE_CHANGED)
+
+    def read(self, offset: int, memory: ByteArray) -> None:
+        view, done, length = memory.data, 0, memory.size
+        if offset + length > self.size:
+            raise ShortChunkError(f"it should have {length} bytes at {offset} and the file has {self.size}")
+        while done < length:
+            got = os.preadv(self._fd, [view[done:]], offset + done)
+            if got == 0:
+                raise ShortChunkError(f"the file ends after {done} of its {length} bytes")
+            done += got

@@ -1,0 +1,50 @@
+"""What it takes to find chunks: reads of the indices of shards and of Blosc's tables of blocks, each once and kept.
+
+They are made while a read is planned, so they are counted apart from those of the read itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+
+
+class LookupCounts(NamedTuple):
+    """So many requests, for so many bytes."""
+
+    requests: int = 0
+    bytes: int = 0
+
+
+def total_lookups(each: Iterable[LookupCounts]) -> LookupCounts:
+    """Their sum."""
+    found = tuple(each)
+    return LookupCounts(sum(one.requests for one in found), sum(one.bytes for one in found))
+
+
+class LookupTally:
+    """Adds up the lookups that threads make."""
+
+    def __init__(self) -> None:
+        self._lock, self.made = threading.Lock(), LookupCounts()
+
+    def add(self, more: LookupCounts) -> LookupCounts:
+        """Count `more`, and give it back."""
+        with self._lock:
+            self.made = total_lookups((self.made, more))
+        return more
+
+
+@runtime_checkable
+class IndexedPlaces(Protocol):
+    """Places that are looked up in indices; `made` adds up those that were read."""
+
+    @property
+    def made(self) -> LookupCounts: ...
+
+    def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
+        """The object whose index says where a chunk lies, and what reading that index takes."""
+        ...

@@ -1,0 +1,63 @@
+"""How stored numbers stand for others: by the attributes of CF and NetCDF, read as xarray reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[Any]:
+    """The dtype of the stored values: ``_Unsigned`` is how NetCDF-3 spells what its types lack."""
+    said = str(attrs.get("_Unsigned", "")).lower()
+    if (dtype.kind, said) == ("i", "true"):
+        return np.dtype(dtype.str.replace("i", "u"))
+    if (dtype.kind, said) == ("u", "false"):
+        return np.dtype(dtype.str.replace("u", "i"))
+    return dtype
+
+
+def missing_values_of(
+    dtype: np.dtype[Any], missing: Iterable[Any], stored: np.dtype[Any] | None = None
+) -> tuple[float, ...]:
+    """The stored values that mean "missing": numbers and lists of them, as an array of `dtype` holds them.
+
+    `stored` is the dtype before `dtype_with_declared_sign`, in which such numbers are written.
+    """
+    if dtype.kind not in "iuf":
+        return ()
+    turns = stored is not None and stored.kind != dtype.kind
+    flat = [x for value in missing for x in np.ravel(np.asarray(value)).tolist()]
+    numbers = [x for x in flat if isinstance(x, int | float) and x == x]
+    return tuple(dict.fromkeys(fill_value_of(x, dtype) if turns else stored_number_of(x, dtype) for x in numbers))
+
+
+def fill_is_missing(fill: Any, attrs: Mapping[str, Any]) -> bool:
+    """Whether the `fill_value` of a Zarr v2 array means "missing".
+
+    It is 0 when nobody chose one, so a 0 means that of packed numbers alone.
+    """
+    return bool(fill) or "scale_factor" in attrs
+
+
+def stored_number_of(value: float, dtype: np.dtype[Any]) -> float:
+    """The value that an array of `dtype` holds for it: rounded, or of the other sign; whole numbers stay exact."""
+    if dtype.kind == "f":
+        return float(np.asarray(value).astype(dtype))
+    number = int(value) if isinstance(value, int) or value.is_integer() else value
+    return number + (1 << 8 * dtype.itemsize) if dtype.kind == "u" and number < 0 else number
+
+
+def fill_value_of(value: Any, dtype: np.dtype[Any]) -> Any:
+    """A fill value as a Python number that `dtype` holds: one that was written for the other sign has the same bits.
+
+    What is no number stays as it is.
+    """
+    if not isinstance(value, int | float | np.number) or dtype.kind not in "iuf":
+        return value.item() if isinstance(value, np.generic) else value
+    if dtype.kind == "f" or not np.isfinite(value) or value != np.floor(value):
+        return float(value)
+    bits = 8 * dtype.itemsize
+    wrapped = int(value) % 2**bits
+    return wrapped - 2**bits if dtype.kind == "i" and wrapped >= 2 ** (bits - 1) else wrapped

@@ -1,0 +1,336 @@
+"""Objects of S3, Google Cloud Storage, Azure and HTTP servers, read with `obstore`, which does not hold the GIL.
+
+Every request is tried again after a pause that grows (exponential backoff with jitter) where a server may answer
+better the next time: 408, 429 and 5xx, connections that fail or stall, bodies that end early, ranges that were not the
+ones asked for.  What cannot pass (401, 403, other 4xx, a server without ranges) is an error at once.  Nothing is tried
+again for a read that was given up.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from itertools import count
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from jigsaw.errors import FetchError, UnsupportedStoreError
+from jigsaw.io.chunks.byte_ranges import ByteRange, merge_ranges
+from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
+from jigsaw.io.chunks.concurrent_requests import REQUESTS_IN_FLIGHT, ask_in_pool, is_waited_for
+from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, fill_targets
+from jigsaw.io.packages import why_not_imported
+from jigsaw.redacted import redacted_text
+
+T = TypeVar("T")
+REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
+OWN_OPTIONS = ("arrays",)
+"""Options that are jigsaw's, not obstore's."""
+
+_STAMPS_KEPT = 1024
+_LOOK_EVERY_S = 0.1
+_STATUS_PATTERN = re.compile(r"status code: (\d{3})\b ?([^:\n]*)")
+_ERROR_CODE_PATTERN = re.compile(r"<Code>(\w+)</Code>")
+_TIMED_OUT_PATTERN = re.compile(r"TimedOut|\btimed? ?out\b", re.IGNORECASE)
+_URL_PATTERN = re.compile(r"\b\w+://\S+")
+_ENDPOINT_VARIABLES = re.compile(r"(AWS|AZURE|GOOGLE)_\w*(ENDPOINT|ACCOUNT_NAME|BASE_URL)\w*")
+"""Variables of the environment that say where a bucket lies."""
+_PASSING_STATUSES = ("408", "429")
+_CLIENT_OPTIONS = {"connect_timeout": "10s", "read_timeout": "20s", "timeout": "120s"}
+
+
+def is_remote_url(url: Any) -> bool:
+    """Whether it is a URL that `obstore` reads."""
+    return isinstance(url, str) and url.partition("://")[0] in REMOTE_SCHEMES and "://" in url
+
+
+def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[RemoteFiles, str]:
+    """The store that a URL lies in, and the name of the object, or the prefix of the objects, there.
+
+    `options` go to obstore's store of that kind, such as ``region``, ``endpoint``, ``skip_signature`` or
+    ``client_options``; ``retry_config`` is obstore's too, and carried out by `RemoteFiles`.
+
+    Raises: `UnsupportedStoreError` for options that obstore refuses.
+    """
+    try:
+        from obstore import store as stores
+        from obstore.exceptions import BaseError
+    except ImportError as e:
+        absent = f"reading {redacted_text(url)} needs obstore: pip install 'jigsaw-torch[remote]'"
+        raise UnsupportedStoreError(why_not_imported(e, absent)) from e
+    split = urlsplit(url)
+    given: dict[str, Any] = {k: v for k, v in (options or {}).items() if k not in OWN_OPTIONS}
+    retry = RetryPolicy.of(given.pop("retry_config", None))
+    plain = split.scheme == "http" or str(given.get("endpoint", "")).startswith("http://")
+    given["client_options"] = {**_CLIENT_OPTIONS, "allow_http": plain, **given.get("client_options", {})}
+    given["retry_config"] = {"max_retries": 0}  # each failure is seen, counted and tried again here
+    root = f"{split.scheme}://{split.netloc}"
+    try:
+        if split.scheme in ("http", "https"):
+            query = f"?{split.query}" if split.query else ""
+            store: Any = stores.HTTPStore(root + query, **given)
+        else:
+            store = stores.from_url(root, **given)
+    except (BaseError, TypeError, ValueError) as e:
+        raise UnsupportedStoreError(
+            f"{redacted_text(url)} cannot be opened with options {sorted(options or {})}: "
+            f"{_without_urls(e, options)}; they "
+            f"are those of obstore's store of this kind, such as region, endpoint, skip_signature, client_options"
+        ) from None
+    host = split.netloc if split.scheme in ("abfs", "abfss") else split.netloc.rpartition("@")[2]  # container@account
+    return RemoteFiles(store, redacted_text(f"{split.scheme}://{host}"), retry), unquote(split.path).strip("/")
+
+
+def _without_urls(error: BaseException, options: Mapping[str, Any] | None = None) -> str:
+    return redacted_text(_URL_PATTERN.sub("…", str(error).split("\n")[0]), options)
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often a request is tried again, and within how many seconds; pauses grow from `first` to `longest`."""
+
+    tries: int = 10
+    within: float = 60.0
+    first: float = 0.1
+    longest: float = 5.0
+    base: float = 2.0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None) -> RetryPolicy:
+        """From obstore's ``retry_config``."""
+        config = config or {}
+        backoff = config.get("backoff", {})
+        return cls(
+            int(config.get("max_retries", cls.tries)),
+            _in_seconds(config.get("retry_timeout", cls.within)),
+            _in_seconds(backoff.get("init_backoff", cls.first)),
+            _in_seconds(backoff.get("max_backoff", cls.longest)),
+            float(backoff.get("base", cls.base)),
+        )
+
+    def pause(self, failures: int) -> float:
+        """How long to wait after so many failures."""
+        return min(self.longest, self.first * self.base ** (failures - 1)) * random.uniform(0.5, 1.0)
+
+
+def _in_seconds(value: Any) -> float:
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+
+
+class _CutShortError(Exception):
+    """An answer that ends before its own length."""
+
+
+class RemoteFiles:
+    """The objects of an obstore store as `Files`; `name` is how messages call the store."""
+
+    far = True
+    gap = 1 << 18
+
+    def __init__(self, store: Any, name: str, retry: RetryPolicy | None = None) -> None:
+        self.store, self.name, self.retry = store, name, retry or RetryPolicy()
+        self._stamps: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def of(cls, store: Any) -> RemoteFiles:
+        """The objects of a store that the user made."""
+        return cls(store, redacted_text(repr(store)))
+
+    @property
+    def lists(self) -> bool:
+        """Whether its objects can be listed."""
+        return type(self.store).__name__ != "HTTPStore"
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.store, self.name, self.retry
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state)
+
+    # -- `Files` -----------------------------------------------------------------------------------------------------
+
+    def size(self, path: str) -> int | None:
+        """The length of an object in bytes; None when it is missing.  One request."""
+        import obstore
+
+        return self._tried(path, lambda: int(obstore.head(self.store, path)["size"]))
+
+    def identity(self, path: str) -> ObjectIdentity | None:
+        """Its URL and the server, and its stamp when a part of it was read; None of a store in memory.  No request."""
+        if type(self.store).__name__ == "MemoryStore":
+            return None
+        with self._lock:
+            stamp = self._stamps.get(path)
+        return ObjectIdentity(f"{self._place}/{path}", "" if stamp is None else repr(stamp))
+
+    @cached_property
+    def _place(self) -> str:
+        """The store as obstore has it: buckets of one name may lie on several servers, or in several accounts."""
+        config: Mapping[str, Any] = getattr(self.store, "config", {})
+        given = [config.get(key) for key in ("endpoint", "account_name")]
+        around = sorted(item for item in os.environ.items() if _ENDPOINT_VARIABLES.fullmatch(item[0]))
+        url, prefix = getattr(self.store, "url", None), getattr(self.store, "prefix", None)
+        return repr((type(self.store).__name__, self.name, url, prefix and str(prefix), given, around))
+
+    def stamp(self, path: str) -> tuple[int, str] | None:
+        """The size of an object and what tells it from one that replaces it; None when it is missing.  One request.
+
+        Raises: `BadChunkError` when it has changed.
+        """
+        import obstore
+
+        meta = self._tried(path, lambda: obstore.head(self.store, path))
+        return None if meta is None else (int(meta["size"]), repr(self._check_unchanged(path, meta)))
+
+    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
+        """All bytes of an object, in memory of obstore's; `room` is not used.  One request."""
+        return self._tried(path, lambda: self._get(path, None)[0])
+
+    def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
+        """Fill every target, those at most `gap` bytes apart by one request; False when the object is missing.
+
+        Raises: `ShortChunkError` when the object ends before, `BadChunkError` when it has changed.
+        """
+        parts = merge_ranges(((offset, offset + memory.size) for offset, memory in targets), self.gap)
+        found = [self._part(path, parts[0])] if len(parts) == 1 else self._at_once(path, parts)
+        return fill_targets(targets, parts, found)
+
+    def edge(self, path: str, length: int, at_end: bool) -> tuple[ByteArray, int] | None:
+        """The first or last bytes of an object, at most `length`, and its size; None when it is missing."""
+        found = self._tried(path, lambda: self._get(path, {"suffix": length} if at_end else (0, length)), at_end)
+        if found is not _NO_SUFFIX:
+            return found
+        size = self.size(path)  # Azure has no ranges from the end
+        raw = None if size is None else self._part(path, (max(size - length, 0), size))
+        return None if raw is None or size is None else (raw, size)
+
+    def names(self, prefix: str) -> list[str]:
+        """What lies right below a prefix."""
+        import obstore
+
+        found: Any = self._tried(prefix, lambda: obstore.list_with_delimiter(self.store, prefix=prefix))
+        below = [*found["common_prefixes"], *(each["path"] for each in found["objects"])] if found else []
+        return [path.rpartition("/")[2] for path in below]
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _at_once(self, path: str, parts: Sequence[ByteRange]) -> list[ByteArray | None]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="jigsaw-ranges")
+        return list(ask_in_pool(self._pool, lambda part: self._part(path, part), parts))
+
+    def _part(self, path: str, part: ByteRange) -> ByteArray | None:
+        if part[0] == part[1]:
+            return np.empty(0, np.uint8)
+        found = self._tried(path, lambda: self._get(path, part))
+        if found is None:
+            return None
+        raw, size = found
+        if raw.size < part[1] - part[0]:
+            raise ShortChunkError(f"it should have {part[1] - part[0]} bytes at {part[0]} and the object has {size}")
+        return raw
+
+    def _get(self, path: str, part: ByteRange | dict[str, int] | None) -> tuple[ByteArray, int]:
+        """One request: its bytes, and the size of the object."""
+        import obstore
+
+        options: Any = {} if part is None else {"range": part}
+        answer = obstore.get(self.store, path, options=options)
+        start, stop = answer.range
+        raw = np.frombuffer(memoryview(answer.bytes()), np.uint8)
+        if raw.size != stop - start:
+            raise _CutShortError(f"{raw.size} of {stop - start} bytes")
+        meta = answer.meta
+        if part is not None:
+            self._check_unchanged(path, meta)
+        return raw, int(meta["size"])
+
+    def _check_unchanged(self, path: str, meta: Any) -> Any:
+        """The stamp of an object that is read in parts: it stays the one whose first part was read."""
+        stamp = (meta["e_tag"] or "").removeprefix("W/") or (meta["size"], meta["last_modified"])
+        with self._lock:
+            if self._stamps.setdefault(path, stamp) != stamp:
+                raise BadChunkError("the object has changed since it was first read; open the store again")
+            self._stamps.move_to_end(path)
+            if len(self._stamps) > _STAMPS_KEPT:
+                self._stamps.popitem(last=False)
+        return stamp
+
+    def _tried(self, path: str, step: Callable[[], T], suffix: bool = False) -> Any:
+        """What a request gives, tried again while that may help; None for a missing object."""
+        from obstore.exceptions import BaseError, NotSupportedError
+
+        begun = time.monotonic()
+        for failures in count(1):
+            try:
+                return step()
+            except FileNotFoundError:
+                return None
+            except NotSupportedError:
+                if suffix:
+                    return _NO_SUFFIX
+                raise FetchError(
+                    f"{self._called(path)} cannot be read in part: the server ignores ranges; serve the store from "
+                    f"one that honours them, or copy it"
+                ) from None
+            except (BaseError, _CutShortError) as e:
+                self._refuse_or_wait(path, e, failures, begun)
+        raise AssertionError
+
+    def _refuse_or_wait(self, path: str, error: Exception, failures: int, begun: float) -> None:
+        """Wait before the next try, or raise where it cannot help or there is none."""
+        status, answer = _status_and_answer(error)
+        if status == "416":
+            raise ShortChunkError("the object ends before the range that it should have") from None
+        if status.startswith("4") and status not in _PASSING_STATUSES:
+            raise FetchError(f"{self._called(path)} cannot be read: the server answered {answer}") from None
+        pause, taken = self.retry.pause(failures), time.monotonic() - begun
+        if failures > self.retry.tries or taken + pause > self.retry.within or not _wait_before_retry(pause):
+            raise FetchError(
+                f"{self._called(path)} cannot be read: given up after {failures} tries in {taken:.1f} s; "
+                f"the last answer: {answer}"
+            ) from None
+
+    def _called(self, path: str) -> str:
+        return f"{self.name}/{path}"
+
+
+_NO_SUFFIX: Any = object()
+
+
+def _wait_before_retry(pause: float) -> bool:
+    """Wait before the next try; False, and at once, when nobody waits for what it would give."""
+    until = time.monotonic() + pause
+    while is_waited_for() and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, _LOOK_EVERY_S))
+    return is_waited_for()
+
+
+def _status_and_answer(error: Exception) -> tuple[str, str]:
+    """The status of a failed request, if the server gave one, and the answer in words, without anything secret.
+
+    The body of an answer is left out but for S3's error code: it may repeat the credentials of the request.
+    """
+    text = str(error)
+    if found := _STATUS_PATTERN.search(text):
+        code = _ERROR_CODE_PATTERN.search(text)
+        return found[1], f"{found[1]} {found[2].strip()}" + (f" ({code[1]})" if code else "")
+    if isinstance(error, _CutShortError):
+        return "", f"a body that ended after {error}"
+    if _TIMED_OUT_PATTERN.search(text):
+        return "", "none within the time-out"
+    return "", _without_urls(error).rpartition(" - ")[2]

@@ -1,0 +1,165 @@
+"""``python -m jigsaw inspect``: what is in a store, as a person wants to see it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jigsaw.io.commands import parse_options as options
+from jigsaw.io.formats.store import open_store
+from jigsaw.io.reports.field_map import draw_field_map
+from jigsaw.io.reports.plan_report import align_columns, bytes_text
+from jigsaw.io.reports.summary import DimSummary, StoreSummary, TimeSummary, VariableSummary, summarize_store
+
+_TEXT_WIDTH = 70
+_ATTRIBUTES_SHOWN = 12
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("store", help="path or URL of the store")
+    parser.add_argument("--fields", type=options.parse_names, metavar="t2m,z500", help="by default every variable")
+    parser.add_argument("--dims", type=options.parse_pairs, metavar="lat=j,lon=i", help="what the store's dims are")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--plot", metavar="map.png", help="draw a map of the first field")
+    parser.add_argument("--step", type=int, default=0, metavar="0", help="which step is drawn; -1 is the last")
+    parser.add_argument("--select", type=options.parse_integers, metavar="number=0", help="the index in any other dim")
+
+
+@options.report_refusals
+def run(args: argparse.Namespace) -> int:
+    """Print what there is; 1 with the reason when it cannot be read."""
+    store = open_store(args.store)
+    found = summarize_store(args.store, args.fields, args.dims)
+    print(json.dumps(found.as_dict(), indent=1, default=str) if args.json else inspection_report(found))
+    if args.plot:
+        drawn = draw_field_map(store, args.plot, args.fields, args.step, args.select, args.dims)
+        print(f"\n{drawn}, drawn to {args.plot}", file=sys.stderr if args.json else sys.stdout)
+    return 0
+
+
+def inspection_report(found: StoreSummary) -> str:
+    """The summary as text: the store, its grids, times and variables, how they are stored, attributes."""
+    blocks = (
+        _summary_lines(found),
+        _variable_table(found),
+        _storage_table(found),
+        _packing_lines(found),
+        _level_lines(found),
+        _other_lines(found),
+    )
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _summary_lines(found: StoreSummary) -> list[str]:
+    whole = sum(v.decoded_bytes for v in found.variables)
+    stored = [v.stored_bytes for v in found.variables]
+    known = [n for n in stored if n is not None]
+    held = f", about {bytes_text(sum(known))} stored" if known and len(known) == len(stored) else ""
+    lines = [found.url, f"{found.format}: {len(found.variables)} variables, {bytes_text(whole)} decoded{held}"]
+    lines += [found.complete] if found.complete else []
+    lines += [f"note: {note}" for note in found.notes]
+    for i, grid in enumerate(found.grids):
+        label = f"grid {i}" if len(found.grids) > 1 else "grid"
+        told = ", ".join(part for part in (grid.extent, grid.order) if part)
+        lines.append(f"{label}: {' x '.join(map(_axis_text, grid.axes))}; {told}")
+    for i, times in enumerate(found.times):
+        lines += _time_lines(f"time {i}" if len(found.times) > 1 else "time", times)
+    return lines
+
+
+def _axis_text(axis: DimSummary) -> str:
+    units = {"degrees_north": "°", "degrees_east": "°"}.get(axis.units, f" {axis.units}" if axis.units else "")
+    step = "unevenly" if axis.step is None else f"by {axis.step:g}{units}"
+    return f"{axis.name} {axis.size} ({axis.first:g} to {axis.last:g}{units} {step})"
+
+
+def _time_lines(label: str, times: TimeSummary) -> Iterator[str]:
+    every = f" every {times.step}" if times.step else ""
+    calendar = f", calendar {times.calendar}" if times.calendar else ""
+    yield f"{label}: {times.count} steps{every}, {_short_stamp(times.first)} to {_short_stamp(times.last)}{calendar}"
+    for before, after in times.gaps:
+        yield f"  gap between {_short_stamp(before)} and {_short_stamp(after)}"
+    if times.gap_count > len(times.gaps):
+        yield f"  and {times.gap_count - len(times.gaps)} more gaps"
+
+
+def _short_stamp(text: str) -> str:
+    return text.removesuffix(".000000").removesuffix(":00")
+
+
+def _variable_table(found: StoreSummary) -> list[str]:
+    lines = [["variable", "", "dims", "units", "what"]]
+    for v in found.variables:
+        short = v.short_name if v.short_name != v.name else ""
+        dims = ", ".join(f"{role} {n}" for role, n in v.dims.items())
+        lines.append([v.name, short, dims, v.units, _shorten_text(v.long_name)])
+    return align_columns(lines, left=True)
+
+
+def _storage_table(found: StoreSummary) -> list[str]:
+    lines = [["stored", "dtype", "chunks", "shards", "codec", "a chunk", "decoded", "stored about"]]
+    for v in found.variables:
+        shards = _shape_text(v.shards) if v.shards else "-"
+        count = max(v.chunk_count, 1)
+        lines.append([v.name, v.dtype, f"{count} of {_shape_text(v.chunks)}", shards, v.codec, *_size_texts(v)])
+    return align_columns(lines, left=True)
+
+
+def _size_texts(v: VariableSummary) -> tuple[str, str, str]:
+    elements = max(1, _product_of_sizes(v.dims))
+    one = v.decoded_bytes // elements * _product_of_sizes(dict(enumerate(v.chunks)))
+    return (
+        bytes_text(one),
+        bytes_text(v.decoded_bytes),
+        "unknown" if v.stored_bytes is None else bytes_text(v.stored_bytes),
+    )
+
+
+def _product_of_sizes(sizes: Mapping[Any, int]) -> int:
+    whole = 1
+    for n in sizes.values():
+        whole *= n
+    return whole
+
+
+def _shape_text(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes)) or "1"
+
+
+def _packing_lines(found: StoreSummary) -> list[str]:
+    """How stored values are to be read, where that is not as they are."""
+    lines: list[str] = []
+    for v in found.variables:
+        packed = f"value = stored * {v.scale:g} + {v.offset:g}" if (v.scale, v.offset) != (1.0, 0.0) else ""
+        missing = f"missing where stored is {', '.join(f'{m:g}' for m in v.missing)}" if v.missing else ""
+        told = "; ".join(part for part in (packed, missing) if part)
+        lines += [f"{v.name}: {told}"] if told else []
+    return lines
+
+
+def _level_lines(found: StoreSummary) -> list[str]:
+    by_levels: dict[tuple[tuple[float, ...], str], list[str]] = {}
+    for v in found.variables:
+        if v.levels:
+            by_levels.setdefault((v.levels, v.level_units), []).append(v.name)
+    return [
+        f"levels{f' in {units}' if units else ''} of {', '.join(names)}: {' '.join(f'{x:g}' for x in levels)}"
+        for (levels, units), names in by_levels.items()
+    ]
+
+
+def _other_lines(found: StoreSummary) -> list[str]:
+    lines = [f"also: {', '.join(f'{name} {shape}' for name, shape in found.others.items())}"] if found.others else []
+    shown = list(found.attrs.items())[:_ATTRIBUTES_SHOWN]
+    lines += [f"{key}: {_shorten_text(str(value))}" for key, value in shown]
+    more = len(found.attrs) - len(shown)
+    return lines + ([f"and {more} more attributes"] if more else [])
+
+
+def _shorten_text(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _TEXT_WIDTH else flat[: _TEXT_WIDTH - 1] + "…"

@@ -1,0 +1,117 @@
+"""What the commands share: values of options (lists of names, sizes by dim, spans of time), and how they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from jigsaw.errors import ReadError, WriteError
+from jigsaw.layout import ShardingError
+
+CommandFunction = Callable[[argparse.Namespace], int]
+
+
+def report_refusals(command: CommandFunction) -> CommandFunction:
+    """The command, with what it refuses told in one line, and the exit status 1 then."""
+
+    @wraps(command)
+    def told(args: argparse.Namespace) -> int:
+        try:
+            return command(args)
+        except BrokenPipeError:
+            raise  # whoever read has enough
+        except (ReadError, WriteError, ShardingError, IndexError, OSError) as refused:
+            print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
+            return 1
+
+    return told
+
+
+def parse_names(text: str) -> list[str]:
+    """``t2m,z500``."""
+    return [name for name in text.split(",") if name]
+
+
+def parse_pairs(text: str) -> dict[str, str]:
+    """``lat=a,lon=b``."""
+    found = [entry.partition("=") for entry in parse_names(text)]
+    if any(not (key and sign and value) for key, sign, value in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like lat=2,lon=2")
+    named = [key for key, _, _ in found]
+    twice = sorted({key for key in named if named.count(key) > 1})
+    if twice:
+        raise argparse.ArgumentTypeError(f"{text!r} names {twice[0]} twice")
+    return {key: value for key, _, value in found}
+
+
+def parse_integers(text: str) -> dict[str, int]:
+    """``lat=2,lon=2``."""
+    try:
+        return {key: int(value) for key, value in parse_pairs(text).items()}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like lat=2,lon=2 with whole numbers") from None
+
+
+def parse_halo(text: str) -> int | dict[str, int]:
+    """``2`` for all dims, or ``lat=2,lon=3``."""
+    return int(text) if text.isdecimal() else parse_integers(text)
+
+
+def parse_boundary(text: str) -> dict[str, Any]:
+    """``lon=periodic,lat=fill:0``: what lies beyond the ends of which dim."""
+    found: dict[str, Any] = {}
+    for dim, rule in parse_pairs(text).items():
+        name, colon, value = rule.partition(":")
+        try:
+            found[dim] = (name, float(value)) if colon else name
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{dim}={rule} is no rule like lat=fill:0 with a number") from None
+    return found
+
+
+def parse_spec(text: str) -> dict[str, Any]:
+    """``lat=lat,lon=lon+depth``: which axes cut which dim."""
+    return {dim: tuple(axes.split("+")) for dim, axes in parse_pairs(text).items()}
+
+
+def parse_offsets(text: str) -> list[int]:
+    """``-1,0``."""
+    try:
+        return [int(entry) for entry in parse_names(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers like -1,0") from None
+
+
+def parse_samples(text: str) -> list[int]:
+    """``0,1``, at least one."""
+    found = parse_offsets(text)
+    if not found:
+        raise argparse.ArgumentTypeError("names no sample; give at least one, like 0")
+    return found
+
+
+def parse_count(text: str) -> int:
+    """``4``, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def parse_time_span(text: str) -> tuple[Any, Any]:
+    """``1979..2015``, dates with both ends included, or positions like ``0..100``."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        raise argparse.ArgumentTypeError(f"{text!r} is no span like 1979..2015, 2020-01-01..2020-06-30 or 0..100")
+    given = [end for end in (first, last) if end]
+    # four digits are a year, unless the other end is a step
+    steps = all(end.isdecimal() for end in given) and any(len(end) != 4 for end in given)
+    start, stop = ((int(end) if steps else end) if end else None for end in (first, last))
+    return start, stop
+
+
+def parse_every(text: str) -> str | int:
+    """``6h``, or a number of steps."""
+    return int(text) if text.isdecimal() else text

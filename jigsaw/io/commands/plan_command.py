@@ -1,0 +1,110 @@
+"""``python -m jigsaw plan``: what each rank of a mesh would read of a store.  It needs no ranks."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from jigsaw.errors import GridError
+from jigsaw.io.commands import parse_options as options
+from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.datasets.opening import open
+from jigsaw.io.reading.read_plan import PLAN_MODES, ReadPlan
+from jigsaw.io.reports.plan_picture import draw_plan
+from jigsaw.io.reports.plan_report import advice_report, plan_report
+from jigsaw.io.reports.recommend import is_cheap_recommendation, recommend
+from jigsaw.io.series import coords
+from jigsaw.layout import ShardingError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("store", help="path or URL of the store")
+    parser.add_argument(
+        "--mesh", type=options.parse_integers, default={}, metavar="lat=2,lon=2", help="mesh axes and their sizes"
+    )
+    parser.add_argument(
+        "--halo", type=options.parse_halo, default=0, metavar="2", help="rows of halo, for all dims or lat=2,lon=3"
+    )
+    parser.add_argument(
+        "--fields", type=options.parse_names, metavar="t2m,z500", help="channels; by default every variable"
+    )
+    parser.add_argument(
+        "--spec", type=options.parse_spec, metavar="lat=lat,lon=lon", help="which axis cuts which dim; a+b for several"
+    )
+    parser.add_argument(
+        "--boundary",
+        type=options.parse_boundary,
+        metavar="lon=periodic,lat=fill:0",
+        help="what the halo holds beyond the ends of a dim; by default longitudes wrap round if they can",
+    )
+    parser.add_argument(
+        "--inputs", type=options.parse_offsets, default=[0], metavar="-1,0", help="input steps (write --inputs=-1,0)"
+    )
+    parser.add_argument("--targets", type=options.parse_offsets, default=[1], metavar="1", help="target steps")
+    parser.add_argument(
+        "--samples", type=options.parse_samples, default=[0], metavar="0", help="the samples that are read together"
+    )
+    parser.add_argument("--select", type=options.parse_integers, metavar="number=0", help="the index in any other dim")
+    parser.add_argument("--mode", choices=("auto", *PLAN_MODES), default="auto")
+    parser.add_argument("--plot", metavar="plan.png", help="draw the plan")
+    parser.add_argument(
+        "--recommend",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="RANKS",
+        help="list the meshes of so many ranks (by default as many as --mesh has) and the chunks that read cheapest",
+    )
+
+
+@options.report_refusals
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 1 with the reason when there is none."""
+    dataset = _open_for_plan(args)
+    plan = dataset.plan(args.samples)
+    if args.plot:
+        draw_plan(dataset, plan, args.plot)
+    print("\n\n".join([plan_report(dataset, plan), *_advice_lines(args, dataset, plan)]))
+    if args.plot:
+        print(f"\ndrawn to {args.plot}")
+    return 0
+
+
+def _advice_lines(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) -> list[str]:
+    """What would be read cheaper: in short where that is known soon, as tables where it is asked for."""
+    if args.recommend is None and not is_cheap_recommendation(dataset, plan):
+        return ["recommended: there are many chunks to weigh; --recommend does"]
+    if args.recommend is not None and args.recommend < 0:
+        raise ShardingError(f"--recommend {args.recommend} must be a number of ranks")
+    found = recommend(dataset, ranks=args.recommend or None, sample=args.samples[0])
+    return [advice_report(dataset, found, tables=args.recommend is not None)]
+
+
+def _open_for_plan(args: argparse.Namespace) -> Dataset:
+    def attempt(boundary: dict[str, Any]) -> Dataset:
+        return open(
+            args.store,
+            mesh=args.mesh,
+            fields=args.fields,
+            spec=args.spec,
+            halo=args.halo,
+            boundary=boundary,
+            inputs=args.inputs,
+            targets=args.targets,
+            select=args.select,
+            mode=args.mode,
+        )
+
+    clipped = attempt(args.boundary or {})
+    if args.boundary is None and "lon" in clipped.frame.dims and _is_lon_periodic(clipped):
+        return attempt({"lon": "periodic"})
+    return clipped
+
+
+def _is_lon_periodic(dataset: Dataset) -> bool:
+    try:
+        coords.check_lon_periodic(dataset.whole_coords["lon"])
+    except GridError:
+        return False
+    return True

@@ -1,0 +1,362 @@
+"""`convert`: anything that xarray opens as a sharded Zarr v3 store for training, a region at a time.
+
+**Killed conversions.**  Each region is written, read back, compared by digest, and only then entered in a journal
+beside the store (``NAME.journal``): the same call goes on with what is not entered.  Until the end the store's root
+says that nothing is complete and lists no array; then one file, replaced atomically, lists all
+(`jigsaw.io.write.completeness`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+from math import ceil, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import WriteError, writing_to
+from jigsaw.io.conversion.journal import (
+    CONVERT_AGAIN,
+    ConversionJournal,
+    UnitIndex,
+    UnitKey,
+    combine_digests,
+    values_digest,
+)
+from jigsaw.io.conversion.selected_source import SelectedSource, recommended_chunks, select_source
+from jigsaw.io.stats.cluster import results_in_order, usable_cores, worker_threads
+from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
+from jigsaw.io.writing.outline import ArrayOutline
+from jigsaw.io.writing.sink import StoreCompleteness, completeness_from_attrs
+from jigsaw.io.writing.zarr_writer import ZarrSink, is_zarr_group, remove_zarr_store, zarr_store_attrs
+from jigsaw.layout import Box, box_slices
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from dask.distributed import Client
+
+DIGESTS_ATTRIBUTE = "jigsaw_digests"
+ConversionProgress = Callable[[int, int], None]
+"""Told the bytes that are written, and of how many."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion made at `path`: its arrays, and the digest of each one's values, by name.
+
+    `written` and `kept` count the units (chunks, or shards where there are any) of this run and of those before it.
+    """
+
+    path: str
+    arrays: tuple[ArrayOutline, ...]
+    written: int
+    kept: int
+    digests: Mapping[str, str]
+
+
+def convert(
+    source: Any,
+    target: str | os.PathLike[str],
+    *,
+    fields: Sequence[str] | None = None,
+    time: Any = None,
+    every: Any = 1,
+    mesh: Mapping[str, int] | None = None,
+    chunks: Mapping[str, int] | None = None,
+    shards: Mapping[str, int] | None = None,
+    dims: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    engine: str | None = None,
+    client: Client | None = None,
+    threads: int | None = None,
+    budget: int = 1 << 30,
+    replace: bool = False,
+    progress: ConversionProgress | None = None,
+) -> Converted:
+    """Write what xarray reads of a source to a local Zarr v3 store, decoded: missing values are NaN, packed numbers are
+    what they stand for.  Coordinates, attributes and CF metadata are kept.
+
+    - `source`: a path, URL, glob or list of files (joined by their coordinates), or an `xarray.Dataset`; `engine` is
+      xarray's (``"cfgrib"`` for GRIB), `dims` says what its dims are (see `jigsaw.io.open`);
+    - `fields`, `time`, `every`: what is converted, as in `jigsaw.io.open`; by default all;
+    - `chunks`, `shards`: sizes by dim; by default those that `mesh` (one rank without) reads cheapest
+      (`jigsaw.io.recommend`);
+    - `dtype`: what floats are rounded to, such as ``"float32"``; by default they stay what xarray makes of them;
+    - `client`: a `dask.distributed` client whose workers do it; without one, `threads` of this process (one a core);
+    - `budget`: bytes that this process (or a worker's thread) holds at a time, at least one region;
+    - `replace`: start again, whatever Zarr store there is at `target`, unless it is the source.
+
+    Raises: `WriteError` for a target that is complete already, belongs to another conversion, cannot be written (on a
+    full disk: the same call goes on once there is room), or reads back other than written; a `ReadError` for the
+    source; `FieldError` for a cluster without workers.
+    """
+    path = Path(target)
+    chosen = select_source(source, fields, time, every, dims, engine)
+    sizes = recommended_chunks(chosen, mesh or {}, dims) if chunks is None else chunks
+    arrays = tuple(chosen.outline(sizes, shards, dtype))
+    if replace:
+        _remove_target(path, chosen)
+    journal = _open_journal(path, chosen, arrays)
+    store = _ConversionTarget(path, chosen, arrays)
+    if not journal.is_made:
+        store.make()
+        journal.made()
+    kept = len(journal.done)
+    regions = [r for array in arrays for r in _regions_to_move(array, chosen.data, journal.done, budget)]
+    _move_all(regions, chosen.data, path, journal, client, _thread_count(threads, regions, budget), progress)
+    digests = {a.name: combine_digests(journal.done[a.name, i] for i in unit_indices(a)) for a in arrays}
+    store.finish(digests)
+    journal.remove()
+    return Converted(str(path), arrays, len(journal.done) - kept, kept, digests)
+
+
+def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
+    """Read a finished conversion again: for each array whether its values are those that the source had.
+
+    Raises: `WriteError` for a store that `convert` did not finish.
+    """
+    import zarr
+
+    path = Path(target)
+    attrs = zarr_store_attrs(path) if path.is_dir() else {}
+    if DIGESTS_ATTRIBUTE not in attrs:
+        raise WriteError(f"{path} is no finished conversion: it has no digests to verify by")
+    group = zarr.open_group(str(path), mode="r")
+    found: dict[str, bool] = {}
+    for name, digest in attrs[DIGESTS_ATTRIBUTE].items():
+        stored: Any = group[name]
+        array = ArrayOutline(name, (), stored.shape, stored.dtype.name, stored.chunks, stored.shards, {})
+        found[name] = _stored_digest(stored, array) == digest
+    return found
+
+
+def _stored_digest(stored: Any, array: ArrayOutline) -> str | None:
+    """That of the values of an array; None where they cannot be decoded."""
+    try:
+        return combine_digests(values_digest(stored[box_slices(unit_box(array, i))]) for i in unit_indices(array))
+    except Exception:  # a codec fails on damaged bytes in any way it likes
+        return None
+
+
+def is_complete_store(path: Path) -> bool:
+    """Whether a store is there and says that it is whole."""
+    done = completeness_from_attrs(zarr_store_attrs(path)) if (path / "zarr.json").exists() else None
+    return done is not None and done.closed
+
+
+# -- regions -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConversionRegion:
+    """A box of an array that is moved at a time, and the units in it."""
+
+    array: ArrayOutline
+    box: Box
+    units: tuple[UnitIndex, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(b - a for a, b in self.box) * np.dtype(self.array.dtype).itemsize
+
+
+def unit_indices(array: ArrayOutline) -> Iterator[UnitIndex]:
+    """What is written as one: the index of every shard, or chunk, in C order."""
+    return product(*(range(ceil(n / u)) for n, u in zip(array.shape, array.units, strict=True)))
+
+
+def unit_box(array: ArrayOutline, index: UnitIndex) -> Box:
+    """The rows of a unit."""
+    spans = zip(index, array.units, array.shape, strict=True)
+    return tuple((i * u, min((i + 1) * u, n)) for i, u, n in spans)
+
+
+def _regions_to_move(
+    array: ArrayOutline, data: xr.Dataset, done: Mapping[UnitKey, str], budget: int
+) -> Iterator[ConversionRegion]:
+    """The units that are still to be written: along the first dim as many together as one chunk of the source has."""
+    todo = [i for i in unit_indices(array) if (array.name, i) not in done]
+    together = _units_together(array, data, budget)
+    groups: dict[UnitIndex, list[UnitIndex]] = {}
+    for index in todo:
+        groups.setdefault((index[0] // together, *index[1:]) if index else (), []).append(index)
+    for members in groups.values():
+        boxes = [unit_box(array, i) for i in members]
+        hull = tuple((min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*boxes, strict=True))
+        yield ConversionRegion(array, hull, tuple(members))
+
+
+def _units_together(array: ArrayOutline, data: xr.Dataset, budget: int) -> int:
+    """Units along the first dim that the chunks of the source span, so that none is decoded again and again."""
+    if not array.dims:
+        return 1
+    variable = data.variables[array.name]
+    lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes
+    dim = array.dims[0]
+    rows = max(lazy[dim]) if dim in lazy else variable.encoding.get("preferred_chunks", {}).get(dim, 1)
+    most = budget // max(1, 3 * prod(array.units) * np.dtype(array.dtype).itemsize)
+    return max(1, min(ceil(rows / array.units[0]), most))
+
+
+def _thread_count(threads: int | None, regions: Sequence[ConversionRegion], budget: int) -> int:
+    """Threads such that what they hold (the region, what is read back, what is encoded) stays within the budget."""
+    largest = max((r.nbytes for r in regions), default=1)
+    return max(1, min(threads or usable_cores(), budget // max(1, 3 * largest)))
+
+
+def _move_all(
+    regions: Sequence[ConversionRegion],
+    data: xr.Dataset,
+    path: Path,
+    journal: ConversionJournal,
+    client: Client | None,
+    threads: int,
+    progress: ConversionProgress | None,
+) -> None:
+    whole, written = sum(r.nbytes for r in regions), 0
+    moved = (
+        _move_by_threads(regions, data, path, threads)
+        if client is None
+        else _move_by_workers(regions, data, path, client)
+    )
+    for region, found in moved:
+        journal.add(found)
+        written += region.nbytes
+        if progress:
+            progress(written, whole)
+
+
+MovedRegion = tuple[ConversionRegion, list[tuple[UnitKey, str]]]
+
+
+def _move_by_threads(
+    regions: Sequence[ConversionRegion], data: xr.Dataset, path: Path, threads: int
+) -> Iterator[MovedRegion]:
+    """Each region and the digests of its units, as they are done."""
+    with ThreadPoolExecutor(threads) as pool:
+        running = {pool.submit(move_region, region, data, path): region for region in regions}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _move_by_workers(
+    regions: Sequence[ConversionRegion], data: xr.Dataset, path: Path, client: Client
+) -> Iterator[MovedRegion]:
+    """The same by the workers of a cluster, in the order of the regions; only digests come back."""
+    threads = sum(worker_threads(client).values())
+    shared: Any = client.scatter(data, broadcast=True, hash=False)
+    return results_in_order(
+        client, ((r, client.submit(move_region, r, shared, path, pure=False)) for r in regions), threads
+    )
+
+
+def move_region(region: ConversionRegion, data: xr.Dataset, path: Path) -> list[tuple[UnitKey, str]]:
+    """Read a region of the source, write it, and read it back: the digest of each of its units.
+
+    Raises: `WriteError` when what is read back is not what was written.
+    """
+    array = region.array
+    values = _region_values(data, region)
+    sink = _RegionSink(path, None, {})
+    sink.attach([array])
+    written: list[tuple[UnitKey, str]] = []
+    for index in region.units:
+        box = unit_box(array, index)
+        part = values[box_slices(box, region.box)]
+        sink.put(array.name, box, part)
+        digest = values_digest(part)
+        if values_digest(_read_back(path, array.name, box)) != digest:
+            raise WriteError(f"{path}: rows {box} of array {array.name!r} read back other than they were written")
+        written.append(((array.name, index), digest))
+    return written
+
+
+def _region_values(data: xr.Dataset, region: ConversionRegion) -> NDArray[Any]:
+    """What xarray reads of the box; in this thread alone, for there is a region a thread."""
+    part = data.variables[region.array.name][box_slices(region.box)]
+    loaded = part.load(scheduler="synchronous") if part.chunks else part
+    return np.asarray(loaded.values).astype(region.array.dtype, copy=False)
+
+
+def _read_back(path: Path, name: str, box: Box) -> NDArray[Any]:
+    import zarr
+
+    array: Any = zarr.open_array(f"{path}/{name}", mode="r", zarr_format=3)
+    return np.asarray(array[box_slices(box)])
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def _remove_target(path: Path, chosen: SelectedSource) -> None:
+    """What `replace` removes: a Zarr store and its journal, nothing else, and never what is to be read."""
+    if path.exists() and not is_zarr_group(path):
+        raise WriteError(f"{path} is no Zarr store, so it is not replaced; remove it yourself")
+    read = [Path(p).resolve() for p in chosen.places if "://" not in p]
+    if any(path.resolve() in (p, *p.parents) for p in read):
+        raise WriteError(f"{path} is what the conversion reads, so it is not replaced; write elsewhere")
+    _journal_path(path).unlink(missing_ok=True)
+    if path.exists():
+        remove_zarr_store(path)
+
+
+def _journal_path(path: Path) -> Path:
+    return path.with_name(path.name + ".journal")
+
+
+def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutline]) -> ConversionJournal:
+    """The journal of this conversion, new or to go on with."""
+    beside = _journal_path(path)
+    if not beside.exists() and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        how = (
+            "is complete"
+            if path.is_dir() and is_complete_store(path)
+            else "exists and no journal of a conversion with it"
+        )
+        raise WriteError(f"{path} {how}; write elsewhere, or start again with replace=True (--replace)")
+    shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in arrays]
+    with writing_to(path, CONVERT_AGAIN):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return ConversionJournal(
+        beside, f"{chosen.identity()} {values_digest(np.frombuffer(repr(shapes).encode(), np.uint8))}"
+    )
+
+
+class _RegionSink(ZarrSink):
+    """A store that is written by regions."""
+
+    remedy = CONVERT_AGAIN
+
+
+class _ConversionTarget(_RegionSink):
+    """The store of a conversion."""
+
+    def __init__(self, path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutline]) -> None:
+        from zarr.codecs import BloscCodec
+
+        super().__init__(path, None, {"compressors": BloscCodec(cname="zstd", clevel=3, shuffle="shuffle")})
+        self._shapes = list(arrays)
+        self._coords: list[StoredCoordinate] = chosen.coordinates
+        self._time = chosen.time
+        self._attrs = {str(k): plain_attribute(v) for k, v in chosen.data.attrs.items()}
+
+    def make(self) -> None:
+        """The arrays, without a value."""
+        self.create(self._shapes, self._coords, self._attrs, replace=True)
+
+    def finish(self, digests: Mapping[str, str]) -> None:
+        """Everything is there: the root lists the arrays, and the digests of their values."""
+        self.attach(self._shapes)
+        self._attrs[DIGESTS_ATTRIBUTE] = dict(digests)
+        steps = {n for a in self._shapes for d, n in zip(a.dims, a.shape, strict=True) if d == self._time}
+        done = StoreCompleteness(self._time, max(steps), True) if steps else StoreCompleteness(None, 0, True)
+        self.commit(self._coords, 0, done)

@@ -1,0 +1,333 @@
+"""What a conversion reads: anything that xarray opens, as arrays to move and coordinates to keep."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WindowError
+from jigsaw.io.chunks.packing import fill_is_missing
+from jigsaw.io.datasets.opening import open
+from jigsaw.io.formats.xarray_dataset import open_xarray
+from jigsaw.io.packages import why_not_imported
+from jigsaw.io.reports.proposed_tables import chunk_shape_of, shard_shape_of
+from jigsaw.io.reports.recommend import best_chunks
+from jigsaw.io.series.fields import channels_of_fields
+from jigsaw.io.series.store_survey import StoreSurvey
+from jigsaw.io.series.times import is_whole_number
+from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate, encode_coordinate
+from jigsaw.io.writing.outline import ArrayOutline
+from jigsaw.redacted import cause_without_secrets, redacted_text
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_CONVERTED_KINDS = "biuf"
+_DECODED: dict[str, Any] = {"decode_timedelta": False, "decode_coords": "all"}
+# what xarray keeps of an array's own metadata
+_OF_ZARR, _OF_ZARR_V3 = {"compressor", "compressors"}, {"serializer", "codecs"}
+_GRIB = (".grib", ".grib2", ".grb", ".grb2")
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedSource:
+    """The part of a source that is converted: `data` as xarray has it, and what its dims mean."""
+
+    name: str
+    files: tuple[str, ...]
+    data: xr.Dataset
+    found: StoreSurvey
+    arrays: tuple[str, ...]
+    time: str | None
+
+    @property
+    def coordinates(self) -> list[StoredCoordinate]:
+        """All that is no array to move: coordinates, their bounds, labels; stored whole."""
+        return [_as_coordinate(str(n), v) for n, v in self.data.variables.items() if n not in self.arrays]
+
+    @property
+    def places(self) -> set[str]:
+        """Every file, folder or URL that values come from, as far as xarray says."""
+        encodings = (self.data.encoding, *(v.encoding for v in self.data.variables.values()))
+        return {*self.files, *(str(e["source"]) for e in encodings if e.get("source"))}
+
+    def dims(self, name: str) -> list[tuple[str, str, int]]:
+        """(role, own name, size) of each dim of an array."""
+        variable = self.data.variables[name]
+        roles = self.found.coords.roles(self.found.store.arrays[name])
+        return [(r, str(d), n) for r, d, n in zip(roles, variable.dims, variable.shape, strict=True)]
+
+    def outline(
+        self, chunks: Mapping[str, int], shards: Mapping[str, int] | None, floats: str | None = None
+    ) -> list[ArrayOutline]:
+        """The arrays of the store that is made: `chunks` and `shards` are sizes by role or name.
+
+        Raises: `FieldError` for `floats` that are none, `GridError` for sizes along a dim that no array has.
+        """
+        if floats not in (None, "float16", "float32", "float64"):
+            raise FieldError(f"dtype={floats!r} must be float16, float32 or float64")
+        known = {word for name in self.arrays for role, own, _ in self.dims(name) for word in (role, own)}
+        for what, sizes in (("chunks", chunks), ("shards", shards or {})):
+            wrong = [dim for dim, n in sizes.items() if dim not in known or n < 1]
+            if wrong:
+                raise GridError(
+                    f"{what}={{{wrong[0]!r}: {sizes[wrong[0]]}}} must be a positive size along one of {sorted(known)}"
+                )
+        return [self._array(name, chunks, shards, floats) for name in self.arrays]
+
+    def _array(
+        self, name: str, chunks: Mapping[str, int], shards: Mapping[str, int] | None, floats: str | None
+    ) -> ArrayOutline:
+        variable, dims = self.data.variables[name], self.dims(name)
+        stored = variable.dtype.newbyteorder("=")
+        dtype = np.dtype(floats) if floats and stored.kind == "f" else stored
+        one = chunk_shape_of(dims, dtype.itemsize, chunks)
+        if shards is None:
+            held = shard_shape_of(dims, dtype.itemsize, one)
+        else:
+            held = tuple(
+                -(-max(c, min(shards.get(own, shards.get(role, c)), n)) // c) * c
+                for c, (role, own, n) in zip(one, dims, strict=True)
+            )
+        attrs = {**_xarray_attributes(variable), **self._beside(name)}
+        names = tuple(own for _, own, _ in dims)
+        return ArrayOutline(name, names, tuple(variable.shape), dtype.name, one, held if held != one else None, attrs)
+
+    def _beside(self, name: str) -> dict[str, str]:
+        """The attribute by which CF readers find coordinates that are no dims."""
+        dims = set(self.data.variables[name].dims)
+        referred = {
+            word for v in self.data.variables.values() for k in REFERENCE_ATTRIBUTES for word in _reference_words(v, k)
+        }
+        beside = [
+            str(n)
+            for n, c in self.data.coords.items()
+            if n not in self.data.dims and set(c.dims) <= dims and n not in referred
+        ]
+        return {"coordinates": " ".join(sorted(beside))} if beside else {}
+
+    def identity(self) -> str:
+        """A digest of what is read: files by size and time, shapes, dtypes and coordinates."""
+        facts: list[Any] = [self.name, *map(_file_stamp, self.files)]
+        facts += [(n, self.data.variables[n].dims, self.data.variables[n].shape) for n in self.arrays]
+        made = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+        for each in self.coordinates:
+            made.update(repr((each.name, each.dims, each.values.dtype)).encode() + each.values.tobytes())
+        return made.hexdigest()
+
+
+def _file_stamp(path: str) -> tuple[str, int, int]:
+    """Size and time of a file that is one."""
+    is_file = "://" not in path and Path(path).is_file()
+    facts = Path(path).stat() if is_file else None
+    return (path, facts.st_size, facts.st_mtime_ns) if facts else (path, 0, 0)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def open_with_xarray(source: Any, engine: str | None = None) -> tuple[str, tuple[str, ...], xr.Dataset]:
+    """The name, files and dataset of a path, URL, glob or list of files (joined by their coordinates), or dataset.
+
+    Of a Zarr v2 store that is given by its place, the same values are missing as for `jigsaw.io.open`: a 0 seldom is.
+
+    Raises: `UnsupportedStoreError` for what xarray does not open, and for codecs that run code; `GridError` for files
+    that do not join.
+    """
+    try:
+        import xarray as xr
+    except ImportError as missing:
+        absent = "converting needs xarray: pip install 'jigsaw-torch[xarray]'"
+        raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
+    if isinstance(source, xr.Dataset):
+        return redacted_text(f"xarray dataset of {source.encoding.get('source', 'computed values')}"), (), source
+    paths = _source_paths(source)
+    raw = any(_may_be_zarr(path, engine) for path in paths)
+    options: dict[str, Any] = {"engine": engine, **({"decode_cf": False} if raw else _DECODED)}
+    if engine == "cfgrib" or (engine is None and paths[0].lower().endswith(_GRIB)):
+        # an index that lies beside the file is a pickle, and whoever wrote the file may have written it
+        options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}
+    _refuse_code_in_stores(path for path in paths if engine in (None, "zarr") and not os.path.isfile(path))
+    try:
+        with warnings.catch_warnings():  # a store without consolidated metadata is as good
+            warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
+            if len(paths) == 1:
+                found = xr.open_dataset(paths[0], **options)
+                return redacted_text(paths[0]), (paths[0],), _decode_as_reader(found) if raw else found
+            made = _join_files(paths, {**options, "preprocess": _decode_as_reader} if raw else options)
+            return redacted_text(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), made
+    except (OSError, ValueError, ImportError, KeyError) as e:
+        raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from cause_without_secrets(e)
+
+
+def _refuse_code_in_stores(stores: Iterable[str]) -> None:
+    """Xarray reads coordinates while it opens a store, so what runs code is refused before."""
+    for store in stores:
+        from jigsaw.io.formats.zarr_group import refuse_code_in
+
+        refuse_code_in(store)
+
+
+def _may_be_zarr(path: str, engine: str | None) -> bool:
+    return engine in ("zarr", "kerchunk") or (engine is None and not Path(path).is_file())
+
+
+def _decode_as_reader(raw: xr.Dataset) -> xr.Dataset:
+    """What xarray decodes once only what is missing is named so: it takes every `fill_value` of Zarr v2 for that, also
+    the 0 that stands there when nobody chose another.
+    """
+    import xarray as xr
+
+    for variable in raw.variables.values():
+        is_v2 = not _OF_ZARR.isdisjoint(variable.encoding) and _OF_ZARR_V3.isdisjoint(variable.encoding)
+        if is_v2 and not fill_is_missing(variable.attrs.get("_FillValue", 0), variable.attrs):
+            variable.attrs.pop("_FillValue", None)
+    return xr.decode_cf(raw, **_DECODED)
+
+
+def _source_paths(source: Any) -> list[str]:
+    given = [source] if isinstance(source, str | os.PathLike) else list(source)
+    texts = [os.fspath(each) for each in given]
+    found = [p for text in texts for p in (sorted(glob.glob(text)) if glob.has_magic(text) else [text])]
+    if not found:
+        raise UnsupportedStoreError(f"{source!r} names no file")
+    return found
+
+
+def _join_files(paths: Sequence[str], options: Mapping[str, Any]) -> xr.Dataset:
+    import xarray as xr
+
+    how: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
+    try:
+        return xr.open_mfdataset(list(paths), combine="by_coords", **how, **options)
+    except ValueError as e:
+        if "engine" in str(e) or "dask" in str(e):
+            raise
+        raise GridError(f"the {len(paths)} files {paths[0]!r} … do not join along their coordinates: {e}") from (
+            cause_without_secrets(e)
+        )
+
+
+# -- selecting ---------------------------------------------------------------------------------------------------------
+
+
+def select_source(
+    source: Any,
+    fields: Sequence[str] | None = None,
+    time: Any = None,
+    every: Any = 1,
+    dims: Mapping[str, str] | None = None,
+    engine: str | None = None,
+) -> SelectedSource:
+    """What of a source is converted: variables, levels and steps.
+
+    `fields` as in `jigsaw.io.open`; levels that one of them names are kept of all.  By default all is.
+
+    Raises: a `ReadError` as `jigsaw.io.open` does.
+    """
+    name, files, data = open_with_xarray(source, engine)
+    found = StoreSurvey(open_xarray(data), dims)
+    chosen = list(found.variables) if fields is None else _chosen_arrays(found, fields)
+    if not chosen:
+        raise FieldError(
+            f"{name} has no variable on a lat-lon grid or in a volume; it has {', '.join(map(str, data.data_vars))}; "
+            "say what its dims are with dims={'lat': …, 'lon': …}"
+        )
+    data = _take_levels(data, found, fields)
+    time_dim = next((found.variables[n].dim("time") for n in chosen if "time" in found.variables[n].roles), None)
+    steps = _kept_steps(found, chosen, time, every)
+    if steps is not None and time_dim is not None:
+        data = data.isel({time_dim: steps})
+    moved = (
+        [str(n) for n, v in data.data_vars.items() if v.dtype.kind in _CONVERTED_KINDS] if fields is None else chosen
+    )
+    kept = data if fields is None else _keep_coordinates(data, chosen)
+    return SelectedSource(name, files, kept, StoreSurvey(open_xarray(kept), dims), tuple(moved), time_dim)
+
+
+def _chosen_arrays(found: StoreSurvey, fields: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(c.array for c in channels_of_fields(fields, found.levels)))
+
+
+def _keep_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:
+    """The chosen variables, their coordinates, and what these name (the bounds of cells, a grid mapping)."""
+    kept: set[str] = {str(n) for n in data[list(chosen)].variables}
+    named = {word for n in kept for key in REFERENCE_ATTRIBUTES for word in _reference_words(data.variables[n], key)}
+    return data.drop_vars([n for n in data.variables if str(n) not in kept | named])
+
+
+def _take_levels(data: xr.Dataset, found: StoreSurvey, fields: Sequence[str] | None) -> xr.Dataset:
+    """The data at the levels that fields name, along each level dim."""
+    wanted: dict[str, set[int]] = {}
+    for c in channels_of_fields(fields, found.levels) if fields is not None else ():
+        if c.level is not None:
+            wanted.setdefault(found.variables[c.array].dim("level"), set()).add(c.level)
+    return data.isel({dim: sorted(at) for dim, at in wanted.items() if len(at) < data.sizes[dim]})
+
+
+def _kept_steps(found: StoreSurvey, chosen: Sequence[str], time: Any, every: Any) -> Any:
+    """The positions of the steps that are kept: a slice where they are equally far apart."""
+    if time is None and is_whole_number(every) and every == 1:
+        return None
+    axis = found.time([found.variables[name] for name in chosen])
+    if axis is None:
+        raise WindowError(f"time={time!r}, every={every!r} select steps, but the fields have no time dim")
+    at = axis.series(time, every).at
+    apart = np.unique(np.diff(at))
+    return slice(int(at[0]), int(at[-1]) + 1, int(apart[0]) if len(apart) else 1) if len(apart) < 2 else at
+
+
+def recommended_chunks(
+    selected: SelectedSource, mesh: Mapping[str, int], dims: Mapping[str, str] | None
+) -> dict[str, int]:
+    """The chunk sizes by role that this mesh reads cheapest."""
+    on_grid = [selected.found.variables[n] for n in selected.arrays if n in selected.found.variables]
+    space = {r: on_grid[0].size(r) for r in on_grid[0].space}
+    alike = [v for v in on_grid if {r: v.size(r) for r in v.space} == space]
+    further = {v.table.dims[d]: 0 for v in alike for d in v.further}
+    steps = max((v.size("time") for v in alike if "time" in v.roles), default=1)
+    try:
+        dataset = open(
+            selected.data,
+            mesh=mesh,
+            fields=[v.table.name for v in alike],
+            targets=[1] if steps > 1 else [],
+            select=further,
+            dims=dims,
+        )
+    except (WindowError, GridError):  # gaps at every step, or several grids: one step of one field
+        dataset = open(selected.data, mesh=mesh, fields=[alike[0].table.name], select=further, dims=dims)
+    return dict(best_chunks(dataset).chunks)
+
+
+# -- coordinates and attributes ----------------------------------------------------------------------------------------
+
+
+def _reference_words(variable: Any, key: str) -> list[str]:
+    return str(variable.attrs.get(key, variable.encoding.get(key, ""))).replace(":", " ").split()
+
+
+def _xarray_attributes(variable: Any) -> dict[str, Any]:
+    """The attributes as they are stored: xarray moves those that name other variables aside."""
+    return {**variable.attrs, **{k: variable.encoding[k] for k in REFERENCE_ATTRIBUTES if k in variable.encoding}}
+
+
+def _as_coordinate(name: str, variable: Any) -> StoredCoordinate:
+    """A coordinate with its own attributes, dates in the units that the source has them in where these are exact."""
+    attrs, dims = _xarray_attributes(variable), tuple(map(str, variable.dims))
+    values = np.asarray(variable.values)
+    if values.dtype.kind not in "mMO":
+        return encode_coordinate(name, (dims, values, attrs))
+    units = {k: variable.encoding[k] for k in ("units", "calendar") if k in variable.encoding}
+    try:
+        return encode_coordinate(name, (dims, values, {**attrs, **units}))
+    except GridError:  # fractions of days, which the source holds as floats
+        return encode_coordinate(name, (dims, values, attrs))

@@ -1,0 +1,385 @@
+"""`Dataset`: the samples of a store, their layouts and read plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from jigsaw.errors import MissingArrayError, WindowError
+from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.chunks.dtypes import numpy_dtype_name
+from jigsaw.io.datasets.held_steps import HeldSteps
+from jigsaw.io.datasets.samples import MeshSamples
+from jigsaw.io.formats.store_source import StoreSource
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import ReadPlan, plan_read
+from jigsaw.io.series import store_survey as survey
+from jigsaw.io.series.boundary import fill_beyond_ends, shown_rows
+from jigsaw.io.series.choices import DimChoices
+from jigsaw.io.series.fields import FieldChannel
+from jigsaw.io.series.forcings import GridForcings
+from jigsaw.io.series.request import ReadRequest
+from jigsaw.io.series.store_survey import RowOrder, StoreVariable
+from jigsaw.io.series.times import is_whole_number, later_times
+from jigsaw.layout import Box, Layout
+from jigsaw.mesh import mesh_coordinate
+from jigsaw.tile import Tile
+
+
+@dataclass(frozen=True)
+class Sample:
+    r"""One sample: `input` and `target` tiles [T, C, \*space] (None without targets), and the times [T] of their steps.
+
+    Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
+    other calendars.
+
+    With forcings, they are the last channels of the input, and `target_forcings` [T, C, \*space] are those of the
+    target's times, with the input's halo: what a rollout puts beside the state that it has predicted.
+    """
+
+    input: Tile
+    target: Tile | None
+    index: int
+    input_times: NDArray[Any]
+    target_times: NDArray[Any]
+    target_forcings: Tile | None = None
+
+
+@dataclass(frozen=True)
+class SampleReading:
+    """What is read for some samples: each step once, and where a sample's steps lie in the block that comes back.
+
+    `steps` are the store's, `times` what they are valid at; `keys` tell them apart where samples choose along further
+    dims.  Those `known` are not read.
+    """
+
+    request: ReadRequest
+    keys: tuple[int, ...]
+    known: frozenset[int]
+    steps: tuple[int, ...]
+    times: NDArray[Any]
+    input_at: NDArray[np.int64]
+    target_at: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset(MeshSamples):
+    """The samples of a store, cut by a mesh; made by `jigsaw.io.open`.
+
+    ``len(ds)`` samples; ``ds[i]`` reads one (every rank of the mesh must ask for it, in the same order), a
+    `jigsaw.io.DataLoader` reads batches in the background.  Samples count anchors, and those again for each choice
+    along further dims (members, lead times), the last dim fastest.
+
+    It pickles as what it describes: unpickled in another process, it opens the store and joins the mesh when it first
+    reads.
+
+    *Sends*: what `plan` says, on a process group of its own.
+
+    Raises: `IndexError` for a sample that there is not; the `ReadError` of a read that failed, on every rank.
+    """
+
+    source: StoreSource
+    channels: tuple[FieldChannel, ...]
+    input_channels: tuple[int, ...]
+    target_channels: tuple[int, ...]
+    roles: Mapping[str, tuple[str, ...]]
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    anchors: NDArray[np.int64]
+    times: NDArray[Any]
+    stored_steps: NDArray[np.int64]
+    choices: DimChoices
+    origins: Mapping[str, NDArray[Any]]
+    whole_coords: Mapping[str, NDArray[Any]]
+    scale: tuple[float, ...]
+    offset: tuple[float, ...]
+    dtype: torch.dtype
+    nan: str | float
+    mode: str
+    turn: RowOrder
+    forcings: GridForcings | None = None
+    vectors: tuple[int, ...] = ()
+    counted: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.anchors) * self._chosen
+
+    def __repr__(self) -> str:
+        cut = ", ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))
+        return f"Dataset({self.store.url}: {len(self)} samples, {len(self.fields)} channels, {cut}; {self.layout})"
+
+    @property
+    def store(self) -> ArrayStore:
+        """The opened store."""
+        return self.source.store
+
+    @cached_property
+    def variables(self) -> tuple[StoreVariable, ...]:
+        """The stored arrays that are read, and the roles of their dims."""
+        gone = [name for name in self.roles if name not in self.store.arrays]
+        if gone:
+            raise MissingArrayError(f"the store {self.store.url} had an array {gone[0]!r} and has it no more")
+        return tuple(StoreVariable(self.store.arrays[name], roles) for name, roles in self.roles.items())
+
+    @property
+    def select(self) -> dict[str, Any]:
+        """What is picked along each further dim, as `jigsaw.io.open` takes it."""
+        return {dim: at[0] if len(at) == 1 else list(at) for dim, at in self.choices.items()}
+
+    @property
+    def forcing_names(self) -> tuple[str, ...]:
+        """The name of each channel of the forcings."""
+        return self.forcings.names if self.forcings else ()
+
+    @property
+    def flipped(self) -> tuple[str, ...]:
+        """The spatial dims whose rows run against those stored."""
+        return self.turn.flipped
+
+    # -- shapes -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layout(self) -> Layout:
+        r"""The layout of a sample's input [T, C, \*space], halo and forcings included."""
+        return self.frame.layout((len(self.inputs), len(self.fields) + len(self.forcing_names)), (None, None))
+
+    @cached_property
+    def target_layout(self) -> Layout:
+        r"""The layout of a sample's target [T, C, \*space]; targets have no halo."""
+        return self.frame.layout((len(self.targets), len(self.target_channels)), (None, None), halo=False)
+
+    @cached_property
+    def forcing_layout(self) -> Layout:
+        r"""The layout of a sample's `target_forcings` [T, C, \*space], halo included."""
+        return self.frame.layout((len(self.targets), len(self.forcing_names)), (None, None))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The name of each channel of the input."""
+        return tuple(self.channels[c].name for c in self.input_channels)
+
+    @property
+    def target_fields(self) -> tuple[str, ...]:
+        """The name of each channel of the target; one that the input has too is named as there."""
+        return tuple(self.channels[c].name for c in self.target_channels)
+
+    @property
+    def coords(self) -> dict[str, NDArray[Any]]:
+        """The coordinates of the rows that this rank owns; `whole_coords` are those of the whole grid."""
+        owned = self.layout.owned(mesh_coordinate(self.device_mesh()))[2:]
+        return {d: self.whole_coords[d][a:b] for d, (a, b) in zip(self.frame.dims, owned, strict=True)}
+
+    def sample_bytes(self) -> int:
+        """The most bytes that any rank holds of one sample, input and target."""
+        layouts = (self.layout, self.target_layout, self.forcing_layout)
+        sizes = [sum(prod(layout.local_shape(c)) for layout in layouts) for c in self.layout.coords()]
+        return max(sizes) * self.dtype.itemsize
+
+    # -- what samples are ---------------------------------------------------------------------------------------------
+
+    @property
+    def _chosen(self) -> int:
+        return math.prod(len(at) for at in self.choices.values())
+
+    def choice(self, sample: int) -> dict[str, int]:
+        """The position of a sample along each further dim, by the store's own name."""
+        return self._choice(self._index(sample) // len(self.anchors))
+
+    def _choice(self, number: int) -> dict[str, int]:
+        places = np.unravel_index(number, [len(at) for at in self.choices.values()])
+        return {dim: at[int(p)] for (dim, at), p in zip(self.choices.items(), places, strict=True)}
+
+    def input_times(self, sample: int) -> NDArray[Any]:
+        """The times that the steps of a sample's input are valid at: of a forecast, when it began and its lead time."""
+        return self._times(sample, self.inputs)
+
+    def target_times(self, sample: int) -> NDArray[Any]:
+        """The same of its target."""
+        return self._times(sample, self.targets)
+
+    def _times(self, sample: int, steps: tuple[int, ...]) -> NDArray[Any]:
+        anchor = self.anchors[self._index(sample) % len(self.anchors)]
+        times = self.times[anchor + np.array(steps, dtype=np.int64)]
+        return self._valid(times, self.choice(sample))
+
+    def _valid(self, times: NDArray[Any], choice: Mapping[str, int]) -> NDArray[Any]:
+        for dim, values in self.origins.items():
+            times = later_times(times, values[choice[dim]])
+        return times
+
+    def rollout(self, steps: int) -> Dataset:
+        """The same samples with the first `steps` targets.
+
+        Raises: `WindowError` when there are not so many.
+        """
+        if not is_whole_number(steps) or not 1 <= steps <= len(self.targets):
+            raise WindowError(
+                f"a rollout of {steps!r} steps needs a whole number of targets, but the dataset was opened with "
+                f"targets={list(self.targets)}"
+            )
+        return self if steps == len(self.targets) else self.changed(targets=self.targets[:steps])
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def reading(self, samples: Sequence[int], kept: HeldSteps | None = None) -> SampleReading:
+        """What to read for these samples: every step once, inputs before targets; what is `kept` is not read."""
+        wanted = self._wanted(samples)
+        keys = self.keys(samples)
+        place = {key: i for i, key in enumerate(keys)}
+        known = kept.known(keys) if kept else frozenset[int]()
+        steps = [int(self.stored_steps[key % len(self.stored_steps)]) for key in keys]
+        variables = [v for v in self.variables if "time" in v.roles or not (kept and kept.has_fixed)]
+        request = ReadRequest(
+            layout=self.frame.layout((len(steps), len(self.channels)), (None, None), axes=self.frame.domain),
+            parts=survey.read_parts_of(self.channels, variables, self._moments(keys, known), self.turn),
+            scale=self.scale,
+            offset=self.offset,
+            dtype=numpy_dtype_name(self.dtype),
+            nan=self.nan,
+            gaps=bool(known) or len(variables) < len(self.variables),
+            boundary=self.frame.boundary,
+            vectors=self.vectors,
+        )
+        given, target = (
+            np.array([place[key] for key in w.ravel().tolist()], dtype=np.int64).reshape(w.shape) for w in wanted
+        )
+        return SampleReading(request, keys, known, tuple(steps), self._block_times(keys), given, target)
+
+    def _wanted(self, samples: Sequence[int]) -> list[NDArray[np.int64]]:
+        """The keys [B, T] of these samples' input steps, and of their target steps."""
+        places = np.array([self._index(s) for s in samples], dtype=np.int64)
+        chosen, at = places // len(self.anchors), self.anchors[places % len(self.anchors)]
+        first = (chosen * len(self.stored_steps) + at)[:, None]  # one number for a step of a choice
+        return [first + np.array(steps, dtype=np.int64) for steps in (self.inputs, self.targets)]
+
+    def keys(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """The steps that these samples need, each once, as numbers that tell steps of different choices apart."""
+        return tuple(dict.fromkeys(key for wanted in self._wanted(samples) for key in wanted.ravel().tolist()))
+
+    def new_steps(self, cache_bytes: int) -> HeldSteps:
+        """A memory for steps that samples share: of at most so many bytes a rank, 0 for what the next read needs."""
+        layout = self.frame.layout((1, len(self.channels)), (None, None))
+        size = (
+            max(prod(layout.local_shape(c)) for c in layout.coords()) * np.dtype(numpy_dtype_name(self.dtype)).itemsize
+        )
+        timeless = {v.table.name for v in self.variables if "time" not in v.roles}
+        fixed = [i for i, c in enumerate(self.channels) if c.array in timeless] if self._chosen == 1 else []
+        return HeldSteps(cache_bytes // size, fixed)
+
+    def _moments(self, keys: Sequence[int], known: Collection[int]) -> survey.ChoiceSteps:
+        """The stored steps of each choice that are not known, and where they land."""
+        picks: dict[int, list[tuple[int, int]]] = {}
+        for i, key in enumerate(keys):
+            if key in known:
+                continue
+            chosen, step = divmod(key, len(self.stored_steps))
+            picks.setdefault(chosen, []).append((int(self.stored_steps[step]), i))
+        return [(self._choice(chosen), tuple(pairs)) for chosen, pairs in picks.items()]
+
+    def _block_times(self, keys: Sequence[int]) -> NDArray[Any]:
+        """What the steps of a block are valid at."""
+        chosen, steps = np.divmod(np.array(keys, dtype=np.int64), len(self.stored_steps))
+        if not self.origins:
+            return self.times[steps]
+        found = [self._valid(self.times[s : s + 1], self._choice(int(c))) for c, s in zip(chosen, steps, strict=True)]
+        return np.concatenate(found)
+
+    def plan(self, sample: int | Sequence[int] = 0) -> ReadPlan:
+        """The read plan of one sample, or of several read together: bytes, chunks, who decodes what, amplification.
+
+        Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
+        """
+        wanted: Sequence[Any] = list(sample) if isinstance(sample, Iterable) and np.ndim(sample) else [sample]
+        return self.plan_of(self.reading(wanted)).ask_sizes()
+
+    def plan_of(self, reading: SampleReading) -> ReadPlan:
+        """The read plan of a reading."""
+        return plan_read(reading.request, self.store.arrays, mode=self.mode)
+
+    def __getitem__(self, sample: int) -> Sample:
+        mesh = self.device_mesh()
+        index = self._index(sample)
+        reading = self.reading([index])
+        given, target, forced = self.unpack(self.read(self._engine, reading), reading)
+        return Sample(
+            Tile(given[0].to(mesh.device_type), self.layout, mesh),
+            Tile(target[0].to(mesh.device_type), self.target_layout, mesh) if self.targets else None,
+            index,
+            self.input_times(index),
+            self.target_times(index),
+            Tile(forced[0].to(mesh.device_type), self.forcing_layout, mesh) if self.targets and self.forcings else None,
+        )
+
+    def read(
+        self, engine: ReadEngine, reading: SampleReading, kept: HeldSteps | None = None, wanted: Collection[int] = ()
+    ) -> NDArray[Any]:
+        r"""The block [steps, C, \*held] of a reading: what is stored, then the forcings.
+
+        `kept` gives what the reading leaves out, and takes in what the next reading has `wanted`.
+
+        *Sends*: what `plan_of` says; nothing for the forcings.
+        """
+        plan = engine.plan(lambda: self.plan_of(reading), reading.request)
+        stored, held = len(self.channels), self._held
+        shape = len(reading.steps), stored + len(self.forcing_names), *(b - a for a, b in held)
+        block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
+        engine.read(plan, block[:, :stored])
+        if kept is not None:
+            kept.write(block[:, :stored], reading.keys, reading.known)
+            kept.keep(block[:, :stored], reading.keys, wanted)
+        for where, forcings in self._forcings_here:
+            forcings.write(block[:, stored:][(..., *where)], reading.times)
+        fill_beyond_ends(block[:, stored:], held, self.frame.sizes, self.frame.boundary)
+        return block
+
+    @property
+    def _held(self) -> Box:
+        return self.layout.held(mesh_coordinate(self.device_mesh()))[2:]
+
+    @cached_property
+    def _forcings_here(self) -> list[tuple[tuple[slice, ...], GridForcings]]:
+        """The forcings over the rows that this rank holds, and where they lie there; those beyond an end are those of
+        the rows that they show.
+        """
+        if self.forcings is None:
+            return []
+        pieces = shown_rows(self._held, self.frame.sizes, self.frame.boundary)
+        return [(where, self.forcings.taken(*rows)) for where, rows in pieces]
+
+    def unpack(self, block: NDArray[Any], reading: SampleReading) -> tuple[Tensor, Tensor, Tensor]:
+        r"""The local input [B, T, C, \*held], target [B, T, C, \*owned], target forcings [B, T, C, \*held] of a block.
+
+        Views of the block where no two samples share a step and the channels follow each other, else copies.
+        """
+        steps = torch.from_numpy(block)
+        inner = self.frame.inner(mesh_coordinate(self.device_mesh()))
+        computed = tuple(range(len(self.channels), block.shape[1]))
+        given = _take_channels(_take_steps(steps, reading.input_at), (*self.input_channels, *computed))
+        after = _take_steps(steps, reading.target_at)
+        target, forced = _take_channels(after, self.target_channels)[(..., *inner)], _take_channels(after, computed)
+        return given.to(self.dtype), target.to(self.dtype), forced.to(self.dtype)
+
+
+def _take_channels(x: Tensor, picked: tuple[int, ...]) -> Tensor:
+    r"""Channels of [B, T, C, \*space]; a view where they follow each other."""
+    first = picked[0] if picked else 0
+    if picked == tuple(range(first, first + len(picked))):
+        return x.narrow(2, first, len(picked))
+    return x.index_select(2, torch.tensor(picked))
+
+
+def _take_steps(x: Tensor, at: NDArray[np.int64]) -> Tensor:
+    """``x[at]``; a view where `at` counts up by one."""
+    flat, first = at.ravel(), int(at.flat[0]) if at.size else 0
+    rising = bool((flat == np.arange(first, first + at.size)).all())
+    picked = x.narrow(0, first, at.size) if rising else x.index_select(0, torch.from_numpy(flat))
+    return picked.unflatten(0, at.shape)

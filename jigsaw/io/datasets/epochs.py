@@ -1,0 +1,286 @@
+"""`EpochLoader`: what every loader does: an order that resumes anywhere, read ahead in the background, epoch by
+epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from operator import index
+from typing import Any, Generic, Self, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.errors import FieldError
+from jigsaw.io.datasets.device_copy import DeviceCopier
+from jigsaw.io.datasets.prefetch import BatchPrefetch
+from jigsaw.io.datasets.sample_order import LoaderState, SampleOrder
+from jigsaw.io.datasets.samples import MeshSamples
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.series.sample_space import DATA_AXIS
+from jigsaw.io.series.times import is_whole_number
+from jigsaw.layout import MeshCoordinate
+from jigsaw.mesh import mesh_coordinate
+
+SamplesType = TypeVar("SamplesType", bound=MeshSamples)
+LocalType = TypeVar("LocalType")
+BatchType = TypeVar("BatchType")
+LoaderType = TypeVar("LoaderType", bound="EpochLoader[Any, Any, Any]")
+
+BATCHES_AHEAD = 2
+BATCHES_FORESEEN = 4
+"""So many batches are known when one is read: planning one of a far store takes a round trip, and fetching another."""
+
+
+@dataclass(frozen=True)
+class BatchTurn:
+    """The samples of one batch, the place that they were drawn at, and the loader's place once it was handed out.
+
+    `following` are the samples of each of the `BATCHES_FORESEEN` batches after it; fewer at the end of an epoch.
+    """
+
+    samples: tuple[int, ...]
+    at: LoaderState
+    after: LoaderState
+    following: tuple[tuple[int, ...], ...] = ()
+
+
+class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
+    """Batches of a dataset: iterate it once for each epoch.
+
+    A subclass says how a batch is read (in the background, in order) and what it becomes.  Making one is collective
+    over the mesh; one of a dataset that was unpickled joins the mesh when it first reads.
+
+    Raises: `FieldError` for what is no dataset of its kind, a batch size below 1, or larger than the dataset with
+    `drop_last`; for a `seed`, `prefetch_bytes` or `threads` that are no such number.
+    """
+
+    _arrays = 1
+    """How many arrays a batch is read into."""
+    _kind: type[MeshSamples]
+    _opener: str
+    """Of which datasets a loader is, and what makes them."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        if "num_workers" in given:
+            raise FieldError(
+                f"num_workers={given['num_workers']!r} is an argument of torch's DataLoader; jigsaw.io.{cls.__name__} "
+                "reads in threads, not processes: write threads= for how many decode (by default this machine's "
+                "cores, shared among its ranks), and prefetch_bytes= for how far it reads ahead"
+            )
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        dataset: SamplesType,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        prefetch_bytes: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self._check(dataset)
+        count = len(dataset)
+        check_whole_number("batch_size", batch_size, 1, ": the samples of a batch over the whole mesh")
+        check_whole_number("seed", seed, 0)
+        check_whole_number("prefetch_bytes", 0 if prefetch_bytes is None else prefetch_bytes, 0)
+        check_whole_number("threads", 1 if threads is None else threads, 1)
+        check_true_false("shuffle", shuffle)
+        check_true_false("drop_last", drop_last)
+        if drop_last and batch_size > count:
+            raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
+        self.dataset = dataset
+        self._prefetch_bytes, self._threads = prefetch_bytes, threads
+        self._order = SampleOrder(count, batch_size, shuffle, drop_last)
+        self._state = LoaderState(index(seed))
+        self._resumed = False
+        self._current: BatchPrefetch[BatchTurn, tuple[BatchTurn, LocalType]] | None = None
+        self._waited_s = 0.0
+        if dataset.is_live:
+            self._join()  # made by all ranks now
+
+    @classmethod
+    def _check(cls, dataset: Any) -> None:
+        if not isinstance(dataset, cls._kind):
+            raise FieldError(
+                f"{cls.__name__}({dataset!r}) needs a jigsaw.io.{cls._kind.__name__}: "
+                f"what {cls._opener}(…, mesh=…) returns"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive_loader, (type(self), self.dataset, self._made_of(), self.state_dict())
+
+    def _made_of(self) -> dict[str, Any]:
+        """What it was made of, besides the dataset and the seed."""
+        return {
+            "batch_size": self._order.batch_size,
+            "shuffle": self._order.shuffle,
+            "drop_last": self._order.drop_last,
+            "prefetch_bytes": self._prefetch_bytes,
+            "threads": self._threads,
+        }
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch."""
+        return math.ceil(self._order.usable / self._order.batch_size)
+
+    # -- what a subclass says ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _read(self, turn: BatchTurn) -> LocalType:
+        """Read a batch; in the background."""
+
+    @abstractmethod
+    def _batch(self, turn: BatchTurn, block: LocalType) -> BatchType:
+        """Hand a batch out."""
+
+    def _left(self) -> None:
+        """What else ends with an iteration."""
+
+    def _failed(self) -> None:
+        """Forget what a batch that has failed, here or on another rank, may have left."""
+
+    # -- the mesh ----------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Join the mesh before there are threads; once joined, do nothing."""
+        _ = self._engine, self._carrier
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        return self.dataset.device_mesh()
+
+    @cached_property
+    def _coordinate(self) -> MeshCoordinate:
+        return mesh_coordinate(self._mesh)
+
+    @cached_property
+    def _engine(self) -> ReadEngine:
+        return self.dataset.new_engine(self._threads)
+
+    @cached_property
+    def _carrier(self) -> DeviceCopier:
+        return DeviceCopier(self._mesh.device_type)
+
+    def close(self) -> None:
+        """End the reading threads and let go of their memory; no iteration is possible afterwards."""
+        self._end_iteration()
+        if "_engine" in vars(self):
+            self._engine.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes that this rank has fetched, over all iterations."""
+        return self._engine.stats.stored_bytes if "_engine" in vars(self) else 0
+
+    @property
+    def batch_bytes(self) -> int:
+        """The most bytes that any rank holds of one batch."""
+        pieces = dict(self.dataset.frame.axes).get(DATA_AXIS, 1)
+        return -(-self._order.batch_size // pieces) * self.dataset.sample_bytes()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for data, over all iterations."""
+        return self._waited_s + (self._current.waited_s if self._current else 0.0)
+
+    def state_dict(self) -> dict[str, int]:
+        """The seed, the epoch, and the next sample in its order that was not handed out: the same on every rank."""
+        return self._state.as_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved, on whatever mesh and batch size, in O(1); ends an iteration under way.
+
+        Raises: `StateError` for a state that is torn or belongs to a longer dataset.
+        """
+        loaded = self._order.settled(LoaderState.from_dict(state, self._order.count))
+        self._end_iteration()
+        self._state = loaded
+        self._resumed = True
+
+    # -- iterating ---------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[BatchType]:
+        if "_engine" in vars(self):
+            self._engine.home.check_home()
+        self._end_iteration()
+        if self._state.next_sample and not self._resumed:
+            self._state = LoaderState(self._state.seed, self._state.epoch + 1)
+        self._resumed = False
+        self._join()
+        self._engine.memory.keep((self._ahead + 1) * self._arrays)  # that of a batch in use, and of those ahead
+        at = self._order.settled(self._state)
+        alone = all(size == 1 for _, size in self.dataset.frame.domain)
+        current = self._current = BatchPrefetch(self._read_or_refuse, self._turns(at), self._ahead, alone)
+        try:
+            for turn, block in current:
+                self._state = turn.after
+                yield self._batch(turn, block)
+        finally:
+            current.stop()
+
+    def _read_or_refuse(self, turn: BatchTurn) -> tuple[BatchTurn, LocalType]:
+        """Read a batch.  An error of this rank alone, such as memory that its device lacks, is told to the others, who
+        raise it in place of their next batch.
+        """
+        before = self._engine.reads
+        try:
+            return turn, self._read(turn)
+        except BaseException as e:
+            if getattr(e, "heard", False) or self._engine.reads == before or turn.following:
+                self._failed()
+                self._engine.refuse(e)
+            raise  # after the last batch was read there is no read of the others to take part in
+
+    def _turns(self, at: LoaderState) -> Iterator[BatchTurn]:
+        """The batches of the epoch that are left."""
+        coming = self._order.batches(at)
+        known = deque(islice(coming, BATCHES_FORESEEN))
+        while known:
+            known.extend(islice(coming, 1))
+            samples, after = known.popleft()
+            yield BatchTurn(samples, at, after, tuple(each for each, _ in known))
+
+    def _end_iteration(self) -> None:
+        current, self._current = self._current, None
+        if current is not None and current.home.is_here:
+            current.stop()
+            current.join()
+            self._left()
+            self._waited_s += current.waited_s
+
+    @property
+    def _ahead(self) -> int:
+        """How many batches may be ready before they are asked for."""
+        budget = self._prefetch_bytes
+        return BATCHES_AHEAD if budget is None else budget // max(self.batch_bytes, 1)
+
+
+def check_whole_number(name: str, value: int, least: int, meaning: str = "") -> None:
+    """Raises: `FieldError` for what is no whole number of at least so much."""
+    if not is_whole_number(value) or value < least:
+        raise FieldError(f"{name}={value!r} must be a whole number, {least} or more{meaning}")
+
+
+def check_true_false(name: str, value: bool) -> None:
+    """Raises: `FieldError` for what is neither true nor false: the text "no" would count as true."""
+    if value not in (True, False):
+        raise FieldError(f"{name}={value!r} must be True or False")
+
+
+def _revive_loader(
+    kind: type[LoaderType], dataset: MeshSamples, made_of: Mapping[str, Any], state: Mapping[str, int]
+) -> LoaderType:
+    """An unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
+    loader = kind(dataset, **made_of)
+    loader.load_state_dict(state)
+    return loader

@@ -1,0 +1,77 @@
+"""Steps that were decoded and will be needed again: those that windows share, and fields that have no time.
+
+What is kept depends on the order of the samples and on sizes that every rank knows, so all ranks of a domain group keep
+the same, and read the same, without talking.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+AnyArray = NDArray[Any]
+
+
+class HeldSteps:
+    r"""Copies of decoded steps [C, \*held] by their keys, the last `capacity` that were used.
+
+    Without a capacity, it keeps what `keep` is told that the next read needs.  Copies, because the samples are the
+    user's to change.  `fixed` are the channels without time, which are read once.
+    """
+
+    def __init__(self, capacity: int, fixed: Sequence[int]) -> None:
+        self._capacity, self.fixed = capacity, tuple(fixed)
+        self._known: OrderedDict[int, AnyArray] = OrderedDict()
+        self._fixed_values: AnyArray | None = None
+
+    @property
+    def has_fixed(self) -> bool:
+        """Whether the channels without time were read."""
+        return self._fixed_values is not None
+
+    def known(self, keys: Iterable[int]) -> frozenset[int]:
+        """Which of these steps need not be read."""
+        return frozenset(key for key in keys if key in self._known)
+
+    def foreseen(self, keys: Iterable[int], wanted: Collection[int]) -> HeldSteps:
+        """What will be known, without its values, once these steps have been read and those `wanted` are kept."""
+        nothing = np.empty(0)
+        made = HeldSteps(self._capacity, self.fixed)
+        again = [key for key in keys if key in self._known]
+        unused = [key for key in self._known if key not in again]
+        made._known = OrderedDict.fromkeys([*unused, *again, *keys], nothing)
+        made._drop(wanted)
+        made._fixed_values = nothing if self.fixed else None
+        return made
+
+    def write(self, block: AnyArray, keys: Sequence[int], known: Collection[int]) -> None:
+        r"""Put the known steps, and the channels without time, where they belong in a block [steps, C, \*held]."""
+        for i, key in enumerate(keys):
+            if key in known:
+                block[i] = self._known[key]
+                self._known.move_to_end(key)
+            elif self._fixed_values is not None:
+                for c, values in zip(self.fixed, self._fixed_values, strict=True):
+                    block[i, c] = values
+
+    def keep(self, block: AnyArray, keys: Sequence[int], wanted: Collection[int]) -> None:
+        """Keep the steps of a block that was read, given those that the next read wants."""
+        if self.fixed and self._fixed_values is None:
+            self._fixed_values = block[0][list(self.fixed)].copy()
+        for i, key in enumerate(keys):
+            if key not in self._known and (self._capacity or key in wanted):
+                self._known[key] = np.array(block[i])
+        self._drop(wanted)
+
+    def _drop(self, wanted: Collection[int]) -> None:
+        """Give up the steps that were not used for longest, or those that the next read does not want."""
+        if self._capacity:
+            while len(self._known) > self._capacity:
+                self._known.popitem(last=False)
+        else:
+            for key in [key for key in self._known if key not in wanted]:
+                del self._known[key]

@@ -1,0 +1,190 @@
+"""`DataLoader`: batches of tiles, read ahead in the background, that resume anywhere on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from jigsaw.io.datasets.dataset import Dataset, SampleReading
+from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader, check_whole_number
+from jigsaw.io.datasets.held_steps import HeldSteps
+from jigsaw.io.datasets.sample_order import RolloutLengths
+from jigsaw.io.series.sample_space import DATA_AXIS
+from jigsaw.layout import Layout
+from jigsaw.tile import Tile
+
+
+@dataclass(frozen=True)
+class Batch:
+    r"""`input` and `target` tiles [B, T, C, \*space] (None without targets), the samples, and their times [B, T].
+
+    Times are datetime64, or cftime dates of other calendars.
+
+    With forcings, they are the last channels of the input, and `target_forcings` those of the target's times.
+    """
+
+    input: Tile
+    target: Tile | None
+    samples: tuple[int, ...]
+    input_times: NDArray[Any]
+    target_times: NDArray[Any]
+    target_forcings: Tile | None = None
+
+
+@dataclass(frozen=True)
+class _LocalBatch:
+    dataset: Dataset
+    input: Tensor
+    target: Tensor
+    forced: Tensor
+
+
+class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
+    """Batches of a dataset: iterate it once for each epoch.
+
+    `batch_size` counts samples over the whole mesh.  The mesh axis ``data`` cuts the batch dim, and all ranks along the
+    other axes share their samples; each reads its own tile of them.  The order depends on `seed` and epoch alone, never
+    on the mesh.  Steps that the windows of a batch share, or those of a batch and the next, are read once, and fields
+    without time once in all; `cache_bytes` keeps further steps in memory, the last used ones of so many bytes a rank.
+
+    `rollout` says how many of the dataset's targets an epoch gives: ``{0: 1, 5: 4, 10: 12}`` is one in the epochs 0 to
+    4, four from 5 on, twelve from 10 on.  The samples are those of the longest, so that epochs are equally long and a
+    state means the same place.
+
+    A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
+    `threads` decode (None: this machine's cores, shared among its ranks).  An iteration that is left early ends its
+    epoch: the next one begins a new epoch, as with torch's.  `state_dict` resumes in O(1) on any mesh.
+
+    Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
+    state; one that was unpickled joins the mesh when it first reads.
+
+    *Sends*: what `Dataset.plan` says, on process groups of its own.
+
+    Raises: `FieldError` for what is no `Dataset`, a seed below 0, a batch size below 1, or larger than the dataset with
+    `drop_last`; `WindowError` for a `rollout` that the targets cannot give; while iterating, the `ReadError` of the
+    read that failed, with its traceback.
+    """
+
+    _kind, _opener = Dataset, "jigsaw.io.open"
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        rollout: Mapping[int, int] | int | None = None,
+        prefetch_bytes: int | None = None,
+        cache_bytes: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        check_whole_number("cache_bytes", cache_bytes, 0, ": the bytes of decoded steps that a rank keeps")
+        self._check(dataset)
+        self._rollout, self._cache_bytes = RolloutLengths.of(rollout, len(dataset.targets)), cache_bytes
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            prefetch_bytes=prefetch_bytes,
+            threads=threads,
+        )
+
+    def _made_of(self) -> dict[str, Any]:
+        more = {"rollout": dict(self._rollout.lengths) or None, "cache_bytes": self._cache_bytes}
+        return super()._made_of() | more
+
+    @cached_property
+    def _kept(self) -> HeldSteps:
+        return self.dataset.new_steps(self._cache_bytes)
+
+    # -- one batch ----------------------------------------------------------------------------------------------------
+
+    def _left(self) -> None:
+        if self._engine.ahead is not None:
+            self._engine.ahead.forget()
+
+    @cached_property
+    def _shorter(self) -> dict[int, Dataset]:
+        """The dataset with fewer targets, as far as epochs have needed it: it finds what it reads once."""
+        return {}
+
+    def _failed(self) -> None:
+        vars(self).pop("_kept", None)  # ranks that read different parts of a batch would keep different steps
+
+    def _of(self, epoch: int) -> Dataset:
+        """The dataset with as many targets as the epoch has."""
+        steps = self._rollout.at(epoch)
+        if steps == len(self.dataset.targets):
+            return self.dataset
+        if steps not in self._shorter:
+            self._shorter[steps] = self.dataset.rollout(steps)
+        return self._shorter[steps]
+
+    def _read(self, turn: BatchTurn) -> _LocalBatch:
+        dataset = self._of(turn.at.epoch)
+        layouts = _batch_layouts(dataset, turn.samples)
+        first, stop = layouts[0].owned(self._coordinate)[0]
+        if first == stop:  # fewer samples than ranks along `data`
+            empty = [torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts]
+            return _LocalBatch(dataset, *self._carrier.bring(empty))
+        reading = dataset.reading(turn.samples[first:stop], self._kept)
+        following = [self._mine(samples) for samples in turn.following]
+        self._expect(dataset, reading, following)
+        wanted = dataset.keys(following[0]) if following else ()
+        block = dataset.read(self._engine, reading, self._kept, frozenset(wanted))
+        return _LocalBatch(dataset, *self._carrier.bring(dataset.unpack(block, reading)))
+
+    def _expect(self, dataset: Dataset, reading: SampleReading, following: Sequence[tuple[int, ...]]) -> None:
+        """Fetch from far stores what a batch needs, and behind it what the next ones will."""
+        ahead, kept = self._engine.ahead, self._kept
+        if ahead is None:
+            return
+        ahead.expect(reading.request, partial(dataset.plan_of, reading))
+        for samples in takewhile(bool, following):
+            kept = kept.foreseen(reading.keys, frozenset(dataset.keys(samples)))
+            reading = dataset.reading(samples, kept)
+            ahead.expect(reading.request, partial(dataset.plan_of, reading))
+
+    def _mine(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of a batch that this rank reads: none where there are fewer than ranks along `data`."""
+        layout = self.dataset.frame.layout((len(samples), 1), (DATA_AXIS, None))
+        first, stop = layout.owned(self._coordinate)[0]
+        return samples[first:stop]
+
+    def _batch(self, turn: BatchTurn, block: _LocalBatch) -> Batch:
+        samples, dataset = turn.samples, block.dataset
+        locals_ = (block.input, block.target, block.forced)
+        self._carrier.hand_over(locals_)
+        tiles = [
+            Tile(local, layout, self._mesh)
+            for local, layout in zip(locals_, _batch_layouts(dataset, samples), strict=True)
+        ]
+        return Batch(
+            tiles[0],
+            tiles[1] if dataset.targets else None,
+            samples,
+            np.stack([dataset.input_times(s) for s in samples]),
+            np.stack([dataset.target_times(s) for s in samples]),
+            tiles[2] if dataset.targets and dataset.forcings else None,
+        )
+
+
+def _batch_layouts(ds: Dataset, samples: tuple[int, ...]) -> tuple[Layout, Layout, Layout]:
+    """Of a batch's input, target and target forcings."""
+
+    def batched(one: Layout, halo: bool) -> Layout:
+        return ds.frame.layout((len(samples), *one.shape[:2]), (DATA_AXIS, None, None), halo=halo)
+
+    return batched(ds.layout, True), batched(ds.target_layout, False), batched(ds.forcing_layout, True)

@@ -1,0 +1,289 @@
+"""`open`: what the user asked of a store, checked, as a `Dataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.errors import FieldError, GridError, WindowError
+from jigsaw.io.arguments import checked_mapping
+from jigsaw.io.chunks.dtypes import checked_dtype
+from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.datasets.samples import mesh_and_axes
+from jigsaw.io.formats.disk_cache import DiskCache
+from jigsaw.io.formats.store_source import StoreSource
+from jigsaw.io.reading.read_plan import PLAN_MODES
+from jigsaw.io.series import coords
+from jigsaw.io.series.boundary import BoundaryRule
+from jigsaw.io.series.choices import choose_positions, time_origins
+from jigsaw.io.series.fields import FieldChannel, channels_of_fields
+from jigsaw.io.series.forcings import GridForcings, geographic_angles
+from jigsaw.io.series.normalize import NormalizeArgument, channel_scales
+from jigsaw.io.series.poles import vector_channels
+from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
+from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
+from jigsaw.io.series.times import TimeAxis
+from jigsaw.io.series.windows import window_anchors, window_offsets
+from jigsaw.layout import DimSpec, SplitRule
+
+_READ_MODES = ("auto", *PLAN_MODES)
+_LAT_ORDERS = ("store", "north-first", "south-first")
+
+
+def open(
+    store: Any,
+    *,
+    mesh: DeviceMesh | Mapping[str, int],
+    fields: Sequence[str] | None = None,
+    target_fields: Sequence[str] | None = None,
+    spec: Mapping[str, DimSpec] | None = None,
+    halo: HaloWidth | Mapping[str, HaloWidth] | None = None,
+    boundary: Mapping[str, BoundaryRule] | None = None,
+    vectors: Sequence[str] | None = None,
+    inputs: Sequence[Any] = (0,),
+    targets: Sequence[Any] = (),
+    time: slice | tuple[Any, Any] | None = None,
+    every: Any = 1,
+    along: str = "time",
+    select: Mapping[str, Any] | None = None,
+    dims: Mapping[str, str] | None = None,
+    normalize: NormalizeArgument = None,
+    nan: str | float = "keep",
+    dtype: str | torch.dtype = "float32",
+    lat_order: str = "store",
+    lon: str = "store",
+    split: SplitRule | Mapping[str, SplitRule] = "balanced",
+    align: int | Mapping[str, int] = 1,
+    mode: str = "auto",
+    forcings: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    disk_cache: DiskCache | None = None,
+    level: int | None = None,
+) -> Dataset:
+    r"""The samples of a store, cut over `mesh` while they are read.
+
+    A sample at anchor a is its input, the steps ``a + inputs``, and its target, the steps ``a + targets``, both tiles
+    [T, C, \*space]: space is ``lat, lon`` on the globe and ``z, y, x`` or ``y, x`` elsewhere.
+
+    - `store`: a path (Zarr, NetCDF, HDF5, NIfTI, `.npy`), a URL, a glob or a list of files along time, an
+      `xarray.Dataset` (read through xarray, as it is), an `ArraySource` of one's own, or an opened store;
+    - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
+    - `fields`: names (see `jigsaw.io.series.fields`), in channel order; by default every variable on the first one's
+      grid;
+    - `target_fields`: those of the target, where they differ; the union is read for every step;
+    - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name (``lat``, whatever the
+      store calls it).  `data` cuts batches.  An axis that the mesh lacks counts as size 1, and ranks along one that
+      cuts nothing read the same;
+    - `halo`: rows of the input beyond those owned, a number or (below, above), for all spatial dims or by dim;
+      targets have none;
+    - `boundary`: what the halo holds beyond the ends of a dim (see `jigsaw.io.series.boundary`): ``"periodic"`` the
+      rows of the other end, ``"pole"`` (of ``lat``) those across the pole, ``"reflect"``, ``"replicate"`` or
+      ``("fill", number)``; by default, ``"clip"``, it ends with the domain;
+    - `vectors`: the fields that change sign across a pole; by default the components of wind, by their names or CF
+      standard names;
+    - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
+    - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
+    - `every`: the distance of the steps that make up the series, from its first on: ``"6h"``, or a number of steps;
+    - `along`: the dim that windows run along; ``"lead"`` (or its own name, such as ``"prediction_timedelta"``) for the
+      lead times of a forecast;
+    - `select`: what is picked along any further dim (members, lead or initial times), by its name or as `member`,
+      `lead`, `init`: an integer is a position; a float, string, date or duration is a value (``"24h"``); a list, a
+      slice or pair of ends, or ``"all"`` makes samples of each;
+    - `dims`: what the store's dims are, where that is not found: ``{"time": "valid_time", "lat": "j"}``;
+    - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`, or
+      ``{"t2m": (mean, std)}`` by field; fused into the read;
+    - `nan`: ``"keep"``, ``"raise"``, or the number that stands in the result for missing values;
+    - `dtype`: of the tiles;
+    - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
+    - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, the grid is rolled;
+    - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
+    - `mode`: ``"cooperative"`` (each chunk decoded by one rank), ``"neighbours"`` (by every rank that owns rows of it,
+      halos come from them), ``"independent"``, or ``"auto"``, the cheapest;
+    - `forcings`: names (see `jigsaw.io.series.forcings`), such as ``["cos_zenith", "day_progress", "latlon"]``:
+      computed, not read, as the last channels of the input, and at the target's times as `target_forcings`;
+    - `options`: of the object store behind a URL: credentials, region, endpoint, time-outs, retries;
+    - `disk_cache`: a `DiskCache`, where fetched bytes are kept on a local disk;
+    - `level`: of an OME-Zarr image, 0 the finest and the default.
+
+    Missing values are those that ``_FillValue`` and ``missing_value`` name; ``valid_min``, ``valid_max`` and
+    ``valid_range`` change nothing, as in xarray.  What NetCDF-4 lacks at the end of an unlimited dim is missing.  A
+    coordinate that is there is taken as it is, or refused; a dim without one is counted, 0, 1, 2…, and named by the
+    dataset's `counted` where it is one of space.
+
+    *Sends*: nothing.
+
+    Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
+    what there is, alike on every rank.
+    """
+    select = checked_mapping("select", select, "{'member': 0}", GridError)
+    source = StoreSource(store, options, disk_cache, level)
+    found = StoreSurvey(source.store, dims, along)
+    wanted = _default_fields(found, select) if fields is None else fields
+    chosen, given_channels, target_channels = _channels_to_read(found, wanted, target_fields, targets)
+    variables = found.of(chosen)
+    grid = found.grid(variables)
+    axis = _selected_steps(found.time(variables), time, every)
+    device_mesh, device, axes = mesh_and_axes(mesh)
+    _check_orders(found, variables[0], grid, {"lat": lat_order, "lon": lon})
+    frame = SampleSpace.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
+    turn, whole_coords = _make_row_order(grid, lat_order, lon)
+    frame = frame.on(whole_coords)
+    forced = _make_forcings(forcings, whole_coords, found, variables[0], chosen, normalize)
+    scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
+    before, after = window_offsets("inputs", inputs, axis), window_offsets("targets", targets, axis)
+    steps = len(axis) if axis else 1
+    made = Dataset(
+        source=source,
+        mesh=device_mesh,
+        device=device,
+        frame=frame,
+        channels=chosen,
+        input_channels=given_channels,
+        target_channels=target_channels,
+        roles={v.table.name: v.roles for v in variables},
+        inputs=before,
+        targets=after,
+        anchors=window_anchors(0, steps, before, after, axis.breaks if axis else ()),
+        times=axis.stamps if axis else np.arange(1),  # fields without time are one step
+        stored_steps=axis.at if axis else np.arange(1),
+        choices=choose_positions(found, variables, select),
+        origins=time_origins(found, variables),
+        whole_coords=whole_coords,
+        scale=scale,
+        offset=offset,
+        dtype=checked_dtype("dtype", dtype),
+        nan=_check_nan(nan),
+        mode=_check_mode(mode),
+        turn=turn,
+        forcings=forced,
+        vectors=_turning_channels(chosen, vectors, found, frame),
+        counted=tuple(dim for dim in grid if not found.states(variables[0], dim)),
+    )
+    if forced:
+        forced.check(made.input_times(0))
+    made.plan_of(made.reading([0]))  # what cannot be planned is refused here, not at the first batch
+    return made
+
+
+def _channels_to_read(
+    found: StoreSurvey, fields: Sequence[str], target_fields: Sequence[str] | None, targets: Sequence[Any]
+) -> tuple[tuple[FieldChannel, ...], tuple[int, ...], tuple[int, ...]]:
+    """The channels that are read, and which of them make up input and target."""
+    given = channels_of_fields(fields, found.levels)
+    if target_fields is None:
+        return given, tuple(range(len(given))), tuple(range(len(given)))
+    if len(targets) == 0:
+        raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
+    wanted = channels_of_fields(target_fields, found.levels, "target_fields")
+    place = {(c.array, c.level): i for i, c in reversed([*enumerate(given)])}
+    more = [c for c in wanted if (c.array, c.level) not in place]
+    place |= {(c.array, c.level): len(given) + i for i, c in enumerate(more)}
+    return (*given, *more), tuple(range(len(given))), tuple(place[c.array, c.level] for c in wanted)
+
+
+def _make_forcings(
+    asked: Sequence[str],
+    whole_coords: Mapping[str, NDArray[Any]],
+    found: StoreSurvey,
+    first: StoreVariable,
+    chosen: Sequence[FieldChannel],
+    normalize: NormalizeArgument,
+) -> GridForcings | None:
+    if not asked:
+        return None
+    places = geographic_angles(whole_coords, {dim: found.attrs(first, dim) for dim in whole_coords}, asked)
+    return GridForcings.of(asked, places, [c.name for c in chosen], normalize)
+
+
+def _selected_steps(axis: TimeAxis | None, time: Any, every: Any) -> TimeAxis | None:
+    """The steps that windows are made of."""
+    if axis is None:
+        for name, value, default in (("time", time, None), ("every", every, 1)):
+            if value != default:
+                raise WindowError(f"{name}={value!r} selects steps, but the fields have no time dim")
+        return None
+    return axis.series(time, every)
+
+
+def _default_fields(found: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
+    """Every numeric variable on the grid of the first; those that need a choice only where there are no others."""
+    every = [v for v in found.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
+    numeric = [v for v in every if _is_chosen(v, select or {})] or every
+    if not numeric:
+        raise FieldError(f"the store {found.store.url} has no variable on a lat-lon grid or in a volume")
+    first = {d: numeric[0].size(d) for d in numeric[0].space}
+    return [v.table.name for v in numeric if {d: v.size(d) for d in v.space} == first]
+
+
+def _is_chosen(variable: StoreVariable, select: Mapping[str, Any]) -> bool:
+    return all(variable.table.dims[d] in select or variable.roles[d] in select for d in variable.further)
+
+
+def _turning_channels(
+    chosen: Sequence[FieldChannel], vectors: Sequence[str] | None, found: StoreSurvey, frame: SampleSpace
+) -> tuple[int, ...]:
+    """The channels that change sign across a pole, where there is one."""
+    attrs = {c.array: found.variables[c.array].table.attrs for c in chosen}
+    changing = vector_channels(chosen, vectors, attrs)
+    if any(b.rule == "pole" for b in frame.boundary):
+        return changing
+    if vectors is not None:
+        raise FieldError(
+            f"vectors={list(vectors)} change sign across a pole; give boundary={{'lat': 'pole'}}, or leave them out"
+        )
+    return ()
+
+
+def _make_row_order(
+    grid: Mapping[str, NDArray[Any]], lat_order: str, lon: str
+) -> tuple[RowOrder, Mapping[str, NDArray[Any]]]:
+    """How rows run, and their coordinates then."""
+    flipped = _flipped_dims(grid, lat_order)
+    values = {d: v[::-1] if d in flipped else v for d, v in grid.items()}
+    if lon != "store" and "lon" not in grid:
+        raise GridError(f"lon={lon!r} turns longitudes, but the fields' spatial dims are {list(grid)}")
+    if "lon" not in grid:
+        return RowOrder(flipped), values
+    shift, values["lon"] = coords.rolled_longitudes(grid["lon"], lon)
+    return RowOrder(flipped, {"lon": shift} if shift else {}), values
+
+
+def _check_orders(
+    found: StoreSurvey, first: StoreVariable, grid: Mapping[str, NDArray[Any]], orders: Mapping[str, str]
+) -> None:
+    """Raises: `GridError` for an order of rows whose places nobody tells."""
+    for dim, order in orders.items():
+        if order == "store" or dim not in grid:
+            continue
+        if not (found.states(first, dim) and len(grid[dim]) and grid[dim].dtype.kind in "iuf"):
+            argument = "lon" if dim == "lon" else "lat_order"
+            raise GridError(
+                f"{argument}={order!r} needs a coordinate of numbers along {first.dim(dim)!r}, which the store lacks; "
+                f"use {argument}='store'"
+            )
+
+
+def _flipped_dims(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...]:
+    if lat_order not in _LAT_ORDERS:
+        raise GridError(f"lat_order={lat_order!r} must be one of {_LAT_ORDERS}")
+    if lat_order == "store" or "lat" not in grid:
+        return ()
+    north_first = bool(grid["lat"][0] > grid["lat"][-1])
+    return () if north_first == (lat_order == "north-first") else ("lat",)
+
+
+def _check_nan(nan: str | float) -> str | float:
+    if not isinstance(nan, int | float | np.number) and not (isinstance(nan, str) and nan in ("keep", "raise")):
+        raise FieldError(f"nan={nan!r} must be 'keep', 'raise' or a number")
+    return nan
+
+
+def _check_mode(mode: str) -> str:
+    if mode not in _READ_MODES:
+        raise FieldError(f"mode={mode!r} must be one of {_READ_MODES}")
+    return mode

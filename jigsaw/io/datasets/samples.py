@@ -1,0 +1,115 @@
+"""`MeshSamples`: what every dataset is: samples by their number, cut by a mesh that it belongs to or joins."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from functools import cached_property
+from operator import index
+from typing import Any, Self
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.errors import ReadError
+from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
+from jigsaw.io.series.times import is_whole_number
+from jigsaw.layout import AxisSizes, ShardingError
+from jigsaw.mesh import axes_of_mesh, init_mesh
+
+
+@dataclass(frozen=True, eq=False)
+class MeshSamples(ABC):
+    """Samples that the ranks of `mesh` read together, cut as `frame` says.
+
+    It pickles as what it describes, without its mesh: unpickled in another process, it joins one of the same axes on
+    the same `device` when it first reads.  Opened with integers for a mesh, it has no `device`, and plans only.
+    """
+
+    mesh: DeviceMesh | None
+    device: str | None
+    frame: SampleSpace
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: None if f.name == "mesh" else getattr(self, f.name) for f in dataclass_fields(self)}
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def store(self) -> ArrayStore:
+        """The opened store."""
+
+    @abstractmethod
+    def sample_bytes(self) -> int:
+        """The most bytes that any rank holds of one sample."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it belongs to this process: a dataset that was unpickled does not before it first reads."""
+        return self.mesh is not None or self.device is None
+
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh; of an unpickled dataset it is made now, over all ranks.
+
+        Raises: `ReadError` when the dataset was opened with integers for one.
+        """
+        if self.device is None:
+            raise ReadError(
+                "this dataset was opened with a mesh of plain integers, so it can plan, not read; pass a DeviceMesh"
+            )
+        return self._joined if self.mesh is None else self.mesh
+
+    @cached_property
+    def _joined(self) -> DeviceMesh:
+        return init_mesh(device=self.device, **dict(self.frame.axes))
+
+    def changed(self, **fields: Any) -> Self:
+        """The same with other fields, on the mesh that this one has joined."""
+        return replace(self, **({"mesh": vars(self).get("_joined", self.mesh)} | fields))
+
+    def new_engine(self, threads: int | None = None) -> ReadEngine:
+        """A reader of plans with process groups of its own; making one is collective over the mesh."""
+        return ReadEngine(self.store, self.device_mesh(), threads, apart=(DATA_AXIS,))
+
+    @cached_property
+    def _engine(self) -> ReadEngine:
+        return self.new_engine()
+
+    def _index(self, sample: int) -> int:
+        """The number of a sample, of which a negative one counts from the end."""
+        at = _sample_number(sample)
+        if not -len(self) <= at < len(self):
+            raise IndexError(f"sample {sample} of a dataset of {len(self)}")
+        return at % len(self)
+
+
+def mesh_and_axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, str | None, AxisSizes]:
+    """The mesh, its device and its axes; only axes where it was given as integers.
+
+    Raises: `ShardingError` for what is no mesh, and for sizes below 1.
+    """
+    if isinstance(mesh, DeviceMesh):
+        return mesh, mesh.device_type, axes_of_mesh(mesh)
+    if not isinstance(mesh, Mapping):
+        raise ShardingError(
+            f"mesh={mesh!r} is no mesh; give jigsaw.init_mesh(lat=2), or sizes by axis to plan without ranks: "
+            "{'lat': 2}"
+        )
+    if not all(isinstance(name, str) and is_whole_number(size) and size >= 1 for name, size in mesh.items()):
+        raise ShardingError(f"mesh={dict(mesh)} must have axes of at least one rank each, as whole numbers by name")
+    return None, None, tuple(mesh.items())
+
+
+def _sample_number(sample: Any) -> int:
+    """Raises: `TypeError` for what numbers no sample."""
+    try:
+        return index(sample)
+    except TypeError:
+        raise TypeError(
+            f"sample {sample!r} of a dataset must be an integer; for several take a DataLoader, or a list of them"
+        ) from None

@@ -1,0 +1,132 @@
+"""`split`: training, validation and test samples by date, such that no window reaches from one into another."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import WindowError
+from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.series.times import date_digit_range, is_whole_number, stamp_digits
+
+SplitRange = tuple[int, int]
+
+
+def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
+    """Datasets of the samples whose steps, inputs and targets, all lie inside a range of time, by its name.
+
+    ``split(ds, train=("1979", "2015"), validation=("2016", "2016"), test=("2017", None))``: pairs or slices of dates,
+    both ends included, or of step positions, the end excluded.  Ranges may not overlap, so no step is in two of them.
+    Samples are what they are, so the longest rollout counts; those that reach over an end are in none.
+
+    Times are those that steps are *valid* at: of a forecast, when it began and its lead time.  Of forecasts with
+    windows along the lead time, a forecast is kept whole or not at all.
+
+    *Sends*: nothing.
+
+    Raises: `WindowError` for what is no dataset, ranges that overlap or hold no sample, or for dates where the store
+    has none.
+    """
+    if not isinstance(dataset, Dataset):
+        raise WindowError(f"split({dataset!r}) needs a jigsaw.io.Dataset: what jigsaw.io.open(…, mesh=…) returns")
+    if not ranges:
+        raise WindowError("split(dataset) names no range; give some, like train=('1979', '2015')")
+    dated = {name: _is_dates(name, wanted) for name, wanted in ranges.items()}
+    if len(set(dated.values())) > 1:
+        raise WindowError(f"split mixes dates and step positions: {ranges}; use one of them")
+    ends = {name: _included_ends(dataset, wanted) for name, wanted in ranges.items()}
+    for (one, a), (other, b) in combinations(ends.items(), 2):
+        if a[0] <= b[1] and b[0] <= a[1]:
+            raise WindowError(
+                f"split: {one}={ranges[one]!r} and {other}={ranges[other]!r} overlap, so that samples of one would be "
+                "known to the other; end one before the other begins"
+            )
+    spans = _SampleSpans(dataset, next(iter(dated.values())))
+    return {name: spans.inside(name, ranges[name], ends[name]) for name in ranges}
+
+
+def _range_ends(name: str, wanted: Any) -> tuple[Any, Any]:
+    ends = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
+    if not isinstance(ends, tuple | list) or len(ends) != 2 or (isinstance(wanted, slice) and wanted.step is not None):
+        raise WindowError(f"split: {name}={wanted!r} is no range; give (first, last), like ('1979', '2015')")
+    return ends[0], ends[1]
+
+
+def _is_dates(name: str, wanted: Any) -> bool:
+    return not all(end is None or is_whole_number(end) for end in _range_ends(name, wanted))
+
+
+def _included_ends(dataset: Dataset, wanted: Any) -> SplitRange:
+    """The first and last place that a range includes: dates as YYYYMMDDhhmmss, or step positions."""
+    first, last = _range_ends("range", wanted)
+    if not _is_dates("range", wanted):
+        start, stop, _ = slice(first, last).indices(len(dataset.times))
+        return start, stop - 1
+    return date_digit_range(first, last)
+
+
+class _SampleSpans:
+    """The first and the last place that each sample touches, in dates or positions."""
+
+    def __init__(self, dataset: Dataset, dated: bool) -> None:
+        self.dataset, self.dated = dataset, dated
+        steps = (*dataset.inputs, *dataset.targets)
+        self.low, self.high = dataset.anchors + min(steps), dataset.anchors + max(steps)
+        # forecasts with windows along the lead time begin at dates of a further dim
+        self.began = next((d for d, v in dataset.origins.items() if v.dtype.kind != "m"), None)
+        if not dated and self.began is not None:
+            raise WindowError(f"split by positions counts steps of lead time here; split by dates of {self.began!r}")
+
+    def inside(self, name: str, wanted: Any, ends: SplitRange) -> Dataset:
+        """The samples that lie between the ends."""
+        dataset = self.dataset
+        if self.began is not None:
+            kept = self._forecasts(self.began, ends)
+            made = dataset.changed(choices={**dataset.choices, self.began: kept})
+        else:
+            low, high = self._places()
+            made = dataset.changed(anchors=dataset.anchors[(low >= ends[0]) & (high <= ends[1])])
+        if not len(made):
+            raise WindowError(f"split: {name}={wanted!r} holds no sample; {self._available()}")
+        return made
+
+    def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of each anchor, over all choices of lead time."""
+        if not self.dated:
+            return self.low, self.high
+        times = [(self.dataset.times[self.low], self.dataset.times[self.high])]
+        for dim, leads in self.dataset.origins.items():
+            picked = leads[list(self.dataset.choices[dim])]
+            times = [
+                (low + _addable_duration(low, picked.min()), high + _addable_duration(high, picked.max()))
+                for low, high in times
+            ]
+        return _digits_of_times(times[0][0]), _digits_of_times(times[0][1])
+
+    def _forecasts(self, dim: str, ends: SplitRange) -> tuple[int, ...]:
+        """The chosen forecasts that lie between the ends, from their first step to their last."""
+        began, leads = self.dataset.origins[dim], self.dataset.times
+        if leads.dtype.kind != "m":
+            raise WindowError("split by dates needs lead times with units, such as hours")
+        chosen = np.array(self.dataset.choices[dim])
+        first, last = leads[self.low.min()], leads[self.high.max()]
+        low, high = (_digits_of_times(began[chosen] + _addable_duration(began, lead)) for lead in (first, last))
+        return tuple(int(i) for i in chosen[(low >= ends[0]) & (high <= ends[1])])
+
+    def _available(self) -> str:
+        times = self.dataset.times if self.began is None else self.dataset.origins[self.began]
+        return f"the dataset has {len(self.dataset)}, {times[0]} to {times[-1]}"
+
+
+def _addable_duration(stamps: NDArray[Any], lead: Any) -> Any:
+    """A duration that can be added to such times."""
+    return lead.astype("timedelta64[us]").item() if stamps.dtype.kind == "O" else lead
+
+
+def _digits_of_times(times: NDArray[Any]) -> NDArray[np.int64]:
+    if times.dtype.kind not in "MO":
+        raise WindowError("split by dates needs a time with units, but the store's has none; use step positions")
+    return stamp_digits(times)

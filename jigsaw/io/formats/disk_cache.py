@@ -1,0 +1,306 @@
+"""A folder on a local disk that keeps what was fetched from a far store, within a limit of bytes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from jigsaw.errors import FieldError, UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.codecs import ByteArray
+from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, StoreFiles, identity_of_object
+from jigsaw.io.chunks.lookups import IndexedPlaces, LookupCounts
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.drafts import open_unlinked
+
+_CHECKSUM_BYTES, _MARK_BYTES = 16, 8
+_ANSWER_HEAD_BYTES = _CHECKSUM_BYTES + _MARK_BYTES
+_ANSWER_SUFFIX, _DRAFT_SUFFIX = ".chunk", ".draft"
+_COUNT_FILE = "count"
+_SPARE_FRACTION = 8
+"""A full folder is emptied by so much of its limit at once: to look through it takes long."""
+
+
+@dataclass(frozen=True)
+class DiskCache:
+    """What `jigsaw.io.open` keeps of a far store: stored bytes as they were fetched, at most `limit` bytes in `folder`.
+
+    The ranks of a machine may share it, and so may runs and stores: it outlives them.  It is for a store that does not
+    change; remove the folder after one did.  A file of it that is damaged is fetched again, and so is a chunk that
+    could not be decoded.  Arrays that nothing tells from those of other stores (in memory, or in an Icechunk session
+    that writes) are not kept.
+
+    Raises: `FieldError` for a limit that is not positive.
+    """
+
+    folder: str | os.PathLike[str]
+    limit: int
+
+    def __post_init__(self) -> None:
+        if self.limit <= 0:
+            raise FieldError(f"limit={self.limit} must be positive: the bytes that {os.fspath(self.folder)!r} may take")
+
+    def of(self, store: ArrayStore) -> ArrayStore:
+        """The same store, read through the cache.
+
+        Raises: `UnsupportedStoreError` when the folder cannot be made.
+        """
+        return replace(store, arrays=_CachedTables(store.arrays, _CacheFolder(Path(self.folder), self.limit)))
+
+
+class _CachedTables(Mapping[str, ArrayTable]):
+    """The arrays of a store, read through the cache; what is found by name and not listed (members) too."""
+
+    def __init__(self, tables: Mapping[str, ArrayTable], folder: _CacheFolder) -> None:
+        self._tables, self._folder = tables, folder
+        self._cached: WeakKeyDictionary[ArrayTable, ArrayTable] = WeakKeyDictionary()
+
+    def __getitem__(self, name: str) -> ArrayTable:
+        table = self._tables[name]
+        found = self._cached.get(table)
+        return self._cached.setdefault(table, self._of(table)) if found is None else found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def _of(self, table: ArrayTable) -> ArrayTable:
+        if (
+            table.decoder is None or identity_of_object(table.places.files, "") is None
+        ):  # its library fetches for itself
+            return replace(table)
+        files = _CachedFiles(table.places.files, self._folder)
+        if isinstance(table.places, IndexedPlaces):
+            return replace(table, places=_CachedIndexedPlaces(table.places, table.places, files))
+        return replace(table, places=_CachedPlaces(table.places, files))
+
+
+class _CachedPlaces:
+    """The places of an array, read through the cache."""
+
+    def __init__(self, places: ChunkPlaces, files: StoreFiles) -> None:
+        self._places, self.files = places, files
+
+    def path(self, index: ChunkIndex) -> str:
+        return self._places.path(index)
+
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
+        return self._places.locate(index)
+
+
+class _CachedIndexedPlaces(_CachedPlaces):
+    """Those that are looked up in indices, which their array keeps itself."""
+
+    def __init__(self, places: ChunkPlaces, indexed: IndexedPlaces, files: StoreFiles) -> None:
+        super().__init__(places, files)
+        self._indexed = indexed
+
+    @property
+    def made(self) -> LookupCounts:
+        return self._indexed.made
+
+    def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
+        return self._indexed.index_of(index)
+
+
+class _CachedFiles:
+    """`StoreFiles` whose answers are kept on disk: a file an answer, named by its object and what was asked of it."""
+
+    def __init__(self, files: StoreFiles, folder: _CacheFolder) -> None:
+        self._files, self._folder = files, folder
+        self.far, self.gap = files.far, files.gap
+
+    def size(self, path: str) -> int | None:
+        return self._files.size(path)
+
+    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
+        """All bytes of an object, from the disk where they are."""
+        if (found := self._folder.read(self._known(path), "whole")) is not None:
+            return found
+        raw = self._files.whole(path, room)
+        if raw is not None:
+            self._folder.write(self._known(path), "whole", raw)
+        return raw
+
+    def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
+        """Fill every target, those that are on the disk from there."""
+        lacking: list[tuple[int, ByteArray]] = []
+        before = self._known(path)
+        for offset, memory in targets:
+            found = self._folder.read(before, f"{offset}+{memory.size}")
+            if found is None or found.size != memory.size:
+                lacking.append((offset, memory))
+            else:
+                memory[:] = found
+        if lacking and not self._files.ranges(path, lacking):
+            return False
+        after = self._known(path)
+        for offset, memory in lacking:
+            self._folder.write(after, f"{offset}+{memory.size}", memory)
+        return True
+
+    def forget(self, path: str) -> None:
+        """Keep nothing of an object any more: it could not be decoded."""
+        self._folder.remove(self._known(path))
+
+    def _known(self, path: str) -> ObjectIdentity:
+        found = identity_of_object(self._files, path)
+        assert found is not None  # only such files are kept
+        return found
+
+
+class _CacheFolder:
+    """The files of a cache: each whole or absent, all of them within `limit` bytes, whichever processes write them."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._path, self._limit = path, limit
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UnsupportedStoreError(f"the folder {str(path)!r} of the disk cache cannot be made: {e}") from e
+
+    def read(self, known: ObjectIdentity, what: str) -> ByteArray | None:
+        """An answer; None when it is not kept, damaged, or of another state of the object."""
+        try:
+            with open(self._place(known, what), "rb") as f:
+                size = os.fstat(f.fileno()).st_size - _ANSWER_HEAD_BYTES
+                if size < 0:
+                    return None
+                head, raw = f.read(_ANSWER_HEAD_BYTES), fresh_memory(size)
+                if (
+                    f.readinto(raw.data) != size
+                    or _answer_checksum(head[_CHECKSUM_BYTES:], raw) != head[:_CHECKSUM_BYTES]
+                ):
+                    return None
+        except OSError:
+            return None
+        return np.asarray(raw) if _is_same_state(head[_CHECKSUM_BYTES:], _state_digest(known)) else None
+
+    def write(self, known: ObjectIdentity, what: str, raw: ByteArray) -> None:
+        """Keep an answer, whole or not at all; a full disk is no reason to fail."""
+        if _ANSWER_HEAD_BYTES + raw.size > self._limit:
+            return
+        mark = _state_digest(known)
+        with suppress(OSError):
+            draft = self._draft(_ANSWER_HEAD_BYTES + raw.size)
+            try:
+                with open(draft, "r+b") as f:
+                    f.write(_answer_checksum(mark, raw) + mark)
+                    f.write(raw.data)
+                with self._counting():  # a file that is renamed while others are counted may be missed
+                    os.replace(draft, self._place(known, what))
+            except BaseException:
+                with suppress(FileNotFoundError):  # another process needed its room
+                    os.unlink(draft)
+                raise
+
+    def _place(self, known: ObjectIdentity, what: str) -> Path:
+        return self._path / f"{_object_digest(known)}-{what}{_ANSWER_SUFFIX}"
+
+    def remove(self, known: ObjectIdentity) -> None:
+        """Every answer about an object."""
+        with suppress(OSError):
+            for _, _, file in self._entries():
+                if os.path.basename(file).startswith(f"{_object_digest(known)}-"):
+                    with suppress(FileNotFoundError):
+                        os.unlink(file)
+
+    def _draft(self, size: int) -> str:
+        """A file of that size to be written, for which there is room.
+
+        The count is too high after a file was replaced or its writer killed, and then found again in the folder.
+        """
+        with self._counting() as count:
+            used = _decode_count(count.read(_COUNT_BYTES))
+            if used is None or used + size > self._limit:
+                used = self._with_room(size)
+            count.seek(0)
+            count.write(_encode_count(used + size))
+            count.flush()
+            handle, draft = tempfile.mkstemp(_DRAFT_SUFFIX, dir=self._path)
+            with os.fdopen(handle, "wb") as made:
+                made.truncate(size)
+        return draft
+
+    @contextmanager
+    def _counting(self) -> Generator[BinaryIO]:
+        """The file of the count, for one thread of one process at a time."""
+        with os.fdopen(open_unlinked(self._path / _COUNT_FILE, os.O_RDWR | os.O_CREAT), "r+b") as count:
+            fcntl.flock(count, fcntl.LOCK_EX)  # ends with the process, however that ends
+            yield count
+
+    def _with_room(self, size: int) -> int:
+        """The bytes in the folder, after those that were written first have made room for so many more."""
+        kept = sorted(self._entries())
+        used = sum(n for _, n, _ in kept)
+        if used + size <= self._limit:
+            return used
+        for _, n, name in kept:
+            if used + size <= self._limit - self._limit // _SPARE_FRACTION:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            used -= n
+        return used
+
+    def _entries(self) -> Iterator[tuple[int, int, str]]:
+        """When each file was written, its size and name."""
+        with os.scandir(self._path) as entries:
+            for entry in entries:
+                if entry.name.endswith((_ANSWER_SUFFIX, _DRAFT_SUFFIX)):
+                    with suppress(FileNotFoundError):
+                        found = entry.stat()
+                        yield found.st_mtime_ns, found.st_size, entry.path
+
+
+def _object_digest(known: ObjectIdentity) -> str:
+    return hashlib.blake2b(known.place.encode(), digest_size=16).hexdigest()
+
+
+def _state_digest(known: ObjectIdentity) -> bytes:
+    """An object's state in few bytes; zeros where it is not known."""
+    return (
+        hashlib.blake2b(known.state.encode(), digest_size=_MARK_BYTES).digest() if known.state else bytes(_MARK_BYTES)
+    )
+
+
+def _is_same_state(one: bytes, other: bytes) -> bool:
+    return one == other or bytes(_MARK_BYTES) in (one, other)
+
+
+def _answer_checksum(mark: bytes, raw: ByteArray) -> bytes:
+    found = hashlib.blake2b(mark, digest_size=_CHECKSUM_BYTES)
+    found.update(raw.data)
+    return found.digest()
+
+
+_COUNT_BYTES = 8 + _CHECKSUM_BYTES
+
+
+def _encode_count(used: int) -> bytes:
+    """A count as it is kept."""
+    raw = used.to_bytes(8, "little")
+    return raw + hashlib.blake2b(raw, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def _decode_count(kept: bytes) -> int | None:
+    """The count that is kept; None when it is damaged."""
+    used = int.from_bytes(kept[:8], "little")
+    return used if _encode_count(used) == kept else None

@@ -1,0 +1,278 @@
+"""Arrays that lie in a file as their values, one after another, as chunk tables of slabs: cut along the outermost dim.
+
+Raw files, `.npy`, NIfTI and NetCDF-3 are such.  The slabs are virtual: of any of them only the needed bytes are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, CodecDecoder, ShortChunkError
+from jigsaw.io.chunks.concurrent_requests import ask_at_once
+from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, StoreFiles, identity_of_object
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.series.coords import check_coordinate_size
+from jigsaw.layout import Box, box_slices
+
+_SMALL_SLAB_BYTES = 1 << 20
+"""Bytes of a slab whose rows are smaller."""
+_LARGE_SLAB_BYTES = 1 << 24
+"""Bytes of a slab whose rows are larger."""
+
+T = TypeVar("T")
+
+
+class PresentFiles:
+    """Files that were found when the store was opened: a missing one is an error, never an array of fill values."""
+
+    def __init__(self, files: StoreFiles) -> None:
+        self._files = files
+        self.far, self.gap = files.far, files.gap
+
+    def size(self, path: str) -> int | None:
+        """The length of a file in bytes; None when it is missing."""
+        return self._files.size(path)
+
+    def identity(self, path: str) -> ObjectIdentity | None:
+        """What the files know of one."""
+        return identity_of_object(self._files, path)
+
+    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
+        """All bytes of a file."""
+        return _unless_gone(self._files.whole(path, room))
+
+    def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
+        """Fill every target.
+
+        Raises: `BadChunkError` when the file is gone.
+        """
+        return bool(_unless_gone(self._files.ranges(path, targets) or None))
+
+
+def _unless_gone(value: T | None) -> T:
+    if value is None:
+        raise BadChunkError("the file is gone since it was opened; open the store again")
+    return value
+
+
+@dataclass(frozen=True)
+class SlabPlaces:
+    """Where the slabs of one array lie: `strides` are bytes, an entry a dim."""
+
+    files: StoreFiles
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    chunks: tuple[int, ...]
+    itemsize: int
+
+    def path(self, index: ChunkIndex) -> str:
+        return self.file
+
+    def locate(self, index: ChunkIndex) -> ChunkRef:
+        starts = [i * c for i, c in zip(index, self.chunks, strict=True)]
+        rows = [min(c, n - a) for c, n, a in zip(self.chunks, self.shape, starts, strict=True)]
+        at = self.offset + sum(a * stride for a, stride in zip(starts, self.strides, strict=True))
+        return ChunkRef(self.file, at, prod(rows) * self.itemsize)
+
+    @property
+    def end(self) -> int:
+        """Where the last value ends."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
+
+
+def slab_places(
+    files: StoreFiles,
+    file: str,
+    offset: int,
+    shape: Sequence[int],
+    itemsize: int,
+    order: Sequence[int] | None = None,
+    record: int | None = None,
+) -> SlabPlaces:
+    """The slabs of an array whose dims are stored in `order` (that of C by default).
+
+    `record` is how many bytes lie between the starts of two rows of the first dim, where other arrays lie between them.
+    """
+    order = range(len(shape)) if order is None else order
+    strides = [itemsize] * len(shape)
+    for outer, inner in reversed(list(pairwise(order))):
+        strides[outer] = strides[inner] * max(shape[inner], 1)
+    apart = record is not None and record != strides[0]
+    sizes = slab_shape([shape[d] for d in order], itemsize, apart)
+    chunks = [sizes[list(order).index(d)] for d in range(len(shape))]
+    if record is not None:
+        strides[0] = record
+    return SlabPlaces(PresentFiles(files), file, offset, tuple(shape), tuple(strides), tuple(chunks), itemsize)
+
+
+def slab_shape(sizes: Sequence[int], itemsize: int, apart: bool = False) -> list[int]:
+    """The shape of a slab, outermost dim first: contiguous rows of one dim; rows of the first may lie apart."""
+    found = [1] * len(sizes)
+    for d, size in enumerate(sizes):
+        row = max(itemsize * prod(sizes[d + 1 :]), 1)
+        if row <= _LARGE_SLAB_BYTES:
+            found[d + 1 :] = [max(n, 1) for n in sizes[d + 1 :]]
+            if not (apart and d == 0):
+                found[d] = max(1, min(size, (_LARGE_SLAB_BYTES if d else _SMALL_SLAB_BYTES) // row))
+            break
+    return found
+
+
+def table_of_slabs(
+    name: str,
+    places: SlabPlaces,
+    dims: Sequence[str],
+    dtype: np.dtype[Any],
+    attrs: Mapping[str, Any],
+    order: Sequence[int] | None = None,
+    masks: tuple[float, ...] = (),
+) -> ArrayTable:
+    """The chunk table of those slabs."""
+    return ArrayTable(
+        name=name,
+        shape=places.shape,
+        dims=tuple(dims),
+        dtype=dtype.str,
+        chunks=places.chunks,
+        fill_value=None,
+        attrs=attrs,
+        masks=masks,
+        decoder=CodecDecoder(dtype, tuple(range(len(places.shape)) if order is None else order)),
+        places=places,
+        clipped=True,
+    )
+
+
+# -- reading without ranks -------------------------------------------------------------------------------------------
+
+
+def read_table_box(table: ArrayTable, box: Box) -> NDArray[Any]:
+    """The stored values of a box, in the machine's byte order.
+
+    Raises: `CorruptChunkError` or `TruncatedError`.
+    """
+    out = np.empty([b - a for a, b in box], np.dtype(table.dtype).newbyteorder("="))
+    if 0 in out.shape:
+        return out
+
+    def read(index: ChunkIndex) -> None:
+        room = fresh_memory(table.bytes_of(index))
+        if table.load(index, room).stored is None:
+            table.fill(room, index)
+        here = table.box_of(index)
+        inside = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, here, strict=True))
+        out[box_slices(inside, box)] = table.view(room, index)[box_slices(inside, here)]
+
+    spans = [range(along.find(a), along.find(b - 1) + 1) for (a, b), along in zip(box, table.along, strict=True)]
+    if table.far:
+        ask_at_once(read, [*product(*spans)])
+    else:
+        for index in product(*spans):
+            read(index)
+    return out
+
+
+def read_whole_coordinate(table: ArrayTable) -> NDArray[Any]:
+    """All stored values of a coordinate, in the machine's byte order.
+
+    Records between which other arrays lie are read in as few requests as `gap` allows.
+
+    Raises: `UnsupportedStoreError` for an array, or a chunk of one, that claims to be larger than any coordinate;
+    `CorruptChunkError` or `TruncatedError`.
+    """
+    places, shape = table.places, table.shape
+    check_coordinate_size(table.name, shape, max(prod(shape) * table.itemsize, table.chunk_bytes))
+    step = 0 if not shape else prod(shape[1:]) * table.itemsize
+    if not isinstance(places, SlabPlaces) or 0 in shape or places.chunks[:1] != (1,) or step == places.strides[0]:
+        return read_table_box(table, tuple((0, n) for n in shape))
+    return parse_named_file(
+        places.file, f"array {table.name!r}", lambda: _read_records(places, np.dtype(table.dtype), step)
+    )
+
+
+def _read_records(places: SlabPlaces, dtype: np.dtype[Any], step: int) -> NDArray[Any]:
+    count, stride = places.shape[0], places.strides[0]
+    out = np.empty((count, step), np.uint8)
+    if stride - step > places.files.gap:
+        places.files.ranges(places.file, [(places.offset + i * stride, out[i]) for i in range(count)])
+    else:
+        many = max(1, _LARGE_SLAB_BYTES // stride)
+        for start in range(0, count, many):
+            rows = min(many, count - start)
+            room = fresh_memory((rows - 1) * stride + step)
+            places.files.ranges(places.file, [(places.offset + start * stride, room)])
+            out[start : start + rows] = np.lib.stride_tricks.as_strided(room, (rows, step), (stride, 1))
+    return out.reshape(-1).view(dtype).reshape(places.shape).astype(dtype.newbyteorder("="))
+
+
+# -- headers ---------------------------------------------------------------------------------------------------------
+
+
+def file_head(files: StoreFiles, path: str, length: int, offset: int = 0) -> bytes:
+    """The bytes of a file from `offset` on, `length` of them or as many as there are.
+
+    Raises: `UnsupportedStoreError` when there is no such file.
+    """
+    size = file_size(files, path)
+    room = fresh_memory(max(0, min(length, size - offset)))
+    files.ranges(path, [(offset, room)])
+    return room.tobytes()
+
+
+def file_size(files: StoreFiles, path: str) -> int:
+    """The length of a file that must be there.
+
+    Raises: `UnsupportedStoreError` when it is not, or is a directory.
+    """
+    size = files.size(path)
+    if size is None:
+        raise UnsupportedStoreError(f"there is no file {path!r}")
+    if not files.far and os.path.isdir(path):
+        raise UnsupportedStoreError(f"{path!r} is a directory, and a file is expected")
+    return size
+
+
+def parse_named_file(path: str, kind: str, parse: Callable[[], T]) -> T:
+    """What `parse` makes of a header; its refusals as errors that name the file.
+
+    Raises: `TruncatedError` or `CorruptChunkError`.
+    """
+    try:
+        return parse()
+    except ShortChunkError as e:
+        raise TruncatedError(f"{path} cannot be read as {kind}: {e}") from e
+    except (BadChunkError, OSError) as e:
+        raise CorruptChunkError(f"{path} cannot be read as {kind}: {e}") from e
+
+
+def check_ends_in_file(array: str, places: SlabPlaces, size: int) -> None:
+    """Raises: `ShortChunkError` when an array ends beyond its file's `size`."""
+    if places.end > size:
+        raise ShortChunkError(
+            f"array {array!r} of shape {places.shape} ends at byte {places.end}, and the file has {size}"
+        )
+
+
+def magic_bytes(url: Any, length: int) -> bytes:
+    """The first bytes of a local file; none of anything else."""
+    try:
+        with open(os.fspath(url), "rb") as file:
+            return file.read(length)
+    except (OSError, TypeError, ValueError):
+        return b""

@@ -1,0 +1,118 @@
+"""`open_store`: which format a store is."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.arguments import checked_mapping
+from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.chunks.files import StoreFiles
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.packages import why_not_imported
+
+# Asked in this order whether what was given is theirs; those that need a package say which extra brings it.
+_FORMAT_OPENERS = (
+    ("formats.array_source", "open_array_source", ""),
+    ("formats.many_files", "open_many", ""),
+    ("formats.nifti", "open_nifti", ""),
+    ("formats.netcdf3", "open_netcdf3", ""),
+    ("formats.raw", "open_npy", ""),
+    ("formats.hdf5", "open_hdf5_file", "hdf5"),
+)
+# Single files behind a URL are known by how they begin: their suffix only says that it is worth a request to look.
+_FILE_URL_SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy")
+_OPENERS_BY_MAGIC = {
+    b"CDF": ("formats.netcdf3", "open_netcdf3"),
+    b"\x89HDF\r\n\x1a\n": ("formats.hdf5", "open_hdf5_file"),
+    b"\x93NUMPY": ("formats.raw", "open_npy"),
+}
+
+
+def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
+    """Open a store: a path, a glob or a list of paths, a URL, an object of the format's own library, a user's source.
+
+    `options` are those of the object store behind a URL: see `jigsaw.io.chunks.remote_files.files_of_url`.
+
+    Raises: `UnsupportedStoreError` for what no format of jigsaw's claims, or options where there is no URL.
+    """
+    options = checked_mapping("options", options, "{'region': 'eu-west-1'}", UnsupportedStoreError)
+    if isinstance(url, ArrayStore):
+        return url
+    if _is_store_url(url):
+        return _open_by_url(str(url), options)
+    if options:
+        raise UnsupportedStoreError(
+            f"options={{…}} with {sorted(options)} are for URLs (s3://, https://…), and {url!r} is none"
+        )
+    if type(url).__module__.partition(".")[0] == "xarray":
+        if not hasattr(url, "variables"):
+            kind = type(url).__name__
+            raise UnsupportedStoreError(f"an xarray {kind} is no Dataset: give .to_dataset(name='t2m') of it")
+        return _format_function("formats.xarray_dataset", "open_xarray")(url)
+    for module, opener, extra in _FORMAT_OPENERS:
+        if extra and not _is_local_file(url):
+            continue
+        if _format_function(module, "claims", extra)(url):
+            return _format_function(module, opener)(url)
+    if _format_function("formats.slab_arrays", "magic_bytes")(url, 4) == b"GRIB":
+        raise UnsupportedStoreError(
+            f"{url!r} is GRIB, which cfgrib reads: open xarray.open_dataset({str(url)!r}, engine='cfgrib'), "
+            "or convert it: python -m jigsaw convert"
+        )
+    return _format_function("formats.zarr_group", "open_zarr", "zarr")(url)
+
+
+def open_hdf5(url: Any, *, outside: bool = False, cache: str | os.PathLike[str] | None = None) -> ArrayStore:
+    """The chunk tables of a local HDF5 or NetCDF-4 file.
+
+    `outside` lets links and virtual datasets lead out of the file's folder; `cache` is the folder where the index of
+    its chunks is kept, by default that of the user's caches.
+
+    Raises: what `open_store` raises.
+    """
+    return _format_function("formats.hdf5", "open_hdf5_file", "hdf5")(url, outside=outside, cache=cache)
+
+
+def _format_function(module: str, name: str, extra: str = "") -> Any:
+    """A function of one format's module, which is loaded when its turn comes."""
+    try:
+        return getattr(importlib.import_module(f"jigsaw.io.{module}"), name)
+    except ImportError as e:
+        package = str(e.name).partition(".")[0]
+        absent = f"reading this needs {package}: pip install 'jigsaw-torch[{extra or 'all'}]'"
+        raise UnsupportedStoreError(why_not_imported(e, absent)) from e
+
+
+def _is_store_url(url: Any) -> bool:
+    return isinstance(url, str) and "://" in url and not url.startswith("file://")
+
+
+def _is_local_file(url: Any) -> bool:
+    return isinstance(url, str | os.PathLike) and os.path.isfile(os.fspath(url))
+
+
+def _open_by_url(url: str, options: Mapping[str, Any] | None) -> ArrayStore:
+    name = PurePosixPath(url.partition("?")[0].lower())
+    is_nifti = name.name.endswith((".nii", ".nii.gz"))
+    if not is_nifti and name.suffix not in _FILE_URL_SUFFIXES:
+        return _format_function("formats.zarr_group", "open_zarr", "zarr")(url, options)
+    files, path = _format_function("chunks.remote_files", "files_of_url", "remote")(url, options)
+    if is_nifti:
+        return _format_function("formats.nifti", "open_nifti")(path, files)
+    begins = _first_object_bytes(files, path)
+    for magic, (module, opener) in _OPENERS_BY_MAGIC.items():
+        if begins.startswith(magic):
+            return _format_function(module, opener, "hdf5")(path, files)
+    raise UnsupportedStoreError(f"{url} is named like a file that jigsaw reads, but begins with {begins!r}")
+
+
+def _first_object_bytes(files: StoreFiles, path: str) -> bytes:
+    first = fresh_memory(8)
+    if not files.ranges(path, [(0, first)]):
+        raise UnsupportedStoreError(f"there is no object {path!r}")
+    return first.tobytes()

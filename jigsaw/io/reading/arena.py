@@ -1,0 +1,349 @@
+"""Shared memory in which the ranks of one machine hand decoded chunks to each other, and tell each other of failures.
+
+One anonymous file (`memfd_create`) that every rank maps: it has no name, so nothing is left behind however a rank ends,
+and it does not count against the size of ``/dev/shm``.  The first rank makes it, and the others open it through
+``/proc``, which may show another process under that number, or another machine's: before anything is written, device,
+inode and a random word in the header are compared with what the maker tells.
+
+A header of 64-bit words, each written by one rank only:
+
+- per rank: the read it has started, finished and left, the digest of its plan, the last read that failed on it, and
+  how long the message is that says why;
+- per slot: which job's chunk lies in it, and for each rank the last job that it has taken out of it.
+
+A job's *ticket* is read * 2^20 + its number + 1, so words never need resetting.  Waiting is polling with short sleeps;
+every poll sees a rank that failed, and every tenth of a second one that died.
+
+**The order that is relied on.**  An aligned word is stored and loaded whole.  Every word is stored by `_tell`, behind a
+barrier (`jigsaw.io.reading.barrier`): who sees the word sees all that its rank wrote before it, and its rank has
+finished all loads from before it.  Four ranks, one slot s, the chunk of ticket t, which rank 1 decodes for ranks 0 and
+3, and that of ticket u, which rank 2 is to put in the same slot:
+
+1. rank 1 writes the bytes of slot s; barrier; it stores t in the slot's first word;
+2. ranks 0 and 3 poll that word.  Once it is t, they copy their boxes: the bytes are there, because of the barrier;
+3. rank 0: barrier; it stores t in the slot's word 1 + 0; rank 3 likewise in word 1 + 3: their copies are made by then;
+4. rank 2, which has polled those two words until both were t, writes the bytes of u: nobody reads those of t any more;
+   barrier; it stores u in the slot's first word.  So that word is written by whoever loads the chunk whose turn it is.
+
+A read begins and ends alike: each rank stores its digest; barrier; *started*.  When all is taken: barrier; *finished*;
+it polls those of all, compares digests; barrier; *left*.  The next read, for which a rank polls *left* of all, may
+lay the slots out anew.  Who fails writes its message and length; barrier; *failed*; barrier; the one word that all
+poll, which any of them may store: all store the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw import errors
+from jigsaw.errors import PeerError, ReadError
+from jigsaw.io.reading.barrier import memory_barrier
+from jigsaw.io.reading.forks import HomeProcess
+from jigsaw.io.reading.peers import PeerGroup
+
+MAX_ARENA_SLOTS = 64
+_MESSAGE_BYTES = 4096
+_PAGE_BYTES = 1 << 16
+_TICKETS_PER_READ = 1 << 20
+_STARTED, _FINISHED, _LEFT, _DIGEST, _FAILED, _LENGTH = range(6)
+_WORDS_PER_RANK = 8
+_CLOSED_READER = 2**62
+
+
+class Arena:
+    """The shared memory of the ranks of one machine; `me` counts among them."""
+
+    def __init__(
+        self,
+        fd: int,
+        me: int,
+        names: Sequence[int],
+        pids: Sequence[int],
+        timeout: float,
+        barrier: Callable[[], None],
+    ) -> None:
+        self._fd, self.me, self.size = -1, me, len(pids)
+        self._names, self._pids, self._timeout = names, pids, timeout
+        self._barrier, self._home = barrier, HomeProcess("this memory")
+        self._header_bytes = arena_header_bytes(self.size)
+        self._map = mmap.mmap(fd, self._header_bytes)
+        self._words = memoryview(self._map).cast("q")
+        self._messages = _mark_at(self.size) + 8
+        self._slots = self._messages // 8 + self.size * _MESSAGE_BYTES // 8
+        self._data: mmap.mmap | None = None
+        self._slot_bytes = self.slots = 0
+        watched = [(_open_pidfd(pid), m) for m, pid in enumerate(pids) if m != me]
+        self._deaths = {each: m for each, m in watched if each is not None}
+        self._fd = fd  # now there is something to close
+
+    # -- where words lie ---------------------------------------------------------------------------------------------
+
+    def _of(self, member: int, word: int) -> int:
+        return member * _WORDS_PER_RANK + word
+
+    def _slot(self, slot: int) -> int:
+        return self._slots + slot * (self.size + 1)
+
+    def _tell(self, at: int, value: int) -> None:
+        """Store a word, after all that this rank has loaded and stored before."""
+        self._barrier()
+        self._words[at] = value
+
+    # -- a read's beginning and end ----------------------------------------------------------------------------------
+
+    def await_turn(self, read: int) -> None:
+        """Wait until everybody has left the read before, who would take a failure in this one for one in that."""
+        words = self._words
+        self.wait(lambda: all(words[self._of(m, _LEFT)] >= read - 1 for m in range(self.size)), read - 1, _LEFT)
+
+    def start(self, read: int, digest: int, slot_bytes: int, slots: int) -> None:
+        """Begin a read whose turn it is: the slots may be laid out anew."""
+        if slots:
+            self._lay_out(slot_bytes, slots)
+        self._words[self._of(self.me, _DIGEST)] = digest
+        self._tell(self._of(self.me, _STARTED), read)
+
+    def _lay_out(self, slot_bytes: int, slots: int) -> None:
+        self._slot_bytes = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self.slots = slots
+        need = self._header_bytes + self._slot_bytes * slots
+        if os.fstat(self._fd).st_size < need:
+            os.pwrite(self._fd, b"\0", need)  # grows at the most: a rank that reads something else may have more
+        if self._data is None or len(self._data) < need:
+            self._data = mmap.mmap(self._fd, need)
+
+    def finish(self, read: int) -> None:
+        """End a read that went well here: wait until it has everywhere."""
+        words = self._words
+        self._tell(self._of(self.me, _FINISHED), read)
+        self.wait(lambda: all(words[self._of(m, _FINISHED)] >= read for m in range(self.size)), read)
+        self.check_digests(read)  # nobody begins the next read before this rank has left
+
+    def leave(self, read: int) -> None:
+        """Touch no slot any more for this read, whether it went well or not."""
+        self._tell(self._of(self.me, _LEFT), read)
+
+    # -- slots -------------------------------------------------------------------------------------------------------
+
+    def memory(self, slot: int, size: int) -> NDArray[np.uint8]:
+        """The first `size` bytes of a slot."""
+        assert self._data is not None
+        return np.frombuffer(self._data, np.uint8, size, self._header_bytes + slot * self._slot_bytes)
+
+    def is_published(self, slot: int, ticket: int) -> bool:
+        """Whether the chunk of that ticket lies in the slot."""
+        return self._words[self._slot(slot)] == ticket
+
+    def any_published(self, pairs: Sequence[tuple[int, int]]) -> Callable[[], bool]:
+        """A quick question, for polling: whether any of these (slot, ticket) is published."""
+        words, wanted = self._words, [(self._slot(slot), each) for slot, each in pairs]
+
+        return lambda: any(words[at] == each for at, each in wanted)
+
+    def publish(self, slot: int, ticket: int) -> None:
+        """Show the slot's chunk to everybody."""
+        self._tell(self._slot(slot), ticket)
+
+    def release(self, slot: int, ticket: int) -> None:
+        """Say that this rank has taken its part of the chunk of that ticket."""
+        self._tell(self._slot(slot) + 1 + self.me, ticket)
+
+    def is_free(self, slot: int, ticket: int, readers: Sequence[int]) -> bool:
+        """Whether all `readers` have taken their part of the chunk of that ticket."""
+        at = self._slot(slot) + 1
+        return all(self._words[at + m] >= ticket for m in readers)
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def fail(self, read: int, error: BaseException) -> None:
+        """Tell the others that this rank failed in a read, and why; not when it failed because another one did."""
+        if getattr(error, "heard", False):
+            return
+        text = f"{type(error).__name__}\n{error}".encode(errors="replace")[:_MESSAGE_BYTES]
+        at = self._messages + self.me * _MESSAGE_BYTES
+        self._map[at : at + len(text)] = text
+        self._words[self._of(self.me, _LENGTH)] = len(text)
+        self._tell(self._of(self.me, _FAILED), read)
+        self._tell(self._of(self.size, 0), read)  # looked at in every poll; all failures of a read write the same
+
+    def check(self, read: int) -> None:
+        """Raise what another rank failed with in this read."""
+        if self._words[self._of(self.size, 0)] < read:
+            return
+        for m in range(self.size):
+            if m != self.me and self._words[self._of(m, _FAILED)] >= read:
+                at = self._messages + m * _MESSAGE_BYTES
+                text = self._map[at : at + self._words[self._of(m, _LENGTH)]].decode(errors="replace")
+                kind, _, message = text.partition("\n")
+                raise error_from_rank(kind, message, self._names[m])
+
+    def check_digests(self, read: int) -> None:
+        """Raise when another rank reads something else."""
+        mine = self._words[self._of(self.me, _DIGEST)]
+        for m in range(self.size):
+            if self._words[self._of(m, _STARTED)] == read and self._words[self._of(m, _DIGEST)] != mine:
+                raise PeerError(
+                    f"rank {self._names[m]} of the domain group reads another sample or sees other chunks than rank "
+                    f"{self._names[self.me]}; every rank must ask for the same samples in the same order"
+                )
+
+    def wait(self, ready: Callable[[], bool], read: int, word: int = _FINISHED) -> None:
+        """Poll until `ready`, which depends on ranks whose `word` has not reached `read` yet.
+
+        Raises: what another rank failed with in this read; `PeerError` when one died, or the time is over.
+        """
+        pause, slept, since = 2e-4, 0.0, time.monotonic()
+        while not ready():
+            if word == _FINISHED:
+                self.check(read)
+            if slept > 0.1:
+                self._look_around(read, word, since)
+                slept = 0.0
+            time.sleep(pause)
+            slept += pause
+            pause = min(1.5 * pause, 2e-3)
+
+    def _look_around(self, read: int, word: int, since: float) -> None:
+        if word == _FINISHED:
+            self.check_digests(read)
+        dead = self._dead()
+        for m in range(self.size):
+            closed = self._words[self._of(m, _LEFT)] == _CLOSED_READER
+            if (m in dead or closed) and self._words[self._of(m, word)] < read:
+                gone = "has ended" if m in dead else "has closed its reader"
+                raise PeerError(f"rank {self._names[m]} of the domain group (process {self._pids[m]}) {gone}")
+        if time.monotonic() - since > self._timeout:
+            late = [self._names[m] for m in range(self.size) if m != self.me and self._words[self._of(m, word)] < read]
+            raise PeerError(f"waited {self._timeout:g} s for ranks {late} of the domain group to read their part")
+
+    def _dead(self) -> set[int]:
+        watch = select.poll()  # of this call alone: threads wait at the same time, and such an object refuses a second
+        for each in self._deaths:
+            watch.register(each, select.POLLIN)
+        return {self._deaths[each] for each, _ in watch.poll(0)}
+
+    def close(self) -> None:
+        """Let go of the memory; it goes when the last rank lets go."""
+        if self._fd < 0:
+            return
+        if self._home.is_here:  # a process that was forked is no rank: what it lets go of is not closed
+            self.leave(_CLOSED_READER)
+        for fd in self._deaths:
+            os.close(fd)
+        os.close(self._fd)
+        self._fd, self._data = -1, None
+
+    def __del__(self) -> None:
+        self.close()  # a reader that nobody closed lets go of its memory with its last reference
+
+
+def slot_ticket(read: int, job: int) -> int:
+    """The number under which a job of a read is published."""
+    return read * _TICKETS_PER_READ + job + 1
+
+
+def arena_header_bytes(size: int) -> int:
+    """The size of the header for a number of ranks."""
+    words = MAX_ARENA_SLOTS * (size + 1)
+    return -(-(_mark_at(size) + 8 + size * _MESSAGE_BYTES + 8 * words) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _mark_at(size: int) -> int:
+    """Where the random word lies: behind the words of each rank, and the one that tells of failures."""
+    return 8 * (_WORDS_PER_RANK * size + 1)
+
+
+def error_from_rank(kind: str, message: str, rank: int) -> ReadError:
+    """The error that another rank told of, as the same type where it is one of the reader's."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, ReadError):
+        error = found(f"{message} [rank {rank}]")
+    else:
+        error = PeerError(f"rank {rank} of the domain group failed: {kind}: {message}")
+    error.heard = True
+    return error
+
+
+def _open_pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def attach_arena(peers: PeerGroup, timeout: float) -> Arena | None:
+    """The arena of this rank's machine; collective over the peers.
+
+    None when this rank is alone on its machine.  Where some rank cannot map the memory of another, finds other memory
+    in its place, or has no barrier, all of them are taken for machines of their own, and chunks travel over the
+    network.
+    """
+    near = peers.neighbours
+    leader, barrier = min(near), memory_barrier()
+    fd = _create_memory_file(len(near)) if peers.me == leader and len(near) > 1 else -1
+    offered = peers.gather(_MemoryMark.of(fd, len(near)))[leader]
+    if peers.me != leader and offered is not None:
+        fd = _open_memory_file(f"/proc/{peers.pids[leader]}/fd/{offered.fd}", offered, len(near))
+    shares = all(peers.gather((fd >= 0 and barrier is not None) or len(near) == 1))
+    if shares and len(near) > 1 and barrier is not None:
+        return Arena(fd, near.index(peers.me), near, [peers.pids[m] for m in near], timeout, barrier)
+    if fd >= 0:
+        os.close(fd)
+    if not shares:
+        peers.separate()
+    return None
+
+
+class _MemoryMark(NamedTuple):
+    """What tells an arena's memory from all other files: the maker's descriptor, and what lies behind it."""
+
+    fd: int
+    device: int
+    inode: int
+    mark: bytes
+
+    @classmethod
+    def of(cls, fd: int, size: int) -> _MemoryMark | None:
+        """Of a descriptor, if there is one."""
+        if fd < 0:
+            return None
+        found = os.fstat(fd)
+        return cls(fd, found.st_dev, found.st_ino, os.pread(fd, 8, _mark_at(size)))
+
+    def is_at(self, found: os.stat_result) -> bool:
+        """Whether this is the file; on a copy of the machine another one may have its numbers."""
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+
+def _create_memory_file(size: int) -> int:
+    try:
+        fd = os.memfd_create("jigsaw", os.MFD_CLOEXEC)
+        os.ftruncate(fd, arena_header_bytes(size))
+        os.pwrite(fd, os.urandom(8), _mark_at(size))
+    except (AttributeError, OSError):
+        return -1
+    return fd
+
+
+def _open_memory_file(path: str, meant: _MemoryMark, size: int) -> int:
+    """The memory that is `meant`, to be written; -1 where the path leads to something else, or may not be opened."""
+    try:
+        if not meant.is_at(os.stat(path)):  # what else it may be, such as a pipe, is not even opened
+            return -1
+        seen = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            is_meant = meant.is_at(os.fstat(seen)) and os.pread(seen, 8, _mark_at(size)) == meant.mark
+            # through what was looked at, not the path, which may lead elsewhere by now
+            return os.open(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_CLOEXEC) if is_meant else -1
+        finally:
+            os.close(seen)
+    except OSError:
+        return -1

@@ -1,0 +1,43 @@
+"""What makes data that one process has written visible to another before the word that tells of it.
+
+Python has no fences.  Processors of the x86 family need none: they show stores in their order, and load in theirs
+(memcpy, whose streaming stores are the exception, ends them with a fence).  Others, such as ARM's, promise neither, so
+there the kernel is asked for a full barrier on every thread of every process that has joined (``membarrier(2)``,
+``GLOBAL_EXPEDITED``): who is about to store a word calls it, and who polls words needs nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+
+from jigsaw.errors import ReadError
+
+_ORDERED = frozenset({"x86_64", "amd64", "i386", "i686"})
+_MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365, "s390x": 356}
+_BARRIER, _JOIN = 1 << 1, 1 << 2
+
+
+def memory_barrier() -> Callable[[], None] | None:
+    """What to call between writing data and storing the word that tells of it; None where there is no such thing."""
+    return _no_barrier if platform.machine().lower() in _ORDERED else kernel_barrier()
+
+
+def _no_barrier() -> None: ...
+
+
+def kernel_barrier() -> Callable[[], None] | None:
+    """The kernel's barrier, which this process joins now; None where there is none, or it is not permitted."""
+    number = _MEMBARRIER.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        return None
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    if call(number, _JOIN, 0, 0) != 0:
+        return None
+
+    def barrier() -> None:
+        if call(number, _BARRIER, 0, 0) != 0:
+            raise ReadError(f"the kernel's memory barrier has failed (error {ctypes.get_errno()}), which it never does")
+
+    return barrier

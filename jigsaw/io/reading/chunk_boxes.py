@@ -1,0 +1,223 @@
+"""Which rows of which chunks a rank takes, and where in its sample they land.  Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.chunks.chunk_grid import ChunkIndex, DimChunks
+from jigsaw.io.chunks.portion import ChunkRows
+from jigsaw.io.series.boundary import PERIODIC_BOUNDARY, DimBoundary
+from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, runs_of_pairs
+from jigsaw.layout import Cut, Interval
+
+
+class RowRun(NamedTuple):
+    """`length` rows of a chunk, from `source` by `source_step`, and the local rows that they fill."""
+
+    source: int
+    source_step: int
+    target: int
+    target_step: int
+    length: int
+
+    @property
+    def each(self) -> range:
+        """The rows of the chunk, one after the other."""
+        return range(self.source, self.source + self.source_step * self.length, self.source_step)
+
+    @property
+    def rows(self) -> Interval:
+        """The interval of the chunk's rows that it spans."""
+        last = self.source + self.source_step * (self.length - 1)
+        return min(self.source, last), max(self.source, last) + 1
+
+
+class ChunkBox(NamedTuple):
+    """What one rank takes of a chunk for one part: the product of the runs of each stored dim.
+
+    Of a part it may take two: the rows beyond a pole are `turned`.
+    """
+
+    part: int
+    runs: tuple[tuple[RowRun, ...], ...]
+    at: tuple[tuple[int, int], ...]
+    turned: bool = False
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The number of rows along each stored dim."""
+        return tuple(sum(run.length for run in runs) for runs in self.runs)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it takes a row of the chunk more than once, as rows beyond an edge do."""
+        rows = [[x for run in runs for x in run.each] for runs in self.runs if len(runs) > 1]
+        return any(len(set(taken)) < len(taken) for taken in rows)
+
+    @property
+    def rect(self) -> ChunkRows:
+        """The rows of the chunk that it takes, each once."""
+        return tuple(_interval_union(run.rows for run in runs) for runs in self.runs)
+
+
+def _interval_union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    found: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if found and start < found[-1][1]:
+            start, stop = found[-1][0], max(stop, found.pop()[1])
+        found.append((start, stop))
+    return tuple(found)
+
+
+# -- from one dim's rows to runs -------------------------------------------------------------------------------------
+
+RunsByChunk = dict[int, tuple[RowRun, ...]]
+
+
+def _split_by_chunk(pairs: Sequence[tuple[int, int]], along: DimChunks) -> RunsByChunk:
+    split: dict[int, list[tuple[int, int]]] = {}
+    for source, target in pairs:
+        chunk = along.find(source)
+        split.setdefault(chunk, []).append((source - along.start(chunk), target))
+    return {c: tuple(RowRun(*run) for run in runs_of_pairs(rows)) for c, rows in split.items()}
+
+
+@lru_cache(maxsize=4096)
+def _runs_of_space_dim(
+    held: Interval, size: int, first: int, along: DimChunks, flip: bool, way: BoundaryRows
+) -> RunsByChunk:
+    """The runs of a spatial dim, whose `size` rows begin at the stored row `first`.
+
+    Stored rows wrap, where a whole dim is rolled.
+    """
+    rows = ((row, target) for target, row, turned in way.boundary.rows(held, size) if turned == way.turned)
+    shown = (((row + way.shift) % size if way.shift else row, target) for row, target in rows)
+    pairs = [((first + (size - 1 - row if flip else row)) % along.size, target) for row, target in shown]
+    return _split_by_chunk(pairs, along)
+
+
+class BoundaryRows(NamedTuple):
+    """Which of the held rows of a dim are meant, `turned` or others, and by how many rows they are shifted."""
+
+    boundary: DimBoundary = PERIODIC_BOUNDARY
+    turned: bool = False
+    shift: int = 0
+
+
+def _boundary_rows(request: ReadRequest, turned: bool) -> tuple[BoundaryRows, ...]:
+    """For each spatial dim; `turned` for the rows beyond a pole."""
+    space = request.layout.cuts[2:]
+    boundary = request.boundary or (PERIODIC_BOUNDARY,) * len(space)
+    circles = [b.circle for b in boundary if b.rule == "pole"] if turned else []
+    return tuple(
+        BoundaryRows(b, turned and b.rule == "pole", cut.size // 2 if d in circles else 0)
+        for d, (b, cut) in enumerate(zip(boundary, space, strict=True))
+    )
+
+
+def part_geometries(number: int, part: ReadPart, table: ArrayTable, request: ReadRequest) -> list[PartGeometry]:
+    """The geometry of a part, and that of its rows beyond a pole where ranks hold such."""
+    both = [False, True] if any(b.rule == "pole" for b in request.boundary) else [False]
+    return [PartGeometry(number, part, table, request, turned) for turned in both]
+
+
+@lru_cache(maxsize=4096)
+def _runs_of_picks(picks: IndexPicks, held: Interval, along: DimChunks) -> RunsByChunk:
+    start, stop = held
+    return _split_by_chunk([(source, target - start) for source, target in picks if start <= target < stop], along)
+
+
+class PartGeometry:
+    """Of one part: for each rank and stored dim the chunks that it needs, and which rows of them."""
+
+    def __init__(
+        self, number: int, part: ReadPart, table: ArrayTable, request: ReadRequest, turned: bool = False
+    ) -> None:
+        self._turned, ways = turned, _boundary_rows(request, turned)
+        self._along, self._share = table.along, dict[int, list[dict[int, float]]]()
+        self._part_to = part.to
+        self._part, self._at = number, [request.layout.cuts[dim] for dim, _ in part.at]
+        self._fixed = part.at
+        self._dims: list[tuple[Cut | None, list[RunsByChunk]]] = []
+        self._owned: list[list[RunsByChunk]] = []
+        for d, (picks, to) in enumerate(zip(part.picks, part.to, strict=True)):
+            cut = None if to == DROPPED_DIM else request.layout.cuts[to]
+            along = table.along[d]
+            if picks is None:
+                assert cut is not None
+                first = part.first[d] if part.first else 0
+                how = cut.size, first, along, d in part.flip, ways[to - 2]
+                runs = [_runs_of_space_dim(held, *how) for held in cut.held]
+                owned = [_runs_of_space_dim(cut.owned(i), *how) for i in range(cut.pieces)]
+            elif cut is None:
+                runs = owned = [_runs_of_picks(((picks[0][0], 0),), (0, 1), along)]
+            else:
+                runs = owned = [_runs_of_picks(picks, held, along) for held in cut.held]
+            self._dims.append((cut, runs))
+            self._owned.append(owned)
+        coords = list(request.layout.coords())
+        self._rows = [[runs[piece] for (_, runs), piece in self._pieces(request, coord)] for coord in coords]
+        self._inner = [
+            [owned[piece] for owned, (_, piece) in zip(self._owned, self._pieces(request, coord), strict=True)]
+            for coord in coords
+        ]
+        self._fixed_at = [self._fix(request, coord) for coord in coords]
+
+    def _pieces(
+        self, request: ReadRequest, coord: ChunkIndex
+    ) -> Iterator[tuple[tuple[Cut | None, list[RunsByChunk]], int]]:
+        for dim in self._dims:
+            yield dim, request.layout.piece(dim[0], coord) if dim[0] else 0
+
+    def _fix(self, request: ReadRequest, coord: ChunkIndex) -> tuple[tuple[int, int], ...] | None:
+        found: list[tuple[int, int]] = []
+        for (dim, index), cut in zip(self._fixed, self._at, strict=True):
+            start, stop = cut.held[request.layout.piece(cut, coord)]
+            if not start <= index < stop:
+                return None
+            found.append((dim, index - start))
+        return tuple(found)
+
+    def chunks(self, member: int) -> Iterator[ChunkIndex]:
+        """The chunks that a rank needs."""
+        return iter(()) if self._fixed_at[member] is None else product(*self._rows[member])
+
+    def owns(self, chunk: ChunkIndex, member: int) -> bool:
+        """Whether a rank owns rows of a chunk, rather than only holding some as its halo."""
+        return all(c in rows for rows, c in zip(self._inner[member], chunk, strict=True))
+
+    @property
+    def ends_in_space(self) -> bool:
+        """Whether the last stored dim is a spatial one."""
+        return bool(self._dims) and self._part_to[-1] >= 2
+
+    def last(self, member: int) -> RunsByChunk:
+        """What a rank takes along the last stored dim, for each of the chunks there."""
+        return self._rows[member][-1]
+
+    def share(self, chunk: ChunkIndex, member: int) -> float:
+        """Which part of a chunk a rank takes."""
+        return prod(shares.get(c, 0.0) for shares, c in zip(self._shares(member), chunk, strict=True))
+
+    def _shares(self, member: int) -> list[dict[int, float]]:
+        """The same along each stored dim."""
+        if member not in self._share:
+            self._share[member] = [
+                {
+                    c: sum(b - a for a, b in _interval_union(run.rows for run in runs)) / along.length(c)
+                    for c, runs in rows.items()
+                }
+                for rows, along in zip(self._rows[member], self._along, strict=True)
+            ]
+        return self._share[member]
+
+    def box(self, chunk: ChunkIndex, member: int) -> ChunkBox | None:
+        """What a rank takes of a chunk; None for nothing."""
+        at = self._fixed_at[member]
+        runs = tuple(row.get(c, ()) for row, c in zip(self._rows[member], chunk, strict=True))
+        return None if at is None or not all(runs) else ChunkBox(self._part, runs, at, self._turned)

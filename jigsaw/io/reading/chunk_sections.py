@@ -1,0 +1,131 @@
+"""Shared chunks pass from rank to rank in pieces: shared memory then holds a few rows of each instead of all of them,
+and a piece is taken while it still lies in the cache of the core that decoded it.
+
+Who cuts what, and in which order pieces have their slots, follows from the plan: the same on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from math import prod
+from operator import neg
+from typing import NamedTuple
+
+from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.reading.read_plan import ChunkBox, ChunkJob, ReadPlan, RowRun
+from jigsaw.layout import Interval
+
+SECTION_BYTES = 1 << 22
+"""Bytes of a piece, or one row where that is more: what the caches hold."""
+_FEW_SLOT_BYTES = 1 << 24
+
+
+class ChunkSection(NamedTuple):
+    """Rows of a job's chunk along `dim`; all of it where `rows` is None.
+
+    `number` is the job's in the plan; the pieces of a `lane` of its owner are decoded one after the other.
+    """
+
+    number: int
+    job: ChunkJob
+    lane: int
+    dim: int = 0
+    rows: Interval | None = None
+    is_last: bool = True
+
+    def shape(self, table: ArrayTable) -> tuple[int, ...]:
+        """The rows along each stored dim."""
+        shape = list(table.shape_of(self.job.chunk))
+        if self.rows is not None:
+            shape[self.dim] = self.rows[1] - self.rows[0]
+        return tuple(shape)
+
+    def size(self, table: ArrayTable) -> int:
+        """Its decoded bytes; a slot has room for a whole chunk of the array where chunks are not cut."""
+        return table.chunk_bytes if self.rows is None else prod(self.shape(table)) * table.itemsize
+
+    def cut(self, boxes: Sequence[ChunkBox]) -> Iterator[tuple[ChunkBox, ChunkBox]]:
+        """What of these boxes of the chunk lies in the piece: as found in the chunk, and as found in the piece."""
+        if self.rows is None:
+            yield from zip(boxes, boxes, strict=True)
+            return
+        for box in boxes:
+            found = [part for run in box.runs[self.dim] if (part := _run_within(run, self.rows)).length]
+            if found:
+                here = [run._replace(source=run.source - self.rows[0]) for run in found]
+                yield _with_runs(box, self.dim, found), _with_runs(box, self.dim, here)
+
+
+def _with_runs(box: ChunkBox, dim: int, runs: Sequence[RowRun]) -> ChunkBox:
+    return box._replace(runs=(*box.runs[:dim], tuple(runs), *box.runs[dim + 1 :]))
+
+
+def _run_within(run: RowRun, rows: Interval) -> RowRun:
+    """The part of a run whose source rows lie in an interval."""
+    source = run.each
+    if run.source_step > 0:
+        first, stop = (bisect_left(source, row) for row in rows)
+    else:
+        stop, first = (bisect_left(source, 1 - row, key=neg) for row in rows)
+    return run._replace(
+        source=run.source + run.source_step * first, target=run.target + run.target_step * first, length=stop - first
+    )
+
+
+def whole_chunk_section(job: ChunkJob, number: int = 0, lane: int = 0) -> ChunkSection:
+    """All of a job's chunk as one piece."""
+    return ChunkSection(number, job, lane)
+
+
+def sections_in_slot_order(
+    plan: ReadPlan, jobs: Sequence[tuple[int, ChunkJob]], lanes: Sequence[int], cut: bool = True
+) -> list[ChunkSection]:
+    """The pieces of numbered jobs in the order of their slots; a rank has so many `lanes`.
+
+    Lanes take turns, so that the slots of any moment hold pieces of all.
+    """
+    queues: dict[tuple[int, int], list[ChunkSection]] = {}
+    seen = [0] * len(lanes)
+    for number, job in jobs:
+        lane = seen[job.owner] % lanes[job.owner]
+        seen[job.owner] += 1
+        queues.setdefault((job.owner, lane), []).extend(_sections_of_job(plan, job, number, lane, cut))
+    return [piece for turn in zip_longest(*queues.values()) for piece in turn if piece is not None]
+
+
+def fair_thread_count(ranks: int) -> int:
+    """The threads of a rank: the cores of its machine shared among the ranks there, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def slot_size_and_count(plan: ReadPlan, pieces: Sequence[ChunkSection], threads: int, budget: int) -> tuple[int, int]:
+    """The size and number of slots for pieces: one a loading thread, two while that is little, within a budget."""
+    size = max((piece.size(plan.tables[piece.job.array]) for piece in pieces), default=0)
+    wanted = max(threads, min(2 * threads, _FEW_SLOT_BYTES // max(size, 1)))
+    return size, max(1, min(wanted, len(pieces), budget // max(size, 1)))
+
+
+def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut: bool) -> Iterator[ChunkSection]:
+    table, chunk = plan.tables[job.array], job.chunk
+    size = table.bytes_of(chunk)
+    if not cut or size <= SECTION_BYTES or not _can_stream(plan, job):
+        yield whole_chunk_section(job, number, lane)
+        return
+    assert table.decoder is not None
+    dim = next(d for d in table.decoder.order if table.shape_of(chunk)[d] > 1)
+    rows = table.shape_of(chunk)[dim]
+    step = max(1, SECTION_BYTES * rows // size)
+    for start in range(0, rows, step):
+        yield ChunkSection(number, job, lane, dim, (start, min(start + step, rows)), start + step >= rows)
+
+
+def _can_stream(plan: ReadPlan, job: ChunkJob) -> bool:
+    """Whether a chunk can be decoded from its beginning to its end, all of it, as it is fetched."""
+    table = plan.tables[job.array]
+    if table.decoder is None or not table.decoder.splits or table.far:
+        return False
+    ref = plan.ref(job.array, job.chunk)
+    return plan.part_of(job) is None and ref is not None and ref.length is not None and not ref.mask

@@ -1,0 +1,166 @@
+"""Chunks of far stores, fetched before they are asked for: many requests under way, within a budget of bytes.
+
+A round trip takes as long as decoding many chunks, so fetching has threads of its own, which mostly wait.  The chunks
+of the next read are fetched behind those of the one under way, so that the line never runs empty between two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from jigsaw.io.chunks.chunk import FetchedBytes
+from jigsaw.io.chunks.concurrent_requests import REQUESTS_IN_FLIGHT, while_waited_for
+from jigsaw.io.reading.fetch_batches import FetchBatch
+from jigsaw.io.reading.read_plan import ChunkJob, ReadPlan
+
+
+@dataclass(eq=False)
+class _FetchGroup:
+    """Jobs that are fetched together: a promise of what was fetched for each, and those that were not taken yet."""
+
+    plan: ReadPlan
+    batch: FetchBatch
+    promise: Future[dict[ChunkJob, FetchedBytes | None]]
+    left: set[ChunkJob]
+    started: bool = False
+
+
+class FetchAhead:
+    """The far jobs of the reads of one rank, fetched in the order in which they are added.
+
+    What is under way or fetched and not taken yet, with what is in flight `beside` it, is at most `budget` bytes, or
+    one request; a chunk of unknown stored size counts as its decoded one.
+    """
+
+    def __init__(self, me: int, budget: int) -> None:
+        self._me, self._budget = me, budget
+        self.beside = 0
+        self._pool = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="jigsaw-fetch")
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="jigsaw-plan")
+        self._expected: dict[Hashable, Future[ReadPlan]] = {}
+        self._waiting: deque[_FetchGroup] = deque()
+        self._groups: dict[ReadPlan, dict[ChunkJob, _FetchGroup]] = {}
+        self._held = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    # -- reads to come -----------------------------------------------------------------------------------------------
+
+    def expect(self, key: Hashable, plan: Callable[[], ReadPlan]) -> None:
+        """Plan a read that will follow, in a thread, and begin to fetch for it."""
+        if key not in self._expected:
+            self._expected[key] = self._planner.submit(self._planned, plan)
+
+    def _planned(self, plan: Callable[[], ReadPlan]) -> ReadPlan:
+        with while_waited_for(lambda: not self._is_closed):
+            return self.add(plan())
+
+    def planned(self, key: Hashable) -> ReadPlan | None:
+        """The plan of a read that was expected; None, and nothing is expected any more, when it was another one.
+
+        Raises: what planning it raised.
+        """
+        found = self._expected.pop(key, None)
+        if found is not None:
+            return found.result()
+        self.forget()
+        return None
+
+    def forget(self) -> None:
+        """Give up all reads that were expected and have not begun."""
+        while self._expected:
+            _, future = self._expected.popitem()
+            if not future.cancel() and future.exception() is None:
+                self.drop(future.result())
+
+    # -- fetching ----------------------------------------------------------------------------------------------------
+
+    def add(self, plan: ReadPlan) -> ReadPlan:
+        """Fetch for this plan what this rank loads of far stores, behind what was added before; once."""
+        if plan in self._groups:
+            return plan
+        groups = [_FetchGroup(plan, batch, Future(), set(batch.jobs)) for batch in plan.batches(self._me)]
+        with self._lock:
+            self._groups[plan] = {job: group for group in groups for job in group.batch.jobs}
+            self._waiting.extend(groups)
+            self._submit()
+        return plan
+
+    def take(self, plan: ReadPlan, job: ChunkJob) -> FetchedBytes | None:
+        """What was fetched for a job, once it is there; None for a missing chunk."""
+        with self._lock:
+            group = self._groups.get(plan, {}).get(job)
+            if group is None:
+                raise CancelledError
+            if not group.started:  # the budget is full: what is asked for goes first
+                self._waiting.remove(group)
+                self._start(group)
+        try:
+            return group.promise.result().pop(job)
+        finally:
+            with self._lock:
+                self._let_go(group, {job})
+
+    def drop(self, plan: ReadPlan) -> None:
+        """Fetch nothing more for a plan; nobody waits for its requests under way."""
+        with self._lock:
+            groups = self._groups.pop(plan, {})
+            if any(not group.started for group in groups.values()):
+                self._waiting = deque(group for group in self._waiting if group.plan is not plan)
+            for group in groups.values():
+                group.promise.cancel()
+                self._let_go(group, group.left)
+
+    def close(self) -> None:
+        """End the threads; requests under way run out, and those that fail are not tried again."""
+        self._is_closed = True
+        self.forget()
+        for plan in list(self._groups):
+            self.drop(plan)
+        self._planner.shutdown()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self) -> None:
+        most = self._budget - self.beside
+        while self._waiting and (not self._held or self._held + self._waiting[0].batch.size <= most):
+            self._start(self._waiting.popleft())
+
+    def _start(self, group: _FetchGroup) -> None:
+        group.started = True
+        self._held += group.batch.size
+        self._pool.submit(_fetch_group, group)
+
+    def _let_go(self, group: _FetchGroup, jobs: set[ChunkJob]) -> None:
+        """The bytes of a group count until the last of its jobs was taken."""
+        if group.left:
+            group.left -= jobs
+            if group.started and not group.left:
+                self._held -= group.batch.size
+                self._submit()
+
+
+def _fetch_group(group: _FetchGroup) -> None:
+    """Fetch what a group's jobs need, unless nobody wants it any more."""
+    if group.promise.cancelled():
+        return
+    wanted = while_waited_for(lambda: not group.promise.cancelled())
+    with wanted, suppress(InvalidStateError):  # given up meanwhile
+        try:
+            found = _fetch_batch_bytes(group.plan, group.batch)
+        except BaseException as e:
+            group.promise.set_exception(e)
+        else:
+            group.promise.set_result(found)
+
+
+def _fetch_batch_bytes(plan: ReadPlan, batch: FetchBatch) -> dict[ChunkJob, FetchedBytes | None]:
+    if not batch.requests:  # missing chunks, of any array
+        return dict.fromkeys(batch.jobs)
+    wanted = [(job.chunk, plan.part_of(job)) for job in batch.jobs]
+    fetched = plan.tables[batch.jobs[0].array].fetch_together(wanted, batch.requests)
+    return dict(zip(batch.jobs, fetched, strict=True))

@@ -1,0 +1,94 @@
+"""Memory for samples, used again once nobody holds the sample that lay in it.
+
+Fresh memory costs as much as the copy into it: the kernel clears every page first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.chunks.memory import fresh_memory
+
+_PATIENCE_S, _PAUSE_S = 0.02, 5e-4
+
+
+def _pinned_memory(size: int) -> NDArray[np.uint8]:
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+class _MemoryLease:
+    """What an array's memory belongs to; numpy and torch views keep it, and its end gives the memory back."""
+
+    def __init__(self, memory: NDArray[np.uint8], home: MemoryPool) -> None:
+        self.__array_interface__ = memory.__array_interface__
+        self._memory, self._home = memory, home
+
+    def __del__(self) -> None:
+        self._home.take_back(id(self), self._memory)
+
+
+class MemoryPool:
+    """Uninitialised arrays whose memory is used again; at most `kept` pieces lie idle.
+
+    While so many are in use, a new one waits a moment for one that is about to come back: a loop lets go of its last
+    batch only once it has the next.  `pinned` memory is locked in place, so that a GPU copies from it while it
+    computes.
+    """
+
+    def __init__(self, kept: int = 4, pinned: bool = False) -> None:
+        self._fresh = _pinned_memory if pinned else fresh_memory
+        self._lent: set[int] = set()
+        self._idle: deque[NDArray[np.uint8]] = deque()
+        self.keep(kept)
+
+    def keep(self, pieces: int) -> None:
+        """Let so many lie idle from now on."""
+        self._idle = deque(self._idle, maxlen=pieces)
+        self._most = pieces
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array of any contents; its memory returns when the last view of it is gone."""
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if size == 0:
+            return np.empty(shape, dtype)
+        lease = _MemoryLease(self._find(size), self)
+        self._lent.add(id(lease))
+        return np.asarray(lease).view(dtype).reshape(shape)
+
+    def take_back(self, lease: int, memory: NDArray[np.uint8]) -> None:
+        """What a lease ends with, in any thread and at any moment: each step is one that Python does whole."""
+        self._lent.discard(lease)
+        self._idle.append(memory)
+
+    def _find(self, size: int) -> NDArray[np.uint8]:
+        until = time.monotonic() + _PATIENCE_S
+        while (memory := self._pick(size)) is None:
+            if len(self._lent) + len(self._idle) < self._most:
+                return self._fresh(size)
+            if self._idle:
+                self._pick(None)
+            elif time.monotonic() < until:
+                time.sleep(_PAUSE_S)
+            else:
+                self._most *= 2  # whoever holds so many means to
+        return memory
+
+    def _pick(self, size: int | None) -> NDArray[np.uint8] | None:
+        """An idle piece of this size, or the one that is idle for longest."""
+        for _ in range(len(self._idle)):
+            try:
+                memory = self._idle.popleft()
+            except IndexError:  # another thread was faster
+                return None
+            if size in (None, memory.size):
+                return memory
+            self._idle.append(memory)
+        return None

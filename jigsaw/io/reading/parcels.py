@@ -1,0 +1,66 @@
+"""What ranks of other machines need of the chunks that this rank loads: packed boxes, in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.reading.peers import PeerGroup
+from jigsaw.io.reading.placing import pack_box
+from jigsaw.io.reading.read_plan import NO_OWNER, ChunkBox, ChunkJob, ReadPlan
+
+AnyArray = NDArray[Any]
+ByteArray = NDArray[np.uint8]
+
+
+class BoxParcels:
+    """The boxes of one plan that go from machine to machine."""
+
+    def __init__(self, plan: ReadPlan, peers: PeerGroup) -> None:
+        self._plan, self._peers, self._near = plan, peers, frozenset(peers.neighbours)
+        self._packed: dict[tuple[int, int], list[ByteArray]] = {}
+
+    @property
+    def are_any(self) -> bool:
+        """Whether any rank sends some: the same on every rank."""
+        hosts = self._peers.hosts
+        return any(
+            hosts[job.owner] != hosts[m] for job in self._plan.shared if job.owner != NO_OWNER for m in job.readers
+        )
+
+    def pack(self, job: ChunkJob, number: int, values: AnyArray) -> None:
+        """Keep what others need of a chunk, under the job's number, until all go out together."""
+        for reader in job.readers:
+            if reader not in self._near:
+                self._packed[reader, number] = [pack_box(values, box) for box in self._plan.boxes(job, reader)]
+
+    def lay_out(self) -> None:
+        """Make room for what goes and for what comes, so that memory is short before the others wait in `swap`."""
+        plan, me, everybody = self._plan, self._peers.me, range(self._peers.size)
+        packed = [(to, part) for to, number in sorted(self._packed) for part in self._packed.pop((to, number))]
+        self._counts = [sum(part.size for to, part in packed if to == m) for m in everybody]
+        self._going = np.concatenate([np.empty(0, np.uint8), *(part for _, part in packed)])
+        self._wanted = [
+            [job for job in plan.shared if job.owner == m and me in job.readers and m not in self._near]
+            for m in everybody
+        ]
+        self._sizes = [sum(plan.box_bytes(job, me) for job in jobs) for jobs in self._wanted]
+        self._coming = np.empty(sum(self._sizes), np.uint8)
+
+    def swap(self) -> Iterator[tuple[ChunkJob, ChunkBox, AnyArray]]:
+        """Send what was laid out; what comes, box by box, in the stored dtype.  Collective over the peers.
+
+        *Sends*: the packed boxes, by one all-to-all.
+        """
+        self._peers.swap(self._going, self._counts, self._coming, self._sizes)
+        done = 0
+        for job in (job for jobs in self._wanted for job in jobs):
+            dtype = np.dtype(self._plan.tables[job.array].dtype)
+            for box in self._plan.boxes(job, self._peers.me):
+                size = prod(box.extents) * dtype.itemsize
+                yield job, box, self._coming[done : done + size].view(dtype).reshape(box.extents)
+                done += size

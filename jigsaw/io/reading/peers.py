@@ -1,0 +1,185 @@
+"""The ranks that share a sample, as the reader meets them: a group of its own, never the model's.
+
+Reading runs in a thread of its own beside the model's collectives, so it may not use their groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.errors import PeerError
+from jigsaw.io.reading.forks import forked_from
+from jigsaw.layout import ShardingError
+from jigsaw.mesh import axes_of_mesh, mesh_patience
+
+
+class PeerGroup:
+    """The ranks of one domain group, numbered in mesh order: this one is `me`.
+
+    `hosts` says for each on which machine it runs: those on one machine read through shared memory.  They wait for each
+    other for `timeout` seconds.
+    """
+
+    def __init__(
+        self, me: int = 0, size: int = 1, group: Any = None, host: str | None = None, timeout: float = 300.0
+    ) -> None:
+        self.me, self.size, self.timeout = me, size, timeout
+        self._group: Any = group
+        self._talks = 0
+        _met_here.add(self)
+        found = self.gather((host or this_host(), os.getpid()))
+        self.hosts = tuple(h for h, _ in found)
+        self.pids = tuple(pid for _, pid in found)
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Those on this machine, this one included."""
+        return tuple(m for m, host in enumerate(self.hosts) if host == self.hosts[self.me])
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether they run on more than one machine."""
+        return len(set(self.hosts)) > 1
+
+    def separate(self) -> None:
+        """Take every rank for a machine of its own: some cannot share memory."""
+        self.hosts = tuple(f"{host}#{m}" for m, host in enumerate(self.hosts))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable `value` of each."""
+        if self._group is None:
+            return [value]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([mine.numel()]))
+        room = torch.zeros(max(int(n) for n in sizes), dtype=torch.uint8)
+        room[: mine.numel()] = mine
+        parts = self._all_gather(room)
+        return [pickle.loads(x[: int(n)].numpy().tobytes()) for x, n in zip(parts, sizes, strict=True)]
+
+    def _all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        self._heard(lambda: self._group.allgather([found], [x]).wait())
+        return found
+
+    def _heard(self, talk: Callable[[], Any]) -> None:
+        """Communicate; gloo does not say which rank is gone."""
+        since = time.monotonic()
+        self._talks += 1
+        try:
+            talk()
+        except RuntimeError as e:
+            waited = f"after {time.monotonic() - since:.1f} s (of {self.timeout:g} that ranks wait for each other)"
+            raise PeerError(
+                f"another rank of the domain group of {self.size} has ended or does not answer, {waited}: {e}"
+            ) from e
+        finally:
+            self._talks -= 1
+
+    def swap(
+        self,
+        going: NDArray[np.uint8],
+        counts: Sequence[int],
+        coming: NDArray[np.uint8],
+        sizes: Sequence[int],
+    ) -> None:
+        """Give each its `counts` bytes of `going`, and get `sizes` bytes of each into `coming`.
+
+        *Sends*: `going`, in one all-to-all.
+        """
+        sent, room = torch.from_numpy(going), torch.from_numpy(coming)
+        options = dist.AllToAllOptions()
+        self._heard(lambda: self._group.alltoall_base(room, sent, list(sizes), list(counts), options).wait())
+
+    def close(self) -> None:
+        """Let go of the group."""
+        self._group = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread is in the midst of a message."""
+        return self._talks == 0
+
+
+_met_here: WeakSet[PeerGroup] = WeakSet()
+
+
+@atexit.register
+def _end_groups() -> None:
+    """End gloo's threads while Python still runs, like those of the mesh; a group that waits for others would wait on.
+
+    The threads that read have ended by then: theirs is registered later, so it runs before.
+    """
+    for each in list(_met_here):
+        if each.is_idle:
+            each.close()
+
+
+_groups_met: Counter[tuple[int, ...]] = Counter()
+
+
+def meet_peers(
+    mesh: DeviceMesh | None, apart: Sequence[str] = ("data",), host: str | None = None, timeout: float | None = None
+) -> PeerGroup:
+    """The ranks that share this rank's samples: those that differ from it along other axes than `apart`.
+
+    Collective over these ranks: it makes a gloo group that nobody else knows of.  `host` overrides the name of this
+    machine, `timeout` the seconds that the ranks of the mesh wait for each other.
+
+    Raises: `ForkedError` in a process that was forked from a rank: as another process than that, it is none.
+    """
+    if mesh is None or mesh.size() == 1:
+        return PeerGroup(host=host)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ShardingError(f"rank {dist.get_rank()} is not part of the mesh {mesh}; only its ranks may read")
+    names = [name for name, _ in axes_of_mesh(mesh)]
+    mine = tuple(c if name in apart else slice(None) for name, c in zip(names, coordinate, strict=True))
+    ranks = tuple(mesh.mesh[mine].flatten().tolist())
+    if len(ranks) == 1:
+        return PeerGroup(host=host)
+    if dist.group.WORLD is not None and dist.group.WORLD is _inherited[0]:
+        raise forked_from(os.getppid(), f"the mesh {mesh}")
+    timeout = timeout or mesh_patience(mesh).total_seconds()
+    _groups_met[ranks] += 1  # a name of its own for each group: the ranks of one meet in the same order
+    store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_groups_met[ranks]}", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+    me = ranks.index(dist.get_rank())
+    group = dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))
+    return PeerGroup(me, len(ranks), group, host, timeout)
+
+
+_inherited: list[Any] = [None]
+"""The process group of the process that this one was forked from."""
+
+
+def _inherit() -> None:
+    _inherited[0] = dist.group.WORLD
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
+
+
+def this_host() -> str:
+    """A name for what can share memory: a machine since it was started, and a namespace of process ids on it."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,96 @@
+"""Small chunks that lie side by side in a sample, to be placed as one.
+
+A chunk is decoded in less time than it takes to find its rows and copy them in short pieces; a strip is found once, and
+its rows are copied as long ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
+from jigsaw.io.reading.read_plan import ChunkJob, ReadPlan
+
+LARGEST_STRIP_CHUNK = 1 << 20
+"""Chunks of more decoded bytes are placed one by one."""
+LARGEST_STRIP = 1 << 23
+"""The decoded bytes of a strip at most: they stay in a third-level cache until they are placed."""
+STRIP_CONVERT_BYTES = 1 << 19
+"""The decoded bytes that are converted at a time: they are still in the second-level cache."""
+
+
+class ChunkStrip(NamedTuple):
+    """Chunks of one array that one rank alone reads, and what of them lands in its sample.
+
+    Those that have a box follow each other along the array's last dim, and are whole along it: the box is that of the
+    chunk that they would be as one.  A chunk without is by itself, and its boxes are the plan's to say.
+    """
+
+    array: str
+    chunks: tuple[ChunkIndex, ...]
+    owner: int
+    box: ChunkBox | None = None
+
+    def job(self, number: int = 0) -> ChunkJob:
+        """What the plan calls one of its chunks."""
+        return ChunkJob(self.array, self.chunks[number], self.owner, (self.owner,))
+
+
+def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
+    """What a rank loads for itself alone, in the plan's order."""
+    for array in plan.arrays:
+        last = _joinable_runs(plan, array, member)
+        for chunks in _chunks_in_strips(plan, array, member, last):
+            run = last.get(chunks[0][-1]) if chunks[0] else None
+            if run is None or _is_loaded_in_part(plan, array, chunks[0], member):
+                yield ChunkStrip(array, chunks, member)
+                continue
+            (box,) = plan.boxes(ChunkJob(array, chunks[0], member, (member,)), member)
+            if box.repeats:  # a strip is converted where it lies, once
+                yield from (ChunkStrip(array, (chunk,), member) for chunk in chunks)
+                continue
+            whole = run._replace(length=len(chunks) * run.length)
+            yield ChunkStrip(array, chunks, member, box._replace(runs=(*box.runs[:-1], (whole,))))
+
+
+def _joinable_runs(plan: ReadPlan, array: str, member: int) -> dict[int, RowRun]:
+    """Of the chunks along the last dim that may be joined, the rows that they fill."""
+    table, geometry = plan.tables[array], plan.geometry(array)
+    small = (
+        table.is_uniform and table.decoder is not None and not table.far and table.chunk_bytes <= LARGEST_STRIP_CHUNK
+    )
+    if not small or len(geometry) != 1 or not geometry[0].ends_in_space:
+        return {}
+    n, rows = table.chunks[-1], geometry[0].last(member)
+    return {c: runs[0] for c, runs in rows.items() if len(runs) == 1 and runs[0] == (0, 1, runs[0].target, 1, n)}
+
+
+def _chunks_in_strips(
+    plan: ReadPlan, array: str, member: int, last: dict[int, RowRun]
+) -> Iterator[tuple[ChunkIndex, ...]]:
+    """Chunks that follow each other in the array and in the sample, and are loaded whole."""
+    after = {c for c, run in last.items() if c - 1 in last and last[c - 1].target + run.length == run.target}
+    most = LARGEST_STRIP // max(plan.tables[array].chunk_bytes, 1)
+    strip: list[ChunkIndex] = []
+    for chunk in plan.private_chunks(array, member):
+        follows = (
+            strip
+            and chunk[-1] in after
+            and strip[-1] == (*chunk[:-1], chunk[-1] - 1)
+            and len(strip) < most
+            and not _is_loaded_in_part(plan, array, chunk, member)
+            and not _is_loaded_in_part(plan, array, strip[-1], member)
+        )
+        if strip and not follows:
+            yield tuple(strip)
+            strip = []
+        strip.append(chunk)
+    if strip:
+        yield tuple(strip)
+
+
+def _is_loaded_in_part(plan: ReadPlan, array: str, chunk: ChunkIndex, member: int) -> bool:
+    """Whether a rank loads less than the chunk."""
+    return plan.portion(array, chunk, (member,)) is not None

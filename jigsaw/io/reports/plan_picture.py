@@ -1,0 +1,131 @@
+"""A read plan drawn: the map with chunk borders, tiles and their halos, and what each rank reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.packages import why_not_imported
+from jigsaw.io.reading.read_plan import ReadPlan
+from jigsaw.layout import Cut, Interval
+
+_DRAWN_BYTES = ("stored_bytes", "decoded_bytes", "useful_bytes", "sent_bytes")
+_BAR_GREYS = ("#222222", "#666666", "#999999", "#cccccc")
+
+
+def draw_plan(dataset: Dataset, plan: ReadPlan, path: str | Path) -> None:
+    """Write the picture of a plan; the file's ending says its format.
+
+    Raises: `UnsupportedStoreError` where matplotlib is not installed or does not write such a file.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        absent = "drawing a plan needs matplotlib: pip install 'jigsaw-torch[plot]'"
+        raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
+    colors: Any = matplotlib.colormaps["tab10" if plan.ranks <= 10 else "turbo"]
+    shades = [colors(rank if plan.ranks <= 10 else rank / (plan.ranks - 1)) for rank in range(plan.ranks)]
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
+    _draw_tiles(left, dataset, plan, shades)
+    _draw_bars(right, plan, shades)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure of matplotlib.
+
+    Raises: `UnsupportedStoreError` for an ending that it does not write.
+    """
+    endings = sorted(figure.canvas.get_supported_filetypes())
+    ending = Path(path).suffix.removeprefix(".")
+    if ending and ending not in endings:
+        raise UnsupportedStoreError(
+            f"a picture is not written as {str(path)!r}; its ending may be {', '.join(endings)}"
+        )
+    figure.savefig(path, dpi=120)
+
+
+def _draw_tiles(axes: Any, dataset: Dataset, plan: ReadPlan, shades: list[Any]) -> None:
+    """The last two spatial dims in rows and columns: tiles filled, halos hatched, chunk borders dashed."""
+    from matplotlib.patches import Rectangle
+
+    down, across = dataset.frame.dims[-2:]
+    height, width = dataset.frame.sizes[-2:]
+    layout = plan.request.layout
+    for rank, coord in enumerate(layout.coords()):
+        rows, columns = layout.owned(coord)[-2:]
+        axes.add_patch(Rectangle(*_rectangle_of(rows, columns), fc=(*shades[rank][:3], 0.25), ec=shades[rank], lw=2))
+        label = f"rank {rank}\n{rows[1] - rows[0]} x {columns[1] - columns[0]}"
+        axes.text(sum(columns) / 2, sum(rows) / 2, label, ha="center", va="center", color=shades[rank], weight="bold")
+        for strip in _halo_boxes(rows, columns, *layout.held(coord)[-2:]):
+            down_cut, across_cut = layout.cuts[-2:]
+            for part in product(_wrap_interval(strip[0], down_cut), _wrap_interval(strip[1], across_cut)):
+                axes.add_patch(Rectangle(*_rectangle_of(*part), fc=(*shades[rank][:3], 0.45), ec="none", hatch="////"))
+    _draw_chunk_borders(axes, dataset, height, width)
+    axes.set(xlim=(-0.01 * width, 1.01 * width), ylim=(1.01 * height, -0.01 * height), aspect="auto")
+    _set_ticks(axes.xaxis, across, dataset.whole_coords[across])
+    _set_ticks(axes.yaxis, down, dataset.whole_coords[down])
+    axes.set_title("tiles (filled), their halos (hatched), stored chunks (dashed)", fontsize=10)
+
+
+def _halo_boxes(
+    rows: Interval, columns: Interval, held_rows: Interval, held_columns: Interval
+) -> list[tuple[Interval, Interval]]:
+    """What is held beyond the owned box: full-width strips below and above, then the sides."""
+    below, above = (held_rows[0], rows[0]), (rows[1], held_rows[1])
+    left, right = (held_columns[0], columns[0]), (columns[1], held_columns[1])
+    return [(below, held_columns), (above, held_columns), (rows, left), (rows, right)]
+
+
+def _set_ticks(axis: Any, dim: str, values: NDArray[Any]) -> None:
+    at = np.linspace(0, len(values) - 1, min(len(values), 7)).round().astype(int)
+    axis.set_ticks(at + 0.5, [f"{values[i]:g}" if values.dtype.kind in "fiu" else str(values[i]) for i in at])
+    axis.set_label_text(dim)
+
+
+def _rectangle_of(rows: Interval, columns: Interval) -> tuple[tuple[int, int], int, int]:
+    return (columns[0], rows[0]), columns[1] - columns[0], rows[1] - rows[0]
+
+
+def _wrap_interval(held: Interval, cut: Cut) -> Iterator[Interval]:
+    """The parts of an interval that lie in the dim, what is beyond its ends wrapped round where the dim wraps."""
+    for turn in (-cut.size, 0, cut.size) if cut.wraps else (0,):
+        part = max(held[0] + turn, 0), min(held[1] + turn, cut.size)
+        if part[0] < part[1]:
+            yield part
+
+
+def _draw_chunk_borders(axes: Any, dataset: Dataset, height: int, width: int) -> None:
+    """The chunk borders of every array that is read; arrays that are chunked alike share theirs."""
+    lines: dict[str, set[int]] = {"h": {0, height}, "v": {0, width}}
+    for variable in dataset.variables:
+        for key, dim, size in (("h", dataset.frame.dims[-2], height), ("v", dataset.frame.dims[-1], width)):
+            edges = variable.table.along[variable.roles.index(dim)].edges()
+            begin = dataset.turn.rolled.get(dim, 0)
+            lines[key] |= {size - e for e in edges} if dim in dataset.flipped else {(e - begin) % size for e in edges}
+    axes.hlines(sorted(lines["h"]), 0, width, colors="black", linestyles="dashed", lw=0.8)
+    axes.vlines(sorted(lines["v"]), 0, height, colors="black", linestyles="dashed", lw=0.8)
+
+
+def _draw_bars(axes: Any, plan: ReadPlan, shades: list[Any]) -> None:
+    wide = 0.8 / len(_DRAWN_BYTES)
+    for i, name in enumerate(_DRAWN_BYTES):
+        at = [rank + (i - 1.5) * wide for rank in range(plan.ranks)]
+        axes.bar(
+            at, [getattr(row, name) / 1e6 for row in plan.rows], wide, color=_BAR_GREYS[i], label=name.partition("_")[0]
+        )
+    axes.set_xticks(range(plan.ranks), [f"{rank}" for rank in range(plan.ranks)])
+    for label, shade in zip(axes.get_xticklabels(), shades, strict=True):
+        label.set(color=shade, weight="bold")
+    axes.set(xlabel="rank", ylabel="MB")
+    axes.legend(frameon=False, fontsize=9)
+    axes.set_title(f"{plan.total.chunks} chunks decoded, amplification {plan.amplification:.2f}", fontsize=10)

@@ -1,0 +1,143 @@
+"""What lies beyond the ends of a dim: an integer map from rows beyond an end to stored rows.
+
+With n rows, row -k (k = 1, 2, …) beyond the first end and row n - 1 + k beyond the last are
+
+===================  ===============================  =======================================================
+``"clip"``           nothing: the halo ends there     the default
+``"periodic"``       row n - k; row k - 1             the rows of the other end
+``"reflect"``        row k; row n - 1 - k             the edge row is not repeated, as numpy's and torch's "reflect"
+``"replicate"``      row 0; row n - 1                 the edge row is repeated, as numpy's "edge"
+``("fill", v)``      v                                a number of the result, that is after normalisation
+``"pole"``           row k or k - 1, turned           of ``lat``, where the grid goes round the globe in ``lon``
+===================  ===============================  =======================================================
+
+Across a pole a meridian goes on half-way round the globe: the row is *turned*, its column j is column
+j + n_lon / 2, and the components of vectors change sign, since east and north have swapped sides with west and south.
+Where the first row is the pole itself, the row beyond it is the row before it, row 1 (k = 1); where the grid's cells
+end at the pole, so that the first row lies about half a step from it, it is row 0.  So at the other pole.
+
+Where rows and columns beyond meet, the map of each dim is taken by itself; columns are turned last, and of two fills
+that of the later dim stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from jigsaw.errors import GridError, HaloError
+from jigsaw.layout import Interval
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+BoundaryRule = str | tuple[str, float]
+
+BOUNDARY_RULES = ("clip", "periodic", "pole", "reflect", "replicate", "fill")
+
+
+class HeldRow(NamedTuple):
+    """A held row: `target` counts from the first one held, `row` is the row of the array that it shows."""
+
+    target: int
+    row: int
+    turned: bool = False
+
+
+@dataclass(frozen=True)
+class DimBoundary:
+    """What lies beyond the ends of one spatial dim.
+
+    Of ``pole``: `at_pole` says of the first and last row whether it is the pole, and `circle` is the place of ``lon``
+    among the spatial dims.
+    """
+
+    rule: str = "clip"
+    value: float = 0.0
+    at_pole: tuple[bool, bool] = (False, False)
+    circle: int = -1
+
+    @classmethod
+    def of(cls, dim: str, given: Any) -> DimBoundary:
+        """Raises: `GridError` for what is no rule."""
+        if isinstance(given, str) and given in BOUNDARY_RULES and given != "fill":
+            return cls(given)
+        pair: Any = cast(Any, given) if isinstance(given, tuple | list) else ()
+        if len(pair) == 2 and pair[0] == "fill" and isinstance(pair[1], int | float) and not isinstance(pair[1], bool):
+            return cls("fill", float(pair[1]))
+        raise GridError(
+            f"boundary={{{dim!r}: {given!r}}} is not a rule: use 'periodic' (wraps round), 'pole', 'reflect', "
+            "'replicate', ('fill', number) or 'clip' (ends)"
+        )
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether rows beyond the ends are held that are not those of the other end."""
+        return self.rule not in ("clip", "periodic")
+
+    def check_width(self, dim: str, size: int, halo: tuple[int, int]) -> None:
+        """Raises: `HaloError` for a halo that reaches beyond what is reflected."""
+        at = self.at_pole if self.rule == "pole" else (self.rule == "reflect",) * 2
+        for width, apart in zip(halo, at, strict=True):
+            if apart and width > size - 1:
+                raise HaloError(
+                    f"halo={{{dim!r}: {halo}}} is too wide for boundary={{{dim!r}: {self.rule!r}}}, which does not "
+                    f"repeat the edge: {dim!r} has {size} rows; use at most {size - 1}"
+                )
+
+    def show(self, x: int, size: int) -> tuple[int, bool] | None:
+        """The row that row `x` shows and whether it is turned; None where a number stands."""
+        if 0 <= x < size:
+            return x, False
+        if self.rule == "fill":
+            return None
+        last, turned = size - 1, self.rule == "pole"
+        if self.rule == "replicate":
+            return min(max(x, 0), last), False
+        if self.rule == "reflect" or turned:
+            repeats = turned and not self.at_pole[x > 0]
+            return (-x - repeats if x < 0 else 2 * last - x + repeats), turned
+        return x % size, False
+
+    def rows(self, held: Interval, size: int) -> Iterator[HeldRow]:
+        """The rows of an interval that show a row of the array."""
+        for x in range(*held):
+            found = self.show(x, size)
+            if found is not None:
+                yield HeldRow(x - held[0], *found)
+
+
+PERIODIC_BOUNDARY = DimBoundary("periodic")
+
+
+# -- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+def shown_rows(
+    held: Sequence[Interval], sizes: Sequence[int], boundary: Sequence[DimBoundary]
+) -> Iterator[tuple[tuple[slice, ...], list[list[int]]]]:
+    """What is held as products of rows: where each lies, and the rows of the array that it shows along each dim."""
+    dims = [list(b.rows(span, n)) for b, span, n in zip(boundary, held, sizes, strict=True)]
+    runs = [[(turned, list(run)) for turned, run in groupby(rows, lambda row: row.turned)] for rows in dims]
+    for cell in product(*runs):
+        where = tuple(slice(rows[0].target, rows[-1].target + 1) for _, rows in cell)
+        found = [[row.row for row in rows] for _, rows in cell]
+        for (turned, _), b in zip(cell, boundary, strict=True):
+            if turned:
+                n = sizes[b.circle]
+                found[b.circle] = [(x + n // 2) % n for x in found[b.circle]]
+        yield where, found
+
+
+def fill_beyond_ends(
+    out: NDArray[Any], held: Sequence[Interval], sizes: Sequence[int], boundary: Sequence[DimBoundary]
+) -> None:
+    r"""Put the numbers of ``fill`` where they stand in `out` [\*lead, \*held]."""
+    lead = out.ndim - len(held)
+    for d, ((start, stop), size, b) in enumerate(zip(held, sizes, boundary, strict=True)):
+        if b.rule == "fill":
+            at = (slice(None),) * (lead + d)
+            out[(*at, slice(0, max(-start, 0)))] = b.value
+            out[(*at, slice(size - start if stop > size else stop - start, None))] = b.value

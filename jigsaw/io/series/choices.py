@@ -1,0 +1,165 @@
+"""What is picked along the further dims of fields: ensemble members, lead times, initial times.
+
+A choice along a dim is
+
+- an integer: a position; ``-1`` is the last;
+- a value of the dim's coordinate: a number with a point, a label, a date, or a duration such as ``"24h"``;
+- a list of those, a slice, a pair (first, last) of dates or durations, or ``"all"``: a sample for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date, timedelta
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import GridError, WindowError
+from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
+from jigsaw.io.series.times import TimeAxis, decode_times, is_whole_number
+
+DimChoices = Mapping[str, tuple[int, ...]]
+"""The picked positions along each further dim, by the store's own name."""
+
+
+def choose_positions(
+    found: StoreSurvey, variables: Sequence[StoreVariable], select: Mapping[str, Any] | None
+) -> DimChoices:
+    """The positions that `select` picks, named by the store's dims or by role (`member`, `lead`, `init`).
+
+    Raises: `GridError` for a dim that the fields lack, a value that it has not, or a dim of several left open.
+    """
+    further = {v.table.dims[d]: v for v in variables for d in v.further}
+    wanted = {_chosen_dim(name, further, select or {}): value for name, value in (select or {}).items()}
+    made: dict[str, tuple[int, ...]] = {}
+    for variable in variables:
+        for d in variable.further:
+            dim, size = variable.table.dims[d], variable.table.shape[d]
+            if dim in wanted:
+                positions = _wanted_positions(found, variable, dim, wanted[dim])
+                if made.setdefault(dim, positions) != positions:
+                    raise GridError(
+                        f"select={{{dim!r}: {wanted[dim]!r}}} is at other places of {dim!r} in array "
+                        f"{variable.table.name!r} than in another field; open them one at a time"
+                    )
+            elif size == 1:
+                made.setdefault(dim, (0,))
+            else:
+                raise GridError(
+                    f"array {variable.table.name!r} has a dim {dim!r} of {size} that is no time, level or space; "
+                    f"choose one with select={{{dim!r}: 0}}, or a sample for each with select={{{dim!r}: 'all'}}"
+                )
+    return made
+
+
+def time_origins(found: StoreSurvey, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:
+    """What the position along a dim adds to the times of a sample: the lead time, or when the forecast began."""
+    made: dict[str, NDArray[Any]] = {}
+    for variable in (v for v in variables if "time" in v.roles):
+        for d in variable.further:
+            axis = _time_axis_along(found, variable, d) if variable.roles[d] in ("lead", "init") else None
+            if axis is not None:
+                made[variable.table.dims[d]] = axis.stamps
+    return made
+
+
+def _chosen_dim(name: str, further: Mapping[str, StoreVariable], select: Mapping[str, Any]) -> str:
+    if name in further:
+        return name
+    meant = [dim for dim, v in further.items() if v.roles[v.table.dims.index(dim)] == name]
+    if len(meant) != 1:
+        hint = {"level": "; a level is part of a field: 'geopotential@500'", "time": "; steps are picked by time="}
+        raise GridError(
+            f"select names {name!r}, which is no further dim of the fields; there are {sorted(further)}"
+            + hint.get(name, "")
+        )
+    if meant[0] in select:
+        raise GridError(f"select names {meant[0]!r} twice, also as {name!r}")
+    return meant[0]
+
+
+def _time_axis_along(found: StoreSurvey, variable: StoreVariable, d: int) -> TimeAxis | None:
+    """The times or durations along a dim; None where its coordinate says neither."""
+    dim = variable.table.dims[d]
+    values = found.values_along(variable, dim)
+    if variable.roles[d] not in ("lead", "init") and values.dtype.kind not in "mM":
+        return None
+    axis = decode_times(values, found.attrs_along(variable, dim))
+    return axis if axis.digits is not None or axis.stamps.dtype.kind == "m" else None
+
+
+def _wanted_positions(found: StoreSurvey, variable: StoreVariable, dim: str, wanted: Any) -> tuple[int, ...]:
+    d = variable.table.dims.index(dim)
+    size = variable.table.shape[d]
+    if isinstance(wanted, str) and wanted == "all":
+        return tuple(range(size))
+    if isinstance(wanted, slice | tuple):
+        return tuple(range(*_position_range(found, variable, d, wanted)))
+    given: list[Any] = list(wanted) if isinstance(wanted, list | np.ndarray | range) else [wanted]
+    positions = tuple(
+        _checked_position(variable, dim, w) if is_whole_number(w) else _single_position(found, variable, d, w)
+        for w in given
+    )
+    if not positions or len(set(positions)) != len(positions):
+        raise GridError(f"select={{{dim!r}: {wanted!r}}} picks nothing, or one place twice")
+    return positions
+
+
+def _checked_position(variable: StoreVariable, dim: str, index: Any) -> int:
+    size = variable.table.shape[variable.table.dims.index(dim)]
+    if not -size <= index < size:
+        raise GridError(
+            f"select={{{dim!r}: {index}}} is outside array {variable.table.name!r}, whose {dim!r} has {size}"
+        )
+    return int(index) % size
+
+
+def _position_range(
+    found: StoreSurvey, variable: StoreVariable, d: int, wanted: slice | tuple[Any, ...]
+) -> tuple[int, int]:
+    dim = variable.table.dims[d]
+    ends = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
+    axis = _time_axis_along(found, variable, d)
+    if len(ends) != 2 or (axis is None and not all(e is None or is_whole_number(e) for e in ends)):
+        raise GridError(
+            f"select={{{dim!r}: {wanted!r}}} is no range: give positions (start, stop), dates or durations "
+            "(first, last), or a list"
+        )
+    try:
+        plain = axis or decode_times(np.arange(variable.table.shape[d]), {})  # of which positions alone are asked
+        return plain.select(wanted)
+    except WindowError as e:
+        raise GridError(f"select={{{dim!r}: {wanted!r}}}: {e}") from e
+
+
+def _single_position(found: StoreSurvey, variable: StoreVariable, d: int, value: Any) -> int:
+    """The position of a coordinate's value."""
+    dim = variable.table.dims[d]
+    there = found.values_along(variable, dim)
+    axis = _time_axis_along(found, variable, d) if isinstance(value, str | date | timedelta | np.generic) else None
+    at = _time_positions(axis, value) if axis is not None else _value_positions(there, value)
+    if len(at) != 1:
+        shown = there if axis is None else axis.stamps
+        listed = ", ".join(str(v) for v in shown[:8]) + (" …" if len(shown) > 8 else "")
+        raise GridError(
+            f"select={{{dim!r}: {value!r}}} is {len(at)} values of {dim!r} of array {variable.table.name!r}, "
+            f"which has {listed}"
+        )
+    return int(at[0])
+
+
+def _time_positions(axis: TimeAxis, value: Any) -> Sequence[int]:
+    try:
+        return range(*axis.select((value, value)))
+    except WindowError:
+        return ()
+
+
+def _value_positions(there: NDArray[Any], value: Any) -> NDArray[Any]:
+    if isinstance(value, str) or there.dtype.kind not in "fiu":
+        return np.flatnonzero(there.astype(str) == str(value))
+    if not isinstance(value, int | float | np.number):
+        return np.zeros(0, np.int64)
+    return np.flatnonzero(np.isclose(there.astype(np.float64), float(value), rtol=1e-6, atol=0))

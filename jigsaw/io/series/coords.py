@@ -1,0 +1,346 @@
+"""What a store's dims mean: roles by what the user says, then by CF attributes, then by name.
+
+A *role* is the canonical name of a dim, whatever the store calls it: `time, level, lat, lon` on the globe, `z, y, x`
+in a volume, `y, x` on a curvilinear or projected grid; `member` for an ensemble, `lead` for the time since a forecast
+began and `init` for when it did.  A dim without a role keeps its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import GridError, UnsupportedStoreError
+from jigsaw.io.arguments import checked_mapping
+from jigsaw.io.chunks.array_table import ArrayTable
+
+SPATIAL_ROLES = ("lat", "lon", "z", "y", "x")
+_TIME_ROLES = ("time", "init", "lead")
+DIM_ROLES = (*_TIME_ROLES, "member", "level", *SPATIAL_ROLES)
+
+_ROLE_OF_STANDARD_NAME = {
+    "time": "time",
+    "forecast_reference_time": "init",
+    "forecast_period": "lead",
+    "realization": "member",
+    "latitude": "lat",
+    "longitude": "lon",
+    "grid_latitude": "y",
+    "grid_longitude": "x",
+    "projection_y_coordinate": "y",
+    "projection_x_coordinate": "x",
+    "air_pressure": "level",
+    "model_level_number": "level",
+    "atmosphere_hybrid_sigma_pressure_coordinate": "level",
+    "atmosphere_sigma_coordinate": "level",
+    "altitude": "level",
+    "height": "level",
+    "depth": "level",
+}
+_ROLE_OF_UNITS = {
+    **dict.fromkeys(
+        ("degrees_north", "degree_north", "degree_n", "degrees_n", "degreen", "degreesn", "degree_norths"), "lat"
+    ),
+    **dict.fromkeys(("degrees_east", "degree_east", "degree_e", "degrees_e", "degreee", "degreese"), "lon"),
+    **dict.fromkeys(("pa", "hpa", "mbar", "millibar", "millibars", "mb"), "level"),
+}
+_ROLE_OF_AXIS = {"T": "time", "Z": "z", "Y": "y", "X": "x"}
+_ROLE_OF_NAME = {
+    **dict.fromkeys(("time", "valid_time", "t"), "time"),
+    **dict.fromkeys(("init", "init_time", "initial_time", "forecast_reference_time", "reference_time"), "init"),
+    **dict.fromkeys(("prediction_timedelta", "step", "lead", "lead_time", "leadtime", "forecast_period"), "lead"),
+    **dict.fromkeys(("number", "member", "realization", "realisation", "ensemble", "ensemble_member", "ens"), "member"),
+    **dict.fromkeys(
+        ("level", "levels", "lev", "plev", "pressure", "pressure_level", "isobaricinhpa", "hybrid"), "level"
+    ),
+    **dict.fromkeys(("lat", "latitude", "lats", "nav_lat"), "lat"),
+    **dict.fromkeys(("lon", "longitude", "lons", "long", "nav_lon"), "lon"),
+    **dict.fromkeys(("z", "depth", "height"), "z"),
+    **dict.fromkeys(("y", "row", "rows", "rlat", "south_north"), "y"),
+    **dict.fromkeys(("x", "column", "columns", "col", "cols", "rlon", "west_east"), "x"),
+}
+_LARGEST_COORDINATE = 1 << 31
+
+
+class _CoordinateReader(Protocol):
+    @property
+    def arrays(self) -> Mapping[str, ArrayTable]: ...
+
+    def read_small(self, name: str) -> NDArray[Any]: ...
+
+
+def role_of_dim(dim: str, attrs: Mapping[str, Any]) -> str | None:
+    """The role of one dim from its coordinate's attributes (standard_name, units, axis, positive), then its name."""
+    said = _said_role(attrs)
+    axis, named = _ROLE_OF_AXIS.get(str(attrs.get("axis", "")).upper()), _ROLE_OF_NAME.get(dim.lower())
+    if said:
+        # "hours since" is a time of some kind, and the name says which
+        return named if said == "time" and "standard_name" not in attrs and named == "init" else said
+    if axis == "time" and named in ("init", "lead"):
+        return named
+    if axis in ("y", "x", "z") and named in ("lat", "lon", "level"):
+        return named
+    if axis is None and str(attrs.get("positive", "")).lower() in ("up", "down"):
+        return named or "z"
+    return axis or named
+
+
+def _said_role(attrs: Mapping[str, Any]) -> str | None:
+    """The role that standard_name or units give."""
+    standard = str(attrs.get("standard_name", "")).lower()
+    units = str(attrs.get("units", "")).lower()
+    return _ROLE_OF_STANDARD_NAME.get(standard) or _ROLE_OF_UNITS.get(units) or ("time" if " since " in units else None)
+
+
+@dataclass(frozen=True)
+class DimNaming:
+    """What the user says of a store: the role of a dim, and the coordinate variable whose values it has."""
+
+    roles: Mapping[str, str] = field(default_factory=dict[str, str])
+    coordinates: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def of(cls, dims: Mapping[str, str] | None, along: str, arrays: Mapping[str, ArrayTable]) -> DimNaming:
+        """From ``{"time": "valid_time"}``: a role, and the store's dim, or its coordinate variable of one dim.
+
+        `along` is the dim that windows run along: its role becomes `time`, and that of the time dim `init`.
+
+        Raises: `GridError` for a role that does not exist, or a dim that the store lacks.
+        """
+        known = {d for table in arrays.values() for d in table.dims}
+        roles: dict[str, str] = {}
+        coordinates: dict[str, str] = {}
+        for role, name in checked_mapping("dims", dims, "{'time': 'valid_time'}", GridError).items():
+            if role not in DIM_ROLES:
+                raise GridError(
+                    f"dims={dict(dims or {})!r} names {role!r}, which is no role; there are {list(DIM_ROLES)}"
+                )
+            table = arrays.get(name)
+            if name not in known and (table is None or len(table.dims) != 1):
+                raise GridError(f"dims={{{role!r}: {name!r}}}: the store has no such dim; it has {sorted(known)}")
+            dim = name if name in known or table is None else table.dims[0]
+            roles[dim] = role
+            if dim != name:
+                coordinates[dim] = name
+        if along != "time":
+            roles |= dict.fromkeys(_dims_along(along, known, arrays), "time")
+        return cls(roles, coordinates)
+
+
+def _dims_along(along: str, known: set[str], arrays: Mapping[str, ArrayTable]) -> list[str]:
+    """The store's dims that `along` means: by their own name, or by their role."""
+    if isinstance(along, str) and along in known:
+        return [along]
+    meant = sorted(d for d in known if role_of_dim(d, arrays[d].attrs if d in arrays else {}) == along)
+    if not meant:
+        raise GridError(f"along={along!r} is no dim of the store; it has {sorted(known)}")
+    return meant
+
+
+class StoreCoordinates:
+    """The dims of a store's arrays: their roles, and where their coordinates are."""
+
+    def __init__(self, arrays: Mapping[str, ArrayTable], naming: DimNaming | None = None) -> None:
+        self.arrays, self.naming = arrays, naming or DimNaming()
+        self._planes: list[tuple[str, tuple[str, ...]]] = []
+        self._auxiliary: dict[tuple[str, str], str] = {}
+        self._bounds = {
+            _group_prefix(n) + str(t.attrs[k])
+            for n, t in arrays.items()
+            for k in ("bounds", "climatology")
+            if k in t.attrs
+        }
+        for name, table in sorted(arrays.items()):
+            group, said = _group_prefix(name), _said_role(table.attrs)
+            if len(table.dims) == 2 and said == "lat":
+                self._planes.append((group, tuple(table.dims)))
+            if len(table.dims) == 1 and said and name != group + table.dims[0] and _can_be_role(table.dims[0], said):
+                self._auxiliary.setdefault((group, table.dims[0]), name)
+
+    def name(self, array: ArrayTable, dim: str) -> str | None:
+        """The coordinate variable of a dim: as the user says, the one of its name, the only other one along it, or that
+        of its name and length in a group around the array's.
+        """
+        group = _group_prefix(array.name)
+        own = self.arrays.get(group + dim)
+        if dim in self.naming.coordinates:
+            return self.naming.coordinates[dim]
+        if own is not None and len(own.dims) == 1:
+            return group + dim
+        return self._auxiliary.get((group, dim)) or self._around(group, array, dim)
+
+    def _around(self, group: str, array: ArrayTable, dim: str) -> str | None:
+        """A dim of NetCDF-4 is that of the groups in its own too, and so are its values."""
+        while group:
+            group = _group_prefix(group[:-1])
+            found = self.arrays.get(group + dim)
+            if found is not None and tuple(found.dims) == (dim,):
+                return found.name if tuple(found.shape) == (array.shape[array.dims.index(dim)],) else None
+        return None
+
+    def attrs(self, array: ArrayTable, dim: str) -> Mapping[str, Any]:
+        """The attributes of that coordinate variable; none where there is no such."""
+        name = self.name(array, dim)
+        return {} if name is None else self.arrays[name].attrs
+
+    def values(self, store: _CoordinateReader, array: ArrayTable, dim: str) -> NDArray[Any]:
+        """The values along a dim of `array`: its coordinate variable, decoded, what is missing as NaN.
+
+        The places 0, 1, 2… stand only for a dim of which the store has no such variable: they are what it says of one.
+
+        Raises: `GridError` for a coordinate of another length than the dim, of which nobody knows which rows it means;
+        `UnsupportedStoreError` for a dim that claims more rows than any coordinate has.
+        """
+        name, size = self.name(array, dim), array.shape[array.dims.index(dim)]
+        if name is None:
+            check_coordinate_size(f"{array.name}: {dim}", (size,), 8 * size)
+            return np.arange(size)
+        table = self.arrays[name]
+        if tuple(table.shape) != (size,):
+            raise GridError(
+                f"array {array.name!r} has {size} rows along {dim!r}, and its coordinate {name!r} has "
+                f"{' x '.join(map(str, table.shape))}; write both equally long, or rename the coordinate's dim"
+            )
+        return decoded_coordinate(table, store.read_small(name))
+
+    def is_field(self, array: ArrayTable) -> bool:
+        """Whether an array has values on a grid: along two spatial dims, and no coordinates or bounds of cells."""
+        if len(array.dims) < 2 or _said_role(array.attrs) in ("lat", "lon") or array.name in self._bounds:
+            return False
+        return len(set(SPATIAL_ROLES).intersection(self._roles(array))) >= 2
+
+    def roles(self, array: ArrayTable) -> tuple[str, ...]:
+        """The role of every dim of `array`, or its own name where it has none.
+
+        A vertical dim is `level` beside lat and lon (or time), and `z` in a volume.
+
+        Raises: `GridError` when two dims claim one role.
+        """
+        named = self._roles(array)
+        twice = sorted({role for role in named if named.count(role) > 1})
+        if twice:
+            dims = [d for d, role in zip(array.dims, named, strict=True) if role == twice[0]]
+            raise GridError(
+                f"array {array.name!r} has dims {dims} that both look like {twice[0]!r}; say which one is, with "
+                f"dims={{{twice[0]!r}: {dims[0]!r}}}, or set the CF attributes standard_name, units or axis"
+            )
+        return named
+
+    def _roles(self, array: ArrayTable) -> tuple[str, ...]:
+        plane = self._plane(array)
+        said = [self.naming.roles.get(dim) for dim in array.dims]
+        found = [
+            said[i] or plane.get(dim) or role_of_dim(dim, self.attrs(array, dim)) or dim
+            for i, dim in enumerate(array.dims)
+        ]
+        return _with_vertical_role(_with_time_role(_without_rivals(found, said, array.dims)), bool(plane))
+
+    def _plane(self, array: ArrayTable) -> dict[str, str]:
+        """The dims `y, x` of an array on a curvilinear grid: latitudes depend on both, and neither has any alone."""
+        for group, dims in self._planes:
+            if group == _group_prefix(array.name) and set(dims) <= set(array.dims):
+                alone = [self.attrs(array, d) for d in dims]
+                if not any(_said_role(attrs) in ("lat", "lon") for attrs in alone):
+                    return dict(zip(dims, ("y", "x"), strict=True))
+        return {}
+
+
+def decoded_coordinate(table: ArrayTable, stored: NDArray[Any]) -> NDArray[Any]:
+    """The values that the stored ones of a coordinate stand for; what is missing is NaN."""
+    if str(table.attrs.get("_Unsigned", "")).lower() == "true" and stored.dtype.kind == "i":
+        stored = stored.view(stored.dtype.str.replace("i", "u"))
+    missing = np.isin(stored, table.masks) if table.masks and stored.dtype.kind in "iuf" else np.zeros(0, bool)
+    values = stored if (table.scale, table.offset) == (1.0, 0.0) else stored * table.scale + table.offset
+    return np.where(missing, np.nan, values) if missing.any() else values
+
+
+def _can_be_role(dim: str, role: str) -> bool:
+    """Whether a variable of another name may say what a dim is: a series of pressures along time does not."""
+    named = _ROLE_OF_NAME.get(dim.lower())
+    if named is None or named in _TIME_ROLES:
+        return named is None or role in _TIME_ROLES
+    return role == named or (named in ("z", "y", "x") and role not in _TIME_ROLES)
+
+
+def _group_prefix(name: str) -> str:
+    """The group where an array is: "" or "group/"."""
+    group, slash, _ = name.rpartition("/")
+    return group + slash
+
+
+def _without_rivals(found: list[str], said: Sequence[str | None], dims: Sequence[str]) -> list[str]:
+    """What the user says wins: another dim that looks like it is `init` beside `time`, else it has its own name."""
+    taken = {role for role in said if role}
+    kept: list[str] = []
+    for role, mine, dim in zip(found, said, dims, strict=True):
+        rival = mine is None and role in taken
+        kept.append(
+            role if not rival else "init" if role == "time" else dim if dim not in DIM_ROLES else f"other {dim}"
+        )
+    return kept
+
+
+def _with_time_role(found: list[str]) -> list[str]:
+    """When forecasts began is the time of an array that has no other."""
+    return ["time" if role == "init" and "time" not in found else role for role in found]
+
+
+def _with_vertical_role(found: Sequence[str], curvilinear: bool) -> tuple[str, ...]:
+    globe = curvilinear or {"lat", "lon"} <= set(found)
+    volume = {"y", "x"} <= set(found) and "time" not in found
+    vertical = {"z": "level"} if globe else {"level": "z"} if volume else {}
+    return tuple(vertical.get(role, role) for role in found)
+
+
+# -- longitudes ------------------------------------------------------------------------------------------------------
+
+
+def check_lon_periodic(values: NDArray[Any], dim: str = "lon", rule: str = "periodic") -> None:
+    """Longitudes that are to be wrapped must go round once, n steps of 360/n degrees; `rule` of `dim` asks for it.
+
+    Raises: `GridError` for a region, or for a grid that stores both 0 and 360.
+    """
+    if len(values) < 2 or values.dtype.kind not in "fiu":
+        return
+    step = abs(float(values[-1]) - float(values[0])) / (len(values) - 1)
+    covered = step * len(values)
+    if abs(covered - 360.0) > 0.5 * step:
+        raise GridError(
+            f"boundary={{{dim!r}: {rule!r}}} needs 'lon' to go round once, but its {len(values)} values "
+            f"{float(values[0]):g}..{float(values[-1]):g} cover {covered:g} degrees; leave the boundary out"
+        )
+
+
+def rolled_longitudes(values: NDArray[Any], convention: str) -> tuple[int, NDArray[Any]]:
+    """By how many rows to roll longitudes so that they rise in a convention, ``"0..360"`` or ``"-180..180"``, and
+    those longitudes: row i of the result is the stored row i + shift.
+
+    Raises: `GridError` when they would tear: a region across the convention's edge.
+    """
+    if convention == "store":
+        return 0, values
+    if convention not in ("0..360", "-180..180"):
+        raise GridError(f"lon={convention!r} must be 'store', '0..360' or '-180..180'")
+    low = 0.0 if convention == "0..360" else -180.0
+    inside = (values.astype(np.float64) - low) % 360.0 + low
+    shift = int(np.argmin(inside))
+    rolled = np.roll(inside, -shift)
+    steps = np.diff(rolled)
+    if len(steps) and (steps.min() <= 0 or steps.max() > 1.5 * np.median(steps)):
+        raise GridError(
+            f"lon={convention!r} cannot be had by rolling the {len(values)} stored longitudes "
+            f"{float(values[0]):g}..{float(values[-1]):g}; use lon='store'"
+        )
+    return shift, rolled.astype(values.dtype) if values.dtype.kind == "f" else rolled
+
+
+def check_coordinate_size(name: str, shape: Sequence[int], size: int) -> None:
+    """Raises: `UnsupportedStoreError` for an array that claims more bytes than any coordinate has."""
+    if size > _LARGEST_COORDINATE:
+        raise UnsupportedStoreError(
+            f"array {name!r} of shape {tuple(shape)} is too large for a coordinate ({_LARGEST_COORDINATE} bytes)"
+        )

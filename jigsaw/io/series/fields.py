@@ -1,0 +1,213 @@
+"""What a user asks for by name: variables and levels of a store, as channels.
+
+A field is one of
+
+- the store's own variable name: ``2m_temperature``; with a level dim it stands for all its levels, a channel each;
+- a variable at one level: ``geopotential@500``, in the units of the store's level coordinate;
+- an ECMWF short name: ``t2m``, ``u10``, ``msl``, or a pressure-level name and hPa: ``z500``, ``t850``.
+
+A short name finds the long names of WeatherBench2, ARCO-ERA5 and CDS, and the other way round (the tables below).  The
+store's own name always wins, and a surface name never falls through to a pressure level: ``u10`` is the wind at 10 m,
+the wind at 10 hPa is ``u@10``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import FieldError, MissingArrayError, MissingLevelError
+from jigsaw.io.arguments import checked_names
+
+# Each row is one quantity under all its names; the first is the short name of these pages.
+SURFACE_NAMES = (
+    ("t2m", "2t", "2m_temperature"),
+    ("d2m", "2d", "2m_dewpoint_temperature"),
+    ("u10", "10u", "10m_u_component_of_wind"),
+    ("v10", "10v", "10m_v_component_of_wind"),
+    ("u100", "100u", "100m_u_component_of_wind"),
+    ("v100", "100v", "100m_v_component_of_wind"),
+    ("ws10", "10si", "10m_wind_speed"),
+    ("msl", "mean_sea_level_pressure"),
+    ("sp", "surface_pressure"),
+    ("tp", "total_precipitation"),
+    ("tp6h", "total_precipitation_6hr"),
+    ("tp12h", "total_precipitation_12hr"),
+    ("tp24h", "total_precipitation_24hr"),
+    ("cp", "convective_precipitation"),
+    ("lsp", "large_scale_precipitation"),
+    ("sf", "snowfall"),
+    ("sd", "snow_depth"),
+    ("tcc", "total_cloud_cover"),
+    ("tcwv", "total_column_water_vapour"),
+    ("tcw", "total_column_water"),
+    ("tisr", "toa_incident_solar_radiation"),
+    ("ssrd", "surface_solar_radiation_downwards"),
+    ("strd", "surface_thermal_radiation_downwards"),
+    ("ttr", "top_net_thermal_radiation"),
+    ("sst", "sea_surface_temperature"),
+    ("skt", "skin_temperature"),
+    ("siconc", "ci", "sea_ice_cover"),
+    ("swvl1", "volumetric_soil_water_layer_1"),
+    ("stl1", "soil_temperature_level_1"),
+    ("lsm", "land_sea_mask"),
+    ("zs", "geopotential_at_surface"),
+    ("blh", "boundary_layer_height"),
+)
+PRESSURE_NAMES = (
+    ("z", "geopotential"),
+    ("t", "temperature"),
+    ("u", "u_component_of_wind"),
+    ("v", "v_component_of_wind"),
+    ("q", "specific_humidity"),
+    ("r", "relative_humidity"),
+    ("w", "vertical_velocity"),
+    ("d", "divergence"),
+    ("vo", "vorticity"),
+    ("pv", "potential_vorticity"),
+    ("o3", "ozone_mass_mixing_ratio"),
+    ("cc", "fraction_of_cloud_cover"),
+    ("clwc", "specific_cloud_liquid_water_content"),
+    ("ciwc", "specific_cloud_ice_water_content"),
+)
+_NAMES_OF_QUANTITY = {name: row for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
+
+
+@dataclass(frozen=True)
+class LevelCoordinate:
+    """The level coordinate of an array; where it is `counted` its values are the places 0, 1, 2…, and no pressures."""
+
+    values: NDArray[np.float64]
+    units: str = ""
+    counted: bool = False
+
+    def of_hpa(self, pressure: float) -> float:
+        """A pressure in hPa in this coordinate's units."""
+        return pressure * 100 if self.units.lower() == "pa" else pressure
+
+
+@dataclass(frozen=True)
+class FieldChannel:
+    """One channel: an array, and the position of a level in it (None where the array has no level dim)."""
+
+    name: str
+    field: str
+    array: str
+    level: int | None = None
+
+
+def channels_of_fields(
+    fields: Sequence[str], arrays: Mapping[str, LevelCoordinate | None], argument: str = "fields"
+) -> tuple[FieldChannel, ...]:
+    """The channels that `fields`, given as `argument`, name, in their order; `arrays` maps each variable to its levels,
+    or to None.
+
+    Raises: `MissingArrayError`, `MissingLevelError` listing what there is, `FieldError` for a field that comes twice,
+    and for what is no list of names.
+    """
+    found = tuple(channel for field in checked_names(argument, fields) for channel in _channels_of_one(field, arrays))
+    if not found:
+        raise FieldError(f"{argument}=[] names no variable; " + _available_text(arrays))
+    seen: dict[tuple[str, int | None], str] = {}
+    for channel in found:
+        key = channel.array, channel.level
+        if key in seen:
+            raise FieldError(
+                f"fields {seen[key]!r} and {channel.field!r} both name a channel of array {channel.array!r}; "
+                "name it once"
+            )
+        seen[key] = channel.field
+    return found
+
+
+def _channels_of_one(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> list[FieldChannel]:
+    if field in arrays:
+        return _all_levels(field, field, arrays[field])
+    name, at, level = field.partition("@")
+    array = _array_named(name, arrays)
+    if array is not None:
+        return [_one_level(field, array, level, arrays[array])] if at else _all_levels(field, array, arrays[array])
+    pressure = None if at else _pressure_level(field, arrays)
+    if pressure is None:
+        raise MissingArrayError(_missing_text(field, name, arrays))
+    array, hpa = pressure
+    levels = arrays[array]
+    if levels is None:
+        raise MissingLevelError(f"field {field!r} asks for {hpa:g} hPa of array {array!r}, which has no level dim")
+    if levels.counted:
+        raise MissingLevelError(
+            f"field {field!r} asks for {hpa:g} hPa of array {array!r}, whose levels have no numbers in the store; "
+            f"ask for a place, like {array}@0"
+        )
+    return [_nearest_level(field, array, levels.of_hpa(hpa), levels)]
+
+
+def _array_named(name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str | None:
+    """The store's variable of that quantity, whichever of its names is used."""
+    return next((n for n in (name, *_NAMES_OF_QUANTITY.get(name, ())) if n in arrays), None)
+
+
+def _pressure_level(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> tuple[str, float] | None:
+    if field in _NAMES_OF_QUANTITY:
+        return None
+    for row in PRESSURE_NAMES:
+        digits = field.removeprefix(row[0])
+        array = _array_named(row[0], arrays)
+        if digits != field and digits.isdecimal() and array is not None:
+            return array, float(digits)
+    return None
+
+
+def _all_levels(field: str, array: str, levels: LevelCoordinate | None) -> list[FieldChannel]:
+    if levels is None:
+        return [FieldChannel(field, field, array)]
+    return [FieldChannel(f"{field}@{value:g}", field, array, i) for i, value in enumerate(levels.values)]
+
+
+def _one_level(field: str, array: str, level: str, levels: LevelCoordinate | None) -> FieldChannel:
+    if levels is None:
+        raise MissingLevelError(
+            f"field {field!r} asks for a level of array {array!r}, which has no level dim; ask for {array!r}"
+        )
+    try:
+        value = float(level)
+    except ValueError:
+        raise FieldError(
+            f"field {field!r}: {level!r} is not a level; write a number in the store's units, like {array}@500"
+        ) from None
+    return _nearest_level(field, array, value, levels)
+
+
+def _nearest_level(field: str, array: str, value: float, levels: LevelCoordinate) -> FieldChannel:
+    at = int(np.argmin(np.abs(levels.values - value))) if len(levels.values) else -1
+    if at < 0 or not np.isclose(levels.values[at], value, rtol=1e-5, atol=1e-6):
+        near = f"; the nearest is {levels.values[at]:g}" if at >= 0 else ""
+        units = f" {levels.units}" if levels.units else ""
+        listed = ", ".join(f"{v:g}" for v in levels.values)
+        raise MissingLevelError(
+            f"field {field!r}: array {array!r} has no level {value:g}{units}{near}. It has: {listed}"
+        )
+    return FieldChannel(field, field, array, at)
+
+
+def _missing_text(field: str, name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str:
+    shorts = [row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) if _array_named(row[0], arrays)]
+    close = difflib.get_close_matches(name, [*arrays, *shorts], n=3, cutoff=0.6)
+    meant = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
+    also = (
+        f" It is also searched as {', '.join(repr(n) for n in _NAMES_OF_QUANTITY[name] if n != name)}."
+        if name in _NAMES_OF_QUANTITY
+        else ""
+    )
+    return f"field {field!r} is not in the store{meant}{also} {_available_text(arrays)}"
+
+
+def _available_text(arrays: Mapping[str, LevelCoordinate | None], most: int = 60) -> str:
+    shown = [(name, arrays[name]) for name in sorted(arrays)[:most]]
+    listed = ", ".join(n if levels is None else f"{n} ({len(levels.values)} levels)" for n, levels in shown)
+    more = f" and {len(arrays) - most} more" if len(arrays) > most else ""
+    return f"The store has: {listed or 'no variable'}{more}"

@@ -1,0 +1,299 @@
+"""Forcings: channels that follow from time and place alone, computed on a rank's own rows; nothing is read or sent.
+
+- ``cos_zenith``: the cosine of the solar zenith angle, 0 at night;
+- ``toa_radiation``: solar radiation on a horizontal plane at the top of the atmosphere, W m-2;
+- ``day_progress``: ``day_progress_sin, day_progress_cos`` of local mean solar time, the fraction of the UTC day plus
+  longitude / 360;
+- ``year_progress``: ``year_progress_sin, year_progress_cos`` of the fraction of the tropical year since 1970;
+- ``latlon``: ``sin_lat, cos_lat, sin_lon, cos_lon``.
+
+``cos_zenith@6h`` and ``toa_radiation@1h`` are means over the hours, minutes or days *before* the time, as
+accumulated fields are stamped; times 3600 s, the latter is ERA5's ``tisr`` but for its solar constant.  The progress
+of day and year is GraphCast's (Lam et al., Science 382, 2023); on a calendar of 360, 365 or 366 days a year it is that
+of the calendar's year.  The sun is that of `jigsaw.io.series.solar`.
+
+Static fields of the store (land-sea mask, orography) need no forcing: they are fields like others, at every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jigsaw.errors import FieldError, GridError, WindowError
+from jigsaw.io import arguments
+from jigsaw.io.series import solar
+from jigsaw.io.series.fields import FieldChannel
+from jigsaw.io.series.normalize import NormalizeArgument, channel_scales
+from jigsaw.io.series.solar import GridAngles, SolarInstant, SunPosition
+from jigsaw.io.series.statistics import Statistics
+from jigsaw.io.series.times import parse_duration
+
+ForcingValues = NDArray[np.float64]
+
+SOLAR_CONSTANT = 1361.0
+"""W m-2 at the mean distance of the sun: Kopp and Lean, Geophys. Res. Lett. 38, 2011."""
+
+FORCING_NAMES = ("cos_zenith", "toa_radiation", "day_progress", "year_progress", "latlon")
+_AVERAGED_FORCINGS = ("cos_zenith", "toa_radiation")
+_MICROSECONDS_A_DAY = 86_400_000_000
+_ROWS_AT_ONCE = 64  # rows computed at a time, so that the intermediate values stay in cache
+
+
+@dataclass(frozen=True)
+class AskedForcing:
+    """A forcing as it was asked for; `days` is the interval of a mean, 0 for the instant."""
+
+    asked: str
+    name: str
+    days: float = 0.0
+
+    @classmethod
+    def parse(cls, asked: str) -> AskedForcing:
+        """Raises: `FieldError` for a name or interval that does not exist."""
+        name, at, interval = str(asked).partition("@")
+        if name not in FORCING_NAMES:
+            raise FieldError(f"forcings has {asked!r}, which is none of {', '.join(FORCING_NAMES)}")
+        if at and name not in _AVERAGED_FORCINGS:
+            raise FieldError(
+                f"forcings has {asked!r}, but only {' and '.join(_AVERAGED_FORCINGS)} have means over an interval"
+            )
+        return cls(asked, name, _interval_days(interval, f"forcings has {asked!r}, whose interval") if at else 0.0)
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The names of its channels."""
+        if self.name == "latlon":
+            return "sin_lat", "cos_lat", "sin_lon", "cos_lon"
+        progress = self.name in ("day_progress", "year_progress")
+        return (f"{self.name}_sin", f"{self.name}_cos") if progress else (self.asked,)
+
+    @property
+    def is_static(self) -> bool:
+        return self.name == "latlon"
+
+    def at(self, instant: SolarInstant, places: GridAngles) -> tuple[ForcingValues, ...]:
+        """The values of its channels, each of a shape that broadcasts to [lat, lon]."""
+        return _FORCING_FUNCTIONS[self.name](instant, self.days, places)
+
+
+def _interval_days(interval: str, what: str) -> float:
+    try:
+        microseconds, months = parse_duration(interval)
+    except WindowError:
+        microseconds, months = 0, 0
+    if months or microseconds <= 0:
+        raise FieldError(f"{what} {interval!r} is not a positive number of minutes, hours or days, like '6h'")
+    return microseconds / _MICROSECONDS_A_DAY
+
+
+# -- one instant, some rows -------------------------------------------------------------------------------------------
+
+
+def _cos_zenith_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
+    return (solar.mean_cos_zenith(instant, days, at) if days else solar.cos_zenith_now(SunPosition.at(instant), at),)
+
+
+def _toa_radiation_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
+    if days:
+        return (solar.mean_insolation(instant, days, at) * SOLAR_CONSTANT,)
+    sun = SunPosition.at(instant)
+    return (solar.cos_zenith_now(sun, at) * (SOLAR_CONSTANT / sun.distance**2),)
+
+
+def _day_progress_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
+    sine, cosine = math.sin(math.tau * instant.clock), math.cos(math.tau * instant.clock)
+    return (
+        (sine * at.cos_lon + cosine * at.sin_lon)[None, :],
+        (cosine * at.cos_lon - sine * at.sin_lon)[None, :],
+    )
+
+
+def _year_progress_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
+    angle = math.tau * instant.year
+    return np.full((1, 1), math.sin(angle)), np.full((1, 1), math.cos(angle))
+
+
+def _latlon_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
+    return at.sin_lat[:, None], at.cos_lat[:, None], at.sin_lon[None, :], at.cos_lon[None, :]
+
+
+_FORCING_FUNCTIONS: Mapping[str, Callable[[SolarInstant, float, GridAngles], tuple[ForcingValues, ...]]] = {
+    "cos_zenith": _cos_zenith_values,
+    "toa_radiation": _toa_radiation_values,
+    "day_progress": _day_progress_values,
+    "year_progress": _year_progress_values,
+    "latlon": _latlon_values,
+}
+
+
+# -- anywhere ---------------------------------------------------------------------------------------------------------
+
+
+def cos_zenith(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> ForcingValues:
+    """The cosine of the solar zenith angle [T, lat, lon], 0 at night; or its mean over the `interval` before each time.
+
+    `times` are UTC: datetime64, `datetime`, ISO strings or cftime objects; `lat` and `lon` 1-d, in degrees.
+
+    Raises: `GridError`, `UnsupportedStoreError` for coordinates that are no degrees or dates, `FieldError` for an
+    interval that is none.
+    """
+    return _compute_forcing("cos_zenith", times, lat, lon, interval)[:, 0]
+
+
+def toa_radiation(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> ForcingValues:
+    """Solar radiation on a horizontal plane at the top of the atmosphere [T, lat, lon], W m-2; else as `cos_zenith`."""
+    return _compute_forcing("toa_radiation", times, lat, lon, interval)[:, 0]
+
+
+def day_progress(times: ArrayLike, lon: ArrayLike) -> ForcingValues:
+    """Sine and cosine of local mean solar time as an angle, 0 at midnight: [T, 2, lon]."""
+    return _compute_forcing("day_progress", times, [0.0], lon)[:, :, 0]
+
+
+def year_progress(times: ArrayLike) -> ForcingValues:
+    """Sine and cosine of the fraction of the year as an angle: [T, 2]."""
+    return _compute_forcing("year_progress", times, [0.0], [0.0])[:, :, 0, 0]
+
+
+def latlon(lat: ArrayLike, lon: ArrayLike) -> ForcingValues:
+    """Sine and cosine of latitude, then of longitude: [4, lat, lon]."""
+    return _compute_forcing("latlon", "1970-01-01", lat, lon)[0]
+
+
+def _compute_forcing(
+    name: str, times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None
+) -> ForcingValues:
+    forcings = GridForcings.of([name if interval is None else f"{name}@{interval}"], GridAngles.of(lat, lon))
+    out = np.empty((np.size(np.asarray(times)), len(forcings.names), *forcings.places.shape))
+    forcings.write(out, np.asarray(times))
+    return out
+
+
+# -- in a sample ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class GridForcings:
+    """The forcings of a dataset over its whole grid, as channels with a scale and offset each."""
+
+    forcings: tuple[AskedForcing, ...]
+    places: GridAngles
+    scale: tuple[float, ...] = field(default=())
+    offset: tuple[float, ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls,
+        asked: Sequence[str],
+        places: GridAngles,
+        fields: Sequence[str] = (),
+        normalize: NormalizeArgument = None,
+    ) -> GridForcings:
+        """`normalize` may name forcings or their channels, each (mean, std); one that it does not name stays as it is.
+        A file of statistics is for the fields alone.
+
+        Raises: `FieldError` for what is no list of names, an unknown forcing, one that comes twice, or one that is a
+        field's name.
+        """
+        parsed = tuple(
+            AskedForcing.parse(name) for name in arguments.checked_names("forcings", asked, FORCING_NAMES[0])
+        )
+        names = [name for forcing in parsed for name in forcing.channels]
+        for name in names:
+            if names.count(name) > 1 or name in fields:
+                raise FieldError(f"forcings={list(asked)} makes channel {name!r} a second time; name it once")
+        given = normalize if isinstance(normalize, Mapping) else {}
+        pairs = [_forcing_scale(f, channel, given) for f in parsed for channel in f.channels]
+        return cls(parsed, places, tuple(scale for scale, _ in pairs), tuple(offset for _, offset in pairs))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each channel."""
+        return tuple(name for forcing in self.forcings for name in forcing.channels)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether they are the same at all times."""
+        return all(forcing.is_static for forcing in self.forcings)
+
+    def check(self, times: ArrayLike) -> None:
+        """Raises: `UnsupportedStoreError` for times that `write` could not use."""
+        if not self.is_static:
+            solar.solar_instants(times)
+
+    def unnamed(self, normalize: NormalizeArgument) -> NormalizeArgument:
+        """What of `normalize` is for the fields; None when all of it is for the forcings."""
+        if not isinstance(normalize, Mapping) or isinstance(normalize, Statistics):
+            return normalize
+        mine = {*self.names, *(forcing.asked for forcing in self.forcings)}
+        rest = {key: value for key, value in normalize.items() if key not in mine}
+        return rest if rest or not normalize else None
+
+    def taken(self, rows: Sequence[int], columns: Sequence[int]) -> GridForcings:
+        """The same over some rows and columns of the grid: those that a rank holds, wrapped ones included."""
+        return GridForcings(self.forcings, self.places.taken(rows, columns), self.scale, self.offset)
+
+    def write(self, out: NDArray[Any], times: NDArray[Any]) -> None:
+        """The values at `times` into `out` [T, C, lat, lon], rounded to its dtype.
+
+        Raises: `UnsupportedStoreError` for times that are no dates, unless the forcings do not depend on them.
+        """
+        when = [SolarInstant(0.0, 0.0, 0.0)] * len(out) if self.is_static else solar.solar_instants(times)
+        rows, columns = self.places.shape
+        for first in range(0, rows, _ROWS_AT_ONCE):
+            block = range(first, min(first + _ROWS_AT_ONCE, rows))
+            places = self.places.taken(block, range(columns))
+            for t, instant in enumerate(when):
+                self._write(out[t, :, block.start : block.stop], instant, places)
+
+    def _write(self, out: NDArray[Any], instant: SolarInstant, places: GridAngles) -> None:
+        values = [value for forcing in self.forcings for value in forcing.at(instant, places)]
+        for channel, (value, scale, offset) in enumerate(zip(values, self.scale, self.offset, strict=True)):
+            out[channel] = value if (scale, offset) == (1.0, 0.0) else value * scale + offset
+
+
+def _forcing_scale(forcing: AskedForcing, channel: str, normalize: Mapping[str, Any]) -> tuple[float, float]:
+    mine = {key: normalize[key] for key in (channel, forcing.asked) if key in normalize}
+    if not mine:
+        return 1.0, 0.0
+    scale, offset = channel_scales([FieldChannel(channel, forcing.asked, forcing.asked)], mine)
+    return scale[0], offset[0]
+
+
+def geographic_angles(
+    grid: Mapping[str, ArrayLike], attrs: Mapping[str, Mapping[str, Any]], asked: Sequence[str]
+) -> GridAngles:
+    """The places of a grid, from the coordinates along its spatial dims and their attributes.
+
+    Raises: `GridError` for a grid that does not lie along geographic latitudes and longitudes: a projection, a volume,
+    a rotated pole, dims without coordinates.
+    """
+    if tuple(grid) != ("lat", "lon"):
+        raise GridError(
+            f"forcings={list(asked)} need a lat-lon grid, but the fields' spatial dims are {list(grid)}; "
+            "leave the forcings out, or store them as fields"
+        )
+    for dim, values in grid.items():
+        _check_degrees(dim, np.asarray(values), attrs.get(dim, {}), asked)
+    return GridAngles.of(grid["lat"], grid["lon"])
+
+
+def _check_degrees(dim: str, values: NDArray[Any], attrs: Mapping[str, Any], asked: Sequence[str]) -> None:
+    counted = values.dtype.kind in "iu" and np.array_equal(values, np.arange(values.size))
+    if counted and not attrs:
+        raise GridError(
+            f"forcings={list(asked)} need the degrees of {dim!r}, but it only counts from 0 to {values.size - 1}; "
+            "give the store a coordinate with units"
+        )
+    standard, units = (str(attrs.get(key, "")).lower() for key in ("standard_name", "units"))
+    if standard.startswith("grid_") or units.startswith("rad"):
+        raise GridError(
+            f"forcings={list(asked)} need geographic degrees, but {dim!r} has standard_name {standard!r} and units "
+            f"{units!r}; leave the forcings out, or store true latitudes and longitudes"
+        )

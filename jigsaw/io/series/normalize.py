@@ -1,0 +1,92 @@
+"""Normalisation as one multiply-add a channel: (x - mean) / std = x * scale + offset."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jigsaw.errors import FieldError
+from jigsaw.io.series.fields import FieldChannel
+from jigsaw.io.series.statistics import Statistics, quantity_and_level
+
+NormalizeArgument = Mapping[str, Any] | Statistics | str | os.PathLike[str] | None
+
+
+def channel_scales(
+    channels: Sequence[FieldChannel], normalize: NormalizeArgument
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Scale and offset of every channel, from ``{"t2m": (mean, std)}`` or ``{"t2m": {"mean": …, "std": …}}``.
+
+    A key is a channel (``geopotential@500``) under any name of `jigsaw.io.series.fields`, a field as it was asked for,
+    or an array of the store; for a field of several levels mean and std may be sequences, a value a level.  Or from a
+    file of statistics, or `Statistics`, which may have more channels than are read.
+
+    Raises: `FieldError` for a channel without statistics, statistics without a channel, or a std that is not positive.
+    """
+    if normalize is None:
+        return (1.0,) * len(channels), (0.0,) * len(channels)
+    if isinstance(normalize, str | os.PathLike):
+        normalize = Statistics.read(normalize)
+    if isinstance(normalize, Statistics):
+        normalize = normalize.mean_std(channels)
+    # a user may give anything
+    if not isinstance(normalize, Mapping):
+        raise FieldError(
+            f"normalize={normalize!r} must be (mean, std) by field, Statistics, or the path of a file of statistics"
+        )
+    given = _by_own_names(normalize, channels)
+    pairs = [_mean_and_std(c, channels, given) for c in channels]
+    return tuple(1.0 / std for _, std in pairs), tuple(-mean / std for mean, std in pairs)
+
+
+def _by_own_names(given: Mapping[str, Any], channels: Sequence[FieldChannel]) -> dict[str, Any]:
+    """The same, a channel that has another name in it by its own."""
+    strange = [key for key in given if not isinstance(key, str)]
+    if strange:
+        raise FieldError(f"normalize names {strange[0]!r}, which is no string; its keys are names of fields")
+    own = {name for c in channels for name in (c.name, c.field, c.array)}
+    meant = {quantity_and_level(c.name): c.name for c in channels}
+    other = {key: meant.get(quantity_and_level(key)) for key in given if key not in own}
+    unknown = sorted(key for key, name in other.items() if name is None)
+    if unknown:
+        raise FieldError(
+            f"normalize has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}"
+        )
+    return {name: given[key] for key, name in other.items() if name} | {k: given[k] for k in given if k in own}
+
+
+def _mean_and_std(
+    channel: FieldChannel, channels: Sequence[FieldChannel], normalize: Mapping[str, Any]
+) -> tuple[float, float]:
+    key = next((k for k in (channel.name, channel.field, channel.array) if k in normalize), None)
+    if key is None:
+        raise FieldError(f"normalize has no mean and std for channel {channel.name!r}; it has {sorted(normalize)}")
+    given = normalize[key]
+    try:
+        mean, std = (given["mean"], given["std"]) if isinstance(given, Mapping) else given
+        mean, std = _pick_level(mean, channel, channels), _pick_level(std, channel, channels)
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise FieldError(
+            f"normalize[{key!r}]={given!r} must be (mean, std) or {{'mean': …, 'std': …}}, numbers or one a level"
+        ) from None
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise FieldError(
+            f"normalize[{key!r}] gives channel {channel.name!r} mean {mean:g} and std {std:g}; "
+            "need finite numbers and std > 0"
+        )
+    return mean, std
+
+
+def _pick_level(value: Any, channel: FieldChannel, channels: Sequence[FieldChannel]) -> float:
+    """A number, or this channel's entry of one a level of its field."""
+    found = np.asarray(value, dtype=np.float64)
+    if found.ndim == 0:
+        return float(found)
+    siblings = [c for c in channels if c.field == channel.field]
+    if found.shape != (len(siblings),):
+        raise ValueError(found.shape)
+    return float(found[siblings.index(channel)])

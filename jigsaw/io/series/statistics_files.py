@@ -1,0 +1,309 @@
+"""The files that hold statistics: jigsaw's `.nc`, `.npz` and `.json`, makani's `.npy`, GraphCast's `*_by_level.nc`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import FieldError, writing_to
+from jigsaw.io.drafts import draft_of
+from jigsaw.io.packages import why_not_imported
+from jigsaw.io.series.statistics import ALL_STATISTICS, Statistics
+
+StatisticValues = NDArray[np.float64]
+FieldNames = tuple[str, ...]
+T = TypeVar("T")
+
+STATISTICS_FORMAT = "jigsaw statistics 1"
+STATISTICS_SUFFIXES = (".nc", ".npz", ".json")
+_MAKANI_FILES = {
+    "mean": "global_means.npy",
+    "std": "global_stds.npy",
+    "diff_mean": "time_diff_means.npy",
+    "diff_std": "time_diff_stds.npy",
+    "min": "mins.npy",
+    "max": "maxs.npy",
+}
+# the longer name first: "diffs_stddev_by_level.nc" also ends like "stddev_by_level.nc"
+_GRAPHCAST_FILES = {
+    "diff_std": "diffs_stddev_by_level.nc",
+    "std": "stddev_by_level.nc",
+    "mean": "mean_by_level.nc",
+    "min": "min_by_level.nc",
+}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_statistics(path: str | os.PathLike[str] | Mapping[str, Any], fields: FieldNames | None = None) -> Statistics:
+    """See `Statistics.read`."""
+    if isinstance(path, Mapping):
+        return _read_each({name: Path(file) for name, file in path.items()}, fields, f"statistics of {dict(path)}")
+    at = Path(path)
+    if at.is_dir():
+        return _read_each(_files_in_folder(at), fields, f"statistics {at}")
+    if not at.is_file():
+        raise FieldError(f"there is no file or folder of statistics {str(at)!r}")
+    graphcast = _files_of_set(at.parent, at.name, _GRAPHCAST_FILES)
+    if graphcast or at.name in _MAKANI_FILES.values():
+        return _read_each(
+            graphcast or _files_of_set(at.parent, at.name, _MAKANI_FILES), fields, f"statistics {at.parent}"
+        )
+    return _with_field_names(_read_own(at), fields)
+
+
+def _files_in_folder(folder: Path) -> dict[str, Path]:
+    files = sorted(p.name for p in folder.iterdir())
+    groups = [
+        found
+        for name in files
+        for names in (_MAKANI_FILES, _GRAPHCAST_FILES)
+        if (found := _files_of_set(folder, name, names))
+    ]
+    if not groups:
+        raise FieldError(
+            f"folder {str(folder)!r} has neither {_MAKANI_FILES['mean']} and {_MAKANI_FILES['std']} (makani) nor "
+            f"mean_by_level.nc and stddev_by_level.nc (GraphCast); name the file of the statistics"
+        )
+    if any(found != groups[0] for found in groups):
+        other = next(found for found in groups if found != groups[0])
+        raise FieldError(
+            f"folder {str(folder)!r} has several sets of statistics, such as {_first_file_name(groups[0])} and "
+            f"{_first_file_name(other)}; "
+            "name one of the files"
+        )
+    return groups[0]
+
+
+def _first_file_name(files: Mapping[str, Path]) -> str:
+    return next(iter(files.values())).name
+
+
+def _files_of_set(folder: Path, name: str, names: Mapping[str, str]) -> dict[str, Path]:
+    """The files of the set that `name` belongs to: those with the same prefix; none when it belongs to none."""
+    ending = next((n for n in names.values() if name.endswith(n)), None)
+    if ending is None or (names is _MAKANI_FILES and ending != name):
+        return {}
+    prefix = name.removesuffix(ending)
+    return {stat: folder / (prefix + n) for stat, n in names.items() if (folder / (prefix + n)).is_file()}
+
+
+def _read_each(files: Mapping[str, Path], fields: FieldNames | None, source: str) -> Statistics:
+    """One file a statistic."""
+    unknown = sorted(set(files) - set(ALL_STATISTICS))
+    if unknown or not files:
+        raise FieldError(f"{source}: {unknown[:1] or 'nothing'} is no statistic; they are {list(ALL_STATISTICS)}")
+    missing = [str(p) for p in files.values() if not p.is_file()]
+    if missing:
+        raise FieldError(f"{source}: there is no file {missing[0]!r}")
+    columns = {stat: _read_column(p) for stat, p in files.items()}
+    unnamed = {stat: v for stat, (names, v) in columns.items() if not names}
+    if len(unnamed) == len(columns):
+        return _with_field_names(Statistics((), unnamed, source=source), fields)
+    if unnamed:
+        raise FieldError(f"{source}: {files[next(iter(unnamed))].name} has no names and the other files have; mix none")
+    order = tuple(dict.fromkeys(name for names, _ in columns.values() for name in names))
+    values = {stat: _spread_values(order, names, v) for stat, (names, v) in columns.items()}
+    return _with_field_names(Statistics(order, values, source=source), fields)
+
+
+def _spread_values(order: FieldNames, names: FieldNames, values: StatisticValues) -> StatisticValues:
+    """`values` of `names` in an order of more names: NaN where there are none (GraphCast's forcings have no diffs)."""
+    at = dict(zip(names, values.tolist(), strict=True))
+    return np.array([at.get(name, math.nan) for name in order])
+
+
+def _read_column(path: Path) -> tuple[FieldNames, StatisticValues]:
+    """One statistic: the channels' names, none in a `.npy`, and a number each."""
+    if path.suffix == ".npy":
+        found = _read_or_refuse(path, lambda: np.load(path, allow_pickle=False))
+        if found.dtype.kind not in "fiu" or found.size != max(found.shape, default=0):
+            raise FieldError(f"{path} is {found.dtype}{list(found.shape)}; a statistic is [1, C, 1, 1] or [C] numbers")
+        return (), found.reshape(-1).astype(np.float64)
+    return _read_or_refuse(path, lambda: _read_by_level(path))
+
+
+def _read_by_level(path: Path) -> tuple[FieldNames, StatisticValues]:
+    """The scalars and the variables along one level dim of a NetCDF file; others are no statistics of a channel."""
+    with _open_statistics_nc(path) as file:
+        names: list[str] = []
+        values: list[float] = []
+        for name, variable in file.variables.items():
+            numbers = np.ma.filled(np.ma.asarray(variable[...], dtype=np.float64), np.nan)
+            if not variable.dimensions:
+                names.append(name)
+                values.append(float(numbers))
+            elif len(variable.dimensions) == 1 and name != variable.dimensions[0]:
+                levels = file.variables.get(variable.dimensions[0])
+                marks = range(len(numbers)) if levels is None else np.asarray(levels[...], dtype=np.float64)
+                names += [f"{name}@{level:g}" for level in marks]
+                values += numbers.tolist()
+        return tuple(names), np.array(values)
+
+
+def _read_own(path: Path) -> Statistics:
+    readers = {".nc": _read_nc, ".npz": _read_npz, ".json": _read_json}
+    if path.suffix not in readers:
+        raise FieldError(
+            f"statistics {str(path)!r} end in {path.suffix!r}; known are {', '.join(STATISTICS_SUFFIXES)}, makani's "
+            ".npy "
+            'or GraphCast\'s *_by_level.nc, and {"mean": file, "std": file}'
+        )
+    return _read_or_refuse(path, lambda: readers[path.suffix](path))
+
+
+def _read_or_refuse(path: Path, reader: Callable[[], T]) -> T:
+    try:
+        return reader()
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as broken:
+        if isinstance(broken, FieldError):
+            raise
+        raise FieldError(f"{path} cannot be read as statistics ({type(broken).__name__}: {broken})") from broken
+
+
+def _check_format(path: Path, mark: Any) -> None:
+    if mark != STATISTICS_FORMAT:
+        raise FieldError(
+            f"{path} has no format {STATISTICS_FORMAT!r} and is not named like GraphCast's (…mean_by_level.nc); for a "
+            "file that "
+            'holds one statistic use Statistics.read({"mean": file, "std": file})'
+        )
+
+
+def _read_nc(path: Path) -> Statistics:
+    with _open_statistics_nc(path) as file:
+        attrs = {name: file.getncattr(name) for name in file.ncattrs()}
+        _check_format(path, attrs.pop("format", None))
+        fields = tuple(str(name) for name in file.variables["channel"][...])
+        values = {
+            n: np.ma.getdata(file.variables[n][...]).astype(np.float64) for n in ALL_STATISTICS if n in file.variables
+        }
+    return Statistics(fields, values, attrs, f"statistics {path}")
+
+
+def _read_npz(path: Path) -> Statistics:
+    with np.load(path, allow_pickle=False) as file:
+        attrs = json.loads(str(file["attrs"])) if "attrs" in file else {}
+        _check_format(path, attrs.pop("format", None))
+        return Statistics(
+            tuple(map(str, file["channel"])),
+            {n: file[n] for n in ALL_STATISTICS if n in file},
+            attrs,
+            f"statistics {path}",
+        )
+
+
+def _read_json(path: Path) -> Statistics:
+    found = json.loads(path.read_text())
+    _check_format(path, found.get("format") if isinstance(found, dict) else None)
+    channels: list[dict[str, Any]] = found["channels"]
+    names = [n for n in ALL_STATISTICS if any(n in c for c in channels)]
+    values = {n: np.array([math.nan if c[n] is None else c[n] for c in channels], dtype=np.float64) for n in names}
+    return Statistics(tuple(str(c["name"]) for c in channels), values, found["attrs"], f"statistics {path}")
+
+
+def _with_field_names(found: Statistics, fields: FieldNames | None) -> Statistics:
+    if fields is None:
+        return found
+    if found.fields:
+        raise FieldError(f"fields={list(fields)} names channels, but {found.source} has names of its own; leave it out")
+    if len(fields) != found.channels:
+        raise FieldError(
+            f"fields={list(fields)} are {len(fields)} names and {found.source} has {found.channels} channels"
+        )
+    return Statistics(fields, found.columns, found.attrs, found.source)
+
+
+def _open_statistics_nc(path: Path, mode: Literal["r", "w"] = "r", **how: Any) -> Any:
+    try:
+        import netCDF4
+    except ImportError as missing:
+        absent = f"{path} needs netCDF4: pip install 'jigsaw-torch[netcdf]', or use .npz or .json"
+        raise FieldError(why_not_imported(missing, absent)) from missing
+    return netCDF4.Dataset(str(path), mode, **how)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def check_statistics_path(path: str | os.PathLike[str]) -> Path:
+    """The path, when its ending is one that is written, and its folder is there.
+
+    Raises: `FieldError`.
+    """
+    if Path(path).suffix not in STATISTICS_SUFFIXES:
+        raise FieldError(
+            f"statistics are written as {', '.join(STATISTICS_SUFFIXES)}, not {str(path)!r}; choose one of the endings"
+        )
+    if not Path(path).parent.is_dir():
+        raise FieldError(f"statistics are to be written to {str(path)!r}, whose folder is not there; make it first")
+    return Path(path)
+
+
+def write_statistics(found: Statistics, path: str | os.PathLike[str]) -> None:
+    """See `Statistics.write`."""
+    at = check_statistics_path(path)
+    if not found.fields:
+        raise FieldError(f"{found.source} have no names; read them with fields=[…] before they are written")
+    made = {".nc": _as_nc, ".npz": _as_npz, ".json": _as_json}[at.suffix](found)
+    replace_file(at, made, "write again: what was there is there still")
+
+
+def replace_file(path: Path, content: bytes, remedy: str) -> None:
+    """Put a file in its place once it is on the disk: a reader sees the old or the new.
+
+    Raises: `WriteError` with that `remedy`.
+    """
+    with writing_to(path, remedy), draft_of(path) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _attrs_with_format(found: Statistics) -> dict[str, Any]:
+    return {**found.attrs, "format": STATISTICS_FORMAT}
+
+
+def _as_nc(found: Statistics) -> bytes:
+    """Made in memory: libhdf5 that meets a full disk may end the process."""
+    file = _open_statistics_nc(Path("statistics.nc"), "w", memory=1 << 16)
+    file.setncatts(_attrs_with_format(found))
+    file.createDimension("channel", len(found))
+    file.createVariable("channel", str, ("channel",))[:] = np.array(found.fields, dtype=object)
+    for name, values in found.columns.items():
+        file.createVariable(name, "f8", ("channel",), fill_value=False)[:] = values
+    return bytes(file.close())
+
+
+def _as_npz(found: Statistics) -> bytes:
+    return npz_bytes(
+        {"channel": np.array(found.fields), "attrs": np.array(json.dumps(_attrs_with_format(found))), **found.columns}
+    )
+
+
+def npz_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """What `numpy.savez` makes of arrays by name."""
+    made = BytesIO()
+    np.savez(made, **arrays)  # pyright: ignore[reportArgumentType]
+    return made.getvalue()
+
+
+def _as_json(found: Statistics) -> bytes:
+    channels = [{"name": name, **{n: _json_number(v) for n, v in found[name].items()}} for name in found.fields]
+    whole = {"format": STATISTICS_FORMAT, "attrs": dict(found.attrs), "channels": channels}
+    return (json.dumps(whole, indent=1) + "\n").encode()
+
+
+def _json_number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value

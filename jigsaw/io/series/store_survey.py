@@ -1,0 +1,217 @@
+"""A store understood: its variables with canonical dims, their one grid, levels and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import GridError
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.series.coords import SPATIAL_ROLES, DimNaming, StoreCoordinates
+from jigsaw.io.series.fields import FieldChannel, LevelCoordinate
+from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
+from jigsaw.io.series.times import TimeAxis, decode_times
+
+TIME_AT, CHANNEL_AT = 0, 1
+FIELD_ROLES = ("time", "level", *SPATIAL_ROLES)
+"""The roles of dims that are read whole, or picked by field and step; of any other dim a place must be chosen."""
+
+
+@dataclass(frozen=True)
+class StoreVariable:
+    """A stored array and the role of each of its dims."""
+
+    table: ArrayTable
+    roles: tuple[str, ...]
+
+    @property
+    def space(self) -> tuple[str, ...]:
+        """Its spatial dims in canonical order."""
+        return tuple(role for role in SPATIAL_ROLES if role in self.roles)
+
+    def size(self, role: str) -> int:
+        return self.table.shape[self.roles.index(role)]
+
+    def dim(self, role: str) -> str:
+        """What the store calls a dim."""
+        return self.table.dims[self.roles.index(role)]
+
+    @property
+    def further(self) -> tuple[int, ...]:
+        """The dims of which a place must be chosen: members, lead times, and what has no role."""
+        return tuple(d for d, role in enumerate(self.roles) if role not in FIELD_ROLES)
+
+
+class StoreSurvey:
+    """What a store has for a reader of fields: its data variables, and what their dims mean."""
+
+    def __init__(self, store: ArrayStore, dims: Mapping[str, str] | None = None, along: str = "time") -> None:
+        self.store = store
+        self.coords = StoreCoordinates(store.arrays, DimNaming.of(dims, along, store.arrays))
+        self._values: dict[tuple[str, str, int], NDArray[Any]] = {}
+        self.variables = {
+            name: StoreVariable(table, self.coords.roles(table))
+            for name, table in store.arrays.items()
+            if self.coords.is_field(table)
+        }
+
+    def values(self, variable: StoreVariable, role: str) -> NDArray[Any]:
+        """The coordinate values along the dim of a role, read once."""
+        return self.values_along(variable, variable.dim(role))
+
+    def values_along(self, variable: StoreVariable, dim: str) -> NDArray[Any]:
+        """The coordinate values along a dim, by the store's name of it, read once."""
+        table = variable.table
+        key = self.coords.name(table, dim) or table.name, dim, table.shape[table.dims.index(dim)]
+        if key not in self._values:
+            self._values[key] = self.coords.values(self.store, table, dim)
+        return self._values[key]
+
+    def states(self, variable: StoreVariable, role: str) -> bool:
+        """Whether the store has a coordinate along the dim of a role; where not, `values` are places 0, 1, 2…"""
+        return self.coords.name(variable.table, variable.dim(role)) is not None
+
+    def attrs(self, variable: StoreVariable, role: str) -> Mapping[str, Any]:
+        """The attributes of that coordinate."""
+        return self.attrs_along(variable, variable.dim(role))
+
+    def attrs_along(self, variable: StoreVariable, dim: str) -> Mapping[str, Any]:
+        """The attributes of the coordinate along a dim, by the store's name of it."""
+        return self.coords.attrs(variable.table, dim)
+
+    @cached_property
+    def levels(self) -> dict[str, LevelCoordinate | None]:
+        """The levels of every variable, None for one that has no level dim."""
+        return {name: self._levels(v) for name, v in self.variables.items()}
+
+    def _levels(self, variable: StoreVariable) -> LevelCoordinate | None:
+        if "level" not in variable.roles:
+            return None
+        values = self.values(variable, "level")
+        # levels that are texts (makani's channels), or have no coordinate, are asked for by their places
+        counted = values.dtype.kind not in "fiu" or not self.states(variable, "level")
+        numeric = np.arange(len(values)) if counted else values
+        return LevelCoordinate(numeric.astype(np.float64), str(self.attrs(variable, "level").get("units", "")), counted)
+
+    def of(self, channels: Sequence[FieldChannel]) -> tuple[StoreVariable, ...]:
+        """The variables of these channels, each once, in order.
+
+        Raises: `UnsupportedStoreError` for one whose scale or offset is no number.
+        """
+        found = tuple(self.variables[name] for name in dict.fromkeys(c.array for c in channels))
+        for variable in found:
+            variable.table.check_packing()
+        return found
+
+    def grid(self, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:
+        """The coordinate values along each spatial dim, in canonical order, of variables that share one grid.
+
+        Raises: `GridError` naming two arrays that do not.
+        """
+        first = variables[0]
+        values = {role: self.values(first, role) for role in first.space}
+        for other in variables[1:]:
+            sizes = [(role, v.size(role)) for v in (first, other) for role in v.space]
+            if len(set(sizes)) != len(first.space) or len(sizes) != 2 * len(first.space):
+                raise GridError(
+                    f"{_grid_text(first)} and {_grid_text(other)} lie on different grids; open them one at a time"
+                )
+            for role, mine in values.items():
+                theirs = self.values(other, role)
+                if not _same_coordinates(mine, theirs):
+                    raise GridError(
+                        f"arrays {first.table.name!r} and {other.table.name!r} have different {role} values "
+                        f"({mine[0]}..{mine[-1]} and {theirs[0]}..{theirs[-1]}); open them one at a time"
+                    )
+        return values
+
+    def time(self, variables: Sequence[StoreVariable]) -> TimeAxis | None:
+        """The time axis that the variables share; None when none of them has time.
+
+        Raises: `GridError` naming two arrays with different times.
+        """
+        timed = [v for v in variables if "time" in v.roles]
+        if not timed:
+            return None
+        first = timed[0]
+        raw = self.values(first, "time")
+        for other in timed[1:]:
+            if other.size("time") != first.size("time") or not _same_coordinates(raw, self.values(other, "time")):
+                raise GridError(
+                    f"arrays {first.table.name!r} ({first.size('time')} steps) and {other.table.name!r} "
+                    f"({other.size('time')} steps) have different times; open them one at a time"
+                )
+        return decode_times(raw, self.attrs(first, "time"))
+
+
+def _same_coordinates(mine: NDArray[Any], theirs: NDArray[Any]) -> bool:
+    """Whether two coordinates are the same, missing values at the same places included."""
+    floats = mine.dtype.kind == theirs.dtype.kind == "f"
+    return np.array_equal(mine, theirs, equal_nan=floats)
+
+
+def _grid_text(variable: StoreVariable) -> str:
+    return f"array {variable.table.name!r} ({', '.join(f'{role} {variable.size(role)}' for role in variable.space)})"
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """How rows run against those stored: the spatial dims that are `flipped`, and where each of `rolled` begins."""
+
+    flipped: tuple[str, ...] = ()
+    rolled: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+ChoiceSteps = Sequence[tuple[Mapping[str, int], IndexPicks]]
+"""For each choice along further dims, the pairs of stored and destination step."""
+
+
+def read_parts_of(
+    channels: Sequence[FieldChannel], variables: Iterable[StoreVariable], moments: ChoiceSteps, turn: RowOrder
+) -> tuple[ReadPart, ...]:
+    """One part an array and choice: its time steps and all its levels.
+
+    A variable without time fills every destination step, a part each.
+    """
+    return tuple(
+        part
+        for v in variables
+        for choice, steps in moments
+        for part in _parts_of_variable(v, channels, choice, steps, turn)
+    )
+
+
+def _parts_of_variable(
+    variable: StoreVariable,
+    channels: Sequence[FieldChannel],
+    choice: Mapping[str, int],
+    steps: IndexPicks,
+    turn: RowOrder,
+) -> list[ReadPart]:
+    mine = [(i, c.level) for i, c in enumerate(channels) if c.array == variable.table.name]
+    levels: IndexPicks = tuple((level, i) for i, level in mine if level is not None)
+    picks: list[IndexPicks | None] = []
+    to: list[int] = []
+    for role, dim in zip(variable.roles, variable.table.dims, strict=True):
+        if role in variable.space:
+            picks.append(None)
+            to.append(2 + variable.space.index(role))
+        elif role in ("time", "level"):
+            picks.append(steps if role == "time" else levels)
+            to.append(TIME_AT if role == "time" else CHANNEL_AT)
+        else:
+            picks.append(((choice[dim], 0),))
+            to.append(DROPPED_DIM)
+    flip = tuple(d for d, role in enumerate(variable.roles) if role in turn.flipped)
+    first = tuple(turn.rolled.get(role, 0) for role in variable.roles) if any(turn.rolled.values()) else ()
+    fixed = () if levels else ((CHANNEL_AT, mine[0][0]),)
+    landing = [()] if "time" in variable.roles else [((TIME_AT, step),) for _, step in steps]
+    return [
+        ReadPart(variable.table.name, tuple(picks), tuple(to), (*moment, *fixed), flip, first=first)
+        for moment in landing
+    ]

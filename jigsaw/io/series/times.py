@@ -1,0 +1,427 @@
+"""The times of a store's steps: CF units and calendars, selections of dates, frequencies, gaps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta
+from functools import cached_property
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import GridError, UnsupportedStoreError, WindowError
+from jigsaw.io.packages import why_not_imported
+
+_MICROSECONDS = {
+    **dict.fromkeys(("microsecond", "microseconds"), 1),
+    **dict.fromkeys(("millisecond", "milliseconds", "msec", "msecs"), 1_000),
+    **dict.fromkeys(("second", "seconds", "sec", "secs", "s"), 1_000_000),
+    **dict.fromkeys(("minute", "minutes", "min", "mins"), 60_000_000),
+    **dict.fromkeys(("hour", "hours", "hr", "hrs", "h"), 3_600_000_000),
+    **dict.fromkeys(("day", "days", "d"), 86_400_000_000),
+    **dict.fromkeys(("week", "weeks", "w"), 604_800_000_000),
+}
+_SINCE = re.compile(
+    r"^\s*(?P<unit>\w+)\s+since\s+(?P<year>\d{1,4})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"
+    r"(?:[T\s]+(?P<hour>\d{1,2})(?::(?P<minute>\d{1,2}))?(?::(?P<second>\d{1,2}(?:\.\d*)?))?)?"
+    r"\s*(?:Z|UTC|GMT|[+-]?0{1,2}(?::?00)?)?\s*$",
+    re.IGNORECASE,
+)
+_MONTHS = {
+    **dict.fromkeys(("mo", "mon", "month", "months"), 1),
+    **dict.fromkeys(("y", "yr", "yrs", "year", "years"), 12),
+}
+_DURATION = re.compile(r"^\s*(?P<count>[+-]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z]+)\s*$", re.IGNORECASE)
+_DATE = re.compile(
+    r"^\s*(\d{4})(?:-(\d{1,2})(?:-(\d{1,2})(?:[T ](\d{2})(?::?(\d{2})(?::?(\d{2})(?:\.\d*)?)?)?Z?)?)?)?\s*$"
+)
+_MICROSECONDS_OF_DAY = 86_400_000_000
+FURTHEST_STEP = 1 << 62
+"""What sums of steps, and of microseconds, stay within 64 bits of."""
+_LARGEST_ELAPSED = float(FURTHEST_STEP)
+_CALENDAR_REFORM = np.datetime64("1582-10-15")
+_GREGORIAN_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
+
+
+@dataclass(frozen=True, eq=False)
+class TimeAxis:
+    """The times of a series of steps.
+
+    `stamps` are datetime64 on a Gregorian calendar, cftime objects on another, timedelta64 for durations (lead times),
+    plain numbers without units; `elapsed` are microseconds (or a million times those numbers) on one scale; `digits`
+    are YYYYMMDDhhmmss, None where there are no dates.  `at` says which step of the store each is.
+
+    `ticks` rise by `usual` from step to step: microseconds, or months where the steps are `monthly`.
+    """
+
+    stamps: NDArray[Any]
+    elapsed: NDArray[np.int64]
+    digits: NDArray[np.int64] | None
+    at: NDArray[np.int64]
+    ticks: NDArray[np.int64]
+    usual: int
+    monthly: bool
+
+    @classmethod
+    def of(cls, stamps: NDArray[Any], elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None) -> TimeAxis:
+        """Raises `GridError` for times that do not rise."""
+        months = _month_numbers(elapsed, digits)
+        ticks = elapsed if months is None else months
+        steps = np.diff(ticks)
+        usual = _most_common(steps) if len(steps) else 0
+        falls = np.flatnonzero(elapsed[1:] < elapsed[:-1])
+        if len(steps) and (usual <= 0 or len(falls)):
+            i = int(falls[0]) if len(falls) else 0
+            raise GridError(
+                f"the time coordinate does not rise: {stamps[i]} is followed by {stamps[i + 1]}; sort the store by time"
+            )
+        return cls(stamps, elapsed, digits, np.arange(len(stamps)), ticks, usual, months is not None)
+
+    def __len__(self) -> int:
+        return len(self.stamps)
+
+    @cached_property
+    def breaks(self) -> tuple[int, ...]:
+        """Each i such that a gap lies between the steps i and i + 1: they are not a usual step apart."""
+        off = np.abs(np.diff(self.ticks) - self.usual) > self._slack
+        return tuple(int(i) for i in np.flatnonzero(off))
+
+    @property
+    def _slack(self) -> int:
+        """How far rounded times may be off."""
+        exact = self.digits is None and self.stamps.dtype.kind != "m"
+        return 0 if self.monthly else max(0 if exact else 1_000_000, self.usual // 1000)
+
+    def take(self, steps: slice | NDArray[Any]) -> TimeAxis:
+        """Some of the steps; what is a gap stays one."""
+        digits = None if self.digits is None else self.digits[steps]
+        return replace(
+            self,
+            stamps=self.stamps[steps],
+            elapsed=self.elapsed[steps],
+            digits=digits,
+            at=self.at[steps],
+            ticks=self.ticks[steps],
+        )
+
+    def shifted(self, by: np.timedelta64) -> TimeAxis:
+        """The same steps, some time later."""
+        moved = later_times(self.stamps, by)
+        microseconds = int(by.astype("timedelta64[us]").astype(np.int64))
+        digits = None if self.digits is None else stamp_digits(moved)
+        return replace(self, stamps=moved, elapsed=self.elapsed + microseconds, digits=digits)
+
+    # -- selections ---------------------------------------------------------------------------------------------------
+
+    def select(self, wanted: slice | tuple[Any, Any] | None) -> tuple[int, int]:
+        """The half-open range of steps inside `wanted`: a slice or pair of dates (both ends included, ``"2008"`` is the
+        whole year), of durations such as ``"24h"`` where the steps are durations (both ends included), or of integers
+        (step positions, the end excluded).
+
+        Raises: `WindowError` for anything else, when nothing is inside, or dates are asked of a store without units.
+        """
+        if wanted is None:
+            return 0, len(self)
+        first, last = _two_ends(wanted)
+        if isinstance(wanted, slice) and wanted.step not in (None, 1):
+            raise WindowError(f"time={wanted} has a step; thin the series with every={wanted.step} instead")
+        if all(end is None or is_whole_number(end) for end in (first, last)):
+            start, stop, _ = slice(first, last).indices(len(self))
+        else:
+            start, stop = self._between(first, last)
+        if start >= stop:
+            raise WindowError(f"time={wanted} selects no step; the store has {len(self)}, {self._span()}")
+        return start, stop
+
+    def _between(self, first: Any, last: Any) -> tuple[int, int]:
+        if self.stamps.dtype.kind == "m":
+            values = self.elapsed
+            low, high = (None if end is None else self._microseconds(end) for end in (first, last))
+        elif self.digits is not None:
+            values = self.digits
+            low, high = date_digit_range(first, last)
+        else:
+            raise WindowError(
+                f"time=({first!r}, {last!r}) asks for dates, but the store's time has no units; use step positions"
+            )
+        above = values >= (values[0] if low is None else low)
+        inside = np.flatnonzero(above & (values <= (values[-1] if high is None else high)))
+        return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+
+    def _microseconds(self, duration: Any) -> int:
+        count, months = parse_duration(duration)
+        if months:
+            raise WindowError(f"{duration!r} has no fixed length; write it in days or hours")
+        return count
+
+    def _span(self) -> str:
+        return f"{self.stamps[0]} to {self.stamps[-1]}" if len(self) else "none at all"
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def series(self, time: slice | tuple[Any, Any] | None, every: Any) -> TimeAxis:
+        """The steps that `select` finds inside `time`, of them those of `every`; of 1 all, however far apart."""
+        selected = self.take(slice(*self.select(time)))
+        return selected if is_whole_number(every) and every == 1 else selected.every(every)
+
+    def every(self, frequency: Any) -> TimeAxis:
+        """The steps that lie whole multiples of `frequency` (``"6h"``, or a number of usual steps) after the first.
+
+        Raises: `WindowError` for what is no whole number of steps.
+        """
+        count = self.steps_in("every", frequency)
+        if count < 1:
+            raise WindowError(f"every={frequency!r} must be at least one step of the series, {self._step()}")
+        wide = count * self.usual
+        if wide >= FURTHEST_STEP:
+            raise WindowError(
+                f"every={frequency!r} is {count} steps of the series, {self._step()}, and so longer than all time; "
+                f"give at most the {len(self)} that there are"
+            )
+        after = self.ticks - self.ticks[0]
+        off = np.abs(after - np.rint(after / wide).astype(np.int64) * wide) if wide else after
+        return replace(self.take(np.flatnonzero(off <= self._slack)), usual=wide)
+
+    def steps_in(self, name: str, wanted: Any) -> int:
+        """A number of steps: an integer, or a duration such as ``"-6h"``, ``"3 months"`` or a timedelta.
+
+        Raises: `WindowError` for a duration that is no whole number of steps, or of a series without units.
+        """
+        if is_whole_number(wanted):
+            return int(wanted)
+        microseconds, months = parse_duration(wanted)
+        if self.digits is None and self.stamps.dtype.kind != "m":
+            raise WindowError(f"{name}={wanted!r} is a duration, but the store's time has no units; use steps")
+        if self.usual == 0:
+            raise WindowError(f"{name}={wanted!r} is a duration, but the series has one step, so no step length")
+        length, other = (months, microseconds) if self.monthly else (microseconds, months)
+        count = round(length / self.usual)
+        if other or abs(length - count * self.usual) > self._slack:
+            raise WindowError(f"{name}={wanted!r} is no whole number of the series' steps, which are {self._step()}")
+        return count
+
+    def _step(self) -> str:
+        if self.monthly:
+            return f"{self.usual} month(s)"
+        hours = self.usual / 3_600_000_000
+        return f"{hours / 24:g} day(s)" if hours >= 24 else f"{hours:g} hour(s)"
+
+
+def _two_ends(wanted: Any) -> tuple[Any, Any]:
+    """Raises: `WindowError` for what has no two ends."""
+    if isinstance(wanted, slice):
+        return wanted.start, wanted.stop
+    if not isinstance(wanted, list | tuple | np.ndarray) or len(wanted) != 2:
+        raise WindowError(f"time={wanted!r} is no span; give (first, last), like ('1979', '2015'), or a slice")
+    return wanted[0], wanted[1]
+
+
+def is_whole_number(value: Any) -> bool:
+    """Whether a value is a whole number, and no truth value."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+
+
+def later_times(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
+    """`stamps`, each by a duration later, on any calendar; either may be the times and the other the duration."""
+    if isinstance(by, np.timedelta64) and stamps.dtype.kind == "O":
+        return np.asarray(stamps + by.astype("timedelta64[us]").item(), dtype=object)
+    if stamps.dtype.kind == "m" and not isinstance(by, np.generic):  # durations after a cftime date
+        return np.array([by + span for span in stamps.astype("timedelta64[us]").tolist()], dtype=object)
+    return stamps + by
+
+
+def parse_duration(wanted: Any) -> tuple[int, int]:
+    """A duration as (microseconds, months), one of which is 0.
+
+    Raises: `WindowError` for what is no duration.
+    """
+    if isinstance(wanted, np.timedelta64):
+        unit = np.datetime_data(wanted)[0]
+        if unit in ("Y", "M"):
+            return 0, int(wanted.astype("timedelta64[M]").astype(np.int64))
+        return int(wanted.astype("timedelta64[us]").astype(np.int64)), 0
+    if isinstance(wanted, timedelta):
+        return round(wanted.total_seconds() * 1e6), 0
+    match = _DURATION.match(wanted) if isinstance(wanted, str) else None
+    unit = match["unit"].lower() if match else ""
+    if match is None or unit not in {**_MICROSECONDS, **_MONTHS}:
+        raise WindowError(f"{wanted!r} is no number of steps, nor a duration like '6h', '-30min', '1 day', '3 months'")
+    if not isfinite(float(match["count"])):
+        raise WindowError(f"{wanted[:40]!r}… is longer than all time")
+    if unit in _MONTHS:
+        months = float(match["count"]) * _MONTHS[unit]
+        if not months.is_integer():
+            raise WindowError(f"{wanted!r} is no whole number of months, and a part of one has no fixed length")
+        return 0, int(months)
+    return round(float(match["count"]) * _MICROSECONDS[unit]), 0
+
+
+def date_digit_range(first: Any, last: Any) -> tuple[int, int]:
+    """The YYYYMMDDhhmmss that dates include, ``"2008"`` the whole year; None is no limit."""
+    return (0 if first is None else _date_digits(first, "0")), (10**15 if last is None else _date_digits(last, "9"))
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
+    """Times of numbers with CF ``units`` ("hours since 1900-01-01") and ``calendar``, or of datetime64; durations of
+    numbers with units alone ("hours"), or of timedelta64.
+
+    A step that differs from the usual one is a gap; steps of calendar months or years are equal steps.
+
+    Raises: `UnsupportedStoreError` for texts, and for units that have no fixed length on their calendar, or a time
+    zone; `GridError` for falling or missing times.
+    """
+    units, calendar = str(attrs.get("units", "")), str(attrs.get("calendar", "standard")).lower()
+    _check_time_values(raw)
+    if raw.dtype.kind == "O":
+        return _axis_of_dates(raw, _cftime_elapsed(raw))
+    if raw.dtype.kind == "m" or units.lower() in _MICROSECONDS or units.lower() in ("nanoseconds", "ns"):
+        elapsed = (
+            _elapsed_microseconds(raw, units.lower())
+            if raw.dtype.kind != "m"
+            else raw.astype("timedelta64[us]").astype("i8")
+        )
+        return TimeAxis.of(elapsed.astype("timedelta64[us]"), elapsed, None)
+    if raw.dtype.kind != "M" and " since " not in units:
+        return TimeAxis.of(raw, _multiply_rounded(raw, 1_000_000), None)
+    return _axis_of_dates(*_stamps_and_elapsed(raw, units, calendar))
+
+
+def _check_time_values(raw: NDArray[Any]) -> None:
+    if raw.dtype.kind not in "iufmMO" or (raw.dtype.kind == "O" and not all(hasattr(t, "calendar") for t in raw)):
+        raise UnsupportedStoreError(
+            f"the time coordinate holds {str(raw[0])!r}, which is no number; rewrite it with CF units such as "
+            "'hours since 1900-01-01', or name another coordinate with dims={'time': …}"
+        )
+    if raw.dtype.kind in "mM":
+        _check_present(~np.isnat(raw))
+
+
+def _check_present(there: NDArray[np.bool_]) -> None:
+    if not there.all():
+        step = int(np.argmin(there))
+        raise GridError(
+            f"the time coordinate has no time at step {step}, or one beyond all dates; leave such steps out of the "
+            "store, or open those that have times: xarray.open_dataset(path).isel(time=…) is read in its place"
+        )
+
+
+def _axis_of_dates(stamps: NDArray[Any], elapsed: NDArray[np.int64]) -> TimeAxis:
+    return TimeAxis.of(stamps, elapsed, stamp_digits(stamps))
+
+
+def _cftime_elapsed(stamps: NDArray[Any]) -> NDArray[np.int64]:
+    """Microseconds of cftime objects."""
+    import cftime
+
+    if not len(stamps):
+        return np.zeros(0, np.int64)
+    return np.asarray(cftime.date2num(stamps, "microseconds since 1970-01-01", stamps[0].calendar), dtype=np.int64)
+
+
+def _stamps_and_elapsed(raw: NDArray[Any], units: str, calendar: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    if raw.dtype.kind == "M":
+        stamps = raw.astype("datetime64[us]")
+        return stamps, stamps.astype(np.int64)
+    match = _SINCE.match(units)
+    if match is None:
+        raise _unknown_units(units, calendar)
+    unit = match["unit"].lower()
+    if unit not in _MICROSECONDS and "nano" not in unit:
+        _check_present(np.isfinite(raw))
+        stamps = _cftime_dates(raw, units, calendar)
+        return stamps, _cftime_elapsed(stamps)
+    since = _elapsed_microseconds(raw, unit)
+    if calendar in _GREGORIAN_CALENDARS:
+        try:
+            stamps = _reference_date(match) + since.astype("timedelta64[us]")
+        except ValueError as e:  # the 30th of February
+            raise _unknown_units(units, calendar) from e
+        # the mixed Julian/Gregorian calendar differs from numpy's proleptic one before its reform in 1582
+        if calendar == "proleptic_gregorian" or (int(match["year"]) >= 1583 and not (stamps < _CALENDAR_REFORM).any()):
+            return stamps, stamps.astype(np.int64)
+    return _cftime_dates(raw, units, calendar), since
+
+
+def _unknown_units(units: str, calendar: str) -> UnsupportedStoreError:
+    return UnsupportedStoreError(
+        f"time units {units!r} are not 'microseconds|…|hours|days since YYYY-MM-DD [hh:mm:ss] [UTC]' (nor months of "
+        f"the 360_day, common_years of the noleap calendar), the calendar is {calendar!r}; rewrite the time coordinate"
+    )
+
+
+def _elapsed_microseconds(raw: NDArray[Any], unit: str) -> NDArray[np.int64]:
+    if "nano" in unit or unit == "ns":
+        return _multiply_rounded(raw, 1) // 1000
+    return _multiply_rounded(raw, _MICROSECONDS[unit])
+
+
+def _multiply_rounded(raw: NDArray[Any], by: int) -> NDArray[np.int64]:
+    """`by` times as much, rounded to whole numbers, which int64 must hold."""
+    wide = raw.astype(np.float64) * by
+    _check_present(np.abs(wide) < _LARGEST_ELAPSED)
+    return raw.astype(np.int64) * by if raw.dtype.kind in "iu" else np.rint(wide).astype(np.int64)
+
+
+def _reference_date(match: re.Match[str]) -> np.datetime64:
+    second = float(match["second"] or 0)
+    text = f"{int(match['year']):04d}-{int(match['month']):02d}-{int(match['day']):02d}"
+    clock = (int(match["hour"] or 0) * 60 + int(match["minute"] or 0)) * 60_000_000 + round(second * 1e6)
+    return np.datetime64(text, "us") + np.timedelta64(clock, "us")
+
+
+def _cftime_dates(raw: NDArray[Any], units: str, calendar: str) -> NDArray[Any]:
+    try:
+        import cftime
+    except ImportError as missing:
+        absent = f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime"
+        raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
+    try:
+        return np.asarray(cftime.num2date(raw, units, calendar), dtype=object)
+    except (ValueError, OverflowError, KeyError) as e:
+        raise _unknown_units(units, calendar) from e
+
+
+def stamp_digits(stamps: NDArray[Any]) -> NDArray[np.int64]:
+    """YYYYMMDDhhmmss of dates on any calendar."""
+    if stamps.dtype.kind != "M":
+        whole = np.array([(t.year * 100 + t.month) * 100 + t.day for t in stamps], dtype=np.int64)
+        clock = np.array([(t.hour * 100 + t.minute) * 100 + t.second for t in stamps], dtype=np.int64)
+        return whole * 1_000_000 + clock
+    months, days = stamps.astype("datetime64[M]"), stamps.astype("datetime64[D]")
+    month, day = months.astype(np.int64), (days - months.astype("datetime64[D]")).astype(np.int64)
+    seconds = (stamps.astype("datetime64[s]") - days.astype("datetime64[s]")).astype(np.int64)
+    whole = ((month // 12 + 1970) * 100 + month % 12 + 1) * 100 + day + 1
+    return whole * 1_000_000 + seconds // 3600 * 10_000 + seconds // 60 % 60 * 100 + seconds % 60
+
+
+def _date_digits(when: Any, pad: str) -> int:
+    """YYYYMMDDhhmmss of a date, partial ones filled up with `pad`: "2008" covers all that begins with 2008."""
+    text = str(np.datetime64(when)) if isinstance(when, datetime | date) else str(when)
+    match = _DATE.match(text)
+    if match is None:
+        raise WindowError(f"{when!r} is not a date like '2008', '2008-06', '2008-06-30' or '2008-06-30T18:00'")
+    return int("".join(part.zfill(2) for part in match.groups() if part).ljust(14, pad))
+
+
+# -- gaps ------------------------------------------------------------------------------------------------------------
+
+
+def _month_numbers(elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+    """The number of each step's month, where the steps are calendar months or years; else None."""
+    if digits is None or len(elapsed) < 2 or np.median(np.diff(elapsed)) < 28 * _MICROSECONDS_OF_DAY:
+        return None
+    days = digits // 10**6 % 100
+    # stamps that keep their place in the month are calendar steps, whatever the months' lengths
+    return digits // 10**10 * 12 + digits // 10**8 % 100 if int(days.max() - days.min()) <= 3 else None
+
+
+def _most_common(steps: NDArray[np.int64]) -> int:
+    values, counts = np.unique(steps, return_counts=True)
+    return int(values[np.argmax(counts)])

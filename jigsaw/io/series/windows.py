@@ -1,0 +1,84 @@
+"""Which samples a series has: anchors whose input and target steps all exist and touch no gap.  Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import WindowError
+from jigsaw.io.series.times import FURTHEST_STEP, TimeAxis, is_whole_number
+
+
+def window_offsets(name: str, given: Any, axis: TimeAxis | None = None) -> tuple[int, ...]:
+    """The steps of a window relative to its anchor, checked: integers, or durations such as ``"-6h"`` along `axis`.
+
+    Raises: `WindowError` for what is neither, is no whole number of steps, lies beyond all counting, or comes twice.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable) or (isinstance(given, np.ndarray) and not given.ndim):
+        what = "one string" if isinstance(given, str) else "no list"
+        raise WindowError(f"{name}={given!r} is {what}; give a list: {name}=[{given!r}]")
+    wrong = [o for o in given if not (is_whole_number(o) or isinstance(o, str | timedelta | np.timedelta64))]
+    if wrong:
+        raise WindowError(
+            f"{name}={list(given)} must be integers: steps relative to the sample's anchor, 0 is the anchor itself; "
+            "or durations like '-6h'"
+        )
+    whole = tuple(_offset_steps(name, o, axis) for o in given)
+    far = [o for o in whole if abs(o) >= FURTHEST_STEP]
+    if far:
+        raise WindowError(
+            f"{name}={list(given)} has a step {far[0]} away from the sample's anchor, and 64 bits count to "
+            f"{FURTHEST_STEP}; "
+            "give the number of steps between the two"
+        )
+    if len(set(whole)) != len(whole):
+        raise WindowError(f"{name}={list(given)} names a step twice")
+    return whole
+
+
+def _offset_steps(name: str, offset: Any, axis: TimeAxis | None) -> int:
+    if axis is not None:
+        return axis.steps_in(name, offset)
+    if not is_whole_number(offset):
+        raise WindowError(f"{name}={offset!r} is a duration, but the fields have no time; use steps")
+    return int(offset)
+
+
+def window_anchors(
+    start: int, stop: int, inputs: Sequence[int], targets: Sequence[int] = (), breaks: Sequence[int] = ()
+) -> NDArray[np.int64]:
+    """Every step a whose window, a + min(offsets) to a + max(offsets), lies in ``start..stop`` with no gap inside.
+
+    `breaks` holds each i such that a gap lies between the steps i and i + 1.
+
+    Raises: `WindowError` when no anchor is left: the window is longer than the series, or than its longest run.
+    """
+    window = (*inputs, *targets)
+    if not inputs:
+        raise WindowError("inputs=[] names no step; a sample needs at least one, such as inputs=[0]")
+    low, high = min(window), max(window)
+    span, steps = high - low + 1, stop - start
+    if span > steps:
+        raise WindowError(
+            f"a window from offset {low} to {high} needs {span} steps, but the series has {steps}; "
+            "use fewer offsets or select a longer time"
+        )
+    runs = _gapless_runs(start, stop, breaks)
+    found = [np.arange(a - low, b - high, dtype=np.int64) for a, b in runs if b - a >= span]
+    if not found:
+        longest = max(b - a for a, b in runs)
+        raise WindowError(
+            f"a window from offset {low} to {high} needs {span} steps without a gap, but the longest of the series' "
+            f"{len(runs)} runs has {longest}; use fewer offsets"
+        )
+    return np.concatenate(found)
+
+
+def _gapless_runs(start: int, stop: int, breaks: Sequence[int]) -> list[tuple[int, int]]:
+    edges = [start, *(b + 1 for b in sorted(breaks) if start < b + 1 < stop), stop]
+    return list(pairwise(edges))

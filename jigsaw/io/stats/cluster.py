@@ -1,0 +1,83 @@
+"""A `dask.distributed` cluster: found or started, and work given to its workers a little at a time."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jigsaw.errors import FieldError
+from jigsaw.io.packages import why_not_imported
+
+if TYPE_CHECKING:
+    from dask.distributed import Client
+
+T = TypeVar("T")
+_TASKS_AHEAD = 2  # how much each of those that work has been given and has not yet answered
+
+
+@contextmanager
+def dask_client(address: str | None, workers: int | None = None) -> Generator[Client]:
+    """A client of the cluster at `address`; without one, of a local cluster of so many workers (one a core).
+
+    Raises: `FieldError` where dask's scheduler is not installed, or none answers at the address.
+    """
+    try:
+        from dask.distributed import Client, LocalCluster
+    except ImportError as missing:
+        absent = "a dask cluster needs dask's scheduler: pip install 'dask[distributed]'"
+        raise FieldError(why_not_imported(missing, absent)) from missing
+    if address is not None:
+        try:
+            with Client(address, set_as_default=False):
+                pass  # one that fails as dask's default would remain it
+            found = Client(address)
+        except (ValueError, OSError) as error:
+            raise FieldError(
+                f"no dask scheduler answers at {address!r} ({error}); give one that runs, like tcp://host:8786"
+            ) from error
+        with found as client:
+            yield client
+        return
+    quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # dask's server has a page even without one
+    local: Any = {"host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
+    with LocalCluster(n_workers=workers or usable_cores(), **local) as cluster, Client(cluster) as client:
+        yield client
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_threads(client: Client) -> Mapping[str, int]:
+    """How many threads each worker has.
+
+    Raises: `FieldError` when there is no worker.
+    """
+    found: Any = client.nthreads()
+    if not found:
+        raise FieldError(f"the dask cluster at {client.scheduler_info()['address']} has no workers; start some first")
+    return found
+
+
+def results_in_order(client: Client, given: Iterator[tuple[T, Any]], working: int) -> Iterator[tuple[T, Any]]:
+    """The results of futures in the order that they are `given` in, each with what comes beside it.
+
+    They are made as `given` is iterated: a few for each of the `working`; those that are left in the end are cancelled.
+
+    Raises: whatever the work raises.
+    """
+    running: deque[tuple[T, Any]] = deque()
+    try:
+        while True:
+            while len(running) < _TASKS_AHEAD * working and (one := next(given, None)) is not None:
+                running.append(one)
+            if not running:
+                return
+            beside, future = running.popleft()
+            yield beside, future.result()
+    finally:
+        client.cancel([future for _, future in running])

@@ -1,0 +1,176 @@
+"""`statistics`: mean, std and range of every channel and of its differences between consecutive steps, in one pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from jigsaw import comm
+from jigsaw.errors import FieldError, ReadError, WriteError
+from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.packages import why_not_imported
+from jigsaw.io.series.sample_space import DATA_AXIS
+from jigsaw.io.series.statistics import Statistics
+from jigsaw.io.stats import mesh_blocks as stats_tiles
+from jigsaw.io.stats import stats_checkpoint as stats_state
+from jigsaw.io.stats.stats_checkpoint import MomentTables, StatisticsState, StepBlock
+from jigsaw.io.stats.step_series import StepSeries
+from jigsaw.mesh import axes_of_mesh, mesh_coordinate
+
+if TYPE_CHECKING:
+    from dask.distributed import Client
+
+StatisticsProgress = Callable[[int, int], None]
+
+
+def statistics(
+    dataset: Dataset,
+    *,
+    weights: str = "none",
+    block: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: bool | StatisticsProgress = False,
+    client: Client | None = None,
+) -> Statistics:
+    """Count, mean, std, min and max of each channel of a dataset of single steps, and of its step-to-step differences.
+
+    One pass in float64 reads every step once.  Each rank of the dataset's mesh takes its tile, and its share of the
+    steps along the axis `data`; the ranks' moments are merged exactly at the end, and every rank returns the same.
+    NaN is skipped and counted (`missing`); std is the population's.  There is no difference over a gap in time.
+
+    - `weights`: ``"area"`` weighs latitude rows by their share of the sphere, ``"none"`` counts each value alike;
+    - `block`: steps that a rank reads together, by default 128 MiB of them;
+    - `checkpoint`: a file that is replaced whole after each block, and yours to remove once the result is safe; with
+      `resume` the run goes on from it, if it is there, with the same bits as a run that was never interrupted;
+    - `progress`: a bar (tqdm) on the first rank, or a function of the steps done and their number;
+    - `client`: a `dask.distributed.Client`: its workers get the dataset pickled and read blocks of steps, and the
+      result has the same bits as on one rank.
+
+    *Sends*: what reading sends; with `data`, a tile a rank and block; at the end (with `checkpoint`, after each block)
+    112 C bytes to every other rank.
+
+    Raises: `FieldError` or `GridError` for what cannot be asked of the dataset, `StateError` for a
+    checkpoint of something else, `WriteError` for one that cannot be written.
+    """
+    series = StepSeries.of(dataset, weights, block)
+    at = None if checkpoint is None else Path(checkpoint)
+    if resume and at is None:
+        raise FieldError("resume=True needs checkpoint=, the file that the run before wrote")
+    spread = _RankMoments(series, at, client is not None)
+    state = spread.begin(resume)
+    blocks = _blocks_from(series, state.done, client)
+    with _report_progress(progress, spread.is_first, state.done, len(series)) as report:
+        for found in blocks:
+            state.add(found)
+            spread.save(state)
+            report(state.done, len(series))
+    total = spread.merged(state)
+    columns = {**total.values.summary(), **{f"diff_{n}": v for n, v in total.differences.summary().items()}}
+    return Statistics(series.channels, columns, series.attrs(), f"statistics of {dataset.store.url}")
+
+
+def _blocks_from(series: StepSeries, start: int, client: Client | None) -> Iterator[StepBlock]:
+    if start == len(series):
+        return iter(())
+    if client is None:
+        return stats_tiles.blocks_on_mesh(series, start)
+    from jigsaw.io.stats import dask_blocks as stats_dask
+
+    return stats_dask.blocks_by_workers(series, start, client)
+
+
+class _RankMoments:
+    """The moments of all ranks: gathered, merged in mesh order, saved by the first."""
+
+    def __init__(self, series: StepSeries, checkpoint: Path | None, alone: bool) -> None:
+        self.series, self.checkpoint = series, checkpoint
+        self.channels = len(series.channels)
+        self.mesh = None if alone else series.dataset.device_mesh()
+        self.coords = list(series.dataset.layout.coords())
+        self.me = 0 if self.mesh is None else self.coords.index(mesh_coordinate(self.mesh))
+
+    @property
+    def is_first(self) -> bool:
+        return self.me == 0
+
+    def begin(self, resume: bool) -> StatisticsState:
+        """The state to go on from, alike on every rank or an error on every rank."""
+        found = self._agreed(self._load) if resume else None
+        if found is None:
+            return StatisticsState.fresh(self.channels)
+        done, tables = found
+        return StatisticsState.of(done, tables[self.me])
+
+    def _load(self) -> tuple[int, MomentTables] | None:
+        assert self.checkpoint is not None
+        shape = (len(self.coords), 2, 7, self.channels)
+        return stats_state.load_moments(self.checkpoint, self.series.identity(), shape)
+
+    def _agreed(self, step: Callable[[], Any]) -> Any:
+        """What the first rank's `step` gives, or fails with, on every rank."""
+        told: Any = None
+        if self.is_first:
+            try:
+                told = step()
+            except (ReadError, WriteError, OSError) as failed:
+                told = failed
+        if self.mesh is not None:
+            told = comm.all_gather_object(self.mesh, told)[0]
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    def gather(self, state: StatisticsState) -> MomentTables:
+        """[ranks, 2, 7, C], in mesh order."""
+        if self.mesh is None:
+            return state.tables[None]
+        mine = torch.from_numpy(state.tables).to(self.mesh.device_type)
+        names = [name for name, _ in axes_of_mesh(self.mesh)]
+        return np.stack([t.cpu().numpy() for t in comm.all_gather(mine, self.mesh, names)])
+
+    def save(self, state: StatisticsState) -> None:
+        if self.checkpoint is None:
+            return
+        path, tables = self.checkpoint, self.gather(state)
+        self._agreed(lambda: stats_state.save_moments(path, self.series.identity(), state.done, tables))
+
+    def merged(self, state: StatisticsState) -> StatisticsState:
+        """Over the ranks: of those that hold the same tile, the first counts."""
+        layout = self.series.dataset.layout
+        cutting = {*layout.cut_axes, DATA_AXIS}
+        total = StatisticsState.fresh(self.channels)
+        for coord, tables in zip(self.coords, self.gather(state), strict=True):
+            alike = [c for (name, _), c in zip(layout.axes, coord, strict=True) if name not in cutting]
+            if not any(alike):
+                total = total.merge(StatisticsState.of(state.done, tables))
+        return total
+
+
+@contextmanager
+def _report_progress(
+    progress: bool | StatisticsProgress, first: bool, done: int, steps: int
+) -> Generator[StatisticsProgress]:
+    """A function of the steps done: a bar's, the caller's, or none."""
+    if callable(progress):
+        yield progress
+    elif progress and first:
+        try:
+            from tqdm import tqdm
+        except ImportError as missing:
+            absent = "progress=True needs tqdm: pip install 'jigsaw-torch[train]'"
+            raise FieldError(why_not_imported(missing, absent)) from missing
+        with tqdm(total=steps, initial=done, unit="step") as bar:
+
+            def update(now: int, _: int) -> None:
+                bar.update(now - bar.n)
+
+            yield update
+    else:
+        yield lambda now, total: None

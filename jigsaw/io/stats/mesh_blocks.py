@@ -1,0 +1,122 @@
+"""Blocks of steps read on a mesh, each rank its tile, through the loader; every step is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from jigsaw import comm
+from jigsaw.io.datasets.loader import Batch, DataLoader
+from jigsaw.io.series.sample_space import DATA_AXIS
+from jigsaw.io.stats.moments import ChannelMoments, MomentValues
+from jigsaw.io.stats.stats_checkpoint import StepBlock
+from jigsaw.io.stats.step_series import StepSeries
+from jigsaw.layout import Layout
+from jigsaw.mesh import mesh_coordinate
+
+StepTiles = NDArray[Any]
+
+
+def blocks_on_mesh(series: StepSeries, start: int) -> Iterator[StepBlock]:
+    """This rank's part of each block from step `start` on.
+
+    The axis `data` cuts a block's steps; the last tile of a rank's part travels to the rank that has the next steps.
+
+    *Sends*: what reading sends, and with an axis `data` one tile a block.
+    """
+    ranks = dict(series.dataset.frame.axes).get(DATA_AXIS, 1)
+    loader = DataLoader(series.dataset, batch_size=series.block * ranks)
+    try:
+        carry = _CarriedTile(series, start)
+        if start:
+            loader.load_state_dict({**loader.state_dict(), "next_sample": start})
+        for batch in loader:
+            yield carry.block(batch)
+    finally:
+        loader.close()
+
+
+class _CarriedTile:
+    """The tile of the step before the next block, on the rank that needs it."""
+
+    def __init__(self, series: StepSeries, start: int) -> None:
+        self.series, dataset = series, series.dataset
+        self.mesh = dataset.device_mesh()
+        self.at = mesh_coordinate(self.mesh)
+        self.inner = dataset.frame.inner(self.at)
+        self.weights = series.row_weights(dataset.layout.owned(self.at)[2:])
+        self.names = [name for name, _ in dataset.frame.axes]
+        self.before = None if start == 0 else self._tile(dataset[start - 1].input.local[None])[0]
+
+    def _tile(self, local: torch.Tensor) -> StepTiles:
+        r"""The owned rows [n, C, \*space] of [n, 1, C, \*held]."""
+        return steps_as_numpy(local)[(..., *self.inner)]
+
+    def block(self, batch: Batch) -> StepBlock:
+        """The moments of this rank's steps of a batch."""
+        tiles, layout = self._tile(batch.input.local), batch.input.layout
+        first, stop = layout.owned(self.at)[0]
+        before = self._handed_on(tiles, layout)
+        steps = batch.samples[first:stop]
+        return StepBlock(
+            batch.samples[-1] + 1, *moments_of_steps(self.series.follows[list(steps)], tiles, before, self.weights)
+        )
+
+    def _handed_on(self, tiles: StepTiles, layout: Layout) -> StepTiles | None:
+        """The tile before this rank's first; the carry for the next block moves on."""
+        ranks = layout.size_of(DATA_AXIS)
+        before = self.before
+        if ranks == 1:
+            self.before = tiles[-1].copy()
+            return before
+        me = self.at[self.names.index(DATA_AXIS)]
+        arrived = torch.from_numpy(np.empty(tiles.shape[1:], dtype=tiles.dtype)).to(self.mesh.device_type)
+        last = torch.from_numpy(tiles[-1:].copy()).to(self.mesh.device_type)
+        behind, ahead = (me - 1) % ranks, (me + 1) % ranks
+        comes = _has_steps_after(layout, behind)
+        sends = [(self._at(layout, ahead), last[0])] if _has_steps_after(layout, me) else []
+        receives = [(self._at(layout, behind), arrived)] if comes else []
+        comm.swap_messages(self.mesh, sends, receives, "carry").wait()
+        found = arrived.cpu().numpy() if comes else None
+        if me == 0:
+            self.before = found
+            return before
+        return found
+
+    def _at(self, layout: Layout, rank: int) -> int:
+        """The mesh position of this rank's counterpart along `data`."""
+        return layout.index(tuple(rank if n == DATA_AXIS else c for n, c in zip(self.names, self.at, strict=True)))
+
+
+def _has_steps_after(layout: Layout, rank: int) -> bool:
+    """Whether a rank along `data` hands its last tile on: it has steps, and so has the next, in this block or later."""
+
+    def some(at: int) -> bool:
+        first, stop = layout.cuts[0].owned(at)
+        return stop > first
+
+    return some(rank) and (rank == layout.size_of(DATA_AXIS) - 1 or some(rank + 1))
+
+
+def steps_as_numpy(local: torch.Tensor) -> StepTiles:
+    r"""[n, C, \*held] of a batch of single steps [n, 1, C, \*held]; numpy has no bfloat16."""
+    steps = local[:, 0].cpu()
+    return (steps.float() if steps.dtype == torch.bfloat16 else steps).numpy()
+
+
+def moments_of_steps(
+    follows: NDArray[np.bool_], tiles: StepTiles, before: StepTiles | None, weights: MomentValues | None
+) -> tuple[list[ChannelMoments], list[ChannelMoments]]:
+    r"""The moments of each of `tiles` [n, C, \*space], and of its difference to the one it follows, if any."""
+    values = [ChannelMoments.of(tile, weights) for tile in tiles]
+    earlier = [before, *tiles[:-1]]
+    differences = [
+        ChannelMoments.of(tile, weights, minus=less)
+        for joins, tile, less in zip(follows, tiles, earlier, strict=False)
+        if joins and less is not None
+    ]
+    return values, differences

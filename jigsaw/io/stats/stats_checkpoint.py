@@ -1,0 +1,98 @@
+"""How far statistics have come: the moments of the steps so far, and the checkpoint that they go on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import StateError
+from jigsaw.io.series.statistics_files import npz_bytes, replace_file
+from jigsaw.io.stats.moments import ChannelMoments
+
+MomentTables = NDArray[np.float64]
+_CHECKPOINT_FORMAT = "jigsaw statistics checkpoint 1"
+
+
+@dataclass(frozen=True)
+class StepBlock:
+    """The moments of some steps up to `stop`, one by one: `values`, and `differences` to the step before each."""
+
+    stop: int
+    values: Sequence[ChannelMoments]
+    differences: Sequence[ChannelMoments]
+
+
+@dataclass
+class StatisticsState:
+    """The moments of all `done` steps."""
+
+    done: int
+    values: ChannelMoments
+    differences: ChannelMoments
+
+    @classmethod
+    def fresh(cls, channels: int) -> StatisticsState:
+        return cls(0, ChannelMoments.nothing(channels), ChannelMoments.nothing(channels))
+
+    @classmethod
+    def of(cls, done: int, tables: MomentTables) -> StatisticsState:
+        """From `tables` [2, 7, C]."""
+        return cls(done, ChannelMoments(tables[0]), ChannelMoments(tables[1]))
+
+    @property
+    def tables(self) -> MomentTables:
+        """[2, 7, C]: of the values, of the differences."""
+        return np.stack([self.values.table, self.differences.table])
+
+    def add(self, block: StepBlock) -> None:
+        """Go on by one block.  Step by step, so that the sizes of blocks do not change a bit."""
+        self.values = self.values.add(block.values)
+        self.differences = self.differences.add(block.differences)
+        self.done = block.stop
+
+    def merge(self, other: StatisticsState) -> StatisticsState:
+        return StatisticsState(self.done, self.values.merge(other.values), self.differences.merge(other.differences))
+
+
+def save_moments(path: Path, identity: Mapping[str, Any], done: int, tables: MomentTables) -> None:
+    """Put a checkpoint in place, whole: `tables` is [ranks, 2, 7, C].
+
+    Raises: `WriteError` when it cannot be written; the one before stays.
+    """
+    about = json.dumps({"format": _CHECKPOINT_FORMAT, "done": done, "of": dict(identity)})
+    remedy = "run it again with resume=True (--resume): it goes on from the last checkpoint"
+    replace_file(path, npz_bytes({"about": np.array(about), "tables": tables}), remedy)
+
+
+def load_moments(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, MomentTables] | None:
+    """The steps done and the tables of a checkpoint; None when there is none yet.
+
+    Raises: `StateError` for a file that is no checkpoint, or one of other statistics, naming what differs.
+    """
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about, tables = json.loads(str(file["about"])), np.asarray(file["tables"], dtype=np.float64)
+        done, of = int(about["done"]), dict(about["of"])
+        known = about["format"] == _CHECKPOINT_FORMAT
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as broken:
+        raise StateError(f"checkpoint {str(path)!r} cannot be read ({broken}); remove it to begin anew") from broken
+    wanted = json.loads(json.dumps(dict(identity)))
+    differing = [name for name in wanted if of.get(name) != wanted[name]]
+    if differing:
+        name = differing[0]
+        raise StateError(
+            f"checkpoint {str(path)!r} is of {name} {of.get(name)!r}, this run of {wanted[name]!r}; "
+            "run it as before, or remove the checkpoint to begin anew"
+        )
+    if not known or tables.shape != shape:
+        raise StateError(f"checkpoint {str(path)!r} has tables {list(tables.shape)}, not {list(shape)}; remove it")
+    return done, tables

@@ -1,0 +1,213 @@
+"""`open_volumes`: what the user asked of images and label maps, checked, as `Volumes`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.errors import FieldError, GridError
+from jigsaw.io.chunks.dtypes import checked_dtype
+from jigsaw.io.datasets.samples import mesh_and_axes
+from jigsaw.io.series.boundary import BoundaryRule
+from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
+from jigsaw.io.series.times import is_whole_number
+from jigsaw.io.volumes.foreground import Foreground, find_foreground
+from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
+from jigsaw.io.volumes.volume_dataset import Volumes
+from jigsaw.layout import DimSpec, SplitRule
+
+_LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
+_VOLUME_MODES = ("auto", "cooperative", "independent")
+
+GivenVolume = Any
+"""One image or label map: a path, URL or opened store; a list of them for channels in files of their own."""
+
+
+def open_volumes(
+    images: Sequence[GivenVolume],
+    labels: Sequence[GivenVolume] | None = None,
+    *,
+    mesh: DeviceMesh | Mapping[str, int],
+    crop: Sequence[int],
+    crops: int = 1,
+    foreground: Foreground | None = None,
+    spec: Mapping[str, DimSpec] | None = None,
+    halo: HaloWidth | Mapping[str, HaloWidth] | None = None,
+    boundary: Mapping[str, BoundaryRule] | None = None,
+    split: SplitRule | Mapping[str, SplitRule] = "balanced",
+    align: int | Mapping[str, int] = 1,
+    normalize: tuple[Any, Any] | None = None,
+    fill: float = 0.0,
+    label_fill: int = 0,
+    dtype: str | torch.dtype = "float32",
+    label_dtype: str | torch.dtype = "int64",
+    image_array: str | None = None,
+    label_array: str | None = None,
+    level: int = 0,
+    seed: int = 0,
+    mode: str = "auto",
+) -> Volumes:
+    r"""Random crops of volumes, cut over `mesh` while they are read: of each chunk that a crop touches, no more.
+
+    A sample is an image tile [C, \*crop] and, with labels, the label tile [C, \*crop] of the same box; space is
+    ``z, y, x`` (or ``y, x``) in whatever order it is stored.  A dim beyond space holds the channels.
+
+    - `images`, `labels`: a path or URL each, or an opened store; a list of them where channels have files of their own;
+    - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
+    - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side;
+    - `crops`: how many of each volume make an epoch;
+    - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`); without it every place is alike;
+    - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels have no halo;
+    - `boundary`: what the halo holds beyond the ends of a crop, by dim: with ``"reflect"``, ``"replicate"`` or
+      ``("fill", number)`` the volume's own rows, and beyond the volume what the rule says (see
+      `jigsaw.io.series.boundary`), but for `fill` where the volume is smaller than the crop; by default, ``"clip"``,
+      it ends with the crop;
+    - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
+    - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
+    - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
+    - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
+    - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
+
+    *Sends*: nothing without `foreground`; with it, what was found of each label map.
+
+    Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
+    what there is, alike on every rank.  Reading raises `FieldError` for a label that `label_dtype` cannot hold.
+    """
+    pictures = _given_volumes("images", images, image_array, level)
+    maps = () if labels is None else _given_volumes("labels", labels, label_array, level)
+    _check_volumes_match(pictures, maps, labels is not None)
+    if foreground is not None and not maps:
+        raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
+    sizes = _crop_sizes(crop, pictures[0].dims)
+    if not is_whole_number(crops) or crops < 1:
+        raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
+    device_mesh, device, axes = mesh_and_axes(mesh)
+    scale, offset = _image_scales(normalize, pictures[0].channels)
+    label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
+    made = Volumes(
+        images=pictures,
+        labels=maps,
+        mesh=device_mesh,
+        device=device,
+        frame=_crop_space(sizes, axes, spec, halo, boundary, split, align),
+        crops=crops,
+        foreground=foreground,
+        found=(),
+        scale=scale,
+        offset=offset,
+        dtype=checked_dtype("dtype", dtype),
+        label_dtype=label_type,
+        fill=_image_fill(fill),
+        label_fill=_label_fill(label_fill, label_type),
+        mode=_check_volume_mode(mode),
+        seed=seed,
+    )
+    for index in range(0, len(made), crops):
+        made.plans_of(made.crop(index), made.frame)  # what cannot be planned is refused here, not at the first batch
+    return replace(made, found=find_foreground(maps, foreground, device_mesh)) if foreground else made
+
+
+def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:
+    """Raises: `GridError` for a boundary that joins ends, which crops do not have; `HaloError`."""
+    frame = SampleSpace.of(sizes, *how).on({})
+    for dim, wraps in zip(frame.dims, frame.periodic, strict=True):
+        if wraps:
+            raise GridError(
+                f"boundary={{{dim!r}: 'periodic'}}: a crop's ends do not meet; use 'reflect', 'replicate' or "
+                "('fill', number)"
+            )
+    return frame
+
+
+def _given_volumes(name: str, given: Sequence[GivenVolume], array: str | None, level: int) -> tuple[StoredVolume, ...]:
+    if isinstance(given, str | os.PathLike) or not len(given):
+        raise FieldError(f"{name}={given!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))")
+    return tuple(
+        StoredVolume(tuple(each) if isinstance(each, list | tuple) else (each,), array, level) for each in given
+    )
+
+
+def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[StoredVolume], labelled: bool) -> None:
+    """Raises: `GridError` or `FieldError` naming the two that do not fit together."""
+    if labelled and len(images) != len(labels):
+        raise FieldError(f"{len(images)} images and {len(labels)} labels: each image needs its label map")
+    for kind, volumes in (("channels", images), ("channels", labels), ("dims", [*images, *labels])):
+        for other in volumes[1:]:
+            mine, theirs = getattr(volumes[0], kind), getattr(other, kind)
+            if mine != theirs:
+                raise GridError(f"{volumes[0].url} has {kind} {mine} and {other.url} {theirs}: they make no one batch")
+    for each in images:
+        _check_affines_match(each, "the channels of one image", each.affines)
+    for image, label in zip(images, labels, strict=False):
+        if image.shape != label.shape:
+            raise GridError(f"image {image.url} has shape {image.shape} and its label map {label.url} {label.shape}")
+        _check_affines_match(image, "an image and its label map", (*image.affines[:1], *label.affines))
+
+
+def _check_affines_match(image: StoredVolume, what: str, affines: Sequence[tuple[str, AffineMatrix]]) -> None:
+    """Raises: `GridError` where a corner of one lies more than half a voxel from that of the first."""
+    for url, affine in affines[1:]:
+        apart = _corner_distance(image, affines[0][1], affine)
+        if apart > 0.5:
+            raise GridError(
+                f"{affines[0][0]} and {url} lie apart by {apart:.3g} voxels, and they are {what}; "
+                "resample one onto the other"
+            )
+
+
+def _corner_distance(image: StoredVolume, one: AffineMatrix, other: AffineMatrix) -> float:
+    """The largest distance between the same corner of both, in voxels of the first."""
+    ends = [dict(zip(image.dims, image.shape, strict=True)).get(d, 1) - 1 for d in "xyz"]
+    corners = np.array(np.meshgrid(*[(0, n) for n in ends], [1], indexing="ij")).reshape(4, -1)
+    there = np.linalg.solve(one, other @ corners)
+    return float(np.abs(there - corners).max())
+
+
+def _crop_sizes(crop: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
+    if not isinstance(crop, Sequence) or len(crop) != len(dims) or not all(is_whole_number(n) and n >= 1 for n in crop):
+        raise GridError(f"crop={crop!r} must be {len(dims)} whole numbers >= 1, of the dims {', '.join(dims)}")
+    return {d: int(n) for d, n in zip(dims, crop, strict=True)}
+
+
+def _image_scales(normalize: tuple[Any, Any] | None, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if normalize is None:
+        return (1.0,) * channels, (0.0,) * channels
+    try:
+        mean, std = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in normalize)
+    except ValueError as e:
+        raise FieldError(
+            f"normalize={normalize!r} must be (mean, std), a number each or one for {channels} channels"
+        ) from e
+    if not (np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()):
+        raise FieldError(f"normalize={normalize!r}: means must be finite and standard deviations above 0")
+    return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
+
+
+def _image_fill(fill: Any) -> float:
+    try:
+        return float(fill)
+    except (TypeError, ValueError) as e:
+        raise FieldError(f"fill={fill!r} must be a number, what stands where an image has no voxel") from e
+
+
+def _label_fill(fill: Any, dtype: torch.dtype) -> int:
+    held = torch.iinfo(dtype)
+    try:
+        number = int(fill)
+    except (TypeError, ValueError, OverflowError):  # no number, NaN, infinite
+        number = None
+    if number is None or number != fill or not held.min <= number <= held.max:
+        raise FieldError(f"label_fill={fill!r} must be an integer that {dtype} holds, from {held.min} to {held.max}")
+    return number
+
+
+def _check_volume_mode(mode: str) -> str:
+    if mode not in _VOLUME_MODES:
+        raise FieldError(f"mode={mode!r} must be one of {_VOLUME_MODES}")
+    return mode

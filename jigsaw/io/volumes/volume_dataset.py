@@ -1,0 +1,288 @@
+"""`Volumes`: crops of images and label maps, their layouts and read plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from jigsaw.errors import ReadError
+from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.chunks.dtypes import dtype_name, numpy_dtype_name
+from jigsaw.io.datasets.samples import MeshSamples
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.read_plan import ReadPlan, plan_read
+from jigsaw.io.series.request import ReadRequest
+from jigsaw.io.series.sample_space import SampleSpace
+from jigsaw.io.volumes.crops import RandomDraws, crop_origin
+from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
+from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
+from jigsaw.layout import Cut, Interval, Layout
+from jigsaw.mesh import mesh_coordinate
+from jigsaw.tile import Tile
+
+
+@dataclass(frozen=True)
+class VolumeSample:
+    r"""A crop, or a whole volume: `image` and `label` tiles [C, \*space] of one box (`label` None without labels).
+
+    `crop_origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
+    `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
+    Both are in the unit of the file, which is mm in most.
+    """
+
+    image: Tile
+    label: Tile | None
+    index: int
+    volume: int
+    origin: tuple[int, ...]
+    affine: AffineMatrix
+    spacing: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class VolumeCrop:
+    """Which box of which volume a sample is."""
+
+    volume: int
+    origin: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Volumes(MeshSamples):
+    """Random crops of volumes; made by `jigsaw.io.open_volumes`.
+
+    ``len(ds)`` samples, `crops` of each volume.  ``ds[i]`` reads one (every rank of the mesh must ask for it, in the
+    same order), a `jigsaw.io.VolumeLoader` reads batches in the background.  Where a crop lies follows from (`seed`,
+    `epoch`, i) alone; `at` gives the dataset of another epoch.
+
+    It pickles as what it describes: unpickled in another process, it joins the mesh when it first reads.
+
+    *Sends*: what `plan` says, on a process group of its own.
+
+    Raises: `IndexError` for a sample that there is not; the `ReadError` of a read that failed, on every rank.
+    """
+
+    images: tuple[StoredVolume, ...]
+    labels: tuple[StoredVolume, ...]
+    crops: int
+    foreground: Foreground | None
+    found: tuple[FoundVoxels, ...]
+    scale: tuple[float, ...]
+    offset: tuple[float, ...]
+    dtype: torch.dtype
+    label_dtype: torch.dtype
+    fill: float
+    label_fill: int
+    mode: str
+    seed: int = 0
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.images) * self.crops
+
+    def __repr__(self) -> str:
+        box = " x ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))
+        return f"Volumes({len(self.images)} volumes, {self.crops} crops of {box} each; {self.layout})"
+
+    @property
+    def store(self) -> ArrayStore:
+        """Of no arrays: every volume has a store of its own."""
+        return ArrayStore("volumes", {}, {}, _refuse_array)
+
+    # -- shapes ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layout(self) -> Layout:
+        r"""The layout of a sample's image [C, \*space], halo included."""
+        return self.frame.layout((self.images[0].channels,), (None,))
+
+    @cached_property
+    def label_layout(self) -> Layout:
+        r"""The layout of a sample's label [C, \*space]; labels have no halo."""
+        return self.frame.layout((self.label_channels,), (None,), halo=False)
+
+    @property
+    def label_channels(self) -> int:
+        """How many channels a label has; 0 without labels."""
+        return self.labels[0].channels if self.labels else 0
+
+    def sample_bytes(self) -> int:
+        """The most bytes that any rank holds of one sample, image and label."""
+        sizes = [
+            prod(self.layout.local_shape(c)) * self.dtype.itemsize
+            + prod(self.label_layout.local_shape(c)) * self.label_dtype.itemsize
+            for c in self.layout.coords()
+        ]
+        return max(sizes)
+
+    # -- where crops lie ---------------------------------------------------------------------------------------------
+
+    def at(self, seed: int, epoch: int) -> Volumes:
+        """The same volumes with the crops of another seed and epoch."""
+        return self.changed(seed=seed, epoch=epoch)
+
+    def crop(self, sample: int) -> VolumeCrop:
+        """Which box of which volume a sample is: O(1), the same on every rank."""
+        index = self._index(sample)
+        volume = index // self.crops
+        draws = RandomDraws(self.seed, self.epoch, index)
+        found = self.found[volume] if self.found else None
+        return VolumeCrop(
+            volume, crop_origin(self.images[volume].shape, self.frame.sizes, draws, self.foreground, found)
+        )
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def plan(self, sample: int = 0) -> tuple[ReadPlan, ...]:
+        """The read plans of a crop: of its image, and of its label where there are labels.
+
+        Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
+        """
+        return tuple(plan.ask_sizes() for plan in self.plans_of(self.crop(sample), self.frame))
+
+    def plans_of(self, crop: VolumeCrop, frame: SampleSpace) -> tuple[ReadPlan, ...]:
+        image = self.images[crop.volume]
+        layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
+        window, first = _crop_layout(layout, crop.origin, image.shape)
+        request = ReadRequest(
+            window,
+            image.parts(first),
+            self.scale,
+            self.offset,
+            numpy_dtype_name(self.dtype),
+            boundary=frame.boundary,
+        )
+        plans = [plan_read(request, image.tables, self.mode)]
+        if self.labels:
+            label = self.labels[crop.volume]
+            bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
+            lacks = any(table.masks or np.dtype(table.dtype).kind == "f" for table in label.tables.values())
+            window, first = _crop_layout(bare, crop.origin, label.shape)
+            request = ReadRequest(
+                window,
+                label.parts(first),
+                dtype=dtype_name(self.label_dtype),
+                nan=self.label_fill if lacks else "keep",
+            )
+            plans.append(plan_read(request, label.tables, self.mode))
+        return tuple(plans)
+
+    def read(
+        self, engine: ReadEngine, crops: Sequence[VolumeCrop], frame: SampleSpace | None = None
+    ) -> tuple[Tensor, Tensor]:
+        r"""This rank's part of crops: images [B, C, \*held] and labels [B, C, \*owned].
+
+        *Sends*: what the plans say.
+        """
+        frame = frame or self.frame
+        here = frame.in_domain(mesh_coordinate(self.device_mesh()))
+        layouts = (
+            frame.layout((len(crops), self.images[0].channels), (None, None), axes=frame.domain),
+            frame.layout((len(crops), self.label_channels), (None, None), halo=False, axes=frame.domain),
+        )
+        names = (numpy_dtype_name(self.dtype), dtype_name(self.label_dtype))
+        blocks = [
+            engine.memory.empty(layout.local_shape(here), np.dtype(name))
+            for layout, name in zip(layouts, names, strict=True)
+        ]
+        for i, crop in enumerate(crops):
+            for block, layout, fill, plan in zip(
+                blocks, layouts, (self.fill, self.label_fill), self.plans_of(crop, frame), strict=False
+            ):
+                _read_crop(engine, plan, block[i : i + 1], layout.held(here)[2:], crop.origin, fill)
+        image, label = (torch.from_numpy(block) for block in blocks)
+        return image.to(self.dtype), label
+
+    def __getitem__(self, sample: int) -> VolumeSample:
+        index = self._index(sample)
+        return self._sample(index, self.crop(index), self.frame)
+
+    def whole(self, volume: int) -> VolumeSample:
+        """A whole volume, cut like crops are: no rank holds more than its tile, without halo.  For inference."""
+        image = self.images[volume]
+        sizes = dict(zip(image.dims, image.shape, strict=True))
+        spec = dict(zip(self.frame.dims, self.frame.spec, strict=True))
+        align = dict(zip(self.frame.dims, self.frame.align, strict=True))
+        fitting = {d: n for d, n in align.items() if sizes[d] % n == 0}
+        frame = SampleSpace.of(sizes, self.frame.axes, spec, None, None, "balanced", fitting)
+        return self._sample(-1, VolumeCrop(volume % len(self.images), (0,) * len(sizes)), frame)
+
+    def _sample(self, index: int, crop: VolumeCrop, frame: SampleSpace) -> VolumeSample:
+        mesh, image = self.device_mesh(), self.images[crop.volume]
+        values, labels = self.read(self._engine, [crop], frame)
+        affine = image.affine_at(crop.origin)
+        layouts = (
+            frame.layout((image.channels,), (None,)),
+            frame.layout((self.label_channels,), (None,), halo=False),
+        )
+        return VolumeSample(
+            Tile(values[0].to(mesh.device_type), layouts[0], mesh),
+            Tile(labels[0].to(mesh.device_type), layouts[1], mesh) if self.labels else None,
+            index,
+            crop.volume,
+            crop.origin,
+            affine,
+            voxel_spacing(affine, frame.dims),
+        )
+
+
+# -- windows ---------------------------------------------------------------------------------------------------------
+
+
+def _crop_layout(layout: Layout, at: Sequence[int], shape: Sequence[int]) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of what the volume has of a crop, and the row of the volume where that begins along each dim.
+
+    With a boundary it has rows of the crop's halo too; where a volume is smaller than the crop, all beyond it is fill.
+    """
+    cuts, begins = list(layout.cuts), list[int]()
+    for d, (first, size) in enumerate(zip(at, shape, strict=True), start=2):
+        cut = cuts[d]
+        is_wider = not cut.wraps and 0 <= first <= size - cut.size
+        low, high = (min(a for a, _ in cut.held), max(b for _, b in cut.held)) if is_wider else (0, cut.size)
+        low, high = max(-first, low), min(size - first, high)
+        cuts[d] = (_widen_cut if is_wider else _clip_cut)(cut, low, high)
+        begins.append(first + low)
+    return Layout(tuple(cuts), layout.axes), tuple(begins)
+
+
+def _clip_cut(cut: Cut, low: int, high: int) -> Cut:
+    if (low, high) == (0, cut.size):
+        return cut
+    points = tuple(min(max(p, low), high) - low for p in cut.points)
+    held = tuple((min(max(a, low), high) - low, min(max(b, low), high) - low) for a, b in cut.held)
+    return Cut(high - low, points, cut.axes, held)
+
+
+def _widen_cut(cut: Cut, low: int, high: int) -> Cut:
+    """The rows from `low` to `high`: the crop's and its halo's, which the ranks at its ends own in this read."""
+    points = (0, *(p - low for p in cut.points[1:-1]), high - low)
+    return Cut(high - low, points, cut.axes, tuple((a - low, b - low) for a, b in cut.held), wraps=False)
+
+
+def _read_crop(
+    engine: ReadEngine, plan: ReadPlan, out: NDArray[Any], held: Sequence[Interval], at: Sequence[int], fill: float
+) -> None:
+    """Read a crop into `out` [1, C, \\*held]; what a smaller volume lacks is `fill`."""
+    crop_sizes = [high - low for low, high in held]
+    window = plan.request.layout
+    lows = [max(-first, 0) for first in at]
+    spans = [
+        (max(a, low) - a, min(b, low + cut.size) - a) if cut.wraps else (0, b - a)
+        for (a, b), low, cut in zip(held, lows, window.cuts[2:], strict=True)
+    ]
+    inside = tuple(slice(a, max(a, b)) for a, b in spans)
+    if [(0, n) for n in crop_sizes] != spans:
+        out[...] = fill
+    engine.read(plan, out[(slice(None), slice(None), *inside)])
+
+
+def _refuse_array(name: str) -> NDArray[Any]:
+    raise ReadError(f"volumes have no array {name!r} in common")

@@ -1,0 +1,91 @@
+"""`VolumeLoader`: batches of crops, read ahead in the background, that resume anywhere on any mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader
+from jigsaw.io.series.sample_space import DATA_AXIS
+from jigsaw.io.volumes.volume import voxel_spacing
+from jigsaw.io.volumes.volume_dataset import VolumeCrop, Volumes
+from jigsaw.layout import Layout
+from jigsaw.tile import Tile
+
+
+@dataclass(frozen=True)
+class VolumeBatch:
+    r"""`image` and `label` tiles [B, C, \*space] (`label` None without labels), and of each sample where it lies.
+
+    `volumes` [B], `origins` [B, dims], `affines` [B, 4, 4] and `spacings` [B, dims]: as in `VolumeSample`.
+    """
+
+    image: Tile
+    label: Tile | None
+    samples: tuple[int, ...]
+    volumes: tuple[int, ...]
+    origins: NDArray[np.int64]
+    affines: NDArray[np.float64]
+    spacings: NDArray[np.float64]
+
+
+_LocalCrops = tuple[Tensor, Tensor]
+
+
+class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
+    """Batches of crops: iterate it once for each epoch, which has crops of its own.
+
+    `batch_size` counts samples over the whole mesh.  The mesh axis ``data`` cuts the batch dim, and all ranks along the
+    other axes share their samples; each reads its own tile of them.  Which crops come, and in which order, depends on
+    `seed` and epoch alone, never on the mesh; `state_dict` resumes in O(1) on any mesh.
+
+    A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
+    `threads` decode (None: this machine's cores, shared among its ranks).  An iteration that is left early ends its
+    epoch.
+
+    Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
+    state; one that was unpickled joins the mesh when it first reads.
+
+    *Sends*: what `Volumes.plan` says, on process groups of its own.
+
+    Raises: `FieldError` for what are no `Volumes`, a seed below 0, a batch size below 1, or larger than the dataset
+    with `drop_last`; while iterating, the `ReadError` of the read that failed, with its traceback.
+    """
+
+    _arrays = 2  # images and labels
+    _kind, _opener = Volumes, "jigsaw.io.open_volumes"
+
+    def _crops(self, turn: BatchTurn, samples: tuple[int, ...]) -> list[VolumeCrop]:
+        dataset = self.dataset.at(turn.at.seed, turn.at.epoch)
+        return [dataset.crop(sample) for sample in samples]
+
+    def _layouts(self, turn: BatchTurn) -> tuple[Layout, Layout]:
+        ds, count = self.dataset, len(turn.samples)
+        return (
+            ds.frame.layout((count, ds.images[0].channels), (DATA_AXIS, None)),
+            ds.frame.layout((count, ds.label_channels), (DATA_AXIS, None), halo=False),
+        )
+
+    def _read(self, turn: BatchTurn) -> _LocalCrops:
+        first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]
+        image, label = self._carrier.bring(self.dataset.read(self._engine, self._crops(turn, turn.samples[first:stop])))
+        return image, label
+
+    def _batch(self, turn: BatchTurn, block: _LocalCrops) -> VolumeBatch:
+        ds, mesh = self.dataset, self._mesh
+        crops = self._crops(turn, turn.samples)
+        affines = [ds.images[crop.volume].affine_at(crop.origin) for crop in crops]
+        self._carrier.hand_over(block)
+        image, label = (Tile(local, layout, mesh) for local, layout in zip(block, self._layouts(turn), strict=True))
+        return VolumeBatch(
+            image,
+            label if ds.labels else None,
+            turn.samples,
+            tuple(crop.volume for crop in crops),
+            np.array([crop.origin for crop in crops], np.int64),
+            np.stack(affines),
+            np.array([voxel_spacing(affine, ds.frame.dims) for affine in affines]),
+        )

@@ -1,0 +1,377 @@
+"""The grid of a matmul: ``Y[M,N] = X[M,K] W[N,K]ᵀ`` on p1 x p2 x p3 ranks over (M, K, N), and what it costs.
+Integers only.
+
+Every tensor is stored 1/P at rest.  X is gathered over the axes that cut N, W over those that cut M, Y is
+reduce-scattered over those that cut K; the two backward products are the same with the roles turned.  Elements that a
+rank receives: ``vX = (1-1/p3) MK/(p1 p2)``, ``vW = (1-1/p1) KN/(p2 p3)``, ``vY = (1-1/p2) MN/(p1 p3)``.
+
+Special cases are names, not code: (P,1,1) domain parallelism with ZeRO weights, (1,1,P) column and (1,P,1) row
+parallelism, (q,1,q) SUMMA.
+
+Sources: Agarwal, Balle, Gustavson, Joshi and Palkar, "A three-dimensional approach to parallel matrix multiplication",
+IBM J. Res. Dev. 39 (1995); Al Daas, Ballard, Grigori, Kumar and Rouse, "Tight memory-independent parallel matrix
+multiplication communication lower bounds", arXiv 2205.13407; Kieckhefen et al., "Jigsaw: training
+multi-billion-parameter AI weather models with optimized model parallelism", arXiv 2507.05753.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+
+from jigsaw.layout import AxisSizes, Box, Cut, Layout, MeshCoordinate, ShardingError, SplitRule, cut_points, whole_dim
+
+OPERAND_DIMS = {"x": "mk", "w": "nk", "y": "mn"}
+
+
+@dataclass(frozen=True)
+class MatmulRing:
+    """The ranks that hold the parts of one block, in order: mesh positions, the box of each within the block, and my
+    place.
+    """
+
+    peers: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    me: int
+
+    @property
+    def size(self) -> int:
+        return len(self.peers)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The shape of the block that the parts make up."""
+        return max(b[0][1] for b in self.boxes), max(b[1][1] for b in self.boxes)
+
+    @property
+    def gathered(self) -> int:
+        """Elements that this rank receives when the block is gathered."""
+        return sum(map(_box_elements, self.boxes)) - _box_elements(self.boxes[self.me])
+
+    @property
+    def scattered(self) -> int:
+        """Elements that this rank receives when the block is reduce-scattered: every part but the one that it
+        starts.
+        """
+        return sum(map(_box_elements, self.boxes)) - _box_elements(self.boxes[(self.me - 1) % self.size])
+
+
+def _box_elements(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+@dataclass(frozen=True)
+class MatmulGrid:
+    """Which axes cut M, K and N into blocks, and how X [M,K], W [N,K] and Y [M,N] are cut at rest.
+
+    `m`, `k` and `n` are the block cuts; their pieces are p1, p2 and p3.  A layout at rest has the block cuts of its two
+    dims, refined by axes of the third (each axis is cut into one dim of the block).  Where it is not refined, the
+    tensor is held alike along these axes: nothing is gathered, and what would be reduced over them stays each rank's
+    part.
+
+    Raises: `ShardingError` when an axis has two roles or a layout at rest does not refine its block.
+    """
+
+    m: Cut
+    k: Cut
+    n: Cut
+    x: Layout
+    w: Layout
+    y: Layout
+
+    def __post_init__(self) -> None:
+        used = [*self.m.axes, *self.k.axes, *self.n.axes]
+        if len(set(used)) != len(used):
+            raise ShardingError(
+                f"grid over M by {self.m.axes}, K by {self.k.axes}, N by {self.n.axes}: an axis has one role only"
+            )
+        for name in OPERAND_DIMS:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        layout: Layout = getattr(self, name)
+        blocks = self.blocks(name)
+        if layout.axes != self.x.axes or layout.shape != tuple(b.size for b in blocks) or len(layout.cuts) != 2:
+            raise ShardingError(
+                f"grid: {name.upper()} at rest, {layout}, must have shape {tuple(b.size for b in blocks)} on the "
+                f"axes {dict(self.x.axes)}"
+            )
+        spare = set(self.spare(name).axes)
+        for cut, block in zip(layout.cuts, blocks, strict=True):
+            every = math.prod(layout.size_of(a) for a in cut.axes[len(block.axes) :])
+            refines = cut.axes[: len(block.axes)] == block.axes and cut.points[::every] == block.points
+            if not refines or not set(cut.axes[len(block.axes) :]) <= spare:
+                raise ShardingError(
+                    f"grid: {name.upper()} at rest, {layout}, must refine blocks cut by {block.axes} at "
+                    f"{block.points}, by axes among {sorted(spare)} only"
+                )
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, int, int],
+        p: tuple[int, int, int],
+        rest: str = "mnm",
+        split: Mapping[str, SplitRule] | None = None,
+    ) -> MatmulGrid:
+        """The grid p1 x p2 x p3 over all ranks of a mesh, row-major, whatever its axes are called.
+
+        `rest` says which dim of X, W and Y their 1/P parts are cut from (``"m"`` or ``"k"`` of X, ``"n"`` or ``"k"``
+        of W, ``"m"`` or ``"n"`` of Y); `split` gives cut points of M, K and N other than balanced ones, by ``"m"``,
+        ``"k"``, ``"n"``.
+        """
+        return cls.by(shape, tuple(zip("mkn", p, strict=True)), "m", "k", "n", rest, split)
+
+    @classmethod
+    def by(
+        cls,
+        shape: tuple[int, int, int],
+        axes: Mapping[str, int] | AxisSizes,
+        m: str | Sequence[str] = (),
+        k: str | Sequence[str] = (),
+        n: str | Sequence[str] = (),
+        rest: str = "mnm",
+        split: Mapping[str, SplitRule] | None = None,
+    ) -> MatmulGrid:
+        """The grid whose M, K and N are cut by the named axes of a mesh; an axis that is not named holds everything
+        alike.
+        """
+        sizes = dict(axes)
+        _check_rest(rest)
+        blocks: dict[str, Cut] = {}
+        for dim, size, asked in zip("mkn", shape, (m, k, n), strict=True):
+            named = tuple(a for a in ((asked,) if isinstance(asked, str) else asked) if sizes.get(a, 1) > 1)
+            pieces = math.prod(sizes[a] for a in named)
+            points = cut_points(size, pieces, (split or {}).get(dim, "balanced"))
+            blocks[dim] = Cut(size, points, named) if named else whole_dim(size)
+        layouts: list[Layout] = []
+        for dims, refined in zip(OPERAND_DIMS.values(), rest, strict=True):
+            spare = next(d for d in "mkn" if d not in dims)
+            cuts = [refine_cut(blocks[d], blocks[spare].axes, sizes) if d == refined else blocks[d] for d in dims]
+            layouts.append(Layout(tuple(cuts), tuple(sizes.items())))
+        return cls(blocks["m"], blocks["k"], blocks["n"], *layouts)
+
+    # -- shape --------------------------------------------------------------------------------------------------------
+
+    @property
+    def p(self) -> tuple[int, int, int]:
+        return self.m.pieces, self.k.pieces, self.n.pieces
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.m.size, self.k.size, self.n.size
+
+    @property
+    def name(self) -> str:
+        """What the literature calls it."""
+        p1, p2, p3 = self.p
+        names = {
+            (False, False, False): "local",
+            (True, False, False): "domain",
+            (False, True, False): "row",
+            (False, False, True): "column",
+        }
+        summa = "SUMMA" if p2 == 1 and p1 == p3 else "2-D" if min(self.p) == 1 else "3-D"
+        return names.get((p1 > 1, p2 > 1, p3 > 1), summa)
+
+    def blocks(self, name: str) -> tuple[Cut, Cut]:
+        """The block cuts of the two dims of X, W or Y."""
+        first, second = OPERAND_DIMS[name]
+        return getattr(self, first), getattr(self, second)
+
+    def spare(self, name: str) -> Cut:
+        """The cut of the dim that X, W or Y does not have: its axes hold the parts of one block."""
+        return getattr(self, next(d for d in "mkn" if d not in OPERAND_DIMS[name]))
+
+    def coords(self) -> Iterator[MeshCoordinate]:
+        return self.x.coords()
+
+    def coord(self, position: int) -> MeshCoordinate:
+        """The grid coordinate of a row-major mesh position."""
+        return _unravel_position(position, tuple(size for _, size in self.x.axes))
+
+    def ring(self, name: str, coord: MeshCoordinate) -> MatmulRing:
+        """Who holds the parts of the block of X, W or Y that the rank at `coord` works on."""
+        return _matmul_ring(self, name, coord)
+
+    # -- cost ---------------------------------------------------------------------------------------------------------
+
+    def received(self, coord: MeshCoordinate) -> dict[str, int]:
+        """Elements of X, W and Y that a rank receives in the forward pass, exactly."""
+        return {
+            "x": self.ring("x", coord).gathered,
+            "w": self.ring("w", coord).gathered,
+            "y": self.ring("y", coord).scattered,
+        }
+
+    def received_backward(self, coord: MeshCoordinate) -> dict[str, int]:
+        """Elements of X, W and Y (or their gradients) that a rank receives in the backward pass, exactly.
+
+        X and W are gathered again and their gradients reduce-scattered; the gradient of Y is gathered once for both.
+        """
+        x, w, y = (self.ring(name, coord) for name in OPERAND_DIMS)
+        return {"x": x.gathered + x.scattered, "w": w.gathered + w.scattered, "y": y.gathered}
+
+    def work(self, coord: MeshCoordinate) -> int:
+        """Multiply-adds of one of the three products on a rank."""
+        return math.prod(b - a for a, b in (c.owned(self.x.piece(c, coord)) for c in (self.m, self.k, self.n)))
+
+    @cached_property
+    def worst(self) -> int:
+        """The most elements that a rank receives, forward and backward."""
+        return max(sum(self.received(c).values()) + sum(self.received_backward(c).values()) for c in self.coords())
+
+    def products(self, coord: MeshCoordinate) -> int:
+        """How many pairs of non-empty parts of X and W a rank multiplies in the forward pass."""
+        x, w = self.ring("x", coord), self.ring("w", coord)
+        return sum(map(bool, map(_box_elements, x.boxes))) * sum(map(bool, map(_box_elements, w.boxes)))
+
+    def stream(self, a: str, b: str) -> str:
+        """Which of two operands passes through in parts while the other's block is kept: the one that moves, else the
+        larger.
+        """
+        moving = [name for name in (a, b) if self._moves(name)]
+        return max(moving or (a, b), key=lambda name: math.prod(c.size / c.pieces for c in self.blocks(name)))
+
+    def _moves(self, name: str) -> bool:
+        return not set(self.spare(name).axes).isdisjoint(getattr(self, name).cut_axes)
+
+    def transient(self, coord: MeshCoordinate) -> int:
+        """Elements that a rank holds at most beyond its tensors at rest, in the worst of the three products.
+
+        A gathered block that is kept, two parts of what streams through, two of what is being reduced.
+        """
+        plans = (("x", "w", "y", ()), ("y", "w", "x", ("y",)), ("y", "x", "w", ("y",)))
+        return max(self._transient(coord, a, b, out, kept) for a, b, out, kept in plans)
+
+    def _transient(self, coord: MeshCoordinate, a: str, b: str, out: str, kept: Sequence[str]) -> int:
+        reducing = self._moves(out)
+        held = 2 * _largest_part(self.ring(out, coord)) if reducing else 0
+        for name in (a, b):
+            ring = self.ring(name, coord)
+            keeps = reducing or name in kept or name != self.stream(a, b)
+            if ring.size > 1:
+                held += math.prod(ring.block) + _largest_part(ring) if keeps else 2 * _largest_part(ring)
+        return held
+
+    @cached_property
+    def most_transient(self) -> int:
+        """The most transient elements on any rank."""
+        return max(self.transient(c) for c in self.coords())
+
+    def explain(self, itemsize: int = 4) -> str:
+        """The grid, bytes, work and transient memory that it predicts for each rank, as a table."""
+        p1, p2, p3 = self.p
+        m, k, n = self.shape
+        product = f"Y[{m},{n}] = X[{m},{k}] W[{n},{k}]ᵀ on {p1} x {p2} x {p3} ranks"
+        head = f"{product} ({self.name}), {itemsize} bytes an element"
+        rows: list[tuple[str, ...]] = [
+            ("rank", "X received", "W received", "Y received", "backward", "products", "multiply-adds", "transient")
+        ]
+        for position, coord in enumerate(self.coords()):
+            forward, backward = self.received(coord), sum(self.received_backward(coord).values())
+            moved = (*(forward[name] * itemsize for name in OPERAND_DIMS), backward * itemsize)
+            values = (*moved, self.products(coord), self.work(coord), self.transient(coord) * itemsize)
+            rows.append((str(position), *(f"{v:,}" for v in values)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join([head, *("  ".join(v.rjust(w) for v, w in zip(row, widths, strict=True)) for row in rows)])
+
+
+def _largest_part(ring: MatmulRing) -> int:
+    return max(map(_box_elements, ring.boxes))
+
+
+def _check_rest(rest: str) -> None:
+    if len(rest) != 3 or any(d not in dims for d, dims in zip(rest, OPERAND_DIMS.values(), strict=True)):
+        raise ShardingError(
+            f"rest={rest!r} must name a dim of X ('m' or 'k'), of W ('n' or 'k') and of Y ('m' or 'n'), as in 'mnm'"
+        )
+
+
+def _unravel_position(position: int, sizes: Sequence[int]) -> MeshCoordinate:
+    coord: list[int] = []
+    for size in reversed(sizes):
+        position, at = divmod(position, size)
+        coord.append(at)
+    return tuple(reversed(coord))
+
+
+def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: str = "balanced") -> Cut:
+    """`cut` with every piece cut again by `axes`, which become its minor axes."""
+    parts = math.prod(sizes[a] for a in axes)
+    if parts == 1:
+        return cut
+    points = [0]
+    for start, stop in zip(cut.points, cut.points[1:], strict=False):
+        points += [start + p for p in cut_points(stop - start, parts, split)[1:]]
+    return Cut(cut.size, tuple(points), (*cut.axes, *axes))
+
+
+@lru_cache(maxsize=4096)
+def _matmul_ring(grid: MatmulGrid, name: str, coord: MeshCoordinate) -> MatmulRing:
+    layout: Layout = getattr(grid, name)
+    axes = [a for a in grid.spare(name).axes if a in layout.cut_axes]
+    corner = [block.owned(layout.piece(block, coord))[0] for block in grid.blocks(name)]
+    names = [axis for axis, _ in layout.axes]
+    at = dict(zip(names, coord, strict=True))
+    peers: list[int] = []
+    boxes: list[Box] = []
+    for places in product(*(range(layout.size_of(a)) for a in axes)):
+        there = tuple({**at, **dict(zip(axes, places, strict=True))}[axis] for axis in names)
+        peers.append(layout.index(there))
+        boxes.append(tuple((a - c, b - c) for (a, b), c in zip(layout.owned(there), corner, strict=True)))
+    return MatmulRing(tuple(peers), tuple(boxes), peers.index(layout.index(coord)))
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def candidate_grids(shape: tuple[int, int, int], ranks: int | Mapping[str, int]) -> list[MatmulGrid]:
+    """Every grid: all p1 x p2 x p3 = ranks, or, on named axes, every way to give each axis to M, K or N."""
+    if isinstance(ranks, int):
+        triples = ((a, b, ranks // (a * b)) for a in _divisors(ranks) for b in _divisors(ranks // a))
+        return [MatmulGrid.of(shape, p) for p in triples]
+    axes = tuple(ranks.items())
+    roles = product("mkn", repeat=len(axes))
+    named = ({d: tuple(a for (a, _), r in zip(axes, role, strict=True) if r == d) for d in "mkn"} for role in roles)
+    return [MatmulGrid.by(shape, axes, by["m"], by["k"], by["n"]) for by in named]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def choose_grid(grids: Iterable[MatmulGrid], memory: int | None = None) -> MatmulGrid:
+    """The grid that moves the fewest elements in a training step on the busiest rank, then needs the least transient
+    memory.
+
+    `memory` is the most transient elements a rank may hold.  Among equals the one wins that leaves the largest of X,
+    W and Y where it lies.
+
+    Raises: `ShardingError` when no grid fits in `memory`.
+    """
+    every = list(grids)
+    fitting = [g for g in every if memory is None or g.most_transient <= memory]
+    if not fitting:
+        least = min((g.most_transient for g in every), default=0)
+        raise ShardingError(
+            f"memory={memory} elements: every one of {len(every)} grids needs more; the least is {least}; raise "
+            "memory or use more ranks"
+        )
+    return min(fitting, key=lambda g: (_work_imbalance(g), g.worst, _is_largest_moved(g), g.most_transient))
+
+
+def _work_imbalance(grid: MatmulGrid) -> int:
+    """How often the busiest rank's work exceeds the mean, in whole times: ranks without work are worse than any
+    traffic.
+    """
+    mean = math.prod(grid.shape) / max(grid.x.ranks, 1)
+    return int(max(grid.work(c) for c in grid.coords()) / mean) if mean else 0
+
+
+def _is_largest_moved(grid: MatmulGrid) -> bool:
+    largest = max(OPERAND_DIMS, key=lambda name: math.prod(getattr(grid, name).shape))
+    return grid.spare(largest).pieces > 1

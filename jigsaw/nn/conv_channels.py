@@ -1,0 +1,169 @@
+"""Convolutions whose channels are cut: which channels each rank makes, which it needs, and which rows of the weight.
+
+Either every rank gathers the input channels of the outputs that it makes ("column"), or it convolves the channels that
+it has and the partial sums of y are added up where they belong ("row"), whichever moves less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint
+from jigsaw.layout import Cut, Interval, Layout, ShardingError, cut_points, whole_dim
+from jigsaw.nn.stencil import single_cut
+from jigsaw.nn.weights import is_dtensor, local_weight, weight_layout
+from jigsaw.stencil_rules import ceil_div
+from jigsaw.tile import Tile
+
+
+@dataclass(frozen=True)
+class ChannelPlan:
+    """The cut of the output channels, and the input channels that each piece of it needs.
+
+    With `row` every rank convolves the input channels that it has, for all outputs.
+    """
+
+    out: Cut
+    needs: tuple[Interval, ...]
+    row: bool
+
+    def input(self, layout: Layout) -> Layout:
+        """What every rank needs of an input whose channels are cut."""
+        cut = layout.dim(1)[0]
+        return layout if self.row or not cut.is_cut else layout.replace_dim(1, cut.holding(self.needs))
+
+
+def plan_channels(
+    input: Tile, weight: Tensor, groups: int, transposed: bool, sizes: tuple[int, int]
+) -> ChannelPlan | None:
+    """How the channels are worked on; None where neither those of `input` nor the weight are cut.
+
+    `sizes` are the numbers of elements of the input and of the output.
+
+    Raises: `ShardingError` for cuts that do not meet: other axes, inside a group, or along the weight's input channels.
+    """
+    cut = single_cut(input.layout, 1, "convolution")
+    if not is_dtensor(weight) and not cut.is_cut:
+        return None
+    stored = weight_layout(weight, input)
+    made = _made_channels(stored, groups, transposed, tuple(weight.shape))
+    if not made.is_cut and not cut.is_cut:
+        return None
+    other = [a for d in range(input.ndim) if d != 1 for a in input.layout.dim_axes(d)]
+    if made.is_cut and (set(made.axes) & set(other) or cut.axes not in ((), made.axes)):
+        raise ShardingError(
+            f"a convolution's weight is cut along {'+'.join(made.axes)}, which cannot meet a Tile cut as "
+            f"{input.layout}; "
+            f"cut the Tile's channels along that axis or not at all, and its other dims along other axes"
+        )
+    return _output_channels(cut, made, groups, sizes[1] < sizes[0])
+
+
+def _made_channels(stored: Layout, groups: int, transposed: bool, shape: tuple[int, ...]) -> Cut:
+    """The cut of the output channels that the weight gives."""
+    along = 1 if transposed and groups == 1 else 0
+    wrong = [d for d in stored.cut_dims if d != along]
+    if wrong or (stored.cut_dims and transposed and groups > 1):
+        raise ShardingError(
+            f"a convolution's weight is cut as {stored}; cut its output channels (dim 0, of a transposed one dim 1), "
+            f"and not where it has groups"
+        )
+    if transposed and groups > 1:
+        return whole_dim(shape[1] * groups)
+    return stored.dim(along)[0]
+
+
+@lru_cache(maxsize=1024)
+def _output_channels(cut: Cut, made: Cut, groups: int, smaller_output: bool) -> ChannelPlan:
+    """The cut of the output channels, by the weight where it has one, else after the input."""
+    total, inside, outside = made.size, cut.size // groups, made.size // groups
+    if made.is_cut:
+        out = made
+    elif groups > 1:
+        points = tuple(min(ceil_div(p, inside), groups) * outside for p in cut.points)
+        out = Cut(total, points, cut.axes)
+    elif total == cut.size:
+        out = cut.bare()
+    else:
+        out = Cut(total, cut_points(total, cut.pieces), cut.axes)
+    if groups > 1 and any(p % outside for p in out.points):
+        raise ShardingError(
+            f"a convolution with groups={groups} makes {outside} channels a group, but they are cut at {out.points}; "
+            f"cut at multiples of {outside}"
+        )
+    row = groups == 1 and smaller_output and not made.is_cut
+    pieces = [out.owned(i) for i in range(out.pieces)]
+    if groups == 1:
+        needs = [(0, cut.size) if p < q else (0, 0) for p, q in pieces]
+    else:
+        needs = [(p // outside * inside, q // outside * inside) for p, q in pieces]
+    return ChannelPlan(out, tuple(needs), row)
+
+
+# -- this rank's operands ---------------------------------------------------------------------------------------------
+
+
+def channel_weight(
+    ways: ChannelPlan, input: Tile, weight: Tensor, bias: Tensor | None, out: Layout, groups: int, transposed: bool
+) -> tuple[Tensor, Tensor | None, int]:
+    """This rank's part of the weight and the bias, and how many groups it works on."""
+    cut = input.layout.dim(1)[0]
+    piece = input.layout.piece(ways.out, input.coordinate)
+    start, stop = ways.out.owned(piece)
+    w = local_weight(weight, input, out)
+    if ways.row:
+        low, high = cut.owned(input.layout.piece(cut, input.coordinate))
+        w = w.narrow(0 if transposed else 1, low, high - low)
+    elif not is_dtensor(weight) or not weight_layout(weight, input).cut_axes:
+        rows = ways.needs[piece] if transposed and groups > 1 else (start, stop)
+        w = w.narrow(1 if transposed and groups == 1 else 0, rows[0], rows[1] - rows[0])
+    b = None if bias is None else local_weight(bias, input, out)
+    if b is not None and b.shape[0] != stop - start:
+        b = b.narrow(0, start, stop - start)
+    return w, b, 1 if groups == 1 else (stop - start) // (ways.out.size // groups)
+
+
+class _AddPartialSums(torch.autograd.Function):
+    """Partial sums of all channels -> the sum of those that this rank owns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, partial: Tensor, out: Layout, every: Layout, mesh: DeviceMesh, shape: Sequence[int]
+    ) -> Tensor:
+        ctx.how = out, every, mesh
+        y = partial.new_zeros(tuple(shape))
+        AsyncExchangeAdjoint([partial], out, [every], mesh).wait(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        out, every, mesh = cast(tuple[Layout, Layout, DeviceMesh], ctx.how)
+        return _SpreadGradient.apply(grads[0], out, every, mesh), None, None, None, None
+
+
+class _SpreadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, out: Layout, every: Layout, mesh: DeviceMesh) -> Tensor:
+        ctx.how = out, every, mesh, y.shape
+        return AsyncExchange(y, out, [every], mesh).wait()[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _AddPartialSums.apply(grads[0], *ctx.how), None, None, None
+
+
+def add_partial_sums(partial: Tensor, out: Layout, tile: Tile) -> Tensor:
+    """Sum the partial results of all output channels; each rank gets the channels that it owns.
+
+    *Sends*: (P-1)/P of the bytes of all channels, forward and backward, along the axes that cut them.
+    """
+    cut = out.dim(1)[0]
+    every = out.replace_dim(1, cut.holding([(0, cut.size)] * cut.pieces))
+    return _AddPartialSums.apply(partial, out, every, tile.mesh, out.local_shape(tile.coordinate))

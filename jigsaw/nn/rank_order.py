@@ -1,0 +1,141 @@
+"""Rows of a dim in rank order: each rank's after the other's.  A sum over a cut dim does not care for any other
+order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw import comm
+from jigsaw.layout import Cut, Layout, MeshCoordinate, whole_dim
+from jigsaw.tile import Tile
+
+CutGroup = tuple[Cut, ...]
+
+
+def axes_of_cuts(group: Sequence[Cut]) -> tuple[str, ...]:
+    """The mesh axes that cut a dim made of several cuts, major to minor."""
+    return tuple(a for c in group for a in c.axes)
+
+
+def size_of_cuts(group: Sequence[Cut]) -> int:
+    """The size of a dim made of several cuts."""
+    return math.prod(c.size for c in group)
+
+
+def bare_cuts(group: Sequence[Cut]) -> CutGroup:
+    """The same cuts without halo."""
+    return tuple(c.bare() for c in group)
+
+
+def cut_in_rank_order(layout: Layout, dims: Sequence[int], axes: Sequence[str]) -> Cut:
+    """Some dims as one, each rank's local rows after the other's; `axes` are those that cut them."""
+    counts = [0, *(math.prod(layout.local_shape(at)[d] for d in dims) for at in _coordinates_along(layout, axes))]
+    points = tuple(accumulate(counts))
+    return Cut(points[-1], points, tuple(axes)) if axes else whole_dim(points[-1])
+
+
+def as_one_cut(group: CutGroup, layout: Layout) -> Cut:
+    """A dim of flattened cuts as one cut, in rank order."""
+    return cut_in_rank_order(Layout(group, layout.axes, (len(group),)), [0], axes_of_cuts(group))
+
+
+def _coordinates_along(
+    layout: Layout, axes: Sequence[str], here: MeshCoordinate | None = None
+) -> Iterator[MeshCoordinate]:
+    """The coordinates along `axes`, major to minor, through `here` (by default the first rank)."""
+    base = here or (0,) * len(layout.axes)
+    for place in product(*(range(layout.size_of(a)) for a in axes)):
+        at = dict(zip(axes, place, strict=True))
+        yield tuple(at.get(name, c) for (name, _), c in zip(layout.axes, base, strict=True))
+
+
+def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord: MeshCoordinate | None) -> Tensor:
+    """The rows of a whole `dim` that the rank at `coord` has of one cut as `group`; without it, all of them in rank
+    order.
+    """
+    if not any(c.is_cut for c in group):
+        return w
+    if coord is not None:
+        cells = w.unflatten(dim, [c.size for c in group]) if len(group) > 1 else w
+        for k, cut in enumerate(group):
+            start, stop = cut.owned(layout.piece(cut, coord))
+            cells = cells.narrow(dim + k, start, stop - start)
+        return cells.flatten(dim, dim + len(group) - 1) if len(group) > 1 else cells
+    if len(group) == 1:
+        return w  # pieces of one cut lie one after the other anyway
+    rows = [_global_rows(group, layout, at) for at in _coordinates_along(layout, axes_of_cuts(group))]
+    return w.index_select(dim, torch.cat(rows).to(w.device))
+
+
+def _global_rows(group: CutGroup, layout: Layout, coord: MeshCoordinate) -> Tensor:
+    """The global rows that a rank has, in the order in which it has them."""
+    return take_owned_rows(torch.arange(size_of_cuts(group)), 0, group, layout, coord)
+
+
+# -- from one cut of a dim to another ---------------------------------------------------------------------------------
+
+PeerRows = tuple[tuple[int, Tensor], ...]
+
+
+@lru_cache(maxsize=256)
+def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCoordinate) -> tuple[PeerRows, PeerRows]:
+    """(peer, local rows) that this rank gives, and (peer, places) where it puts what it gets."""
+    mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
+    gives: list[tuple[int, Tensor]] = []
+    takes: list[tuple[int, Tensor]] = []
+    for there in _coordinates_along(layout, axes_of_cuts(target), here):
+        given, taken = (
+            _shared_positions(mine, _global_rows(target, layout, there))[0],
+            _shared_positions(wanted, _global_rows(source, layout, there))[0],
+        )
+        gives.append((layout.index(there), given))
+        takes.append((layout.index(there), taken))
+    return tuple(gives), tuple(takes)
+
+
+def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions in `a` and in `b` of the rows that are in both, by ascending row."""
+    order_a, order_b = a.argsort(), b.argsort()
+    in_a, in_b = torch.isin(a[order_a], b), torch.isin(b[order_b], a)
+    return order_a[in_a], order_b[in_b]
+
+
+class _RearrangedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, gives: PeerRows, takes: PeerRows, tile: Tile) -> Tensor:
+        ctx.how = takes, gives, tile
+        me = tile.layout.index(tile.coordinate)
+        out = w.new_empty((sum(len(at) for _, at in takes), *w.shape[1:]))
+        buffers = [(peer, w.new_empty((len(at), *w.shape[1:]))) for peer, at in takes if peer != me]
+        pending = comm.swap_messages(tile.mesh, [(p, w[at]) for p, at in gives if p != me], buffers, "rows")
+        kept = dict(gives)[me], dict(takes)[me]
+        out[kept[1]] = w[kept[0]]
+        pending.wait()
+        places = dict(takes)
+        for peer, buffer in buffers:
+            out[places[peer]] = buffer
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _RearrangedRows.apply(grads[0], *ctx.how), None, None, None
+
+
+def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) -> Tensor:
+    """The rows of dim 0 of `w`, cut as `source`, where `target` has them: other points, or the tokens of a lat x lon
+    tile.
+
+    *Sends*: forward the rows that change owner, at most this rank's; backward the same, reversed.
+    """
+    if source == target:
+        return w
+    gives, takes = _row_trades(source, target, Layout((), tile.layout.axes), tile.coordinate)
+    return _RearrangedRows.apply(w, gives, takes, tile)

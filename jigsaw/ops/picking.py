@@ -1,0 +1,60 @@
+"""Elements of a plain tensor, which is whole on every rank, picked by integer tiles: the answer is cut as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.layout import Layout, whole_dim
+from jigsaw.ops.pointwise import align_tiles, plain_operand, run_alike
+from jigsaw.tile import Tile, implements_torch, refusal_error, tiles_in
+
+
+def pick_from_plain(function: Any, table: Tensor, index: Any) -> Any:
+    """``table[index]``, where integer tiles are among the indices; their layout is that of the answer.
+
+    *Shapes*: as in torch: the dims of the tiles, broadcast, take the place of those that they index.
+    *Sends*: nothing; backward nothing for a parameter, whose gradient is a part.
+    *Raises*: `ShardingError` for cut masks, and for cut tiles among other indices than full slices.
+    """
+    tiles = list(tiles_in(index))
+    if not any(t.layout.cut_dims for t in tiles):
+        return run_alike(Tensor.__getitem__, (table, index), {}, tiles[0])
+    items = _of_each_dim(table, index)
+    where = [d for d, i in enumerate(items) if isinstance(i, Tile)]
+    only = all(i == slice(None) for d, i in enumerate(items) if d not in where)
+    for t in tiles:
+        if not only or where != list(range(where[0], where[-1] + 1)) or t.dtype in (torch.bool, torch.uint8):
+            raise refusal_error(
+                function,
+                t,
+                f"it picks from a plain tensor of shape {tuple(table.shape)} by a tile of {t.dtype}",
+                "index by integer tiles next to each other, among full slices; or use tile.full_tensor()",
+            )
+    layout, locals_ = align_tiles(tiles)
+    before, after = table.shape[: where[0]], table.shape[where[-1] + 1 :]
+    dims = [*((whole_dim(n),) for n in before), *layout.dims(), *((whole_dim(n),) for n in after)]
+    out = Layout.from_dims(dims, layout.axes)
+    local = plain_operand(table, tiles[0], out)[(slice(None),) * len(before) + tuple(locals_)]
+    return Tile(local, out, tiles[0].mesh)
+
+
+def _of_each_dim(table: Tensor, index: Any) -> Sequence[Any]:
+    """The items of an index, with full slices for an ellipsis."""
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    for at, item in enumerate(items):
+        if item is Ellipsis:
+            return [*items[:at], *[slice(None)] * (table.ndim - len(items) + 1), *items[at + 1 :]]
+    return items
+
+
+@implements_torch(torch.take)
+def _take_from_table(input: Any, index: Any) -> Any:
+    if isinstance(input, Tile):
+        raise refusal_error(
+            torch.take, input, "it picks elements of the flattened tensor", "use tile.full_tensor() for what is picked"
+        )
+    return pick_from_plain(torch.take, input.reshape(-1), index)
