@@ -192,3 +192,58 @@ def test_an_unknown_command_lists_what_there_is(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["chekc"])
     assert "check" in capsys.readouterr().err
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+# the same on purpose: what `python -m jigsaw` asks of every command, and `open_store` of every format
+ALIKE_ON_PURPOSE = {"arguments", "run", "claims"}
+# one word: the nouns of docs/design.md, torch's and pytest's own words, and `comm.count()`, which is public
+ONE_WORD = {"arguments", "run", "count"}
+
+
+def _module_names(kinds):
+    """Every module-level name of a kind, without its underscores, and the files that define it."""
+    found = {}
+    for file in SOURCES:
+        for node in _tree(file).body:
+            if isinstance(node, kinds):
+                found.setdefault(node.name.lstrip("_"), []).append(str(file.relative_to(ROOT)))
+    return found
+
+
+def test_no_class_name_twice():
+    assert not {name: files for name, files in _module_names(ast.ClassDef).items() if len(files) > 1}
+
+
+def test_no_function_name_in_two_files_unless_on_purpose():
+    found = _module_names((ast.FunctionDef, ast.AsyncFunctionDef))
+    assert {name for name, files in found.items() if len(files) > 1} == ALIKE_ON_PURPOSE
+
+
+def _imported_names():
+    """Names that a file imports from a file of jigsaw."""
+    for file in SOURCES:
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jigsaw"):
+                yield from (alias.name for alias in node.names)
+
+
+def _public_names():
+    for package in ("", "io", "nn", "testing"):
+        yield from _imported_names_of(ROOT / "jigsaw" / package / "__init__.py")
+
+
+def _imported_names_of(file):
+    return (a.name for n in ast.walk(_tree(file)) if isinstance(n, ast.ImportFrom) for a in n.names)
+
+
+def test_functions_that_other_files_use_have_names_of_several_words():
+    defined = set(_module_names((ast.FunctionDef, ast.AsyncFunctionDef)))
+    used = {name for name in _imported_names() if name in defined}
+    assert {name for name in used if "_" not in name.strip("_")} <= {*_public_names(), *ONE_WORD}
+
+
+def test_no_file_name_twice_in_io():
+    stems = [file.stem for file in (ROOT / "jigsaw" / "io").rglob("*.py") if file.stem != "__init__"]
+    assert len(stems) == len(set(stems))
