@@ -90,7 +90,9 @@ class _Spectral(nn.Module):
 
     def forward(self, x):
         y = torch.tanh((x * self.scale).mean(2)) * self.scale[:, 0]
-        g = WRITES[self.write](torch.zeros(4, 5, dtype=torch.float64), y)
+        target = torch.zeros(4, 5, dtype=torch.float64)
+        result = WRITES[self.write](target, y)
+        g = target if self.write.endswith("_") else result
         return (g * torch.linspace(1, 2, g.shape[1], dtype=torch.float64)).square().mean() * x
 
 

@@ -222,7 +222,7 @@ def test_wrong_uses_name_the_rule():
         nn.Conv2d(2, 4, 3)(tile.unsqueeze(0))
     with pytest.raises(ShardingError, match="needs a weight of 4 dims"):
         F.conv2d(tile, torch.randn(3, 2, 3))
-    with pytest.raises(ShardingError, match="plain weight"):
+    with pytest.raises(ShardingError, match="input= is a plain Tensor"):
         F.conv2d(torch.randn(1, 2, 4, 4), tile)
     with pytest.raises(ShardingError, match="flattened together; unflatten it to"):
         nn.Conv1d(2, 3, 3)(shard(torch.randn(1, 2, 12, 8), world_mesh(lon=2), SPACE).flatten(2))
