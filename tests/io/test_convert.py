@@ -213,11 +213,11 @@ SLOW = """
 import sys, time
 from jigsaw.io.conversion import convert as conversion
 from jigsaw.__main__ import main
-move = conversion.move
+move = conversion.move_region
 def slowly(*given):
     time.sleep(0.05)
     return move(*given)
-conversion.move = slowly
+conversion.move_region = slowly
 sys.exit(main(["convert", *sys.argv[1:]]))
 """
 

@@ -47,11 +47,11 @@ def test_nothing_is_tried_again_for_a_reader_that_was_closed(proxy, name):
 def test_nothing_is_tried_again_for_a_process_that_ends(proxy):
     code = (
         "import datetime, sys\n"
-        "from jigsaw.io.reading.engine import Engine\n"
+        "from jigsaw.io.reading.engine import ReadEngine\n"
         "from jigsaw.io.formats.zarr_group import open_zarr\n"
         "minute = datetime.timedelta(minutes=1)\n"
         "retry = {'retry_timeout': 60 * minute, 'backoff': {'init_backoff': minute, 'max_backoff': minute}}\n"
-        f"engine = Engine(open_zarr({at(proxy, 'v2-blosc')!r}, {{'retry_config': retry}}))\n"
+        f"engine = ReadEngine(open_zarr({at(proxy, 'v2-blosc')!r}, {{'retry_config': retry}}))\n"
         "print('open', flush=True)\n"
         "sys.stdin.readline()\n"
         "engine.ahead.expect('next', lambda: engine.store.arrays['air'].load((0, 0, 0, 0), None))\n"

@@ -243,7 +243,7 @@ def select_source(
         )
     data = _take_levels(data, found, fields)
     time_dim = next((found.variables[n].dim("time") for n in chosen if "time" in found.variables[n].roles), None)
-    steps = _selected_steps(found, chosen, time, every)
+    steps = _steps_to_convert(found, chosen, time, every)
     if steps is not None and time_dim is not None:
         data = data.isel({time_dim: steps})
     moved = (
@@ -273,7 +273,7 @@ def _take_levels(data: xr.Dataset, found: StoreSurvey, fields: Sequence[str] | N
     return data.isel({dim: sorted(at) for dim, at in wanted.items() if len(at) < data.sizes[dim]})
 
 
-def _selected_steps(found: StoreSurvey, chosen: Sequence[str], time: Any, every: Any) -> Any:
+def _steps_to_convert(found: StoreSurvey, chosen: Sequence[str], time: Any, every: Any) -> Any:
     """The positions of the steps that are kept: a slice where they are equally far apart."""
     if time is None and is_whole_number(every) and every == 1:
         return None

@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk_grid import ChunkIndex, DimChunks
-from jigsaw.io.chunks.portion import ChunkRows
 from jigsaw.io.series.boundary import PERIODIC_BOUNDARY, DimBoundary
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, runs_of_pairs
 from jigsaw.layout import Cut, Interval
+
+if TYPE_CHECKING:
+    from jigsaw.io.chunks.array_table import ArrayTable
+    from jigsaw.io.chunks.portion import ChunkRows
 
 
 class RowRun(NamedTuple):

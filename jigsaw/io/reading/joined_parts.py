@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.joined_arrays import JoinedArrays
 from jigsaw.io.series.request import ReadPart, ReadRequest
+
+if TYPE_CHECKING:
+    from jigsaw.io.chunks.array_table import ArrayTable
 
 
 def split_joined_parts(request: ReadRequest, tables: Mapping[str, ArrayTable]) -> ReadRequest:

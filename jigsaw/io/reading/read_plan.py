@@ -13,14 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.concurrent_requests import ask_at_once
 from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
-from jigsaw.io.chunks.portion import ChunkPortion, ChunkRows
 from jigsaw.io.chunks.read_cost import MOST_PORTION_SHARE, read_cost
 from jigsaw.io.reading.chunk_boxes import ChunkBox, PartGeometry, RowRun, part_geometries
 from jigsaw.io.reading.fetch_batches import FetchBatch, fetch_batches
@@ -28,6 +25,11 @@ from jigsaw.io.reading.joined_parts import split_joined_parts
 from jigsaw.io.reading.request_check import check_request_fits
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.layout import ShardingError
+
+if TYPE_CHECKING:
+    from jigsaw.io.chunks.array_table import ArrayTable
+    from jigsaw.io.chunks.chunk import ChunkRef
+    from jigsaw.io.chunks.portion import ChunkPortion, ChunkRows
 
 __all__ = [
     "NO_OWNER",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
+from typing import TYPE_CHECKING
 
 from jigsaw.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
-from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest
 from jigsaw.layout import ShardingError
+
+if TYPE_CHECKING:
+    from jigsaw.io.chunks.array_table import ArrayTable
 
 
 def check_request_fits(request: ReadRequest, tables: Mapping[str, ArrayTable]) -> None:
