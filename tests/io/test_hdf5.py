@@ -420,7 +420,8 @@ def test_without_libdeflate_the_values_are_the_same(tmp_path):
         f.create_dataset("x", data=x, chunks=(1, 30, 40), **SHUFFLED)
     program = (
         "import sys; sys.modules['deflate'] = None\n"
-        "from jigsaw.io.formats.hdf5 import open_hdf5_file; from jigsaw.io.formats.libdeflate import libdeflate_functions\n"
+        "from jigsaw.io.formats.hdf5 import open_hdf5_file\n"
+        "from jigsaw.io.formats.libdeflate import libdeflate_functions\n"
         "assert libdeflate_functions() is None\n"
         f"sys.stdout.buffer.write(open_hdf5_file({str(path)!r}).read_small('x').tobytes())"
     )

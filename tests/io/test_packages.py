@@ -90,7 +90,7 @@ def test_other_formats_are_read_without_zarr(tmp_path):
         "print(jigsaw.io.open_store('x.npy').arrays)\n"
         "try: jigsaw.io.open_store('globe.zarr')\n"
         "except jigsaw.io.UnsupportedStoreError as e: print(e)\n"
-        "try: jigsaw.io.conversion.convert.zarr_attrs('globe.zarr')\n"
+        "try: jigsaw.io.conversion.convert.zarr_store_attrs('globe.zarr')\n"
         "except jigsaw.io.WriteError as e: print(e)\n"
     )
     env = {"PYTHONPATH": str(ROOT)}
