@@ -50,7 +50,10 @@ from jigsaw.io.reading import peers as _peers
 _peers.this_host = lambda: f"machine {{rank}}"
 join()
 mesh = jigsaw.init_mesh(device="cpu", lat=2)
-before = names()
+before = None
+while before != names():  # a thread has its name a moment after it began
+    before = names()
+    time.sleep(0.5)
 ds = jigsaw.io.open({wb2!r}, mesh=mesh, fields=["t2m"], mode="cooperative")
 for _ in jigsaw.io.DataLoader(ds, batch_size=5):
     pass
