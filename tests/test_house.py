@@ -247,3 +247,17 @@ def test_functions_that_other_files_use_have_names_of_several_words():
 def test_no_file_name_twice_in_io():
     stems = [file.stem for file in (ROOT / "jigsaw" / "io").rglob("*.py") if file.stem != "__init__"]
     assert len(stems) == len(set(stems))
+
+
+def test_the_glossary_names_what_is_there():
+    text = (ROOT / "docs" / "design.md").read_text().split("## Glossary")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 150
+    words = [row[0] for row in rows]
+    assert len(words) == len(set(words))
+    everything = "\n".join(file.read_text() for file in SOURCES)
+    for word, meaning, files in rows:
+        for file in re.findall(r"`(\S+?)`", files):
+            assert (ROOT / "jigsaw" / file).is_file(), f"{word}: {file}"
+        for name in re.findall(r"`([A-Za-z_]\w*)`", meaning):
+            assert re.search(rf"\b{name}\b", everything), f"{word}: {name}"

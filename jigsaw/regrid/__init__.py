@@ -1,1 +1,1 @@
-"""Regrid."""
+"""Regridding between latitude-longitude grids."""

@@ -1,1 +1,1 @@
-"""Statistics of channels: streamed, merged exactly, read and written, and applied."""
+"""Statistics of channels: streamed, and merged exactly."""

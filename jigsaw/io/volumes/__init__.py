@@ -1,1 +1,1 @@
-"""Volumes: crops of scans, and inference by sliding windows."""
+"""Volumes: crops of scans."""
