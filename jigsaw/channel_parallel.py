@@ -22,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from jigsaw import comm
-from jigsaw.layout import Cut, ShardingError, cut_points, whole_dim
-from jigsaw.mesh import flat_submesh
+from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole_dim
+from jigsaw.mesh import axes_of_mesh, flat_submesh
 from jigsaw.ops.reductions import stack_along_axes
 from jigsaw.tile import Tile
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_INPUTS = ("input", "query", "key", "value")  # of the layers that are cut, by name
 # What may stand between a column and a row layer, for it works on each channel by itself.
 _BETWEEN = (nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus)
 
@@ -72,6 +73,10 @@ def _channel_piece(tile: Tile, dim: int, axis: str) -> Tile:
     return Tile(local, tile.layout.replace_dim(dim, whole_dim(local.shape[dim])), tile.mesh)
 
 
+def _channel_dim(layer: nn.Module, tile: Tile) -> int:
+    return tile.ndim - 1 - len(getattr(layer, "kernel_size", ()))
+
+
 def _check_channels(tile: Tile, dim: int, axis: str) -> None:
     there = tile.layout.dim_axes(dim)
     if there not in ((), (axis,)) or any(axis in tile.layout.dim_axes(d) for d in range(tile.ndim) if d != dim):
@@ -80,6 +85,38 @@ def _check_channels(tile: Tile, dim: int, axis: str) -> None:
             f"{axis!r}, which cuts no other dim, but the Tile is cut as {tile.layout.spec}; "
             f"use tile.redistribute, or another channel= in jigsaw.parallelize"
         )
+
+
+class ChannelHooks:
+    """What runs before and after a layer whose weight is cut along `axis`: the layer itself is torch's, and answers.
+
+    Before it: the channels are checked; a plain input, which every rank has alike, becomes a Tile that nothing cuts.
+    After it: with `gather` the channels are whole again; the result of a plain input is plain.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axis: str, gather: bool) -> None:
+        self._mesh, self._axis, self._gather = mesh, axis, gather
+        self._is_plain = False  # of the call that is under way
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChannelHooks:
+        return ChannelHooks(self._mesh, self._axis, self._gather)  # a copy of a model runs on the same mesh
+
+    def before(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        inputs = [x for x in (*args[:3], *(kwargs.get(name) for name in _INPUTS)) if isinstance(x, Tensor | Tile)]
+        self._is_plain = not any(isinstance(x, Tile) for x in inputs)
+        if self._is_plain:
+            axes = axes_of_mesh(self._mesh)
+            tiles = {id(x): Tile(x, Layout(tuple(map(whole_dim, x.shape)), axes), self._mesh) for x in inputs}
+            args = tuple(tiles.get(id(x), x) for x in args)
+            kwargs = {name: tiles.get(id(x), x) for name, x in kwargs.items()}
+        else:
+            _check_channels(inputs[0], _channel_dim(layer, inputs[0]), self._axis)
+        return args, kwargs
+
+    def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        if self._gather:
+            output = _gather_channels(output, _channel_dim(layer, output), self._axis)
+        return output.full_tensor() if self._is_plain else output
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -134,8 +171,6 @@ def apply_in_pieces(
 
 def _layer_function(layer: Any, output_size: Sequence[int] | None) -> LayerFunction:
     """The layer's own function of (input, weight, bias)."""
-    if isinstance(layer, nn.Linear):
-        return F.linear
     if isinstance(layer, _CONVOLUTIONS):
         return layer._conv_forward  # pyright: ignore[reportPrivateUsage]
     dims, how = len(layer.kernel_size), (layer.stride, layer.padding, layer.kernel_size)
@@ -193,7 +228,7 @@ def _gathered_weights(module: nn.Module, input: Any) -> Generator[None]:
 
 
 _CUT_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: CutMultiheadAttention}
-for _base in (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED):
+for _base in (*_CONVOLUTIONS, *_TRANSPOSED):
     _made: Any = type(f"Cut{_base.__name__}", (_base,), {"forward": _forward_in_pieces, "__module__": __name__})
     globals()[_made.__name__] = _CUT_LAYERS[_base] = _made
 
@@ -219,7 +254,7 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
             for first, second in _column_row_pairs(list(module), able, ranks):
                 roles[first], roles[second] = ChannelRole(axis, gather=False), ChannelRole(axis, row=True)
     for module in able:
-        _cut_layer(module, roles.get(module, ChannelRole(axis)), line)
+        _cut_layer(module, roles.get(module, ChannelRole(axis)), line, mesh)
 
 
 def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
@@ -250,7 +285,7 @@ def _column_row_pairs(
             first = None
 
 
-def _cut_layer(layer: nn.Module, role: ChannelRole, line: DeviceMesh) -> None:
+def _cut_layer(layer: nn.Module, role: ChannelRole, line: DeviceMesh, mesh: DeviceMesh) -> None:
     channels = _channel_counts(layer)
     assert channels is not None
     if channels[0 if role.row else 1] % line.size():
@@ -267,6 +302,11 @@ def _cut_layer(layer: nn.Module, role: ChannelRole, line: DeviceMesh) -> None:
                 dim = 0
             if p.shape[dim] % line.size() == 0:
                 setattr(owner, name, _shard_parameter(p, dim, line))
+    if type(layer) is nn.Linear:
+        hooks = ChannelHooks(mesh, role.axis, role.gather and not role.row)
+        layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        layer.register_forward_hook(hooks.after)
+        return
     object.__setattr__(layer, "role", role)  # a plain layer has no such attribute yet
     object.__setattr__(layer, "__class__", _CUT_LAYERS[type(layer)])
 
