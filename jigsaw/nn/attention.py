@@ -16,7 +16,7 @@ from torch import Tensor
 from jigsaw import comm
 from jigsaw.exchange import exchange_rows
 from jigsaw.layout import Layout, ShardingError, whole_dim
-from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out
+from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out, weights_of_heads
 from jigsaw.nn.rank_order import CutGroup, take_owned_rows
 from jigsaw.ops.pointwise import align_tiles, cut_whole_tensor
 from jigsaw.tile import Tile, implements_torch, refusal_error
@@ -233,7 +233,8 @@ def multi_head_attention_forward(
 
     *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut. Where E or the
     rows of the weights are cut, the heads are (`jigsaw.nn.heads`).
-    *Sends*: as `scaled_dot_product_attention`, and as the projections do.
+    *Sends*: as `scaled_dot_product_attention`, and as the projections do; weights that do not lie by whole heads, or are
+    not packed, are gathered.
     *Raises*: `ShardingError` for bias_k, bias_v, add_zero_attn, static_k, static_v and dropout in training.
     """
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
@@ -258,6 +259,11 @@ def multi_head_attention_forward(
         return out.squeeze(1), None if weights is None else weights.squeeze(0)
     if query.shape[-1] != embed_dim_to_check:
         raise ShardingError(f"MultiheadAttention was made for {embed_dim_to_check} features, not {query.shape[-1]}")
+    in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, out_weight, out_proj_bias = (
+        weights_of_heads(query, num_heads, in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight,
+                         out_proj_weight, out_proj_bias)
+    )  # fmt: skip
+    out_proj_weight = cast(Tensor, out_weight)
     axes = () if in_proj_weight is None else head_axes(query, in_proj_weight)
     if in_proj_weight is not None and axes:
         projected: Any = project_heads_in((query, key, value), in_proj_weight, in_proj_bias, num_heads, axes)
@@ -270,7 +276,7 @@ def multi_head_attention_forward(
     q, k, v = (_split_heads(x, num_heads) for x in projected)
     rate = dropout_p if training else 0.0
     weights = None
-    if need_weights:
+    if need_weights or (rate and not query.layout.cut_axes):
         mask = _joint_mask(attn_mask, key_padding_mask, num_heads, q, keep=True)
         weights = attention_weights(q, k, mask)
         dropped: Any = F.dropout(cast(Any, weights), rate, training)
@@ -288,7 +294,7 @@ def multi_head_attention_forward(
     )
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)
-    return out, weights
+    return out, weights if need_weights else None
 
 
 def _mix_values(weights: Tile, value: Tile) -> Tile:

@@ -65,8 +65,9 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry
     halo makes computable is computed and held.
     *Sends*: forward the rows of windows that reach into a neighbour, one message each; backward their gradients.
     Nothing where a halo holds them.  Where P ranks cut the channels of `input`, each sends (P-1)/P of the smaller of
-    the input and the output, forward and backward; where only the weight is cut, nothing, and backward an all-reduce of
-    the gradient of `input`.
+    the input and the output, forward and backward; where only the weight is cut, by output channels, nothing, and
+    backward an all-reduce of the gradient of `input`.  A weight cut by input channels: an all-reduce of y, and backward
+    one of the gradient of an `input` whose channels are whole.
     *Raises*: `ShardingError` for channels that do not fit, windows larger than the padded input, flattened dims.
     """
     _check_convolution(input, weight, how)
@@ -103,9 +104,14 @@ def _convolve_cut_channels(
     how = replace(how, groups=groups)
     if ways.row:
         mine = input.owned() if input.layout.dim(1)[0].has_halo else input
-        mine = Tile(mine.local, mine.layout.replace_dim(1, whole_dim(mine.local.shape[1])), mine.mesh)
+        local = mine.local
+        if ways.taken is not None and not input.layout.is_cut(1):
+            low, high = ways.taken.owned(input.layout.piece(ways.taken, input.coordinate))
+            local = comm.use_in_parts(local, input.mesh, ways.taken.axes).narrow(1, low, high - low)
+        mine = Tile(local, mine.layout.replace_dim(1, whole_dim(local.shape[1])), mine.mesh)
         sums = _convolve_local(mine, w, None, how, along, out.replace_dim(1, whole_dim(ways.out.size)))
-        y = add_partial_sums(sums, out, input)
+        # a weight cut by its input channels: y is whole, so one all-reduce instead of a reduce-scatter and a gather
+        y = comm.sum_parts(sums, input.mesh, ways.taken.axes) if ways.taken else add_partial_sums(sums, out, input)
         return Tile(y if b is None else y + b.to(y.dtype).reshape(-1, *[1] * how.dims), out, input.mesh)
     if not input.layout.is_cut(1):
         local = comm.use_in_parts(input.local, input.mesh, ways.out.axes)

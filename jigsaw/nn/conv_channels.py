@@ -1,7 +1,8 @@
 """Convolutions whose channels are cut: which channels each rank makes, which it needs, and which rows of the weight.
 
 Either every rank gathers the input channels of the outputs that it makes ("column"), or it convolves the channels that
-it has and the partial sums of y are added up where they belong ("row"), whichever moves less.
+it has and the partial sums of y are added up where they belong ("row"), whichever moves less.  A weight that is cut by
+its input channels is a row of its own kind: every rank gets the whole sum.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from jigsaw.tile import Tile
 class ChannelPlan:
     """The cut of the output channels, and the input channels that each piece of it needs.
 
-    With `row` every rank convolves the input channels that it has, for all outputs.
+    With `row` every rank convolves the input channels that it has, or those of its piece of the weight, cut as `taken`,
+    for all outputs.
     """
 
     out: Cut
     needs: tuple[Interval, ...]
     row: bool
+    taken: Cut | None = None
 
     def input(self, layout: Layout) -> Layout:
         """What every rank needs of an input whose channels are cut."""
@@ -47,22 +50,32 @@ def plan_channels(
 
     `sizes` are the numbers of elements of the input and of the output.
 
-    Raises: `ShardingError` for cuts that do not meet: other axes, inside a group, or along the weight's input channels.
+    Raises: `ShardingError` for cuts that do not meet: other axes, inside a group, or both sides of the weight.
     """
     cut = single_cut(input.layout, 1, "convolution")
     if not is_dtensor(weight) and not cut.is_cut:
         return None
     stored = weight_layout(weight, input)
-    made = _made_channels(stored, groups, transposed, tuple(weight.shape))
-    if not made.is_cut and not cut.is_cut:
+    taken = stored.dim(0 if transposed else 1)[0] if groups == 1 else whole_dim(1)
+    by_inputs = taken.is_cut and len(stored.cut_dims) == 1
+    made = (
+        whole_dim(weight.shape[1 if transposed else 0])
+        if by_inputs
+        else _made_channels(stored, groups, transposed, tuple(weight.shape))
+    )
+    of_weight = taken if by_inputs else made
+    if not of_weight.is_cut and not cut.is_cut:
         return None
     other = [a for d in range(input.ndim) if d != 1 for a in input.layout.dim_axes(d)]
-    if made.is_cut and (set(made.axes) & set(other) or cut.axes not in ((), made.axes)):
+    there = cut.axes not in ((), of_weight.axes) or (by_inputs and cut.is_cut and cut.bare() != taken)
+    if of_weight.is_cut and (set(of_weight.axes) & set(other) or there):
         raise ShardingError(
-            f"a convolution's weight is cut along {'+'.join(made.axes)}, which cannot meet a Tile cut as "
+            f"a convolution's weight is cut along {'+'.join(of_weight.axes)}, which cannot meet a Tile cut as "
             f"{input.layout}; "
             f"cut the Tile's channels along that axis or not at all, and its other dims along other axes"
         )
+    if by_inputs:
+        return ChannelPlan(made, ((0, cut.size),), True, taken)
     return _output_channels(cut, made, groups, sizes[1] < sizes[0])
 
 
@@ -72,8 +85,8 @@ def _made_channels(stored: Layout, groups: int, transposed: bool, shape: tuple[i
     wrong = [d for d in stored.cut_dims if d != along]
     if wrong or (stored.cut_dims and transposed and groups > 1):
         raise ShardingError(
-            f"a convolution's weight is cut as {stored}; cut its output channels (dim 0, of a transposed one dim 1), "
-            f"and not where it has groups"
+            f"a convolution's weight is cut as {stored}; cut its output channels (dim 0, of a transposed one dim 1) or "
+            f"its input channels, and not where it has groups"
         )
     if transposed and groups > 1:
         return whole_dim(shape[1] * groups)
@@ -117,8 +130,8 @@ def channel_weight(
     cut = input.layout.dim(1)[0]
     piece = input.layout.piece(ways.out, input.coordinate)
     start, stop = ways.out.owned(piece)
-    w = local_weight(weight, input, out)
-    if ways.row:
+    w = local_weight(weight, input, out if ways.taken is None else out.replace_dim(1, ways.taken))
+    if ways.row and ways.taken is None:
         low, high = cut.owned(input.layout.piece(cut, input.coordinate))
         w = w.narrow(0 if transposed else 1, low, high - low)
     elif not is_dtensor(weight) or not weight_layout(weight, input).cut_axes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
@@ -13,13 +13,26 @@ from jigsaw.layout import Cut, ShardingError, cut_points, whole_dim
 from jigsaw.nn.contraction import plan_contraction
 from jigsaw.nn.linear import add_bias, linear_onto_cuts
 from jigsaw.nn.rank_order import CutGroup, rearrange_rows
-from jigsaw.nn.weights import StoredWeight, cut_parameter, local_weight, weight_layout
+from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, local_weight, weight_layout
 from jigsaw.tile import Tile
 
 
 def head_axes(query: Tile, in_weight: StoredWeight) -> tuple[str, ...]:
     """The axes that are to cut the heads: those along which the projection is stored, or the features arrive."""
     return weight_layout(in_weight, query).dim_axes(0) or query.layout.dim_axes(query.ndim - 1)
+
+
+def weights_of_heads(
+    query: Tile, heads: int, in_weight: Tensor | None, *others: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The weights as the heads can be worked on: gathered where there is no head for each rank, or where queries, keys
+    and values have weights of their own.
+
+    *Sends*: nothing for packed weights and heads enough; else as `jigsaw.nn.weights.gathered_weight`.
+    """
+    if in_weight is not None and comm.rank_count(query.mesh, weight_layout(in_weight, query).dim_axes(0)) <= heads:
+        return in_weight, *others
+    return tuple(gathered_weight(w, query) for w in (in_weight, *others))
 
 
 def project_heads_in(

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.layout import ShardingError, whole_dim
+from jigsaw import comm
+from jigsaw.layout import Layout, ShardingError, whole_dim
 from jigsaw.nn.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
 from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
@@ -25,11 +26,12 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
 
     - whole when that of x and both dims of W are (each rank by itself, halo rows included);
     - cut as W's rows when they are (column-cut: y stays cut along ``channel``);
+    - whole when W is a DTensor cut along K as x is, or x whole (row-cut);
     - else cut by the axes that cut K: where N = K at the same points, where N leads back to the size that x was made
       from at the points that it had then, else balanced.
 
     *Sends*: with K whole and W whole or column-cut, nothing; backward one all-reduce of the gradient of x over the
-    axes of W's rows.  Else what the core's grid says (`jigsaw.matmul.matmul`): over a cut K either the parts of x
+    axes of W's rows.  With W row-cut, one all-reduce of y; backward one of the gradient of x, where x is whole.  Else what the core's grid says (`jigsaw.matmul.matmul`): over a cut K either the parts of x
     travel (column) or partial sums of y do (row), whichever moves less in a training step; a W stored 1/P along the
     axes that cut the rows of x travels to them.  The input is never gathered on one rank, only passed around.
     *Raises*: `ShardingError` when the axes of x and W do not form a grid.
@@ -42,8 +44,10 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
             f"linear: input {tuple(input.shape)} and weight {tuple(weight.shape)} cannot be multiplied "
             f"({input.shape[-1]} and {k})"
         )
-    is_whole = not (isinstance(weight, Tile) or is_dtensor(weight)) or not weight_layout(weight, input).cut_axes
-    if is_whole and not input.layout.is_cut(input.ndim - 1):
+    stored = weight_layout(weight, input) if isinstance(weight, Tile) or is_dtensor(weight) else None
+    if stored is not None and is_dtensor(weight) and _is_cut_by_inputs(input.layout, stored):
+        return _sum_over_input_pieces(input, weight, bias, stored)
+    if not (stored is not None and stored.cut_axes) and not input.layout.is_cut(input.ndim - 1):
         return _linear_by_itself(input, weight, bias, n)
     return linear_onto_cuts(input, weight, bias)
 
@@ -59,6 +63,29 @@ def linear_onto_cuts(
     job = plan_contraction(x.layout, stored, last)
     w = local_weight(weight, x, job.result(x.layout))
     return add_bias(job.run(x, rearrange_rows(w, stored.dim(0), job.stored.dim(0), x)), bias)
+
+
+def _is_cut_by_inputs(x: Layout, stored: Layout) -> bool:
+    """Whether each rank has the columns of W for its own features of x, or for a piece of those that it has."""
+    last, axes = x.ndim - 1, stored.dim_axes(1)
+    fits = not x.is_cut(last) or bare_cuts(x.dim(last)) == bare_cuts(stored.dim(1))
+    return stored.cut_dims == (1,) and fits and not any(set(axes) & set(x.dim_axes(d)) for d in range(last))
+
+
+def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight | None, stored: Layout) -> Tile:
+    """y = sum over the ranks of x[:, mine] W[:, mine]ᵀ, plus b once; y is whole.
+
+    One sum here, where the grid's reduce-scatter and a gather after it would be two calls of as many bytes.
+    """
+    x = _without_halo_along_last(input)
+    last, axes, mine = x.ndim - 1, stored.dim_axes(1), stored.dim(1)
+    rows = x.local
+    if not x.layout.is_cut(last):
+        rows = take_owned_rows(comm.use_in_parts(rows, x.mesh, axes), last, mine, x.layout, x.coordinate)
+    # the products differ along `axes`, so no gradient of W is to be divided among replicas: its columns are one rank's
+    partial = F.linear(rows, local_weight(weight, x, x.layout.replace_dim(last, *mine)))
+    out = x.layout.replace_dim(last, whole_dim(weight.shape[0]))
+    return add_bias(Tile(comm.sum_parts(partial, x.mesh, axes), out, x.mesh), bias)
 
 
 def _linear_of_plain(input: Tensor, weight: StoredWeight, bias: StoredWeight | None) -> Tile:

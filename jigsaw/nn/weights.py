@@ -80,6 +80,19 @@ def local_weight(weight: StoredWeight, tile: Tile, work: Layout) -> Tensor:
     return plain_operand(local, tile, work)
 
 
+def gathered_weight(weight: Tensor | None, tile: Tile) -> Tensor | None:
+    """A weight as a whole plain tensor, for work that each rank does with all of it.
+
+    *Sends*: the pieces of a DTensor to the ranks along the axes that cut it; backward an all-reduce of the gradient.
+    """
+    if weight is None or not is_dtensor(weight):
+        return weight
+    stored = weight_layout(weight, tile)
+    pieces = Tile(weight.to_local(), stored, tile.mesh)
+    whole = pieces.with_layout(Layout(tuple(map(whole_dim, weight.shape)), stored.axes))
+    return comm.use_in_parts(whole.local, tile.mesh, stored.cut_axes)
+
+
 def cut_parameter(whole_value: Tensor, mesh: DeviceMesh, axis: str | Sequence[str], dim: int = 0) -> nn.Parameter:
     """A parameter cut along `dim` by the axes (major to minor as in the mesh); a plain one where none has size > 1.
 
