@@ -115,14 +115,16 @@ class Cut:
     carry them along, everything else leaves them out, and nothing takes them for a row of the array.
 
     `source` remembers the cuts of the dim that a contraction made this one from, so that one that leads back to the
-    same size restores them (the tokens after a mixer's second linear lie where they did before its first).
+    same size restores them (the tokens after a mixer's second linear lie where they did before its first).  It is part
+    of equality, for what is kept by layout (a stencil's plan has the layout of its result) must not hand out another
+    dim's memory; whether two tiles can meet is asked of `have_same_rows`.
     """
 
     size: int
     points: tuple[int, ...]
     axes: tuple[str, ...] = ()
     held: tuple[Interval, ...] = ()
-    source: tuple[Cut, ...] = field(default=(), compare=False, repr=False)
+    source: tuple[Cut, ...] = field(default=(), repr=False)
     wraps: bool = True
 
     def __post_init__(self) -> None:
@@ -154,6 +156,10 @@ class Cut:
     def bare(self) -> Cut:
         """The same cut without halo."""
         return replace(self, held=(), wraps=True)
+
+    def has_same_rows(self, other: Cut) -> bool:
+        """Whether every piece owns the same rows on the same ranks, whatever it holds and the dim was made from."""
+        return (self.size, self.points, self.axes) == (other.size, other.points, other.axes)
 
     def holding(self, held: Sequence[Interval]) -> Cut:
         return replace(self, held=tuple(held), wraps=True)
@@ -188,6 +194,11 @@ class Cut:
         """Hold `below` and `above` rows more, also beyond the ends of a dim that does not wrap."""
         wide, ended = self.with_halo(below, above, periodic=True), self.with_halo(below, above)
         return replace(wide, wraps=wide.held == ended.held)
+
+
+def have_same_rows(group: Sequence[Cut], other: Sequence[Cut]) -> bool:
+    """Whether two tensor dims lie on the ranks alike, so that their tiles can meet without a message."""
+    return len(group) == len(other) and all(a.has_same_rows(b) for a, b in zip(group, other, strict=True))
 
 
 def whole_dim(size: int) -> Cut:

@@ -20,7 +20,7 @@ from jigsaw.layout import AxisSizes, MeshCoordinate, ShardingError
 # The ranks through this one along each choice of axes: asked for by every message, and slow to ask of a mesh tensor.
 # Weak, so that neither a mesh nor a job that ended is kept alive.
 _ranks_by_axes: WeakKeyDictionary[DeviceMesh, dict[tuple[str, ...], tuple[int, ...]]] = WeakKeyDictionary()
-_groups_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_flat_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 
 
 DEFAULT_PATIENCE = timedelta(minutes=5)
@@ -171,15 +171,38 @@ def rank_at(mesh: DeviceMesh, index: int) -> int:
 def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     """The 1-D mesh along `axes`, flattened when several; for what wants a `DeviceMesh`, such as FSDP2.
 
-    Making it is collective over all ranks of the job, not only those of the mesh.
+    Making it is collective over all ranks of the job, not only those of the mesh.  It is made on the first call and
+    kept as long as the job; the mesh that it comes from does not know it.
     """
     names = axes_in_mesh_order(mesh, axes)
     if len(names) == 1:
         return mesh if mesh.ndim == 1 else mesh[names[0]]
-    whole = mesh if len(names) == mesh.ndim else mesh[names]
-    flat = whole._flatten()  # pyright: ignore[reportPrivateUsage]
-    _let_wait(flat.get_group(), mesh.device_type, mesh_patience(mesh))
-    return flat
+    made, root = _flat_by_axes.setdefault(_world_group(), {}), _root_mesh(mesh)
+    key = root, mesh, names
+    if key not in made:
+        made[key] = _flattened_apart(mesh if len(names) == mesh.ndim else mesh[names], root)
+        _let_wait(made[key].get_group(), mesh.device_type, mesh_patience(mesh))
+    return made[key]
+
+
+def _root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh._get_root_mesh()  # pyright: ignore[reportPrivateUsage]
+
+
+def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
+    """The flattened mesh, of which `root` keeps nothing.
+
+    A DTensor that two axes cut, ``[Shard(0), Shard(0)]``, is gathered in one step where the root of its mesh knows one
+    for both axes.  torch (2.13) then takes pieces for those of four ranks that are those of two ranks, cut again: 10
+    rows on 2 x 2 ranks lie as 3, 2, 3, 2, but are read as 3, 3, 3, 1, and rows come back as others.
+    """
+    known: dict[str, DeviceMesh] = root._flatten_mapping  # pyright: ignore[reportPrivateUsage]
+    before = dict(known)
+    try:
+        return mesh._flatten()  # pyright: ignore[reportPrivateUsage]
+    finally:
+        for name in known.keys() - before.keys():
+            del known[name]
 
 
 def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
@@ -194,7 +217,7 @@ def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist
     long = tuple(name for name in axes_in_mesh_order(mesh, axes) if sizes[name] > 1)
     if len(long) > 1 and mesh.size() == dist.get_world_size():
         ranks = ranks_along(mesh, long)
-        return [(_world_group() if len(ranks) == mesh.size() else _group_over_axes(mesh, long), ranks)]
+        return [(_world_group() if len(ranks) == mesh.size() else flat_submesh(mesh, long).get_group(), ranks)]
     return [(mesh.get_group(name), ranks_along(mesh, name)) for name in long]
 
 
@@ -210,15 +233,6 @@ def _world_group() -> dist.ProcessGroup:
             "the process group that the mesh was made in has ended; make a mesh in the one that runs now"
         )
     return dist.group.WORLD
-
-
-def _group_over_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """The group along several axes of a mesh over the whole job, made on the first call and kept as long as the job."""
-    made = _groups_by_axes.setdefault(_world_group(), {})
-    key = ranks_along(mesh, [name for name, _ in axes_of_mesh(mesh)]), axes_of_mesh(mesh), axes
-    if key not in made:
-        made[key] = flat_submesh(mesh, axes).get_group()
-    return made[key]
 
 
 def is_same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:

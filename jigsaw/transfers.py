@@ -254,7 +254,7 @@ def _check_exchange(source: Layout, target: Layout) -> None:
                 f"the source holds {cut.held} of a dim whose pieces own {owned}: rows that their owner lacks cannot be "
                 f"exchanged; let every piece hold at least what it owns"
             )
-        if not wanted.wraps and (cut.wraps or cut.bare() != wanted.bare() or not _has_rows_beyond(cut, wanted)):
+        if not wanted.wraps and (cut.wraps or not cut.has_same_rows(wanted) or not _has_rows_beyond(cut, wanted)):
             raise ShardingError(
                 f"the target needs rows {wanted.held} of a dim of {cut.size} rows that does not wrap; rows beyond an "
                 "end come from a reader alone and stay where it put them: leave the halo out with tile.owned()"

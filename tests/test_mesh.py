@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jigsaw.layout import ShardingError
 from jigsaw.mesh import (
@@ -23,6 +23,7 @@ from jigsaw.mesh import (
     rank_at,
     ranks_along,
 )
+from jigsaw.nn.weights import cut_parameter
 from jigsaw.testing import on_ranks, world_mesh
 
 
@@ -105,6 +106,18 @@ def test_a_submesh_is_made_once():
     flat = flat_submesh(mesh, ["lat", "lon"])
     assert flat.mesh.tolist() == [0, 1, 2, 3]
     assert flat_submesh(mesh, ["lon", "lat"]) == flat
+
+
+@pytest.mark.parametrize("rows", [10, 70])
+@on_ranks(4)
+def test_a_submesh_leaves_uneven_parameters_whole(rows):
+    """torch gathers what two axes cut at once where a mesh knows one axis for both, and then takes rows for even."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("lat", "lon"))
+    weight = torch.arange(3.0 * rows).reshape(rows, 3)
+    parameter = cut_parameter(weight, mesh, ("lat", "lon"))
+    assert flat_submesh(mesh, ("lat", "lon")).size() == 4
+    assert torch.equal(parameter.full_tensor(), weight)
+    assert torch.equal(cut_parameter(weight, mesh, ("lat", "lon")).full_tensor(), weight)
 
 
 @on_ranks(2)

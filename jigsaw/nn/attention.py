@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.exchange import exchange_rows
-from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.layout import Layout, ShardingError, have_same_rows, whole_dim
 from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out, weights_of_heads
 from jigsaw.nn.rank_order import CutGroup, take_owned_rows
 from jigsaw.ops.pointwise import align_tiles, cut_whole_tensor
@@ -58,7 +58,8 @@ def _leading_cuts(x: Tile, query: Layout, grouped: bool) -> dict[int, CutGroup]:
         wanted = tuple(c.bare() for c in query.dim(at)) if at >= 0 else (whole_dim(1),)
         mine, size = tuple(c.bare() for c in x.layout.dim(d)), query.shape[at] if at >= 0 else 1
         is_alone = x.shape[d] == 1 and not x.layout.is_cut(d)  # it meets any number
-        if mine == wanted or is_alone or (grouped and d == x.ndim - 3 and _is_grouped_alike(mine, wanted)):
+        is_shared = grouped and d == x.ndim - 3 and _is_grouped_alike(mine, wanted)
+        if have_same_rows(mine, wanted) or is_alone or is_shared:
             continue
         if x.shape[d] != size or x.layout.is_cut(d):
             raise refusal_error(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole_dim
+from jigsaw.layout import Cut, Layout, ShardingError, cut_points, have_same_rows, whole_dim
 from jigsaw.matmul import grid_matmul
 from jigsaw.matmul_grid import MatmulGrid, choose_grid, refine_cut
 from jigsaw.nn.rank_order import (
@@ -56,20 +56,13 @@ class LinearContraction:
         return Tile(y.reshape(*rows.shape[:-1], y.shape[-1]), self.result(x.layout), x.mesh)
 
 
+@lru_cache(maxsize=1024)
 def plan_contraction(x: Layout, stored: Layout, wanted: CutGroup | None = None) -> LinearContraction:
     """How to multiply a tile cut as `x` by a weight that is stored as `stored`; `wanted` are the cuts of the last dim
     of y, where the axes allow a choice.
 
     Raises: `ShardingError` when the axes of x and W do not form a grid.
     """
-    # equal cuts may differ in what they remember
-    return _cheapest_contraction(x, stored, tuple(c.source for c in x.dim(x.ndim - 1)), wanted)
-
-
-@lru_cache(maxsize=1024)
-def _cheapest_contraction(
-    x: Layout, stored: Layout, sources: tuple[CutGroup, ...], wanted: CutGroup | None
-) -> LinearContraction:
     stored = _layout_at_work(x, stored, wanted)
     jobs = [_contraction_in_role(role, x, stored, wanted) for role in _possible_roles(x, stored)]
     best = choose_grid([j.grid for j in jobs])
@@ -147,13 +140,9 @@ def _staying_axes_and_moves(x: Layout, stored: Layout, dim: int) -> tuple[set[st
 
 def _check_flattened_order(stored: Layout, dim: int, group: CutGroup) -> None:
     """A dim of W that is cut can only meet a dim of x or y of several cuts when it has the same ones."""
-    mine = bare_cuts(stored.dim(dim))
-    if (
-        stored.is_cut(dim)
-        and any(c.is_cut for c in group)
-        and max(len(mine), len(group)) > 1
-        and mine != bare_cuts(group)
-    ):
+    mine = stored.dim(dim)
+    are_both_cut = stored.is_cut(dim) and any(c.is_cut for c in group)
+    if are_both_cut and max(len(mine), len(group)) > 1 and not have_same_rows(mine, group):
         raise ShardingError(
             f"linear: dim {dim} of the weight, cut as {stored}, cannot meet a dim cut as "
             f"{Layout(group, stored.axes, (len(group),))}; "

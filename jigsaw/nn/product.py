@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.layout import Layout, ShardingError, have_same_rows, whole_dim
 from jigsaw.nn.linear import tile_linear
 from jigsaw.nn.rank_order import CutGroup, take_owned_rows
 from jigsaw.ops.pointwise import plain_operand
@@ -66,7 +66,7 @@ def _cuts_by_label(name: str, operands: Sequence[Any], labels: Sequence[DimLabel
                         "dim is whole"
                     )
                 continue
-            if found.setdefault(label, group) != group:
+            if not have_same_rows(found.setdefault(label, group), group):
                 raise ShardingError(
                     f"{name}: two tiles cut dim {label!r} differently, {_show_cuts(found[label], t)} and "
                     f"{_show_cuts(group, t)}; use tile.redistribute"

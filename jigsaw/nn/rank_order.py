@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.layout import Cut, Layout, MeshCoordinate, whole_dim
+from jigsaw.layout import Cut, Layout, MeshCoordinate, have_same_rows, whole_dim
 from jigsaw.tile import Tile
 
 CutGroup = tuple[Cut, ...]
@@ -135,7 +135,7 @@ def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) ->
 
     *Sends*: forward the rows that change owner, at most this rank's; backward the same, reversed.
     """
-    if source == target:
+    if have_same_rows(source, target):
         return w
     gives, takes = _row_trades(source, target, Layout((), tile.layout.axes), tile.coordinate)
     return _RearrangedRows.apply(w, gives, takes, tile)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.exchange import exchange_rows
-from jigsaw.layout import Cut, Layout, ShardingError, whole_dim
+from jigsaw.layout import Cut, Layout, ShardingError, have_same_rows, whole_dim
 from jigsaw.tile import (
     LEAVE_NODE,
     Tile,
@@ -190,7 +190,7 @@ def _broadcast_cuts(tiles: Sequence[Tile], dim: int) -> tuple[Cut, ...]:
         return (whole_dim(1),)
     first = wide[0]
     for other in wide[1:]:
-        if [c.bare() for c in other] != [c.bare() for c in first]:
+        if not have_same_rows(other, first):
             a, b = (Layout(g, tiles[0].layout.axes, (len(g),)) for g in (first, other))
             raise ShardingError(
                 f"tiles that cut dim {dim} differently cannot meet: {a} and {b}; bring one to the other's cuts with "
@@ -217,8 +217,7 @@ def _crop_halo(tile: Tile, layout: Layout) -> Tensor:
 
 def _cropped_cuts(group: tuple[Cut, ...], to: tuple[Cut, ...], is_one: bool) -> tuple[Cut, ...]:
     """A dim of a tile with the halo that `to` has; one row that broadcasts stays as it is cut, with none."""
-    bare = tuple(c.bare() for c in group)
-    return bare if is_one and bare != tuple(c.bare() for c in to) else to
+    return tuple(c.bare() for c in group) if is_one and not have_same_rows(group, to) else to
 
 
 def replace_tensors(args: Any, give: Callable[[Tile], Tensor], plain: Callable[[Tensor], Tensor]) -> Any:

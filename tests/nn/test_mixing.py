@@ -189,3 +189,32 @@ def _refused():
 
 def test_dims_that_are_not_consecutive():
     _refused()
+
+
+BETWEEN = {
+    "convolution over the dim": lambda x: torch.conv1d(x, torch.ones(6, 6, 1)),
+    "convolution beside the dim": lambda x: torch.conv1d(x.transpose(0, 1), torch.ones(2, 2, 3)).transpose(0, 1),
+    "pool": lambda x: torch.nn.functional.avg_pool1d(x, 3),
+}
+
+
+@pytest.mark.parametrize("layer", BETWEEN)
+@on_ranks(2)
+def test_a_dim_remembers_its_own_past_whatever_ran_before(layer):
+    """Equal cuts that two contractions made of different ones, or none."""
+    mesh = world_mesh(lat=2)
+    there, back = torch.randn(6, 10), torch.randn(10, 6)
+    alone = shard(torch.randn(2, 3, 6), mesh, (None, None, "lat"))
+
+    def points_after_both(hidden):
+        y = BETWEEN[layer](hidden.transpose(1, 2)).transpose(1, 2)
+        return torch.nn.functional.linear(y, back).layout.cuts[2].points
+
+    assert points_after_both(alone) == (0, 5, 10)  # nothing is known of it: balanced
+    for points in ((0, 3, 10), (0, 8, 10)):
+        tokens = shard(torch.randn(2, 3, 10), mesh, (None, None, "lat"), split={2: points})
+        hidden = torch.nn.functional.linear(tokens, there)
+        assert hidden.layout.cuts[2].points == alone.layout.cuts[2].points
+        assert points_after_both(hidden) == points
+        met = (alone + hidden, torch.cat([alone, hidden], 1), alone @ hidden.transpose(1, 2), alone.add_(hidden))
+        assert [tuple(y.shape) for y in met] == [(2, 3, 6), (2, 6, 6), (2, 3, 3), (2, 3, 6)]
