@@ -171,7 +171,7 @@ def body_far(path, values, axes, per_machine):
     asked = request(axes, steps=(1,))
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
-            patched.setattr(BoxParcels, "lay_out", without_memory)
+            patched.setattr(BoxParcels, "make_room", without_memory)
         with pytest.raises((MemoryError, PeerError), match=r"^no room$|rank 1 .* failed: MemoryError: no room"):
             engine.read(plan_read(asked, engine.store.arrays, "cooperative"))
     np.testing.assert_array_equal(read_once(engine, asked), expected(values, asked, engine.peers.me, steps=(1,)))

@@ -199,7 +199,7 @@ def test_chunk_grids_that_lie(tmp_path, lie):
     with pytest.raises(ReadError, match=match):
         table = open_store(path).arrays["a"]
         engine = ReadEngine(open_store(path), threads=1)
-        table.load((0,), engine.scratch(table.bytes_of((0,))))
+        table.load((0,), engine.rank.scratch(table.bytes_of((0,))))
 
 
 # -- bombs -----------------------------------------------------------------------------------------------------------

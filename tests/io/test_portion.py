@@ -16,6 +16,7 @@ from toy_store import write as write_toy
 from jigsaw.errors import CorruptChunkError
 from jigsaw.io.chunks import array_table as tables
 from jigsaw.io.chunks.blosc import blosc_frame_of, check_blosc_header
+from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.codecs import BadChunkError
 from jigsaw.io.chunks.portion import join_spans, needed_byte_spans, needed_share
 from jigsaw.io.formats.store import open_store
@@ -66,6 +67,14 @@ def test_joined_keeps_what_is_apart():
     spans = np.array([[10, 12], [0, 4], [3, 9], [20, 21]])
     assert join_spans(spans, 0).tolist() == [[0, 9], [10, 12], [20, 21]]
     assert join_spans(spans, 1).tolist() == [[0, 12], [20, 21]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1), st.integers(0, 5))
+def test_intervals_and_arrays_of_them_are_joined_alike(parts, gap):
+    spans = [(start, start + length) for start, length in parts]
+    merged = merge_ranges(spans, gap)
+    assert join_spans(np.array(spans), gap).tolist() == [list(each) for each in merged]
+    assert all(a[1] + gap < b[0] for a, b in itertools.pairwise(merged))
 
 
 # -- Blosc frames ----------------------------------------------------------------------------------------------------

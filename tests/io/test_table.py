@@ -123,7 +123,7 @@ def test_a_row_of_chunks_is_loaded_as_each_by_itself(tmp_path, places):
     for first in range(10):
         for count in range(1, 11 - first):
             room = np.zeros((count, 2), "f4")
-            sizes = table.load_row((1, first), count, room.reshape(-1).view("u1"))
+            sizes = table.load_strip((1, first), count, room.reshape(-1).view("u1"))
             each = [table.locate((1, first + n)) for n in range(count)]
             assert sizes == [ref and ref.length for ref in each]
             there = np.repeat([size is not None for size in sizes], 2)
@@ -139,7 +139,7 @@ def test_a_damaged_chunk_of_a_row_is_named(tmp_path):
         f.write(b"\0" * 4)
     table = open_store(tmp_path / "s.zarr").arrays["a"]
     with pytest.raises(CorruptChunkError, match=r"chunk \(1, 4\) of array 'a'"):
-        table.load_row((1, 2), 4, np.zeros(32, "u1"))
+        table.load_strip((1, 2), 4, np.zeros(32, "u1"))
 
 
 @pytest.mark.parametrize(

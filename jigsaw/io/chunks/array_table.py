@@ -235,8 +235,8 @@ class ArrayTable:
     @property
     def looked_up(self) -> LookupCounts:
         """The reads of indices and tables of blocks so far."""
-        made = [self.places.made] if isinstance(self.places, IndexedPlaces) else []
-        return total_lookups([*made, self._tables.made])
+        made = [self.places.counted] if isinstance(self.places, IndexedPlaces) else []
+        return total_lookups([*made, self._tables.counted])
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts] | None:
         """The object whose index says where a chunk lies, and what reading it takes; None where there is none."""
@@ -259,7 +259,7 @@ class ArrayTable:
         fetched = self.fetch(index, load_scratch, part, out)
         return ChunkLoadCounts(None, False) if fetched is None else self.decode(index, fetched, out)
 
-    def load_row(self, first: ChunkIndex, count: int, out: ByteArray) -> list[int | None]:
+    def load_strip(self, first: ChunkIndex, count: int, out: ByteArray) -> list[int | None]:
         """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`.
 
         Returns: the stored size of each; None for a missing one, which leaves its memory.
@@ -301,7 +301,7 @@ class ArrayTable:
 
     @cached_property
     def _locate_row(self) -> Callable[[ChunkIndex, int], list[ChunkRef | None]]:
-        return self.places.locate_row if isinstance(self.places, StripPlaces) else self._locate_each
+        return self.places.locate_strip if isinstance(self.places, StripPlaces) else self._locate_each
 
     def _locate_each(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
         return [self.places.locate((*first[:-1], first[-1] + n)) for n in range(count)]

@@ -18,7 +18,10 @@ LARGEST_BATCH = 4 << 20
 
 
 class FetchBatch(NamedTuple):
-    """Jobs whose bytes are fetched together, in so many requests; a chunk of unknown size counts as its decoded one."""
+    """Jobs whose bytes are fetched together: how many requests that takes, and how many bytes come.
+
+    A chunk of unknown stored size is counted with its decoded size.
+    """
 
     jobs: tuple[ChunkJob, ...]
     requests: int

@@ -1,4 +1,5 @@
-"""Which rank fetches and decodes which chunk, and who gets which box of it.  Integers only: the same on every rank.
+"""Which rank fetches and decodes which chunk, and who gets which box of it: the same on every rank, without a word
+between them, for it follows from the request and from where the store says that chunks lie.
 
 The ranks that share a sample hold overlapping boxes of it, and a stored chunk may lie in many of them.  *Independent*:
 every rank loads what it needs of each chunk.  *Cooperative*: each chunk is loaded once, by one rank, and cut into the
@@ -235,7 +236,7 @@ class ReadPlan:
         return ReadCounts(1, 1, slow, ref.length or 0, table.bytes_of(chunk), unsized=unsized)
 
     def _taking(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
-        """The same, as far as `sizes` say more."""
+        """What loading a chunk takes, with its stored size where `sizes` have that."""
         row, ref = self._load(array, chunk, readers), self.ref(array, chunk)
         if not row.unsized or ref is None or ref.path not in self.sizes:
             return row
@@ -436,7 +437,7 @@ def _jobs_owned_by(jobs: Sequence[ChunkJob], member: int) -> list[ChunkJob]:
 def plan_read(
     request: ReadRequest, tables: ArrayTables, mode: str = "auto", sizes: ObjectSizes | None = None
 ) -> ReadPlan:
-    """The plan of one sample: the same on every rank, without talking.
+    """The plan of one sample: the same on every rank.  No rank is asked; a store may be, where chunks lie.
 
     `mode` is ``"cooperative"``, ``"neighbours"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them
     for each array (`jigsaw.io.chunks.read_cost`).  `sizes` are of far objects, where another plan has asked for them.

@@ -2,6 +2,13 @@
 
 A chunk is decoded in less time than it takes to find its rows and copy them in short pieces; a strip is found once, and
 its rows are copied as long ones.
+
+Four ranks on lat=2, lon=2 read an array of 8 x 16 in chunks of 4 x 4, each what it needs.  Rank 1 holds rows 0-3 and
+columns 8-15: the chunks (0, 2) and (0, 3), whose columns land in 0-3 and 4-7.  They are one strip, with the box of a
+chunk of 4 x 8: rows (0, 1, 0, 1, 4), columns (0, 1, 0, 1, 8).  They are decoded one after the other, as an array
+[2, 4, 4], whose row r is then copied as (strip[0, r], strip[1, r]) to out[r].  With a column more on each side it also
+holds column 7, of chunk (0, 1), and column 0, of chunk (0, 0), as those past the last; it takes neither whole along
+its last dim, so each is by itself, and the strip's columns land in 1-8.
 """
 
 from __future__ import annotations
@@ -24,8 +31,8 @@ STRIP_CONVERT_BYTES = 1 << 19
 class ChunkStrip(NamedTuple):
     """Chunks of one array that one rank alone reads, and what of them lands in its sample.
 
-    Those that have a box follow each other along the array's last dim, and are whole along it: the box is that of the
-    chunk that they would be as one.  A chunk without is by itself, and its boxes are the plan's to say.
+    Where there is a `box`, they follow each other along the array's last dim and are taken whole along it: the box is
+    that of the one chunk that they would make.  Without one it is a single chunk, whose boxes the plan says.
     """
 
     array: str
