@@ -157,7 +157,7 @@ class PartGeometry:
         self, number: int, part: ReadPart, table: ArrayTable, request: ReadRequest, turned: bool = False
     ) -> None:
         self._turned, ways = turned, _boundary_rows(request, turned)
-        self._along, self._share = table.along, dict[int, list[dict[int, float]]]()
+        self._along, self._share = table.grid.along, dict[int, list[dict[int, float]]]()
         self._part_to = part.to
         self._part, self._at = number, [request.layout.cuts[dim] for dim, _ in part.at]
         self._fixed = part.at
@@ -165,7 +165,7 @@ class PartGeometry:
         self._owned: list[list[RunsByChunk]] = []
         for d, (picks, to) in enumerate(zip(part.picks, part.to, strict=True)):
             cut = None if to == DROPPED_DIM else request.layout.cuts[to]
-            along = table.along[d]
+            along = table.grid.along[d]
             if picks is None:
                 assert cut is not None
                 first = part.first[d] if part.first else 0

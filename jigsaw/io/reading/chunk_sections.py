@@ -50,14 +50,14 @@ class ChunkSection(NamedTuple):
 
     def shape(self, table: ArrayTable) -> tuple[int, ...]:
         """The rows along each stored dim."""
-        shape = list(table.shape_of(self.job.chunk))
+        shape = list(table.grid.shape_of(self.job.chunk))
         if self.rows is not None:
             shape[self.dim] = self.rows[1] - self.rows[0]
         return tuple(shape)
 
     def size(self, table: ArrayTable) -> int:
         """Its decoded bytes; a slot has room for a whole chunk of the array where chunks are not cut."""
-        return table.chunk_bytes if self.rows is None else prod(self.shape(table)) * table.itemsize
+        return table.grid.chunk_bytes if self.rows is None else prod(self.shape(table)) * table.grid.itemsize
 
     def cut(self, boxes: Sequence[ChunkBox]) -> Iterator[tuple[ChunkBox, ChunkBox]]:
         """What of these boxes of the chunk lies in the section: as found in the chunk, and as found in the section."""
@@ -122,14 +122,14 @@ def slot_size_and_count(plan: ReadPlan, sections: Sequence[ChunkSection], thread
 
 def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut: bool) -> Iterator[ChunkSection]:
     table, chunk = plan.tables[job.array], job.chunk
-    size = table.bytes_of(chunk)
+    size = table.grid.bytes_of(chunk)
     if not cut or size <= SECTION_BYTES or not _can_stream(plan, job):
         yield whole_chunk_section(job, number, lane)
         return
     assert table.decoder is not None
     # the outermost dim in memory that has rows to cut: what is decoded from beginning to end is then rows of it in turn
-    dim = next(d for d in table.decoder.order if table.shape_of(chunk)[d] > 1)
-    rows = table.shape_of(chunk)[dim]
+    dim = next(d for d in table.decoder.order if table.grid.shape_of(chunk)[d] > 1)
+    rows = table.grid.shape_of(chunk)[dim]
     step = max(1, SECTION_BYTES * rows // size)
     for start in range(0, rows, step):
         yield ChunkSection(number, job, lane, dim, (start, min(start + step, rows)), start + step >= rows)

@@ -125,7 +125,7 @@ class ReadEngine:
         """The reads of shard indices and of Blosc's tables that planning took of the arrays that the store lists, since
         it was opened: joined files keep counts of their own.
         """
-        return total_lookups(table.looked_up for table in self.store.arrays.values())
+        return total_lookups(table.finder.looked_up for table in self.store.arrays.values())
 
     def close(self) -> None:
         """End the threads and let go of the shared memory; nothing can be read afterwards."""

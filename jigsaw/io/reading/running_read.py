@@ -231,7 +231,7 @@ class RunningRead:
                     flow = self._flow(section.job) if flow is None or section.rows[0] == 0 else flow
                     flow(room)
                 elif self._load(section.job, room).stored is None:
-                    self.plan.tables[section.job.array].fill(room, section.job.chunk)
+                    self.plan.tables[section.job.array].loader.fill(room, section.job.chunk)
                 self._show(at, section, room)
 
     def _slot(self, at: int, section: ChunkSection) -> ByteArray:
@@ -245,14 +245,14 @@ class RunningRead:
     def _flow(self, job: ChunkJob) -> Callable[[ByteArray], None]:
         """Begin to load a chunk section by section, and count it as the one request that it is."""
         ref, table = self.plan.ref(job.array, job.chunk), self.plan.tables[job.array]
-        flow = table.flow(job.chunk)
-        self._count(job, ChunkLoadCounts((ref and ref.length) or 0, False, 1, table.bytes_of(job.chunk)))
+        flow = table.decoding.stream(job.chunk)
+        self._count(job, ChunkLoadCounts((ref and ref.length) or 0, False, 1, table.grid.bytes_of(job.chunk)))
         return flow
 
     def _show(self, at: int, section: ChunkSection, room: ByteArray) -> None:
         """Let all that read a section have it."""
         job, table = section.job, self.plan.tables[section.job.array]
-        values = table.view(room, job.chunk, section.shape(table))
+        values = table.loader.view(room, job.chunk, section.shape(table))
         self.parcels.pack(job, section.number, values)
         if section.is_last:
             self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
@@ -287,42 +287,44 @@ class RunningRead:
             self._load_private(strip.job())
             return
         table = self.plan.tables[strip.array]
-        room = self.rank.scratch(len(strip.chunks) * table.chunk_bytes)
-        chunks, placing = table.strip(room), self.placings[strip.box.part]
+        room = self.rank.scratch(len(strip.chunks) * table.grid.chunk_bytes)
+        chunks, placing = table.loader.view_strip(room), self.placings[strip.box.part]
         work = placing.strip_work_memory(chunks, self.rank.converted)
-        near = max(1, STRIP_CONVERT_BYTES // table.chunk_bytes)
+        near = max(1, STRIP_CONVERT_BYTES // table.grid.chunk_bytes)
         for start in range(0, len(strip.chunks), near):
             some = slice(start, start + near)
-            self._decode(strip, some, room[start * table.chunk_bytes :])
+            self._decode(strip, some, room[start * table.grid.chunk_bytes :])
             try:
                 placing.convert_strip(chunks[some], strip.box, work[some])
             except RefusedValueError as e:
                 job = strip.job(start + e.chunk)
                 raise self._refusal(e, job, self.plan.boxes(job, self.me)[0]) from None
         placing.place_strip(work, strip.box, self.out)
-        self._row().useful_bytes += prod(strip.box.extents) * table.itemsize
+        self._row().useful_bytes += prod(strip.box.extents) * table.grid.itemsize
 
     def _decode(self, strip: ChunkStrip, some: slice, room: ByteArray) -> None:
         """Load chunks of a strip, one after the other, into memory."""
         table, chunks = self.plan.tables[strip.array], strip.chunks[some]
-        sizes = table.load_strip(chunks[0], len(chunks), room)
+        sizes = table.decoding.load_strip(chunks[0], len(chunks), room)
         for n, size in enumerate(sizes):
             if size is None:
                 self._check_missing(strip.job(some.start + n))
-                table.fill(room[n * table.chunk_bytes : (n + 1) * table.chunk_bytes], chunks[n])
+                table.loader.fill(room[n * table.grid.chunk_bytes : (n + 1) * table.grid.chunk_bytes], chunks[n])
         row, there = self._row(), [size for size in sizes if size is not None]
         row.requests += len(there)
         row.chunks += len(there)
         row.stored_bytes += sum(there)
-        row.decoded_bytes += len(there) * table.chunk_bytes
+        row.decoded_bytes += len(there) * table.grid.chunk_bytes
 
     def _load_private(self, job: ChunkJob) -> None:
         """Load a chunk that this rank alone reads, and take what it needs of it."""
         table = self.plan.tables[job.array]
         direct = self._in_place_target(job)
-        room = self.rank.scratch(table.bytes_of(job.chunk)) if direct is None else direct.reshape(-1).view(np.uint8)
+        room = (
+            self.rank.scratch(table.grid.bytes_of(job.chunk)) if direct is None else direct.reshape(-1).view(np.uint8)
+        )
         loaded = self._load(job, room)
-        self.take(whole_chunk_section(job), None if loaded.stored is None else table.view(room, job.chunk))
+        self.take(whole_chunk_section(job), None if loaded.stored is None else table.loader.view(room, job.chunk))
 
     def _in_place_target(self, job: ChunkJob) -> AnyArray | None:
         """Where in the sample all of a chunk lies as it is decoded; None when it has to be cut or turned."""
@@ -330,7 +332,7 @@ class RunningRead:
         if len(boxes) != 1 or self.plan.part_of(job) is not None:
             return None
         table = self.plan.tables[job.array]
-        return self.placings[boxes[0].part].in_place_target(boxes[0], table.shape_of(job.chunk), self.out)
+        return self.placings[boxes[0].part].in_place_target(boxes[0], table.grid.shape_of(job.chunk), self.out)
 
     def _row(self) -> ReadCounts:
         """What this thread has done for this read."""
@@ -342,12 +344,14 @@ class RunningRead:
     def _load(self, job: ChunkJob, room: ByteArray) -> ChunkLoadCounts:
         """Load what is needed of a job's chunk, and count it."""
         table, ahead = self.plan.tables[job.array], self.rank.ahead
-        room = room[: table.bytes_of(job.chunk)]
+        room = room[: table.grid.bytes_of(job.chunk)]
         if ahead is None or not table.far:
-            loaded = table.load(job.chunk, room, self.plan.part_of(job))
+            loaded = table.loader.load(job.chunk, room, self.plan.part_of(job))
         else:
             fetched = ahead.take(self.plan, job)
-            loaded = ChunkLoadCounts(None, False) if fetched is None else table.decode(job.chunk, fetched, room)
+            loaded = (
+                ChunkLoadCounts(None, False) if fetched is None else table.decoding.decode(job.chunk, fetched, room)
+            )
         self._count(job, loaded)
         return loaded
 
@@ -398,7 +402,7 @@ class RunningRead:
             for slot, mark, section in shown:
                 table = self.plan.tables[section.job.array]
                 memory = arena.memory(slot, section.size(table))
-                self.take(section, table.view(memory, section.job.chunk, section.shape(table)))
+                self.take(section, table.loader.view(memory, section.job.chunk, section.shape(table)))
                 arena.release(slot, mark)
             pending = [each for each in window if each not in shown] + pending[slots:]
 
@@ -417,7 +421,7 @@ class RunningRead:
                 placing.place(values, within, self.out)
         except RefusedValueError as e:
             raise self._refusal(e, job, box) from None
-        self._row().useful_bytes += prod(box.extents) * self.plan.tables[job.array].itemsize
+        self._row().useful_bytes += prod(box.extents) * self.plan.tables[job.array].grid.itemsize
 
     def _refusal(self, found: RefusedValueError, job: ChunkJob, box: ChunkBox) -> ReadError:
         where = f"{self.plan.where(job, box)} (chunk {job.chunk})"

@@ -65,9 +65,8 @@ def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
 def _joinable_runs(plan: ReadPlan, array: str, member: int) -> dict[int, RowRun]:
     """Of the chunks along the last dim that may be joined, the rows that they fill."""
     table, geometry = plan.tables[array], plan.geometry(array)
-    small = (
-        table.is_uniform and table.decoder is not None and not table.far and table.chunk_bytes <= LARGEST_STRIP_CHUNK
-    )
+    grid, is_near = table.grid, table.decoder is not None and not table.far
+    small = is_near and grid.is_uniform and grid.chunk_bytes <= LARGEST_STRIP_CHUNK
     if not small or len(geometry) != 1 or not geometry[0].ends_in_space:
         return {}
     n, rows = table.chunks[-1], geometry[0].last(member)
@@ -79,7 +78,7 @@ def _chunks_in_strips(
 ) -> Iterator[tuple[ChunkIndex, ...]]:
     """Chunks that follow each other in the array and in the sample, and are loaded whole."""
     after = {c for c, run in last.items() if c - 1 in last and last[c - 1].target + run.length == run.target}
-    most = LARGEST_STRIP // max(plan.tables[array].chunk_bytes, 1)
+    most = LARGEST_STRIP // max(plan.tables[array].grid.chunk_bytes, 1)
     strip: list[ChunkIndex] = []
     for chunk in plan.private_chunks(array, member):
         follows = (
