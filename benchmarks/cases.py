@@ -54,7 +54,7 @@ def _planned(path: str, fields: Sequence[str], per_sample: int, mesh: Mapping[st
     plans = {mode: each.plan(0) for mode, each in ds.items()}
     layout = ds["auto"].layout
     jobs, whole = plans["independent"].jobs, plans["independent"]
-    size = {(j.array, j.chunk): (whole.ref(*j[:2]).length, whole.tables[j.array].bytes_of(j.chunk)) for j in jobs}
+    size = {(j.array, j.chunk): (whole.ref(*j[:2]).length, whole.tables[j.array].grid.bytes_of(j.chunk)) for j in jobs}
     each = [size[job.array, job.chunk] for job in jobs]  # a library decodes every chunk that a box touches
     found = {f"jigsaw-{mode}": (p.total.stored_bytes, p.total.decoded_bytes) for mode, p in plans.items()}
     found["library"] = (sum(s for s, _ in each), sum(d for _, d in each))
@@ -62,7 +62,7 @@ def _planned(path: str, fields: Sequence[str], per_sample: int, mesh: Mapping[st
     once = sum(decoded for _, decoded in size.values())
     boxes = [tuple(slice(*rows) for rows in layout.held(coord)[-dims:]) for coord in layout.coords()]
     return {"boxes": boxes, "bytes": found, "once": once, "useful": plans["auto"].total.useful_bytes,
-            "chunk": max(t.chunk_bytes for name, t in plans["auto"].tables.items() if name in fields)}  # fmt: skip
+            "chunk": max(t.grid.chunk_bytes for name, t in plans["auto"].tables.items() if name in fields)}  # fmt: skip
 
 
 def planned(*asked: Any) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def bare_loop(task: Task) -> tuple[Any, dict[str, Any]]:
     known: list[Any] = []
     for sample in range(dict(task.options)["samples"]):
         plan = ds.plan(sample * task.per_sample)
-        known.append([(plan.ref(job.array, job.chunk), tables[job.array].chunk_bytes) for job in plan.jobs])
+        known.append([(plan.ref(job.array, job.chunk), tables[job.array].grid.chunk_bytes) for job in plan.jobs])
     stored = np.empty(max(ref.length for refs in known for ref, _ in refs), np.uint8)
     decoded = np.empty(max((sum if kept else max)(size for _, size in refs) for refs in known), np.uint8)
 

@@ -145,13 +145,13 @@ def shard(data):
         file.write(body + index if at_end else index + body)
     table = table_of_zarr("a", array)
     for i in range(4):
-        out = np.full(table.chunk_bytes, 0x55, np.uint8)
+        out = np.full(table.grid.chunk_bytes, 0x55, np.uint8)
         try:
-            if table.load((i,), out).stored is None:
-                table.fill(out, (i,))
+            if table.loader.load((i,), out).stored is None:
+                table.loader.fill(out, (i,))
         except CorruptChunkError:
             continue
-        np.testing.assert_array_equal(table.view(out, (i,)), array[8 * i : 8 * i + 8])
+        np.testing.assert_array_equal(table.loader.view(out, (i,)), array[8 * i : 8 * i + 8])
 
 
 # -- HDF5 filters ----------------------------------------------------------------------------------------------------

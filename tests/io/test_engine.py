@@ -162,8 +162,8 @@ def body_far(path, values, axes, per_machine):
                 read_once(engine, asked, mode), expected(values, asked, engine.peers.me), rtol=1e-6
             )
     if dist.get_rank() == 0:
-        os.remove(engine.store.arrays["air"].path((0, 0, 0, 0)))
-        with open(engine.store.arrays["air"].path((0, 0, 0, 0)), "wb") as f:
+        os.remove(engine.store.arrays["air"].finder.path((0, 0, 0, 0)))
+        with open(engine.store.arrays["air"].finder.path((0, 0, 0, 0)), "wb") as f:
             f.write(b"rubbish")
     dist.barrier()
     with pytest.raises(CorruptChunkError, match=r"chunk \(0, 0, 0, 0\) of array 'air'"):
@@ -171,7 +171,7 @@ def body_far(path, values, axes, per_machine):
     asked = request(axes, steps=(1,))
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
-            patched.setattr(BoxParcels, "lay_out", without_memory)
+            patched.setattr(BoxParcels, "make_room", without_memory)
         with pytest.raises((MemoryError, PeerError), match=r"^no room$|rank 1 .* failed: MemoryError: no room"):
             engine.read(plan_read(asked, engine.store.arrays, "cooperative"))
     np.testing.assert_array_equal(read_once(engine, asked), expected(values, asked, engine.peers.me, steps=(1,)))
@@ -251,7 +251,7 @@ def body_missing(path, values):
 @pytest.mark.parametrize("form", [("v2", "blosc"), ("v3", "default"), ("v2", "delta")], ids="-".join)
 def test_a_missing_chunk_is_fill(tmp_path, form):
     path, values = write(tmp_path, form, chunk=(1, 3, 13, 10))
-    os.remove(open_store(path).arrays["air"].path((3, 0, 0, 0)))
+    os.remove(open_store(path).arrays["air"].finder.path((3, 0, 0, 0)))
     values["air"][3] = 0.0
     run_on_ranks(2, body_missing, path, values)
 
@@ -308,7 +308,7 @@ def test_volumes_and_series_without_space(tmp_path):
 def body_corrupt(path, values, damage, mode):
     engine = ReadEngine(open_store(path), world_mesh(lat=2, lon=2))
     if dist.get_rank() == 0:
-        target = engine.store.arrays["t2m"].path((3, 0, 0))
+        target = engine.store.arrays["t2m"].finder.path((3, 0, 0))
         if damage == "truncate":
             os.truncate(target, os.path.getsize(target) // 2)
         else:
@@ -336,7 +336,7 @@ def test_a_bad_chunk_is_told_to_every_rank_and_the_next_read_works(tmp_path, dam
 def test_a_bad_chunk_that_one_rank_reads_fails_everywhere(tmp_path, mode):
     path, _ = write(tmp_path, chunk=(1, 3, 4, 3))
     table = open_store(path).arrays["t2m"]
-    with open(table.path((3, 0, 0)), "wb") as f:
+    with open(table.finder.path((3, 0, 0)), "wb") as f:
         f.write(b"nothing")
     run_on_ranks(4, body_one_bad, path, mode)
 
@@ -387,7 +387,7 @@ def body_vanished(path):
     assert plan.shared
     dist.barrier()
     if dist.get_rank() == 0:
-        os.remove(engine.store.arrays["air"].path((3, 0, 0, 0)))
+        os.remove(engine.store.arrays["air"].finder.path((3, 0, 0, 0)))
     dist.barrier()
     with pytest.raises(CorruptChunkError, match=r"chunk \(3, 0, 0, 0\) of array 'air' in .* vanished"):
         engine.read(plan)

@@ -55,9 +55,9 @@ def one(path, n=64, chunk=16, version=3, **how):
 def load(path, index=(0,)):
     """The values of one chunk of `a`, by the reader."""
     table = open_store(path).arrays["a"]
-    out = np.empty(table.chunk_bytes, np.uint8)
-    assert table.load(index, out).stored is not None
-    return table.view(out, index)
+    out = np.empty(table.grid.chunk_bytes, np.uint8)
+    assert table.loader.load(index, out).stored is not None
+    return table.loader.view(out, index)
 
 
 def edit(path, change):
@@ -82,7 +82,7 @@ CHECKED = {
 @pytest.mark.parametrize("kind", CHECKED)
 def test_a_changed_byte_under_a_checksum_is_an_error_or_changes_nothing(tmp_path, kind):
     path = one(tmp_path / "s.zarr", **CHECKED[kind])
-    ref = open_store(path).arrays["a"].locate((1,))
+    ref = open_store(path).arrays["a"].finder.locate((1,))
     whole, refused = Path(ref.path).read_bytes(), 0
     for at in range(ref.length):
         damaged = bytearray(whole)
@@ -199,7 +199,7 @@ def test_chunk_grids_that_lie(tmp_path, lie):
     with pytest.raises(ReadError, match=match):
         table = open_store(path).arrays["a"]
         engine = ReadEngine(open_store(path), threads=1)
-        table.load((0,), engine.scratch(table.bytes_of((0,))))
+        table.loader.load((0,), engine.rank.scratch(table.grid.bytes_of((0,))))
 
 
 # -- bombs -----------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_a_chunk_that_decodes_to_too_much_is_refused_before_memory_is_taken(tmp_
     path = one(tmp_path / "s.zarr", version=2, compressors=codec)
     (tmp_path / "s.zarr" / "a" / "0").write_bytes(bytes(bomb()))
     store = open_store(path)
-    refused(match, lambda: store.arrays["a"].load((0,), np.empty(64, np.uint8)))
+    refused(match, lambda: store.arrays["a"].loader.load((0,), np.empty(64, np.uint8)))
     refused(match, lambda: store.read_small("a"))  # as a coordinate
 
 
@@ -269,7 +269,9 @@ def test_a_chunk_that_is_stored_as_too_much_is_refused_before_memory_is_taken(tm
     path = one(tmp_path / "s.zarr", version=2, **how)
     os.truncate(tmp_path / "s.zarr" / "a" / "0", 1 << 40)  # sparse
     table = open_store(path).arrays["a"]
-    refused("has 1099511627776 stored bytes, for a chunk of 64", lambda: table.load((0,), np.empty(64, np.uint8)))
+    refused(
+        "has 1099511627776 stored bytes, for a chunk of 64", lambda: table.loader.load((0,), np.empty(64, np.uint8))
+    )
 
 
 @pytest.mark.parametrize(
@@ -353,18 +355,18 @@ def test_a_chunk_that_is_replaced_in_mid_epoch(tmp_path, kind, change):
     made[...] = values = np.random.default_rng(0).normal(size=100_000).round(2).astype("f4")
     table = open_store(tmp_path / "s.zarr").arrays["a"]
     rect = (((100, 9000),),)
-    whole, part = np.empty(table.chunk_bytes, np.uint8), table.portion((0,), [rect])
+    whole, part = np.empty(table.grid.chunk_bytes, np.uint8), table.finder.portion((0,), [rect])
     assert (part is not None) == (kind in ("parts", "plain"))
-    table.load((0,), whole, part)
-    np.testing.assert_array_equal(table.view(whole, (0,))[100:9000], values[100:9000])
-    path = Path(table.path((0,)))
+    table.loader.load((0,), whole, part)
+    np.testing.assert_array_equal(table.loader.view(whole, (0,))[100:9000], values[100:9000])
+    path = Path(table.finder.path((0,)))
     scale = {"longer": 1.2345678, "shorter": 0.0, "alike": 1.0}[change]
     made[...] = values[::-1] * np.float32(scale) if change != "shorter" else np.float32(1)
     if kind == "plain" and change != "alike":
         path.write_bytes(path.read_bytes()[: 300_000 if change == "shorter" else None] + bytes(7))
     table.places.files._open.clear()
     with pytest.raises(CorruptChunkError, match=r"chunk \(0,\) of array 'a' in .*(changed since|the file had)"):
-        table.load((0,), whole, part)
+        table.loader.load((0,), whole, part)
 
 
 @pytest.mark.parametrize("suffix", ["zarr", "nc", "h5"])
@@ -402,7 +404,7 @@ def broken(folder):
     ):
         path, _ = write(folder, form)
         os.rename(path, folder / name)
-        chunk = Path(open_store(folder / name).arrays["t2m"].path((1, 0, 0)))
+        chunk = Path(open_store(folder / name).arrays["t2m"].finder.path((1, 0, 0)))
         chunk.write_bytes(damage(chunk.read_bytes()))
         made[name] = str(folder / name)
     return made

@@ -54,7 +54,7 @@ def test_nothing_is_tried_again_for_a_process_that_ends(proxy):
         f"engine = ReadEngine(open_zarr({at(proxy, 'v2-blosc')!r}, {{'retry_config': retry}}))\n"
         "print('open', flush=True)\n"
         "sys.stdin.readline()\n"
-        "engine.ahead.expect('next', lambda: engine.store.arrays['air'].load((0, 0, 0, 0), None))\n"
+        "engine.ahead.expect('next', lambda: engine.store.arrays['air'].loader.load((0, 0, 0, 0), None))\n"
         "sys.stdin.readline()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as process:

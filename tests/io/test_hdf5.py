@@ -94,7 +94,7 @@ def test_filters_that_a_chunk_left_out(tmp_path):
         d.id.write_direct_chunk((2, 0, 0), shuffled[2], 2)  # not deflated
         d.id.write_direct_chunk((3, 0, 0), x[3].tobytes(), 3)
     table = open_hdf5_file(path).arrays["x"]
-    assert [table.locate((i, 0, 0)).mask for i in range(4)] == [0, 1, 2, 3]
+    assert [table.finder.locate((i, 0, 0)).mask for i in range(4)] == [0, 1, 2, 3]
     assert bits(open_hdf5_file(path).read_small("x")) == bits(x)
 
 
@@ -114,9 +114,9 @@ def test_edge_chunks_that_the_filters_were_not_applied_to(tmp_path, form, shape)
     store = open_hdf5_file(path)
     table = store.arrays["x"]
     assert table.decoder is not None
-    edges = [i for i in table.indices() if any((k + 1) * c > n for k, c, n in zip(i, (8, 50), shape, strict=True))]
-    assert [i for i in table.indices() if table.locate(i).mask] == edges
-    assert all(table.locate(i).length == 8 * 50 * 4 for i in edges)
+    edges = [i for i in table.grid.indices() if any((k + 1) * c > n for k, c, n in zip(i, (8, 50), shape, strict=True))]
+    assert [i for i in table.grid.indices() if table.finder.locate(i).mask] == edges
+    assert all(table.finder.locate(i).length == 8 * 50 * 4 for i in edges)
     assert bits(store.read_small("x")) == bits(x)
     with h5py.File(path) as f:
         assert bits(store.read_small("grown")) == bits(f["grown"][...])
@@ -138,8 +138,8 @@ def test_chunks_that_were_never_written_are_the_fill_value(tmp_path):
         h5py.h5d.create(f.id, b"early", h5py.h5t.NATIVE_FLOAT, h5py.h5s.create_simple((6, 8)), dcpl)
     store = open_hdf5_file(path)
     late = store.arrays["late"]
-    assert [i for i in late.indices() if late.locate(i)] == [(1, 0)]
-    assert store.arrays["never"].locate((0, 0)) is None
+    assert [i for i in late.grid.indices() if late.finder.locate(i)] == [(1, 0)]
+    assert store.arrays["never"].finder.locate((0, 0)) is None
     with h5py.File(path) as f:
         for name in f:
             np.testing.assert_array_equal(store.read_small(name), f[name][...])

@@ -64,7 +64,7 @@ def samples(tmp_path_factory):
     for name, how in HOW.items():
         path = folder / f"{name}.h5"
         write(path, smooth((1, 40, 50)), **how)
-        ref = open_hdf5_file(path).arrays["x"].locate((0, 0, 0))
+        ref = open_hdf5_file(path).arrays["x"].finder.locate((0, 0, 0))
         made[name] = path.read_bytes(), ref, folder / f"{name}-damaged.h5"
     return made
 
@@ -147,7 +147,7 @@ def test_lengths_that_lie_are_refused_before_anything_is_read(tmp_path, how, cla
     path = tmp_path / "x.h5"
     with h5py.File(path, "w", libver="earliest") as f:
         f.create_dataset("x", data=smooth((4, 200)), chunks=(1, 200), **how)
-    length = open_hdf5_file(path, cache="").arrays["x"].locate((1, 0)).length
+    length = open_hdf5_file(path, cache="").arrays["x"].finder.locate((1, 0)).length
     entry = struct.pack("<IIQQQ", length, 0, 1, 0, 0)  # of the index: length, mask, corner
     raw = path.read_bytes()
     assert raw.count(entry) == 1
@@ -161,13 +161,13 @@ def test_a_file_that_ends_too_early(tmp_path):
     write(path, **SHUFFLED)
     raw = path.read_bytes()
     store = open_hdf5_file(path)
-    store.arrays["x"].locate((0, 0, 0))
+    store.arrays["x"].finder.locate((0, 0, 0))
     (tmp_path / "cut.h5").write_bytes(raw[:-200])
     with pytest.raises(TruncatedError, match=r"cut\.h5' cannot be opened as HDF5.*truncated"):
         open_hdf5_file(tmp_path / "cut.h5")
     os.truncate(path, len(raw) - 200)
     with pytest.raises(TruncatedError, match=rf"the file had {len(raw)} bytes when it was opened and has"):
-        store.arrays["x"].locate((0, 0, 0))
+        store.arrays["x"].finder.locate((0, 0, 0))
     (tmp_path / "no.h5").write_bytes(b"no HDF5")
     assert not claims(tmp_path / "no.h5")
     with pytest.raises(UnsupportedStoreError, match="cannot be opened as HDF5"):
@@ -293,7 +293,7 @@ def test_a_virtual_dataset_is_a_table_over_its_sources(tmp_path, more, fast):
     assert (table.decoder is not None) == fast
     np.testing.assert_array_equal(store.read_small("x"), x)
     if fast:
-        assert {os.path.basename(table.path(i)) for i in table.indices()} == {"0.h5", "1.h5", "2.h5"}
+        assert {os.path.basename(table.finder.path(i)) for i in table.grid.indices()} == {"0.h5", "1.h5", "2.h5"}
 
 
 def test_virtual_datasets_of_single_steps_and_with_gaps(tmp_path):

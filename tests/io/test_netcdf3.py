@@ -85,10 +85,10 @@ def test_values_are_those_of_the_library(stored):
 
 def test_each_record_is_a_chunk(stored):
     table = open_netcdf3(stored).arrays["temperature"]
-    assert table.chunks == (1, 3, 13, 16) and table.grid == (10, 1, 1, 1)
-    offsets = [table.locate((i, 0, 0, 0)).offset for i in range(3)]
+    assert table.chunks == (1, 3, 13, 16) and table.grid.counts == (10, 1, 1, 1)
+    offsets = [table.finder.locate((i, 0, 0, 0)).offset for i in range(3)]
     record = np.diff(offsets)
-    assert record[0] == record[1] > table.bytes_of((0, 0, 0, 0)) == table.locate((0, 0, 0, 0)).length
+    assert record[0] == record[1] > table.grid.bytes_of((0, 0, 0, 0)) == table.finder.locate((0, 0, 0, 0)).length
 
 
 @pytest.mark.parametrize("form", [("NETCDF3_CLASSIC", ()), ("NETCDF3_64BIT_DATA", ("time",))], ids=str)

@@ -22,9 +22,9 @@ FORMS = [("v2", "blosc"), ("v2", "blosc-zstd-bits"), ("v2", "none"), ("v2", "for
 @pytest.mark.parametrize("form", FORMS[:3], ids="-".join)
 def test_a_flow_reads_what_loading_gives(tmp_path, form, sizes):
     table = open_store(write(tmp_path, form, ROWS, CHUNK)[0]).arrays["air"]
-    want, got = np.empty((2, table.chunk_bytes), np.uint8)
-    table.load((1, 0, 0, 0), want)
-    flow, at, turn = table.flow((1, 0, 0, 0)), 0, 0
+    want, got = np.empty((2, table.grid.chunk_bytes), np.uint8)
+    table.loader.load((1, 0, 0, 0), want)
+    flow, at, turn = table.decoding.stream((1, 0, 0, 0)), 0, 0
     while at < got.size:
         size = sizes[turn % len(sizes)] if turn < 40 else 1 << 20
         flow(got[at : at + size])
@@ -58,7 +58,7 @@ def test_pieces_make_up_their_chunks_and_lanes_take_turns(tmp_path):
     pieces = sections_in_slot_order(plan, list(enumerate(plan.shared)), [1, 2])
     for number, job in enumerate(plan.shared):
         table, mine = store.arrays[job.array], [piece for piece in pieces if piece.number == number]
-        assert sum(piece.size(table) for piece in mine) == table.chunk_bytes
+        assert sum(piece.size(table) for piece in mine) == table.grid.chunk_bytes
         assert all(piece.size(table) <= SECTION_BYTES for piece in mine)
         assert [piece.is_last for piece in mine] == [False] * (len(mine) - 1) + [True]
         assert len(mine) == (2 if job.array == "air" else 1)

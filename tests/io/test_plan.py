@@ -114,7 +114,7 @@ def test_a_missing_chunk_is_nobodys_job(tmp_path):
 
     path, _ = write(tmp_path, chunk=(1, 3, 13, 10))
     tables = open_store(path).arrays
-    os.remove(tables["air"].path((3, 0, 0, 0)))
+    os.remove(tables["air"].finder.path((3, 0, 0, 0)))
     plan = plan_read(request({"lat": 2}), tables, "cooperative")
     missing = [job for job in plan.shared if job.owner == NO_OWNER]
     assert [(job.array, job.chunk) for job in missing] == [("air", (3, 0, 0, 0))]

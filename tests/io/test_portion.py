@@ -14,8 +14,9 @@ from toy_store import held, layout, request
 from toy_store import write as write_toy
 
 from jigsaw.errors import CorruptChunkError
-from jigsaw.io.chunks import array_table as tables
+from jigsaw.io.chunks import chunk_finder
 from jigsaw.io.chunks.blosc import blosc_frame_of, check_blosc_header
+from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.codecs import BadChunkError
 from jigsaw.io.chunks.portion import join_spans, needed_byte_spans, needed_share
 from jigsaw.io.formats.store import open_store
@@ -66,6 +67,14 @@ def test_joined_keeps_what_is_apart():
     spans = np.array([[10, 12], [0, 4], [3, 9], [20, 21]])
     assert join_spans(spans, 0).tolist() == [[0, 9], [10, 12], [20, 21]]
     assert join_spans(spans, 1).tolist() == [[0, 12], [20, 21]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1), st.integers(0, 5))
+def test_intervals_and_arrays_of_them_are_joined_alike(parts, gap):
+    spans = [(start, start + length) for start, length in parts]
+    merged = merge_ranges(spans, gap)
+    assert join_spans(np.array(spans), gap).tolist() == [list(each) for each in merged]
+    assert all(a[1] + gap < b[0] for a, b in itertools.pairwise(merged))
 
 
 # -- Blosc frames ----------------------------------------------------------------------------------------------------
@@ -142,7 +151,7 @@ def test_the_share_that_a_rank_takes_of_a_chunk_is_that_of_its_box(tmp_path, axe
             for member in range(plan.ranks):
                 for chunk in geometry.chunks(member):
                     box = geometry.box(chunk, member)
-                    of_box = needed_share([box.rect], plan.tables[name].shape_of(chunk))
+                    of_box = needed_share([box.rect], plan.tables[name].grid.shape_of(chunk))
                     assert geometry.share(chunk, member) == pytest.approx(of_box)
 
 
@@ -207,7 +216,7 @@ def test_bands_read_their_own_blocks(tmp_path, kind):
     if kind == "plain":
         assert plan.total.stored_bytes == plan.total.useful_bytes == 2 * 3 * 200 * 150 * 4
     else:
-        whole = sum(arrays["air"].stored_bytes((t, 0, 0, 0)) for t in range(2))
+        whole = sum(arrays["air"].finder.stored_bytes((t, 0, 0, 0)) for t in range(2))
         assert plan.total.stored_bytes < 1.3 * whole
 
 
@@ -216,16 +225,16 @@ def test_lookups_are_the_indices_and_tables_that_are_read(tmp_path, kind, shards
     path, _ = write(tmp_path, kind)
     arrays = open_store(path).arrays
     plan = plan_read(asked({"lat": 4}), arrays)
-    blocks = -(-arrays["air"].chunk_bytes // (1 << 13))
+    blocks = -(-arrays["air"].grid.chunk_bytes // (1 << 13))
     # an index has (offset, length) of two chunks and its checksum; a table comes after its header of 16 bytes
     expected = shards + 2 * frames, shards * (2 * 16 + 4) + frames * (16 + 4 * blocks)
-    assert plan.lookups == arrays["air"].looked_up == expected
+    assert plan.lookups == arrays["air"].finder.looked_up == expected
 
 
 def test_a_damaged_table_of_blocks_is_named(tmp_path):
     path, _ = write(tmp_path, "blosc")
     arrays = open_store(path).arrays
-    ref = arrays["air"].locate((0, 0, 0, 0))
+    ref = arrays["air"].finder.locate((0, 0, 0, 0))
     with open(ref.path, "r+b") as f:
         f.seek(20)
         f.write(b"\xff\xff\xff\x7f")
@@ -235,6 +244,6 @@ def test_a_damaged_table_of_blocks_is_named(tmp_path):
 
 def test_small_chunks_are_read_whole(tmp_path, monkeypatch):
     path, _ = write(tmp_path, "blosc")
-    monkeypatch.setattr(tables, "SMALLEST_DIVIDED_CHUNK", 1 << 30)
+    monkeypatch.setattr(chunk_finder, "SMALLEST_DIVIDED_CHUNK", 1 << 30)
     plan = plan_read(asked({"lat": 4}), open_store(path).arrays, "independent")
     assert plan.total.decoded_bytes == 4 * 2 * 3 * 200 * 150 * 4

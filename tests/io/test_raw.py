@@ -70,9 +70,9 @@ def test_rows_of_more_than_a_slab_are_cut_too(tmp_path):
     with open(tmp_path / "x.bin", "wb") as file:
         file.truncate(2 * 5000 * 4000)
     table = open_raw(tmp_path / "x.bin", (2, 5000, 4000), "u1", ("z", "y", "x")).arrays["data"]
-    assert table.chunks == (1, 4194, 4000) and table.grid == (2, 2, 1)
-    assert table.locate((1, 1, 0)).offset == 5000 * 4000 + 4194 * 4000
-    assert table.locate((1, 1, 0)).length == 806 * 4000
+    assert table.chunks == (1, 4194, 4000) and table.grid.counts == (2, 2, 1)
+    assert table.finder.locate((1, 1, 0)).offset == 5000 * 4000 + 4194 * 4000
+    assert table.finder.locate((1, 1, 0)).length == 806 * 4000
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ def test_chunks_of_many_lengths(tmp_path, codecs):
     edges = [[2, 2, 2], [3, 3, 4, 3], [4, 6]]
     values = write(tmp_path / "g.zarr", shapes, edges=edges, codecs=codecs)
     table = open_store(str(tmp_path / "g.zarr")).arrays["air"]
-    assert table.decoder is not None and table.grid == (3, 4, 2) and table.chunks == (2, 4, 6)
-    assert [a.edges() for a in table.along] == [[0, 2, 4, 5], [0, 3, 6, 10, 13], [0, 4, 10]]
+    assert table.decoder is not None and table.grid.counts == (3, 4, 2) and table.chunks == (2, 4, 6)
+    assert [a.edges() for a in table.grid.along] == [[0, 2, 4, 5], [0, 3, 6, 10, 13], [0, 4, 10]]
     read_on_two(str(tmp_path / "g.zarr"), values)
 
 

@@ -79,12 +79,12 @@ def at(proxy, name):
 def read_all(table):
     """An array through its chunk table."""
     got = np.empty(table.shape, np.dtype(table.dtype).newbyteorder("="))
-    for index in table.indices():
-        room = np.empty(table.chunk_bytes, np.uint8)
-        if table.load(index, room).stored is None:
-            table.fill(room, index)
-        box = tuple(slice(*rows) for rows in table.box_of(index))
-        got[box] = table.view(room, index)[tuple(slice(s.stop - s.start) for s in box)]
+    for index in table.grid.indices():
+        room = np.empty(table.grid.chunk_bytes, np.uint8)
+        if table.loader.load(index, room).stored is None:
+            table.loader.fill(room, index)
+        box = tuple(slice(*rows) for rows in table.grid.box_of(index))
+        got[box] = table.loader.view(room, index)[tuple(slice(s.stop - s.start) for s in box)]
     return got
 
 
@@ -173,17 +173,17 @@ def test_less_than_a_chunk(stores, proxy, array):
     table = open_zarr(at(proxy, "big")).arrays[array]
     rect = tuple(((a, b),) for a, b in ((0, 1), (2, 3), (100, 300), (0, 384)))
     proxy.clear()
-    part = table.portion((1, 0, 0, 0), [rect])
+    part = table.finder.portion((1, 0, 0, 0), [rect])
     assert proxy.count == (1 if array == "blosc" else 0)
-    table.portion((1, 0, 0, 0), [rect])
+    table.finder.portion((1, 0, 0, 0), [rect])
     assert proxy.count == (1 if array == "blosc" else 0)  # the table of blocks is kept
     proxy.clear()
-    room = np.zeros(table.chunk_bytes, np.uint8)
-    loaded = table.load((1, 0, 0, 0), room, part)
-    np.testing.assert_array_equal(table.view(room, (1, 0, 0, 0))[0, 2, 100:300], stores[1]["big"][1, 2, 100:300])
+    room = np.zeros(table.grid.chunk_bytes, np.uint8)
+    loaded = table.loader.load((1, 0, 0, 0), room, part)
+    np.testing.assert_array_equal(table.loader.view(room, (1, 0, 0, 0))[0, 2, 100:300], stores[1]["big"][1, 2, 100:300])
     assert proxy.count == loaded.requests == len(part.ranges)
-    assert proxy.body_bytes == loaded.stored == part.stored < 0.25 * table.chunk_bytes
-    assert table.portion((1, 0, 0, 0), [tuple(((0, n),) for n in table.chunks)]) is None
+    assert proxy.body_bytes == loaded.stored == part.stored < 0.25 * table.grid.chunk_bytes
+    assert table.finder.portion((1, 0, 0, 0), [tuple(((0, n),) for n in table.chunks)]) is None
 
 
 def test_many_requests_are_under_way(stores, proxy):
@@ -200,7 +200,7 @@ def test_many_requests_are_under_way(stores, proxy):
 def test_one_budget_for_what_is_fetched_and_what_is_decoded(stores, proxy, chunks):
     """A chunk is being decoded, and what else the budget has room for is fetched: one at least."""
     store = open_zarr(at(proxy, "v2-blosc"))
-    size = store.arrays["air"].chunk_bytes
+    size = store.arrays["air"].grid.chunk_bytes
     engine = ReadEngine(store, None, threads=1, budget=chunks * size)
     proxy.hold = max(chunks - 1, 1)  # nobody gets an answer before so many have asked
     proxy.clear()
@@ -229,14 +229,14 @@ def test_a_missing_object_is_a_missing_chunk(tmp_path, tmp_path_factory):
             assert engine.read(plan).ravel().tolist() == [9] * table.shape[1]
             assert (engine.stats,) == plan.rows
             engine.close()
-            room = np.full(table.chunk_bytes, 7, np.uint8)
-            assert table.portion((0, 0), [(((0, 1),), ((3, 4),))]) is None
-            assert table.load((0, 0), room).stored is None
+            room = np.full(table.grid.chunk_bytes, 7, np.uint8)
+            assert table.finder.portion((0, 0), [(((0, 1),), ((3, 4),))]) is None
+            assert table.loader.load((0, 0), room).stored is None
             assert (room == 7).all()
             assert store.read_small(name)[:, 0].tolist() == [9, 4]
             proxy.always, proxy.spoils = "403", f"{name}/c/0"
             with pytest.raises(FetchError, match=r"m.zarr/\w+/c/0/0 cannot be read: the server answered 403"):
-                table.load((0, 0), room)
+                table.loader.load((0, 0), room)
 
 
 def one_step(array, size):
@@ -324,12 +324,12 @@ def test_an_object_that_changes_is_refused(tmp_path, tmp_path_factory):
     zarr.consolidate_metadata(path)
     with nginx(tmp_path, tmp_path_factory.mktemp("nginx")) as address:
         table = open_zarr(f"http://{address}/sharded-default.zarr").arrays["air"]
-        room = np.empty(table.chunk_bytes, np.uint8)
-        table.load((0, 0, 0, 0), room)
+        room = np.empty(table.grid.chunk_bytes, np.uint8)
+        table.loader.load((0, 0, 0, 0), room)
         shard = tmp_path / "sharded-default.zarr/air/c/0/0/0/0"
         shard.write_bytes(bytes(100) + shard.read_bytes())
         with pytest.raises(jigsaw.errors.CorruptChunkError, match="changed since it was first read"):
-            table.load((1, 0, 0, 0), room)
+            table.loader.load((1, 0, 0, 0), room)
 
 
 # -- servers that fail -----------------------------------------------------------------------------------------------
@@ -344,12 +344,12 @@ FAULTS = ("500", "503", "429", "reset", "truncate", "stall")
 )
 def test_what_passes_is_tried_again(stores, proxy, name, fault):
     table = open_zarr(at(proxy, name), QUICK).arrays["air"]
-    table.locate((0, 0, 0, 0))
+    table.finder.locate((0, 0, 0, 0))
     proxy.clear()
     proxy.faults = [fault, fault]
-    room = np.empty(table.chunk_bytes, np.uint8)
-    table.load((0, 0, 0, 0), room)
-    np.testing.assert_array_equal(table.view(room, (0, 0, 0, 0)), stores[1][name]["air"][:1, :, :5, :4])
+    room = np.empty(table.grid.chunk_bytes, np.uint8)
+    table.loader.load((0, 0, 0, 0), room)
+    np.testing.assert_array_equal(table.loader.view(room, (0, 0, 0, 0)), stores[1][name]["air"][:1, :, :5, :4])
     assert proxy.count == 3
 
 
@@ -382,7 +382,7 @@ def test_what_does_not_pass_names_the_object_and_the_answer(stores, proxy, fault
         f"chunk (1, 0, 0, 0) of array 'air' in v2-blosc.zarr/air/1.0.0.0 cannot be read: http://{proxy.address}"
     )
     with pytest.raises(FetchError, match=f"{place}/v2-blosc.zarr/air/1.0.0.0 cannot be read: {answer}") as caught:
-        table.load((1, 0, 0, 0), np.empty(table.chunk_bytes, np.uint8))
+        table.loader.load((1, 0, 0, 0), np.empty(table.grid.chunk_bytes, np.uint8))
     assert "secret" not in str(caught.value)
     assert proxy.count == (5 if "given up" in answer else 1)
     assert proxy.requests[0][1].endswith("?token=secret")
@@ -392,10 +392,12 @@ def test_a_server_without_ranges_is_refused(proxy):
     table = open_zarr(at(proxy, "sharded-default"), QUICK).arrays["air"]
     proxy.always = "ignore"
     with pytest.raises(FetchError, match=r"air/c/0/0/0/0 cannot be read in part: the server ignores ranges"):
-        table.locate((0, 0, 0, 0))
+        table.finder.locate((0, 0, 0, 0))
     table = open_zarr(at(proxy, "big"), QUICK).arrays["plain"]
     with pytest.raises(FetchError, match=r"chunk .* the server ignores ranges"):
-        table.load((0, 0, 0, 0), np.empty(table.chunk_bytes, np.uint8), table.portion((0, 0, 0, 0), [PART]))
+        table.loader.load(
+            (0, 0, 0, 0), np.empty(table.grid.chunk_bytes, np.uint8), table.finder.portion((0, 0, 0, 0), [PART])
+        )
 
 
 PART = tuple(((a, b),) for a, b in ((0, 1), (2, 3), (100, 300), (0, 384)))

@@ -57,9 +57,11 @@ def test_a_shard_costs_its_index_and_what_is_needed(bucket):
     proxy, options, values = bucket
     table = open_zarr("s3://tests/d/sharded-default.zarr", options).arrays["air"]
     proxy.clear()
-    room = np.empty(table.chunk_bytes, np.uint8)
-    loaded = table.load((1, 0, 1, 1), room)
-    np.testing.assert_array_equal(table.view(room, (1, 0, 1, 1)), values["sharded-default"]["air"][1:2, :, 5:10, 4:8])
+    room = np.empty(table.grid.chunk_bytes, np.uint8)
+    loaded = table.loader.load((1, 0, 1, 1), room)
+    np.testing.assert_array_equal(
+        table.loader.view(room, (1, 0, 1, 1)), values["sharded-default"]["air"][1:2, :, 5:10, 4:8]
+    )
     assert [(method, part.partition("=")[2][0] == "-") for method, _, part in proxy.requests] == [
         ("GET", True),
         ("GET", False),

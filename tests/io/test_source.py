@@ -120,8 +120,8 @@ def test_without_chunks_only_the_needed_rows_are_asked_for():
     ds = jigsaw.io.open(store, mesh={"lat": 4}, fields=["a"], spec={"lat": "lat"}, mode="independent")
     assert [row.decoded_bytes for row in ds.plan(0).rows] == [128 * 1024 * 4] * 4
     table = store.arrays["a"]
-    part = table.portion((1, 0, 0), [(((0, 1),), ((100, 228),), ((0, 1024),))])
-    table.load((1, 0, 0), np.empty(table.bytes_of((1, 0, 0)), "u1"), part)
+    part = table.finder.portion((1, 0, 0), [(((0, 1),), ((100, 228),), ((0, 1024),))])
+    table.loader.load((1, 0, 0), np.empty(table.grid.bytes_of((1, 0, 0)), "u1"), part)
     assert asked == [((1, 2), (100, 228), (0, 1024))]
 
 

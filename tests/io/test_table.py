@@ -27,13 +27,13 @@ def stored(request, tmp_path):
 def whole(table):
     """An array through its chunk table."""
     full = np.empty(
-        [g * c for g, c in zip(table.grid, table.chunks, strict=True)], np.dtype(table.dtype).newbyteorder("=")
+        [g * c for g, c in zip(table.grid.counts, table.chunks, strict=True)], np.dtype(table.dtype).newbyteorder("=")
     )
-    for index in table.indices():
-        room = np.empty(table.chunk_bytes, np.uint8)
-        loaded = table.load(index, room)
-        assert loaded.stored == table.stored_bytes(index) > 0
-        full[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, table.chunks, strict=True))] = table.view(
+    for index in table.grid.indices():
+        room = np.empty(table.grid.chunk_bytes, np.uint8)
+        loaded = table.loader.load(index, room)
+        assert loaded.stored == table.finder.stored_bytes(index) > 0
+        full[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, table.chunks, strict=True))] = table.loader.view(
             room, index
         )
     return full[tuple(slice(n) for n in table.shape)]
@@ -54,7 +54,7 @@ def test_a_chunk_of_a_shard_is_its_inner_chunk_by_range(tmp_path):
     path, _ = write(tmp_path, ("sharded", "default"))
     table = open_store(path).arrays["air"]
     assert table.chunks == (1, 3, 5, 4)
-    ref = table.locate((1, 0, 1, 1))
+    ref = table.finder.locate((1, 0, 1, 1))
     assert ref.path.endswith("air/c/0/0/0/0")
     assert 0 < ref.length < os.path.getsize(ref.path)
 
@@ -73,11 +73,11 @@ def test_a_missing_chunk_is_none(tmp_path):
     for form in (("v2", "zstd"), ("v3", "default"), ("sharded", "default"), ("v2", "delta")):
         path, _ = write(tmp_path, form)
         table = open_store(path).arrays["t2m"]
-        os.remove(table.locate((2, 1, 0)).path)
+        os.remove(table.finder.locate((2, 1, 0)).path)
         table = open_store(path).arrays["t2m"]
-        room = np.full(table.chunk_bytes, 7, np.uint8)
-        assert table.locate((2, 1, 0)) is None
-        assert table.load((2, 1, 0), room).stored is None
+        room = np.full(table.grid.chunk_bytes, 7, np.uint8)
+        assert table.finder.locate((2, 1, 0)) is None
+        assert table.loader.load((2, 1, 0), room).stored is None
         assert (room == 7).all()
 
 
@@ -86,7 +86,7 @@ def test_a_missing_inner_chunk_is_none(tmp_path):
     made = group.create_array("a", shape=(8,), chunks=(2,), shards=(4,), dtype="f4", fill_value=9)
     made[2:4] = 1
     table = open_store(tmp_path / "s.zarr").arrays["a"]
-    assert [table.locate((i,)) is None for i in range(4)] == [True, False, True, True]
+    assert [table.finder.locate((i,)) is None for i in range(4)] == [True, False, True, True]
     assert table.fill_value == 9
 
 
@@ -123,8 +123,8 @@ def test_a_row_of_chunks_is_loaded_as_each_by_itself(tmp_path, places):
     for first in range(10):
         for count in range(1, 11 - first):
             room = np.zeros((count, 2), "f4")
-            sizes = table.load_row((1, first), count, room.reshape(-1).view("u1"))
-            each = [table.locate((1, first + n)) for n in range(count)]
+            sizes = table.decoding.load_strip((1, first), count, room.reshape(-1).view("u1"))
+            each = [table.finder.locate((1, first + n)) for n in range(count)]
             assert sizes == [ref and ref.length for ref in each]
             there = np.repeat([size is not None for size in sizes], 2)
             stored = values[2 * first : 2 * (first + count)]
@@ -133,13 +133,13 @@ def test_a_row_of_chunks_is_loaded_as_each_by_itself(tmp_path, places):
 
 
 def test_a_damaged_chunk_of_a_row_is_named(tmp_path):
-    ref = row_of_shards(tmp_path)[0].locate((1, 4))
+    ref = row_of_shards(tmp_path)[0].finder.locate((1, 4))
     with open(ref.path, "r+b") as f:
         f.seek(ref.offset)
         f.write(b"\0" * 4)
     table = open_store(tmp_path / "s.zarr").arrays["a"]
     with pytest.raises(CorruptChunkError, match=r"chunk \(1, 4\) of array 'a'"):
-        table.load_row((1, 2), 4, np.zeros(32, "u1"))
+        table.decoding.load_strip((1, 2), 4, np.zeros(32, "u1"))
 
 
 @pytest.mark.parametrize(
@@ -150,20 +150,20 @@ def test_a_damaged_chunk_of_a_row_is_named(tmp_path):
 def test_a_truncated_chunk_is_named(tmp_path, form):
     path, _ = write(tmp_path, form)
     table = open_store(path).arrays["air"]
-    ref = table.locate((1, 0, 2, 1))
+    ref = table.finder.locate((1, 0, 2, 1))
     os.truncate(ref.path, ref.length - 7)
     kind = CorruptChunkError if form[1] in ("crc", "delta", "zstd") else TruncatedError
     with pytest.raises(kind, match=rf"chunk \(1, 0, 2, 1\) of array 'air' in {ref.path}"):
-        table.load((1, 0, 2, 1), np.empty(table.chunk_bytes, np.uint8))
+        table.loader.load((1, 0, 2, 1), np.empty(table.grid.chunk_bytes, np.uint8))
 
 
 def test_a_truncated_shard_is_named(tmp_path):
     path, _ = write(tmp_path, ("sharded", "default"))
     table = open_store(path).arrays["air"]
-    ref = table.locate((1, 0, 2, 1))
+    ref = table.finder.locate((1, 0, 2, 1))
     os.truncate(ref.path, 100)
     with pytest.raises(CorruptChunkError, match=f"shard {ref.path} cannot be read"):
-        open_store(path).arrays["air"].locate((1, 0, 2, 1))
+        open_store(path).arrays["air"].finder.locate((1, 0, 2, 1))
 
 
 @pytest.mark.parametrize("form", [("v2", "blosc"), ("v2", "zstd"), ("v2", "lz4")], ids="-".join)
@@ -171,18 +171,18 @@ def test_a_header_that_claims_another_size_is_refused(tmp_path, form):
     path, _ = write(tmp_path, form)
     table = open_store(path).arrays["air"]
     other = open_store(path).arrays["t2m"]
-    shutil.copy(other.locate((0, 0, 0)).path, table.path((0, 0, 0, 0)))
+    shutil.copy(other.finder.locate((0, 0, 0)).path, table.finder.path((0, 0, 0, 0)))
     with pytest.raises(CorruptChunkError, match="claims 80 decoded bytes and the chunk has 240"):
-        table.load((0, 0, 0, 0), np.empty(table.chunk_bytes, np.uint8))
+        table.loader.load((0, 0, 0, 0), np.empty(table.grid.chunk_bytes, np.uint8))
 
 
 def test_a_deflate_bomb_is_not_inflated(tmp_path):
     path, _ = write(tmp_path, ("v2", "zlib"))
     table = open_store(path).arrays["air"]
-    with open(table.path((0, 0, 0, 0)), "wb") as f:
+    with open(table.finder.path((0, 0, 0, 0)), "wb") as f:
         f.write(zlib.compress(bytes(1 << 24)))
     with pytest.raises(CorruptChunkError, match="more than the chunk's 240 bytes"):
-        table.load((0, 0, 0, 0), np.empty(table.chunk_bytes, np.uint8))
+        table.loader.load((0, 0, 0, 0), np.empty(table.grid.chunk_bytes, np.uint8))
 
 
 def test_a_shard_index_that_claims_too_much_allocates_nothing(tmp_path):
@@ -190,7 +190,7 @@ def test_a_shard_index_that_claims_too_much_allocates_nothing(tmp_path):
     made = group.create_array("a", shape=(4,), chunks=(2,), shards=(4,), dtype="f4", compressors=None)
     made[...] = 1
     table = open_store(tmp_path / "s.zarr").arrays["a"]
-    path = table.path((0,))
+    path = table.finder.path((0,))
     with open(path, "rb") as f:
         raw = f.read()
 
@@ -199,18 +199,18 @@ def test_a_shard_index_that_claims_too_much_allocates_nothing(tmp_path):
         f.write(raw[:16] + index + crc32c(index).to_bytes(4, "little"))
     table = open_store(tmp_path / "s.zarr").arrays["a"]
     with pytest.raises(TruncatedError, match=r"chunk \(0,\) of array 'a'"):
-        table.load((0,), np.empty(table.chunk_bytes, np.uint8))
+        table.loader.load((0,), np.empty(table.grid.chunk_bytes, np.uint8))
 
 
 def test_a_changed_byte_fails_its_checksum(tmp_path):
     path, _ = write(tmp_path, ("v3", "gzip-crc"))
     table = open_store(path).arrays["air"]
-    ref = table.locate((0, 0, 0, 0))
+    ref = table.finder.locate((0, 0, 0, 0))
     with open(ref.path, "r+b") as f:
         f.seek(20)
         f.write(b"\xff\x00")
     with pytest.raises(CorruptChunkError, match="CRC-32C"):
-        table.load((0, 0, 0, 0), np.empty(table.chunk_bytes, np.uint8))
+        table.loader.load((0, 0, 0, 0), np.empty(table.grid.chunk_bytes, np.uint8))
 
 
 def test_masks_are_those_of_xarray(tmp_path):
@@ -243,10 +243,10 @@ def test_a_missing_chunk_of_the_other_sign(tmp_path, dtype, said, fill, want):
     attrs = {"_Unsigned": said, "_FillValue": fill}
     group.create_array("a", shape=(3,), chunks=(3,), dtype=dtype, fill_value=fill, attributes=attrs)
     table = open_store(group).arrays["a"]
-    room = np.zeros(table.chunk_bytes, np.uint8)
-    table.fill(room, (0,))
+    room = np.zeros(table.grid.chunk_bytes, np.uint8)
+    table.loader.fill(room, (0,))
     assert (table.fill_value, table.masks) == (want, (want,))
-    assert table.view(room, (0,)).tolist() == [want] * 3
+    assert table.loader.view(room, (0,)).tolist() == [want] * 3
 
 
 def test_a_mask_is_one_whole_number(tmp_path):
@@ -344,4 +344,4 @@ def test_a_damaged_member_of_a_zip_is_named(tmp_path, shards):
     path.write_bytes(raw)
     table = open_store(zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")).arrays["a"]
     with pytest.raises(CorruptChunkError, match="Bad CRC-32"):
-        table.load((0, 0), np.empty(table.chunk_bytes, np.uint8))
+        table.loader.load((0, 0), np.empty(table.grid.chunk_bytes, np.uint8))

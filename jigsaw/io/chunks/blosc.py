@@ -48,7 +48,7 @@ class BloscFrame:
         return self.part(blosc_blocks_of_spans(spans, self.block), gap)
 
     def part(self, runs: ByteSpans, gap: int) -> ChunkPortion:
-        """The same of the blocks of these runs, [first, stop)."""
+        """The portion of these runs of blocks, [first, stop)."""
         stored = join_spans(self._stored(runs), gap).tolist()
         valid = np.minimum(runs * self.block, self.size).tolist()
         ranges, spans = tuple((a, b - a) for a, b in stored), tuple((a, b) for a, b in valid)

@@ -19,16 +19,16 @@ _SMALLEST_BLOCK = 1 << 14
 
 
 class BloscBlockTables:
-    """Those of the chunks of one array, each read once; the last 1024 are kept."""
+    """The tables of one array's chunks, each read once; the last 1024 are kept."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[ChunkIndex, tuple[blosc.BloscFrame | None, LookupCounts]] = OrderedDict()
         self._lock, self._tally = threading.Lock(), LookupTally()
 
     @property
-    def made(self) -> LookupCounts:
+    def counted(self) -> LookupCounts:
         """The reads so far."""
-        return self._tally.made
+        return self._tally.counted
 
     def took(self, index: ChunkIndex) -> LookupCounts:
         """What reading the table of a chunk took, while it is kept."""

@@ -1,4 +1,7 @@
-"""Byte ranges of an object, and the requests that cover them."""
+"""Intervals (start, stop) of bytes or rows, as few of them as cover some: the requests that fetch some bytes, say.
+
+`jigsaw.io.chunks.portion.join_spans` does the same with arrays of them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ ByteRange = tuple[int, int]
 """(start, stop) of an object's bytes."""
 
 
-def merge_ranges(parts: Iterable[ByteRange], gap: int) -> list[ByteRange]:
-    """The requests that cover these parts: those at most `gap` bytes apart as one, in rising order."""
+def merge_ranges(parts: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
+    """Those that overlap, touch or lie at most `gap` apart as one, in rising order."""
     made: list[ByteRange] = []
     for start, stop in sorted(parts):
         if made and start <= made[-1][1] + gap:

@@ -40,11 +40,12 @@ class ChunkPlaces(Protocol):
 class StripPlaces(Protocol):
     """Places that know those of chunks that follow each other along the last dim in one go."""
 
-    def locate_row(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]: ...
+    def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]: ...
 
 
 class ChunkDecoder(Protocol):
-    """From the stored bytes of a chunk to its values; `jigsaw.io.chunks.codecs.Decoder` is Zarr's.
+    """From the stored bytes of a chunk to its values: `CodecDecoder` of Zarr's codecs and of bytes as they are, or
+    `FilterPipeline` of HDF5's.
 
     `is_plain`: the stored bytes are the values.  `splits`: a part can be decoded alone (plain bytes and Blosc frames).
     """

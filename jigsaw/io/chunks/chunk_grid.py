@@ -1,9 +1,15 @@
-"""How one dim of an array is cut into chunks: all alike, or each of its own length.  Integers only."""
+"""How an array is cut into chunks, along each dim all alike or each of its own length.  Integers only."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from jigsaw.layout import Box
 
 ChunkIndex = tuple[int, ...]
 """Which chunk along each dim."""
@@ -62,3 +68,64 @@ class DimChunks:
     def edges(self) -> list[int]:
         """Where chunks begin, and the end."""
         return [self.start(i) for i in range(self.count)] + [self.size]
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkGrid:
+    """Where the chunks of an array lie in it, and how many bytes they decode to.
+
+    `chunks` is the shape of a chunk, the largest where `lengths` gives those along a dim one by one; `clipped` says
+    that the last chunk along a dim holds no padding.  Of 10 x 6 values of 4 bytes in chunks of 4 x 4, chunk (2, 1) has
+    the box ((8, 10), (4, 6)) and is stored as 4 x 4 values in 64 bytes, or clipped, as 2 x 2 in 16.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    chunks: tuple[int, ...]
+    lengths: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]], repr=False)
+    clipped: bool = False
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @cached_property
+    def along(self) -> tuple[DimChunks, ...]:
+        """The chunks along each dim."""
+        return tuple(
+            DimChunks(n, c, self.lengths.get(d), self.clipped)
+            for d, (n, c) in enumerate(zip(self.shape, self.chunks, strict=True))
+        )
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether every chunk is stored with the same shape."""
+        return not self.lengths and not self.clipped
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """The decoded size of the largest chunk."""
+        return prod(self.chunks) * self.itemsize
+
+    def shape_of(self, index: ChunkIndex) -> tuple[int, ...]:
+        """The stored shape of a chunk, padding included."""
+        if self.is_uniform:
+            return self.chunks
+        return tuple(a.length(i) for a, i in zip(self.along, index, strict=True))
+
+    def bytes_of(self, index: ChunkIndex) -> int:
+        """The decoded size of a chunk."""
+        return self.chunk_bytes if self.is_uniform else prod(self.shape_of(index)) * self.itemsize
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of chunks along each dim."""
+        return tuple(a.count for a in self.along)
+
+    def indices(self) -> Iterator[ChunkIndex]:
+        """The index of every chunk, in C order."""
+        return product(*(range(n) for n in self.counts))
+
+    def box_of(self, index: ChunkIndex) -> Box:
+        """The rows of the array that a chunk covers."""
+        return tuple(a.inside(i) for a, i in zip(self.along, index, strict=True))

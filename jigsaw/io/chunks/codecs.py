@@ -1,7 +1,8 @@
-"""From a chunk's stored bytes to its values, straight into the caller's memory, without holding the GIL.
+"""From a chunk's stored bytes to its values in the caller's memory: Blosc, Zstandard and LZ4 decode straight into it,
+without holding the GIL; zlib's output is copied there.
 
-A `CodecDecoder` knows the codecs that nearly all stores use.  `decoder_of` returns None for a pipeline that it does not
-know; the reader then asks zarr's own pipeline for that array, and counts it.
+A `CodecDecoder` knows the codecs that nearly all stores use.  `decoder_of_zarr_v2` and `decoder_of_zarr_v3` return None
+for a pipeline that it does not know; the reader then asks zarr's own for that array, and counts it.
 """
 
 from __future__ import annotations

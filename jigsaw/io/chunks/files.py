@@ -65,7 +65,7 @@ class CachingFiles(Protocol):
 
 
 def identity_of_object(files: StoreFiles, path: str) -> ObjectIdentity | None:
-    """That of an object; None where `files` do not know it."""
+    """The identity of an object; None where `files` do not know it."""
     return files.identity(path) if isinstance(files, IdentifiedFiles) else None
 
 
@@ -86,8 +86,8 @@ def fill_targets(
 class LocalFiles:
     """Files on disk.
 
-    `keep` holds them open (those of many chunks: shards, NetCDF): the last of 128 are closed when nobody reads from
-    them.  A file that is held open and changes under the reader is refused.
+    `keep` holds them open (those of many chunks: shards, NetCDF), the 128 that were used last.  A file that is held
+    open and changes under the reader is refused.
     """
 
     far = False

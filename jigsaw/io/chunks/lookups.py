@@ -1,6 +1,7 @@
 """What it takes to find chunks: reads of the indices of shards and of Blosc's tables of blocks, each once and kept.
 
-They are made while a read is planned, so they are counted apart from those of the read itself.
+They are made while a read is planned, so they are counted apart from those of the read itself.  The index of an HDF5
+file is read when it is opened, and not counted here.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ class LookupTally:
     """Adds up the lookups that threads make."""
 
     def __init__(self) -> None:
-        self._lock, self.made = threading.Lock(), LookupCounts()
+        self._lock, self.counted = threading.Lock(), LookupCounts()
 
     def add(self, more: LookupCounts) -> LookupCounts:
         """Count `more`, and give it back."""
         with self._lock:
-            self.made = total_lookups((self.made, more))
+            self.counted = total_lookups((self.counted, more))
         return more
 
 
 @runtime_checkable
 class IndexedPlaces(Protocol):
-    """Places that are looked up in indices; `made` adds up those that were read."""
+    """Places that are looked up in indices; `counted` adds up those that were read."""
 
     @property
-    def made(self) -> LookupCounts: ...
+    def counted(self) -> LookupCounts: ...
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
         """The object whose index says where a chunk lies, and what reading that index takes."""

@@ -1,4 +1,6 @@
-"""How stored numbers stand for others: by the attributes of CF and NetCDF, read as xarray reads them."""
+"""Packed numbers: which values the stored ones mean, or that one is missing, by CF's and NetCDF's attributes, read as
+xarray reads them.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def blosc_blocks_of_spans(spans: ByteSpans, block: int) -> ByteSpans:
 def blosc_blocks_of_rows(
     rects: tuple[ChunkRows, ...], shape: tuple[int, ...], order: tuple[int, ...], itemsize: int, block: int
 ) -> ByteSpans:
-    """The same of boxes of a decoded chunk; most chunks of an array ask for the same."""
+    """The runs of blocks that hold what boxes need of a decoded chunk; most chunks of an array are asked for alike."""
     runs = blosc_blocks_of_spans(needed_byte_spans(rects, shape, order, itemsize, 0), block)
     runs.flags.writeable = False
     return runs

@@ -113,8 +113,8 @@ class _CachedIndexedPlaces(_CachedPlaces):
         self._indexed = indexed
 
     @property
-    def made(self) -> LookupCounts:
-        return self._indexed.made
+    def counted(self) -> LookupCounts:
+        return self._indexed.counted
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
         return self._indexed.index_of(index)

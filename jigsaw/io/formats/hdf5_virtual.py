@@ -177,7 +177,7 @@ def _grid_of_mappings(
     shape = tuple(dataset.shape)
     mappings = _cut_where_mappings_meet(mappings, shape)
     first = mappings[0].table
-    decoder, extra = first.decoder, len(shape) - first.ndim
+    decoder, extra = first.decoder, len(shape) - first.grid.ndim
     if (
         not isinstance(decoder, FilterPipeline)
         or extra < 0
@@ -208,7 +208,7 @@ def _cut_where_mappings_meet(mappings: Sequence[_SourceMapping], shape: ChunkInd
     places = [m.table.places for m in mappings if isinstance(m.table.places, Hdf5SlabPlaces)]
     if len(places) < len(mappings) or any(not m.at for m in mappings):
         return mappings
-    lead = len(shape) - mappings[0].table.ndim
+    lead = len(shape) - mappings[0].table.grid.ndim
     inner = [m for m in mappings if m.to[lead][1] < shape[lead]]
     ends = gcd(*(m.to[lead][0] for m in mappings), *(m.at[0][0] for m in mappings), *(m.to[lead][1] for m in inner))
     most = min(m.table.chunks[0] for m in mappings)
@@ -223,7 +223,7 @@ def _cut_where_mappings_meet(mappings: Sequence[_SourceMapping], shape: ChunkInd
 def _is_decoded_alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> bool:
     """Whether a source's chunks decode as the first one's, to values that need no conversion."""
     same = (
-        table.ndim == first.ndim
+        table.grid.ndim == first.grid.ndim
         and table.chunks == first.chunks
         and table.clipped == first.clipped
         and not table.lengths

@@ -53,8 +53,8 @@ def multiscale_level(store: ArrayStore, level: int = 0) -> ArrayStore:
         raise UnsupportedStoreError(f"{store.url}: the multiscales metadata name {path!r}, which is no array of it")
     axes = [_OmeAxis.of(store, entry) for entry in _listed_metadata(store, image, "axes")]
     table = store.arrays[path]
-    if len(axes) != table.ndim:
-        raise UnsupportedStoreError(f"{store.url}: {len(axes)} axes for array {path!r} of {table.ndim} dims")
+    if len(axes) != table.grid.ndim:
+        raise UnsupportedStoreError(f"{store.url}: {len(axes)} axes for array {path!r} of {table.grid.ndim} dims")
     dataset = image["datasets"][level]
     steps = [
         *_listed_metadata(store, dataset, "coordinateTransformations"),

@@ -172,14 +172,14 @@ def read_table_box(table: ArrayTable, box: Box) -> NDArray[Any]:
         return out
 
     def read(index: ChunkIndex) -> None:
-        room = fresh_memory(table.bytes_of(index))
-        if table.load(index, room).stored is None:
-            table.fill(room, index)
-        here = table.box_of(index)
+        room = fresh_memory(table.grid.bytes_of(index))
+        if table.loader.load(index, room).stored is None:
+            table.loader.fill(room, index)
+        here = table.grid.box_of(index)
         inside = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, here, strict=True))
-        out[box_slices(inside, box)] = table.view(room, index)[box_slices(inside, here)]
+        out[box_slices(inside, box)] = table.loader.view(room, index)[box_slices(inside, here)]
 
-    spans = [range(along.find(a), along.find(b - 1) + 1) for (a, b), along in zip(box, table.along, strict=True)]
+    spans = [range(along.find(a), along.find(b - 1) + 1) for (a, b), along in zip(box, table.grid.along, strict=True)]
     if table.far:
         ask_at_once(read, [*product(*spans)])
     else:
@@ -197,8 +197,8 @@ def read_whole_coordinate(table: ArrayTable) -> NDArray[Any]:
     `CorruptChunkError` or `TruncatedError`.
     """
     places, shape = table.places, table.shape
-    check_coordinate_size(table.name, shape, max(prod(shape) * table.itemsize, table.chunk_bytes))
-    step = 0 if not shape else prod(shape[1:]) * table.itemsize
+    check_coordinate_size(table.name, shape, max(prod(shape) * table.grid.itemsize, table.grid.chunk_bytes))
+    step = 0 if not shape else prod(shape[1:]) * table.grid.itemsize
     if not isinstance(places, SlabPlaces) or 0 in shape or places.chunks[:1] != (1,) or step == places.strides[0]:
         return read_table_box(table, tuple((0, n) for n in shape))
     return parse_named_file(

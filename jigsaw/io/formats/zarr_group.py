@@ -416,9 +416,9 @@ class ShardPlaces:
         return self._objects.path(self._outer(index))
 
     @property
-    def made(self) -> LookupCounts:
+    def counted(self) -> LookupCounts:
         """The reads of indices so far; a question for the size, where a store cannot read from the end, is not one."""
-        return self._tally.made
+        return self._tally.counted
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
         """The shard that has a chunk, and what reading its index takes."""
@@ -475,7 +475,7 @@ class ShardPlaces:
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
         return self._within(index, 1)[0]
 
-    def locate_row(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
+    def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
         """Where the chunk `first` lies, and those that follow it along the last dim."""
         found: list[ChunkRef | None] = []
         *others, last = first

@@ -5,25 +5,32 @@ and it does not count against the size of ``/dev/shm``.  The first rank makes it
 ``/proc``, which may show another process under that number, or another machine's: before anything is written, device,
 inode and a random word in the header are compared with what the maker tells.
 
-A header of 64-bit words, each written by one rank only:
+It begins with 64-bit words and messages, the header; slots of bytes follow.  Of four ranks the words are:
 
-- per rank: the read it has started, finished and left, the digest of its plan, the last read that failed on it, and
-  how long the message is that says why;
-- per slot: which job's chunk lies in it, and for each rank the last job that it has taken out of it.
+- 8m .. 8m+5, stored by rank m alone: the read that it has started, finished and left, the digest of its plan, the last
+  read in which it failed, and the length of the message that says why.  8m+6 and 8m+7 are not used;
+- 32: the last read in which any rank failed, stored by each that fails: all of one read store the same;
+- 33: the random word, stored once by who makes the file;
+- 34 .. 2081: a message of 4096 bytes (512 words) for each rank, stored by that rank;
+- 2082+5s: the ticket of the section that lies in slot s, stored by the rank that put it there;
+- 2083+5s+m: the last ticket that rank m has taken out of slot s, stored by m alone.
 
-A job's *ticket* is read * 2^20 + its number + 1, so words never need resetting.  Waiting is polling with short sleeps;
-every poll sees a rank that failed, and every tenth of a second one that died.
+Which section lies where every rank knows from the plan (`sections_in_slot_order`): that at place p of this order comes
+into slot p modulo the number of slots, under the *ticket* read * 2^32 + p + 1.  Tickets of a slot only grow, so no word
+is ever reset: with 8 slots, slot 2 in read 5 has the tickets 5 * 2^32 + 3, + 11, + 19..., and what it has left of
+read 4 is less than all of them.  Waiting is polling with short sleeps; every poll sees a rank that failed, and every
+tenth of a second one that died.
 
 **The order that is relied on.**  An aligned word is stored and loaded whole.  Every word is stored by `_tell`, behind a
 barrier (`jigsaw.io.reading.barrier`): who sees the word sees all that its rank wrote before it, and its rank has
-finished all loads from before it.  Four ranks, one slot s, the chunk of ticket t, which rank 1 decodes for ranks 0 and
-3, and that of ticket u, which rank 2 is to put in the same slot:
+finished all loads from before it.  Four ranks, one slot s, the section of ticket t, which rank 1 decodes for ranks 0
+and 3, and that of ticket u, the next in this slot, which rank 2 is to decode:
 
 1. rank 1 writes the bytes of slot s; barrier; it stores t in the slot's first word;
 2. ranks 0 and 3 poll that word.  Once it is t, they copy their boxes: the bytes are there, because of the barrier;
 3. rank 0: barrier; it stores t in the slot's word 1 + 0; rank 3 likewise in word 1 + 3: their copies are made by then;
 4. rank 2, which has polled those two words until both were t, writes the bytes of u: nobody reads those of t any more;
-   barrier; it stores u in the slot's first word.  So that word is written by whoever loads the chunk whose turn it is.
+   barrier; it stores u in the slot's first word.  The slot's next loader alone ever stores that word.
 
 A read begins and ends alike: each rank stores its digest; barrier; *started*.  When all is taken: barrier; *finished*;
 it polls those of all, compares digests; barrier; *left*.  The next read, for which a rank polls *left* of all, may
@@ -52,7 +59,7 @@ from jigsaw.io.reading.peers import PeerGroup
 MAX_ARENA_SLOTS = 64
 _MESSAGE_BYTES = 4096
 _PAGE_BYTES = 1 << 16
-_TICKETS_PER_READ = 1 << 20
+_TICKETS_PER_READ = 1 << 32
 _STARTED, _FINISHED, _LEFT, _DIGEST, _FAILED, _LENGTH = range(6)
 _WORDS_PER_RANK = 8
 _CLOSED_READER = 2**62
@@ -100,7 +107,10 @@ class Arena:
     # -- a read's beginning and end ----------------------------------------------------------------------------------
 
     def await_turn(self, read: int) -> None:
-        """Wait until everybody has left the read before, who would take a failure in this one for one in that."""
+        """Wait until everybody has left the read before, who would take a failure in this one for one in that.
+
+        It is then that slots are free as well: nobody copies from one after it has left.
+        """
         words = self._words
         self.wait(lambda: all(words[self._of(m, _LEFT)] >= read - 1 for m in range(self.size)), read - 1, _LEFT)
 
@@ -108,7 +118,7 @@ class Arena:
         """Begin a read whose turn it is: the slots may be laid out anew."""
         if slots:
             self._lay_out(slot_bytes, slots)
-        self._words[self._of(self.me, _DIGEST)] = digest
+        self._words[self._of(self.me, _DIGEST)] = digest  # first: who sees *started* may compare it
         self._tell(self._of(self.me, _STARTED), read)
 
     def _lay_out(self, slot_bytes: int, slots: int) -> None:
@@ -139,7 +149,7 @@ class Arena:
         return np.frombuffer(self._data, np.uint8, size, self._header_bytes + slot * self._slot_bytes)
 
     def is_published(self, slot: int, ticket: int) -> bool:
-        """Whether the chunk of that ticket lies in the slot."""
+        """Whether the section of that ticket lies in the slot."""
         return self._words[self._slot(slot)] == ticket
 
     def any_published(self, pairs: Sequence[tuple[int, int]]) -> Callable[[], bool]:
@@ -149,15 +159,15 @@ class Arena:
         return lambda: any(words[at] == each for at, each in wanted)
 
     def publish(self, slot: int, ticket: int) -> None:
-        """Show the slot's chunk to everybody."""
+        """Show the slot's section to everybody."""
         self._tell(self._slot(slot), ticket)
 
     def release(self, slot: int, ticket: int) -> None:
-        """Say that this rank has taken its part of the chunk of that ticket."""
+        """Say that this rank has copied its boxes of the section of that ticket."""
         self._tell(self._slot(slot) + 1 + self.me, ticket)
 
     def is_free(self, slot: int, ticket: int, readers: Sequence[int]) -> bool:
-        """Whether all `readers` have taken their part of the chunk of that ticket."""
+        """Whether all `readers` have copied their boxes of the section of that ticket."""
         at = self._slot(slot) + 1
         return all(self._words[at + m] >= ticket for m in readers)
 
@@ -215,7 +225,7 @@ class Arena:
         if word == _FINISHED:
             self.check_digests(read)
         dead = self._dead()
-        for m in range(self.size):
+        for m in range(self.size):  # one that is gone, but had come so far, keeps nobody waiting
             closed = self._words[self._of(m, _LEFT)] == _CLOSED_READER
             if (m in dead or closed) and self._words[self._of(m, word)] < read:
                 gone = "has ended" if m in dead else "has closed its reader"
@@ -245,9 +255,9 @@ class Arena:
         self.close()  # a reader that nobody closed lets go of its memory with its last reference
 
 
-def slot_ticket(read: int, job: int) -> int:
-    """The number under which a job of a read is published."""
-    return read * _TICKETS_PER_READ + job + 1
+def slot_ticket(read: int, place: int) -> int:
+    """The number under which the section at a place in the order of slots is published; 0 is none's."""
+    return read * _TICKETS_PER_READ + place + 1
 
 
 def arena_header_bytes(size: int) -> int:

@@ -1,13 +1,27 @@
-"""Which rows of which chunks a rank takes, and where in its sample they land.  Integers only."""
+"""Which rows of which chunks a rank takes, and where in its sample they land.
+
+Each dim is worked out by itself, and a box is the product of its dims.  Ten rows of latitude in chunks of 4 (rows 0-3,
+4-7 and 8-9), cut among four ranks, who hold a row more on each side, on a dim that wraps:
+
+    rank  owns   holds    takes, as `RowRun`s (source, its step, target, its step, length)
+    0     0-2    -1..3    of chunk 2 (1, 1, 0, 1, 1), as row -1 is row 9;  of chunk 0 (0, 1, 1, 1, 4)
+    1     3-5     2..6    of chunk 0 (2, 1, 0, 1, 2);  of chunk 1 (0, 1, 2, 1, 3)
+    2     6-7     5..8    of chunk 1 (1, 1, 0, 1, 3);  of chunk 2 (0, 1, 3, 1, 1)
+    3     8-9     7..10   of chunk 1 (3, 1, 0, 1, 1);  of chunk 2 (0, 1, 1, 1, 2);  of chunk 0 (0, 1, 3, 1, 1)
+
+Sources count from the chunk's first row, targets from the first row that the rank holds.  Were the array stored
+upside down, row r would be the stored row 9 - r, and rank 0 would take of chunk 2 (1, -1, 1, 1, 2): backwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.chunk_grid import ChunkIndex, DimChunks
 from jigsaw.io.series.boundary import PERIODIC_BOUNDARY, DimBoundary
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, runs_of_pairs
@@ -42,7 +56,8 @@ class RowRun(NamedTuple):
 class ChunkBox(NamedTuple):
     """What one rank takes of a chunk for one part: the product of the runs of each stored dim.
 
-    Of a part it may take two: the rows beyond a pole are `turned`.
+    `at` are the (dim, local index) where it lands along dims of the sample that the array lacks.  Of a part a rank may
+    take two boxes: the rows beyond a pole are `turned`.
     """
 
     part: int
@@ -64,16 +79,7 @@ class ChunkBox(NamedTuple):
     @property
     def rect(self) -> ChunkRows:
         """The rows of the chunk that it takes, each once."""
-        return tuple(_interval_union(run.rows for run in runs) for runs in self.runs)
-
-
-def _interval_union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    found: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if found and start < found[-1][1]:
-            start, stop = found[-1][0], max(stop, found.pop()[1])
-        found.append((start, stop))
-    return tuple(found)
+        return tuple(tuple(merge_ranges(run.rows for run in runs)) for runs in self.runs)
 
 
 # -- from one dim's rows to runs -------------------------------------------------------------------------------------
@@ -97,6 +103,8 @@ def _runs_of_space_dim(
 
     Stored rows wrap, where a whole dim is rolled.
     """
+    # three counts of rows: those of the sample, as held -> those of the domain, beyond whose ends the boundary's rule
+    # has shown which row stands there (and half a turn on, beyond a pole) -> those stored, which may run against them
     rows = ((row, target) for target, row, turned in way.boundary.rows(held, size) if turned == way.turned)
     shown = (((row + way.shift) % size if way.shift else row, target) for row, target in rows)
     pairs = [((first + (size - 1 - row if flip else row)) % along.size, target) for row, target in shown]
@@ -104,7 +112,11 @@ def _runs_of_space_dim(
 
 
 class BoundaryRows(NamedTuple):
-    """Which of the held rows of a dim are meant, `turned` or others, and by how many rows they are shifted."""
+    """Which of the held rows of a dim are meant, and by how many rows they are shifted.
+
+    Beyond a pole a globe goes on along the opposite meridian: `turned` rows of latitude, each of them shifted by half
+    the rows of longitude.  The rows within the poles are another geometry, not turned and not shifted.
+    """
 
     boundary: DimBoundary = PERIODIC_BOUNDARY
     turned: bool = False
@@ -135,13 +147,17 @@ def _runs_of_picks(picks: IndexPicks, held: Interval, along: DimChunks) -> RunsB
 
 
 class PartGeometry:
-    """Of one part: for each rank and stored dim the chunks that it needs, and which rows of them."""
+    """Of one part: for each rank and stored dim the chunks that it needs, and which rows of them.
+
+    Runs are worked out for each piece of a cut, not for each rank: of 64 ranks on 8 x 8 pieces 8 for latitude and 8
+    for longitude, of which rank 13, at (1, 5), has the second and the sixth.
+    """
 
     def __init__(
         self, number: int, part: ReadPart, table: ArrayTable, request: ReadRequest, turned: bool = False
     ) -> None:
         self._turned, ways = turned, _boundary_rows(request, turned)
-        self._along, self._share = table.along, dict[int, list[dict[int, float]]]()
+        self._along, self._share = table.grid.along, dict[int, list[dict[int, float]]]()
         self._part_to = part.to
         self._part, self._at = number, [request.layout.cuts[dim] for dim, _ in part.at]
         self._fixed = part.at
@@ -149,7 +165,7 @@ class PartGeometry:
         self._owned: list[list[RunsByChunk]] = []
         for d, (picks, to) in enumerate(zip(part.picks, part.to, strict=True)):
             cut = None if to == DROPPED_DIM else request.layout.cuts[to]
-            along = table.along[d]
+            along = table.grid.along[d]
             if picks is None:
                 assert cut is not None
                 first = part.first[d] if part.first else 0
@@ -207,11 +223,11 @@ class PartGeometry:
         return prod(shares.get(c, 0.0) for shares, c in zip(self._shares(member), chunk, strict=True))
 
     def _shares(self, member: int) -> list[dict[int, float]]:
-        """The same along each stored dim."""
+        """Which part of the rows of each chunk a rank takes, along each stored dim."""
         if member not in self._share:
             self._share[member] = [
                 {
-                    c: sum(b - a for a, b in _interval_union(run.rows for run in runs)) / along.length(c)
+                    c: sum(b - a for a, b in merge_ranges(run.rows for run in runs)) / along.length(c)
                     for c, runs in rows.items()
                 }
                 for rows, along in zip(self._rows[member], self._along, strict=True)

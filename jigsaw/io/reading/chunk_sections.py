@@ -1,7 +1,19 @@
-"""Shared chunks pass from rank to rank in pieces: shared memory then holds a few rows of each instead of all of them,
-and a piece is taken while it still lies in the cache of the core that decoded it.
+"""Shared chunks pass from rank to rank in sections: shared memory then holds a few rows of each instead of all of them,
+and a section is taken while it still lies in the cache of the core that decoded it.
 
-Who cuts what, and in which order pieces have their slots, follows from the plan: the same on every rank.
+Who cuts what, and in which order sections have their slots, follows from the plan: the same on every rank.  Four ranks
+and four shared jobs, of which 0 and 2 are rank 0's, 1 is rank 1's and 3 rank 3's; rank 0 has two threads, and so two
+lanes.  Jobs 0 and 2 are large, and cut into three sections (0a 0b 0c) and two (2a 2b); 1 and 3 are not cut:
+
+    lane 0 of rank 0    0a 0b 0c
+    lane 0 of rank 1    1
+    lane 1 of rank 0    2a 2b
+    lane 0 of rank 3    3
+
+The order of slots takes one of each lane in turn: 0a 1 2a 3 0b 2b 0c.  These are the places 0..6, and with 4 slots 0b,
+at place 4, follows 0a in slot 0: rank 0 decodes it there once all that read job 0 have taken 0a.  A lane's sections
+come in their order, so its thread waits only for places before its own: the lowest place that is not taken yet can
+always go on, and no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -19,14 +31,14 @@ from jigsaw.io.reading.read_plan import ChunkBox, ChunkJob, ReadPlan, RowRun
 from jigsaw.layout import Interval
 
 SECTION_BYTES = 1 << 22
-"""Bytes of a piece, or one row where that is more: what the caches hold."""
+"""Bytes of a section, or one row where that is more: what the caches hold."""
 _FEW_SLOT_BYTES = 1 << 24
 
 
 class ChunkSection(NamedTuple):
     """Rows of a job's chunk along `dim`; all of it where `rows` is None.
 
-    `number` is the job's in the plan; the pieces of a `lane` of its owner are decoded one after the other.
+    `number` is the job's in the plan; the sections of a `lane` of its owner are decoded one after the other.
     """
 
     number: int
@@ -38,17 +50,17 @@ class ChunkSection(NamedTuple):
 
     def shape(self, table: ArrayTable) -> tuple[int, ...]:
         """The rows along each stored dim."""
-        shape = list(table.shape_of(self.job.chunk))
+        shape = list(table.grid.shape_of(self.job.chunk))
         if self.rows is not None:
             shape[self.dim] = self.rows[1] - self.rows[0]
         return tuple(shape)
 
     def size(self, table: ArrayTable) -> int:
         """Its decoded bytes; a slot has room for a whole chunk of the array where chunks are not cut."""
-        return table.chunk_bytes if self.rows is None else prod(self.shape(table)) * table.itemsize
+        return table.grid.chunk_bytes if self.rows is None else prod(self.shape(table)) * table.grid.itemsize
 
     def cut(self, boxes: Sequence[ChunkBox]) -> Iterator[tuple[ChunkBox, ChunkBox]]:
-        """What of these boxes of the chunk lies in the piece: as found in the chunk, and as found in the piece."""
+        """What of these boxes of the chunk lies in the section: as found in the chunk, and as found in the section."""
         if self.rows is None:
             yield from zip(boxes, boxes, strict=True)
             return
@@ -64,8 +76,8 @@ def _with_runs(box: ChunkBox, dim: int, runs: Sequence[RowRun]) -> ChunkBox:
 
 
 def _run_within(run: RowRun, rows: Interval) -> RowRun:
-    """The part of a run whose source rows lie in an interval."""
-    source = run.each
+    """The part of a run whose source rows lie in an interval: of rows 1, 4, 7, 10 in [4, 8) the second and third."""
+    source = run.each  # a range: rising or falling, and searched without being written out
     if run.source_step > 0:
         first, stop = (bisect_left(source, row) for row in rows)
     else:
@@ -76,16 +88,16 @@ def _run_within(run: RowRun, rows: Interval) -> RowRun:
 
 
 def whole_chunk_section(job: ChunkJob, number: int = 0, lane: int = 0) -> ChunkSection:
-    """All of a job's chunk as one piece."""
+    """All of a job's chunk as one section."""
     return ChunkSection(number, job, lane)
 
 
 def sections_in_slot_order(
     plan: ReadPlan, jobs: Sequence[tuple[int, ChunkJob]], lanes: Sequence[int], cut: bool = True
 ) -> list[ChunkSection]:
-    """The pieces of numbered jobs in the order of their slots; a rank has so many `lanes`.
+    """The sections of numbered jobs in the order of their slots; a rank has so many `lanes`.
 
-    Lanes take turns, so that the slots of any moment hold pieces of all.
+    Lanes take turns, so that the slots of any moment hold sections of all.
     """
     queues: dict[tuple[int, int], list[ChunkSection]] = {}
     seen = [0] * len(lanes)
@@ -93,7 +105,7 @@ def sections_in_slot_order(
         lane = seen[job.owner] % lanes[job.owner]
         seen[job.owner] += 1
         queues.setdefault((job.owner, lane), []).extend(_sections_of_job(plan, job, number, lane, cut))
-    return [piece for turn in zip_longest(*queues.values()) for piece in turn if piece is not None]
+    return [section for turn in zip_longest(*queues.values()) for section in turn if section is not None]
 
 
 def fair_thread_count(ranks: int) -> int:
@@ -101,22 +113,23 @@ def fair_thread_count(ranks: int) -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def slot_size_and_count(plan: ReadPlan, pieces: Sequence[ChunkSection], threads: int, budget: int) -> tuple[int, int]:
-    """The size and number of slots for pieces: one a loading thread, two while that is little, within a budget."""
-    size = max((piece.size(plan.tables[piece.job.array]) for piece in pieces), default=0)
+def slot_size_and_count(plan: ReadPlan, sections: Sequence[ChunkSection], threads: int, budget: int) -> tuple[int, int]:
+    """The size and number of slots for sections: one a loading thread, two while that is little, within a budget."""
+    size = max((section.size(plan.tables[section.job.array]) for section in sections), default=0)
     wanted = max(threads, min(2 * threads, _FEW_SLOT_BYTES // max(size, 1)))
-    return size, max(1, min(wanted, len(pieces), budget // max(size, 1)))
+    return size, max(1, min(wanted, len(sections), budget // max(size, 1)))
 
 
 def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut: bool) -> Iterator[ChunkSection]:
     table, chunk = plan.tables[job.array], job.chunk
-    size = table.bytes_of(chunk)
+    size = table.grid.bytes_of(chunk)
     if not cut or size <= SECTION_BYTES or not _can_stream(plan, job):
         yield whole_chunk_section(job, number, lane)
         return
     assert table.decoder is not None
-    dim = next(d for d in table.decoder.order if table.shape_of(chunk)[d] > 1)
-    rows = table.shape_of(chunk)[dim]
+    # the outermost dim in memory that has rows to cut: what is decoded from beginning to end is then rows of it in turn
+    dim = next(d for d in table.decoder.order if table.grid.shape_of(chunk)[d] > 1)
+    rows = table.grid.shape_of(chunk)[dim]
     step = max(1, SECTION_BYTES * rows // size)
     for start in range(0, rows, step):
         yield ChunkSection(number, job, lane, dim, (start, min(start + step, rows)), start + step >= rows)

@@ -162,5 +162,5 @@ def _fetch_batch_bytes(plan: ReadPlan, batch: FetchBatch) -> dict[ChunkJob, Fetc
     if not batch.requests:  # missing chunks, of any array
         return dict.fromkeys(batch.jobs)
     wanted = [(job.chunk, plan.part_of(job)) for job in batch.jobs]
-    fetched = plan.tables[batch.jobs[0].array].fetch_together(wanted, batch.requests)
+    fetched = plan.tables[batch.jobs[0].array].decoding.fetch_together(wanted, batch.requests)
     return dict(zip(batch.jobs, fetched, strict=True))

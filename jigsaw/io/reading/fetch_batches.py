@@ -18,7 +18,10 @@ LARGEST_BATCH = 4 << 20
 
 
 class FetchBatch(NamedTuple):
-    """Jobs whose bytes are fetched together, in so many requests; a chunk of unknown size counts as its decoded one."""
+    """Jobs whose bytes are fetched together: how many requests that takes, and how many bytes come.
+
+    A chunk of unknown stored size is counted with its decoded size.
+    """
 
     jobs: tuple[ChunkJob, ...]
     requests: int
@@ -52,7 +55,7 @@ def _batches_of_object(
     for job, ref in jobs:
         part = plan.part_of(job)
         if part is None and ref.length is None:
-            yield FetchBatch((job,), 1, table.bytes_of(job.chunk))
+            yield FetchBatch((job,), 1, table.grid.bytes_of(job.chunk))
         else:
             ranges = [(0, ref.length or 0)] if part is None else part.ranges
             parts = [(ref.offset + start, ref.offset + start + length) for start, length in ranges]

@@ -18,7 +18,13 @@ ByteArray = NDArray[np.uint8]
 
 
 class BoxParcels:
-    """The boxes of one plan that go from machine to machine."""
+    """The boxes of one plan that go from machine to machine.
+
+    They travel without a word about what they are, for both sides know from the plan.  Ranks 0 and 1 on one machine, 2
+    and 3 on another; rank 0 has loaded the shared jobs 4 and 7, which all four read.  Rank 0 sends rank 2 its boxes of
+    job 4, then those of job 7, and rank 3 likewise; rank 2 counts the bytes of its own boxes of the jobs 4 and 7, and
+    cuts what comes from rank 0 in that order.  Rank 1 has taken its boxes from shared memory.
+    """
 
     def __init__(self, plan: ReadPlan, peers: PeerGroup) -> None:
         self._plan, self._peers, self._near = plan, peers, frozenset(peers.neighbours)
@@ -38,8 +44,8 @@ class BoxParcels:
             if reader not in self._near:
                 self._packed[reader, number] = [pack_box(values, box) for box in self._plan.boxes(job, reader)]
 
-    def lay_out(self) -> None:
-        """Make room for what goes and for what comes, so that memory is short before the others wait in `swap`."""
+    def make_room(self) -> None:
+        """Make room for what goes and for what comes: what fails for lack of memory fails before the others wait."""
         plan, me, everybody = self._plan, self._peers.me, range(self._peers.size)
         packed = [(to, part) for to, number in sorted(self._packed) for part in self._packed.pop((to, number))]
         self._counts = [sum(part.size for to, part in packed if to == m) for m in everybody]
@@ -51,12 +57,12 @@ class BoxParcels:
         self._sizes = [sum(plan.box_bytes(job, me) for job in jobs) for jobs in self._wanted]
         self._coming = np.empty(sum(self._sizes), np.uint8)
 
-    def swap(self) -> Iterator[tuple[ChunkJob, ChunkBox, AnyArray]]:
+    def exchange_boxes(self) -> Iterator[tuple[ChunkJob, ChunkBox, AnyArray]]:
         """Send what was laid out; what comes, box by box, in the stored dtype.  Collective over the peers.
 
         *Sends*: the packed boxes, by one all-to-all.
         """
-        self._peers.swap(self._going, self._counts, self._coming, self._sizes)
+        self._peers.exchange_bytes(self._going, self._counts, self._coming, self._sizes)
         done = 0
         for job in (job for jobs in self._wanted for job in jobs):
             dtype = np.dtype(self._plan.tables[job.array].dtype)

@@ -91,7 +91,7 @@ class PeerGroup:
         finally:
             self._talks -= 1
 
-    def swap(
+    def exchange_bytes(
         self,
         going: NDArray[np.uint8],
         counts: Sequence[int],

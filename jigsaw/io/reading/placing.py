@@ -128,13 +128,13 @@ class PartPlacing:
             source = np.broadcast_to(np.asarray(self.fill, np.float64), tuple(r.length for r in runs))
             self._place_run(source, runs, box, out)
 
-    def room(self, strip: AnyArray, scratch: Callable[[int], AnyArray]) -> AnyArray:
+    def strip_work_memory(self, strip: AnyArray, scratch: Callable[[int], AnyArray]) -> AnyArray:
         """Where the values of a strip are converted: where they lie, if they have that dtype already."""
         if self.is_copy or (strip.dtype == self.work and not self.masks):
             return strip
         return np.ndarray(strip.shape, self.work, scratch(strip.size * self.work.itemsize))
 
-    def settle(self, chunks: AnyArray, box: ChunkBox, work: AnyArray) -> None:
+    def convert_strip(self, chunks: AnyArray, box: ChunkBox, work: AnyArray) -> None:
         """Convert what `box` takes of each of these chunks, [K, \\*chunk], to where it lies in `work`.
 
         `box` takes them whole along their last dim, which is one of space.
@@ -167,8 +167,8 @@ class PartPlacing:
             )
         return self._made[channels]
 
-    def lay(self, strip: AnyArray, box: ChunkBox, out: AnyArray) -> None:
-        """Put chunks that `settle` made, [K, \\*chunk], side by side along their last dim, where `box` says."""
+    def place_strip(self, strip: AnyArray, box: ChunkBox, out: AnyArray) -> None:
+        """Put chunks that `convert_strip` made, [K, \\*chunk], side by side along their last dim, where `box` says."""
         last = strip.ndim - 2
         to = self.to[last]
         order = [at for d in (*self.order, *self.dropped) for at in ((0, d + 1) if d == last else (d + 1,))]
@@ -179,9 +179,10 @@ class PartPlacing:
             shape = (*target.shape[:to], len(strip), -1, *target.shape[to + 1 :])
             picked = self._picked(box, out.ndim)
             source = source[(*picked[:to], slice(None), *picked[to:])]
+            # one dim split in two is still a view of `out`, however it is cut out of it
             np.copyto(target.reshape(shape), source, casting="unsafe")
 
-    def destination(self, box: ChunkBox, shape: Sequence[int], out: AnyArray) -> AnyArray | None:
+    def in_place_target(self, box: ChunkBox, shape: Sequence[int], out: AnyArray) -> AnyArray | None:
         """The part of `out` that a chunk fills whole, row by row and in its own dtype; None when there is none.
 
         What is decoded there is then scaled in place.
@@ -279,14 +280,14 @@ class PartPlacing:
             np.add(y, self._number(b), out=y)
         for mask in self.masks:
             np.copyto(y, np.nan, where=source == mask)
-        self._settle(y)
+        self._apply_policy(y)
         if not direct:
             np.copyto(out, y, casting="unsafe")
 
     def _number(self, x: float | AnyArray) -> Any:
         return x if isinstance(x, np.ndarray) else self.work.type(x)
 
-    def _settle(self, y: AnyArray) -> None:
+    def _apply_policy(self, y: AnyArray) -> None:
         """What the policy says becomes of missing values, and the nearest integer of what lands as one."""
         if not isinstance(self.nan, str):
             np.copyto(y, self.nan, where=np.isnan(y))

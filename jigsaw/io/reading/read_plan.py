@@ -1,4 +1,5 @@
-"""Which rank fetches and decodes which chunk, and who gets which box of it.  Integers only: the same on every rank.
+"""Which rank fetches and decodes which chunk, and who gets which box of it: the same on every rank, without a word
+between them, for it follows from the request and from where the store says that chunks lie.
 
 The ranks that share a sample hold overlapping boxes of it, and a stored chunk may lie in many of them.  *Independent*:
 every rank loads what it needs of each chunk.  *Cooperative*: each chunk is loaded once, by one rank, and cut into the
@@ -120,9 +121,9 @@ class ReadPlan:
     def _ask_ahead(self) -> None:
         """Look up at once what `ref` and `portion` will ask far stores for: the indices of shards, Blosc tables."""
         far = [(name, chunks) for name, chunks in self._readers.items() if self.tables[name].far]
-        first = {self.tables[name].path(chunk): (name, chunk) for name, chunks in far for chunk in chunks}
-        ask_at_once(lambda each: self.tables[each[0]].locate(each[1]), list(first.values()))
-        parts = [(name, chunk) for name, chunks in far if self.tables[name].is_divisible for chunk in chunks]
+        first = {self.tables[name].finder.path(chunk): (name, chunk) for name, chunks in far for chunk in chunks}
+        ask_at_once(lambda each: self.tables[each[0]].finder.locate(each[1]), list(first.values()))
+        parts = [(name, chunk) for name, chunks in far if self.tables[name].finder.is_divisible for chunk in chunks]
         ask_at_once(lambda each: [self.portion(*each, (m,)) for m in self._readers[each[0]][each[1]]], parts)
 
     def _readers_of(self, name: str) -> dict[ChunkIndex, list[int]]:
@@ -204,16 +205,16 @@ class ReadPlan:
         """Where a chunk lies, looked up once; None when it is missing."""
         key = array, chunk
         if key not in self._refs:
-            self._refs[key] = self.tables[array].locate(chunk)
+            self._refs[key] = self.tables[array].finder.locate(chunk)
         return self._refs[key]
 
     def portion(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ChunkPortion | None:
         """What of a chunk is loaded for these ranks; None for all of it."""
-        if not self.tables[array].is_divisible or self._needs_most(array, chunk, readers):
+        if not self.tables[array].finder.is_divisible or self._needs_most(array, chunk, readers):
             return None
         key = array, chunk, readers
         if key not in self._portions:
-            self._portions[key] = self.tables[array].portion(chunk, self._rects(array, chunk, readers))
+            self._portions[key] = self.tables[array].finder.portion(chunk, self._rects(array, chunk, readers))
         return self._portions[key]
 
     def _needs_most(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> bool:
@@ -232,10 +233,10 @@ class ReadPlan:
         if part is not None:
             return ReadCounts(max(len(part.ranges), 1), 1, slow, ref.length or 0 if slow else part.stored, part.decoded)
         unsized = int(ref.length is None and not slow)
-        return ReadCounts(1, 1, slow, ref.length or 0, table.bytes_of(chunk), unsized=unsized)
+        return ReadCounts(1, 1, slow, ref.length or 0, table.grid.bytes_of(chunk), unsized=unsized)
 
     def _taking(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
-        """The same, as far as `sizes` say more."""
+        """What loading a chunk takes, with its stored size where `sizes` have that."""
         row, ref = self._load(array, chunk, readers), self.ref(array, chunk)
         if not row.unsized or ref is None or ref.path not in self.sizes:
             return row
@@ -290,7 +291,7 @@ class ReadPlan:
     @property
     def chunk_bytes(self) -> int:
         """The decoded size of the largest chunk."""
-        return max((self.tables[name].chunk_bytes for name in self.modes), default=0)
+        return max((self.tables[name].grid.chunk_bytes for name in self.modes), default=0)
 
     @property
     def jobs(self) -> tuple[ChunkJob, ...]:
@@ -331,7 +332,9 @@ class ReadPlan:
         table, picks = self.tables[job.array], self.request.parts[box.part].picks
         at = [
             f"{name} {along.start(c) + runs[0].source}"
-            for name, picked, c, along, runs in zip(table.dims, picks, job.chunk, table.along, box.runs, strict=True)
+            for name, picked, c, along, runs in zip(
+                table.dims, picks, job.chunk, table.grid.along, box.runs, strict=True
+            )
             if picked is not None
         ]
         return ", ".join(at) or "its only step"
@@ -341,7 +344,7 @@ class ReadPlan:
         return self._landing(job.array, job.chunk, member)
 
     def _landing(self, array: str, chunk: ChunkIndex, member: int) -> int:
-        return sum(prod(box.extents) for box in self._boxes(array, chunk, member)) * self.tables[array].itemsize
+        return sum(prod(box.extents) for box in self._boxes(array, chunk, member)) * self.tables[array].grid.itemsize
 
     # -- what it will cost -------------------------------------------------------------------------------------------
 
@@ -396,11 +399,11 @@ class ReadPlan:
         """
         _ = self.rows  # asks for every part
         chunks = [(self.tables[name], chunk) for name, readers_of in self._readers.items() for chunk in readers_of]
-        indices = dict(found for table, chunk in chunks if (found := table.index_of(chunk)) is not None)
+        indices = dict(found for table, chunk in chunks if (found := table.finder.index_of(chunk)) is not None)
         tables = {
             (name, chunk): took
             for name, chunk, readers in self._portions
-            if (took := self.tables[name].table_of(chunk, self._rects(name, chunk, readers))).requests
+            if (took := self.tables[name].finder.table_of(chunk, self._rects(name, chunk, readers))).requests
         }
         return total_lookups((*indices.values(), *tables.values()))
 
@@ -420,7 +423,7 @@ class ReadPlan:
         lines = [f"{self.mode} reading by {self.ranks} rank(s), amplification {self.amplification:.2f}"]
         for name, readers in self._readers.items():
             table = self.tables[name]
-            size = f"{len(readers)} chunks of {table.chunk_bytes / 1e6:.2f} MB {table.chunks}"
+            size = f"{len(readers)} chunks of {table.grid.chunk_bytes / 1e6:.2f} MB {table.chunks}"
             lines.append(f"  {name}: {size}, {self.modes[name]}, {self.redundancy[name]:.2f} readers a chunk")
         lines.append(f"{'rank':>6}{'chunks':>9}{'stored':>10}{'decoded':>10}{'useful':>10}{'sent':>10}")
         for label, row in [*enumerate(self.rows), ("all", self.total)]:
@@ -436,7 +439,7 @@ def _jobs_owned_by(jobs: Sequence[ChunkJob], member: int) -> list[ChunkJob]:
 def plan_read(
     request: ReadRequest, tables: ArrayTables, mode: str = "auto", sizes: ObjectSizes | None = None
 ) -> ReadPlan:
-    """The plan of one sample: the same on every rank, without talking.
+    """The plan of one sample: the same on every rank.  No rank is asked; a store may be, where chunks lie.
 
     `mode` is ``"cooperative"``, ``"neighbours"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them
     for each array (`jigsaw.io.chunks.read_cost`).  `sizes` are of far objects, where another plan has asked for them.

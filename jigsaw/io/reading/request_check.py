@@ -33,7 +33,7 @@ def _check_part_fits(part: ReadPart, tables: Mapping[str, ArrayTable], request: 
             f"array {part.array!r} has dtype {table.dtype!r}; only numbers can be read into a sample"
         )
     table.check_packing()  # refused here, alike on every rank
-    if not len(part.picks) == len(part.to) == table.ndim:
+    if not len(part.picks) == len(part.to) == table.grid.ndim:
         raise FieldError(
             f"array {part.array!r} has dims {table.dims} and the part {len(part.picks)} picks, "
             f"{len(part.to)} destinations"

@@ -2,6 +2,13 @@
 
 A chunk is decoded in less time than it takes to find its rows and copy them in short pieces; a strip is found once, and
 its rows are copied as long ones.
+
+Four ranks on lat=2, lon=2 read an array of 8 x 16 in chunks of 4 x 4, each what it needs.  Rank 1 holds rows 0-3 and
+columns 8-15: the chunks (0, 2) and (0, 3), whose columns land in 0-3 and 4-7.  They are one strip, with the box of a
+chunk of 4 x 8: rows (0, 1, 0, 1, 4), columns (0, 1, 0, 1, 8).  They are decoded one after the other, as an array
+[2, 4, 4], whose row r is then copied as (strip[0, r], strip[1, r]) to out[r].  With a column more on each side it also
+holds column 7, of chunk (0, 1), and column 0, of chunk (0, 0), as those past the last; it takes neither whole along
+its last dim, so each is by itself, and the strip's columns land in 1-8.
 """
 
 from __future__ import annotations
@@ -24,8 +31,8 @@ STRIP_CONVERT_BYTES = 1 << 19
 class ChunkStrip(NamedTuple):
     """Chunks of one array that one rank alone reads, and what of them lands in its sample.
 
-    Those that have a box follow each other along the array's last dim, and are whole along it: the box is that of the
-    chunk that they would be as one.  A chunk without is by itself, and its boxes are the plan's to say.
+    Where there is a `box`, they follow each other along the array's last dim and are taken whole along it: the box is
+    that of the one chunk that they would make.  Without one it is a single chunk, whose boxes the plan says.
     """
 
     array: str
@@ -58,9 +65,8 @@ def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
 def _joinable_runs(plan: ReadPlan, array: str, member: int) -> dict[int, RowRun]:
     """Of the chunks along the last dim that may be joined, the rows that they fill."""
     table, geometry = plan.tables[array], plan.geometry(array)
-    small = (
-        table.is_uniform and table.decoder is not None and not table.far and table.chunk_bytes <= LARGEST_STRIP_CHUNK
-    )
+    grid, is_near = table.grid, table.decoder is not None and not table.far
+    small = is_near and grid.is_uniform and grid.chunk_bytes <= LARGEST_STRIP_CHUNK
     if not small or len(geometry) != 1 or not geometry[0].ends_in_space:
         return {}
     n, rows = table.chunks[-1], geometry[0].last(member)
@@ -72,7 +78,7 @@ def _chunks_in_strips(
 ) -> Iterator[tuple[ChunkIndex, ...]]:
     """Chunks that follow each other in the array and in the sample, and are loaded whole."""
     after = {c for c, run in last.items() if c - 1 in last and last[c - 1].target + run.length == run.target}
-    most = LARGEST_STRIP // max(plan.tables[array].chunk_bytes, 1)
+    most = LARGEST_STRIP // max(plan.tables[array].grid.chunk_bytes, 1)
     strip: list[ChunkIndex] = []
     for chunk in plan.private_chunks(array, member):
         follows = (

@@ -109,7 +109,7 @@ def _draw_chunk_borders(axes: Any, dataset: Dataset, height: int, width: int) ->
     lines: dict[str, set[int]] = {"h": {0, height}, "v": {0, width}}
     for variable in dataset.variables:
         for key, dim, size in (("h", dataset.frame.dims[-2], height), ("v", dataset.frame.dims[-1], width)):
-            edges = variable.table.along[variable.roles.index(dim)].edges()
+            edges = variable.table.grid.along[variable.roles.index(dim)].edges()
             begin = dataset.turn.rolled.get(dim, 0)
             lines[key] |= {size - e for e in edges} if dim in dataset.flipped else {(e - begin) % size for e in edges}
     axes.hlines(sorted(lines["h"]), 0, width, colors="black", linestyles="dashed", lw=0.8)

@@ -205,7 +205,7 @@ def _decoder_lines(plan: ReadPlan) -> list[str]:
         table = plan.tables[array]
         lines.append(
             f"  {array}: {plan.modes[array]}, chunks of {table.chunks} = "
-            f"{bytes_text(table.chunk_bytes)}{_portion_text(plan, array)}"
+            f"{bytes_text(table.grid.chunk_bytes)}{_portion_text(plan, array)}"
         )
         for rank in sorted(by_rank):
             who = "missing (fill)" if rank == NO_OWNER else f"rank {rank}"

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jigsaw.io.chunks import portion
-from jigsaw.io.chunks.array_table import SMALLEST_DIVIDED_CHUNK, ArrayTable
+from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK, ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.chunks.portion import ChunkPortion, ChunkRows
@@ -67,21 +68,28 @@ def dims_with_roles(variable: StoreVariable) -> list[tuple[str, str, int]]:
 def proposed_table(variable: StoreVariable, chunks: Mapping[str, int], ratio: float) -> ArrayTable:
     """The array in chunks of these sizes; each is stored in `ratio` of its decoded bytes."""
     table = variable.table
-    shape = chunk_shape_of(dims_with_roles(variable), table.itemsize, chunks)
-    stored = max(1, int(prod(shape) * table.itemsize * ratio))
-    decoder = CodecDecoder(np.dtype(table.dtype), tuple(range(table.ndim)), "blosc")
+    shape = chunk_shape_of(dims_with_roles(variable), table.grid.itemsize, chunks)
+    stored = max(1, int(prod(shape) * table.grid.itemsize * ratio))
+    decoder = CodecDecoder(np.dtype(table.dtype), tuple(range(table.grid.ndim)), "blosc")
     places = FilelessPlaces("a store that is not written yet", stored)
     return _ProposedTable(table.name, table.shape, table.dims, table.dtype, shape, None, {}, (), decoder, places)
 
 
 class _ProposedTable(ArrayTable):
+    """An array whose chunks are nowhere: its finder makes them up."""
+
+    def make_finder(self) -> ChunkFinder:
+        return _ProposedFinder(self.name, self.grid, self.places, self.decoder, self.slices)
+
+
+class _ProposedFinder(ChunkFinder):
     """Parts of chunks are those blocks of equal size that the rows touch."""
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
-        size = self.bytes_of(index)
-        if size < SMALLEST_DIVIDED_CHUNK or portion.needed_share(rects, self.chunks) > MOST_PORTION_SHARE:
+        grid, size = self.grid, self.grid.bytes_of(index)
+        if size < SMALLEST_DIVIDED_CHUNK or portion.needed_share(rects, grid.chunks) > MOST_PORTION_SHARE:
             return None
-        spans = portion.needed_byte_spans(rects, self.chunks, range(self.ndim), self.itemsize, BLOSC_BLOCK_BYTES)
+        spans = portion.needed_byte_spans(rects, grid.chunks, range(grid.ndim), grid.itemsize, BLOSC_BLOCK_BYTES)
         blocks: set[Any] = {
             b for a, z in spans.tolist() for b in range(a // BLOSC_BLOCK_BYTES, -(-z // BLOSC_BLOCK_BYTES))
         }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jigsaw.errors import HaloError
-from jigsaw.io.chunks.array_table import SMALLEST_DIVIDED_CHUNK
+from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
@@ -149,7 +149,7 @@ def is_cheap_recommendation(dataset: Dataset, plan: ReadPlan) -> bool:
     """Whether `recommend` takes no longer than a second or so: few chunks times few candidates, and no far store."""
     if any(table.far for table in plan.tables.values()):
         return False
-    whole = sum(plan.tables[name].chunk_bytes for name, *_ in plan.jobs)
+    whole = sum(plan.tables[name].grid.chunk_bytes for name, *_ in plan.jobs)
     candidates = 2 * sum(1 for _ in _rank_factors(plan.ranks, dataset))
     return len(plan.jobs) * candidates + whole // SMALLEST_DIVIDED_CHUNK * candidates <= _CHEAP_JOBS
 
@@ -213,8 +213,8 @@ def _points_at_edges(dataset: Dataset, dim: int, pieces: int) -> tuple[int, ...]
 
 def _chunk_edges(dataset: Dataset, dim: str, size: int) -> list[int]:
     having = [v for v in dataset.variables if dim in v.roles]
-    largest = max(having, key=lambda v: prod(v.table.shape) * v.table.itemsize)
-    stored = largest.table.along[largest.roles.index(dim)].edges()
+    largest = max(having, key=lambda v: prod(v.table.shape) * v.table.grid.itemsize)
+    stored = largest.table.grid.along[largest.roles.index(dim)].edges()
     begin = dataset.turn.rolled.get(dim, 0)
     inner = {size - e for e in stored} if dim in dataset.flipped else {(e - begin) % size for e in stored}
     return sorted(inner | {0, size})
@@ -269,7 +269,7 @@ def _request_for_array(request: ReadRequest, array: str) -> ReadRequest:
 
 
 def _largest_variable(variables: Iterable[StoreVariable]) -> StoreVariable:
-    return max(variables, key=lambda v: prod(v.table.shape) * v.table.itemsize)
+    return max(variables, key=lambda v: prod(v.table.shape) * v.table.grid.itemsize)
 
 
 def _chunk_shapes(dataset: Dataset, request: ReadRequest, alike: Sequence[_AlikeArrays]) -> Iterator[dict[str, int]]:
@@ -283,8 +283,11 @@ def _chunk_shapes(dataset: Dataset, request: ReadRequest, alike: Sequence[_Alike
         choices[dim] = _row_counts(dataset.frame.sizes[i], request.layout.cuts[2 + i].pieces)
     cells = prod(max(sizes) for sizes in choices.values())
     for picked in product(*choices.values()):
-        size = prod(picked) * largest.table.itemsize
-        if SMALLEST_DIVIDED_CHUNK <= size <= _LARGEST_CHUNK or cells * largest.table.itemsize <= SMALLEST_DIVIDED_CHUNK:
+        size = prod(picked) * largest.table.grid.itemsize
+        if (
+            SMALLEST_DIVIDED_CHUNK <= size <= _LARGEST_CHUNK
+            or cells * largest.table.grid.itemsize <= SMALLEST_DIVIDED_CHUNK
+        ):
             yield dict(zip(choices, picked, strict=True))
 
 
@@ -300,10 +303,10 @@ def _weigh_chunks(mode: str, alike: Sequence[_AlikeArrays], chunks: Mapping[str,
         plan = ReadPlan(request, {table.name: table}, mode)
         seconds += many * plan.cost(table.name, plan.modes[table.name])
         stored, decoded = stored + many * plan.total.stored_bytes, decoded + many * plan.total.decoded_bytes
-        largest_chunk = max(largest_chunk, table.chunk_bytes)
+        largest_chunk = max(largest_chunk, table.grid.chunk_bytes)
     largest = _largest_variable(a.variable for a in alike)
     dims = dims_with_roles(largest)
     shape = proposed_table(largest, chunks, ratio).chunks
-    shards = shard_shape_of(dims, largest.table.itemsize, shape)
+    shards = shard_shape_of(dims, largest.table.grid.itemsize, shape)
     by_role = {role: n for (role, _, _), n in zip(dims, shards, strict=True)}
     return ChunkOption(dict(chunks), by_role, largest_chunk, seconds, stored, decoded)

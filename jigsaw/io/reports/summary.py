@@ -184,7 +184,7 @@ def _summarize_variable(
         shards=_shard_shape(table) if in_objects else None,
         chunk_count=stored.chunk_count,
         codec=stored.codec,
-        decoded_bytes=prod(table.shape) * table.itemsize,
+        decoded_bytes=prod(table.shape) * table.grid.itemsize,
         stored_bytes=stored.size,
         scale=table.scale,
         offset=table.offset,
@@ -283,7 +283,7 @@ class _StorageSummary(NamedTuple):
 def _summarize_storage(store: ArrayStore, table: ArrayTable) -> _StorageSummary:
     """Of an array of many files: the chunks of the first, all else from some files spread over the series."""
     if table.members is None:
-        return _StorageSummary(table.chunks, prod(table.grid), codec_text(table), _estimated_bytes(table))
+        return _StorageSummary(table.chunks, prod(table.grid.counts), codec_text(table), _estimated_bytes(table))
     names = table.members.names
     at = np.unique(np.linspace(0, len(names) - 1, min(len(names), _CHUNKS_SAMPLED)).astype(int))
     each = [store.arrays[names[int(i)]] for i in at]
@@ -291,7 +291,7 @@ def _summarize_storage(store: ArrayStore, table: ArrayTable) -> _StorageSummary:
     times = len(names) / len(each)
     return _StorageSummary(
         each[0].chunks,
-        round(sum(prod(t.grid) for t in each) * times),
+        round(sum(prod(t.grid.counts) for t in each) * times),
         " or ".join(dict.fromkeys(map(codec_text, each))),
         round(sum(known) * times) if len(known) == len(each) else None,
     )
@@ -312,13 +312,13 @@ def codec_text(table: ArrayTable) -> str:
 
 def _shard_shape(table: ArrayTable) -> tuple[int, ...] | None:
     """How far the object that holds the first chunk reaches along each dim, where it holds several."""
-    if not table.ndim or table.decoder is None or 0 in table.grid:
+    if not table.grid.ndim or table.decoder is None or 0 in table.grid.counts:
         return None
-    first = table.path((0,) * table.ndim)
+    first = table.finder.path((0,) * table.grid.ndim)
     held: list[int] = []
-    for d, count in enumerate(table.grid):
+    for d, count in enumerate(table.grid.counts):
         k = 1
-        while k < count and table.path(tuple(k if e == d else 0 for e in range(table.ndim))) == first:
+        while k < count and table.finder.path(tuple(k if e == d else 0 for e in range(table.grid.ndim))) == first:
             k += 1
         held.append(k)
     return None if max(held) == 1 else tuple(k * c for k, c in zip(held, table.chunks, strict=True))
@@ -326,12 +326,12 @@ def _shard_shape(table: ArrayTable) -> tuple[int, ...] | None:
 
 def _estimated_bytes(table: ArrayTable) -> int | None:
     """The stored size, from some chunks spread over the array."""
-    count = prod(table.grid)
+    count = prod(table.grid.counts)
     if not count:
         return 0
     try:
         at = np.unique(np.linspace(0, count - 1, min(count, _CHUNKS_SAMPLED)).astype(int))
-        refs = [table.locate(tuple(int(i) for i in np.unravel_index(k, table.grid))) for k in at]
+        refs = [table.finder.locate(tuple(int(i) for i in np.unravel_index(k, table.grid.counts))) for k in at]
     except ReadError:
         return None
     lengths = [0 if ref is None else ref.length for ref in refs]

@@ -177,7 +177,7 @@ def _search_volume(
     mine: FoundVoxels | Exception = FoundVoxels()
     try:
         stored = volume.stored[0]
-        for at, index in enumerate(stored.table.indices()):
+        for at, index in enumerate(stored.table.grid.indices()):
             if (number + at) % ranks == me:
                 mine = _search_chunk(volume, stored, index, how, mine)
     except Exception as e:  # told to all ranks
@@ -209,17 +209,17 @@ def _search_chunk(
     volume: StoredVolume, stored: VolumeArray, index: ChunkIndex, how: Foreground, so_far: FoundVoxels
 ) -> FoundVoxels:
     table = stored.table
-    room = _label_scratch(table.bytes_of(index))
-    if table.load(index, room).stored is None:
-        table.fill(room, index)
-    box = table.box_of(index)
-    values = table.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
+    room = _label_scratch(table.grid.bytes_of(index))
+    if table.loader.load(index, room).stored is None:
+        table.loader.fill(room, index)
+    box = table.grid.box_of(index)
+    values = table.loader.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
     if table.masks or (table.scale, table.offset) != (1.0, 0.0):
         missing = np.isin(values, table.masks)
         values = values * np.float64(table.scale) + table.offset
         values[missing] = np.nan
     order = [stored.roles.index(d) for d in volume.dims]
-    rest = [d for d in range(table.ndim) if d not in order]
+    rest = [d for d in range(table.grid.ndim) if d not in order]
     values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
     return _search_values(values, [box[d][0] for d in order], volume.shape, how, so_far)
 
@@ -288,7 +288,7 @@ def _foreground_file(volume: StoredVolume, how: Foreground) -> Path:
     table = volume.stored[0].table
     about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept)
     digest = blake2b(repr(about).encode(), digest_size=16)
-    for path in dict.fromkeys(table.path(index) for index in table.indices()):
+    for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
         if os.path.exists(path):  # not in a far store
             now = os.stat(path)
             digest.update(f"{path} {now.st_size} {now.st_mtime_ns}".encode())

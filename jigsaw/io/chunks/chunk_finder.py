@@ -1,0 +1,175 @@
+"""Where the bytes of each chunk of one array lie, and which of them a part of it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import prod
+from typing import TypeVar
+
+from jigsaw.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
+from jigsaw.io.chunks import portion
+from jigsaw.io.chunks.blosc import BloscFrame
+from jigsaw.io.chunks.blosc_tables import BloscBlockTables
+from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces, ChunkRef, StripPlaces
+from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex
+from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
+from jigsaw.io.chunks.files import CachingFiles
+from jigsaw.io.chunks.lookups import IndexedPlaces, LookupCounts, total_lookups
+from jigsaw.io.chunks.portion import ChunkPortion, ChunkRows
+from jigsaw.io.chunks.read_cost import MOST_PORTION_SHARE
+
+T = TypeVar("T")
+
+SMALLEST_DIVIDED_CHUNK = 1 << 18
+"""Chunks of fewer bytes are decoded whole: the bookkeeping of a part costs as much."""
+_MOST_OVERHEAD = 1 << 16
+"""Bytes of headers and checksums that a chunk never has."""
+
+
+class ChunkFinder:
+    """Finds the chunks of the array `name`, by its format's `places`.
+
+    `decoder` is None for an array that only its library can read, of less than a chunk where it `slices`.
+    """
+
+    def __init__(
+        self, name: str, grid: ChunkGrid, places: ChunkPlaces, decoder: ChunkDecoder | None, slices: bool
+    ) -> None:
+        self.name, self.grid, self.places, self._decoder, self._slices = name, grid, places, decoder, slices
+        self._tables = BloscBlockTables()
+
+    @cached_property
+    def far(self) -> bool:
+        """Whether fetching a chunk costs a round trip over a network."""
+        return self._decoder is not None and self.places.files.far
+
+    def path(self, index: ChunkIndex) -> str:
+        """The file that holds a chunk, or would."""
+        return self.places.path(index)
+
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
+        """Where a chunk lies; None when it is missing, which the format defines as the fill value."""
+        return self.naming_chunk(index, lambda: self.checked_ref(index))
+
+    def checked_ref(self, index: ChunkIndex) -> ChunkRef | None:
+        """What `locate` gives; its errors do not name the chunk yet.  A loader asks for it within `naming_chunk`."""
+        ref = self.places.locate(index)
+        self._check_size(ref, self.grid.bytes_of(index))
+        return ref
+
+    def _check_size(self, ref: ChunkRef | None, size: int) -> None:
+        """Refuse a chunk that claims more bytes than any codec makes of its values."""
+        if ref is not None and (ref.length or 0) > 2 * size + _MOST_OVERHEAD and self._decoder is not None:
+            raise BadChunkError(f"it has {ref.length} stored bytes, for a chunk of {size}")
+
+    def stored_bytes(self, index: ChunkIndex) -> int:
+        """The stored size of a chunk: 0 when it is missing, or when the store does not tell."""
+        found = self.locate(index)
+        return 0 if found is None else found.length or 0
+
+    @cached_property
+    def is_divisible(self) -> bool:
+        """Whether less than a chunk can be read, and chunks are large enough for that to pay."""
+        if self.grid.chunk_bytes < SMALLEST_DIVIDED_CHUNK:
+            return False
+        return self._slices if self._decoder is None else self._decoder.splits
+
+    @cached_property
+    def _least_left_out(self) -> int:
+        """The bytes that a part must leave out at least: the table of a Blosc frame far away takes a request of its
+        own, which is worth those of four gaps.
+        """
+        is_plain = self._decoder is not None and self._decoder.is_plain
+        return 4 * self.places.files.gap if self.far and not is_plain else 0
+
+    def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
+        """What to fetch and decode of a chunk of which these boxes are needed; None for all of it.
+
+        Raises: `CorruptChunkError` for a Blosc frame whose header is damaged.
+        """
+        if not self._may_part(index, rects):
+            return None
+        if self._decoder is None:
+            rows = portion.bounding_rows(rects)
+            return ChunkPortion((), (), rows, prod(b - a for a, b in rows) * self.grid.itemsize)
+        ref = self.locate(index)
+        return None if ref is None or ref.mask else self._portion(index, ref, rects, self._decoder)
+
+    def _may_part(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> bool:
+        """Whether a part may do, as far as geometry says."""
+        needed = portion.needed_share(rects, self.grid.shape_of(index))
+        return (
+            self.is_divisible
+            and needed <= MOST_PORTION_SHARE
+            and (1 - needed) * self.grid.bytes_of(index) >= self._least_left_out
+        )
+
+    def _portion(
+        self, index: ChunkIndex, ref: ChunkRef, rects: Sequence[ChunkRows], decoder: ChunkDecoder
+    ) -> ChunkPortion | None:
+        gap, shape, order = self.places.files.gap, self.grid.shape_of(index), decoder.order
+        if decoder.is_plain:
+            found = portion.plain_portion(portion.needed_byte_spans(rects, shape, order, self.grid.itemsize, gap))
+        else:
+            frame = self.naming_chunk(index, lambda: self.blosc_frame(index, ref))
+            if frame is None:
+                return None
+            found = frame.part(
+                portion.blosc_blocks_of_rows(tuple(rects), shape, order, self.grid.itemsize, frame.block), gap
+            )
+        return None if found.decoded > MOST_PORTION_SHARE * self.grid.bytes_of(index) else found
+
+    def blosc_frame(self, index: ChunkIndex, ref: ChunkRef) -> BloscFrame | None:
+        """The Blosc frame that a chunk is stored as, its table read once; None when it is missing."""
+        return self._tables.frame(index, ref, self.grid.bytes_of(index), self.places.files)
+
+    def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
+        """Where so many chunks lie that follow each other along the last dim; the errors do not name them."""
+        refs = self._locate_strip(first, count)
+        for ref in refs:
+            self._check_size(ref, self.grid.chunk_bytes)
+        return refs
+
+    @cached_property
+    def _locate_strip(self) -> Callable[[ChunkIndex, int], list[ChunkRef | None]]:
+        return self.places.locate_strip if isinstance(self.places, StripPlaces) else self._locate_each
+
+    def _locate_each(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
+        return [self.places.locate((*first[:-1], first[-1] + n)) for n in range(count)]
+
+    # -- what finding chunks takes -----------------------------------------------------------------------------------
+
+    @property
+    def looked_up(self) -> LookupCounts:
+        """The reads of indices and tables of blocks so far."""
+        indices = [self.places.counted] if isinstance(self.places, IndexedPlaces) else []
+        return total_lookups([*indices, self._tables.counted])
+
+    def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts] | None:
+        """The object whose index says where a chunk lies, and what reading it takes; None where there is none."""
+        return self.places.index_of(index) if isinstance(self.places, IndexedPlaces) else None
+
+    def table_of(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> LookupCounts:
+        """What reading the table of blocks took, for the part of a chunk that these boxes need."""
+        return self._tables.took(index) if self._may_part(index, rects) else LookupCounts()
+
+    # -- errors --------------------------------------------------------------------------------------------------------
+
+    def naming_chunk(self, index: ChunkIndex, step: Callable[[], T]) -> T:
+        """What a step gives; what it raises names array, chunk and file."""
+        try:
+            return step()
+        except BadChunkError as e:
+            if isinstance(self.places.files, CachingFiles):  # a server may answer better next time
+                self.places.files.forget(self.path(index))
+            kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
+            raise self.chunk_error(kind, index, e) from e
+        except OSError as e:
+            raise self.chunk_error(CorruptChunkError, index, e) from e
+        except FetchError as e:
+            raise self.chunk_error(FetchError, index, e) from None
+
+    def chunk_error(self, kind: type[ReadError], index: ChunkIndex, why: Exception) -> ReadError:
+        """That a chunk cannot be read, and why."""
+        return kind(f"chunk {index} of array {self.name!r} in {self.path(index)} cannot be read: {why}")

@@ -1,0 +1,212 @@
+"""From the stored bytes of an array's chunks to their values, in memory that the caller gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkLoadCounts, ChunkRef, FetchedBytes
+from jigsaw.io.chunks.chunk_finder import ChunkFinder
+from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex
+from jigsaw.io.chunks.chunk_stream import ChunkStream
+from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
+from jigsaw.io.chunks.files import ByteAllocator, FillTarget
+from jigsaw.io.chunks.memory import ScratchMemory, fresh_memory
+from jigsaw.io.chunks.portion import ChunkPortion
+
+_load_scratch = ScratchMemory()
+
+
+class DecodedChunks:
+    """The memory of decoded chunks, seen as arrays.
+
+    `dtype` is that of the decoded bytes, `order` the order of the dims in them.
+    """
+
+    def __init__(self, grid: ChunkGrid, dtype: np.dtype[Any], order: Sequence[int], fill_value: Any) -> None:
+        self.grid, self._dtype, self._fill_value = grid, dtype, fill_value
+        self._order = None if tuple(order) == tuple(range(len(order))) else tuple(order)
+
+    def view(self, out: ByteArray, index: ChunkIndex, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        """The loaded bytes as an array of the chunk's shape, or of another one, without copying."""
+        return self._view(out, shape or self.grid.shape_of(index))[0, ...]  # an array, of a chunk without dims too
+
+    def view_strip(self, out: ByteArray) -> NDArray[Any]:
+        """The bytes of chunks of one size, one after the other, as an array [K, \\*chunk], without copying."""
+        return self._view(out, self.grid.chunks)
+
+    def _view(self, out: ByteArray, shape: tuple[int, ...]) -> NDArray[Any]:
+        dtype, order = self._dtype, self._order
+        count = out.size // max(prod(shape) * dtype.itemsize, 1)
+        if order is None:
+            return np.ndarray((count, *shape), dtype, out)
+        turned = np.ndarray((count, *(shape[d] for d in order)), dtype, out)
+        return turned.transpose(0, *(1 + np.argsort(order)))
+
+    def fill(self, out: ByteArray, index: ChunkIndex) -> None:
+        """Make a chunk of fill values: of one that turned out to be missing."""
+        value = self._fill_value
+        self.view(out, index)[...] = value if isinstance(value, int | float) else 0
+
+
+class ChunkLoader(DecodedChunks):
+    """Loads the chunks of an array that is fetched and decoded here."""
+
+    def __init__(self, finder: ChunkFinder, decoder: ChunkDecoder, fill_value: Any) -> None:
+        super().__init__(finder.grid, decoder.dtype, decoder.order, fill_value)
+        self._finder, self._decoder = finder, decoder
+
+    def load(self, index: ChunkIndex, out: ByteArray, part: ChunkPortion | None = None) -> ChunkLoadCounts:
+        """Fetch and decode one chunk, or a part of it, into `out`, which has the chunk's size; a missing chunk leaves
+        it.
+
+        Raises: `CorruptChunkError` or `TruncatedError`, naming array, index and file.
+        """
+        fetched = self.fetch(index, _load_scratch, part, out)
+        return ChunkLoadCounts(None, False) if fetched is None else self.decode(index, fetched, out)
+
+    def load_strip(self, first: ChunkIndex, count: int, out: ByteArray) -> list[int | None]:
+        """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`.
+
+        Returns: the stored size of each; None for a missing one, which leaves its memory.
+
+        Raises: what `load` raises.
+        """
+        each = self.grid.chunk_bytes
+        rooms = [out[at : at + each] for at in range(0, count * each, each)]
+        try:
+            return self._load_strip(first, rooms)
+        except (BadChunkError, OSError):  # which one it was shows when each is loaded by itself
+            chunks = ((*first[:-1], first[-1] + n) for n in range(count))
+            return [self.load(chunk, memory).stored for chunk, memory in zip(chunks, rooms, strict=True)]
+
+    def _load_strip(self, first: ChunkIndex, rooms: Sequence[ByteArray]) -> list[int | None]:
+        refs = self._finder.locate_strip(first, len(rooms))
+        memory, at = _load_scratch(sum(ref.length or 0 for ref in refs if ref is not None)), 0
+        stored: list[tuple[ChunkRef, ByteArray, ByteArray]] = []
+        targets: dict[str, list[FillTarget]] = {}
+        for ref, room in zip(refs, rooms, strict=True):
+            if ref is not None:
+                raw = memory[at : at + (ref.length or 0)]
+                at += raw.size
+                stored.append((ref, raw, room))
+                targets.setdefault(ref.path, []).append((ref.offset, raw))
+        there = {path for path, each in targets.items() if self._finder.places.files.ranges(path, each)}
+        for ref, raw, room in stored:
+            if ref.path in there:
+                self._decoder.decode(raw, room, ref.mask)
+        return [None if ref is None or ref.path not in there else ref.length or 0 for ref in refs]
+
+    def stream(self, index: ChunkIndex) -> Callable[[ByteArray], None]:
+        """What fills memory with the next decoded bytes of a chunk that `splits`, at each call.
+
+        Raises: what `load` raises; so does each call.
+        """
+        stream = self._finder.naming_chunk(index, lambda: self._stream(index))
+        return lambda out: self._finder.naming_chunk(index, lambda: stream.read(out))
+
+    def _stream(self, index: ChunkIndex) -> ChunkStream:
+        ref = self._finder.checked_ref(index)
+        frame = None if ref is None or self._decoder.is_plain else self._finder.blosc_frame(index, ref)
+        if ref is None or not (self._decoder.is_plain or frame):
+            raise BadChunkError("it vanished while it was read")
+        if frame is None and ref.length != self.grid.bytes_of(index):
+            raise ShortChunkError(f"it has {ref.length} bytes and the chunk has {self.grid.bytes_of(index)}")
+        return ChunkStream(self._finder.places.files, ref, self.grid.bytes_of(index), frame, _load_scratch)
+
+    def fetch(
+        self, index: ChunkIndex, room: ByteAllocator, part: ChunkPortion | None = None, out: ByteArray | None = None
+    ) -> FetchedBytes | None:
+        """The stored bytes of a chunk or of a part of it, in memory that `room` gives; None for a missing chunk.
+
+        Where the stored bytes are the values, and `out` is given, they are read to where they belong in it.
+        """
+        return self._finder.naming_chunk(index, lambda: self._fetch(index, room, part, out))
+
+    def _fetch(
+        self, index: ChunkIndex, room: ByteAllocator, part: ChunkPortion | None, out: ByteArray | None
+    ) -> FetchedBytes | None:
+        files, ref = self._finder.places.files, self._finder.checked_ref(index)
+        if ref is None:
+            return None
+        into = out if self._decoder.is_plain else None
+        if part is not None:
+            raw = room(part.stored) if into is None else None
+            targets = _portion_targets(ref, part, raw, into)
+            return FetchedBytes(raw, ref, part) if files.ranges(ref.path, targets) else None
+        if ref.length is None:
+            raw = files.whole(ref.path, room)
+            return None if raw is None else FetchedBytes(raw, ref, None)
+        if into is not None and ref.length == self.grid.bytes_of(index):
+            return FetchedBytes(None, ref, None) if files.ranges(ref.path, [(ref.offset, into)]) else None
+        raw = room(ref.length)
+        return FetchedBytes(raw, ref, None) if files.ranges(ref.path, [(ref.offset, raw)]) else None
+
+    def fetch_together(
+        self, wanted: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
+    ) -> list[FetchedBytes | None]:
+        """The stored bytes of chunks that lie in one object, each in memory of its own, by so many requests."""
+        if len(wanted) == 1:
+            return [self.fetch(wanted[0][0], fresh_memory, wanted[0][1])]
+        return self._finder.naming_chunk(wanted[0][0], lambda: self._fetch_together(wanted, requests))
+
+    def _fetch_together(
+        self, wanted: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
+    ) -> list[FetchedBytes | None]:
+        found: list[FetchedBytes | None] = []
+        targets: list[FillTarget] = []
+        path = ""
+        for index, part in wanted:
+            ref = self._finder.checked_ref(index)
+            assert ref is not None and ref.length is not None  # only such chunks are put together
+            raw = fresh_memory(ref.length if part is None else part.stored)
+            path = ref.path
+            targets += [(ref.offset, raw)] if part is None else _portion_targets(ref, part, raw, None)
+            found.append(FetchedBytes(raw, ref, part, 0 if found else requests))
+        return found if self._finder.places.files.ranges(path, targets) else [None] * len(wanted)
+
+    def decode(self, index: ChunkIndex, fetched: FetchedBytes, out: ByteArray) -> ChunkLoadCounts:
+        """Decode what was fetched into `out`."""
+        self._finder.naming_chunk(index, lambda: self._decode(index, fetched, out))
+        part, raw = fetched.portion, fetched.raw
+        requests = fetched.requests if fetched.requests is not None else len(part.ranges) if part else 1
+        if part is not None:
+            return ChunkLoadCounts(part.stored, False, requests, part.decoded)
+        stored = fetched.ref.length if raw is None else raw.size
+        return ChunkLoadCounts(stored, False, requests, self.grid.bytes_of(index))
+
+    def _decode(self, index: ChunkIndex, fetched: FetchedBytes, out: ByteArray) -> None:
+        raw, part = fetched.raw, fetched.portion
+        if raw is None:
+            return
+        if part is None:
+            self._decoder.decode(raw, out, fetched.ref.mask)
+        elif self._decoder.is_plain:
+            at = 0
+            for start, stop in part.spans:
+                out[start:stop] = raw[at : at + stop - start]
+                at += stop - start
+        else:
+            frame = self._finder.blosc_frame(index, fetched.ref)
+            if frame is None:
+                raise BadChunkError("it vanished while it was read")
+            frame.decode(part, raw, out)
+
+
+def _portion_targets(
+    ref: ChunkRef, part: ChunkPortion, raw: ByteArray | None, out: ByteArray | None
+) -> list[FillTarget]:
+    """Where the ranges of a part go: one after the other in `raw`, or each to its place in `out`."""
+    if raw is not None:
+        memory, starts = raw, np.cumsum([0, *(length for _, length in part.ranges)]).tolist()
+    else:
+        assert out is not None
+        memory, starts = out, [start for start, _ in part.spans]
+    return [
+        (ref.offset + offset, memory[at : at + length])
+        for (offset, length), at in zip(part.ranges, starts, strict=False)
+    ]

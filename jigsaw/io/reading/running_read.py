@@ -1,0 +1,460 @@
+"""One read of one rank: it loads its chunks, takes its boxes, and ends well or fails together with the other ranks.
+
+Four ranks read a sample.  Of its shared chunks rank 0 loads A, rank 1 B, rank 2 C and rank 3 D; all need all of them,
+and each chunk is one section: places 0 to 3.  On one machine, with two slots:
+
+1. all wait until everybody has left the read before, lay out the slots and say that they have started;
+2. the threads of rank 0 decode A into slot 0, those of rank 1 B into slot 1.  Those of rank 2 wait until all four have
+   taken A, then decode C into slot 0; those of rank 3 until all have taken B.  A thread that has no more sections loads
+   what its rank alone reads into scratch memory, and places it;
+3. meanwhile the calling thread of each rank looks at the first two sections that it has not taken, A and B.  When one
+   is shown it copies its boxes into the sample, says that it has taken it, and looks at the next: B and C, say;
+4. all say that they have finished, wait for each other, compare digests, and leave.
+
+With ranks 2 and 3 on another machine, A and B pass through the first one's memory, C and D through the other's.  Rank 0
+also packs its boxes of A for ranks 2 and 3.  After step 3 all four gather whether they failed, send the packed boxes by
+one all-to-all, and gather once more.
+
+Who fails in step n tells it, and the others find it in whatever they wait for; nobody is left behind in a collective,
+as those are entered only after a gathering that all take part in, well or not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import CorruptChunkError, PeerError, ReadError
+from jigsaw.io.chunks.chunk import ChunkLoadCounts
+from jigsaw.io.chunks.memory import ScratchMemory
+from jigsaw.io.reading.arena import MAX_ARENA_SLOTS, Arena, error_from_rank, slot_ticket
+from jigsaw.io.reading.chunk_sections import (
+    ChunkSection,
+    sections_in_slot_order,
+    slot_size_and_count,
+    whole_chunk_section,
+)
+from jigsaw.io.reading.fetch_ahead import FetchAhead
+from jigsaw.io.reading.memory_pool import MemoryPool
+from jigsaw.io.reading.parcels import BoxParcels
+from jigsaw.io.reading.peers import PeerGroup
+from jigsaw.io.reading.placing import PartPlacing, RefusedValueError, box_when_packed
+from jigsaw.io.reading.read_plan import NO_OWNER, ChunkBox, ChunkJob, ReadCounts, ReadPlan
+from jigsaw.io.reading.strips import STRIP_CONVERT_BYTES, ChunkStrip, strips_of_rank
+from jigsaw.io.series.boundary import fill_beyond_ends
+
+AnyArray = NDArray[Any]
+ByteArray = NDArray[np.uint8]
+
+
+class _ReadStoppedError(Exception):
+    """The read has failed elsewhere; a loading thread gives up."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadingRank:
+    """What a rank has for all its reads: whom it reads with, its threads and its memory.
+
+    `lanes` are the threads of every rank, `budget` the bytes in flight; `arena` is None for a rank that shares no
+    memory, `ahead` for one whose store is near.  `scratch` and `converted` are for the bytes and the values of chunks
+    that it alone reads.
+    """
+
+    peers: PeerGroup
+    arena: Arena | None
+    ahead: FetchAhead | None
+    memory: MemoryPool
+    pool: ThreadPoolExecutor
+    lanes: Sequence[int]
+    budget: int
+    scratch: ScratchMemory = field(default_factory=ScratchMemory)
+    converted: ScratchMemory = field(default_factory=ScratchMemory)
+
+    @property
+    def threads(self) -> int:
+        """Its own threads."""
+        return self.lanes[self.peers.me]
+
+
+class RunningRead:
+    """One plan under way on one rank, in the read of that `number`."""
+
+    def __init__(self, rank: ReadingRank, plan: ReadPlan, number: int) -> None:
+        self.rank, self.plan, self.number = rank, plan, number
+        self.arena, self.peers, self.me = rank.arena, rank.peers, rank.peers.me
+        self._stop = threading.Event()
+        self._taking = threading.Lock()
+        self._failure: BaseException | None = None
+        self._rows: dict[int, ReadCounts] = {}
+        self.parcels = BoxParcels(plan, rank.peers)
+
+    @property
+    def counts(self) -> ReadCounts:
+        """What this rank has done in it so far."""
+        return sum(self._rows.values(), ReadCounts())
+
+    # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def run(self, out: AnyArray | None) -> AnyArray:
+        """Read; every rank leaves with its part or with an error."""
+        try:
+            failure = self._tried(lambda: self._here(out))
+            if self.peers.is_spread:
+                failure = self._over_machines(failure)
+            if failure is None and self.arena is not None:
+                arena = self.arena
+                failure = self._tried(lambda: arena.finish(self.number))
+        finally:
+            if self.arena is not None:
+                self.arena.leave(self.number)
+        if failure is not None:
+            raise failure
+        return self.out
+
+    def _tried(self, step: Callable[[], None]) -> BaseException | None:
+        """What a step failed with: kept, not raised, for other machines are told in the next gathering; the ranks of
+        this machine know it at once.
+        """
+        try:
+            step()
+        except BaseException as e:
+            if self.arena is not None:
+                self.arena.fail(self.number, e)
+            return e
+        return None
+
+    def _here(self, out: AnyArray | None) -> None:
+        if self.arena is not None:
+            self.arena.await_turn(self.number)
+        self._begin(out)
+        self._load_and_take()
+
+    def _begin(self, out: AnyArray | None) -> None:
+        plan, request = self.plan, self.plan.request
+        if plan.ranks != self.peers.size:
+            raise PeerError(f"the plan is for {plan.ranks} ranks and {self.peers.size} share this reader")
+        near = self.peers.neighbours
+        self.local = {m: i for i, m in enumerate(near)}
+        # a slot is of one machine: each counts places of its own, among the jobs that its ranks load
+        shared = [(n, job) for n, job in enumerate(plan.shared) if job.owner in near]
+        self.sections = sections_in_slot_order(plan, shared, self.rank.lanes, cut=not self.peers.is_spread)
+        threads = sum(self.rank.lanes[m] for m in near)
+        size, self.slots = slot_size_and_count(
+            plan, self.sections, min(threads, MAX_ARENA_SLOTS // 2), self.rank.budget
+        )
+        if self.arena is not None:
+            self.arena.start(self.number, plan.digest, size, self.slots if self.sections else 0)
+        if self.rank.ahead is not None:
+            self.rank.ahead.beside = size * self.slots + self.rank.threads * plan.chunk_bytes
+        coord = list(request.layout.coords())[self.me]
+        shape, dtype = request.layout.local_shape(coord), np.dtype(request.dtype)
+        self.out = self.rank.memory.empty(shape, dtype) if out is None else out
+        if self.out.shape != shape or self.out.dtype != dtype:
+            raise ValueError(f"out is {self.out.dtype}{list(self.out.shape)}, this rank reads {dtype}{list(shape)}")
+        held = request.layout.held(coord)
+        if request.boundary:
+            fill_beyond_ends(self.out, held[2:], request.layout.shape[2:], request.boundary)
+        channels = held[1]
+        self.placings = [PartPlacing.of(part, plan.tables[part.array], request, channels) for part in request.parts]
+
+    def _load_and_take(self) -> None:
+        ahead = self.rank.ahead
+        if ahead is not None:
+            ahead.add(self.plan)
+        todo = self._todo()
+        try:
+            workers = [self.rank.pool.submit(self._work, todo) for _ in range(self.rank.threads)]
+        except RuntimeError as e:  # Python starts no threads while it ends
+            raise ReadError("this process ends, and the read that it was to take part in with it") from e
+        try:
+            for job in self.plan.shared:
+                if job.owner == NO_OWNER and self.me in job.readers:
+                    self.take(whole_chunk_section(job), None)
+            self._take_published()
+            while wait(workers, 0.01).not_done:
+                self._went_wrong()
+            self._went_wrong()
+        finally:
+            self._stop.set()
+            if ahead is not None:
+                ahead.drop(self.plan)
+            wait(workers)
+
+    def _went_wrong(self) -> bool:
+        """False; or raises what a loading thread, or another rank, failed with."""
+        if self._failure is not None:
+            raise self._failure
+        if self.arena is not None:
+            self.arena.check(self.number)
+        return False
+
+    # -- loading: in the pool's threads ------------------------------------------------------------------------------
+
+    def _todo(self) -> Iterator[Callable[[], None]]:
+        """What this rank loads; what others wait for comes first."""
+        for lane in range(self.rank.threads):
+            yield lambda lane=lane: self._load_shared(lane)
+        for strip in strips_of_rank(self.plan, self.me):
+            yield lambda strip=strip: self._load_strip(strip)
+
+    def _work(self, todo: Iterator[Callable[[], None]]) -> None:
+        try:
+            while not self._stop.is_set():
+                with self._taking:
+                    step = next(todo, None)
+                if step is None:
+                    return
+                step()
+        except _ReadStoppedError:
+            return
+        except BaseException as e:
+            self._failure = self._failure or e
+            self._stop.set()
+
+    def _load_shared(self, lane: int) -> None:
+        """Load the sections of a lane, each into its slot once the one before has been taken from it, and show them.
+
+        A chunk in sections is decoded by one thread from its beginning, so its lane has them one after the other.
+        """
+        flow: Callable[[ByteArray], None] | None = None
+        for at, section in enumerate(self.sections):
+            if (section.job.owner, section.lane) == (self.me, lane):
+                room = self._slot(at, section)
+                if section.rows is not None:
+                    flow = self._flow(section.job) if flow is None or section.rows[0] == 0 else flow
+                    flow(room)
+                elif self._load(section.job, room).stored is None:
+                    self.plan.tables[section.job.array].loader.fill(room, section.job.chunk)
+                self._show(at, section, room)
+
+    def _slot(self, at: int, section: ChunkSection) -> ByteArray:
+        """The memory of a slot, once it is free."""
+        size = section.size(self.plan.tables[section.job.array])
+        if self.arena is None:
+            return np.empty(size, np.uint8)
+        self._await_slot(at)
+        return self.arena.memory(at % self.slots, size)
+
+    def _flow(self, job: ChunkJob) -> Callable[[ByteArray], None]:
+        """Begin to load a chunk section by section, and count it as the one request that it is."""
+        ref, table = self.plan.ref(job.array, job.chunk), self.plan.tables[job.array]
+        flow = table.decoding.stream(job.chunk)
+        self._count(job, ChunkLoadCounts((ref and ref.length) or 0, False, 1, table.grid.bytes_of(job.chunk)))
+        return flow
+
+    def _show(self, at: int, section: ChunkSection, room: ByteArray) -> None:
+        """Let all that read a section have it."""
+        job, table = section.job, self.plan.tables[section.job.array]
+        values = table.loader.view(room, job.chunk, section.shape(table))
+        self.parcels.pack(job, section.number, values)
+        if section.is_last:
+            self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
+        if self.arena is not None:
+            self.arena.publish(at % self.slots, slot_ticket(self.number, at))
+        elif self.me in job.readers:
+            self.take(section, values)
+
+    def _await_slot(self, at: int) -> None:
+        """Wait until everybody here has taken the section that lay in the slot before: that of the place at - slots.
+
+        Whether it was shown is asked as well: where all its readers are on other machines, no reader's word tells that
+        its loader is done with the slot.
+        """
+        if at < self.slots:
+            return  # the read before was left by all, and with it every slot
+        arena, job = self.arena, self.sections[at - self.slots].job
+        assert arena is not None
+        slot, last = at % self.slots, slot_ticket(self.number, at - self.slots)
+        readers = [self.local[m] for m in job.readers if m in self.local]
+
+        def free() -> bool:
+            if self._stop.is_set():
+                raise _ReadStoppedError
+            return arena.is_published(slot, last) and arena.is_free(slot, last, readers)
+
+        arena.wait(free, self.number)
+
+    def _load_strip(self, strip: ChunkStrip) -> None:
+        """Load chunks that this rank alone reads, and that lie side by side, and place them as one."""
+        if strip.box is None:
+            self._load_private(strip.job())
+            return
+        table = self.plan.tables[strip.array]
+        room = self.rank.scratch(len(strip.chunks) * table.grid.chunk_bytes)
+        chunks, placing = table.loader.view_strip(room), self.placings[strip.box.part]
+        work = placing.strip_work_memory(chunks, self.rank.converted)
+        near = max(1, STRIP_CONVERT_BYTES // table.grid.chunk_bytes)
+        for start in range(0, len(strip.chunks), near):
+            some = slice(start, start + near)
+            self._decode(strip, some, room[start * table.grid.chunk_bytes :])
+            try:
+                placing.convert_strip(chunks[some], strip.box, work[some])
+            except RefusedValueError as e:
+                job = strip.job(start + e.chunk)
+                raise self._refusal(e, job, self.plan.boxes(job, self.me)[0]) from None
+        placing.place_strip(work, strip.box, self.out)
+        self._row().useful_bytes += prod(strip.box.extents) * table.grid.itemsize
+
+    def _decode(self, strip: ChunkStrip, some: slice, room: ByteArray) -> None:
+        """Load chunks of a strip, one after the other, into memory."""
+        table, chunks = self.plan.tables[strip.array], strip.chunks[some]
+        sizes = table.decoding.load_strip(chunks[0], len(chunks), room)
+        for n, size in enumerate(sizes):
+            if size is None:
+                self._check_missing(strip.job(some.start + n))
+                table.loader.fill(room[n * table.grid.chunk_bytes : (n + 1) * table.grid.chunk_bytes], chunks[n])
+        row, there = self._row(), [size for size in sizes if size is not None]
+        row.requests += len(there)
+        row.chunks += len(there)
+        row.stored_bytes += sum(there)
+        row.decoded_bytes += len(there) * table.grid.chunk_bytes
+
+    def _load_private(self, job: ChunkJob) -> None:
+        """Load a chunk that this rank alone reads, and take what it needs of it."""
+        table = self.plan.tables[job.array]
+        direct = self._in_place_target(job)
+        room = (
+            self.rank.scratch(table.grid.bytes_of(job.chunk)) if direct is None else direct.reshape(-1).view(np.uint8)
+        )
+        loaded = self._load(job, room)
+        self.take(whole_chunk_section(job), None if loaded.stored is None else table.loader.view(room, job.chunk))
+
+    def _in_place_target(self, job: ChunkJob) -> AnyArray | None:
+        """Where in the sample all of a chunk lies as it is decoded; None when it has to be cut or turned."""
+        boxes = self.plan.boxes(job, self.me)
+        if len(boxes) != 1 or self.plan.part_of(job) is not None:
+            return None
+        table = self.plan.tables[job.array]
+        return self.placings[boxes[0].part].in_place_target(boxes[0], table.grid.shape_of(job.chunk), self.out)
+
+    def _row(self) -> ReadCounts:
+        """What this thread has done for this read."""
+        thread = threading.get_ident()
+        if thread not in self._rows:
+            self._rows[thread] = ReadCounts()
+        return self._rows[thread]
+
+    def _load(self, job: ChunkJob, room: ByteArray) -> ChunkLoadCounts:
+        """Load what is needed of a job's chunk, and count it."""
+        table, ahead = self.plan.tables[job.array], self.rank.ahead
+        room = room[: table.grid.bytes_of(job.chunk)]
+        if ahead is None or not table.far:
+            loaded = table.loader.load(job.chunk, room, self.plan.part_of(job))
+        else:
+            fetched = ahead.take(self.plan, job)
+            loaded = (
+                ChunkLoadCounts(None, False) if fetched is None else table.decoding.decode(job.chunk, fetched, room)
+            )
+        self._count(job, loaded)
+        return loaded
+
+    def _count(self, job: ChunkJob, loaded: ChunkLoadCounts) -> None:
+        if loaded.stored is None:
+            self._check_missing(job)
+        else:
+            row = self._row()
+            row.requests += loaded.requests
+            row.chunks += 1
+            row.fallback += loaded.fallback
+            row.stored_bytes += loaded.stored
+            row.decoded_bytes += loaded.decoded
+
+    def _check_missing(self, job: ChunkJob) -> None:
+        """A far store does not say beforehand that a chunk is missing, so it took a request; a near one did."""
+        ref = self.plan.ref(job.array, job.chunk)
+        if ref is not None and ref.length is not None:
+            raise CorruptChunkError(
+                f"chunk {job.chunk} of array {job.array!r} in {ref.path} vanished while it was read"
+            )
+        self._row().requests += int(ref is not None)
+
+    # -- taking: in the calling thread -------------------------------------------------------------------------------
+
+    def _take_published(self) -> None:
+        """Take this rank's boxes out of the slots, whichever is shown first."""
+        if self.arena is None:
+            return
+        arena, slots = self.arena, self.slots
+        pending = [
+            (at % slots, slot_ticket(self.number, at), section)
+            for at, section in enumerate(self.sections)
+            if self.me in section.job.readers
+        ]
+        while pending:
+            # This ends: of the places that some reader has not taken yet, the lowest, p, waits for nobody.  Place
+            # p - slots was taken, so p's slot is free; its loader has done its lane's sections before p, which are of
+            # lower places; and whoever still has to take p has it first in this window.  A section beyond the window
+            # may be shown already, in a slot that the window leaves out: it is taken a little later.
+            window = pending[:slots]
+            shown = [each for each in window if arena.is_published(each[0], each[1])]
+            if not shown:
+                asked = arena.any_published([(slot, mark) for slot, mark, _ in window])
+                arena.wait(lambda asked=asked: self._went_wrong() or asked(), self.number)
+                continue
+            arena.check_digests(self.number)  # of another plan, the same ticket would be of other bytes
+            for slot, mark, section in shown:
+                table = self.plan.tables[section.job.array]
+                memory = arena.memory(slot, section.size(table))
+                self.take(section, table.loader.view(memory, section.job.chunk, section.shape(table)))
+                arena.release(slot, mark)
+            pending = [each for each in window if each not in shown] + pending[slots:]
+
+    def take(self, section: ChunkSection, values: AnyArray | None) -> None:
+        """This rank's boxes of a section, or of a missing chunk when it is None."""
+        for box, within in section.cut(self.plan.boxes(section.job, self.me)):
+            self._take_box(section.job, box, values, within)
+
+    def _take_box(self, job: ChunkJob, box: ChunkBox, values: AnyArray | None, within: ChunkBox) -> None:
+        """Place `box` of a job's chunk, found as `within` in `values`."""
+        placing = self.placings[box.part]
+        try:
+            if values is None:
+                placing.place_fill(within, self.out)
+            else:
+                placing.place(values, within, self.out)
+        except RefusedValueError as e:
+            raise self._refusal(e, job, box) from None
+        self._row().useful_bytes += prod(box.extents) * self.plan.tables[job.array].grid.itemsize
+
+    def _refusal(self, found: RefusedValueError, job: ChunkJob, box: ChunkBox) -> ReadError:
+        where = f"{self.plan.where(job, box)} (chunk {job.chunk})"
+        return found.at(job.array, where, self.plan.request.dtype)
+
+    # -- over machines -----------------------------------------------------------------------------------------------
+
+    def _over_machines(self, failure: BaseException | None) -> BaseException | None:
+        """Exchange boxes with the ranks of other machines; what any rank failed with."""
+        any_go = self.parcels.are_any  # from the plan, so that all enter the all-to-all or none
+        if failure is None and any_go:
+            failure = self._tried(self.parcels.make_room)
+        failure = self._agree(failure)
+        if failure is not None or not any_go:
+            return failure
+        return self._agree(self._tried(self._exchange_boxes))
+
+    def _agree(self, failure: BaseException | None) -> BaseException | None:
+        """This rank's failure, else another's: every rank learns whether all went well.
+
+        *Sends*: what failed and the plan's digest to every rank of the domain group, whether or not something failed.
+        """
+        mine = None if failure is None else (type(failure).__name__, str(failure))
+        told = self.peers.gather((mine, self.plan.digest))
+        if failure is not None:
+            return failure
+        for m, (theirs, digest) in enumerate(told):
+            if theirs is not None:
+                return error_from_rank(theirs[0], theirs[1], m)
+            if digest != self.plan.digest:
+                return PeerError(f"rank {m} of the domain group reads another sample than rank {self.me}")
+        return None
+
+    def _exchange_boxes(self) -> None:
+        for job, box, values in self.parcels.exchange_boxes():
+            self._take_box(job, box, values, box_when_packed(box))
