@@ -234,8 +234,8 @@ def multi_head_attention_forward(
 
     *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut. Where E or the
     rows of the weights are cut, the heads are (`jigsaw.nn.heads`).
-    *Sends*: as `scaled_dot_product_attention`, and as the projections do; weights that do not lie by whole heads, or are
-    not packed, are gathered.
+    *Sends*: as `scaled_dot_product_attention`, and as the projections do; weights that do not lie by whole heads, or
+    are not packed, are gathered.
     *Raises*: `ShardingError` for bias_k, bias_v, add_zero_attn, static_k, static_v and dropout in training.
     """
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
