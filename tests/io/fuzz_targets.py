@@ -163,10 +163,6 @@ def _hdf5_ways():
         {"compression": "gzip", "fletcher32": True},
         {"shuffle": True, "fletcher32": True},
         dict(hdf5plugin.Zstd()),
-        dict(hdf5plugin.LZ4(512)),
-        dict(hdf5plugin.Bitshuffle(nelems=64, cname="lz4")),
-        dict(hdf5plugin.Bitshuffle(nelems=64, cname="zstd")),
-        dict(hdf5plugin.Bitshuffle(nelems=64, cname="none")),
         dict(hdf5plugin.Blosc("lz4", 5, hdf5plugin.Blosc.SHUFFLE)),
         dict(hdf5plugin.Blosc("zstd", 5, hdf5plugin.Blosc.BITSHUFFLE)) | {"shuffle": True},
     ]

@@ -210,7 +210,7 @@ def test_the_limit_holds_for_all_that_write(tmp_path):
 def test_what_a_killed_writer_left_makes_room(tmp_path):
     path, values = write(tmp_path)
     (tmp_path / "cache").mkdir()
-    left = tmp_path / "cache" / "left.draft"
+    left = tmp_path / "cache" / f".{0:032}-whole.chunk.{0:016}.draft"
     left.write_bytes(bytes(8000))
     os.utime(left, (0, 0))
     store = DiskCache(tmp_path / "cache", 8000).of(open_store(path))

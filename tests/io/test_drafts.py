@@ -10,12 +10,12 @@ from small_disk import no_space
 
 import jigsaw
 from jigsaw.errors import WriteError
-from jigsaw.io.chunks.files import ObjectIdentity
+from jigsaw.io.cache_folder import CACHE_COUNT_FILE, CacheFolder
+from jigsaw.io.chunks.files import LocalFiles, ObjectIdentity
 from jigsaw.io.conversion.journal import ConversionJournal
 from jigsaw.io.drafts import draft_of, open_unlinked
 from jigsaw.io.formats import hdf5_index
-from jigsaw.io.formats import unpacked_gzip as unpacked
-from jigsaw.io.formats.disk_cache import _COUNT_FILE, _CacheFolder
+from jigsaw.io.formats.disk_cache import KeptAnswers
 from jigsaw.io.formats.hdf5_index import Hdf5File
 from jigsaw.io.series.statistics_files import replace_file
 from jigsaw.io.writing.write import Writer
@@ -64,33 +64,39 @@ def test_no_link_is_followed(tmp_path, mine):
 
 def test_the_index_of_an_hdf5_file(tmp_path, mine):
     (tmp_path / "a.h5").write_bytes(b"\x89HDF")
-    source, place = Hdf5File(str(tmp_path / "a.h5"), hdf5_index.Local()), tmp_path / "cache" / "hdf5-a.npz"
-    place.parent.mkdir()
+    source, folder = Hdf5File(str(tmp_path / "a.h5"), LocalFiles()), CacheFolder(tmp_path / "cache", 10**6)
+    place = folder.path / "hdf5-a.npz"
+    folder.path.mkdir()
     for guess in (f"{place.name}.{os.getpid()}.{threading.get_ident()}", place.name):
         place.with_name(guess).symlink_to(mine)
     rows = np.arange(8).reshape(2, 4)
-    hdf5_index._write_cached_index(place, source, (2,), rows)
-    np.testing.assert_array_equal(hdf5_index._read_cached_index(place, source, (2,)), rows)
+    hdf5_index._write_cached_index(folder, place.name, source, (2,), rows)
+    np.testing.assert_array_equal(hdf5_index._read_cached_index(folder, place.name, source, (2,)), rows)
     assert not place.is_symlink()
 
 
-def test_a_decompressed_file_and_its_lock(tmp_path, mine):
-    entry = tmp_path / "key.raw"
-    entry.with_suffix(f".{os.getpid()}.part").symlink_to(mine)
-    unpacked._write_entry(entry, iter([b"one", b"two"]))
-    assert entry.read_bytes() == b"onetwo"
-    entry.with_suffix(".lock").symlink_to(tmp_path / "made elsewhere")
-    with pytest.raises(OSError, match="symbolic link"), unpacked._entry_lock(entry.with_suffix(".lock")):
+def test_a_file_of_a_cache_and_its_locks(tmp_path, mine):
+    folder, made = CacheFolder(tmp_path / "cache", 10**6), f"{0:032}.raw"
+    with folder.locked(made), folder.draft(made, 6) as file:
+        file.write(b"onetwo")
+    assert (folder.path / made).read_bytes() == b"onetwo"
+    for lock in [p for p in folder.path.iterdir() if p.name != made]:  # that of the entry, and the count
+        lock.unlink()
+        lock.symlink_to(tmp_path / "made elsewhere")
+    with pytest.raises(OSError, match="symbolic link"), folder.locked(made):
+        pass
+    with pytest.raises(OSError, match="symbolic link"), folder.draft(made, 6):
         pass
     assert not (tmp_path / "made elsewhere").exists()
 
 
 def test_the_count_of_a_disk_cache(tmp_path, mine):
-    folder = _CacheFolder(tmp_path / "cache", 10**6)
-    (tmp_path / "cache" / _COUNT_FILE).symlink_to(mine)
+    answers = KeptAnswers(CacheFolder(tmp_path / "cache", 10**6))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / CACHE_COUNT_FILE).symlink_to(mine)
     known = ObjectIdentity("a", "state")
-    folder.write(known, "whole", np.zeros(9, np.uint8))
-    assert folder.read(known, "whole") is None  # nothing is kept, and nothing fails
+    answers.write(known, "whole", np.zeros(9, np.uint8))
+    assert answers.read(known, "whole") is None  # nothing is kept, and nothing fails
 
 
 def test_statistics_and_checkpoints(tmp_path, mine):

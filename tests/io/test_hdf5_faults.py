@@ -1,7 +1,6 @@
 """HDF5 files that are damaged, lie, change or point elsewhere: the library's values or a typed error, never others."""
 
 import os
-import pathlib
 import struct
 import zlib
 
@@ -15,13 +14,10 @@ from numcodecs.fletcher32 import Fletcher32
 
 from jigsaw.errors import CorruptChunkError, ReadError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.chunks.codecs import BadChunkError
-from jigsaw.io.formats import hdf5_index as _hdf5_index
 from jigsaw.io.formats.hdf5 import claims, open_hdf5_file
 from jigsaw.io.formats.hdf5_filters import (
-    BITSHUFFLE_FILTER,
     BLOSC_FILTER,
     DEFLATE_FILTER,
-    LZ4_FILTER,
     SHUFFLE_FILTER,
     ZSTD_FILTER,
     Hdf5Filter,
@@ -49,9 +45,6 @@ HOW = {
     "deflate": SHUFFLED,
     "fletcher32": {"fletcher32": True},
     "zstd": hdf5plugin.Zstd(),
-    "lz4": hdf5plugin.LZ4(256),
-    "bitshuffle-lz4": hdf5plugin.Bitshuffle(nelems=64, cname="lz4"),
-    "bitshuffle-zstd": hdf5plugin.Bitshuffle(nelems=64, cname="zstd"),
     "blosc": hdf5plugin.Blosc("lz4", 5, hdf5plugin.Blosc.SHUFFLE),
 }
 
@@ -91,13 +84,12 @@ def test_flipped_bytes_give_the_values_of_the_library_or_an_error(samples, name,
 
 @settings(max_examples=60, deadline=None)
 @given(
-    number=st.sampled_from([DEFLATE_FILTER, BLOSC_FILTER, LZ4_FILTER, ZSTD_FILTER, BITSHUFFLE_FILTER]),
+    number=st.sampled_from([DEFLATE_FILTER, BLOSC_FILTER, ZSTD_FILTER]),
     raw=st.binary(max_size=400),
     shuffled=st.booleans(),
 )
 def test_rubbish_is_refused(number, raw, shuffled):
-    values = {BITSHUFFLE_FILTER: (0, 4, 4, 0, 2)}.get(number, ())
-    filters = [Hdf5Filter(SHUFFLE_FILTER, (4,))] * shuffled + [Hdf5Filter(number, values)]
+    filters = [Hdf5Filter(SHUFFLE_FILTER, (4,))] * shuffled + [Hdf5Filter(number, ())]
     out = np.empty(800, np.uint8)
     with pytest.raises(BadChunkError):
         filter_pipeline_of(np.dtype("f4"), 1, filters).decode(np.frombuffer(raw, np.uint8), out)
@@ -114,12 +106,10 @@ def test_the_checksum_is_that_of_numcodecs(size):
 
 def test_headers_that_claim_other_sizes_are_refused_before_anything_is_made(tmp_path):
     for number, head in [
-        (LZ4_FILTER, (2**40).to_bytes(8, "big") + (2**30).to_bytes(4, "big")),
-        (BITSHUFFLE_FILTER, (2**40).to_bytes(8, "big") + (2**30).to_bytes(4, "big")),
         (BLOSC_FILTER, bytes([2, 1, 0, 4]) + (2**31 - 1).to_bytes(4, "little") * 3),
         (ZSTD_FILTER, b"\x28\xb5\x2f\xfd\xe0" + (2**40).to_bytes(8, "little")),
     ]:
-        filters = [Hdf5Filter(number, (0, 4, 4, 0, 2) if number == BITSHUFFLE_FILTER else ())]
+        filters = [Hdf5Filter(number, ())]
         with pytest.raises(BadChunkError, match=r"claims \d+ decoded bytes and the chunk has 800"):
             raw = np.frombuffer(head + bytes(50), np.uint8)
             filter_pipeline_of(np.dtype("f4"), 1, filters).decode(raw, np.empty(800, np.uint8))
@@ -218,7 +208,7 @@ def test_an_index_is_kept_and_a_damaged_or_stale_one_is_made_again(tmp_path):
     x = write(path, np.arange(70 * 70, dtype="f4").reshape(70, 70), chunks=(1, 1))
 
     def index():
-        (kept,) = cache.iterdir()
+        (kept,) = cache.glob("*.npz")
         return kept
 
     def whole():
@@ -244,15 +234,6 @@ def test_the_cache_is_never_required(tmp_path):
     for cache in ("", tmp_path / "file", tmp_path / "file" / "below"):
         np.testing.assert_array_equal(open_hdf5_file(path, cache=cache).read_small("x"), x)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "x.h5"]
-
-
-def test_where_the_cache_is(monkeypatch):
-    monkeypatch.delenv("JIGSAW_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert _hdf5_index.index_cache_folder() == pathlib.Path("/somewhere/jigsaw")
-    monkeypatch.setenv("JIGSAW_CACHE", "/else")
-    assert _hdf5_index.index_cache_folder() == pathlib.Path("/else")
-    assert _hdf5_index.index_cache_folder("") is None
 
 
 # -- other files -----------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_a_file_is_decompressed_once(tmp_path, cache):
     write(path, seed=1)
     assert_alike(path)
     assert len(entries(cache)) == 2
-    assert not [p for p in cache.iterdir() if p.suffix == ".part"]
+    assert not [p for p in cache.iterdir() if p.suffix == ".draft"]
     read_table_box(first.arrays["image"], ((0, 2), (0, 2), (0, 2)))  # still there, as it was
 
 
@@ -154,7 +154,7 @@ def test_an_entry_that_was_cut_short_is_made_again(tmp_path, cache):
 
 def test_files_of_others_come_and_go_while_room_is_made(tmp_path, cache, monkeypatch):
     """Of all that is listed nothing is there any more when it is looked at: drafts are renamed, entries removed."""
-    gone = [cache / "one.1.part", cache / "one.raw"]
+    gone = [cache / f".{0:032}.raw.{0:016}.draft", cache / f"{0:032}.raw"]
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter(gone))
     path = write(tmp_path / "v.nii.gz")
     np.testing.assert_array_equal(open_nifti(path).read_small("image"), np.asarray(nib.load(path).dataobj).T)
@@ -276,7 +276,7 @@ def test_a_truncated_gzip_file(tmp_path, cache, cut):
     os.truncate(path, cut if cut > 0 else os.path.getsize(path) + cut)
     with pytest.raises(TruncatedError, match=rf"{path} cannot be read as NIfTI: its gzip stream ends early"):
         open_nifti(path)
-    assert not entries(cache) and not [p for p in cache.iterdir() if p.suffix == ".part"]
+    assert not entries(cache) and not [p for p in cache.iterdir() if p.suffix == ".draft"]
 
 
 def test_a_damaged_gzip_file(tmp_path, cache):

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import zarr
 from fault_proxy import Proxy
+from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+from obstore.store import MemoryStore
 from remote_servers import nginx
 from toy_store import V2, held, layout, request, sample, write
 
 import jigsaw
 from jigsaw.errors import FetchError, MissingArrayError, UnsupportedStoreError
 from jigsaw.io.chunks.read_cost import read_cost
-from jigsaw.io.chunks.remote_files import files_of_url
+from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url
 from jigsaw.io.formats.zarr_group import open_zarr
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import PLAN_MODES, plan_read
@@ -386,6 +388,19 @@ def test_what_does_not_pass_names_the_object_and_the_answer(stores, proxy, fault
     assert "secret" not in str(caught.value)
     assert proxy.count == (5 if "given up" in answer else 1)
     assert proxy.requests[0][1].endswith("?token=secret")
+
+
+@pytest.mark.parametrize("kind", [PermissionDeniedError, UnauthenticatedError])
+def test_what_is_refused_is_known_by_its_type(kind):
+    asked = []
+
+    def ask():
+        asked.append(kind)
+        raise kind("said in other words")
+
+    with pytest.raises(FetchError, match="s/a cannot be read: the server answered said in other words"):
+        RemoteFiles(MemoryStore(), "s")._tried("a", ask)
+    assert len(asked) == 1
 
 
 def test_a_server_without_ranges_is_refused(proxy):

@@ -518,6 +518,12 @@ def test_places_that_are_refused(tmp_path):
     globe(2).to_zarr(tmp_path / "theirs.zarr")
     with pytest.raises(WriteError, match="jigsaw did not write it"):
         completeness(tmp_path / "theirs.zarr")
+    (tmp_path / "torn.zarr").mkdir()
+    (tmp_path / "torn.zarr" / "zarr.json").write_text("{")
+    (tmp_path / "letter.nc").write_text("dear")
+    for path in ("own.zarr", "torn.zarr", "letter.nc"):
+        with pytest.raises(WriteError, match=f"{path} cannot be read as a store that jigsaw wrote: "):
+            completeness(tmp_path / path)
     with pytest.raises(ShardingError, match="takes a tile or a mapping of tiles, not Tensor; cut it first"):
         write(tmp_path / "a.zarr", array(), **options)
     with pytest.raises(FieldError, match="split one tile"):

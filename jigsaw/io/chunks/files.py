@@ -24,6 +24,15 @@ _FILES_KEPT_OPEN = 128
 _STAMPS_REMEMBERED = 1 << 16
 
 
+def size_and_change(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """What tells a file from the one that it becomes: its bytes, and when it changed (ns); None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
 class StoreFiles(Protocol):
     """Objects of bytes by name.
 
@@ -114,11 +123,8 @@ class LocalFiles:
     def identity(self, path: str) -> ObjectIdentity:
         """Its whole path, its size and time of change."""
         place = os.path.abspath(path)
-        try:
-            found = os.stat(path)
-        except OSError:
-            return ObjectIdentity(place)
-        return ObjectIdentity(place, f"{found.st_size} {found.st_mtime_ns}")
+        stamp = size_and_change(path)
+        return ObjectIdentity(place) if stamp is None else ObjectIdentity(place, f"{stamp[0]} {stamp[1]}")
 
     def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
         """All its bytes, in memory that `room` gives."""

@@ -293,10 +293,13 @@ class RemoteFiles:
 
     def _refuse_or_wait(self, path: str, error: Exception, failures: int, begun: float) -> None:
         """Wait before the next try, or raise where it cannot help or there is none."""
+        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
         status, answer = _status_and_answer(error)
-        if status == "416":
+        if status == "416":  # obstore has types of its own for 401, 403 and 404 alone
             raise ShortChunkError("the object ends before the range that it should have") from None
-        if status.startswith("4") and status not in _PASSING_STATUSES:
+        refused = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
+        if refused or (status.startswith("4") and status not in _PASSING_STATUSES):
             raise FetchError(f"{self._called(path)} cannot be read: the server answered {answer}") from None
         pause, taken = self.retry.pause(failures), time.monotonic() - begun
         if failures > self.retry.tries or taken + pause > self.retry.within or not _wait_before_retry(pause):

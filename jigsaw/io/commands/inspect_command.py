@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from math import prod
 
 from jigsaw.io.commands import parse_options as options
 from jigsaw.io.formats.store import open_store
@@ -32,11 +32,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
     """Print what there is; 1 with the reason when it cannot be read."""
-    store = open_store(args.store)
     found = summarize_store(args.store, args.fields, args.dims)
     print(json.dumps(found.as_dict(), indent=1, default=str) if args.json else inspection_report(found))
     if args.plot:
-        drawn = draw_field_map(store, args.plot, args.fields, args.step, args.select, args.dims)
+        drawn = draw_field_map(open_store(args.store), args.plot, args.fields, args.step, args.select, args.dims)
         print(f"\n{drawn}, drawn to {args.plot}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
@@ -110,20 +109,13 @@ def _storage_table(found: StoreSummary) -> list[str]:
 
 
 def _size_texts(v: VariableSummary) -> tuple[str, str, str]:
-    elements = max(1, _product_of_sizes(v.dims))
-    one = v.decoded_bytes // elements * _product_of_sizes(dict(enumerate(v.chunks)))
+    elements = max(1, prod(v.dims.values()))
+    one = v.decoded_bytes // elements * prod(v.chunks)
     return (
         bytes_text(one),
         bytes_text(v.decoded_bytes),
         "unknown" if v.stored_bytes is None else bytes_text(v.stored_bytes),
     )
-
-
-def _product_of_sizes(sizes: Mapping[Any, int]) -> int:
-    whole = 1
-    for n in sizes.values():
-        whole *= n
-    return whole
 
 
 def _shape_text(sizes: tuple[int, ...]) -> str:

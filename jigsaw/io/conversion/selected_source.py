@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WindowError
+from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.packing import fill_is_missing
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.formats.xarray_dataset import open_xarray
@@ -116,19 +117,13 @@ class SelectedSource:
 
     def identity(self) -> str:
         """A digest of what is read: files by size and time, shapes, dtypes and coordinates."""
-        facts: list[Any] = [self.name, *map(_file_stamp, self.files)]
+        stamps = [(path, size_and_change(path)) for path in self.files if Path(path).is_file()]
+        facts: list[Any] = [self.name, *self.files, *stamps]
         facts += [(n, self.data.variables[n].dims, self.data.variables[n].shape) for n in self.arrays]
         made = hashlib.blake2b(repr(facts).encode(), digest_size=16)
         for each in self.coordinates:
             made.update(repr((each.name, each.dims, each.values.dtype)).encode() + each.values.tobytes())
         return made.hexdigest()
-
-
-def _file_stamp(path: str) -> tuple[str, int, int]:
-    """Size and time of a file that is one."""
-    is_file = "://" not in path and Path(path).is_file()
-    facts = Path(path).stat() if is_file else None
-    return (path, facts.st_size, facts.st_mtime_ns) if facts else (path, 0, 0)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from jigsaw.errors import FieldError, UnsupportedStoreError
+from jigsaw.io.cache_folder import CacheFolder
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
@@ -23,12 +21,10 @@ from jigsaw.io.chunks.codecs import ByteArray
 from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, StoreFiles, identity_of_object
 from jigsaw.io.chunks.lookups import IndexedPlaces, LookupCounts
 from jigsaw.io.chunks.memory import fresh_memory
-from jigsaw.io.drafts import open_unlinked
 
 _CHECKSUM_BYTES, _MARK_BYTES = 16, 8
 _ANSWER_HEAD_BYTES = _CHECKSUM_BYTES + _MARK_BYTES
-_ANSWER_SUFFIX, _DRAFT_SUFFIX = ".chunk", ".draft"
-_COUNT_FILE = "count"
+_ANSWER_SUFFIX = ".chunk"
 _SPARE_FRACTION = 8
 """A full folder is emptied by so much of its limit at once: to look through it takes long."""
 
@@ -57,14 +53,20 @@ class DiskCache:
 
         Raises: `UnsupportedStoreError` when the folder cannot be made.
         """
-        return replace(store, arrays=_CachedTables(store.arrays, _CacheFolder(Path(self.folder), self.limit)))
+        path = Path(self.folder)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UnsupportedStoreError(f"the folder {str(path)!r} of the disk cache cannot be made: {e}") from e
+        folder = CacheFolder(path, self.limit, self.limit // _SPARE_FRACTION)
+        return replace(store, arrays=_CachedTables(store.arrays, KeptAnswers(folder)))
 
 
 class _CachedTables(Mapping[str, ArrayTable]):
     """The arrays of a store, read through the cache; what is found by name and not listed (members) too."""
 
-    def __init__(self, tables: Mapping[str, ArrayTable], folder: _CacheFolder) -> None:
-        self._tables, self._folder = tables, folder
+    def __init__(self, tables: Mapping[str, ArrayTable], answers: KeptAnswers) -> None:
+        self._tables, self._answers = tables, answers
         self._cached: WeakKeyDictionary[ArrayTable, ArrayTable] = WeakKeyDictionary()
 
     def __getitem__(self, name: str) -> ArrayTable:
@@ -86,7 +88,7 @@ class _CachedTables(Mapping[str, ArrayTable]):
             table.decoder is None or identity_of_object(table.places.files, "") is None
         ):  # its library fetches for itself
             return replace(table)
-        files = _CachedFiles(table.places.files, self._folder)
+        files = _CachedFiles(table.places.files, self._answers)
         if isinstance(table.places, IndexedPlaces):
             return replace(table, places=_CachedIndexedPlaces(table.places, table.places, files))
         return replace(table, places=_CachedPlaces(table.places, files))
@@ -123,8 +125,8 @@ class _CachedIndexedPlaces(_CachedPlaces):
 class _CachedFiles:
     """`StoreFiles` whose answers are kept on disk: a file an answer, named by its object and what was asked of it."""
 
-    def __init__(self, files: StoreFiles, folder: _CacheFolder) -> None:
-        self._files, self._folder = files, folder
+    def __init__(self, files: StoreFiles, answers: KeptAnswers) -> None:
+        self._files, self._answers = files, answers
         self.far, self.gap = files.far, files.gap
 
     def size(self, path: str) -> int | None:
@@ -132,11 +134,11 @@ class _CachedFiles:
 
     def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
         """All bytes of an object, from the disk where they are."""
-        if (found := self._folder.read(self._known(path), "whole")) is not None:
+        if (found := self._answers.read(self._known(path), "whole")) is not None:
             return found
         raw = self._files.whole(path, room)
         if raw is not None:
-            self._folder.write(self._known(path), "whole", raw)
+            self._answers.write(self._known(path), "whole", raw)
         return raw
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
@@ -144,7 +146,7 @@ class _CachedFiles:
         lacking: list[tuple[int, ByteArray]] = []
         before = self._known(path)
         for offset, memory in targets:
-            found = self._folder.read(before, f"{offset}+{memory.size}")
+            found = self._answers.read(before, f"{offset}+{memory.size}")
             if found is None or found.size != memory.size:
                 lacking.append((offset, memory))
             else:
@@ -153,12 +155,12 @@ class _CachedFiles:
             return False
         after = self._known(path)
         for offset, memory in lacking:
-            self._folder.write(after, f"{offset}+{memory.size}", memory)
+            self._answers.write(after, f"{offset}+{memory.size}", memory)
         return True
 
     def forget(self, path: str) -> None:
         """Keep nothing of an object any more: it could not be decoded."""
-        self._folder.remove(self._known(path))
+        self._answers.remove(self._known(path))
 
     def _known(self, path: str) -> ObjectIdentity:
         found = identity_of_object(self._files, path)
@@ -166,20 +168,16 @@ class _CachedFiles:
         return found
 
 
-class _CacheFolder:
-    """The files of a cache: each whole or absent, all of them within `limit` bytes, whichever processes write them."""
+class KeptAnswers:
+    """The answers in a cache folder, with their checksums."""
 
-    def __init__(self, path: Path, limit: int) -> None:
-        self._path, self._limit = path, limit
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UnsupportedStoreError(f"the folder {str(path)!r} of the disk cache cannot be made: {e}") from e
+    def __init__(self, folder: CacheFolder) -> None:
+        self._folder = folder
 
     def read(self, known: ObjectIdentity, what: str) -> ByteArray | None:
         """An answer; None when it is not kept, damaged, or of another state of the object."""
         try:
-            with open(self._place(known, what), "rb") as f:
+            with open(self._folder.path / _answer_name(known, what), "rb") as f:
                 size = os.fstat(f.fileno()).st_size - _ANSWER_HEAD_BYTES
                 if size < 0:
                     return None
@@ -195,79 +193,21 @@ class _CacheFolder:
 
     def write(self, known: ObjectIdentity, what: str, raw: ByteArray) -> None:
         """Keep an answer, whole or not at all; a full disk is no reason to fail."""
-        if _ANSWER_HEAD_BYTES + raw.size > self._limit:
+        size, mark = _ANSWER_HEAD_BYTES + raw.size, _state_digest(known)
+        if size > self._folder.limit:
             return
-        mark = _state_digest(known)
-        with suppress(OSError):
-            draft = self._draft(_ANSWER_HEAD_BYTES + raw.size)
-            try:
-                with open(draft, "r+b") as f:
-                    f.write(_answer_checksum(mark, raw) + mark)
-                    f.write(raw.data)
-                with self._counting():  # a file that is renamed while others are counted may be missed
-                    os.replace(draft, self._place(known, what))
-            except BaseException:
-                with suppress(FileNotFoundError):  # another process needed its room
-                    os.unlink(draft)
-                raise
-
-    def _place(self, known: ObjectIdentity, what: str) -> Path:
-        return self._path / f"{_object_digest(known)}-{what}{_ANSWER_SUFFIX}"
+        with suppress(OSError), self._folder.draft(_answer_name(known, what), size) as file:
+            file.write(_answer_checksum(mark, raw) + mark)
+            file.write(raw.data)
 
     def remove(self, known: ObjectIdentity) -> None:
         """Every answer about an object."""
         with suppress(OSError):
-            for _, _, file in self._entries():
-                if os.path.basename(file).startswith(f"{_object_digest(known)}-"):
-                    with suppress(FileNotFoundError):
-                        os.unlink(file)
+            self._folder.remove(f"{_object_digest(known)}-")
 
-    def _draft(self, size: int) -> str:
-        """A file of that size to be written, for which there is room.
 
-        The count is too high after a file was replaced or its writer killed, and then found again in the folder.
-        """
-        with self._counting() as count:
-            used = _decode_count(count.read(_COUNT_BYTES))
-            if used is None or used + size > self._limit:
-                used = self._with_room(size)
-            count.seek(0)
-            count.write(_encode_count(used + size))
-            count.flush()
-            handle, draft = tempfile.mkstemp(_DRAFT_SUFFIX, dir=self._path)
-            with os.fdopen(handle, "wb") as made:
-                made.truncate(size)
-        return draft
-
-    @contextmanager
-    def _counting(self) -> Generator[BinaryIO]:
-        """The file of the count, for one thread of one process at a time."""
-        with os.fdopen(open_unlinked(self._path / _COUNT_FILE, os.O_RDWR | os.O_CREAT), "r+b") as count:
-            fcntl.flock(count, fcntl.LOCK_EX)  # ends with the process, however that ends
-            yield count
-
-    def _with_room(self, size: int) -> int:
-        """The bytes in the folder, after those that were written first have made room for so many more."""
-        kept = sorted(self._entries())
-        used = sum(n for _, n, _ in kept)
-        if used + size <= self._limit:
-            return used
-        for _, n, name in kept:
-            if used + size <= self._limit - self._limit // _SPARE_FRACTION:
-                break
-            with suppress(FileNotFoundError):
-                os.unlink(name)
-            used -= n
-        return used
-
-    def _entries(self) -> Iterator[tuple[int, int, str]]:
-        """When each file was written, its size and name."""
-        with os.scandir(self._path) as entries:
-            for entry in entries:
-                if entry.name.endswith((_ANSWER_SUFFIX, _DRAFT_SUFFIX)):
-                    with suppress(FileNotFoundError):
-                        found = entry.stat()
-                        yield found.st_mtime_ns, found.st_size, entry.path
+def _answer_name(known: ObjectIdentity, what: str) -> str:
+    return f"{_object_digest(known)}-{what}{_ANSWER_SUFFIX}"
 
 
 def _object_digest(known: ObjectIdentity) -> str:
@@ -289,18 +229,3 @@ def _answer_checksum(mark: bytes, raw: ByteArray) -> bytes:
     found = hashlib.blake2b(mark, digest_size=_CHECKSUM_BYTES)
     found.update(raw.data)
     return found.digest()
-
-
-_COUNT_BYTES = 8 + _CHECKSUM_BYTES
-
-
-def _encode_count(used: int) -> bytes:
-    """A count as it is kept."""
-    raw = used.to_bytes(8, "little")
-    return raw + hashlib.blake2b(raw, digest_size=_CHECKSUM_BYTES).digest()
-
-
-def _decode_count(kept: bytes) -> int | None:
-    """The count that is kept; None when it is damaged."""
-    used = int.from_bytes(kept[:8], "little")
-    return used if _encode_count(used) == kept else None

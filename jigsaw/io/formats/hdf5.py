@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
+from jigsaw.io.cache_folder import user_cache_folder
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
@@ -45,7 +46,6 @@ from jigsaw.io.formats.hdf5_index import (
     Hdf5File,
     has_misplaced_chunks,
     has_unfiltered_edges,
-    index_cache_folder,
 )
 from jigsaw.io.formats.hdf5_reach import FileReach, referenced_path
 from jigsaw.io.formats.hdf5_virtual import Hdf5SlabPlaces, LibraryPlaces, external_raw_file, grid_of_virtual_dataset
@@ -139,7 +139,7 @@ class _Hdf5Opening:
 
     def __init__(self, files: StoreFiles, outside: bool, cache: str | os.PathLike[str] | None) -> None:
         self._files, self._outside = files, outside
-        self._cache = index_cache_folder(cache)
+        self._cache = user_cache_folder(cache)
         self._sources: dict[str, Hdf5File] = {}
         self._texts: dict[str, Callable[[], NDArray[Any]]] = {}
         self._tables: dict[str, ArrayTable] = {}

@@ -1,4 +1,4 @@
-"""The filters of HDF5 undone without libhdf5: its own, and the registered plugins that people use.
+"""The filters of HDF5 undone without libhdf5: its own, Blosc and Zstandard.  What is not here, libhdf5 undoes.
 
 HDF5 applies the filters of a dataset in order when it writes, and says for each chunk which of them it left out.  A
 chunk decodes into memory whose size is known beforehand: what a header claims is compared, never believed.
@@ -22,12 +22,12 @@ from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.formats.libdeflate import inflate_zlib
 
 DEFLATE_FILTER, SHUFFLE_FILTER, FLETCHER32_FILTER = 1, 2, 3
-BLOSC_FILTER, LZ4_FILTER, BITSHUFFLE_FILTER, ZSTD_FILTER = 32001, 32004, 32008, 32015
-COMPRESSOR_FILTERS = (DEFLATE_FILTER, BLOSC_FILTER, LZ4_FILTER, ZSTD_FILTER, BITSHUFFLE_FILTER)
+BLOSC_FILTER, ZSTD_FILTER = 32001, 32015
+COMPRESSOR_FILTERS = (DEFLATE_FILTER, BLOSC_FILTER, ZSTD_FILTER)
 
 _FRAME_HEAD_BYTES = 24
 """Bytes of a Blosc frame of one block before its values: header, table of one, length of the block."""
-_SHUFFLED_FLAG, _BITSHUFFLED_FLAG, _UNSPLIT_FLAG, _LZ4_FLAG = 0x1, 0x4, 0x10, 0x20
+_SHUFFLED_FLAG, _UNSPLIT_FLAG, _LZ4_FLAG = 0x1, 0x10, 0x20
 _LARGEST_BLOSC_BLOCK = 1 << 29
 """Blosc refuses blocks of more than about 700 MB."""
 
@@ -43,7 +43,7 @@ class _FrameScratch(ScratchMemory):
         return data.size > 0 and data.ctypes.data == self._room.ctypes.data + _FRAME_HEAD_BYTES
 
 
-_frame_scratch, _block_scratch = (_FrameScratch(), _FrameScratch()), ScratchMemory()
+_frame_scratch = (_FrameScratch(), _FrameScratch())
 
 
 def _with_room_for_head(data: ByteArray) -> ByteArray:
@@ -57,7 +57,7 @@ def _with_room_for_head(data: ByteArray) -> ByteArray:
 
 
 _BYTE_DTYPE = np.dtype(np.uint8)
-_zlib_decoder, _zstd_decoder, _lz4_decoder = (CodecDecoder(_BYTE_DTYPE, (0,), name) for name in ("zlib", "zstd", "lz4"))
+_zlib_decoder, _zstd_decoder = (CodecDecoder(_BYTE_DTYPE, (0,), name) for name in ("zlib", "zstd"))
 
 
 class Hdf5Filter(NamedTuple):
@@ -117,9 +117,6 @@ def filter_pipeline_of(dtype: np.dtype[Any], ndim: int, filters: Sequence[Hdf5Fi
     )
     shuffled = [f for f in filters if f.id == SHUFFLE_FILTER]
     if not known or len(packed) > 1 or len(shuffled) > 1 or any(not f.values for f in shuffled):
-        return None
-    bits = [f.values for f in filters if f.id == BITSHUFFLE_FILTER]
-    if any(len(v) < 3 or not 0 < v[2] < 256 or (len(v) > 4 and v[4] not in (0, 2, 3)) for v in bits):
         return None
     return FilterPipeline(dtype, tuple(range(ndim)), tuple(filters))
 
@@ -199,106 +196,7 @@ def _undo_shuffle(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> N
         decode_blosc_frame(frame, out)
 
 
-def _untranspose_bits(frame: ByteArray, out: ByteArray, size: int, block: int) -> None:
-    """The bits together again, block by block; `frame` has room for header, table and lengths (`_bit_frame`)."""
-    count = -(-out.size // block)
-    head = (2, 1, _BITSHUFFLED_FLAG | _UNSPLIT_FLAG | _LZ4_FLAG, size, out.size, block, frame.size)
-    frame[:16] = np.frombuffer(struct.pack("<BBBBIII", *head), np.uint8)
-    starts = 16 + 4 * count + np.arange(count, dtype="<i4") * (block + 4)
-    frame[16 : 16 + 4 * count] = starts.view(np.uint8)
-    for k, start in enumerate(starts.tolist()):
-        length = min(block, out.size - k * block)
-        frame[start : start + 4] = np.frombuffer(struct.pack("<I", length), np.uint8)
-    decode_blosc_frame(frame, out)
-
-
-def _undo_bitshuffle(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
-    """Blocks of bit-transposed elements, each compressed by itself; a rest of less than 8 elements is stored as it is.
-
-    Compressed, they follow the decoded size (8 bytes) and the block's size (4), each after its length (4), big-endian.
-    """
-    size, packed = values[2], values[4] if len(values) > 4 else 0
-    at, block = 0, (values[3] if len(values) > 3 else 0) * size
-    if packed:
-        claimed, block = _claimed_sizes(data)
-        _check_decoded_size(claimed, out)
-        at = 12
-    block = block or max(8192 // size // 8 * 8, 128) * size
-    if block % (8 * size) or block > _LARGEST_BLOSC_BLOCK:
-        raise BadChunkError(f"its blocks of {block} bytes are not of whole groups of 8 elements of {size} bytes")
-    body = out.size // (8 * size) * (8 * size)
-    block = min(block, body) or block
-    count = -(-body // block)
-    frame = _block_scratch(16 + 8 * count + body)
-    for k in range(count):
-        start, length = 16 + 4 * count + k * (block + 4) + 4, min(block, body - k * block)
-        at = _decode_bit_block(data, at, frame[start : start + length], packed)
-    if body:
-        _untranspose_bits(frame, out[:body], size, block)
-    _check_same_size(data[at:], out[body:])
-    out[body:] = data[at:]
-
-
-def _decode_bit_block(data: ByteArray, at: int, out: ByteArray, packed: int) -> int:
-    """Decode one block; where the next begins."""
-    if not packed:
-        if data.size - at < out.size:
-            raise ShortChunkError(f"it ends within a block, after {data.size} bytes")
-        out[:] = data[at : at + out.size]
-        return at + out.size
-    raw, at = _next_stored_block(data, at)
-    if packed == 2:
-        _decode_lz4_block(raw, out)
-    else:
-        _zstd_decoder.decode(raw, out)
-    return at
-
-
 # -- compressors -----------------------------------------------------------------------------------------------------
-
-
-def _check_decoded_size(claimed: int, out: ByteArray) -> None:
-    if claimed != out.size:
-        raise BadChunkError(f"its header claims {claimed} decoded bytes and the chunk has {out.size}")
-
-
-def _claimed_sizes(data: ByteArray) -> tuple[int, int]:
-    """The decoded size and the block size that open a chunk of LZ4 or bitshuffle."""
-    if data.size < 12:
-        raise ShortChunkError(f"it has {data.size} bytes, too few for its header")
-    return struct.unpack(">QI", data[:12].tobytes())
-
-
-def _next_stored_block(data: ByteArray, at: int) -> tuple[ByteArray, int]:
-    """The stored bytes of the block at `at`, and where the next begins."""
-    length = int.from_bytes(data[at : at + 4].tobytes(), "big")
-    if at + 4 + length > data.size:
-        raise ShortChunkError(f"a block of {length} bytes at {at} goes beyond its {data.size} bytes")
-    return data[at + 4 : at + 4 + length], at + 4 + length
-
-
-def _decode_lz4_block(raw: ByteArray, out: ByteArray) -> None:
-    """A bare LZ4 block; numcodecs wants its decoded size before it."""
-    _lz4_decoder.decode(np.concatenate([np.frombuffer(struct.pack("<I", out.size), np.uint8), raw]), out)
-
-
-def _undo_hdf5_lz4(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
-    """HDF5's framing of LZ4: decoded size (8 bytes), block size (4), then each block after its length (4), big-endian.
-
-    A block as long as what it decodes to is stored as it is.
-    """
-    claimed, block = _claimed_sizes(data)
-    _check_decoded_size(claimed, out)
-    if block <= 0:
-        raise BadChunkError("its header claims blocks of 0 bytes")
-    at = 12
-    for start in range(0, out.size, block):
-        part = out[start : start + block]
-        raw, at = _next_stored_block(data, at)
-        if raw.size == part.size:
-            part[:] = raw
-        else:
-            _decode_lz4_block(raw, part)
 
 
 def _undo_deflate(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
@@ -309,7 +207,5 @@ _UNDO_BY_FILTER: dict[int, Callable[[ByteArray, ByteArray, tuple[int, ...]], Non
     DEFLATE_FILTER: _undo_deflate,
     SHUFFLE_FILTER: _undo_shuffle,
     BLOSC_FILTER: lambda data, out, values: decode_blosc_frame(data, out),
-    LZ4_FILTER: _undo_hdf5_lz4,
-    BITSHUFFLE_FILTER: _undo_bitshuffle,
     ZSTD_FILTER: lambda data, out, values: _zstd_decoder.decode(data, out),
 }

@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import blake2b
+from io import BytesIO
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -23,11 +23,11 @@ from h5py._objects import phil
 from numpy.typing import NDArray
 
 from jigsaw.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.cache_folder import CacheFolder
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.chunks.files import LocalFiles, StoreFiles
-from jigsaw.io.drafts import draft_of
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles, size_and_change
 from jigsaw.io.formats.seekable import SeekableObject
 
 LIBHDF5_LOCK = threading.RLock()
@@ -41,16 +41,6 @@ _FEWEST_CHUNKS_KEPT = 4096
 _INDEX_FORMAT = 1
 
 
-def index_cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path | None:
-    """Where indices are kept: `chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw; an empty name is none."""
-    if chosen is None:
-        chosen = os.environ.get("JIGSAW_CACHE")
-    if chosen is None:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        chosen = os.path.join(base, "jigsaw")
-    return Path(chosen) if os.fspath(chosen) else None
-
-
 class Hdf5File:
     """One HDF5 file: its bytes through `files`, its metadata through h5py; both of the file as it was when opened.
 
@@ -59,7 +49,7 @@ class Hdf5File:
     Raises: `UnsupportedStoreError` when there is no such file, or h5py cannot open it.
     """
 
-    def __init__(self, path: str, files: StoreFiles, cache: Path | None = None) -> None:
+    def __init__(self, path: str, files: StoreFiles, cache: CacheFolder | None = None) -> None:
         self.path, self.files, self.cache = path, files, cache
         self.is_local = isinstance(files, LocalFiles)
         stamp = self._stamp()
@@ -72,11 +62,7 @@ class Hdf5File:
         if not self.is_local:
             size = self.files.size(self.path)
             return None if size is None else (size, 0)
-        try:
-            found = os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return found.st_size, found.st_mtime_ns
+        return size_and_change(self.path)
 
     def check(self) -> None:
         """Raises `BadChunkError` when the file on disk is not the one that was opened."""
@@ -287,16 +273,16 @@ def _cached_index(
     A cached index is for one path, size, time of change and grid; one that is damaged or for another file is replaced.
     The cache is never required: what cannot be read or written is passed over.
     """
-    place = None
-    if source.cache is not None and source.is_local:
-        digest = blake2b(f"{os.path.abspath(source.path)}\0{name}".encode(), digest_size=16).hexdigest()
-        place = source.cache / f"hdf5-{digest}.npz"
-        found = _read_cached_index(place, source, grid)
-        if found is not None:
-            return found
+    folder, digest = source.cache, blake2b(f"{os.path.abspath(source.path)}\0{name}".encode(), digest_size=16)
+    if folder is None or not source.is_local:
+        return ask()
+    entry = f"hdf5-{digest.hexdigest()}.npz"
+    found = _read_cached_index(folder, entry, source, grid)
+    if found is not None:
+        return found
     rows = ask()
-    if place is not None and len(rows) >= _FEWEST_CHUNKS_KEPT:
-        _write_cached_index(place, source, grid, rows)
+    if len(rows) >= _FEWEST_CHUNKS_KEPT:
+        _write_cached_index(folder, entry, source, grid, rows)
     return rows
 
 
@@ -304,18 +290,24 @@ def _index_key(source: Hdf5File, grid: ChunkIndex) -> NDArray[np.int64]:
     return np.array([_INDEX_FORMAT, source.size, source.changed, *grid], np.int64)
 
 
-def _read_cached_index(place: Path, source: Hdf5File, grid: ChunkIndex) -> NDArray[np.int64] | None:
+def _read_cached_index(folder: CacheFolder, entry: str, source: Hdf5File, grid: ChunkIndex) -> NDArray[np.int64] | None:
     try:
-        with np.load(place, allow_pickle=False) as kept:
+        with np.load(folder.path / entry, allow_pickle=False) as kept:
             key, rows = kept["key"], kept["rows"]
     except Exception:  # the archive has checksums of its own, and a damaged one may raise anything
         return None
     sound = rows.dtype == np.int64 and rows.ndim == 2 and rows.shape[1] == _INDEX_COLUMNS
-    return rows if sound and np.array_equal(key, _index_key(source, grid)) else None
+    if not sound or not np.array_equal(key, _index_key(source, grid)):
+        return None
+    folder.mark_used(entry)
+    return rows
 
 
-def _write_cached_index(place: Path, source: Hdf5File, grid: ChunkIndex, rows: NDArray[np.int64]) -> None:
-    with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with draft_of(place, ".part") as out:
-            np.savez_compressed(out, key=_index_key(source, grid), rows=rows)
+def _write_cached_index(
+    folder: CacheFolder, entry: str, source: Hdf5File, grid: ChunkIndex, rows: NDArray[np.int64]
+) -> None:
+    packed = BytesIO()
+    np.savez_compressed(packed, key=_index_key(source, grid), rows=rows)
+    if packed.tell() <= folder.limit:
+        with suppress(OSError), folder.draft(entry, packed.tell()) as out:
+            out.write(packed.getbuffer())

@@ -25,7 +25,7 @@ from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedSt
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles, size_and_change
 from jigsaw.io.chunks.joined_arrays import JoinedArrays
 from jigsaw.io.formats import in_memory as _values
 from jigsaw.io.formats.slab_arrays import read_table_box
@@ -116,7 +116,7 @@ class _OpenStores:
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
-        stamp = _size_and_change(path)
+        stamp = size_and_change(path)
         opened = self._opener(path)
         with self._lock:
             if self._stamps.setdefault(path, stamp) != stamp:
@@ -125,14 +125,6 @@ class _OpenStores:
             if len(self._open) > _STORES_KEPT_OPEN:
                 self._open.popitem(last=False)
         return opened
-
-
-def _size_and_change(path: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
 
 
 # -- what is known of a file -----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Arrays that lie in a file as their values, one after another, as chunk tables of slabs: cut along the outermost dim.
 
-Raw files, `.npy`, NIfTI and NetCDF-3 are such.  The slabs are virtual: of any of them only the needed bytes are read.
+Raw files, `.npy`, NIfTI, NetCDF-3 and contiguous HDF5 are such.  The slabs are virtual: of any of them only the needed
+bytes are read.
 """
 
 from __future__ import annotations

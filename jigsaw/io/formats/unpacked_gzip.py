@@ -1,31 +1,27 @@
 """Files that are compressed as a whole, decompressed once into a cache: from then on any part of them can be read.
 
-The cache is a directory, ``$JIGSAW_CACHE`` or ``~/.cache/jigsaw``, of at most ``$JIGSAW_CACHE_BYTES`` (64e9).  An entry
-is named by the file's path, size and time of change (an object's URL, size and ETag), so a changed one gets another;
-what was used longest ago goes first.  An entry is written beside its place and then renamed: it is whole or absent,
-also after a kill.
+The cache is a directory, ``$JIGSAW_CACHE`` or ``~/.cache/jigsaw``, of at most ``$JIGSAW_CACHE_BYTES`` (64e9), which
+indices of HDF5 files share.  An entry is named by the file's path, size and time of change (an object's URL, size and
+ETag), so a changed one gets another.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import threading
-import time
 import zlib
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 
 from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
-from jigsaw.io.chunks.files import ByteAllocator, FillTarget, LocalFiles, StoreFiles
+from jigsaw.io.chunks.files import ByteAllocator, FillTarget, LocalFiles, StoreFiles, size_and_change
 from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.chunks.remote_files import RemoteFiles
-from jigsaw.io.drafts import draft_of, open_unlinked
 
 _INFLATED_BYTES = 1 << 20
 _HEAD_FETCHED_BYTES, _BODY_FETCHED_BYTES = 1 << 16, 1 << 23
@@ -34,10 +30,7 @@ _MOST_RATIO = 1032
 """What deflate compresses at most: a file that claims more holds less."""
 _MOST_PADDING = 1 << 16
 """Bytes that may follow what the header describes: padding."""
-_USUAL_CACHE_BYTES = 64 * 10**9
 _MOST_TRIES = 8
-_ABANDONED_S = 86_400
-"""A draft of that age was left by a process that was killed."""
 
 
 @dataclass(frozen=True)
@@ -56,37 +49,32 @@ class FileStamp:
             if known is None:
                 raise UnsupportedStoreError(f"there is no object {path!r} in {files.name}")
             return cls(f"{files.name}/{path}", *known)
-        try:
-            found = os.stat(path)
-        except OSError as e:
-            raise UnsupportedStoreError(f"there is no file {path!r}: {e.strerror}") from e
+        found = size_and_change(path)
+        if found is None:
+            raise UnsupportedStoreError(f"there is no file {path!r}")
         if os.path.isdir(path):
             raise UnsupportedStoreError(f"{path!r} is a directory, and a file is expected")
-        return cls(os.path.abspath(path), found.st_size, found.st_mtime_ns)
+        return cls(os.path.abspath(path), *found)
 
     @property
-    def entry(self) -> Path:
-        """Where its decompressed bytes are kept."""
-        key = blake2b(repr((self.name, self.size, self.changed)).encode(), digest_size=16).hexdigest()
-        return unpacked_folder() / f"{key}.raw"
+    def entry(self) -> str:
+        """The name under which its decompressed bytes are kept."""
+        key = blake2b(repr((self.name, self.size, self.changed)).encode(), digest_size=16)
+        return f"{key.hexdigest()}.raw"
 
+    @property
+    def folder(self) -> CacheFolder:
+        """Where they are kept.
 
-def unpacked_folder() -> Path:
-    """Where decompressed files are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("JIGSAW_CACHE") or Path(base) / "jigsaw")
-
-
-def most_unpacked_bytes() -> int:
-    """How many bytes the cache may have.
-
-    Raises: `UnsupportedStoreError` when ``$JIGSAW_CACHE_BYTES`` is no number.
-    """
-    given = os.environ.get("JIGSAW_CACHE_BYTES")
-    try:
-        return _USUAL_CACHE_BYTES if given is None else int(float(given))
-    except ValueError as e:
-        raise UnsupportedStoreError(f"JIGSAW_CACHE_BYTES={given!r} must be a number of bytes") from e
+        Raises: `UnsupportedStoreError` when the environment says nowhere.
+        """
+        found = user_cache_folder()
+        if found is None:
+            raise UnsupportedStoreError(
+                f"JIGSAW_CACHE='' names no folder, and {self.name} is compressed as a whole: it is read from a "
+                "decompressed copy; set JIGSAW_CACHE to a folder, or decompress the file yourself"
+            )
+        return found
 
 
 class UnpackedFile:
@@ -132,13 +120,14 @@ class UnpackedFile:
                 return True
             with self._making:
                 self.make()
-        raise BadChunkError(f"the cache {unpacked_folder()} is too small for all who use it; set JIGSAW_CACHE_BYTES")
+        folder = self.stamp.folder.path
+        raise BadChunkError(f"the cache {folder} is too small for all who use it; set JIGSAW_CACHE_BYTES")
 
     def _kept(self, targets: Sequence[FillTarget]) -> bool:
         """Fill every target from the entry; False when it is not there as a whole."""
         local = self._local
         try:
-            return local.ranges(str(self.stamp.entry), targets)
+            return local.ranges(str(self.stamp.folder.path / self.stamp.entry), targets)
         except ShortChunkError:
             self._local = LocalFiles(keep=True)  # which takes the one that is made next for no change
             return False
@@ -150,68 +139,30 @@ class UnpackedFile:
 
         Raises: as `ranges`, and `UnsupportedStoreError` when there is no room for it.
         """
-        entry = self.stamp.entry
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with _entry_lock(entry.with_suffix(".lock")):
-            if _entry_size(entry) != self.length:
+        folder, entry = self.stamp.folder, self.stamp.entry
+        with folder.locked(entry):
+            if (size_and_change(folder.path / entry) or (None,))[0] != self.length:
                 if FileStamp.of(self._packed, self._path) != self.stamp:
                     raise BadChunkError("the file has changed since it was opened; open the store again")
-                _make_room_for_entry(entry.parent, self.length, self.stamp.name)
-                _write_entry(
-                    entry,
-                    _exact_contents(
-                        _packed_blocks(self._packed, self._path, self.stamp.size, _BODY_FETCHED_BYTES), self.length
-                    ),
-                )
-            # the time of use; that of change stays, by which a file that changes while it is read is known
-            with suppress(FileNotFoundError):  # another process needed its room
-                os.utime(entry, ns=(time.time_ns(), entry.stat().st_mtime_ns))
+                self._unpack(folder, entry)
+            folder.mark_used(entry)
 
+    def _unpack(self, folder: CacheFolder, entry: str) -> None:
+        """Make the entry; none when other processes need the room of its draft."""
+        self._check_room(folder, self.length <= folder.limit)
+        packed = _packed_blocks(self._packed, self._path, self.stamp.size, _BODY_FETCHED_BYTES)
+        with suppress(FileNotFoundError), folder.draft(entry, self.length) as file:
+            self._check_room(folder, self.length <= shutil.disk_usage(folder.path).free)
+            for block in _exact_contents(packed, self.length):
+                file.write(block)
 
-def _entry_size(entry: Path) -> int | None:
-    try:
-        return entry.stat().st_size
-    except FileNotFoundError:
-        return None
-
-
-@contextmanager
-def _entry_lock(path: Path) -> Generator[None]:
-    with os.fdopen(open_unlinked(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process, however that ends
-        yield
-
-
-def _write_entry(entry: Path, content: Iterator[bytes]) -> None:
-    with draft_of(entry, ".part") as file:
-        for block in content:
-            file.write(block)
-
-
-def _make_room_for_entry(folder: Path, length: int, path: str) -> None:
-    """Remove what was used longest ago, until an entry of `length` bytes fits."""
-    most = most_unpacked_bytes()
-    kept: list[tuple[float, int, Path]] = []
-    for each in folder.iterdir():
-        try:
-            found = each.stat()
-        except FileNotFoundError:  # a draft that another process has finished meanwhile, or an entry that it removed
-            continue
-        if each.suffix == ".part" and found.st_mtime < time.time() - _ABANDONED_S:
-            each.unlink(missing_ok=True)
-        elif each.suffix == ".raw":
-            kept.append((found.st_atime, found.st_size, each))
-    kept.sort(reverse=True)
-    while kept and sum(size for _, size, _ in kept) + length > most:
-        oldest = kept.pop()[2]
-        oldest.unlink(missing_ok=True)
-        oldest.with_suffix(".lock").unlink(missing_ok=True)
-    free = shutil.disk_usage(folder).free
-    if length > min(most, free):
-        raise UnsupportedStoreError(
-            f"{path} decompresses to {length} bytes, and the cache {folder} may have {most}, with {free} free on its "
-            "disk; set JIGSAW_CACHE and JIGSAW_CACHE_BYTES, or decompress the file yourself"
-        )
+    def _check_room(self, folder: CacheFolder, fits: bool) -> None:
+        if not fits:
+            raise UnsupportedStoreError(
+                f"{self.stamp.name} decompresses to {self.length} bytes, and the cache {folder.path} may have "
+                f"{folder.limit}, with {shutil.disk_usage(folder.path).free} free on its disk; set JIGSAW_CACHE and "
+                "JIGSAW_CACHE_BYTES, or decompress the file yourself"
+            )
 
 
 # -- gzip ------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ def _plan_lines(dataset: Dataset, plan: ReadPlan) -> list[str]:
         f" and {count - _CHUNKS_LISTED} more" if count > _CHUNKS_LISTED else ""
     )
     space = " x ".join(f"{d} {n}" for d, n in zip(frame.dims, frame.sizes, strict=True))
-    mesh = ", ".join(f"{name}={size}" for name, size in frame.axes) or "one rank"
     halos = [
         f"{d} {below}" + (f"+{above}" if above != below else "") + _BOUNDARY_TEXTS.get(b.rule, f" ({b.rule})")
         for d, (below, above), b in zip(frame.dims, frame.halo, frame.boundary, strict=True)
@@ -39,7 +38,7 @@ def _plan_lines(dataset: Dataset, plan: ReadPlan) -> list[str]:
         str(dataset.store.url),
         *dataset.store.notes,
         f"reads {steps} steps of {count} channels ({names}), {space}",
-        f"mesh {mesh}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
+        f"mesh {_mesh_text(dataset)}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
         *_idle_axes_lines(dataset, plan),
         *_request_lines(plan),
     ]

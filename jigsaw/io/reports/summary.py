@@ -16,7 +16,7 @@ from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.series import coords
-from jigsaw.io.series.fields import PRESSURE_NAMES, SURFACE_NAMES, channels_of_fields
+from jigsaw.io.series.fields import SHORT_NAMES, channels_of_fields
 from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 from jigsaw.io.series.times import TimeAxis, decode_times
 from jigsaw.io.writing.cf import plain_attribute
@@ -44,7 +44,6 @@ _HDF5_FILTERS = {
     32015: "zstd",
     32026: "blosc2",
 }
-_SHORT_NAMES = {name: row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
 _SHOWN_ELSEWHERE = ("units", "long_name", "standard_name", "scale_factor", "add_offset", "_FillValue", "missing_value")
 
 
@@ -62,7 +61,7 @@ class DimSummary:
 
 @dataclass(frozen=True)
 class GridSummary:
-    """The space of some variables: `extent` is global, regional, or that of no globe."""
+    """The space of some variables: `extent` says how much of the globe, or that it is a volume or a plane."""
 
     axes: tuple[DimSummary, ...]
     extent: str
@@ -173,7 +172,7 @@ def _summarize_variable(
     attrs, stored = table.attrs, _summarize_storage(found.store, table)
     return VariableSummary(
         name=table.name,
-        short_name=_SHORT_NAMES.get(table.name, ""),
+        short_name=SHORT_NAMES.get(table.name, ""),
         dims=dict(zip(variable.roles, table.shape, strict=True)),
         dtype=np.dtype(table.dtype).name,
         units=str(attrs.get("units", "")),

@@ -74,6 +74,7 @@ PRESSURE_NAMES = (
     ("clwc", "specific_cloud_liquid_water_content"),
     ("ciwc", "specific_cloud_ice_water_content"),
 )
+SHORT_NAMES = {name: row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
 _NAMES_OF_QUANTITY = {name: row for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
 
 
@@ -151,15 +152,18 @@ def _array_named(name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str
     return next((n for n in (name, *_NAMES_OF_QUANTITY.get(name, ())) if n in arrays), None)
 
 
-def _pressure_level(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> tuple[str, float] | None:
-    if field in _NAMES_OF_QUANTITY:
+def quantity_at_pressure(name: str) -> tuple[str, float] | None:
+    """("z", 500.0) of ``z500``; None where a name says no pressure."""
+    if name in SHORT_NAMES:
         return None
-    for row in PRESSURE_NAMES:
-        digits = field.removeprefix(row[0])
-        array = _array_named(row[0], arrays)
-        if digits != field and digits.isdecimal() and array is not None:
-            return array, float(digits)
-    return None
+    shorts = [short for short, *_ in PRESSURE_NAMES if name.startswith(short) and name[len(short) :].isdecimal()]
+    return (shorts[0], float(name[len(shorts[0]) :])) if shorts else None
+
+
+def _pressure_level(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> tuple[str, float] | None:
+    found = quantity_at_pressure(field)
+    array = None if found is None else _array_named(found[0], arrays)
+    return None if found is None or array is None else (array, found[1])
 
 
 def _all_levels(field: str, array: str, levels: LevelCoordinate | None) -> list[FieldChannel]:

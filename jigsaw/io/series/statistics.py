@@ -23,14 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import FieldError
-from jigsaw.io.series.fields import PRESSURE_NAMES, SURFACE_NAMES, FieldChannel
+from jigsaw.io.series.fields import SHORT_NAMES, FieldChannel, quantity_at_pressure
 
 ChannelValues = NDArray[np.float64]
 StatisticsPath = str | os.PathLike[str]
 
 VALUE_STATISTICS = ("count", "missing", "mean", "std", "min", "max")
 ALL_STATISTICS = (*VALUE_STATISTICS, *(f"diff_{name}" for name in VALUE_STATISTICS))
-_SHORT_OF_NAME = {name: row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,15 +131,12 @@ def quantity_and_level(name: str) -> tuple[str, float | None]:
     base, at, level = name.partition("@")
     if at:
         try:
-            return _SHORT_OF_NAME.get(base, base), float(level)
+            return SHORT_NAMES.get(base, base), float(level)
         except ValueError:
             return name, None
-    if name in _SHORT_OF_NAME:
-        return _SHORT_OF_NAME[name], None
-    for short, *_ in PRESSURE_NAMES:
-        if name.removeprefix(short).isdecimal():
-            return short, float(name.removeprefix(short))
-    return name, None
+    if name in SHORT_NAMES:
+        return SHORT_NAMES[name], None
+    return quantity_at_pressure(name) or (name, None)
 
 
 def _fields_text(fields: Sequence[str], most: int = 40) -> str:

@@ -25,25 +25,22 @@ def dask_client(address: str | None, workers: int | None = None) -> Generator[Cl
     Raises: `FieldError` where dask's scheduler is not installed, or none answers at the address.
     """
     try:
-        from dask.distributed import Client, LocalCluster
+        from dask.distributed import Client
     except ImportError as missing:
         absent = "a dask cluster needs dask's scheduler: pip install 'dask[distributed]'"
         raise FieldError(why_not_imported(missing, absent)) from missing
-    if address is not None:
-        try:
-            with Client(address, set_as_default=False):
-                pass  # one that fails as dask's default would remain it
-            found = Client(address)
-        except (ValueError, OSError) as error:
-            raise FieldError(
-                f"no dask scheduler answers at {address!r} ({error}); give one that runs, like tcp://host:8786"
-            ) from error
-        with found as client:
-            yield client
-        return
     quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # dask's server has a page even without one
-    local: Any = {"host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
-    with LocalCluster(n_workers=workers or usable_cores(), **local) as cluster, Client(cluster) as client:
+    local = {"n_workers": workers or None, "host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
+    how: dict[str, Any] = local if address is None else {"address": address}
+    try:
+        found = Client(**how, set_as_default=False)  # one that fails as dask's default would remain it
+    except (ValueError, OSError) as error:
+        if address is None:
+            raise
+        raise FieldError(
+            f"no dask scheduler answers at {address!r} ({error}); give one that runs, like tcp://host:8786"
+        ) from error
+    with found as client:
         yield client
 
 

@@ -84,7 +84,7 @@ class ChannelMoments:
 
 
 def _moments_of_channel(x: TileValues, less: TileValues | None, weights: MomentValues | None) -> MomentValues:
-    """The column of one channel, in pieces that stay in the processor's cache: four times as fast as whole tiles."""
+    """The column of one channel, in pieces that stay in the processor's cache."""
     flat, earlier = x.reshape(-1), None if less is None else less.reshape(-1)
     found = np.array(
         [

@@ -22,7 +22,7 @@ _BLOCK_BYTES = 1 << 27
 
 @dataclass(frozen=True)
 class StepSeries:
-    """A dataset of single steps, and for each step whether the one before it is the one before it in time."""
+    """A dataset of single steps; `follows` says of each step whether no gap in time lies before it."""
 
     dataset: Dataset
     follows: NDArray[np.bool_]

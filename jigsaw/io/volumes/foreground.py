@@ -6,7 +6,6 @@ without replacement that can be taken chunk by chunk, by any rank, in any order,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.drafts import draft_of
 from jigsaw.io.volumes.volume import StoredVolume, VolumeArray
@@ -289,9 +289,8 @@ def _foreground_file(volume: StoredVolume, how: Foreground) -> Path:
     about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept)
     digest = blake2b(repr(about).encode(), digest_size=16)
     for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
-        if os.path.exists(path):  # not in a far store
-            now = os.stat(path)
-            digest.update(f"{path} {now.st_size} {now.st_mtime_ns}".encode())
+        if (now := size_and_change(path)) is not None:  # not in a far store
+            digest.update(f"{path} {now}".encode())
     assert how.cache is not None
     return Path(how.cache) / f"foreground-{digest.hexdigest()}.npz"
 

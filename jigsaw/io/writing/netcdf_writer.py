@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import WriteError, writing_to
+from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.drafts import open_unlinked
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
@@ -94,10 +95,7 @@ class NetcdfSink:
 
     def _stamp(self) -> str:
         """The file at the path by size and time of change; nothing where there is none."""
-        if not self._path.exists():
-            return ""
-        found = self._path.stat()
-        return f"{found.st_size} {found.st_mtime_ns}"
+        return str(size_and_change(self._path) or "")
 
     def _copy(self) -> None:
         self._new_part(self._path.stat().st_size)

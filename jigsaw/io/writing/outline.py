@@ -30,7 +30,7 @@ _ENCODING_OPTIONS = {
 
 @dataclass(frozen=True)
 class ArrayOutline:
-    """A stored array: its whole shape, that of this piece along the dim that grows."""
+    """A stored array; along the dim that grows `shape` has the rows of this append alone."""
 
     name: str
     dims: tuple[str, ...]
@@ -53,7 +53,7 @@ class ArrayOutline:
 
 @dataclass(frozen=True)
 class TileSource:
-    """A tile and the array made of it: `dropped` is the dim of the tile that the array lacks, of one channel."""
+    """A tile and the array made of it; of one channel the array lacks the tile's dim `dropped`."""
 
     tile: Tile
     array: ArrayOutline

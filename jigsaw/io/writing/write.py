@@ -335,10 +335,14 @@ def _make_sink(suffix: str, path: Path, append_dim: str | None, encoding: Mappin
 
 
 def _attrs_at_path(path: Path) -> Mapping[str, Any]:
-    if path.is_dir():
-        from jigsaw.io.writing.zarr_writer import zarr_store_attrs
+    """Raises: `WriteError` for what is neither a Zarr group nor NetCDF, or damaged."""
+    try:
+        if path.is_dir():
+            from jigsaw.io.writing.zarr_writer import zarr_store_attrs
 
-        return zarr_store_attrs(path)
-    from jigsaw.io.writing.netcdf_writer import netcdf_attrs
+            return zarr_store_attrs(path)
+        from jigsaw.io.writing.netcdf_writer import netcdf_attrs
 
-    return netcdf_attrs(path)
+        return netcdf_attrs(path)
+    except (OSError, ValueError, KeyError) as e:  # netCDF4's errors, and zarr's of groups and of metadata
+        raise WriteError(f"{path} cannot be read as a store that jigsaw wrote: {e}") from e
