@@ -151,7 +151,7 @@ Tensors = nn.Module | Tensor | Iterable[Tensor]
 def clip_grad_norm_(
     parameters: Tensors, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """g <- g min(1, max_norm / |g|), where |g| is the norm of all whole gradients together; returns |g|.
+    """``g <- g min(1, max_norm / |g|)``, where ``|g|`` is the norm of all whole gradients together; returns ``|g|``.
 
     As `torch.nn.utils.clip_grad_norm_`, and also for a mix of plain parameters and DTensors of several meshes.
 

@@ -234,7 +234,7 @@ def _update_running(running: Tensor, value: Tensor, momentum: float) -> None:
 
 @implements_torch(F.normalize)
 def l2_normalize(input: Tile, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Tile:
-    """y = x / max(|x|_p, eps) along `dim`, cut or not."""
+    """``y = x / max(|x|_p, eps)`` along `dim`, cut or not."""
     return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
