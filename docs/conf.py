@@ -47,6 +47,11 @@ PAGES = {
 # What a function makes and nobody else: their arguments are no part of the interface.
 MADE_BY_FUNCTIONS = {"Dataset", "Volumes"}
 
+ABOUT_EXAMPLES = (
+    "The examples run as they stand on one rank, after ``import jigsaw, torch`` and ``import numpy as np``; "
+    "``tests/test_docs.py`` makes the small stores that they read, and runs them."
+)
+
 
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
     """README.md with the table of contents that the margin shows."""
@@ -72,7 +77,7 @@ class PublicNames(SphinxDirective):
         names = {name: getattr(package, name) for name in package.__all__}
         modules = {name: value for name, value in names.items() if inspect.ismodule(value)}
         of_torch = [name for name, value in names.items() if getattr(value, "__module__", "").startswith("torch.")]
-        lines = [f".. automodule:: {package.__name__}", ""]
+        lines = [f".. automodule:: {package.__name__}", "", ABOUT_EXAMPLES, ""]
         for name, value in names.items():
             if name not in modules and name not in of_torch:
                 lines += entry_lines(f"{package.__name__}.{name}", value)

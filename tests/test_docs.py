@@ -6,11 +6,15 @@ import doctest
 import importlib
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import xarray as xr
 
 import jigsaw
 import jigsaw.io
@@ -37,17 +41,45 @@ def test_every_public_name_has_a_docstring(path):
     assert told, "its own, not its base's"
 
 
-def _examples(path, value):
-    """The examples of one docstring, or of a class and its methods."""
-    finder = doctest.DocTestFinder()
-    return [found for found in finder.find(value, path, globs={"jigsaw": jigsaw}) if found.examples]
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """The stores that examples read: a globe, the same in two files, a scan and its labels."""
+    path = tmp_path_factory.mktemp("stores")
+    times = np.datetime64("2020-01-01", "ns") + np.arange(8) * np.timedelta64(6, "h")
+    coords = {"time": times, "latitude": np.linspace(90, -90, 9), "longitude": np.arange(16) * 22.5}
+    dims, values = ("time", "latitude", "longitude"), np.zeros((8, 9, 16), "f4")
+    t2m = (dims, values + np.arange(280, 288, dtype="f4")[:, None, None], {"units": "K"})
+    globe = xr.Dataset({"2m_temperature": t2m, "10m_u_component_of_wind": (dims, values, {"units": "m s-1"})}, coords)
+    globe.to_zarr(path / "globe.zarr", zarr_format=2, encoding={name: {"chunks": (1, 9, 16)} for name in globe})
+    for name, part in (("globe-01.nc", slice(0, 4)), ("globe-02.nc", slice(4, 8))):
+        globe.isel(time=part).to_netcdf(path / name, engine="h5netcdf")
+    scan, label = np.arange(33 * 20 * 24, dtype="f4").reshape(33, 20, 24), np.zeros((33, 20, 24), "u1")
+    label[10:14, 5:9, 6:12] = 1
+    for name, array in (("scan", scan), ("label", label)):
+        volume = xr.Dataset({name: (("z", "y", "x"), array)})
+        volume.to_zarr(path / f"{name}.zarr", zarr_format=2, encoding={name: {"chunks": (8, 20, 24)}})
+    return path
 
 
-@pytest.mark.parametrize("path", [path for path, value in OURS.items() if _examples(path, value)])
-def test_examples_run(path):
-    for found in _examples(path, OURS[path]):
-        ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).run(found)
-        assert not ran.failed, f"{found.name}: see the difference above"
+def _examples(path):
+    """The examples of one docstring, of a class and its methods, or of a module and its functions."""
+    names = {"jigsaw": jigsaw, "np": np, "torch": torch}
+    return [found for found in doctest.DocTestFinder().find(OURS[path], path, globs=names) if found.examples]
+
+
+@pytest.mark.parametrize("path", SHOWN)
+def test_every_public_name_has_an_example(path):
+    assert any(found.name == path for found in _examples(path))
+
+
+@pytest.mark.parametrize("path", [path for path in OURS if _examples(path)])
+def test_examples_run(path, stores, tmp_path, monkeypatch, capsys):
+    shutil.copytree(stores, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for found in _examples(path):
+        torch.manual_seed(0)
+        ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found)
+        assert not ran.failed, capsys.readouterr().out
 
 
 # -- links ------------------------------------------------------------------------------------------------------------

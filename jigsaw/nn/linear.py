@@ -126,6 +126,11 @@ class Linear(nn.Linear):
     *Shapes*: weight [out, in], per rank [ceil(out / P), in] (the last ones may have fewer rows); x whole or cut along
     `axis`.
     *Sends*: see `tile_linear`; once, when it is made, the parts of the first rank's initial values.
+
+    >>> mesh = jigsaw.init_mesh(channel=1)
+    >>> layer = jigsaw.nn.Linear(8, 6, mesh=mesh)
+    >>> layer(jigsaw.shard(torch.randn(5, 8), mesh, (None, None))).shape, layer.weight.shape
+    (torch.Size([5, 6]), torch.Size([6, 8]))
     """
 
     def __init__(

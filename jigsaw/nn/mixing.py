@@ -58,6 +58,11 @@ class Mix(Linear):
 
     With an `axis` (or several, those that cut the tokens) each rank holds 1/P of the rows of the weight at rest; see
     `mix_tokens`.
+
+    >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
+    >>> tile = jigsaw.shard(torch.randn(2, 9, 16, 4), mesh, (None, "lat", "lon", None))
+    >>> jigsaw.nn.Mix(9 * 16, 9 * 16, dims=(1, 2), mesh=mesh)(tile).shape
+    torch.Size([2, 9, 16, 4])
     """
 
     def __init__(

@@ -110,7 +110,7 @@ def _local_operand(operand: Any, labels: DimLabels, cuts: dict[str, CutGroup], w
 def tile_matmul(input: Any, other: Any) -> Any:
     """y = a b, batched as in torch.
 
-    Where one operand is a matrix it is a `jigsaw.nn.linear.linear`; both batched, each rank multiplies what it has
+    Where one operand is a matrix it is a `jigsaw.nn.linear.tile_linear`; both batched, each rank multiplies what it has
     and a cut contraction is summed (see `contract_labels`).
     """
     for x in (input, other):

@@ -13,6 +13,9 @@ of day and year is GraphCast's (Lam et al., Science 382, 2023); on a calendar of
 of the calendar's year.  The sun is that of `jigsaw.io.series.solar`.
 
 Static fields of the store (land-sea mask, orography) need no forcing: they are fields like others, at every step.
+
+>>> jigsaw.io.forcings.cos_zenith(["2020-06-21T12:00"], lat=[23.5], lon=[0.0, 180.0]).round(4)
+array([[[1., 0.]]])
 """
 
 from __future__ import annotations
