@@ -88,8 +88,8 @@ def _check_channels(tile: Tile, dim: int, axis: str) -> None:
 def _own_weight(weight: Tensor, ranks: int) -> Tensor:
     """This rank's piece of a cut weight, for an op whose result looks alike along the axis but is not.
 
-    There every rank has the gradient of its own piece, all of it; `jigsaw.ops.pointwise.part` takes it for one of
-    `ranks` equal shares, so it is scaled up.
+    There every rank has the gradient of its own piece, all of it; `jigsaw.ops.pointwise.plain_operand` takes it
+    for one of `ranks` equal shares, so it is scaled up.
     """
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if local.requires_grad:

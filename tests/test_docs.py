@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import inspect
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -24,12 +24,13 @@ import jigsaw.testing
 ROOT = Path(__file__).parents[1]
 PACKAGES = (jigsaw, jigsaw.nn, jigsaw.io, jigsaw.testing)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")])
+SOURCES = sorted((ROOT / "jigsaw").rglob("*.py"))
 PUBLIC = {f"{package.__name__}.{name}": getattr(package, name) for package in PACKAGES for name in package.__all__}
 OURS = {path: value for path, value in PUBLIC.items() if not getattr(value, "__module__", "").startswith("torch.")}
 SHOWN = {
     path: value
     for path, value in OURS.items()
-    if not inspect.ismodule(value) and not (isinstance(value, type) and issubclass(value, Exception))
+    if not hasattr(value, "__path__") and not (isinstance(value, type) and issubclass(value, Exception))
 }
 
 # -- docstrings -------------------------------------------------------------------------------------------------------
@@ -39,6 +40,21 @@ SHOWN = {
 def test_every_public_name_has_a_docstring(path):
     told = vars(OURS[path]).get("__doc__") if isinstance(OURS[path], type) else OURS[path].__doc__
     assert told, "its own, not its base's"
+
+
+def _is_there(path):
+    try:
+        pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_names_in_the_text_are_those_of_the_code():
+    named = {path: file for file in (*SOURCES, *PAGES) for path in re.findall(r"`(jigsaw(?:\.\w+)+)", file.read_text())}
+    del named["jigsaw.json"]  # a file of a checkpoint
+    assert not {path: str(file) for path, file in named.items() if not _is_there(path)}
+    assert not _is_there("jigsaw.io.opne")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,10 @@
-"""Convolutions and transposed convolutions in 1, 2 and 3 dims: torch's functions, and modules, on tiles."""
+"""Convolutions and transposed convolutions in 1, 2 and 3 dims: torch's functions, and modules, on tiles.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
+>>> torch.nn.Conv2d(3, 8, 3, stride=2, padding=1, padding_mode="circular")(tile).shape
+torch.Size([2, 8, 5, 8])
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Linear layers on tiles: over a whole last dim each rank by itself, over a cut one through the matmul core."""
+"""Linear layers on tiles: over a whole last dim each rank by itself, over a cut one through the matmul core.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 144, 8), mesh, (None, "lat", None))
+>>> torch.nn.Linear(8, 32)(tile).shape
+torch.Size([2, 144, 32])
+"""
 
 from __future__ import annotations
 
@@ -29,7 +35,7 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
       from at the points that it had then, else balanced.
 
     *Sends*: with K whole and W whole or column-cut, nothing; backward one all-reduce of the gradient of x over the
-    axes of W's rows.  Else what the core's grid says (`jigsaw.matmul.matmul`): over a cut K either the parts of x
+    axes of W's rows.  Else what the core's grid says (`jigsaw.matmul.grid_matmul`): over a cut K either the parts of x
     travel (column) or partial sums of y do (row), whichever moves less in a training step; a W stored 1/P along the
     axes that cut the rows of x travels to them.  The input is never gathered on one rank, only passed around.
     *Raises*: `ShardingError` when the axes of x and W do not form a grid.

@@ -2,6 +2,11 @@
 
 The statistics are those of the whole tensor, in float32 or better, by two passes.  They are held alike by the ranks
 that share them, and so are the running statistics of batch norm.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.arange(18.0).reshape(1, 2, 9), mesh, (None, None, "lat"))
+>>> round(torch.nn.GroupNorm(1, 2)(tile).square().mean().item(), 3)
+1.0
 """
 
 from __future__ import annotations

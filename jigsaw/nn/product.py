@@ -1,4 +1,10 @@
-"""Matrix products and einsum of tiles with tiles and with plain tensors."""
+"""Matrix products and einsum of tiles with tiles and with plain tensors.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.ones(2, 9, 4), mesh, (None, "lat", None))
+>>> torch.einsum("blc,dc->bd", tile, torch.ones(5, 4)).local[0]
+tensor([36., 36., 36., 36., 36.])
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class StripPlaces(Protocol):
 
 
 class ChunkDecoder(Protocol):
-    """From the stored bytes of a chunk to its values; `jigsaw.io.chunks.codecs.Decoder` is Zarr's.
+    """From the stored bytes of a chunk to its values; `jigsaw.io.chunks.codecs.CodecDecoder` is Zarr's.
 
     `is_plain`: the stored bytes are the values.  `splits`: a part can be decoded alone (plain bytes and Blosc frames).
     """

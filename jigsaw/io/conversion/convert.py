@@ -3,7 +3,7 @@
 **Killed conversions.**  Each region is written, read back, compared by digest, and only then entered in a journal
 beside the store (``NAME.journal``): the same call goes on with what is not entered.  Until the end the store's root
 says that nothing is complete and lists no array; then one file, replaced atomically, lists all
-(`jigsaw.io.write.completeness`).
+(`jigsaw.io.completeness`).
 """
 
 from __future__ import annotations
