@@ -20,7 +20,7 @@ NEWEST_TOOLS := fsspec h5netcdf hypothesis icechunk kerchunk nibabel psutil pyte
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 medical nginx test check test-newest with-newest bench clean
+.PHONY: help setup weather weather-025 medical nginx test check docs test-newest with-newest bench clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -82,8 +82,11 @@ bench: setup ## every benchmark, one JSON object a case (an hour)
 	$(BIN)/python benchmarks/layers.py --ranks 2
 	$(BIN)/python benchmarks/read.py
 
+docs: setup ## the documentation as a site of plain files: open site/index.html
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/doctrees . site
+
 medical: setup ## train on crops of volumes on two ranks, then infer by sliding windows
 	$(BIN)/torchrun --nproc-per-node 2 examples/medical/train.py
 
 clean: ## remove what the tools left, not .venv
-	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site

@@ -67,6 +67,14 @@ def save(
 
     *Sends*: plans, and no tensors.
     *Raises*: `CheckpointError` for an optimizer without its model, and for a state that is not plain.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> jigsaw.save("step-100", model=model, optimizer=optimizer)
+    >>> again = torch.nn.Linear(4, 2)
+    >>> jigsaw.load("step-100", model=again)
+    >>> torch.equal(again.weight, model.weight)
+    True
     """
     final, rank = Path(path), dist.get_rank() if dist.is_initialized() else 0
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
@@ -92,6 +100,13 @@ def load(
 
     *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape;
     nothing is changed then.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> jigsaw.save("best", model=model)
+    >>> jigsaw.load("best", model=torch.nn.Linear(4, 3))
+    Traceback (most recent call last):
+        ...
+    jigsaw.checkpoint_state.CheckpointError: the checkpoint best is of another model: 'model.weight' has shape (2, 4)...
     """
     found = fail_together(lambda: open_checkpoint(Path(path)))
     things = _stateful_objects(loader, others)

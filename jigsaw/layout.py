@@ -118,6 +118,12 @@ class Cut:
     same size restores them (the tokens after a mixer's second linear lie where they did before its first).  It is part
     of equality, for what is kept by layout (a stencil's plan has the layout of its result) must not hand out another
     dim's memory; whether two tiles can meet is asked of `have_same_rows`.
+
+    >>> cut = jigsaw.Cut(10, (0, 4, 7, 10), axes=("lat",))
+    >>> cut.pieces, cut.owned(1)
+    (3, (4, 7))
+    >>> cut.with_halo(1, 2, periodic=True).held
+    ((-1, 6), (3, 9), (6, 12))
     """
 
     size: int
@@ -218,6 +224,12 @@ class Layout:
     separate cuts and `groups` counts how many consecutive cuts make up each tensor dim, because the rows that
     a rank owns of a product dim are no interval.  `axes` are the names and sizes of the mesh axes, in mesh order;
     an axis that cuts nothing replicates.
+
+    >>> layout = jigsaw.Layout.of((2, 721, 1440), (None, "lat", "lon"), {"lat": 4, "lon": 2})
+    >>> layout.owned((1, 0))
+    ((0, 2), (181, 361), (0, 720))
+    >>> layout.local_shape((0, 1)), layout.local_shape((3, 1))
+    ((2, 181, 720), (2, 180, 720))
     """
 
     cuts: tuple[Cut, ...]

@@ -37,6 +37,10 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     minutes, or as long as in the process group that exists.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, or `timeout` no time above 0.
+
+    >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")
+    >>> mesh.mesh_dim_names, mesh.shape
+    (('data', 'lat', 'lon'), (1, 1, 1))
     """
     sizes = list(axes.values())
     if not axes or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:

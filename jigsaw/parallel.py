@@ -62,6 +62,13 @@ def parallelize(
     reduce-scatter.
     *Raises*: `ShardingError` when the model differs between ranks in names, shapes or dtypes, lies on another device
     than the mesh, has sparse embeddings, or was parallelized before.
+
+    >>> mesh = jigsaw.init_mesh(lat=1)
+    >>> model = jigsaw.parallelize(torch.nn.Conv2d(3, 8, 3, padding=1), mesh)
+    >>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
+    >>> model(tile).square().mean().backward()
+    >>> model.weight.grad.shape
+    torch.Size([8, 3, 3, 3])
     """
     ranks = mesh.size()
     _check_model(model, mesh)
@@ -129,7 +136,15 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Generator[None]:
-    """Within it, backward passes add up this rank's parts and send nothing; the first one after it reduces them all."""
+    """Within it, backward passes add up this rank's parts and send nothing; the first one after it reduces them all.
+
+    >>> model = jigsaw.parallelize(torch.nn.Linear(4, 1, bias=False), jigsaw.init_mesh(lat=1))
+    >>> with jigsaw.no_sync(model):
+    ...     model(torch.ones(1, 4)).sum().backward()
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> model.weight.grad
+    tensor([[2., 2., 2., 2.]])
+    """
     reducer: GradientReducer | None = getattr(model, _REDUCER, None)
     if reducer is not None:
         reducer.enabled = False
@@ -151,12 +166,19 @@ Tensors = nn.Module | Tensor | Iterable[Tensor]
 def clip_grad_norm_(
     parameters: Tensors, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """g <- g min(1, max_norm / |g|), where |g| is the norm of all whole gradients together; returns |g|.
+    """``g <- g min(1, max_norm / |g|)``, where ``|g|`` is the norm of all whole gradients together; returns ``|g|``.
 
     As `torch.nn.utils.clip_grad_norm_`, and also for a mix of plain parameters and DTensors of several meshes.
 
     *Sends*: nothing for whole weights; else one all-reduce of one number for each mesh axis that cuts parameters.
     *Raises*: `ValueError` for a `norm_type` that is not positive, `RuntimeError` as torch for `error_if_nonfinite`.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> jigsaw.clip_grad_norm_([weight], max_norm=1.0)
+    tensor(5.)
+    >>> weight.grad
+    tensor([0.6000, 0.8000])
     """
     if norm_type <= 0:
         raise ValueError(f"norm_type={norm_type} must be positive: 2.0, 1.0, float('inf')")

@@ -63,6 +63,11 @@ def sliding_window(
     `comm.agree` for each window of a rank; with ``"cut"``, what the model sends.
     *Raises*: `FieldError` for arguments that do not fit the volume, or a model whose answer has another size;
     `PeerError` where, with ``"dealt"``, the model fails on a window of another rank.
+
+    >>> scan = jigsaw.shard(torch.ones(1, 1, 20, 12, 12), jigsaw.init_mesh(depth=1), (None, None, "depth", None, None))
+    >>> model = torch.nn.Conv3d(1, 3, 3, padding=1).eval()
+    >>> jigsaw.io.sliding_window(model, scan, roi=(8, 8, None)).shape
+    torch.Size([1, 3, 20, 12, 12])
     """
     shape = tuple(volume.shape)
     plan = _WindowGrid.of(shape, roi, overlap, windows, align)

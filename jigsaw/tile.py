@@ -135,11 +135,12 @@ class Tile(NoElementProtocols):
     It shows the global view: ``shape``, reductions, broadcasting and indexing are those of the whole tensor.  Gradients
     flow to ``local``, which may require grad.
 
-    Example (one rank)::
-
-        mesh = jigsaw.init_mesh(lat=1, lon=1)
-        tile = jigsaw.shard(torch.randn(2, 3, 33, 64), mesh, (None, None, "lat", "lon"))
-        loss = torch.nn.Conv2d(3, 8, 3, padding=1)(tile).square().mean()    # an ordinary scalar tensor
+    >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
+    >>> tile = jigsaw.shard(torch.randn(2, 3, 33, 64), mesh, (None, None, "lat", "lon"))
+    >>> torch.nn.Conv2d(3, 8, 3, padding=1)(tile).shape
+    torch.Size([2, 8, 33, 64])
+    >>> tile.square().mean().ndim, tile.coordinate
+    (0, (0, 0))
     """
 
     local: Tensor
@@ -411,6 +412,13 @@ def shard(
     other arguments differ.
 
     A tensor that does not require grad is never shared with the tile, so that the whole one can be freed or changed.
+
+    >>> mesh = jigsaw.init_mesh(lat=1)
+    >>> tile = jigsaw.shard(torch.arange(6.0), mesh, ("lat",), halo={0: 1}, periodic=[0])
+    >>> tile.local
+    tensor([5., 0., 1., 2., 3., 4., 5., 0.])
+    >>> tile
+    Tile(shape (6,), torch.float32; cut: nowhere; at lat=0/1 owns [0:6], held (8,))
     """
     found = agree_on_arguments(
         "shard", mesh, x, True, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic
@@ -447,6 +455,11 @@ def from_local(
     *Sends*: one agreement: every rank learns whether all parts fit; where axes cut nothing, with a checksum of `local`.
     *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
     ranks that hold the same part have other values, or pass different arguments.
+
+    >>> mesh = jigsaw.init_mesh(lat=1)
+    >>> tile = jigsaw.from_local(torch.ones(5, 2), mesh, ("lat", None), shape=(5, 2))
+    >>> tile.sum().item()
+    10.0
     """
     named = {a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)}
     is_alike = any(size > 1 and name not in named for name, size in axes_of_mesh(mesh))

@@ -73,14 +73,14 @@ def test_every_import_is_declared():
 
 def test_the_shipped_package_needs_no_developers_tool():
     declared = _declared()
-    of_developers = {name for name, extras in declared.items() if extras == {"dev"}}
+    of_developers = {name for name, extras in declared.items() if extras <= {"dev", "docs"}}
     assert not {f"{f.name}: {name}" for f in SOURCES for name in _imported(f) if name in of_developers}
 
 
 def test_all_brings_every_format():
     (everything,) = PROJECT["project"]["optional-dependencies"]["all"]
     named = set(re.search(r"\[(.*)\]", everything).group(1).split(","))
-    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"all", "dev"}
+    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"all", "dev", "docs"}
 
 
 def test_one_noun_a_file_and_short_functions():

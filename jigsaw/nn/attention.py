@@ -2,6 +2,11 @@
 
 The keys and values of the other ranks are a halo as wide as the dim, so the planner that fetches halos fetches them,
 and its adjoint brings their gradients back.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> q, k, v = (jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None)) for _ in range(3))
+>>> torch.nn.functional.scaled_dot_product_attention(q, k, v).shape
+torch.Size([2, 4, 16, 8])
 """
 
 from __future__ import annotations

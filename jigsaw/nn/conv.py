@@ -1,4 +1,10 @@
-"""Convolutions and transposed convolutions in 1, 2 and 3 dims: torch's functions, and modules, on tiles."""
+"""Convolutions and transposed convolutions in 1, 2 and 3 dims: torch's functions, and modules, on tiles.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
+>>> torch.nn.Conv2d(3, 8, 3, stride=2, padding=1, padding_mode="circular")(tile).shape
+torch.Size([2, 8, 5, 8])
+"""
 
 from __future__ import annotations
 
@@ -347,24 +353,60 @@ class _CutPaddedConv(_CutConv):
 
 
 class Conv1d(_CutPaddedConv, nn.Conv1d):
-    """`torch.nn.Conv1d` whose output channels are cut along `axis` of `mesh`."""
+    """`torch.nn.Conv1d` whose output channels are cut along `axis` of `mesh`.
+
+    >>> mesh = jigsaw.init_mesh(channel=1)
+    >>> layer = jigsaw.nn.Conv1d(3, 8, 3, padding=1, mesh=mesh)
+    >>> layer(jigsaw.shard(torch.randn(2, 3, 16), mesh, (None,) * 3)).shape
+    torch.Size([2, 8, 16])
+    """
 
 
 class Conv2d(_CutPaddedConv, nn.Conv2d):
-    """`torch.nn.Conv2d` whose output channels are cut along `axis` of `mesh`."""
+    """`torch.nn.Conv2d` whose output channels are cut along `axis` of `mesh`.
+
+    >>> mesh = jigsaw.init_mesh(channel=1)
+    >>> layer = jigsaw.nn.Conv2d(3, 8, 3, padding=1, mesh=mesh)
+    >>> layer(jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None,) * 4)).shape
+    torch.Size([2, 8, 9, 16])
+    """
 
 
 class Conv3d(_CutPaddedConv, nn.Conv3d):
-    """`torch.nn.Conv3d` whose output channels are cut along `axis` of `mesh`."""
+    """`torch.nn.Conv3d` whose output channels are cut along `axis` of `mesh`.
+
+    >>> mesh = jigsaw.init_mesh(channel=1)
+    >>> layer = jigsaw.nn.Conv3d(3, 8, 3, padding=1, mesh=mesh)
+    >>> layer(jigsaw.shard(torch.randn(2, 3, 8, 9, 16), mesh, (None,) * 5)).shape
+    torch.Size([2, 8, 8, 9, 16])
+    """
 
 
 class ConvTranspose1d(_CutConv, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` whose output channels are cut along `axis` of `mesh`."""
+    """`torch.nn.ConvTranspose1d` whose output channels are cut along `axis` of `mesh`.
+
+    >>> mesh = jigsaw.init_mesh(channel=1)
+    >>> layer = jigsaw.nn.ConvTranspose1d(3, 8, 2, stride=2, mesh=mesh)
+    >>> layer(jigsaw.shard(torch.randn(2, 3, 16), mesh, (None,) * 3)).shape
+    torch.Size([2, 8, 32])
+    """
 
 
 class ConvTranspose2d(_CutConv, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` whose output channels are cut along `axis` of `mesh`."""
+    """`torch.nn.ConvTranspose2d` whose output channels are cut along `axis` of `mesh`.
+
+    >>> mesh = jigsaw.init_mesh(channel=1)
+    >>> layer = jigsaw.nn.ConvTranspose2d(3, 8, 2, stride=2, mesh=mesh)
+    >>> layer(jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None,) * 4)).shape
+    torch.Size([2, 8, 18, 32])
+    """
 
 
 class ConvTranspose3d(_CutConv, nn.ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d` whose output channels are cut along `axis` of `mesh`."""
+    """`torch.nn.ConvTranspose3d` whose output channels are cut along `axis` of `mesh`.
+
+    >>> mesh = jigsaw.init_mesh(channel=1)
+    >>> layer = jigsaw.nn.ConvTranspose3d(3, 8, 2, stride=2, mesh=mesh)
+    >>> layer(jigsaw.shard(torch.randn(2, 3, 8, 9, 16), mesh, (None,) * 5)).shape
+    torch.Size([2, 8, 16, 18, 32])
+    """

@@ -4,6 +4,11 @@ A counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1
 splitmix64 (Steele et al., OOPSLA 2014): each element hashes its global row-major index with a seed of the call.  The
 seed comes from torch's default generator of the mesh's first rank, so `torch.manual_seed` fixes the masks; they are not
 those of plain torch.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.ones(1000), mesh, ("lat",))
+>>> torch.nn.functional.dropout(tile, 0.5).unique().local
+tensor([0., 2.])
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def project_heads_in(
 ) -> tuple[Tile, ...]:
     """q, k and v [..., E] of x W[:E]ᵀ, x W[E:2E]ᵀ and x W[2E:]ᵀ, each cut between whole heads along `axes`.
 
-    *Sends*: the rows of the weight and bias that belong to heads of other ranks; else as `jigsaw.nn.linear.linear`,
+    *Sends*: the rows of the weight and bias that belong to heads of other ranks; else as `tile_linear`,
     once for inputs that are one.
     *Raises*: `ShardingError` when there are fewer heads than ranks along the axes.
     """
@@ -80,7 +80,7 @@ def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWei
 def project_heads_out(mixed: Tile, weight: StoredWeight, bias: StoredWeight | None, query: Tile) -> Tile:
     """y = x Wᵀ + b, cut along the features as the query is; a whole query gets a whole y.
 
-    *Sends*: as `jigsaw.nn.linear.linear`; then, for a whole query, each rank's part of y to the others along the axes.
+    *Sends*: as `tile_linear`; then, for a whole query, each rank's part of y to the others along the axes.
     """
     last = query.layout.dim(query.ndim - 1)
     y = add_bias(linear_onto_cuts(mixed, weight, None, last), bias)
@@ -102,6 +102,12 @@ class MultiheadAttention(nn.MultiheadAttention):
     that cut their tokens (`jigsaw.nn.attention`); heads' outputs and y along `axis`, ``(1-1/P)`` of each, forward,
     and their gradients, backward.
     *Raises*: `ShardingError` for kdim, vdim, add_bias_kv and add_zero_attn, and fewer heads than ranks along the axis.
+
+    >>> mesh = jigsaw.init_mesh(channel=1)
+    >>> layer = jigsaw.nn.MultiheadAttention(8, 2, batch_first=True, mesh=mesh)
+    >>> x = jigsaw.shard(torch.randn(2, 16, 8), mesh, (None, None, None))
+    >>> layer(x, x, x, need_weights=False)[0].shape
+    torch.Size([2, 16, 8])
     """
 
     def __init__(

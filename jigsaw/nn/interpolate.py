@@ -1,5 +1,10 @@
 """Interpolation along cut dims: nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area, as torch has
 them.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
+>>> torch.nn.functional.interpolate(tile, scale_factor=2, mode="bilinear").shape
+torch.Size([2, 3, 18, 32])
 """
 
 from __future__ import annotations

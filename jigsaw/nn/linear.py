@@ -1,4 +1,10 @@
-"""Linear layers on tiles: over a whole last dim each rank by itself, over a cut one through the matmul core."""
+"""Linear layers on tiles: over a whole last dim each rank by itself, over a cut one through the matmul core.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 144, 8), mesh, (None, "lat", None))
+>>> torch.nn.Linear(8, 32)(tile).shape
+torch.Size([2, 144, 32])
+"""
 
 from __future__ import annotations
 
@@ -32,7 +38,7 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
 
     *Sends*: with K whole and W whole or column-cut, nothing; backward one all-reduce of the gradient of x over the
     axes of W's rows.  With W row-cut, one all-reduce of y; backward one of the gradient of x, where x is whole.  Else
-    what the core's grid says (`jigsaw.matmul.matmul`): over a cut K either the parts of x travel (column) or partial
+    what the core's grid says (`jigsaw.matmul.grid_matmul`): over a cut K either the parts of x travel (column) or partial
     sums of y do (row), whichever moves less in a training step; a W stored 1/P along the axes that cut the rows of x
     travels to them.  The input is never gathered on one rank, only passed around.
     *Raises*: `ShardingError` when the axes of x and W do not form a grid.
@@ -154,6 +160,11 @@ class Linear(nn.Linear):
     *Shapes*: weight [out, in], per rank [ceil(out / P), in] (the last ones may have fewer rows); x whole or cut along
     `axis`.
     *Sends*: see `tile_linear`; once, when it is made, the parts of the first rank's initial values.
+
+    >>> mesh = jigsaw.init_mesh(channel=1)
+    >>> layer = jigsaw.nn.Linear(8, 6, mesh=mesh)
+    >>> layer(jigsaw.shard(torch.randn(5, 8), mesh, (None, None))).shape, layer.weight.shape
+    (torch.Size([5, 6]), torch.Size([6, 8]))
     """
 
     def __init__(

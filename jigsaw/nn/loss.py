@@ -1,5 +1,10 @@
 """Losses on tiles: one global number, an ordinary scalar tensor that is equal on every rank.  Area or voxel weights are
 plain whole tensors or tiles.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> x, y = (jigsaw.shard(torch.full((2, 9, 16), value), mesh, (None, "lat", None)) for value in (1.0, 3.0))
+>>> torch.nn.functional.mse_loss(x, y)
+tensor(4.)
 """
 
 from __future__ import annotations
@@ -37,6 +42,12 @@ def weighted_mean(values: Any, weight: LossValues) -> Tensor:
 
     *Shapes*: `weight` broadcasts to `values`, e.g. cos(latitude) as [lat, 1].
     *Sends*: two all-reduces of one number; backward nothing.
+
+    >>> lat = torch.linspace(90, -90, 9)
+    >>> error = jigsaw.shard(lat.abs()[:, None].expand(9, 16), jigsaw.init_mesh(lat=1), ("lat", None))
+    >>> area = torch.cos(torch.deg2rad(lat))[:, None]
+    >>> error.mean().item(), round(jigsaw.nn.loss.weighted_mean(error, area).item(), 3)
+    (50.0, 31.205)
     """
     spread = torch.ones_like(values) * weight
     return (values * weight).sum() / spread.sum()

@@ -2,6 +2,11 @@
 
 An unmodified MLP-Mixer (Tolstikhin et al., arXiv 2105.01601) needs nothing of this file: `F.linear` on a transposed
 tile does the same.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 144, 8), mesh, (None, "lat", None))
+>>> torch.nn.functional.linear(tile.mT, torch.randn(144, 144)).mT.shape
+torch.Size([2, 144, 8])
 """
 
 from __future__ import annotations
@@ -30,6 +35,11 @@ def mix_tokens(
     ``(1-1/P) R M`` elements received a rank forward and as much backward; or the parts of x, ``(1-1/P) R N`` forward
     and twice that backward.  A W stored 1/P by rows adds its rows that lie elsewhere, at most ``N M / P``.
     *Raises*: `ShardingError` for dims that are not consecutive.
+
+    >>> mesh = jigsaw.init_mesh(lat=1)
+    >>> tile = jigsaw.shard(torch.ones(2, 9, 4), mesh, (None, "lat", None))
+    >>> jigsaw.nn.mixing.mix_tokens(tile, torch.ones(5, 9), dims=1).local[0, :, 0]
+    tensor([9., 9., 9., 9., 9.])
     """
     (first, *rest) = order = _consecutive_dims(input, dims)
     back = [d for d in range(input.ndim) if d not in order]
@@ -58,6 +68,11 @@ class Mix(Linear):
 
     With an `axis` (or several, those that cut the tokens) each rank holds 1/P of the rows of the weight at rest; see
     `mix_tokens`.
+
+    >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
+    >>> tile = jigsaw.shard(torch.randn(2, 9, 16, 4), mesh, (None, "lat", "lon", None))
+    >>> jigsaw.nn.Mix(9 * 16, 9 * 16, dims=(1, 2), mesh=mesh)(tile).shape
+    torch.Size([2, 9, 16, 4])
     """
 
     def __init__(

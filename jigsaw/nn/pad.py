@@ -1,4 +1,10 @@
-"""Padding and cropping of any dims, by a constant, around the circle, by reflection, or by the end rows."""
+"""Padding and cropping of any dims, by a constant, around the circle, by reflection, or by the end rows.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.arange(4.0)[None, None], mesh, (None, None, "lat"))
+>>> torch.nn.functional.pad(tile, (1, 1), mode="circular").full_tensor()
+tensor([[[3., 0., 1., 2., 3., 0.]]])
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Pixel shuffle and unshuffle: channels become rows and columns, and back."""
+"""Pixel shuffle and unshuffle: channels become rows and columns, and back.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 12, 9, 16), mesh, (None, None, "lat", None))
+>>> torch.nn.PixelShuffle(2)(tile).shape
+torch.Size([2, 3, 18, 32])
+"""
 
 from __future__ import annotations
 

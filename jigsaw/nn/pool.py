@@ -1,4 +1,10 @@
-"""Pooling: maxima and means over windows, and adaptive means, as torch has them, along cut dims too."""
+"""Pooling: maxima and means over windows, and adaptive means, as torch has them, along cut dims too.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
+>>> torch.nn.MaxPool2d(2)(tile).shape, torch.nn.AdaptiveAvgPool2d(1)(tile).shape
+(torch.Size([2, 3, 4, 8]), torch.Size([2, 3, 1, 1]))
+"""
 
 from __future__ import annotations
 

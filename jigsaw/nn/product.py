@@ -1,4 +1,10 @@
-"""Matrix products and einsum of tiles with tiles and with plain tensors."""
+"""Matrix products and einsum of tiles with tiles and with plain tensors.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.ones(2, 9, 4), mesh, (None, "lat", None))
+>>> torch.einsum("blc,dc->bd", tile, torch.ones(5, 4)).local[0]
+tensor([36., 36., 36., 36., 36.])
+"""
 
 from __future__ import annotations
 
@@ -110,7 +116,7 @@ def _local_operand(operand: Any, labels: DimLabels, cuts: dict[str, CutGroup], w
 def tile_matmul(input: Any, other: Any) -> Any:
     """y = a b, batched as in torch.
 
-    Where one operand is a matrix it is a `jigsaw.nn.linear.linear`; both batched, each rank multiplies what it has
+    Where one operand is a matrix it is a `jigsaw.nn.linear.tile_linear`; both batched, each rank multiplies what it has
     and a cut contraction is summed (see `contract_labels`).
     """
     for x in (input, other):

@@ -1,5 +1,12 @@
 """Functions that work along one dim: softmax along any dim, the others (sort, cumsum, argmax…) along a dim that nothing
 cuts.
+
+>>> tile = jigsaw.shard(torch.tensor([[3.0, 1.0], [2.0, 4.0]]), jigsaw.init_mesh(lat=1), ("lat", None))
+>>> tile.sort(dim=1).values.local
+tensor([[1., 3.],
+        [2., 4.]])
+>>> tile.softmax(dim=0).sum(dim=0).local
+tensor([1., 1.])
 """
 
 from __future__ import annotations

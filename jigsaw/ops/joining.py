@@ -1,4 +1,9 @@
-"""Joining along a dim that nothing cuts: cat, stack, and diff of what is prepended or appended."""
+"""Joining along a dim that nothing cuts: cat, stack, and diff of what is prepended or appended.
+
+>>> tile = jigsaw.shard(torch.zeros(2, 3, 9), jigsaw.init_mesh(lat=1), (None, None, "lat"))
+>>> torch.cat([tile, tile], dim=1).shape
+torch.Size([2, 6, 9])
+"""
 
 from __future__ import annotations
 

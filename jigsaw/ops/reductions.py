@@ -3,6 +3,10 @@
 Each reduces the rows that this rank owns and combines the results over the axes that cut the reduced dims.  The result
 is a Tile cut by what is left, held alike along the axes that were reduced; when no dim is left it is an ordinary scalar
 tensor, equal on every rank.
+
+>>> tile = jigsaw.shard(torch.arange(12.0).reshape(3, 4), jigsaw.init_mesh(lat=1), ("lat", None))
+>>> tile.mean().item(), tile.amax(dim=0).local
+(5.5, tensor([ 8.,  9., 10., 11.]))
 """
 
 from __future__ import annotations

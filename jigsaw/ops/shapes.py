@@ -1,5 +1,10 @@
 """Shape functions: views, slices and flattening.  None of them moves a row, except `roll` and picking one row of a cut
 dim.
+
+>>> tile = jigsaw.shard(torch.zeros(2, 4, 9, 16), jigsaw.init_mesh(lat=1, lon=1), (None, None, "lat", "lon"))
+>>> tokens = tile.flatten(2).transpose(1, 2)
+>>> tokens.shape, tokens.unflatten(1, (9, 16)).shape
+(torch.Size([2, 144, 4]), torch.Size([2, 9, 16, 4]))
 """
 
 from __future__ import annotations

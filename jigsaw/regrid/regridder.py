@@ -57,11 +57,10 @@ def regrid(
 
     `Regridder` says how, what it sends and what it refuses; made once, it does the same many times.
 
-    Example (one rank)::
-
-        fine = np.linspace(90, -90, 721), np.arange(0, 360, 0.25)
-        coarse = np.linspace(-88.5, 88.5, 60), np.arange(-180, 180, 3.0)
-        y = jigsaw.io.regrid(torch.randn(2, 3, 721, 1440), fine, coarse)    # [2, 3, 60, 120]
+    >>> fine = np.linspace(90, -90, 721), np.arange(0, 360, 0.25)
+    >>> coarse = np.linspace(-88.5, 88.5, 60), np.arange(-180, 180, 3.0)
+    >>> jigsaw.io.regrid(torch.ones(2, 721, 1440), fine, coarse).shape
+    torch.Size([2, 60, 120])
     """
     return Regridder(source, target, method, dims, nan, coverage, split)(tile)
 
@@ -95,6 +94,13 @@ class Regridder:
     turned) and the target is coarse.  Backward as many.
     *Raises*: `GridError` for grids that cannot be understood, a target beyond the source, or dims that do not fit;
     `FieldError` for a method, `nan`, `coverage` or dtype that there is not.
+
+    >>> globe = np.linspace(90, -90, 9), np.arange(16) * 22.5
+    >>> coarse = np.linspace(-67.5, 67.5, 4), np.arange(8) * 45.0
+    >>> to_coarse = jigsaw.io.Regridder(globe, coarse)
+    >>> tile = jigsaw.shard(torch.ones(2, 9, 16), jigsaw.init_mesh(lat=1), (None, "lat", None))
+    >>> to_coarse(tile).shape
+    torch.Size([2, 4, 8])
     """
 
     def __init__(

@@ -38,6 +38,9 @@ def assert_adjoint(
     Source: Hewett and Grady, A linear algebraic approach to model parallelism in deep learning, arXiv 2006.03108.
 
     Raises: `AssertionError` with both products; `RankFailedError` when a rank raises.
+
+    >>> blur = torch.nn.Conv2d(1, 1, 3, padding=1, bias=False, dtype=torch.float64)
+    >>> jigsaw.testing.assert_adjoint(blur, (2, 1, 7, 5), [{"lat": 2}], spec=(None, None, "lat", None))
     """
     for axes in meshes:
         ranks = math.prod(axes.values())

@@ -69,6 +69,9 @@ def assert_same_on_every_mesh(
 
     Raises: `AssertionError` that lists every tensor that differs, with the mesh, the rank and the worst place;
     `RankFailedError` when a rank raises; `ValueError` for a mesh that cuts nothing.
+
+    >>> model, batch = torch.nn.Conv2d(1, 2, 3, padding=1), torch.randn(2, 1, 7, 5)
+    >>> jigsaw.testing.assert_same_on_every_mesh(model, batch, [{"lat": 2}], spec=(None, None, "lat", None))
     """
     if gradients not in (None, "parts", "whole"):
         raise ValueError(f"gradients={gradients!r}: each rank's gradient is one of its 'parts' or the 'whole'")

@@ -37,6 +37,9 @@ def world_mesh(**axes: int) -> DeviceMesh:
     """`jigsaw.init_mesh(**axes)` on CPU, made once for each set of axes in a world: later tests get it in microseconds.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks.
+
+    >>> jigsaw.testing.world_mesh(lat=1, lon=1).shape
+    (1, 1)
     """
     key = tuple(axes.items())
     if key not in _world_meshes:

@@ -42,6 +42,9 @@ def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]],
 
     Raises: `RankFailedError`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer
     than `timeout` seconds; the world is then killed and the next test starts a fresh one.
+
+    >>> jigsaw.testing.on_ranks(2)(torch.distributed.get_rank)()
+    [0, 1]
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, list[T] | None]:
@@ -63,6 +66,9 @@ def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: fl
     """Call a module-level `function` on `ranks` ranks and return what each returned; `on_ranks` without the decorator.
 
     Raises: `RankFailedError`, as `on_ranks` does.
+
+    >>> jigsaw.testing.run_on_ranks(2, torch.distributed.get_world_size)
+    [2, 2]
     """
     return _live_world(ranks).run(_importable_body(function), args, kwargs, timeout)
 

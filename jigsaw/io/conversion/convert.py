@@ -51,6 +51,10 @@ class Converted:
     """What a conversion made at `path`: its arrays, and the digest of each one's values, by name.
 
     `written` and `kept` count the units (chunks, or shards where there are any) of this run and of those before it.
+
+    >>> made = jigsaw.io.convert("globe-01.nc", "short.zarr")
+    >>> [array.name for array in made.arrays], made.kept
+    (['2m_temperature', '10m_u_component_of_wind'], 0)
     """
 
     path: str
@@ -95,6 +99,10 @@ def convert(
     Raises: `WriteError` for a target that is complete already, belongs to another conversion, cannot be written (on a
     full disk: the same call goes on once there is room), or reads back other than written; a `ReadError` for the
     source; `FieldError` for a cluster without workers.
+
+    >>> made = jigsaw.io.convert("globe-*.nc", "train.zarr", fields=["2m_temperature"], chunks={"time": 1})
+    >>> jigsaw.io.open(made.path, mesh={"lat": 1})
+    Dataset(file://train.zarr: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
     path = Path(target)
     chosen = select_source(source, fields, time, every, dims, engine)
@@ -120,6 +128,10 @@ def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
     """Read a finished conversion again: for each array whether its values are those that the source had.
 
     Raises: `WriteError` for a store that `convert` did not finish.
+
+    >>> made = jigsaw.io.convert("globe-01.nc", "checked.zarr", fields=["2m_temperature"])
+    >>> jigsaw.io.verify("checked.zarr")
+    {'2m_temperature': True}
     """
     import zarr
 

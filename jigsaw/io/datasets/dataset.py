@@ -44,6 +44,13 @@ class Sample:
 
     With forcings, they are the last channels of the input, and `target_forcings` [T, C, \*space] are those of the
     target's times, with the input's halo: what a rollout puts beside the state that it has predicted.
+
+    >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
+    >>> sample = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m"], targets=[1, 2])[0]
+    >>> sample.input.shape, sample.target.shape
+    (torch.Size([1, 1, 9, 16]), torch.Size([2, 1, 9, 16]))
+    >>> sample.target_times.astype("datetime64[h]")
+    array(['2020-01-01T06', '2020-01-01T12'], dtype='datetime64[h]')
     """
 
     input: Tile
@@ -85,6 +92,12 @@ class Dataset(MeshSamples):
     *Sends*: what `plan` says, on a process group of its own.
 
     Raises: `IndexError` for a sample that there is not; the `ReadError` of a read that failed, on every rank.
+
+    >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 2, "lon": 2}, fields=["t2m"], mode="cooperative")
+    >>> data
+    Dataset(file://globe.zarr: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9/lat[0, 5, 9], 16/lon[0, 8, 16]])
+    >>> [row.decoded_bytes for row in data.plan(0).rows]    # of four ranks: the one chunk of 9 x 16 is decoded once
+    [576, 0, 0, 0]
     """
 
     source: StoreSource

@@ -29,6 +29,15 @@ class Batch:
     Times are datetime64, or cftime dates of other calendars.
 
     With forcings, they are the last channels of the input, and `target_forcings` those of the target's times.
+
+    >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
+    >>> data = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m"], targets=[1])
+    >>> batch = next(iter(jigsaw.io.DataLoader(data, batch_size=2)))
+    >>> batch.input.shape, batch.target.shape, batch.samples
+    (torch.Size([2, 1, 1, 9, 16]), torch.Size([2, 1, 1, 9, 16]), (0, 1))
+    >>> batch.target_times.astype("datetime64[h]")
+    array([['2020-01-01T06'],
+           ['2020-01-01T12']], dtype='datetime64[h]')
     """
 
     input: Tile
@@ -71,6 +80,15 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
     Raises: `FieldError` for what is no `Dataset`, a seed below 0, a batch size below 1, or larger than the dataset with
     `drop_last`; `WindowError` for a `rollout` that the targets cannot give; while iterating, the `ReadError` of the
     read that failed, with its traceback.
+
+    >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
+    >>> data = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m"], targets=[1])
+    >>> loader = jigsaw.io.DataLoader(data, batch_size=2, shuffle=True, seed=3)
+    >>> [batch.samples for batch in loader]
+    [(4, 1), (3, 2), (6, 0), (5,)]
+    >>> loader.state_dict()
+    {'seed': 3, 'epoch': 1, 'next_sample': 0}
+    >>> loader.close()
     """
 
     _kind, _opener = Dataset, "jigsaw.io.open"

@@ -119,6 +119,16 @@ def open(
 
     Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
     what there is, alike on every rank.
+
+    >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
+    >>> data = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m", "u10"], inputs=["-6h", "0h"], targets=["6h"])
+    >>> len(data), data.fields
+    (6, ('t2m', 'u10'))
+    >>> sample = data[0]
+    >>> sample.input.shape, sample.target.shape
+    (torch.Size([2, 2, 9, 16]), torch.Size([1, 2, 9, 16]))
+    >>> sample.target.local[0, 0].mean().item(), sample.target_times.astype("datetime64[h]")
+    (282.0, array(['2020-01-01T12'], dtype='datetime64[h]'))
     """
     select = checked_mapping("select", select, "{'member': 0}", GridError)
     source = StoreSource(store, options, disk_cache, level)

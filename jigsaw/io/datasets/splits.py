@@ -29,6 +29,11 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
 
     Raises: `WindowError` for what is no dataset, ranges that overlap or hold no sample, or for dates where the store
     has none.
+
+    >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 1}, fields=["t2m"], targets=[1])
+    >>> parts = jigsaw.io.split(data, train=("2020-01-01T00", "2020-01-01T18"), test=("2020-01-02", None))
+    >>> {name: len(part) for name, part in parts.items()}
+    {'train': 3, 'test': 3}
     """
     if not isinstance(dataset, Dataset):
         raise WindowError(f"split({dataset!r}) needs a jigsaw.io.Dataset: what jigsaw.io.open(…, mesh=…) returns")

@@ -24,6 +24,10 @@ class SourceArray:
     """What an array of a source is, before anything of it is read: `dims` names each dim of its `shape`.
 
     `attrs` mean what they mean in a file: scale_factor, add_offset, _FillValue, standard_name, units….
+
+    >>> array = jigsaw.io.SourceArray((8, 9, 16), "float32", ("time", "lat", "lon"), {"units": "K"})
+    >>> array.shape, array.attrs
+    ((8, 9, 16), {'units': 'K'})
     """
 
     shape: tuple[int, ...]
@@ -47,6 +51,13 @@ class ArraySource(Protocol):
     - `attrs`: of the whole.
 
     A source that pickles can be read in other processes.
+
+    >>> class Ones:
+    ...     arrays = {"t2m": jigsaw.io.SourceArray((8, 9, 16), "float32", ("time", "lat", "lon"))}
+    ...     def read(self, array, box):
+    ...         return np.ones([stop - start for start, stop in box], "float32")
+    >>> jigsaw.io.open(Ones(), mesh=jigsaw.init_mesh(lat=1))[0].input.shape
+    torch.Size([1, 1, 9, 16])
     """
 
     @property

@@ -39,6 +39,11 @@ class DiskCache:
     that writes) are not kept.
 
     Raises: `FieldError` for a limit that is not positive.
+
+    >>> cache = jigsaw.io.DiskCache("cache", limit=10_000_000_000)
+    >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 1}, disk_cache=cache)    # in earnest, s3://…/globe.zarr
+    >>> len(data)
+    8
     """
 
     folder: str | os.PathLike[str]

@@ -60,6 +60,10 @@ def open_many(
 
     Raises: `UnsupportedStoreError` when there is no file; `GridError` naming the file for one on another grid, in other
     units, that lacks an array, or whose times overlap with another's; what opening a file raises.
+
+    >>> store = jigsaw.io.open_many("globe-*.nc")
+    >>> jigsaw.io.open(store, mesh={"lat": 1}, fields=["t2m"])
+    Dataset(2 files globe-01.nc to globe-02.nc: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
     files = _OpenStores(_listed_paths(paths), opener or _default_opener())
     first = files.store(files.paths[0])

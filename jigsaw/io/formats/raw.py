@@ -61,6 +61,11 @@ def open_raw(
 
     Raises: `UnsupportedStoreError` for a missing file, objects, or another order, `GridError` for dims that do not fit
     the shape, `TruncatedError` for a file that is too short.
+
+    >>> np.arange(24, dtype=">f4").tofile("field.bin")
+    >>> store = jigsaw.io.open_raw("field.bin", (2, 3, 4), ">f4", dims=("z", "y", "x"))
+    >>> jigsaw.io.open(store, mesh=jigsaw.init_mesh(depth=1))[0].input.local.flatten()[-1].item()
+    23.0
     """
     block = _RawArray(os.fspath(path), tuple(shape), np.dtype(dtype), tuple(dims), offset, order, attrs or {})
     return block.store(files or LocalFiles(keep=True), coords or {})
@@ -79,6 +84,11 @@ def open_npy(
 
     Raises: `UnsupportedStoreError` for what is no `.npy` file or holds pickled objects, `TruncatedError` for one that
     ends early, `CorruptChunkError` for a damaged header.
+
+    >>> np.save("scan.npy", np.zeros((4, 33, 20), "float32"))
+    >>> store = jigsaw.io.open_npy("scan.npy", dims=("z", "y", "x"))
+    >>> store.arrays["data"].shape
+    (4, 33, 20)
     """
     path, files = os.fspath(url), files or LocalFiles(keep=True)
     shape, fortran, dtype, offset = parse_named_file(path, ".npy", lambda: _npy_header(files, path))

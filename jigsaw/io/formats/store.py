@@ -39,6 +39,10 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
     `options` are those of the object store behind a URL: see `jigsaw.io.chunks.remote_files.files_of_url`.
 
     Raises: `UnsupportedStoreError` for what no format of jigsaw's claims, or options where there is no URL.
+
+    >>> store = jigsaw.io.open_store("globe.zarr")
+    >>> sorted(store.arrays), store.arrays["2m_temperature"].attrs["units"]
+    (['10m_u_component_of_wind', '2m_temperature', 'latitude', 'longitude', 'time'], 'K')
     """
     options = checked_mapping("options", options, "{'region': 'eu-west-1'}", UnsupportedStoreError)
     if isinstance(url, ArrayStore):
@@ -74,6 +78,10 @@ def open_hdf5(url: Any, *, outside: bool = False, cache: str | os.PathLike[str] 
     its chunks is kept, by default that of the user's caches.
 
     Raises: what `open_store` raises.
+
+    >>> store = jigsaw.io.open_hdf5("globe-01.nc", cache="indices")
+    >>> store.arrays["2m_temperature"].shape
+    (4, 9, 16)
     """
     return _format_function("formats.hdf5", "open_hdf5_file", "hdf5")(url, outside=outside, cache=cache)
 

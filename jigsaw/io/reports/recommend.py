@@ -85,8 +85,12 @@ class ChunkOption:
 class Recommendation:
     """The options, best first, and what the dataset costs as it is opened: `now`.
 
-    `mesh_options` cut space by as many ranks as the dataset's mesh (or as asked for); `chunks` are for the dataset's
+    `meshes` cut space by as many ranks as the dataset's mesh (or as asked for); `chunks` are for the dataset's
     mesh.
+
+    >>> best = jigsaw.io.recommend("globe.zarr", mesh={"lat": 2})
+    >>> best.chunks[0].chunks
+    {'time': 1, 'lat': 5, 'lon': 16}
     """
 
     now: ReadFigures
@@ -126,6 +130,10 @@ def recommend(
     *Sends*: nothing.
 
     Raises: a `ReadError` or `ShardingError` as `jigsaw.io.open`; `ShardingError` when no mesh of so many ranks fits.
+
+    >>> best = jigsaw.io.recommend("globe.zarr", mesh={"lat": 4}, ranks=4)
+    >>> [option.axes for option in best.meshes]
+    [{'lon': 4}, {'lat': 2, 'lon': 2}, {'lat': 4}]
     """
     dataset = store if isinstance(store, Dataset) else open(store, mesh=mesh or {}, **how)
     wanted = prod(cut.pieces for cut in dataset.layout.cuts[2:]) if ranks is None else ranks

@@ -13,6 +13,9 @@ of day and year is GraphCast's (Lam et al., Science 382, 2023); on a calendar of
 of the calendar's year.  The sun is that of `jigsaw.io.series.solar`.
 
 Static fields of the store (land-sea mask, orography) need no forcing: they are fields like others, at every step.
+
+>>> jigsaw.io.forcings.cos_zenith(["2020-06-21T12:00"], lat=[23.5], lon=[0.0, 180.0]).round(4)
+array([[[1., 0.]]])
 """
 
 from __future__ import annotations
@@ -142,27 +145,49 @@ def cos_zenith(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str |
 
     Raises: `GridError`, `UnsupportedStoreError` for coordinates that are no degrees or dates, `FieldError` for an
     interval that is none.
+
+    >>> jigsaw.io.forcings.cos_zenith("2020-03-20T12:00", lat=[0.0, 60.0], lon=[0.0]).round(2)
+    array([[[1. ],
+            [0.5]]])
     """
     return _compute_forcing("cos_zenith", times, lat, lon, interval)[:, 0]
 
 
 def toa_radiation(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> ForcingValues:
-    """Solar radiation on a horizontal plane at the top of the atmosphere [T, lat, lon], W m-2; else as `cos_zenith`."""
+    """Solar radiation on a horizontal plane at the top of the atmosphere [T, lat, lon], W m-2; else as `cos_zenith`.
+
+    >>> jigsaw.io.forcings.toa_radiation("2020-03-20T12:00", lat=[0.0, 60.0], lon=[0.0]).round()
+    array([[[1371.],
+            [ 688.]]])
+    """
     return _compute_forcing("toa_radiation", times, lat, lon, interval)[:, 0]
 
 
 def day_progress(times: ArrayLike, lon: ArrayLike) -> ForcingValues:
-    """Sine and cosine of local mean solar time as an angle, 0 at midnight: [T, 2, lon]."""
+    """Sine and cosine of local mean solar time as an angle, 0 at midnight: [T, 2, lon].
+
+    >>> jigsaw.io.forcings.day_progress("2020-03-20T06:00", lon=[0.0, 90.0]).round(2)
+    array([[[ 1.,  0.],
+            [ 0., -1.]]])
+    """
     return _compute_forcing("day_progress", times, [0.0], lon)[:, :, 0]
 
 
 def year_progress(times: ArrayLike) -> ForcingValues:
-    """Sine and cosine of the fraction of the year as an angle: [T, 2]."""
+    """Sine and cosine of the fraction of the year as an angle: [T, 2].
+
+    >>> jigsaw.io.forcings.year_progress(["2020-01-01", "2020-07-01"]).shape
+    (2, 2)
+    """
     return _compute_forcing("year_progress", times, [0.0], [0.0])[:, :, 0, 0]
 
 
 def latlon(lat: ArrayLike, lon: ArrayLike) -> ForcingValues:
-    """Sine and cosine of latitude, then of longitude: [4, lat, lon]."""
+    """Sine and cosine of latitude, then of longitude: [4, lat, lon].
+
+    >>> jigsaw.io.forcings.latlon([30.0], [90.0]).round(2).flatten()
+    array([0.5 , 0.87, 1.  , 0.  ])
+    """
     return _compute_forcing("latlon", "1970-01-01", lat, lon)[0]
 
 

@@ -39,6 +39,12 @@ class Statistics(Mapping[str, dict[str, float]]):
     The statistics are ``count, missing, mean, std, min, max`` of the values, and ``diff_count`` … ``diff_max`` of the
     differences between consecutive steps, in the units of the fields; a file of another origin has some of them.
     `fields` is empty where the file has no names.  `attrs` say what they were taken of.
+
+    >>> data = jigsaw.io.open("globe.zarr", mesh=jigsaw.init_mesh(lat=1), fields=["t2m"])
+    >>> jigsaw.io.statistics(data).write("stats.json")
+    >>> stats = jigsaw.io.Statistics.read("stats.json")
+    >>> stats["t2m"]["mean"], stats["t2m"]["diff_mean"]
+    (283.5, 1.0)
     """
 
     fields: tuple[str, ...]

@@ -58,6 +58,11 @@ def statistics(
 
     Raises: `FieldError` or `GridError` for what cannot be asked of the dataset, `StateError` for a
     checkpoint of something else, `WriteError` for one that cannot be written.
+
+    >>> data = jigsaw.io.open("globe.zarr", mesh=jigsaw.init_mesh(lat=1), fields=["t2m", "u10"])
+    >>> stats = jigsaw.io.statistics(data, weights="area")
+    >>> stats.columns["mean"], stats["t2m"]["max"]
+    (array([283.5,   0. ]), 287.0)
     """
     series = StepSeries.of(dataset, weights, block)
     at = None if checkpoint is None else Path(checkpoint)

@@ -55,6 +55,12 @@ class Foreground:
     - `cache`: a folder in which what was found is kept for the next run.
 
     Raises: `FieldError` for values that say nothing.
+
+    >>> how = {"mesh": jigsaw.init_mesh(depth=1), "crop": (8, 8, 8), "crops": 4}
+    >>> half = jigsaw.io.Foreground(pos=1, neg=1)
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], foreground=half, **how)
+    >>> [int(sample.label.sum()) > 0 for sample in volumes]
+    [True, False, False, True]
     """
 
     pos: float = 1.0

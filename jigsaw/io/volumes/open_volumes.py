@@ -78,6 +78,12 @@ def open_volumes(
 
     Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
     what there is, alike on every rank.  Reading raises `FieldError` for a label that `label_dtype` cannot hold.
+
+    >>> mesh = jigsaw.init_mesh(depth=1)
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
+    >>> sample = volumes[0]
+    >>> len(volumes), sample.image.shape, sample.label.dtype
+    (4, torch.Size([1, 16, 16, 16]), torch.int64)
     """
     pictures = _given_volumes("images", images, image_array, level)
     maps = () if labels is None else _given_volumes("labels", labels, label_array, level)

@@ -33,9 +33,15 @@ from jigsaw.tile import Tile
 class VolumeSample:
     r"""A crop, or a whole volume: `image` and `label` tiles [C, \*space] of one box (`label` None without labels).
 
-    `crop_origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
+    `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
     `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
     Both are in the unit of the file, which is mm in most.
+
+    >>> mesh = jigsaw.init_mesh(depth=1)
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
+    >>> sample = volumes[1]
+    >>> sample.volume, sample.origin, sample.spacing
+    (0, (11, 0, 1), (1.0, 1.0, 1.0))
     """
 
     image: Tile
@@ -68,6 +74,13 @@ class Volumes(MeshSamples):
     *Sends*: what `plan` says, on a process group of its own.
 
     Raises: `IndexError` for a sample that there is not; the `ReadError` of a read that failed, on every rank.
+
+    >>> mesh = jigsaw.init_mesh(depth=1)
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
+    >>> volumes.crop(0), volumes.at(seed=0, epoch=1).crop(0)
+    (VolumeCrop(volume=0, origin=(0, 1, 1)), VolumeCrop(volume=0, origin=(14, 3, 6)))
+    >>> volumes.whole(0).image.shape
+    torch.Size([1, 33, 20, 24])
     """
 
     images: tuple[StoredVolume, ...]

@@ -21,6 +21,12 @@ class VolumeBatch:
     r"""`image` and `label` tiles [B, C, \*space] (`label` None without labels), and of each sample where it lies.
 
     `volumes` [B], `origins` [B, dims], `affines` [B, 4, 4] and `spacings` [B, dims]: as in `VolumeSample`.
+
+    >>> mesh = jigsaw.init_mesh(depth=1)
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
+    >>> batch = next(iter(jigsaw.io.VolumeLoader(volumes, batch_size=2)))
+    >>> batch.samples, batch.volumes, batch.origins.shape
+    ((0, 1), (0, 0), (2, 3))
     """
 
     image: Tile
@@ -53,6 +59,12 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
 
     Raises: `FieldError` for what are no `Volumes`, a seed below 0, a batch size below 1, or larger than the dataset
     with `drop_last`; while iterating, the `ReadError` of the read that failed, with its traceback.
+
+    >>> mesh = jigsaw.init_mesh(depth=1)
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
+    >>> loader = jigsaw.io.VolumeLoader(volumes, batch_size=2)
+    >>> [batch.image.shape for batch in loader]
+    [torch.Size([2, 1, 16, 16, 16]), torch.Size([2, 1, 16, 16, 16])]
     """
 
     _arrays = 2  # images and labels

@@ -70,10 +70,12 @@ def write(
     *Shapes*: global ``data.shape`` = the sizes of `dims`; per rank its own tile.  See `Writer` for the arguments,
     what is sent and what is raised.
 
-    Example (one rank)::
-
-        jigsaw.io.write("forecast.zarr", tile, dims=("time", "channel", "lat", "lon"), fields=("t2m", "z@500", "z@850"),
-                        coords={"time": times, "lat": lat, "lon": lon}, field_attrs={"t2m": {"units": "K"}})
+    >>> tile = jigsaw.shard(torch.zeros(1, 2, 9, 16), jigsaw.init_mesh(lat=1), (None, None, "lat", None))
+    >>> lat, lon, times = np.linspace(90, -90, 9), np.arange(16) * 22.5, [np.datetime64("2020-01-01", "ns")]
+    >>> jigsaw.io.write("forecast.zarr", tile, dims=("time", "channel", "lat", "lon"), fields=["t2m", "u10"],
+    ...                 coords={"time": times, "lat": lat, "lon": lon}, field_attrs={"t2m": {"units": "K"}})
+    >>> jigsaw.io.open("forecast.zarr", mesh={"lat": 1}).fields
+    ('t2m', 'u10')
     """
     with Writer(
         path,
@@ -99,6 +101,11 @@ def completeness(path: str | os.PathLike[str]) -> StoreCompleteness:
     A NetCDF file that is not there is looked for as the ``NAME.part`` that it grows as.
 
     Raises: `WriteError` when there is no such store, or something else wrote it.
+
+    >>> tile = jigsaw.shard(torch.zeros(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"))
+    >>> jigsaw.io.write("means.zarr", {"t2m": tile}, dims=("time", "lat"), append_dim="time")
+    >>> jigsaw.io.completeness("means.zarr")
+    StoreCompleteness(append_dim='time', steps=2, closed=True)
     """
     where = Path(path)
     if not where.exists() and part_path(where).is_file():
@@ -135,12 +142,14 @@ class Writer:
 
     Making one sends nothing; `append` and `close` are collective over the tiles' mesh.
 
-    Example (one rank)::
-
-        with jigsaw.io.Writer("run.zarr", dims=("prediction_timedelta", "channel", "lat", "lon"), fields=names,
-                              append_dim="prediction_timedelta") as out:
-            for lead in leads:
-                out.append(step(), coords={"prediction_timedelta": [lead], "lat": lat, "lon": lon})
+    >>> tile = jigsaw.shard(torch.zeros(1, 9, 16), jigsaw.init_mesh(lat=1), (None, "lat", None))
+    >>> lat, lon = np.linspace(90, -90, 9), np.arange(16) * 22.5
+    >>> with jigsaw.io.Writer("run.zarr", dims={"t2m": ("lead", "lat", "lon")}, append_dim="lead") as out:
+    ...     for hours in (6, 12):
+    ...         lead = np.array([hours], "timedelta64[h]").astype("timedelta64[ns]")
+    ...         out.append({"t2m": tile}, coords={"lead": lead, "lat": lat, "lon": lon})
+    >>> jigsaw.io.completeness("run.zarr")
+    StoreCompleteness(append_dim='lead', steps=2, closed=True)
     """
 
     def __init__(

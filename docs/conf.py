@@ -1,0 +1,124 @@
+"""Sphinx: the site that `make docs` builds from these pages, README.md and the docstrings.
+
+The source folder is the root of the repository, so that a link that leads somewhere on disk leads there on the site.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+import jigsaw
+
+project = "jigsaw"
+author = copyright = "The jigsaw developers"
+version = release = jigsaw.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+root_doc = "README"
+include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "examples/**/README.md"]
+
+html_theme = "furo"
+html_title = f"jigsaw {release}"
+html_copy_source = False
+
+myst_heading_anchors = 3  # as on GitHub: a heading is the target of a link
+default_role = "py:obj"  # `x` in a docstring is a link where x is documented, and code anywhere
+autodoc_member_order = "bysource"
+maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+
+# The margin, in the order of reading. It is added to README.md here, so that README.md stays plain Markdown.
+PAGES = {
+    "Guides": ["docs/training", "docs/sources", "docs/statistics", "examples/*/README", "examples/*/data/README"],
+    "Reference": ["docs/reference/jigsaw", "docs/reference/nn", "docs/reference/io", "docs/reference/testing"],
+    "Measured": ["docs/benchmarks", "docs/reading"],
+    "How it is built": ["docs/design", "docs/gradients", "CONTRIBUTING", "CHANGELOG"],
+}
+
+# What a function makes and nobody else: their arguments are no part of the interface.
+MADE_BY_FUNCTIONS = {"Dataset", "Volumes"}
+
+ABOUT_EXAMPLES = (
+    "The examples run as they stand on one rank, after ``import jigsaw, torch`` and ``import numpy as np``; "
+    "``tests/test_docs.py`` makes the small stores that they read, and runs them."
+)
+
+
+def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
+    """README.md with the table of contents that the margin shows."""
+    if page == root_doc:
+        for caption, pages in PAGES.items():
+            fence = ["```{toctree}", ":hidden:", ":glob:", f":caption: {caption}", "", *pages, "```"]
+            source[0] += "\n" + "\n".join(fence) + "\n"
+
+
+def copy_start_page(app: Sphinx, failure: Exception | None) -> None:
+    """README.html under the name that a browser or a server opens first."""
+    if failure is None and app.builder.name == "html":
+        shutil.copy(Path(app.outdir, "README.html"), Path(app.outdir, "index.html"))
+
+
+class PublicNames(SphinxDirective):
+    """Everything in the ``__all__`` of a package: ``.. public-names:: jigsaw.io``."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        package = importlib.import_module(self.arguments[0])
+        names = {name: getattr(package, name) for name in package.__all__}
+        modules = {name: value for name, value in names.items() if inspect.ismodule(value)}
+        of_torch = [name for name, value in names.items() if getattr(value, "__module__", "").startswith("torch.")]
+        lines = [f".. automodule:: {package.__name__}", "", ABOUT_EXAMPLES, ""]
+        for name, value in names.items():
+            if name not in modules and name not in of_torch:
+                lines += entry_lines(f"{package.__name__}.{name}", value)
+        if of_torch:
+            lines += [f"Torch's own, which run on tiles as they are: ``{'``, ``'.join(of_torch)}``.", ""]
+        parts = self.parsed(lines)
+        return parts + [self.module_section(package, name, value) for name, value in modules.items()]
+
+    def parsed(self, lines: list[str]) -> list[nodes.Node]:
+        holder = nodes.container()
+        self.state.nested_parse(StringList(lines, source=self.arguments[0]), 0, holder)
+        return holder.children
+
+    def module_section(self, package: ModuleType, name: str, module: ModuleType) -> nodes.Node:
+        """A public module: a package has a page of its own; of `ops` only what the module says of itself is told."""
+        path = f"{package.__name__}.{name}"
+        if hasattr(module, "__path__"):
+            lines = [f"See :doc:`{name}`."]
+        else:
+            lines = [f".. automodule:: {path}"]
+            if module.__name__ == path:
+                lines += ["   :members:", f"   :exclude-members: {','.join(package.__all__)}"]
+        section = nodes.section(ids=[nodes.make_id(f"module {path}")])
+        section += nodes.title(path, path)
+        section += self.parsed(lines)
+        return section
+
+
+def entry_lines(path: str, value: object) -> list[str]:
+    """A function, or a class with its documented members, those of its bases that are ours included."""
+    if not isinstance(value, type):
+        return [f".. autofunction:: {path}", ""]
+    if issubclass(value, Exception):
+        return [f".. autoexception:: {path}()", "   :show-inheritance:", ""]
+    signature = "()" * (value.__name__ in MADE_BY_FUNCTIONS)
+    foreign = [base.__name__ for base in value.__mro__ if not base.__module__.startswith("jigsaw")]
+    return [f".. autoclass:: {path}{signature}", "   :members:", f"   :inherited-members: {','.join(foreign)}", ""]
+
+
+def setup(app: Sphinx) -> None:
+    """What Sphinx calls."""
+    app.add_directive("public-names", PublicNames)
+    app.connect("source-read", add_contents)
+    app.connect("build-finished", copy_start_page)

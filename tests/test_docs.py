@@ -1,0 +1,178 @@
+"""The documentation: every public name is told and shown, links lead somewhere, the site builds without a warning."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import jigsaw
+import jigsaw.io
+import jigsaw.nn
+import jigsaw.testing
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = (jigsaw, jigsaw.nn, jigsaw.io, jigsaw.testing)
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")])
+SOURCES = sorted((ROOT / "jigsaw").rglob("*.py"))
+PUBLIC = {f"{package.__name__}.{name}": getattr(package, name) for package in PACKAGES for name in package.__all__}
+OURS = {path: value for path, value in PUBLIC.items() if not getattr(value, "__module__", "").startswith("torch.")}
+SHOWN = {
+    path: value
+    for path, value in OURS.items()
+    if not hasattr(value, "__path__") and not (isinstance(value, type) and issubclass(value, Exception))
+}
+
+# -- docstrings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", OURS)
+def test_every_public_name_has_a_docstring(path):
+    told = vars(OURS[path]).get("__doc__") if isinstance(OURS[path], type) else OURS[path].__doc__
+    assert told, "its own, not its base's"
+
+
+def _is_there(path):
+    try:
+        pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_names_in_the_text_are_those_of_the_code():
+    named = {path: file for file in (*SOURCES, *PAGES) for path in re.findall(r"`(jigsaw(?:\.\w+)+)", file.read_text())}
+    del named["jigsaw.json"]  # a file of a checkpoint
+    assert not {path: str(file) for path, file in named.items() if not _is_there(path)}
+    assert not _is_there("jigsaw.io.opne")
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """The stores that examples read: a globe, the same in two files, a scan and its labels."""
+    path = tmp_path_factory.mktemp("stores")
+    times = np.datetime64("2020-01-01", "ns") + np.arange(8) * np.timedelta64(6, "h")
+    coords = {"time": times, "latitude": np.linspace(90, -90, 9), "longitude": np.arange(16) * 22.5}
+    dims, values = ("time", "latitude", "longitude"), np.zeros((8, 9, 16), "f4")
+    t2m = (dims, values + np.arange(280, 288, dtype="f4")[:, None, None], {"units": "K"})
+    globe = xr.Dataset({"2m_temperature": t2m, "10m_u_component_of_wind": (dims, values, {"units": "m s-1"})}, coords)
+    globe.to_zarr(path / "globe.zarr", zarr_format=2, encoding={name: {"chunks": (1, 9, 16)} for name in globe})
+    for name, part in (("globe-01.nc", slice(0, 4)), ("globe-02.nc", slice(4, 8))):
+        globe.isel(time=part).to_netcdf(path / name, engine="h5netcdf")
+    scan, label = np.arange(33 * 20 * 24, dtype="f4").reshape(33, 20, 24), np.zeros((33, 20, 24), "u1")
+    label[10:14, 5:9, 6:12] = 1
+    for name, array in (("scan", scan), ("label", label)):
+        volume = xr.Dataset({name: (("z", "y", "x"), array)})
+        volume.to_zarr(path / f"{name}.zarr", zarr_format=2, encoding={name: {"chunks": (8, 20, 24)}})
+    return path
+
+
+def _examples(path):
+    """The examples of one docstring, of a class and its methods, or of a module and its functions."""
+    names = {"jigsaw": jigsaw, "np": np, "torch": torch}
+    return [found for found in doctest.DocTestFinder().find(OURS[path], path, globs=names) if found.examples]
+
+
+@pytest.mark.parametrize("path", SHOWN)
+def test_every_public_name_has_an_example(path):
+    assert any(found.name == path for found in _examples(path))
+
+
+@pytest.mark.parametrize("path", [path for path in OURS if _examples(path)])
+def test_examples_run(path, stores, tmp_path, monkeypatch, capsys):
+    shutil.copytree(stores, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for found in _examples(path):
+        torch.manual_seed(0)
+        ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found)
+        assert not ran.failed, capsys.readouterr().out
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+def _anchors(page):
+    """The targets that GitHub and the site make of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for heading in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _broken_links(page):
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert not list(_broken_links(page))
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Some `words`, here\n[a](page.md) [b](#some-words-here) [c](#no) [d](no.md) [e](https://x.org/no)\n"
+    )
+    assert list(_broken_links(page)) == ["#no", "no.md"]
+
+
+def test_every_result_file_stands_in_the_benchmarks():
+    told = (ROOT / "docs" / "benchmarks.md").read_text()
+    results = {file.name for file in (ROOT / "benchmarks" / "results").glob("*.jsonl")}
+    assert results
+    assert not {name for name in results if name not in told}
+
+
+# -- the site ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built as `make docs` builds it, but elsewhere."""
+    folder, makefile = tmp_path_factory.mktemp("site"), (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^docs:.*\n\t\$\(BIN\)/python (.*) -d build/doctrees \. site$", makefile, re.MULTILINE)
+    command = [sys.executable, *recipe.split(), "-d", folder / "doctrees", ".", folder / "html"]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder / "html"
+
+
+@pytest.mark.slow
+def test_the_reference_is_complete(site):
+    inventory = importlib.import_module("sphinx.util.inventory").InventoryFile
+    told = inventory.loads((site / "objects.inv").read_bytes(), uri="").data
+    names = {name for kind, entries in told.items() if kind.startswith("py:") for name in entries}
+    assert not OURS.keys() - names
+    assert {"jigsaw.nn", "jigsaw.io", "jigsaw.testing", "jigsaw.Tile.full_tensor", "jigsaw.io.Dataset.plan"} <= names
+
+
+@pytest.mark.slow
+def test_the_site_opens_from_the_disk(site):
+    texts = {page: page.read_text() for page in site.rglob("*.html")}
+    assert site / "index.html" in texts
+    assert all((site / page.relative_to(ROOT)).with_suffix(".html") in texts for page in PAGES)
+    for page, text in texts.items():
+        assert not re.findall(r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//[^"]*"', text), page
+        assert not re.findall(r'<link[^>]*rel="stylesheet"[^>]*href="(?:https?:)?//[^"]*"', text), page
+        for link in re.findall(r'<(?:a|img|script|link)[^>]* (?:href|src)="([^":]*)"', text):
+            file, _, anchor = link.partition("#")
+            assert not file.startswith("/"), f"{page}: {link} holds on a server alone"
+            target = (page.parent / file.partition("?")[0]).resolve() if file else page
+            assert target.is_file(), f"{page}: {link}"
+            assert not anchor or f'id="{anchor}"' in texts[target], f"{page}: {link}"
