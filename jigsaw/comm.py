@@ -1,4 +1,5 @@
-"""The only file that calls collectives.  They run on the mesh's own groups, and every byte that they send is counted.
+"""The collectives of tiles.  They run on the mesh's own groups, and every byte that they send is counted.  (Not so what
+torch sends for parameters: DTensors that are cut, gathered or saved, FSDP2.)
 
 Gradients follow one convention (docs/design.md): the gradient of a value that several ranks hold alike is the same,
 whole gradient on each of them; a parameter is the exception, its gradient on a rank is that rank's *part*, and the
@@ -117,7 +118,9 @@ def _name_who_waits(kind: str, ranks: Sequence[int]) -> Generator[None]:
 
 
 class PendingWork:
-    """Messages under way; `wait()` returns once all have arrived.  Keeps the buffers alive until then."""
+    """Messages or an all-reduce under way; `wait()` returns once all have arrived.  What is sent is kept alive
+    until then; what is received into is the caller's.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Transfers carried out: halos, redistribution and roll are one call, `exchange_rows`, with one planner
-(jigsaw.transfers).
+"""Transfers carried out: halos and roll are one call, `exchange_rows`, redistribution is up to three steps
+(`redistribute_rows`), all with one planner (jigsaw.transfers).
 
 The adjoint of a move is the reversed move with additions (Hewett and Grady, "A linear algebraic approach to model
 parallelism in deep learning", arXiv 2006.03108).
@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Box, Layout, ShardingError
+from jigsaw.layout import Box, Layout, ShardingError, box_shape
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
-from jigsaw.transfers import BoxesByPeer, ExchangePlan, box_shape, plan_exchange
+from jigsaw.transfers import BoxesByPeer, ExchangePlan, check_exchange, plan_exchange
 
 CutMargins = tuple[tuple[int, int], ...]
+TensorsByPeer = Sequence[tuple[int, Sequence[Tensor]]]
+ShapesByPeer = Sequence[tuple[int, Sequence[Sequence[int]]]]
 
 
 def _box_view(x: Tensor, box: Box, margins: CutMargins | None = None) -> Tensor:
@@ -29,25 +31,82 @@ def _box_view(x: Tensor, box: Box, margins: CutMargins | None = None) -> Tensor:
     return x[tuple(slice(start + s, stop + s) for (start, stop), s in zip(box, shift, strict=True))]
 
 
-def _pack_boxes(x: Tensor, boxes: Sequence[Box], margins: CutMargins | None = None) -> Tensor:
-    parts = [_box_view(x, box, margins).reshape(-1) for box in boxes]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+class PackedSwap:
+    """Tensors for other ranks and from them, under way until `wait()`: all those of a pair of ranks in one message.
+
+    Of four ranks on 2 x 2 places, each with a corner of an image and a halo of a row around it, rank 0 gives rank 1 a
+    column, rank 2 a row and rank 3 the corner between them.  A periodic dim adds a second box for the same peer; both
+    travel as one flat message, and are told apart on the other side by their shapes alone.  So both sides must list
+    the tensors of a pair in one order, which the planner gives them: that of the rank that takes.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, given: TensorsByPeer, taken: ShapesByPeer, like: Tensor, kind: str = "exchange"
+    ) -> None:
+        """Start it; what arrives has the dtype and device of `like`.
+
+        *Sends*: the bytes of `given`, one message a peer, counted as `kind`.
+        """
+        self._sizes = [[math.prod(shape) for shape in shapes] for _, shapes in taken]
+        self._shapes = [shape for _, shapes in taken for shape in shapes]
+        self._received = [
+            (peer, like.new_empty(sum(sizes))) for (peer, _), sizes in zip(taken, self._sizes, strict=True)
+        ]
+        sends = [(peer, _flat_message(parts)) for peer, parts in given]
+        self._pending = comm.swap_messages(mesh, sends, self._received, kind)
+
+    def wait(self) -> list[Tensor]:
+        """What has arrived, in the order of `taken`."""
+        self._pending.wait()
+        parts = [p for (_, flat), sizes in zip(self._received, self._sizes, strict=True) for p in flat.split(sizes)]
+        return [part.view(tuple(shape)) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
-def _unpack_boxes(flat: Tensor, x: Tensor, boxes: Sequence[Box], add: bool, margins: CutMargins | None = None) -> None:
-    start = 0
-    for box in boxes:
-        part = _box_view(x, box, margins)
-        values = flat[start : start + part.numel()].view(part.shape)
-        part.add_(values) if add else part.copy_(values)
-        start += part.numel()
+def _flat_message(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
 
 
-def _receive_buffers(like: Tensor, boxes_by_peer: BoxesByPeer) -> list[tuple[int, Tensor]]:
-    def size(boxes: tuple[Box, ...]) -> int:
-        return sum(torch.Size(box_shape(b)).numel() for b in boxes)
+def _box_views(x: Tensor, by_peer: BoxesByPeer, margins: CutMargins | None = None) -> TensorsByPeer:
+    return [(peer, [_box_view(x, box, margins) for box in boxes]) for peer, boxes in by_peer]
 
-    return [(peer, like.new_empty(size(boxes))) for peer, boxes in boxes_by_peer]
+
+def _box_shapes(by_peer: BoxesByPeer) -> ShapesByPeer:
+    return [(peer, [box_shape(box) for box in boxes]) for peer, boxes in by_peer]
+
+
+def _boxes_in_order(by_peer: BoxesByPeer) -> list[Box]:
+    return [box for _, boxes in by_peer for box in boxes]
+
+
+def _start_fetch(cells: Tensor, plan: ExchangePlan, mesh: DeviceMesh) -> PackedSwap:
+    """Source rows on their way to those that need them."""
+    return PackedSwap(mesh, _box_views(cells, plan.sends), _box_shapes(plan.receives), cells)
+
+
+def _finish_fetch(
+    out: Tensor, cells: Tensor, plan: ExchangePlan, swap: PackedSwap, margins: CutMargins | None = None
+) -> None:
+    """Fill the target box `out`: the rows at hand while the others travel, then what arrives."""
+    for move in plan.kept:
+        _box_view(out, move.placed, margins).copy_(_box_view(cells, move.taken))
+    for box, values in zip(_boxes_in_order(plan.receives), swap.wait(), strict=True):
+        _box_view(out, box, margins).copy_(values)
+
+
+def _start_return(grad: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None = None) -> PackedSwap:
+    """Gradients of fetched rows on their way back: the plan's sides change places."""
+    return PackedSwap(mesh, _box_views(grad, plan.receives, margins), _box_shapes(plan.sends), grad)
+
+
+def _add_kept(out: Tensor, grad: Tensor, plan: ExchangePlan, margins: CutMargins | None = None) -> None:
+    for move in plan.kept:
+        _box_view(out, move.taken).add_(_box_view(grad, move.placed, margins))
+
+
+def _add_returned(out: Tensor, plan: ExchangePlan, swap: PackedSwap) -> None:
+    """Add what others send back: a row that three ranks needed gets three gradients."""
+    for box, values in zip(_boxes_in_order(plan.sends), swap.wait(), strict=True):
+        _box_view(out, box).add_(values)
 
 
 def _exchange_forward(
@@ -55,36 +114,23 @@ def _exchange_forward(
 ) -> Tensor:
     if plan.is_slice and margins is None:
         return _box_view(x, plan.kept[0].taken)
-    received = _receive_buffers(x, plan.receives)
-    pending = comm.swap_messages(
-        mesh, [(peer, _pack_boxes(x, boxes)) for peer, boxes in plan.sends], received, "exchange"
-    )
+    swap = _start_fetch(x, plan, mesh)
     grown = margins or ((0, 0),) * len(plan.target_shape)
     shape = [n + low + high for n, (low, high) in zip(plan.target_shape, grown, strict=True)]
     out = x.new_empty(shape) if margins is None else x.new_full(shape, fill)
-    for move in plan.kept:
-        _box_view(out, move.placed, margins).copy_(_box_view(x, move.taken))
-    pending.wait()
-    for (_, flat), (_, boxes) in zip(received, plan.receives, strict=True):
-        _unpack_boxes(flat, out, boxes, add=False, margins=margins)
+    _finish_fetch(out, x, plan, swap, margins)
     return out
 
 
 def _exchange_backward(grad: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None) -> Tensor:
-    received = _receive_buffers(grad, plan.sends)
-    pending = comm.swap_messages(
-        mesh, [(peer, _pack_boxes(grad, boxes, margins)) for peer, boxes in plan.receives], received, "exchange"
-    )
+    swap = _start_return(grad, plan, mesh, margins)
     if plan.keeps_all:
         kept = _box_view(grad, plan.kept[0].placed, margins)
         out = kept if plan.is_local else kept.clone(memory_format=torch.contiguous_format)
     else:
         out = grad.new_zeros(plan.source_shape)
-        for move in plan.kept:
-            _box_view(out, move.taken).add_(_box_view(grad, move.placed, margins))
-    pending.wait()
-    for (_, flat), (_, boxes) in zip(received, plan.sends, strict=True):
-        _unpack_boxes(flat, out, boxes, add=True)
+        _add_kept(out, grad, plan, margins)
+    _add_returned(out, plan, swap)
     return out
 
 
@@ -114,21 +160,29 @@ class _ExchangeAdjoint(torch.autograd.Function):
 
 def _checked_plan(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> ExchangePlan:
     """The plan, once everything fits.  What all ranks know alike is checked first, then this rank's tensor."""
+    _check_layouts(source, target, mesh)
+    todo = plan_exchange(source, target, mesh_coordinate(mesh))
+    _check_local_tensor(local, source, todo.source_tile, mesh)
+    return todo
+
+
+def _check_layouts(source: Layout, target: Layout, mesh: DeviceMesh) -> None:
     if source.axes != axes_of_mesh(mesh):
         raise ShardingError(
             f"{source} is cut over mesh {dict(source.axes)}, but the mesh is {dict(axes_of_mesh(mesh))}"
         )
     if source.groups != target.groups:
         raise ShardingError(f"{source} and {target}: their dims are flattened differently; unflatten first")
-    here = mesh_coordinate(mesh)
-    todo = plan_exchange(source, target, here)
+
+
+def _check_local_tensor(local: Tensor, source: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> None:
+    """This rank's tensor alone may be wrong: the others then wait, but not for a first connection."""
     comm.connect_ranks(mesh)
-    if tuple(local.shape) != todo.source_tile:
+    if tuple(local.shape) != shape:
         raise ShardingError(
-            f"the rank at {here} has a local tensor of shape {tuple(local.shape)}, "
-            f"but {source} gives it {todo.source_tile}"
+            f"the rank at {mesh_coordinate(mesh)} has a local tensor of shape {tuple(local.shape)}, "
+            f"but {source} gives it {shape}"
         )
-    return todo
 
 
 def exchange_rows(
@@ -181,30 +235,21 @@ def _flattened_sizes(sizes: Sequence[int], groups: Sequence[int]) -> list[int]:
 
 
 class AsyncExchange:
-    """Several boxes fetched at once, under way until `wait()`; not differentiable (`give_back` is the adjoint)."""
+    """Several boxes fetched at once, under way until `wait()`; not differentiable (`AsyncExchangeAdjoint` is the
+    adjoint).
+    """
 
     def __init__(self, x: Tensor, source: Layout, targets: Sequence[Layout], mesh: DeviceMesh) -> None:
         self._todo = [_checked_plan(x, source, target, mesh) for target in targets]
-        self._x = x
-        self._received = [_receive_buffers(x, todo.receives) for todo in self._todo]
-        cells = [x.reshape(todo.source_shape) for todo in self._todo]
-        self._pending = [
-            comm.swap_messages(
-                mesh, [(peer, _pack_boxes(cell, boxes)) for peer, boxes in todo.sends], received, "exchange"
-            )
-            for cell, todo, received in zip(cells, self._todo, self._received, strict=True)
-        ]
+        self._cells = [x.reshape(todo.source_shape) for todo in self._todo]
+        self._swaps = [_start_fetch(cells, todo, mesh) for cells, todo in zip(self._cells, self._todo, strict=True)]
 
     def wait(self) -> list[Tensor]:
         """The boxes, in the order of the targets."""
         found: list[Tensor] = []
-        for todo, received, pending in zip(self._todo, self._received, self._pending, strict=True):
-            out = self._x.new_empty(todo.target_shape)
-            for move in todo.kept:
-                _box_view(out, move.placed).copy_(_box_view(self._x.reshape(todo.source_shape), move.taken))
-            pending.wait()
-            for (_, flat), (_, boxes) in zip(received, todo.receives, strict=True):
-                _unpack_boxes(flat, out, boxes, add=False)
+        for cells, todo, swap in zip(self._cells, self._todo, self._swaps, strict=True):
+            out = cells.new_empty(todo.target_shape)
+            _finish_fetch(out, cells, todo, swap)
             found.append(out.reshape(todo.target_tile))
         return found
 
@@ -218,25 +263,14 @@ class AsyncExchangeAdjoint:
         here = mesh_coordinate(mesh)
         self._todo = [plan_exchange(source, target, here) for target in targets]
         self._grads = [grad.reshape(todo.target_shape) for grad, todo in zip(grads, self._todo, strict=True)]
-        self._received = [
-            _receive_buffers(grad, todo.sends) for grad, todo in zip(self._grads, self._todo, strict=True)
-        ]
-        self._pending = [
-            comm.swap_messages(
-                mesh, [(peer, _pack_boxes(grad, boxes)) for peer, boxes in todo.receives], received, "exchange"
-            )
-            for grad, todo, received in zip(self._grads, self._todo, self._received, strict=True)
-        ]
+        self._swaps = [_start_return(grad, todo, mesh) for grad, todo in zip(self._grads, self._todo, strict=True)]
 
     def wait(self, into: Tensor) -> None:
         """Add everything to `into`, the gradient of the local source tensor."""
-        for todo, grad, received, pending in zip(self._todo, self._grads, self._received, self._pending, strict=True):
+        for todo, grad, swap in zip(self._todo, self._grads, self._swaps, strict=True):
             cells = into.view(todo.source_shape)
-            for move in todo.kept:
-                _box_view(cells, move.taken).add_(_box_view(grad, move.placed))
-            pending.wait()
-            for (_, flat), (_, boxes) in zip(received, todo.sends, strict=True):
-                _unpack_boxes(flat, cells, boxes, add=True)
+            _add_kept(cells, grad, todo)
+            _add_returned(cells, todo, swap)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -267,8 +301,14 @@ def redistribute_rows(local: Tensor, source: Layout, target: Layout, mesh: Devic
     """
     if set(source.cut_axes) == set(target.cut_axes):
         return exchange_rows(local, source, target, mesh)
+    # Four ranks, from 2 x 2 pieces by lat and lon to two by lat alone, with halos: a row of a halo has several holders
+    # and one owner, so halos are dropped first (no message), owned rows move (each rank's half to the other one along
+    # lon), and the new halo comes from its neighbours along lat.
     bare_source, bare_target = source.without_halo(), target.without_halo()
-    _checked_plan(local, source, target, mesh)
+    # all three steps are checked before the first one sends
+    _check_layouts(source, target, mesh)
+    check_exchange(source, target)
+    _check_local_tensor(local, source, source.local_shape(mesh_coordinate(mesh)), mesh)
     owned = exchange_rows(local, source, bare_source, mesh)
     todo = plan_exchange(bare_source, bare_target, mesh_coordinate(mesh))
     moved = cast(Tensor, _Redistribute.apply(owned.reshape(todo.source_shape), bare_source, bare_target, mesh))

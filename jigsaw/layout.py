@@ -39,6 +39,27 @@ def box_slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
     return tuple(slice(a - low, b - low) for (a, b), low in zip(box, lows, strict=True))
 
 
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def box_elements(box: Box) -> int:
+    """The number of elements of a box."""
+    return math.prod(box_shape(box))
+
+
+def interval_overlap(a: Interval, b: Interval) -> Interval:
+    """What two intervals share; an empty interval where nothing."""
+    start = max(a[0], b[0])
+    return start, max(start, min(a[1], b[1]))
+
+
+def box_overlap(a: Box, b: Box) -> Box:
+    """What two boxes share; an empty interval along each dim in which they share nothing."""
+    return tuple(interval_overlap(x, y) for x, y in zip(a, b, strict=True))
+
+
 def cut_points(size: int, pieces: int, split: SplitRule = "balanced", align: int = 1) -> tuple[int, ...]:
     """Where `size` rows are cut into `pieces`: ``pieces + 1`` non-decreasing points from 0 to `size`.
 
@@ -172,8 +193,12 @@ class Cut:
 
     def inside(self, piece: int) -> Interval:
         """The rows of the array that a piece holds: all but rows beyond an end that does not wrap."""
+        return self.held[piece] if self.wraps else self.between_ends(piece)
+
+    def between_ends(self, piece: int) -> Interval:
+        """What a piece holds in [0, size), for operations that do not take the dim for a circle."""
         start, stop = self.held[piece]
-        return (start, stop) if self.wraps else (max(start, 0), min(stop, self.size))
+        return max(start, 0), min(stop, self.size)
 
     def uncut(self) -> Cut:
         return whole_dim(self.size)
@@ -385,7 +410,7 @@ class Layout:
 
     def local_shape(self, coord: MeshCoordinate) -> tuple[int, ...]:
         """The shape of the local tensor at a coordinate, halo included, an entry a tensor dim."""
-        extents = [stop - start for start, stop in self.held(coord)]
+        extents = box_shape(self.held(coord))
         shape: list[int] = []
         for count in self.groups:
             shape.append(math.prod(extents[:count]))

@@ -17,7 +17,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Box, Interval, Layout, MeshCoordinate, ShardingError, cut_points
+from jigsaw.layout import (
+    Box,
+    Interval,
+    Layout,
+    MeshCoordinate,
+    ShardingError,
+    box_elements,
+    box_shape,
+    box_slices,
+    cut_points,
+    interval_overlap,
+)
 from jigsaw.matmul_grid import OPERAND_DIMS, MatmulGrid, MatmulRing
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 
@@ -131,6 +142,8 @@ class MatmulEngine:
         """The ring reduce-scatter: a sum starts one place after its owner and takes each rank's partial on the way
         there.
         """
+        # Four ranks: the sum that rank 3 will own starts at rank 0 and goes by 1 and 2, each adding its part; so in
+        # step s rank r works on the part of rank (r - 1 - s) mod 4, and in the last step, 3, on its own.
         pieces, chunks = _ring_step_boxes(ring, self.chunk, wide.itemsize)
         own: list[Tensor] = []
         arriving: dict[int, tuple[Tensor, comm.PendingWork]] = {}
@@ -140,13 +153,14 @@ class MatmulEngine:
                 a, b, stream, kept, out, pieces[(ring.me - 1 - step) % ring.size][t], wide, finish=False
             )
             if step:
+                # waited for only after this rank's own product, which hides the message
                 arrived, pending = arriving.pop(i)
                 pending.wait()
                 total += arrived
             if step == ring.size - 1:
                 own.append(total)
                 continue
-            buffer = total.new_empty(_matrix_shape(pieces[(ring.me - 2 - step) % ring.size][t]))
+            buffer = total.new_empty(box_shape(pieces[(ring.me - 2 - step) % ring.size][t]))
             arriving[i + chunks] = buffer, self.pass_on(ring, total, buffer)
         return own[0] if len(own) == 1 else torch.cat(own)
 
@@ -173,6 +187,8 @@ class ProductBlock:
             rows, columns = self._whole.shape
             yield ((0, rows), (0, columns)), self._whole
             return
+        # Four ranks pass parts on to the next: in step s rank r has the part of rank (r - s) mod 4, and sends it on
+        # while that of (r - 1 - s) mod 4 arrives.  Each part is sent three times, by one neighbour to the next.
         ring = self.ring
         pieces, chunks = _ring_step_boxes(ring, self._engine.chunk, self.local.element_size())
         whole = self.local.new_empty(ring.block) if self.keep else None
@@ -187,10 +203,11 @@ class ProductBlock:
             else:
                 part = self.local[box[0][0] - first : box[0][1] - first]
             if step < ring.size - 1:
+                # started before `part` is handed out, so that it travels while the caller multiplies
                 buffer = self._buffer(pieces[(ring.me - 1 - step) % ring.size][t], whole)
                 arriving[i + chunks] = buffer, self._engine.pass_on(ring, part, buffer)
             if whole is not None:
-                place = _matrix_box(whole, box)
+                place = whole[box_slices(box)]
                 if place.data_ptr() != part.data_ptr():
                     place.copy_(part)
             yield box, part
@@ -198,13 +215,15 @@ class ProductBlock:
 
     def _buffer(self, box: Box, whole: Tensor | None) -> Tensor:
         """Where a part arrives: in its place of the kept block where that is contiguous."""
-        place = None if whole is None else _matrix_box(whole, box)
-        return place if place is not None and place.is_contiguous() else self.local.new_empty(_matrix_shape(box))
+        place = None if whole is None else whole[box_slices(box)]
+        return place if place is not None and place.is_contiguous() else self.local.new_empty(box_shape(box))
 
 
 def _ring_step_boxes(ring: MatmulRing, chunk: int, itemsize: int) -> tuple[list[list[Box]], int]:
     """The box of every member of a ring cut into chunks of rows, as many for each."""
-    largest = max((r[1] - r[0]) * (c[1] - c[0]) for r, c in ring.boxes) * itemsize
+    # the number of chunks follows from the largest part and is the same on all members, for they count steps alike; a
+    # member with fewer rows has empty chunks, of which nothing is sent
+    largest = max(map(box_elements, ring.boxes)) * itemsize
     chunks = max(1, min(-(-largest // chunk), max(r[1] - r[0] for r, _ in ring.boxes)))
 
     def rows(start: int, stop: int) -> list[Interval]:
@@ -230,7 +249,7 @@ def _partial_product(
     """This rank's partial sum of one box of the result, in `wide`; a `finish`-ed sum of one product keeps the
     operands' dtype.
     """
-    (r, c), shape = OPERAND_DIMS[out], _matrix_shape(box)
+    (r, c), shape = OPERAND_DIMS[out], box_shape(box)
     inner = next(d for d in OPERAND_DIMS[a.name] if d != r)
     depth = _block_extent(stream, inner)
     total: Tensor | None = None
@@ -242,9 +261,9 @@ def _partial_product(
                 dict(zip(OPERAND_DIMS[b.name], b_box, strict=True)),
             )
             rows, columns, along = (
-                _interval_overlap(at_a[r], box[0]),
-                _interval_overlap(at_b[c], box[1]),
-                _interval_overlap(at_a[inner], at_b[inner]),
+                interval_overlap(at_a[r], box[0]),
+                interval_overlap(at_b[c], box[1]),
+                interval_overlap(at_a[inner], at_b[inner]),
             )
             if any(start >= stop for start, stop in (rows, columns, along)):
                 continue
@@ -256,10 +275,7 @@ def _partial_product(
                 continue
             if total is None:
                 total = left.new_zeros(shape, dtype=wide)
-            target = _matrix_box(
-                total, ((rows[0] - box[0][0], rows[1] - box[0][0]), (columns[0] - box[1][0], columns[1] - box[1][0]))
-            )
-            _add_product(target, left, right)
+            _add_product(total[box_slices((rows, columns), box)], left, right)
     return a.local.new_zeros(shape, dtype=wide) if total is None else total
 
 
@@ -272,7 +288,8 @@ def _oriented_rows(
     part: Tensor, name: str, first: str, box: dict[str, Interval], wanted: dict[str, Interval]
 ) -> Tensor:
     """The wanted rows of a part as a matrix whose rows are the dim `first`."""
-    view = _matrix_box(part, tuple((wanted[d][0] - box[d][0], wanted[d][1] - box[d][0]) for d in OPERAND_DIMS[name]))
+    dims = OPERAND_DIMS[name]
+    view = part[box_slices(tuple(wanted[d] for d in dims), tuple(box[d] for d in dims))]
     return view if OPERAND_DIMS[name][0] == first else view.t()
 
 
@@ -287,17 +304,3 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(target, left, right, out=target)
     else:
         target += _multiply_wide(left, right, target.dtype)
-
-
-def _matrix_box(x: Tensor, box: Box) -> Tensor:
-    (top, bottom), (left, right) = box
-    return x[top:bottom, left:right]
-
-
-def _interval_overlap(a: Interval, b: Interval) -> Interval:
-    return max(a[0], b[0]), min(a[1], b[1])
-
-
-def _matrix_shape(box: Box) -> tuple[int, int]:
-    (top, bottom), (left, right) = box
-    return bottom - top, right - left

@@ -8,6 +8,11 @@ rank receives: ``vX = (1-1/p3) MK/(p1 p2)``, ``vW = (1-1/p1) KN/(p2 p3)``, ``vY 
 Special cases are names, not code: (P,1,1) domain parallelism with ZeRO weights, (1,1,P) column and (1,P,1) row
 parallelism, (q,1,q) SUMMA.
 
+Four ranks, M = 8, K = 6, N = 4, as (2,1,2): rank 0 works on rows 0:4 of Y and its columns 0:2.  It needs X[0:4], of
+which it has X[0:2] and rank 1 X[2:4]; and W[0:2], of which it has W[0:1] and rank 2 W[1:2].  So it receives 12 elements
+of X around the ring (0, 1) and 6 of W around (0, 2), and none of Y.  As (1,4,1) each rank multiplies its own columns of
+X and W into all of Y, 32 elements, and the ring (0, 1, 2, 3) sums these: 24 elements of Y received, none of X and W.
+
 Sources: Agarwal, Balle, Gustavson, Joshi and Palkar, "A three-dimensional approach to parallel matrix multiplication",
 IBM J. Res. Dev. 39 (1995); Al Daas, Ballard, Grigori, Kumar and Rouse, "Tight memory-independent parallel matrix
 multiplication communication lower bounds", arXiv 2205.13407; Kieckhefen et al., "Jigsaw: training
@@ -22,7 +27,18 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
-from jigsaw.layout import AxisSizes, Box, Cut, Layout, MeshCoordinate, ShardingError, SplitRule, cut_points, whole_dim
+from jigsaw.layout import (
+    AxisSizes,
+    Box,
+    Cut,
+    Layout,
+    MeshCoordinate,
+    ShardingError,
+    SplitRule,
+    box_elements,
+    cut_points,
+    whole_dim,
+)
 
 OPERAND_DIMS = {"x": "mk", "w": "nk", "y": "mn"}
 
@@ -49,18 +65,14 @@ class MatmulRing:
     @property
     def gathered(self) -> int:
         """Elements that this rank receives when the block is gathered."""
-        return sum(map(_box_elements, self.boxes)) - _box_elements(self.boxes[self.me])
+        return sum(map(box_elements, self.boxes)) - box_elements(self.boxes[self.me])
 
     @property
     def scattered(self) -> int:
         """Elements that this rank receives when the block is reduce-scattered: every part but the one that it
         starts.
         """
-        return sum(map(_box_elements, self.boxes)) - _box_elements(self.boxes[(self.me - 1) % self.size])
-
-
-def _box_elements(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
+        return sum(map(box_elements, self.boxes)) - box_elements(self.boxes[(self.me - 1) % self.size])
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,8 @@ class MatmulGrid:
             )
         spare = set(self.spare(name).axes)
         for cut, block in zip(layout.cuts, blocks, strict=True):
+            # the axes beyond the block's are its minor ones, so every n-th point at rest is a point of the block:
+            # 0, 2, 4, 6, 8 at rest by (m, n) of 2 x 2 refines 0, 4, 8 by (m)
             every = math.prod(layout.size_of(a) for a in cut.axes[len(block.axes) :])
             refines = cut.axes[: len(block.axes)] == block.axes and cut.points[::every] == block.points
             if not refines or not set(cut.axes[len(block.axes) :]) <= spare:
@@ -227,7 +241,7 @@ class MatmulGrid:
     def products(self, coord: MeshCoordinate) -> int:
         """How many pairs of non-empty parts of X and W a rank multiplies in the forward pass."""
         x, w = self.ring("x", coord), self.ring("w", coord)
-        return sum(map(bool, map(_box_elements, x.boxes))) * sum(map(bool, map(_box_elements, w.boxes)))
+        return sum(map(bool, map(box_elements, x.boxes))) * sum(map(bool, map(box_elements, w.boxes)))
 
     def stream(self, a: str, b: str) -> str:
         """Which of two operands passes through in parts while the other's block is kept: the one that moves, else the
@@ -281,7 +295,7 @@ class MatmulGrid:
 
 
 def _largest_part(ring: MatmulRing) -> int:
-    return max(map(_box_elements, ring.boxes))
+    return max(map(box_elements, ring.boxes))
 
 
 def _check_rest(rest: str) -> None:
@@ -304,6 +318,7 @@ def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: s
     parts = math.prod(sizes[a] for a in axes)
     if parts == 1:
         return cut
+    # each piece by itself, not the whole dim anew: a part at rest must lie inside its block, however uneven
     points = [0]
     for start, stop in zip(cut.points, cut.points[1:], strict=False):
         points += [start + p for p in cut_points(stop - start, parts, split)[1:]]
@@ -313,6 +328,8 @@ def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: s
 @lru_cache(maxsize=4096)
 def _matmul_ring(grid: MatmulGrid, name: str, coord: MeshCoordinate) -> MatmulRing:
     layout: Layout = getattr(grid, name)
+    # the parts of a block lie along the axes of the dim that the operand lacks (X has no N): only those that refine it
+    # at rest; along the others it is held alike, and nobody has anything to pass on
     axes = [a for a in grid.spare(name).axes if a in layout.cut_axes]
     corner = [block.owned(layout.piece(block, coord))[0] for block in grid.blocks(name)]
     names = [axis for axis, _ in layout.axes]
@@ -320,6 +337,7 @@ def _matmul_ring(grid: MatmulGrid, name: str, coord: MeshCoordinate) -> MatmulRi
     peers: list[int] = []
     boxes: list[Box] = []
     for places in product(*(range(layout.size_of(a)) for a in axes)):
+        # who shares this rank's place on all other axes; boxes count from the block's corner, as the engine does
         there = tuple({**at, **dict(zip(axes, places, strict=True))}[axis] for axis in names)
         peers.append(layout.index(there))
         boxes.append(tuple((a - c, b - c) for (a, b), c in zip(layout.owned(there), corner, strict=True)))

@@ -196,9 +196,9 @@ def _root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
     """The flattened mesh, of which `root` keeps nothing.
 
-    A DTensor that two axes cut, ``[Shard(0), Shard(0)]``, is gathered in one step where the root of its mesh knows one
-    for both axes.  torch (2.13) then takes pieces for those of four ranks that are those of two ranks, cut again: 10
-    rows on 2 x 2 ranks lie as 3, 2, 3, 2, but are read as 3, 3, 3, 1, and rows come back as others.
+    Where the root of a DTensor's mesh knows a flattened mesh for two axes that cut one dim, ``[Shard(0), Shard(0)]``,
+    torch (2.13) gathers them in one step and counts rows as if four ranks had cut the dim at once.  10 rows on 2 x 2
+    ranks lie as 3, 2, 3, 2 (halves, cut again), are read as 3, 3, 3, 1, and come back as other rows.
     """
     known: dict[str, DeviceMesh] = root._flatten_mapping  # pyright: ignore[reportPrivateUsage]
     before = dict(known)

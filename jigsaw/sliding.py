@@ -18,8 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.errors import FieldError, PeerError
-from jigsaw.exchange import redistribute_rows
-from jigsaw.layout import Box, Cut, Interval, Layout, box_slices, cut_points, whole_dim
+from jigsaw.exchange import PackedSwap, redistribute_rows
+from jigsaw.layout import (
+    Box,
+    Cut,
+    Interval,
+    Layout,
+    box_elements,
+    box_overlap,
+    box_shape,
+    box_slices,
+    cut_points,
+    whole_dim,
+)
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
 
@@ -143,15 +154,6 @@ def _window_starts(size: int, rows: int, overlap: float) -> tuple[int, ...]:
 # -- boxes -----------------------------------------------------------------------------------------------------------
 
 
-def _shared_box(a: Box, b: Box) -> Box:
-    """What two boxes share; empty intervals where nothing."""
-    return tuple((max(p, r), max(p, r, min(q, s))) for (p, q), (r, s) in zip(a, b, strict=True))
-
-
-def _box_extents(box: Box) -> tuple[int, ...]:
-    return tuple(b - a for a, b in box)
-
-
 def _view_of_box(x: Tensor, box: Box, within: Box) -> Tensor:
     """The rows `box` of the last dims of `x`, which holds the rows `within`."""
     return x[(..., *box_slices(box, within))]
@@ -163,8 +165,8 @@ class _WeightedSums:
     def __init__(self, mine: Box, weight: Tensor, like: Tensor) -> None:
         wide = torch.promote_types(like.dtype, torch.float32)
         self.mine, self.weight = mine, weight.to(like.device, wide)
-        self.sum = like.new_zeros((*like.shape[:2], *_box_extents(mine)), dtype=wide)
-        self.total = like.new_zeros(_box_extents(mine), dtype=wide)
+        self.sum = like.new_zeros((*like.shape[:2], *box_shape(mine)), dtype=wide)
+        self.total = like.new_zeros(box_shape(mine), dtype=wide)
 
     def add(self, answer: Tensor, shared: Box, window: Box) -> None:
         """Add the rows `shared` of a window's answer."""
@@ -213,7 +215,7 @@ class _CutWindows:
             back = Layout((stored.cuts[0], whole_dim(answer.shape[1]), *stored.cuts[2:]), self.layout.axes)
             mine = redistribute_rows(answer.local, answer.layout, back, self.mesh)
             sums = sums or _WeightedSums(self.mine, weight, mine)
-            shared = _shared_box(self.mine, window)
+            shared = box_overlap(self.mine, window)
             rows = tuple(self._rows(cut, window[d], d) for d, cut in enumerate(self.layout.cuts[2:]))
             sums.add(_view_of_box(mine, shared, rows), shared, window)
         assert sums is not None
@@ -232,7 +234,7 @@ class _CutWindows:
         return points[self.pieces[d]], points[self.pieces[d] + 1]
 
     def _padded(self, window: Box) -> Tensor:
-        shared = _shared_box(self.mine, window)
+        shared = box_overlap(self.mine, window)
         inside = _view_of_box(self.local, shared, self.mine)
         pads: list[int] = []
         for d, cut in reversed([*enumerate(self.layout.cuts[2:])]):
@@ -306,58 +308,54 @@ class _DealtWindows:
         dealt: dict[int, list[Box]] = {member: [] for member in self.boxes}
         for window in windows:
             free = [m for m in dealt if len(dealt[m]) < room]
-            to = max(free, key=lambda m: (math.prod(_box_extents(_shared_box(self.boxes[m], window))), -m))
+            to = max(free, key=lambda m: (box_elements(box_overlap(self.boxes[m], window)), -m))
             dealt[to].append(window)
         longest = max(len(each) for each in dealt.values())
         return [{m: each[i] for m, each in dealt.items() if i < len(each)} for i in range(longest)]
 
-    def _swap(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
-        if self.mesh is not None:
-            comm.swap_messages(self.mesh, sends, receives, "exchange").wait()
+    def _swap(self, given: dict[int, Tensor], taken: dict[int, Box], like: Tensor) -> dict[int, Tensor]:
+        """What other members send of the boxes `taken`, for what they are `given`; a plain volume has no others."""
+        if self.mesh is None:
+            return {}
+        shapes = [(m, [(*like.shape[:2], *box_shape(box))]) for m, box in taken.items()]
+        swap = PackedSwap(self.mesh, [(m, [x]) for m, x in given.items()], shapes, like)
+        return dict(zip(taken, swap.wait(), strict=True))
 
     def _gather(self, windows: RoundWindows) -> Tensor:
         """This rank's window; an empty tensor without one."""
-        sends = [
-            (m, _view_of_box(self.local, _shared_box(self.mine, box), self.mine))
+        sends = {
+            m: _view_of_box(self.local, box_overlap(self.mine, box), self.mine)
             for m, box in windows.items()
             if m != self.me
-        ]
+        }
         window = windows.get(self.me)
         if window is None:
-            self._swap(sends, [])
+            self._swap(sends, {}, self.local)
             return self.local.new_empty(0)
-        parts = {m: _shared_box(box, window) for m, box in self.boxes.items()}
-        buffers = {m: self._room(self.local, part) for m, part in parts.items() if m != self.me}
-        self._swap(sends, [*buffers.items()])
-        given = self.local.new_full((*self.local.shape[:2], *_box_extents(window)), self.fill)
-        buffers[self.me] = _view_of_box(self.local, parts[self.me], self.mine)
-        for m, values in buffers.items():
+        parts = {m: box_overlap(box, window) for m, box in self.boxes.items()}
+        found = self._swap(sends, {m: part for m, part in parts.items() if m != self.me}, self.local)
+        given = self.local.new_full((*self.local.shape[:2], *box_shape(window)), self.fill)
+        found[self.me] = _view_of_box(self.local, parts[self.me], self.mine)
+        for m, values in found.items():
             _view_of_box(given, parts[m], window).copy_(values)
         return given
 
     def _give_back(self, windows: RoundWindows, answer: Tensor | None, like: Tensor, sums: _WeightedSums) -> None:
         """Answers go to those who own the rows."""
         window = windows.get(self.me)
-        sends: list[tuple[int, Tensor]] = []
+        sends: dict[int, Tensor] = {}
+        shared = {m: box_overlap(self.mine, box) for m, box in windows.items()}
+        own: dict[int, Tensor] = {}
         if window is not None and answer is not None:
-            sends = [
-                (m, _view_of_box(answer, _shared_box(box, window), window))
+            own = {self.me: _view_of_box(answer, shared[self.me], window)}
+            sends = {
+                m: _view_of_box(answer, box_overlap(box, window), window)
                 for m, box in self.boxes.items()
                 if m != self.me
-            ]
-        shared = {m: _shared_box(self.mine, box) for m, box in windows.items()}
-        buffers = {m: self._room(like, shared[m]) for m in windows if m != self.me}
-        self._swap(sends, [*buffers.items()])
+            }
+        values = own | self._swap(sends, {m: box for m, box in shared.items() if m != self.me}, like)
         for m, box in windows.items():
-            values = (
-                _view_of_box(answer, shared[m], window)
-                if m == self.me and answer is not None and window
-                else buffers[m]
-            )
-            sums.add(values, shared[m], box)
-
-    def _room(self, like: Tensor, box: Box) -> Tensor:
-        return like.new_empty((*like.shape[:2], *_box_extents(box)))
+            sums.add(values[m], shared[m], box)
 
 
 def _coords_sharing_space(layout: Layout, here: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

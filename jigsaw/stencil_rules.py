@@ -1,8 +1,8 @@
 """The interval rule: which input rows a box of output rows needs, and which output rows a box of input rows gives.
 
 One rule a dim: `StencilWindow` (convolution, pooling, padding), `TransposedWindow` (transposed convolution),
-`InterpolationTable` (interpolation). From it `derive_cut` makes, for every piece of a cut dim, the output rows that it
-owns and holds and the input rows that it needs. Integers only.
+`InterpolationTable` (interpolation), `FoldedPadding` (padding that reflects or repeats). From it `derive_cut` makes,
+for every piece of a cut dim, the output rows that it owns and holds and the input rows that it needs. Integers only.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _held_output(
     n, m = cut.size, rule.size(cut.size)
     if owned[0] >= owned[1]:
         return owned
-    low, high = cut.inside(piece) if wrap else (max(cut.held[piece][0], 0), min(cut.held[piece][1], n))
+    low, high = cut.inside(piece) if wrap else cut.between_ends(piece)
     start, stop = rule.reach((low, high), n) if low < high else owned
     if not wrap and low < high:  # nothing beyond an end of the dim is missing
         start, stop = (0 if low == 0 else start), (m if high == n else stop)

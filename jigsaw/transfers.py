@@ -5,6 +5,11 @@ Needed intervals may reach below 0 or beyond the size: rows wrap around, as on a
 already is copied, everything else comes from its owner, in one message a pair of ranks.  The arithmetic is per dim, so
 boxes with several hops, several wraps, empty pieces and negative margins need no special case; a rank plans its own
 side alone, in steps that count its dims' pieces and its messages, never the ranks of the mesh.
+
+Four ranks on lat=2, lon=2, an 8 x 8 array, a row of halo around, lon a circle: rank 0 owns [0:4, 0:4] and needs
+[0:5, -1:5].  Along lat rows 0:4 are its own and row 4 is of the rows below; along lon -1 is column 7 and 4 column 4,
+both of the ranks to the right.  The product of these is its list: rank 1 gives columns 3 and 0 of its local tensor,
+rank 2 a row, rank 3 two corners.  What rank 0 gives is the same seen from there.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 
-from jigsaw.layout import Box, Cut, Interval, Layout, MeshCoordinate, ShardingError
+from jigsaw.layout import Box, Cut, Interval, Layout, MeshCoordinate, ShardingError, box_shape
 
 BoxesByPeer = tuple[tuple[int, tuple[Box, ...]], ...]
 
@@ -56,11 +61,6 @@ class ExchangePlan:
         return len(self.kept) == 1 and box_shape(self.kept[0].taken) == self.source_shape
 
 
-def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """Consecutive needed rows of one dim with one owner: `rows` of the global dim, `placed` in the needed interval."""
@@ -91,6 +91,7 @@ def _dim_need(source: Layout, target: Layout, dim: int, coord: MeshCoordinate) -
 def _needed_segments(cut: Cut, need: _DimNeed) -> list[_Segment]:
     """Split what a rank needs at wraps, at the owners' cut points and at the edges of what it holds."""
     found: list[_Segment] = []
+    # rows -1:5 of a circle of 8 owned as 0:4, 4:8 give -1:0 (row 7, of piece 1), 0:4 (piece 0) and 4:5 (piece 1)
     start, end = need.inside
     while start < end:
         row = start % cut.size
@@ -135,6 +136,7 @@ def _wraps_to_owner(cut: Cut, need: Interval, owner: int) -> range:
 
 def _split_at_held(cut: Cut, need: _DimNeed, owner: int, span: Interval) -> Iterator[_Segment]:
     """The rows of one owner in one wrap, split where the rank that needs them begins or ends to hold them itself."""
+    # a rank that holds -1:4 and needs -2:5 fetches -2 and 4 alone: -1 is in its halo, though another owns it
     base, first = span[0] - span[0] % cut.size, need.held[0]
     mine = (base + h % cut.size for h in cut.inside(need.piece))
     for start, stop in pairwise(sorted({*span, *(e for e in mine if span[0] < e < span[1])})):
@@ -176,6 +178,8 @@ def row_moves(source: Layout, target: Layout, coord: MeshCoordinate) -> tuple[Ro
     if all(s.mine is not None for segments in by_dim for s in segments):
         return tuple(found)
     for cell in product(*by_dim):
+        # a corner is at hand only where it is along every dim; else the owner of all its rows gives it, in one message
+        # and without a second hop through a neighbour
         if any(s.mine is None for s in cell):
             giver = _owner_position(source, coord, [s.owner for s in cell])
             taken = tuple(_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
@@ -240,7 +244,7 @@ def _asking_coordinates(source: Layout, target: Layout, coord: MeshCoordinate) -
     return sorted(found - {coord})
 
 
-def _check_exchange(source: Layout, target: Layout) -> None:
+def check_exchange(source: Layout, target: Layout) -> None:
     """Raise, from what every rank knows alike, when no exchange can bring the source to the target."""
     if source.axes != target.axes or [c.size for c in source.cuts] != [c.size for c in target.cuts]:
         raise ShardingError(
@@ -279,7 +283,7 @@ def plan_exchange(source: Layout, target: Layout, coord: MeshCoordinate) -> Exch
 
     Raises: `ShardingError` when the layouts describe arrays of different shapes or meshes, or the source lacks rows.
     """
-    _check_exchange(source, target)
+    check_exchange(source, target)
     me = source.index(coord)
     mine = row_moves(source, target, coord)
     receives: dict[int, list[Box]] = {}

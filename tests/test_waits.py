@@ -14,10 +14,10 @@ from jigsaw.testing import on_ranks
 
 def test_a_mesh_by_itself_waits_for_five_minutes(tmp_path):
     code = """
-from jigsaw.mesh import patience
+from jigsaw.mesh import mesh_patience
 join_alone = jigsaw.init_mesh(device="cpu", lat=1)
-print("waits", patience(join_alone).total_seconds())
-print("waits", patience(jigsaw.init_mesh(device="cpu", lat=1, timeout=7)).total_seconds())
+print("waits", mesh_patience(join_alone).total_seconds())
+print("waits", mesh_patience(jigsaw.init_mesh(device="cpu", lat=1, timeout=7)).total_seconds())
 """
     ((status, told),) = run_apart(tmp_path, 1, code)
     assert (status, told.split()) == (0, ["waits", "300.0", "waits", "7.0"])
@@ -55,8 +55,8 @@ def test_a_timeout_that_is_no_time(timeout):
 
 
 CALLS = {
-    "agree": "comm.agree(mesh, 3)",
-    "rows": 'comm.swap(mesh, [], [(1, torch.ones(3))], "rows").wait()',
+    "agree": "comm.all_gather_object(mesh, 3)",
+    "rows": 'comm.swap_messages(mesh, [], [(1, torch.ones(3))], "rows").wait()',
     "all_reduce": 'comm.start_sum(torch.ones(3), mesh, "lat").wait()',
 }
 

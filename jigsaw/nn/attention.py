@@ -193,12 +193,12 @@ def _split_heads(x: Tile, heads: int) -> Tile:
     return x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3)
 
 
-def _joint_mask(mask: Any, padding: Any, heads: int, like: Tile, *, keep: bool) -> Any:
+def _joint_mask(mask: Any, padding: Any, heads: int, like: Tile) -> Any:
     """torch's masks (True or -inf: may not attend) as one additive or boolean mask of scaled_dot_product_attention."""
     if mask is not None and mask.ndim == 3:
         mask = mask.unflatten(0, (-1, heads))
     if padding is None:
-        return None if mask is None else ~mask if mask.dtype == torch.bool and keep else mask
+        return None if mask is None else ~mask if mask.dtype == torch.bool else mask
     columns = padding[..., None, None, :] if padding.ndim == 2 else padding[None, None, None, :]
     return _additive_mask(columns, like) if mask is None else _additive_mask(mask, like) + _additive_mask(columns, like)
 
@@ -283,14 +283,14 @@ def multi_head_attention_forward(
     rate = dropout_p if training else 0.0
     weights = None
     if need_weights or (rate and not query.layout.cut_axes):
-        mask = _joint_mask(attn_mask, key_padding_mask, num_heads, q, keep=True)
+        mask = _joint_mask(attn_mask, key_padding_mask, num_heads, q)
         weights = attention_weights(q, k, mask)
         dropped: Any = F.dropout(cast(Any, weights), rate, training)
         mixed = _mix_values(dropped, v)
     else:
         # torch passes is_causal as a hint beside the mask that it describes
         hint = is_causal and attn_mask is not None and key_padding_mask is None
-        mask = None if hint else _joint_mask(attn_mask, key_padding_mask, num_heads, q, keep=True)
+        mask = None if hint else _joint_mask(attn_mask, key_padding_mask, num_heads, q)
         mixed = scaled_dot_product_attention(q, k, v, mask, rate, is_causal=hint)
     mixed = mixed.permute(2, 0, 1, 3).flatten(2)
     out = (

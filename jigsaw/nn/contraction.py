@@ -1,4 +1,10 @@
-"""A linear whose contraction meets cuts: which axis plays which part, on what grid, and where the result lies."""
+"""A linear whose contraction meets cuts: which axis plays which part, on what grid, and where the result lies.
+
+Four ranks on lat=2, lon=2, x [6, 8] with rows cut by lat and K by lon, W whole.  With N = 4 the grid is (2,2,1): the
+ranks of a row of the mesh add up partial sums of y [3, 4], and each keeps 2 of its columns.  With N = 32 y is larger
+than x, and the grid is (2,1,2): the parts [3, 4] of x travel along lon, and each rank makes 16 columns of y by itself.
+Either way y is cut by lat and lon, as x was.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +50,14 @@ class LinearContraction:
     def run(self, x: Tile, w: Tensor) -> Tile:
         """y = x Wᵀ; `w` is this rank's part of the weight, cut as ``self.stored``."""
         grid, stored, coord, last = self.grid, self.stored, x.coordinate, x.ndim - 1
+        # along these axes the ranks have x alike and use it for other columns of y (or of K): its gradient there is a
+        # part on each, summed on the way back
         alike = [a for a in (*grid.n.axes, *grid.k.axes) if a not in x.layout.cut_axes]
         rows = comm.use_in_parts(x.local, x.mesh, alike)
         if grid.k.is_cut and not x.layout.is_cut(last):
             rows = take_owned_rows(rows, last, self.inner, x.layout, coord)
+        # a whole W is cut here without a message; a dim whose block is whole is only put in rank order, that of the
+        # rows of x and y that it meets
         for dim, group, block in ((0, self.outer, grid.n), (1, self.inner, grid.k)):
             if not stored.is_cut(dim):
                 w = take_owned_rows(w, dim, group, stored, coord if block.is_cut else None)
@@ -189,6 +199,8 @@ def _output_cuts(
         )
     if not axes:
         return (whole_dim(of_n.size),)
+    # tokens cut at 0, 3, 10 that went through 6 hidden ones, cut at 0, 3, 6, lie at 0, 3, 10 again: what is added to
+    # them then (the residual) needs no message; a size that leads nowhere is cut evenly
     known = wanted or _known_cuts(inner, of_n.size, axes)
     if known and axes_of_cuts(known) == axes:
         return known

@@ -92,7 +92,8 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry
     ways = plan_channels(input, weight, how.groups, how.transposed, (math.prod(input.shape), math.prod(out.shape)))
     if ways is None:
         local = None if bias is None else local_weight(bias, input, out)
-        return Tile(_convolve_local(input, local_weight(weight, input, out), local, how, along, out), out, input.mesh)
+        w = local_weight(weight, input, out)
+        return Tile(_convolve_local(input, w, local, how, along, to, out), out, input.mesh)
     return _convolve_cut_channels(input, weight, bias, how, along, out.replace_dim(1, ways.out), ways)
 
 
@@ -115,7 +116,8 @@ def _convolve_cut_channels(
             low, high = ways.taken.owned(input.layout.piece(ways.taken, input.coordinate))
             local = comm.use_in_parts(local, input.mesh, ways.taken.axes).narrow(1, low, high - low)
         mine = Tile(local, mine.layout.replace_dim(1, whole_dim(local.shape[1])), mine.mesh)
-        sums = _convolve_local(mine, w, None, how, along, out.replace_dim(1, whole_dim(ways.out.size)))
+        to = plan_stencil(mine.layout, along, mine.coordinate, "convolution")
+        sums = _convolve_local(mine, w, None, how, along, to, out.replace_dim(1, whole_dim(ways.out.size)))
         # a weight cut by its input channels: y is whole, so one all-reduce instead of a reduce-scatter and a gather
         y = comm.sum_parts(sums, input.mesh, ways.taken.axes) if ways.taken else add_partial_sums(sums, out, input)
         return Tile(y if b is None else y + b.to(y.dtype).reshape(-1, *[1] * how.dims), out, input.mesh)
@@ -124,7 +126,9 @@ def _convolve_cut_channels(
         low, high = ways.needs[input.layout.piece(ways.out, input.coordinate)]
         local = local if high - low == local.shape[1] else local.narrow(1, low, high - low)
         input = Tile(local, input.layout.replace_dim(1, whole_dim(high - low)), input.mesh)
-    return Tile(_convolve_local(input, w, b, how, along, out, ways), out, input.mesh)
+    to = plan_stencil(input.layout, along, input.coordinate, "convolution")
+    to = replace(to, target=ways.input(to.target))
+    return Tile(_convolve_local(input, w, b, how, along, to, out), out, input.mesh)
 
 
 def _convolve_local(
@@ -133,19 +137,17 @@ def _convolve_local(
     bias: Tensor | None,
     how: ConvGeometry,
     along: tuple[DimStencil, ...],
+    to: StencilPlan,
     out: Layout,
-    ways: ChannelPlan | None = None,
 ) -> Tensor:
-    """This rank's rows of the result, with its own part of the weight; `ways` says which channels it needs."""
+    """This rank's rows of the result, with its own part of the weight; `to` says which rows and channels it needs."""
     x, weight, bias = _autocast_operands(input.local, weight, bias)
     shape, layout, mesh = out.local_shape(input.coordinate), input.layout, input.mesh
     is_empty = 0 in shape or not weight.numel()  # of no input channel torch makes none
-    to = plan_stencil(layout, along, input.coordinate, "convolution")
-    if ways is not None and layout.is_cut(1):
-        to = replace(to, target=ways.input(to.target))
-    elif not to.derived and not is_empty:
+    needs_channels = layout.is_cut(1)  # of other ranks: they come with the rows, in one exchange
+    if not (to.derived or needs_channels or is_empty):
         return _torch_convolution(x, weight, bias, how, [p for p, _ in how.padding], how.output_padding)
-    elif not how.transposed and not is_empty:
+    if not (how.transposed or needs_channels or is_empty):
         halo = plan_halo(layout, along, input.coordinate)
         if halo is not None:
             op = PlainConvolution(

@@ -96,10 +96,14 @@ def _made_channels(stored: Layout, groups: int, transposed: bool, shape: tuple[i
 @lru_cache(maxsize=1024)
 def _output_channels(cut: Cut, made: Cut, groups: int, smaller_output: bool) -> ChannelPlan:
     """The cut of the output channels, by the weight where it has one, else after the input."""
+    # 12 channels on four ranks, 3 each, made into 8: y is cut at 0, 2, 4, 6, 8.  In 4 groups rank 1 needs its own 3
+    # channels for channels 2:4 of y, and nothing is sent; in one group it needs all 12, and since y is the smaller,
+    # each rank convolves its 3 for all 8 channels (`row`), and the sums travel instead.
     total, inside, outside = made.size, cut.size // groups, made.size // groups
     if made.is_cut:
         out = made
     elif groups > 1:
+        # a group that the input's cut divides goes whole to the lower side
         points = tuple(min(ceil_div(p, inside), groups) * outside for p in cut.points)
         out = Cut(total, points, cut.axes)
     elif total == cut.size:
@@ -177,6 +181,8 @@ def add_partial_sums(partial: Tensor, out: Layout, tile: Tile) -> Tensor:
 
     *Sends*: (P-1)/P of the bytes of all channels, forward and backward, along the axes that cut them.
     """
+    # every rank has partial sums of all channels, as if it had fetched all of y; the adjoint of that fetch adds them
+    # up where they are owned
     cut = out.dim(1)[0]
     every = out.replace_dim(1, cut.holding([(0, cut.size)] * cut.pieces))
     return _AddPartialSums.apply(partial, out, every, tile.mesh, out.local_shape(tile.coordinate))

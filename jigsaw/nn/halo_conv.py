@@ -43,7 +43,8 @@ class StripRows:
 class DimSplit:
     """One dim of one piece: the rows at hand (`box`) and the strips below and above.
 
-    The plain op pads the box by `padding` on both sides; `count` of its output rows, from `skip`, are wanted.
+    All are intervals of the dim.  The plain op pads the box by `padding` on both sides; `count` of its output rows,
+    from `skip`, are wanted.
     """
 
     box: Interval
@@ -65,7 +66,7 @@ def split_dim(cut: Cut, rule: StencilWindow, derived: DerivedCut, piece: int, wr
     """Divide what a piece needs into rows at hand and strips."""
     inside, (below, above) = derived.needs[piece], derived.margins[piece]
     need = inside[0] - below, inside[1] + above
-    held = cut.inside(piece) if wrap else (max(cut.held[piece][0], 0), min(cut.held[piece][1], cut.size))
+    held = cut.inside(piece) if wrap else cut.between_ends(piece)
     box = max(inside[0], held[0]), min(inside[1], held[1])
     if box[0] >= box[1]:
         box = inside[0], inside[0]
@@ -121,7 +122,7 @@ class HaloStrip:
 @dataclass(frozen=True)
 class HaloPlan:
     """A convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and the
-    slabs.
+    slabs, which the op pads by `own`: its own padding along whole dims, 0 along those that strips pad themselves.
     """
 
     box: tuple[slice, ...]
@@ -133,8 +134,8 @@ class HaloPlan:
 
 @lru_cache(maxsize=1024)
 def plan_halo(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate) -> HaloPlan | None:
-    """How this rank convolves by strips; None where, on any rank, the strips would be as large as the rest."""
-    derived = {d: (found, piece) for d, found, piece in plan_stencil(layout, along, coord).derived}
+    """How this rank convolves by strips; None where they would not be worth it on every rank (`_STRIP_SHARE`)."""
+    derived = {d: (found, piece) for d, found, piece in plan_stencil(layout, along, coord, "convolution").derived}
     ways = {a.dim: a for a in along}
     cuts = {d: layout.dim(d)[0] for d in derived}
     splits: dict[int, list[DimSplit]] = {}

@@ -1,5 +1,9 @@
 """Rows of a dim in rank order: each rank's after the other's.  A sum over a cut dim does not care for any other
 order.
+
+Four ranks on lat=2, lon=2 and the 16 tokens of a 4 x 4 grid: rank 0 has 0, 1, 4, 5, rank 1 has 2, 3, 6, 7, rank 2 has
+8, 9, 12, 13, rank 3 has 10, 11, 14, 15.  In rank order they are one cut at 0, 4, 8, 12, 16, and a product over them
+needs the rows of its other operand in that order too, not the tokens in theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw import comm
+from jigsaw.exchange import PackedSwap
 from jigsaw.layout import Cut, Layout, MeshCoordinate, have_same_rows, whole_dim
 from jigsaw.tile import Tile
 
@@ -37,6 +41,7 @@ def bare_cuts(group: Sequence[Cut]) -> CutGroup:
 
 def cut_in_rank_order(layout: Layout, dims: Sequence[int], axes: Sequence[str]) -> Cut:
     """Some dims as one, each rank's local rows after the other's; `axes` are those that cut them."""
+    # pieces of a product of cuts are no intervals, but their counts give points all the same
     counts = [0, *(math.prod(layout.local_shape(at)[d] for d in dims) for at in _coordinates_along(layout, axes))]
     points = tuple(accumulate(counts))
     return Cut(points[-1], points, tuple(axes)) if axes else whole_dim(points[-1])
@@ -87,7 +92,11 @@ PeerRows = tuple[tuple[int, Tensor], ...]
 
 @lru_cache(maxsize=256)
 def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCoordinate) -> tuple[PeerRows, PeerRows]:
-    """(peer, local rows) that this rank gives, and (peer, places) where it puts what it gets."""
+    """(peer, local rows) that this rank gives, and (peer, places) where it puts what it gets.
+
+    Of the tokens above, cut anew as 0:4, 4:8, 8:12, 12:16: rank 1 has 2, 3, 6, 7 and is to have 4 to 7.  It gives rank
+    0 its rows 0 and 1 (2 and 3), puts what comes from there (4 and 5) at places 0 and 1, and keeps 6 and 7.
+    """
     mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
     gives: list[tuple[int, Tensor]] = []
     takes: list[tuple[int, Tensor]] = []
@@ -102,7 +111,9 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCo
 
 
 def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions in `a` and in `b` of the rows that are in both, by ascending row."""
+    """Positions in `a` and in `b` of the rows that are in both, by ascending row: the order of a message, which giver
+    and taker find each by itself.
+    """
     order_a, order_b = a.argsort(), b.argsort()
     in_a, in_b = torch.isin(a[order_a], b), torch.isin(b[order_b], a)
     return order_a[in_a], order_b[in_b]
@@ -114,14 +125,13 @@ class _RearrangedRows(torch.autograd.Function):
         ctx.how = takes, gives, tile
         me = tile.layout.index(tile.coordinate)
         out = w.new_empty((sum(len(at) for _, at in takes), *w.shape[1:]))
-        buffers = [(peer, w.new_empty((len(at), *w.shape[1:]))) for peer, at in takes if peer != me]
-        pending = comm.swap_messages(tile.mesh, [(p, w[at]) for p, at in gives if p != me], buffers, "rows")
-        kept = dict(gives)[me], dict(takes)[me]
-        out[kept[1]] = w[kept[0]]
-        pending.wait()
-        places = dict(takes)
-        for peer, buffer in buffers:
-            out[places[peer]] = buffer
+        given = [(peer, [w[at]]) for peer, at in gives if peer != me]
+        places = [(peer, at) for peer, at in takes if peer != me]
+        shapes = [(peer, [(len(at), *w.shape[1:])]) for peer, at in places]
+        swap = PackedSwap(tile.mesh, given, shapes, w, "rows")
+        out[dict(takes)[me]] = w[dict(gives)[me]]
+        for (_, at), values in zip(places, swap.wait(), strict=True):
+            out[at] = values
         return out
 
     @staticmethod

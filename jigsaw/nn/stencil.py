@@ -75,9 +75,7 @@ def single_cut(layout: Layout, dim: int, name: str) -> Cut:
 
 
 @lru_cache(maxsize=4096)
-def plan_stencil(
-    layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate, name: str = "a stencil"
-) -> StencilPlan:
+def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate, name: str) -> StencilPlan:
     """What the rank at `coord` needs, gets and gives; the dims that are not `is_cut_or_haloed` only change their size.
 
     Raises: `ShardingError` for dims that were flattened together, or a window that does not fit.

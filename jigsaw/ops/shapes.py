@@ -228,8 +228,7 @@ def _adjoint(input: Tile) -> Tile:
 
 @implements_torch(torch.movedim, torch.moveaxis)
 def _movedim(input: Tile, source: Any, destination: Any) -> Tile:
-    order = torch.movedim(torch.empty([0] * input.ndim), source, destination)
-    del order
+    torch.movedim(torch.empty([0] * input.ndim), source, destination)  # for torch's own checks and errors
     sources = [d % input.ndim for d in _size_arguments(source, ())]
     targets = [d % input.ndim for d in _size_arguments(destination, ())]
     rest = iter(d for d in range(input.ndim) if d not in sources)

@@ -11,6 +11,9 @@ from torch import nn
 
 from jigsaw import comm
 from jigsaw.layout import ShardingError
+from jigsaw.nn.halo_conv import plan_halo
+from jigsaw.nn.stencil import plan_stencil
+from jigsaw.stencil_rules import derive_cut
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile import shard
 
@@ -159,6 +162,27 @@ def test_a_3x3_convolution_sends_one_row_a_side():
     sides = 1 if tile.coordinate[0] in (0, 3) else 2
     assert (forward.sent_bytes, backward.sent_bytes) == (sides * row, sides * row)
     assert (forward.messages, backward.messages) == (sides, sides)
+
+
+@on_ranks(2)
+def test_a_convolution_is_planned_once():
+    """By strips, by an exchange (uneven padding, which no dim leaves to the plain op), and transposed."""
+    mesh = world_mesh(lat=2)
+    x = shard(torch.randn(1, 3, 40, 8), mesh, (None, None, "lat", None))
+    for layer, dims in (
+        (nn.Conv2d(3, 3, 3, padding=1), 1),
+        (nn.Conv2d(3, 3, 4, padding="same"), 2),
+        (nn.ConvTranspose2d(3, 3, 4, stride=2), 1),
+    ):
+        plan_stencil.cache_clear()
+        derive_cut.cache_clear()
+        plan_halo.cache_clear()
+        layer(x)
+        assert (plan_stencil.cache_info().misses, derive_cut.cache_info().misses) == (1, dims)
+        before = plan_stencil.cache_info()
+        layer(x)
+        after = plan_stencil.cache_info()
+        assert (after.misses, after.hits) == (1, before.hits + 1)
 
 
 @on_ranks(4)

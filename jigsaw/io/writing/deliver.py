@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.errors import ReadError, WriteError
+from jigsaw.exchange import PackedSwap
 from jigsaw.io.writing.outline import AppendOutline, TileSource
 from jigsaw.io.writing.sink import FormatSink
-from jigsaw.io.writing.write_units import UnitPart, WriteUnit, box_volume, plan_units, write_rounds
-from jigsaw.layout import Box, ShardingError, box_slices
+from jigsaw.io.writing.write_units import WriteUnit, plan_units, write_rounds
+from jigsaw.layout import Box, ShardingError, box_shape, box_slices
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
 
@@ -117,24 +118,19 @@ def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh
     """The boxes of one round that this rank needs to write, its own and those of others, by where they lie."""
     tile, owned = source.tile, source.tile.layout.owned(mesh_coordinate(mesh))
     sends: dict[int, list[Tensor]] = {}
-    wanted: dict[int, list[UnitPart]] = {}
+    wanted: dict[int, list[Box]] = {}
     ready: dict[Box, Tensor] = {}
     for unit in batch:
         for part in unit.parts:
             if part.giver == me and unit.writer == me:
                 ready[part.taken] = _own_rows(tile, owned, part.taken)
             elif part.giver == me:
-                sends.setdefault(unit.writer, []).append(_own_rows(tile, owned, part.taken).reshape(-1))
+                sends.setdefault(unit.writer, []).append(_own_rows(tile, owned, part.taken))
             elif unit.writer == me:
-                wanted.setdefault(part.giver, []).append(part)
-    received = [
-        (giver, tile.local.new_empty(sum(box_volume(p.taken) for p in parts))) for giver, parts in wanted.items()
-    ]
-    comm.swap_messages(mesh, [(to, torch.cat(boxes)) for to, boxes in sorted(sends.items())], received, "write").wait()
-    for giver, flat in received:
-        sizes = [box_volume(p.taken) for p in wanted[giver]]
-        ready |= {p.taken: rows for p, rows in zip(wanted[giver], flat.split(sizes), strict=True)}
-    return ready
+                wanted.setdefault(part.giver, []).append(part.taken)
+    shapes = [(giver, [box_shape(box) for box in boxes]) for giver, boxes in wanted.items()]
+    swap = PackedSwap(mesh, sorted(sends.items()), shapes, tile.local, "write")
+    return ready | dict(zip((box for boxes in wanted.values() for box in boxes), swap.wait(), strict=True))
 
 
 def _write_unit(
