@@ -31,9 +31,10 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
       from at the points that it had then, else balanced.
 
     *Sends*: with K whole and W whole or column-cut, nothing; backward one all-reduce of the gradient of x over the
-    axes of W's rows.  With W row-cut, one all-reduce of y; backward one of the gradient of x, where x is whole.  Else what the core's grid says (`jigsaw.matmul.matmul`): over a cut K either the parts of x
-    travel (column) or partial sums of y do (row), whichever moves less in a training step; a W stored 1/P along the
-    axes that cut the rows of x travels to them.  The input is never gathered on one rank, only passed around.
+    axes of W's rows.  With W row-cut, one all-reduce of y; backward one of the gradient of x, where x is whole.  Else
+    what the core's grid says (`jigsaw.matmul.matmul`): over a cut K either the parts of x travel (column) or partial
+    sums of y do (row), whichever moves less in a training step; a W stored 1/P along the axes that cut the rows of x
+    travels to them.  The input is never gathered on one rank, only passed around.
     *Raises*: `ShardingError` when the axes of x and W do not form a grid.
     """
     if not isinstance(input, Tile):
