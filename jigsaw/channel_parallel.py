@@ -65,20 +65,26 @@ class ChannelHooks:
         return ChannelHooks(self._mesh, self._axis, self._gather)  # a copy of a model runs on the same mesh
 
     def before(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        inputs = [x for x in (*args[:3], *(kwargs.get(name) for name in _INPUTS)) if isinstance(x, Tensor | Tile)]
-        self._is_plain = not any(isinstance(x, Tile) for x in inputs)
-        if self._is_plain:
-            axes = axes_of_mesh(self._mesh)
-            tiles = {id(x): Tile(x, Layout(tuple(map(whole_dim, x.shape)), axes), self._mesh) for x in inputs}
-            return tuple(tiles.get(id(x), x) for x in args), {name: tiles.get(id(x), x) for name, x in kwargs.items()}
-        if not isinstance(layer, nn.MultiheadAttention):
-            _check_channels(inputs[0], _channel_dim(layer, inputs[0]), self._axis)
-        return None
+        inputs = [*args[:3], *(kwargs.get(name) for name in _INPUTS)]
+        tiles = [x for x in inputs if isinstance(x, Tile)]
+        self._is_plain = not tiles
+        if tiles and not isinstance(layer, nn.MultiheadAttention):
+            _check_channels(tiles[0], _channel_dim(layer, tiles[0]), self._axis)
+        if tiles:
+            return None
+        axes = axes_of_mesh(self._mesh)
+        # by identity: of self attention, query, key and value stay one
+        as_tile = {
+            id(x): Tile(x, Layout(tuple(map(whole_dim, x.shape)), axes), self._mesh)
+            for x in inputs
+            if isinstance(x, Tensor)
+        }
+        return tuple(as_tile.get(id(x), x) for x in args), {name: as_tile.get(id(x), x) for name, x in kwargs.items()}
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(layer, nn.MultiheadAttention):  # its output is whole where the query is
             return tuple(y.full_tensor() if self._is_plain and y is not None else y for y in output)
-        if self._gather:
+        if self._gather or self._is_plain:
             output = _gather_channels(output, _channel_dim(layer, output), self._axis)
         return output.full_tensor() if self._is_plain else output
 
@@ -91,6 +97,8 @@ def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
     """The tile with whole channels, halo rows included; *Sends*: its piece to the others, backward nothing."""
     if tile.layout.dim_axes(dim) != (axis,):
         return tile
+    # pieces are even, and held rows alike along the axis, so one all-gather does; `redistribute` would drop the halo rows
+    # first and ask the neighbours for them again
     local = torch.cat(stack_along_axes(tile.local, tile, (axis,)).unbind(0), dim)
     return Tile(local, tile.layout.replace_dim(dim, whole_dim(tile.shape[dim])), tile.mesh)
 
@@ -112,7 +120,8 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
     """Cut the weights of the plain linear, convolution and attention layers of `model` along `axis`, in place.
 
     In a ``Sequential``, two layers with only activations between them become a column and a row; others are columns.
-    A layer stays whole when its channels do not divide by the ranks, when it has groups, or shares a parameter.
+    A layer stays whole when its channels do not divide by the ranks, when it has groups, shares a parameter, or adds a
+    token to keys and values.
     """
     ranks = comm.rank_count(mesh, axis)
     if ranks == 1:
@@ -144,7 +153,7 @@ def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
     if type(module) in (*_CONVOLUTIONS, *_TRANSPOSED) and module.groups == 1:
         convolution = cast(nn.Conv2d, module)
         return convolution.in_channels, convolution.out_channels
-    if type(module) is nn.MultiheadAttention:
+    if type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn:
         return module.embed_dim, module.embed_dim
     return None
 

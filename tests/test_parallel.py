@@ -375,6 +375,44 @@ def test_layers_that_are_cut_already(axes, mode):
     _assert_same_state(model, expected)
 
 
+@on_ranks(4)
+def test_layers_cut_along_channel_stay_torchs():
+    model, expected, mesh = _pair(Forecast, {"lat": 2, "channel": 2}, dtype=torch.float32)
+    assert [type(m) for m in model.modules()] == [type(m) for m in expected.modules()]
+    x = jigsaw.shard(_batch(torch.float32)[0], mesh, SPEC, halo={2: 1})
+    up, copied = model.up, copy.deepcopy(model.up)
+    wide = jigsaw.shard(torch.randn(6, 12, 8, 10), mesh, SPEC, halo={2: 1})
+    for layer in (up, copied):
+        with comm.count() as sent:
+            y = layer(wide)
+        assert [c.kind for c in sent.calls] == ["all_gather"]  # with the rows of the halo: none is asked for again
+        assert y.layout.has_halo
+        assert not y.layout.is_cut(1)
+        torch.testing.assert_close(y.full_tensor(), expected.up(wide.full_tensor()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.encoder(x).dtype == model.gate(torch.randn(3, 12)).dtype == torch.bfloat16
+
+
+@on_ranks(4)
+def test_attention_that_takes_plain_tensors_only():
+    def make():
+        options = {"add_bias_kv": True}, {"add_zero_attn": True}, {"dropout": 0.5}
+        return nn.ModuleList(nn.MultiheadAttention(12, 2, batch_first=True, **how) for how in options)
+
+    model, expected, mesh = _pair(make, {"lat": 2, "channel": 2})
+    x = torch.randn(2, 7, 12)
+    for layer, wanted in zip(model[:2], expected[:2], strict=True):
+        assert not any(isinstance(p, DTensor) for p in layer.parameters())  # they append a token: they stay whole
+        torch.testing.assert_close(layer(x, x, x), wanted(x, x, x))
+    dropped, weights = model[2](x, x, x, need_weights=False)
+    assert weights is None
+    for theirs in comm.all_gather_object(mesh, dropped.tolist()):
+        assert theirs == dropped.tolist()  # one mask on all ranks
+    for net in (model, expected):
+        net.eval()
+    torch.testing.assert_close(model[2](x, x, x), expected[2](x, x, x))
+
+
 @on_ranks(2)
 def test_layers_cut_along_channel_take_plain_tensors():
     model, expected, _ = _pair(Head, {"channel": 2}, unit_bytes=2**20)

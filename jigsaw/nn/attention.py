@@ -239,9 +239,10 @@ def multi_head_attention_forward(
 
     *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut. Where E or the
     rows of the weights are cut, the heads are (`jigsaw.nn.heads`).
-    *Sends*: as `scaled_dot_product_attention`, and as the projections do; weights that do not lie by whole heads, or
-    are not packed, are gathered.
-    *Raises*: `ShardingError` for bias_k, bias_v, add_zero_attn, static_k, static_v and dropout in training.
+    *Sends*: as `scaled_dot_product_attention`, and as the projections do; weights of fewer heads than ranks, and those
+    that are not packed, are gathered.
+    *Raises*: `ShardingError` for bias_k, bias_v, add_zero_attn, static_k, static_v, and for dropout in training where
+    the queries are cut and no weights are asked for.
     """
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
         raise ShardingError(
@@ -298,7 +299,7 @@ def multi_head_attention_forward(
         if axes
         else F.linear(mixed, out_proj_weight, out_proj_bias)
     )
-    if weights is not None and average_attn_weights:
+    if weights is not None and need_weights and average_attn_weights:
         weights = weights.mean(1)
     return out, weights if need_weights else None
 

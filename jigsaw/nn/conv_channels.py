@@ -56,30 +56,26 @@ def plan_channels(
     if not is_dtensor(weight) and not cut.is_cut:
         return None
     stored = weight_layout(weight, input)
-    taken = stored.dim(0 if transposed else 1)[0] if groups == 1 else whole_dim(1)
-    by_inputs = taken.is_cut and len(stored.cut_dims) == 1
-    made = (
-        whole_dim(weight.shape[1 if transposed else 0])
-        if by_inputs
-        else _made_channels(stored, groups, transposed, tuple(weight.shape))
-    )
-    of_weight = taken if by_inputs else made
+    inputs, outputs = (0, 1) if transposed else (1, 0)
+    by_inputs = groups == 1 and stored.cut_dims == (inputs,)
+    made = whole_dim(weight.shape[outputs]) if by_inputs else _made_channels(stored, groups, transposed, weight.shape)
+    of_weight = stored.dim(inputs)[0] if by_inputs else made
     if not of_weight.is_cut and not cut.is_cut:
         return None
     other = [a for d in range(input.ndim) if d != 1 for a in input.layout.dim_axes(d)]
-    there = cut.axes not in ((), of_weight.axes) or (by_inputs and cut.is_cut and cut.bare() != taken)
-    if of_weight.is_cut and (set(of_weight.axes) & set(other) or there):
+    meets = not cut.is_cut or (cut.bare() == of_weight if by_inputs else cut.axes == of_weight.axes)
+    if of_weight.is_cut and (set(of_weight.axes) & set(other) or not meets):
         raise ShardingError(
             f"a convolution's weight is cut along {'+'.join(of_weight.axes)}, which cannot meet a Tile cut as "
             f"{input.layout}; "
             f"cut the Tile's channels along that axis or not at all, and its other dims along other axes"
         )
     if by_inputs:
-        return ChannelPlan(made, ((0, cut.size),), True, taken)
+        return ChannelPlan(made, ((0, cut.size),), True, of_weight)
     return _output_channels(cut, made, groups, sizes[1] < sizes[0])
 
 
-def _made_channels(stored: Layout, groups: int, transposed: bool, shape: tuple[int, ...]) -> Cut:
+def _made_channels(stored: Layout, groups: int, transposed: bool, shape: Sequence[int]) -> Cut:
     """The cut of the output channels that the weight gives."""
     along = 1 if transposed and groups == 1 else 0
     wrong = [d for d in stored.cut_dims if d != along]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -108,6 +110,26 @@ def test_cut_weights(name, mesh):
         )
 
 
+def cut_by_inputs(model, mesh):
+    """The same layers, whose weights each rank has by its own input channels."""
+    model = copy.deepcopy(model)
+    for layer in model:
+        if isinstance(layer, nn.modules.conv._ConvNd) and layer.groups == 1 and "channel" in mesh.mesh_dim_names:
+            placements = [torch.distributed.tensor.Shard(0 if layer.transposed else 1)]
+            weight = layer.weight.detach().contiguous()
+            layer.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(weight, mesh["channel"], placements))
+    return model
+
+
+@pytest.mark.parametrize("channels", [None, "channel"])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_cut_by_input_channels(name, channels):
+    model, meshes = MODELS[name], [{"channel": 2, "lat": 2}, {"lat": 2, "channel": 2}]
+    spec = (None, channels, "lat", None)
+    how = {"gradients": "parts", "align": {2: 2}, "split": "chunk"}
+    assert_same_on_every_mesh(model, torch.randn(2, 3, 12, 6), meshes, spec=spec, build=cut_by_inputs, **how)
+
+
 @on_ranks(2)
 def test_names_and_full_shapes_are_torchs():
     layer = jigsaw.nn.Conv2d(3, 7, 3, mesh=world_mesh(channel=2))
@@ -159,5 +181,8 @@ def test_cuts_that_cannot_meet_are_named():
     grouped = jigsaw.nn.Conv2d(6, 6, 3, groups=3, mesh=mesh)
     with pytest.raises(ShardingError, match=r"groups=3 makes 2 channels a group, but they are cut at \(0, 3, 6\)"):
         grouped(shard(torch.randn(1, 6, 8, 8), mesh, (None, None, None, None)))
+    row = cut_by_inputs(nn.Sequential(nn.Conv2d(4, 6, 1)), mesh)
+    with pytest.raises(ShardingError, match="weight is cut along channel, which cannot meet a Tile"):
+        row(shard(torch.randn(1, 4, 8, 8), mesh, (None, "channel", None, None), split={1: (0, 1, 4)}))
     with pytest.raises(ShardingError, match="with groups=2 cannot be cut"):
         jigsaw.nn.ConvTranspose2d(4, 4, 2, groups=2, mesh=mesh)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,6 +155,45 @@ def test_cut_weights(sizes, spec):
         gradients="parts",
         split="chunk",
     )
+
+
+def _cut_by_inputs(model, mesh):
+    """The same layers, whose weights each rank has by its own input features."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and "channel" in mesh.mesh_dim_names:
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["channel"], [Shard(1)]))
+    return model
+
+
+@pytest.mark.parametrize(
+    "spec", [(None, "lat", None), (None, "lat", "channel")], ids=["whole channels", "cut channels"]
+)
+@pytest.mark.parametrize("sizes", [(10, 7), (7, 13)], ids=str)
+def test_weights_cut_by_inputs(sizes, spec):
+    meshes = [{"lat": 2, "channel": 2}, {"channel": 2, "lat": 2}]
+    x = torch.randn(2, 5, sizes[0])
+    assert_same_on_every_mesh(
+        _mlp(*sizes), x, meshes, spec=spec, build=_cut_by_inputs, gradients="parts", split="chunk"
+    )
+
+
+@on_ranks(4)
+def test_a_weight_cut_by_inputs_sends_one_sum():
+    mesh = world_mesh(lat=2, channel=2)
+    layer = _cut_by_inputs(nn.Sequential(nn.Linear(6, 8)), mesh)
+    for last, back in (("channel", 0), (None, 1)):
+        x = shard(torch.randn(4, 6), mesh, ("lat", last))
+        x.local.requires_grad_()
+        with comm.count() as forward:
+            y = layer(x)
+        with comm.count() as backward:
+            y.local.sum().backward()
+        assert y.layout.spec == ("lat", None)
+        assert [(c.kind, c.sent_bytes) for c in forward.calls] == [("all_reduce", 2 * 8 * 4)]
+        assert [(c.kind, c.sent_bytes) for c in backward.calls] == [("all_reduce", 2 * 6 * 4)] * back
 
 
 @pytest.mark.parametrize("sizes", [(10, 7), (7, 13)], ids=str)
