@@ -117,6 +117,8 @@ class Cut:
     `source` remembers the cuts of the dim that a contraction made this one from, so that one that leads back to the
     same size restores them (the tokens after a mixer's second linear lie where they did before its first).
 
+    Raises: `ShardingError` for points that fall or do not run from 0 to `size`, and for other than one held interval a piece.
+
     >>> cut = jigsaw.Cut(10, (0, 4, 7, 10), axes=("lat",))
     >>> cut.pieces, cut.owned(1)
     (3, (4, 7))
@@ -212,7 +214,10 @@ class Layout:
     `cuts` has one entry a dim.  Dims that were flattened together (the tokens of a lat x lon tile) stay
     separate cuts and `groups` counts how many consecutive cuts make up each tensor dim, because the rows that
     a rank owns of a product dim are no interval.  `axes` are the names and sizes of the mesh axes, in mesh order;
-    an axis that cuts nothing replicates.
+    an axis that cuts nothing replicates.  `Layout.of` is the way to make one.
+
+    Raises: `ShardingError` for an axis that cuts two dims, a cut with other than one piece for each place along its
+    axes, and groups that do not share out the cuts.
 
     >>> layout = jigsaw.Layout.of((2, 721, 1440), (None, "lat", "lon"), {"lat": 4, "lon": 2})
     >>> layout.owned((1, 0))

@@ -26,7 +26,8 @@ from jigsaw.tile import Tile
 class Batch:
     r"""`input` and `target` tiles [B, T, C, \*space] (None without targets), the samples, and their times [B, T].
 
-    Times are datetime64, or cftime dates of other calendars.
+    Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
+    other calendars.  Per rank each tile has its own rows, the input those of its halo, too.
 
     With forcings, they are the last channels of the input, and `target_forcings` those of the target's times.
 

@@ -20,6 +20,8 @@ from jigsaw.tile import Tile
 class VolumeBatch:
     r"""`image` and `label` tiles [B, C, \*space] (`label` None without labels), and of each sample where it lies.
 
+    Values are in the units of the file, unless `normalize` says otherwise; labels have no halo.
+
     `volumes` [B], `origins` [B, dims], `affines` [B, 4, 4] and `spacings` [B, dims]: as in `VolumeSample`.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
