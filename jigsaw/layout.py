@@ -117,7 +117,8 @@ class Cut:
     `source` remembers the cuts of the dim that a contraction made this one from, so that one that leads back to the
     same size restores them (the tokens after a mixer's second linear lie where they did before its first).
 
-    Raises: `ShardingError` for points that fall or do not run from 0 to `size`, and for other than one held interval a piece.
+    Raises: `ShardingError` for points that fall or do not run from 0 to `size`, and for other than one held interval a
+    piece.
 
     >>> cut = jigsaw.Cut(10, (0, 4, 7, 10), axes=("lat",))
     >>> cut.pieces, cut.owned(1)

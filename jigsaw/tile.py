@@ -458,6 +458,7 @@ def from_local(
 ) -> Tile:
     """The tile whose local part this rank has already; `shape` is the global one.
 
+    *Shapes*: global `shape`; per rank ``local.shape``, the share that `shard` with these arguments would give it.
     *Sends*: one agreement: every rank learns whether all parts fit; where axes cut nothing, with a checksum of `local`.
     *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
     ranks that hold the same part have other values, or pass different arguments.

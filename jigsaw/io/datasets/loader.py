@@ -76,6 +76,7 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
     Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
     state; one that was unpickled joins the mesh when it first reads.
 
+    *Shapes*: see `Batch`.
     *Sends*: what `Dataset.plan` says, on process groups of its own.
 
     Raises: `FieldError` for what is no `Dataset`, a seed below 0, a batch size below 1, or larger than the dataset with

@@ -57,6 +57,7 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
     Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
     state; one that was unpickled joins the mesh when it first reads.
 
+    *Shapes*: see `VolumeBatch`.
     *Sends*: what `Volumes.plan` says, on process groups of its own.
 
     Raises: `FieldError` for what are no `Volumes`, a seed below 0, a batch size below 1, or larger than the dataset
