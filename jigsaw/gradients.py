@@ -3,8 +3,8 @@
 A parameter whose gradient is going to be averaged is *marked*: where it meets a Tile its part is scaled up by the
 number of ranks (`jigsaw.ops.pointwise.plain_operand`), so that the mean over the ranks is the gradient.  Where it meets
 only plain tensors, which every rank holds alike, each rank has the whole gradient, and the mean leaves it as it is.  A
-sum would count that P times, and would count again what an earlier backward pass had reduced already; the mean is right
-for both.
+sum would count that P times, and would count again what an earlier backward pass had reduced already; the mean is
+right for both.
 """
 
 from __future__ import annotations

@@ -140,6 +140,9 @@ class Cut:
     of equality, for what is kept by layout (a stencil's plan has the layout of its result) must not hand out another
     dim's memory; whether two tiles can meet is asked of `have_same_rows`.
 
+    Raises: `ShardingError` for points that fall or do not run from 0 to `size`, and for other than one held interval a
+    piece.
+
     >>> cut = jigsaw.Cut(10, (0, 4, 7, 10), axes=("lat",))
     >>> cut.pieces, cut.owned(1)
     (3, (4, 7))
@@ -248,7 +251,10 @@ class Layout:
     `cuts` has one entry a dim.  Dims that were flattened together (the tokens of a lat x lon tile) stay
     separate cuts and `groups` counts how many consecutive cuts make up each tensor dim, because the rows that
     a rank owns of a product dim are no interval.  `axes` are the names and sizes of the mesh axes, in mesh order;
-    an axis that cuts nothing replicates.
+    an axis that cuts nothing replicates.  `Layout.of` is the way to make one.
+
+    Raises: `ShardingError` for an axis that cuts two dims, a cut with other than one piece for each place along its
+    axes, and groups that do not share out the cuts.
 
     >>> layout = jigsaw.Layout.of((2, 721, 1440), (None, "lat", "lon"), {"lat": 4, "lon": 2})
     >>> layout.owned((1, 0))

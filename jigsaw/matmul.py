@@ -2,8 +2,8 @@
 
 What is cut where, and what it costs, is a `jigsaw.matmul_grid.MatmulGrid`; this file moves the parts.  A gathered
 operand arrives part by part: the next is on its way while the present one is multiplied.  A reduced result leaves part
-by part: a partial sum travels while the next one is computed.  After Agarwal et al. (1995) and Kieckhefen et al. (arXiv
-2507.05753); see `jigsaw.matmul_grid`.
+by part: a partial sum travels while the next one is computed.  After Agarwal et al. (1995) and Kieckhefen et al.
+(arXiv 2507.05753); see `jigsaw.matmul_grid`.
 """
 
 from __future__ import annotations

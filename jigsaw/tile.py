@@ -133,7 +133,10 @@ class Tile(NoElementProtocols):
     """The local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
 
     It shows the global view: ``shape``, reductions, broadcasting and indexing are those of the whole tensor.  Gradients
-    flow to ``local``, which may require grad.
+    flow to ``local``, which may require grad.  `shard` and `from_local` make one.
+
+    *Shapes*: global `Tile.shape`; per rank ``local.shape``, which is ``layout.local_shape(coordinate)``.
+    *Raises*: `ShardingError` for every function that cannot be answered exactly on a cut dim; it names the remedy.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> tile = jigsaw.shard(torch.randn(2, 3, 33, 64), mesh, (None, None, "lat", "lon"))
@@ -243,7 +246,10 @@ class Tile(NoElementProtocols):
         return self.with_layout(Layout.of(self.shape, spec, self.layout.axes, split=split, align=align))
 
     def with_layout(self, layout: Layout) -> Tile:
-        """The same tensor in another layout of the same mesh: other cut points, or a halo."""
+        """The same tensor in another layout of the same mesh: other cut points, or a halo.
+
+        *Sends*: the rows that other ranks will hold and this rank owns; backward likewise, the other way.
+        """
         return Tile(redistribute_rows(self.local, self.layout, layout, self.mesh), layout, self.mesh)
 
     def full_tensor(self) -> Tensor:
@@ -452,6 +458,7 @@ def from_local(
 ) -> Tile:
     """The tile whose local part this rank has already; `shape` is the global one.
 
+    *Shapes*: global `shape`; per rank ``local.shape``, the share that `shard` with these arguments would give it.
     *Sends*: one agreement: every rank learns whether all parts fit; where axes cut nothing, with a checksum of `local`.
     *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
     ranks that hold the same part have other values, or pass different arguments.

@@ -357,6 +357,14 @@ class _CutPaddedConv(_CutConv):
 class Conv1d(_CutPaddedConv, nn.Conv1d):
     """`torch.nn.Conv1d` whose output channels are cut along `axis` of `mesh`.
 
+    The other arguments are torch's.  Each rank holds 1/P of the weight and the bias, their gradients and optimizer
+    state, as DTensors with torch's names and full shapes; the sizes need not divide.  On a mesh without that axis it
+    is torch's layer.  Circular padding keeps a periodic halo, so that several layers can live on one.
+
+    *Shapes*: input ``[B, in, ...]``, whole or with channels cut along `axis`, output ``[B, out, ...]`` cut along it;
+    weight ``[out, in / groups, ...]``, per rank ceil(out / P) of its rows (the last ranks may have fewer).
+    *Sends*: see `jigsaw.nn.conv.convolve`; once, when it is made, the parts of the first rank's initial values.
+
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.Conv1d(3, 8, 3, padding=1, mesh=mesh)
     >>> layer(jigsaw.shard(torch.randn(2, 3, 16), mesh, (None,) * 3)).shape
@@ -366,6 +374,8 @@ class Conv1d(_CutPaddedConv, nn.Conv1d):
 
 class Conv2d(_CutPaddedConv, nn.Conv2d):
     """`torch.nn.Conv2d` whose output channels are cut along `axis` of `mesh`.
+
+    What each rank holds, the shapes and what is sent: as `Conv1d`.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.Conv2d(3, 8, 3, padding=1, mesh=mesh)
@@ -377,6 +387,8 @@ class Conv2d(_CutPaddedConv, nn.Conv2d):
 class Conv3d(_CutPaddedConv, nn.Conv3d):
     """`torch.nn.Conv3d` whose output channels are cut along `axis` of `mesh`.
 
+    What each rank holds, the shapes and what is sent: as `Conv1d`.
+
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.Conv3d(3, 8, 3, padding=1, mesh=mesh)
     >>> layer(jigsaw.shard(torch.randn(2, 3, 8, 9, 16), mesh, (None,) * 5)).shape
@@ -386,6 +398,12 @@ class Conv3d(_CutPaddedConv, nn.Conv3d):
 
 class ConvTranspose1d(_CutConv, nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d` whose output channels are cut along `axis` of `mesh`.
+
+    What each rank holds and what is sent: as `Conv1d`.
+
+    *Shapes*: input ``[B, in, ...]``, output ``[B, out, ...]``; weight ``[in, out, ...]``, per rank ceil(out / P) of its
+    second dim.
+    *Raises*: `ShardingError` for groups.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.ConvTranspose1d(3, 8, 2, stride=2, mesh=mesh)
@@ -397,6 +415,12 @@ class ConvTranspose1d(_CutConv, nn.ConvTranspose1d):
 class ConvTranspose2d(_CutConv, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` whose output channels are cut along `axis` of `mesh`.
 
+    What each rank holds and what is sent: as `Conv1d`.
+
+    *Shapes*: input ``[B, in, ...]``, output ``[B, out, ...]``; weight ``[in, out, ...]``, per rank ceil(out / P) of its
+    second dim.
+    *Raises*: `ShardingError` for groups.
+
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.ConvTranspose2d(3, 8, 2, stride=2, mesh=mesh)
     >>> layer(jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None,) * 4)).shape
@@ -406,6 +430,12 @@ class ConvTranspose2d(_CutConv, nn.ConvTranspose2d):
 
 class ConvTranspose3d(_CutConv, nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` whose output channels are cut along `axis` of `mesh`.
+
+    What each rank holds and what is sent: as `Conv1d`.
+
+    *Shapes*: input ``[B, in, ...]``, output ``[B, out, ...]``; weight ``[in, out, ...]``, per rank ceil(out / P) of its
+    second dim.
+    *Raises*: `ShardingError` for groups.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.ConvTranspose3d(3, 8, 2, stride=2, mesh=mesh)

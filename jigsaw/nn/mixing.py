@@ -29,8 +29,8 @@ def mix_tokens(
 ) -> Tile:
     """y[..., m, ...] = sum_n x[..., n, ...] W[m, n] + b[m], where n runs over `dims` flattened together.
 
-    *Shapes*: x [..., *dims, ...] with N tokens, W [M, N], b [M]; y has M in place of the dims, or the same dims, cut
-    as before, when M = N.
+    *Shapes*: x ``[..., *dims, ...]`` with N tokens, W [M, N], b [M]; y has M in place of the dims, or the same dims,
+    cut as before, when M = N.
     *Sends*: when the P ranks that cut the tokens hold R other elements each, the fewer of: partial sums of y,
     ``(1-1/P) R M`` elements received a rank forward and as much backward; or the parts of x, ``(1-1/P) R N`` forward
     and twice that backward.  A W stored 1/P by rows adds its rows that lie elsewhere, at most ``N M / P``.
@@ -66,8 +66,10 @@ class Mix(Linear):
     """`mix_tokens` as a module: `torch.nn.Linear` over the tokens of `dims`; names and full shapes of its parameters
     are those.
 
-    With an `axis` (or several, those that cut the tokens) each rank holds 1/P of the rows of the weight at rest; see
-    `mix_tokens`.
+    With an `axis` (or several, those that cut the tokens) each rank holds 1/P of the rows of the weight at rest.
+
+    *Shapes*: weight ``[out_tokens, in_tokens]``, per rank ceil(out_tokens / P) of its rows, or all without `axis`.
+    *Shapes* of tiles, *Sends*, *Raises*: see `mix_tokens`.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> tile = jigsaw.shard(torch.randn(2, 9, 16, 4), mesh, (None, "lat", "lon", None))

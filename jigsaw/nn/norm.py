@@ -272,7 +272,14 @@ class _CutNorm(nn.Module):
 
 
 class LayerNorm(_CutNorm, nn.LayerNorm):
-    """`torch.nn.LayerNorm` whose weight and bias are cut along `axis` of `mesh`.
+    """`torch.nn.LayerNorm` whose weight and bias are cut along `axis` of `mesh`, for features that are cut so.
+
+    The other arguments are torch's.  Each rank holds 1/P of the weight and the bias, as DTensors with torch's names and
+    full shapes.  On a mesh without that axis it is torch's layer.
+
+    *Shapes*: input and output ``[..., C]`` alike, globally and per rank; weight ``[C]``, per rank ceil(C / P).
+    *Sends*: see `jigsaw.nn.norm.layer_norm`.
+    *Raises*: `ShardingError` for a `normalized_shape` of several dims.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.LayerNorm(8, mesh=mesh)
@@ -283,7 +290,9 @@ class LayerNorm(_CutNorm, nn.LayerNorm):
 
 
 class RMSNorm(_CutNorm, nn.RMSNorm):
-    """`torch.nn.RMSNorm` whose weight is cut along `axis` of `mesh`.
+    """`torch.nn.RMSNorm` whose weight is cut along `axis` of `mesh`, for features that are cut so.
+
+    Arguments, shapes and errors: as `LayerNorm`.  *Sends*: see `jigsaw.nn.norm.rms_norm`.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.RMSNorm(8, mesh=mesh)
@@ -293,7 +302,10 @@ class RMSNorm(_CutNorm, nn.RMSNorm):
 
 
 class GroupNorm(_CutNorm, nn.GroupNorm):
-    """`torch.nn.GroupNorm` whose weight and bias are cut along `axis` of `mesh`.
+    """`torch.nn.GroupNorm` whose weight and bias are cut along `axis` of `mesh`, for channels that are cut so.
+
+    *Shapes*: input and output ``[B, C, ...]`` alike, globally and per rank; weight ``[C]``, per rank ceil(C / P).
+    *Sends*, *Raises*: see `jigsaw.nn.norm.group_norm`.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.GroupNorm(2, 8, mesh=mesh)

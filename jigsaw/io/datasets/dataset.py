@@ -89,6 +89,7 @@ class Dataset(MeshSamples):
     It pickles as what it describes: unpickled in another process, it opens the store and joins the mesh when it first
     reads.
 
+    *Shapes*: of a sample see `Sample`; per rank the rows of space that it owns, and of the input its halo.
     *Sends*: what `plan` says, on a process group of its own.
 
     Raises: `IndexError` for a sample that there is not; the `ReadError` of a read that failed, on every rank.

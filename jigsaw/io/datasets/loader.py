@@ -26,7 +26,8 @@ from jigsaw.tile import Tile
 class Batch:
     r"""`input` and `target` tiles [B, T, C, \*space] (None without targets), the samples, and their times [B, T].
 
-    Times are datetime64, or cftime dates of other calendars.
+    Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
+    other calendars.  Per rank each tile has its own rows, the input those of its halo, too.
 
     With forcings, they are the last channels of the input, and `target_forcings` those of the target's times.
 
@@ -75,6 +76,7 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
     Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
     state; one that was unpickled joins the mesh when it first reads.
 
+    *Shapes*: see `Batch`.
     *Sends*: what `Dataset.plan` says, on process groups of its own.
 
     Raises: `FieldError` for what is no `Dataset`, a seed below 0, a batch size below 1, or larger than the dataset with

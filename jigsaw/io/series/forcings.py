@@ -164,7 +164,7 @@ def toa_radiation(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: st
 
 
 def day_progress(times: ArrayLike, lon: ArrayLike) -> ForcingValues:
-    """Sine and cosine of local mean solar time as an angle, 0 at midnight: [T, 2, lon].
+    """Sine and cosine of local mean solar time as an angle, 0 at midnight: [T, 2, lon]; arguments as for `cos_zenith`.
 
     >>> jigsaw.io.forcings.day_progress("2020-03-20T06:00", lon=[0.0, 90.0]).round(2)
     array([[[ 1.,  0.],
@@ -174,7 +174,7 @@ def day_progress(times: ArrayLike, lon: ArrayLike) -> ForcingValues:
 
 
 def year_progress(times: ArrayLike) -> ForcingValues:
-    """Sine and cosine of the fraction of the year as an angle: [T, 2].
+    """Sine and cosine of the fraction of the year as an angle: [T, 2]; `times` as for `cos_zenith`.
 
     >>> jigsaw.io.forcings.year_progress(["2020-01-01", "2020-07-01"]).shape
     (2, 2)
@@ -183,7 +183,7 @@ def year_progress(times: ArrayLike) -> ForcingValues:
 
 
 def latlon(lat: ArrayLike, lon: ArrayLike) -> ForcingValues:
-    """Sine and cosine of latitude, then of longitude: [4, lat, lon].
+    """Sine and cosine of latitude, then of longitude, both given in degrees: [4, lat, lon].
 
     >>> jigsaw.io.forcings.latlon([30.0], [90.0]).round(2).flatten()
     array([0.5 , 0.87, 1.  , 0.  ])

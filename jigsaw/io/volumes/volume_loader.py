@@ -20,6 +20,8 @@ from jigsaw.tile import Tile
 class VolumeBatch:
     r"""`image` and `label` tiles [B, C, \*space] (`label` None without labels), and of each sample where it lies.
 
+    Values are in the units of the file, unless `normalize` says otherwise; labels have no halo.
+
     `volumes` [B], `origins` [B, dims], `affines` [B, 4, 4] and `spacings` [B, dims]: as in `VolumeSample`.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
@@ -55,6 +57,7 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
     Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
     state; one that was unpickled joins the mesh when it first reads.
 
+    *Shapes*: see `VolumeBatch`.
     *Sends*: what `Volumes.plan` says, on process groups of its own.
 
     Raises: `FieldError` for what are no `Volumes`, a seed below 0, a batch size below 1, or larger than the dataset

@@ -70,12 +70,12 @@ def write(
     *Shapes*: global ``data.shape`` = the sizes of `dims`; per rank its own tile.  See `Writer` for the arguments,
     what is sent and what is raised.
 
-    >>> tile = jigsaw.shard(torch.zeros(1, 2, 9, 16), jigsaw.init_mesh(lat=1), (None, None, "lat", None))
+    >>> tile = jigsaw.shard(torch.zeros(1, 3, 9, 16), jigsaw.init_mesh(lat=1), (None, None, "lat", None))
     >>> lat, lon, times = np.linspace(90, -90, 9), np.arange(16) * 22.5, [np.datetime64("2020-01-01", "ns")]
-    >>> jigsaw.io.write("forecast.zarr", tile, dims=("time", "channel", "lat", "lon"), fields=["t2m", "u10"],
+    >>> jigsaw.io.write("forecast.zarr", tile, dims=("time", "channel", "lat", "lon"), fields=["t2m", "z@500", "z@850"],
     ...                 coords={"time": times, "lat": lat, "lon": lon}, field_attrs={"t2m": {"units": "K"}})
     >>> jigsaw.io.open("forecast.zarr", mesh={"lat": 1}).fields
-    ('t2m', 'u10')
+    ('t2m', 'z@500', 'z@850')
     """
     with Writer(
         path,
@@ -141,6 +141,9 @@ class Writer:
     - `budget`: bytes that a rank puts together at a time, at least one chunk or shard.
 
     Making one sends nothing; `append` and `close` are collective over the tiles' mesh.
+
+    Raises: `WriteError` for another suffix or mode, and for chunks, shards or an encoding that the format does not
+    have; then what `append` raises.
 
     >>> tile = jigsaw.shard(torch.zeros(1, 9, 16), jigsaw.init_mesh(lat=1), (None, "lat", None))
     >>> lat, lon = np.linspace(90, -90, 9), np.arange(16) * 22.5
