@@ -16,7 +16,7 @@ from toy_store import held, request, sample, write
 from jigsaw.errors import PeerError
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading import arena as _arena
-from jigsaw.io.reading.arena import Arena, arena_header_bytes
+from jigsaw.io.reading.arena import Arena, arena_header_bytes, slot_ticket
 from jigsaw.io.reading.barrier import kernel_barrier
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.peers import meet_peers
@@ -65,6 +65,13 @@ def test_every_thread_sees_that_a_rank_died(arena, other):
 
 
 # -- the order of words ----------------------------------------------------------------------------------------------
+
+
+def test_tickets_of_a_slot_only_grow():
+    """Also from a read of very many sections to the next."""
+    places = (0, 1, (1 << 20) - 1, 1 << 20, (1 << 31) - 1)
+    tickets = [slot_ticket(read, place) for read in (1, 2, 3) for place in places]
+    assert tickets == sorted(set(tickets)) and slot_ticket(2**31 - 1, 2**32 - 2) < 2**63
 
 
 def test_every_word_is_stored_behind_a_barrier(arena):

@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from toy_store import layout, request, write
 
 from jigsaw.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
+from jigsaw.io.chunks.chunk_grid import ChunkGrid
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.needed_chunks import NeededChunks
 from jigsaw.io.reading.read_plan import NO_OWNER, PLAN_MODES, plan_read
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest, runs_of_pairs
 from jigsaw.layout import Layout, ShardingError
@@ -190,6 +192,27 @@ import jigsaw.io.reading.read_plan
 sys.exit("torch" in sys.modules or "numpy" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("axes", MESHES)
+def test_what_ranks_need_follows_from_grids_alone(tiles, axes):
+    """No store, and no table: a chunk's readers are those that have a box of it."""
+    asked = request(axes, (64, 64), halo=2)
+    needed = NeededChunks(asked, {name: ChunkGrid(t.shape, 4, t.chunks) for name, t in tiles.items()})
+    for name, readers_of in needed.readers.items():
+        for chunk in needed.grids[name].indices():
+            assert readers_of.get(chunk, []) == [m for m in range(needed.ranks) if needed.boxes(name, chunk, m)]
+    plan = plan_read(asked, tiles, "cooperative")
+    assert {(job.array, job.chunk): [*job.readers] for job in plan.jobs} == {
+        (name, chunk): readers for name, readers_of in needed.readers.items() for chunk, readers in readers_of.items()
+    }
+
+
+def test_a_plan_is_not_changed(tiles):
+    plan = plan_read(request({"lat": 2}, (64, 64)), tiles)
+    with pytest.raises(FrozenInstanceError, match="modes"):
+        plan.modes = {}
+    assert plan.ask_sizes().rows == plan.rows and plan.ask_sizes() is not plan
 
 
 TIMES = ((0, 0), (1, 1))

@@ -43,7 +43,8 @@ def test_a_bucket_is_listed_and_read(bucket, name):
     proxy.clear()
     plan = plan_read(asked, store.arrays)
     assert plan.lookups == engine.looked_up == (proxy.count, proxy.body_bytes)
-    requests = plan.ask_sizes().total.requests
+    plan = plan.ask_sizes()
+    requests = plan.total.requests
     proxy.clear()
     np.testing.assert_allclose(engine.read(plan), expected(values[name], asked), rtol=2e-6)
     assert proxy.count == requests and proxy.methods.keys() == {"GET"}

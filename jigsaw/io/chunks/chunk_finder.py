@@ -12,11 +12,11 @@ from jigsaw.io.chunks import portion
 from jigsaw.io.chunks.blosc import BloscFrame
 from jigsaw.io.chunks.blosc_tables import BloscBlockTables
 from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces, ChunkRef, StripPlaces
-from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex
+from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows
 from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
 from jigsaw.io.chunks.files import CachingFiles
 from jigsaw.io.chunks.lookups import IndexedPlaces, LookupCounts, total_lookups
-from jigsaw.io.chunks.portion import ChunkPortion, ChunkRows
+from jigsaw.io.chunks.portion import ChunkPortion
 from jigsaw.io.chunks.read_cost import MOST_PORTION_SHARE
 
 T = TypeVar("T")

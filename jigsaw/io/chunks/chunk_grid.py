@@ -9,10 +9,12 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from jigsaw.layout import Box
+from jigsaw.layout import Box, Interval
 
 ChunkIndex = tuple[int, ...]
 """Which chunk along each dim."""
+ChunkRows = tuple[tuple[Interval, ...], ...]
+"""Rows of a chunk: for each of its dims the intervals whose product is needed."""
 
 
 class DimChunks:

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.io.chunks.chunk_grid import ChunkRows
 from jigsaw.layout import Interval
 
-ChunkRows = tuple[tuple[Interval, ...], ...]
-"""Rows of a chunk: for each of its dims the intervals whose product is needed."""
 ByteSpans = NDArray[np.int64]
 """Bytes of the decoded chunk as rows (start, stop), rising and apart."""
 

@@ -19,17 +19,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jigsaw.io.chunks.byte_ranges import merge_ranges
-from jigsaw.io.chunks.chunk_grid import ChunkIndex, DimChunks
+from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows, DimChunks
 from jigsaw.io.series.boundary import PERIODIC_BOUNDARY, DimBoundary
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, runs_of_pairs
 from jigsaw.layout import Cut, Interval
-
-if TYPE_CHECKING:
-    from jigsaw.io.chunks.array_table import ArrayTable
-    from jigsaw.io.chunks.portion import ChunkRows
 
 
 class RowRun(NamedTuple):
@@ -134,10 +130,10 @@ def _boundary_rows(request: ReadRequest, turned: bool) -> tuple[BoundaryRows, ..
     )
 
 
-def part_geometries(number: int, part: ReadPart, table: ArrayTable, request: ReadRequest) -> list[PartGeometry]:
+def part_geometries(number: int, part: ReadPart, grid: ChunkGrid, request: ReadRequest) -> list[PartGeometry]:
     """The geometry of a part, and that of its rows beyond a pole where ranks hold such."""
     both = [False, True] if any(b.rule == "pole" for b in request.boundary) else [False]
-    return [PartGeometry(number, part, table, request, turned) for turned in both]
+    return [PartGeometry(number, part, grid, request, turned) for turned in both]
 
 
 @lru_cache(maxsize=4096)
@@ -154,10 +150,10 @@ class PartGeometry:
     """
 
     def __init__(
-        self, number: int, part: ReadPart, table: ArrayTable, request: ReadRequest, turned: bool = False
+        self, number: int, part: ReadPart, grid: ChunkGrid, request: ReadRequest, turned: bool = False
     ) -> None:
         self._turned, ways = turned, _boundary_rows(request, turned)
-        self._along, self._share = table.grid.along, dict[int, list[dict[int, float]]]()
+        self._along, self._share = grid.along, dict[int, list[dict[int, float]]]()
         self._part_to = part.to
         self._part, self._at = number, [request.layout.cuts[dim] for dim, _ in part.at]
         self._fixed = part.at
@@ -165,7 +161,7 @@ class PartGeometry:
         self._owned: list[list[RunsByChunk]] = []
         for d, (picks, to) in enumerate(zip(part.picks, part.to, strict=True)):
             cut = None if to == DROPPED_DIM else request.layout.cuts[to]
-            along = table.grid.along[d]
+            along = grid.along[d]
             if picks is None:
                 assert cut is not None
                 first = part.first[d] if part.first else 0

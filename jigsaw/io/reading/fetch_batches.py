@@ -7,11 +7,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from jigsaw.io.chunks.byte_ranges import ByteRange, merge_ranges
+from jigsaw.io.reading.chunk_jobs import ChunkJob
+from jigsaw.io.reading.found_chunks import FoundChunks
 
 if TYPE_CHECKING:
     from jigsaw.io.chunks.array_table import ArrayTable
     from jigsaw.io.chunks.chunk import ChunkRef
-    from jigsaw.io.reading.read_plan import ChunkJob, ReadPlan
 
 LARGEST_BATCH = 4 << 20
 """Bytes of one request for several chunks: more of them would wait for each other."""
@@ -37,23 +38,23 @@ class _PlacedJob(NamedTuple):
     job: ChunkJob
 
 
-def fetch_batches(plan: ReadPlan, jobs: Iterable[ChunkJob]) -> Iterator[FetchBatch]:
+def fetch_batches(chunks: FoundChunks, jobs: Iterable[ChunkJob]) -> Iterator[FetchBatch]:
     """The jobs of one rank on far stores, those near each other together; in the order of their first ones."""
-    far = [(job, plan.ref(job.array, job.chunk)) for job in jobs if plan.tables[job.array].far]
+    far = [(job, chunks.ref(job.array, job.chunk)) for job in jobs if chunks.tables[job.array].far]
     if missing := tuple(job for job, ref in far if ref is None):
         yield FetchBatch(missing, 0, 0)
     there = ((job, ref) for job, ref in far if ref is not None)
     for (array, _), group in groupby(there, lambda each: (each[0].array, each[1].path)):
-        yield from _batches_of_object(plan, group, plan.tables[array])
+        yield from _batches_of_object(chunks, group, chunks.tables[array])
 
 
 def _batches_of_object(
-    plan: ReadPlan, jobs: Iterable[tuple[ChunkJob, ChunkRef]], table: ArrayTable
+    chunks: FoundChunks, jobs: Iterable[tuple[ChunkJob, ChunkRef]], table: ArrayTable
 ) -> Iterator[FetchBatch]:
     """The batches of jobs on one object; one of unknown size is fetched whole."""
     placed: list[_PlacedJob] = []
     for job, ref in jobs:
-        part = plan.part_of(job)
+        part = chunks.portion_of(job)
         if part is None and ref.length is None:
             yield FetchBatch((job,), 1, table.grid.bytes_of(job.chunk))
         else:

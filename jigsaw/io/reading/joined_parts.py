@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from jigsaw.io.chunks.joined_arrays import JoinedArrays
 from jigsaw.io.series.request import ReadPart, ReadRequest
 
-if TYPE_CHECKING:
-    from jigsaw.io.chunks.array_table import ArrayTable
 
-
-def split_joined_parts(request: ReadRequest, tables: Mapping[str, ArrayTable]) -> ReadRequest:
+def split_joined_parts(request: ReadRequest, joined_arrays: Callable[[str], JoinedArrays | None]) -> ReadRequest:
     """The request with each part that asks for a joined array as parts that ask for those it is made of: they differ in
     dtype, chunks, scale and offset as their files do.
     """
-    found = [(part, tables[part.array].members) for part in request.parts]
+    found = [(part, joined_arrays(part.array)) for part in request.parts]
     if not any(joined for _, joined in found):
         return request
     parts = [each for part, joined in found for each in (_parts_by_array(part, joined) if joined else [part])]

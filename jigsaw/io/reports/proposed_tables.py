@@ -11,9 +11,9 @@ import numpy as np
 from jigsaw.io.chunks import portion
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK, ChunkFinder
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.chunk_grid import ChunkIndex, ChunkRows
 from jigsaw.io.chunks.codecs import CodecDecoder
-from jigsaw.io.chunks.portion import ChunkPortion, ChunkRows
+from jigsaw.io.chunks.portion import ChunkPortion
 from jigsaw.io.chunks.read_cost import MOST_PORTION_SHARE
 from jigsaw.io.formats.in_memory import FilelessPlaces
 from jigsaw.io.series.coords import SPATIAL_ROLES

@@ -18,7 +18,7 @@ from jigsaw.errors import HaloError
 from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
-from jigsaw.io.reading.read_plan import ReadPlan, plan_read
+from jigsaw.io.reading.read_plan import ReadPlan, make_read_plan, plan_read
 from jigsaw.io.reports.proposed_tables import dims_with_roles, proposed_table, shard_shape_of
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
@@ -308,7 +308,7 @@ def _weigh_chunks(mode: str, alike: Sequence[_AlikeArrays], chunks: Mapping[str,
     seconds, stored, decoded, largest_chunk = 0.0, 0, 0, 0
     for variable, many, request in alike:
         table = proposed_table(variable, chunks, ratio)
-        plan = ReadPlan(request, {table.name: table}, mode)
+        plan = make_read_plan(request, {table.name: table}, mode)
         seconds += many * plan.cost(table.name, plan.modes[table.name])
         stored, decoded = stored + many * plan.total.stored_bytes, decoded + many * plan.total.decoded_bytes
         largest_chunk = max(largest_chunk, table.grid.chunk_bytes)

@@ -1,0 +1,54 @@
+"""What there is to do in a read: chunks to load, by which rank and for which, and the counts of it.  Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+
+ReaderRanks = tuple[int, ...]
+
+
+class ChunkJob(NamedTuple):
+    """One chunk to load, by the rank `owner`, for `readers`.  The owner of a missing chunk is `NO_OWNER`."""
+
+    array: str
+    chunk: ChunkIndex
+    owner: int
+    readers: ReaderRanks
+
+    @property
+    def is_private(self) -> bool:
+        return self.readers == (self.owner,)
+
+
+NO_OWNER = -1
+
+
+@dataclass
+class ReadCounts:
+    """What one rank does in a plan, or did: byte ranges asked for, chunks decoded, and bytes.
+
+    `decoded_bytes` counts whole chunks, or the part of one that is decoded; `useful_bytes` what of them lands in the
+    rank's own tile (in the stored dtype), `sent_bytes` what the rank hands to others; `fallback` the chunks that only
+    the format's library could decode; `unsized` those whose stored size is not known beforehand, which `stored_bytes`
+    leaves out: never any in what was done.
+    """
+
+    requests: int = 0
+    chunks: int = 0
+    fallback: int = 0
+    stored_bytes: int = 0
+    decoded_bytes: int = 0
+    useful_bytes: int = 0
+    sent_bytes: int = 0
+    unsized: int = 0
+
+    @property
+    def stored(self) -> int | None:
+        """The stored bytes; None where they are not known."""
+        return None if self.unsized else self.stored_bytes
+
+    def __add__(self, other: ReadCounts) -> ReadCounts:
+        return ReadCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
