@@ -13,7 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole_dim
+from jigsaw.layout import (
+    Cut,
+    Layout,
+    ShardingError,
+    box_elements,
+    box_overlap,
+    box_shape,
+    cut_points,
+    have_same_rows,
+    whole_dim,
+)
 
 SIZES = range(33)
 PIECES = range(1, 9)
@@ -117,7 +127,22 @@ def test_an_unknown_rule_is_named():
         cut_points(4, 2, "even")
 
 
+@given(st.tuples(*[st.integers(-5, 9)] * 4))
+def test_what_intervals_share(ends):
+    a, b = sorted(ends[:2]), sorted(ends[2:])
+    shared = box_overlap((tuple(a),), (tuple(b),))
+    assert set(range(*shared[0])) == set(range(*a)) & set(range(*b))
+    assert box_shape(shared) == (box_elements(shared),) == (len(range(*shared[0])),)
+
+
 # -- a cut ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_cut_was_made_from_is_part_of_it_but_keeps_no_tiles_apart():
+    alone, made = Cut(6, (0, 3, 6), ("lat",)), Cut(6, (0, 3, 6), ("lat",), source=(Cut(10, (0, 3, 10), ("lat",)),))
+    assert alone != made and alone.has_same_rows(made.with_halo(1, 1))
+    assert have_same_rows([alone, made], [made, alone]) and not have_same_rows([alone], [alone, made])
+    assert not any(alone.has_same_rows(c) for c in (whole_dim(6), Cut(6, (0, 2, 6), ("lat",)), made.source[0]))
 
 
 @pytest.mark.parametrize("periodic", [False, True])

@@ -324,7 +324,8 @@ class _CutConv(nn.Module):
 
     The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, its gradient and
     its optimizer state, as a DTensor with torch's names and full shapes; the sizes need not divide.  On a mesh without
-    that axis it is torch's layer.  Circular padding keeps a periodic halo, so that several layers can live on one.
+    that axis it is torch's layer.  A periodic halo that reaches farther than a kernel is left
+    on the result for the next layer, so that several circular ones exchange nothing.
 
     *Shapes*: weight [out, in / groups, ...], per rank ceil(out / P) of the output channels; x whole or cut along
     `axis`.
