@@ -14,6 +14,7 @@ from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.reading.read_plan import ReadPlan
+from jigsaw.io.reports.recommend import edges_in_sample
 from jigsaw.layout import Cut, Interval
 
 _DRAWN_BYTES = ("stored_bytes", "decoded_bytes", "useful_bytes", "sent_bytes")
@@ -109,9 +110,7 @@ def _draw_chunk_borders(axes: Any, dataset: Dataset, height: int, width: int) ->
     lines: dict[str, set[int]] = {"h": {0, height}, "v": {0, width}}
     for variable in dataset.variables:
         for key, dim, size in (("h", dataset.frame.dims[-2], height), ("v", dataset.frame.dims[-1], width)):
-            edges = variable.table.grid.along[variable.roles.index(dim)].edges()
-            begin = dataset.turn.rolled.get(dim, 0)
-            lines[key] |= {size - e for e in edges} if dim in dataset.flipped else {(e - begin) % size for e in edges}
+            lines[key] |= edges_in_sample(dataset, variable, dim, size)
     axes.hlines(sorted(lines["h"]), 0, width, colors="black", linestyles="dashed", lw=0.8)
     axes.vlines(sorted(lines["v"]), 0, height, colors="black", linestyles="dashed", lw=0.8)
 

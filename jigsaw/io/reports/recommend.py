@@ -222,10 +222,13 @@ def _points_at_edges(dataset: Dataset, dim: int, pieces: int) -> tuple[int, ...]
 def _chunk_edges(dataset: Dataset, dim: str, size: int) -> list[int]:
     having = [v for v in dataset.variables if dim in v.roles]
     largest = max(having, key=lambda v: prod(v.table.shape) * v.table.grid.itemsize)
-    stored = largest.table.grid.along[largest.roles.index(dim)].edges()
-    begin = dataset.turn.rolled.get(dim, 0)
-    inner = {size - e for e in stored} if dim in dataset.flipped else {(e - begin) % size for e in stored}
-    return sorted(inner | {0, size})
+    return sorted(edges_in_sample(dataset, largest, dim, size) | {0, size})
+
+
+def edges_in_sample(dataset: Dataset, variable: StoreVariable, dim: str, size: int) -> set[int]:
+    """Where a variable's chunks end, in rows of a sample: they may be flipped, or begin at another longitude."""
+    stored, begin = variable.table.grid.along[variable.roles.index(dim)].edges(), dataset.turn.rolled.get(dim, 0)
+    return {size - e for e in stored} if dim in dataset.flipped else {(e - begin) % size for e in stored}
 
 
 def _weigh_mesh(dataset: Dataset, request: ReadRequest, frame: SampleSpace) -> MeshOption:

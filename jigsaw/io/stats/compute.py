@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from jigsaw import comm
-from jigsaw.errors import FieldError, ReadError, WriteError
+from jigsaw.errors import FieldError
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.packages import why_not_imported
+from jigsaw.io.rank_results import result_of_first_rank
 from jigsaw.io.series.sample_space import DATA_AXIS
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats import mesh_blocks as stats_tiles
@@ -120,17 +121,7 @@ class _RankMoments:
 
     def _agreed(self, step: Callable[[], Any]) -> Any:
         """What the first rank's `step` gives, or fails with, on every rank."""
-        told: Any = None
-        if self.is_first:
-            try:
-                told = step()
-            except (ReadError, WriteError, OSError) as failed:
-                told = failed
-        if self.mesh is not None:
-            told = comm.all_gather_object(self.mesh, told)[0]
-        if isinstance(told, Exception):
-            raise told
-        return told
+        return result_of_first_rank(self.mesh, self.is_first, step)
 
     def gather(self, state: StatisticsState) -> MomentTables:
         """[ranks, 2, 7, C], in mesh order."""

@@ -6,30 +6,28 @@ without replacement that can be taken chunk by chunk, by any rank, in any order,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw import comm
-from jigsaw.errors import FieldError, GridError
+from jigsaw.errors import FieldError, GridError, ReadError
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.drafts import draft_of
+from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
 from jigsaw.io.volumes.volume import StoredVolume, VolumeArray
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
-
-T = TypeVar("T")
 
 _VOXELS_AT_ONCE = 1 << 20
 """Voxels that are hashed at a time."""
@@ -140,29 +138,16 @@ def find_foreground(
                 f"{volume.url} has {volume.channels} channels; foreground is found in label maps of one channel"
             )
     me, ranks = _rank_and_count(mesh)
-    known = _on_first_rank(
-        mesh, me, lambda: {i: _read_foreground(v, how) for i, v in enumerate(labels)} if how.cache else {}
+    known = result_of_first_rank(
+        mesh, me == 0, lambda: {i: _read_foreground(v, how) for i, v in enumerate(labels)} if how.cache else {}
     )
     found: list[FoundVoxels] = []
     for number, volume in enumerate(labels):
         cached = known.get(number)
         found.append(_search_volume(volume, how, mesh, me, ranks, number) if cached is None else cached)
         if cached is None and how.cache:
-            _on_first_rank(mesh, me, partial(_write_foreground, volume, how, found[-1]))
+            result_of_first_rank(mesh, me == 0, partial(_write_foreground, volume, how, found[-1]))
     return tuple(found)
-
-
-def _on_first_rank(mesh: DeviceMesh | None, me: int, act: Callable[[], T]) -> T:
-    """What `act` gives on the first rank, or raises there, on every rank."""
-    mine: T | Exception | None = None
-    try:
-        mine = act() if me == 0 else None
-    except Exception as e:  # told to all ranks
-        mine = e
-    first = _hear_all_ranks(mesh, mine)[0]
-    if isinstance(first, Exception):
-        raise first
-    return first
 
 
 def _rank_and_count(mesh: DeviceMesh | None) -> tuple[int, int]:
@@ -172,28 +157,20 @@ def _rank_and_count(mesh: DeviceMesh | None) -> tuple[int, int]:
     return layout.index(mesh_coordinate(mesh)), mesh.size()
 
 
-def _hear_all_ranks(mesh: DeviceMesh | None, value: Any) -> list[Any]:
-    return [value] if mesh is None else comm.all_gather_object(mesh, value)
-
-
 def _search_volume(
     volume: StoredVolume, how: Foreground, mesh: DeviceMesh | None, me: int, ranks: int, number: int
 ) -> FoundVoxels:
     """Every rank looks through its chunks; all hear of what each found, or failed with."""
-    mine: FoundVoxels | Exception = FoundVoxels()
-    try:
-        stored = volume.stored[0]
+
+    def search() -> FoundVoxels:
+        stored, mine = volume.stored[0], FoundVoxels()
         for at, index in enumerate(stored.table.grid.indices()):
             if (number + at) % ranks == me:
                 mine = _search_chunk(volume, stored, index, how, mine)
-    except Exception as e:  # told to all ranks
-        mine = e
-    heard = _hear_all_ranks(mesh, mine)
-    failed = next((each for each in heard if isinstance(each, Exception)), None)
-    if failed is not None:
-        raise failed
+        return mine
+
     whole = FoundVoxels()
-    for each in heard:
+    for each in results_of_ranks(mesh, search, ReadError):
         whole = whole.merged(each, how.kept)
     _check_class_count(len(whole.classes), volume.url)
     return whole

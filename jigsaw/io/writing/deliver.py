@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw import comm
 from jigsaw.errors import ReadError, WriteError
 from jigsaw.exchange import PackedSwap
+from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.writing.outline import AppendOutline, TileSource
 from jigsaw.io.writing.sink import FormatSink
 from jigsaw.io.writing.write_units import WriteUnit, plan_units, write_rounds
-from jigsaw.layout import Box, ShardingError, box_shape, box_slices
+from jigsaw.layout import Box, box_shape, box_slices
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
 
@@ -32,28 +32,9 @@ _WRITER_THREADS = 4
 def gather_results(mesh: DeviceMesh, step: Callable[[], T]) -> list[T]:
     """What `step` returned on every rank, in mesh order; when it failed on any, all raise.
 
-    A failure that is no refusal of ours (a full disk, whatever a library raises) becomes a `WriteError` that names the
-    rank.
-
     *Sends*: what it returned, pickled, to each of the other ranks.
     """
-    value, problem = None, None
-    try:
-        value = step()
-    except (ReadError, ShardingError, WriteError) as error:
-        problem = error
-    except Exception as error:  # a library may raise anything
-        problem = WriteError(f"{type(error).__name__}: {error}")
-        problem.__cause__ = error
-    told = _hear_or_refuse(
-        mesh, lambda: comm.all_gather_object(mesh, (value, None if problem is None else (type(problem), str(problem))))
-    )
-    failed = [(rank, *why) for rank, (_, why) in enumerate(told) if why is not None]
-    if not failed:
-        return [found for found, _ in told]
-    rank, kind, text = failed[0]
-    where = "" if mesh.size() == 1 or len(failed) == mesh.size() else f"rank {rank} of the mesh: "
-    raise kind(f"{where}{text}") from problem
+    return _hear_or_refuse(mesh, lambda: results_of_ranks(mesh, step, WriteError))
 
 
 def agreed_outline(mesh: DeviceMesh, describe: Callable[[], AppendOutline]) -> AppendOutline:
@@ -76,7 +57,7 @@ def _hear_or_refuse(mesh: DeviceMesh, talk: Callable[[], T]) -> T:
     try:
         return talk()
     except RuntimeError as error:
-        if mesh.size() == 1:
+        if mesh.size() == 1 or isinstance(error, ReadError):
             raise
         raise WriteError(f"another rank ended while they were writing together: {error}") from error
 

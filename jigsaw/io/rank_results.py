@@ -1,0 +1,49 @@
+"""What a step gives on every rank of a mesh; where it fails on one, all raise alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.errors import ReadError, WriteError
+from jigsaw.layout import ShardingError
+
+T = TypeVar("T")
+
+
+def results_of_ranks(mesh: DeviceMesh | None, step: Callable[[], T], other: type[Exception]) -> list[T]:
+    """What `step` returned on every rank, in mesh order; when it failed on any, all raise.
+
+    A failure that is no refusal of ours (a full disk, whatever a library raises) becomes an `other`.  Type and text
+    travel, for an exception itself may hold what does not pickle: its rank would fail while the others wait.
+
+    *Sends*: what it returned, pickled, to each of the other ranks.
+    """
+    value, problem = None, None
+    try:
+        value = step()
+    except (ReadError, ShardingError, WriteError) as error:
+        problem = error
+    except Exception as error:  # a library may raise anything
+        problem = other(f"{type(error).__name__}: {error}")
+        problem.__cause__ = error
+    if mesh is None or mesh.size() == 1:
+        if problem is not None:
+            raise problem
+        return [value]  # pyright: ignore[reportReturnType] # what failed has been raised
+    told = comm.all_gather_object(mesh, (value, None if problem is None else (type(problem), str(problem))))
+    failed = [(rank, *why) for rank, (_, why) in enumerate(told) if why is not None]
+    if not failed:
+        return [found for found, _ in told]
+    rank, kind, text = failed[0]
+    where = "" if len(failed) == mesh.size() else f"rank {rank} of the mesh: "
+    raise kind(f"{where}{text}") from problem
+
+
+def result_of_first_rank(mesh: DeviceMesh | None, first: bool, step: Callable[[], T]) -> T:
+    """What `step` gives on the `first` rank, on every rank; a failure there is raised on all, as a `ReadError`."""
+    found = results_of_ranks(mesh, lambda: step() if first else None, ReadError)
+    return found[0]  # pyright: ignore[reportReturnType] # that of the first rank
