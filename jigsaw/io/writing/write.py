@@ -142,8 +142,8 @@ class Writer:
 
     Making one sends nothing; `append` and `close` are collective over the tiles' mesh.
 
-    Raises: `WriteError` for another suffix or mode, and for chunks, shards or an encoding that the format does not have;
-    then what `append` raises.
+    Raises: `WriteError` for another suffix or mode, and for chunks, shards or an encoding that the format does not
+    have; then what `append` raises.
 
     >>> tile = jigsaw.shard(torch.zeros(1, 9, 16), jigsaw.init_mesh(lat=1), (None, "lat", None))
     >>> lat, lon = np.linspace(90, -90, 9), np.arange(16) * 22.5
