@@ -66,9 +66,9 @@ def _dim_stencils(first: int, kernel: tuple[int, ...], how: ConvGeometry) -> tup
 def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry) -> Tile:
     """y = `input` convolved with `weight`, plus `bias`; the functions and modules of this file are its names.
 
-    *Shapes*: [batch, channel, *space] or [channel, *space], global as torch; per rank a spatial dim that is cut at p is
-    cut at ceil(p / stride) afterwards (about p x stride, transposed), so multiples of the stride stay aligned.  What a
-    halo makes computable is computed and held.
+    *Shapes*: ``[batch, channel, *space]`` or ``[channel, *space]``, global as torch; per rank a spatial dim that is
+    cut at p is cut at ceil(p / stride) afterwards (about p x stride, transposed), so multiples of the stride stay
+    aligned.  What a halo makes computable is computed and held.
     *Sends*: forward the rows of windows that reach into a neighbour, one message each; backward their gradients.
     Nothing where a halo holds them.  Where P ranks cut the channels of `input`, each sends (P-1)/P of the smaller of
     the input and the output, forward and backward; where only the weight is cut, by output channels, nothing, and

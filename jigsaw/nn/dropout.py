@@ -96,7 +96,7 @@ def _answer_element_dropout(function: Any) -> None:
 
 def _answer_channel_dropout(function: Any, dims: int) -> None:
     def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
-        """Whole channels are dropped: [batch, channel, *space], or [channel, *space]."""
+        """Whole channels are dropped: ``[batch, channel, *space]``, or ``[channel, *space]``."""
         return _drop_random(input, p, training, 2 if input.ndim == dims + 2 else 1)
 
     implements_torch(function)(dropout)

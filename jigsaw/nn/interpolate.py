@@ -126,7 +126,7 @@ def interpolate(
     """y[o] = `input` interpolated at (o + 0.5) n / m - 0.5 (or as torch has it for the mode), n rows to m along each
     dim.
 
-    *Shapes*: [batch, channel, *space], global as torch; per rank the output is cut at ceil(point m / n).
+    *Shapes*: ``[batch, channel, *space]``, global as torch; per rank the output is cut at ceil(point m / n).
     *Sends*: forward the one or two rows a side that the ends of a piece read, backward their gradients.
     *Raises*: `ShardingError` along cut dims for antialias, and for bicubic unless n / m is a ratio of small integers.
     """

@@ -177,7 +177,7 @@ def cross_entropy(
     """y = -log softmax(input)[target] over the class dim 1, averaged over the global positions (by class weight where
     given).
 
-    *Shapes*: input [batch, class, *space], target [batch, *space] of class indices, or of the input's shape of
+    *Shapes*: input ``[batch, class, *space]``, target ``[batch, *space]`` of class indices, or of the input's shape of
     probabilities.
     *Sends*: forward all-reduces of one or two numbers; backward nothing.
     *Raises*: `ShardingError` when the class dim is cut.

@@ -145,7 +145,7 @@ def group_norm(
     """y = (x - mean) / sqrt(var + eps) * weight + bias over a group of channels and all positions (Wu and He, arXiv
     1803.08494).
 
-    *Shapes*: [batch, channel, *space], cut anywhere; channels may be cut where the cut points fall on groups.
+    *Shapes*: ``[batch, channel, *space]``, cut anywhere; channels may be cut where the cut points fall on groups.
     *Sends*: two all-reduces of one value a sample and group, backward two.
     *Raises*: `ShardingError` when channels do not divide into groups, or are cut inside a group.
     """
@@ -195,7 +195,7 @@ def batch_norm(
 
     Synchronised by nature: the batch dim is cut like any other. Running statistics are updated alike on every rank.
 
-    *Shapes*: [batch, channel, *space], cut anywhere but along channels that have running statistics.
+    *Shapes*: ``[batch, channel, *space]``, cut anywhere but along channels that have running statistics.
     *Sends*: in training two all-reduces of one value a channel, backward two; in evaluation nothing.
     *Raises*: `ShardingError` for cut channels with running statistics.
     """
