@@ -97,8 +97,8 @@ def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
     """The tile with whole channels, halo rows included; *Sends*: its piece to the others, backward nothing."""
     if tile.layout.dim_axes(dim) != (axis,):
         return tile
-    # pieces are even, and held rows alike along the axis, so one all-gather does; `redistribute` would drop the halo rows
-    # first and ask the neighbours for them again
+    # pieces are even, and held rows alike along the axis, so one all-gather does; `redistribute` would drop the halo
+    # rows first and ask the neighbours for them again
     local = torch.cat(stack_along_axes(tile.local, tile, (axis,)).unbind(0), dim)
     return Tile(local, tile.layout.replace_dim(dim, whole_dim(tile.shape[dim])), tile.mesh)
 
