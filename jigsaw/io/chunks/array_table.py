@@ -114,7 +114,7 @@ class ArrayTable:
 
 
 def _no_library(box: Box) -> NDArray[Any]:
-    raise NotImplementedError(f"nothing reads the box {box} of an array that has no decoder")
+    raise UnsupportedStoreError(f"nothing reads the box {box} of an array that has neither a decoder nor `load_slowly`")
 
 
 @dataclass(frozen=True, eq=False)
