@@ -63,7 +63,7 @@ def plan_channels(
     if not of_weight.is_cut and not cut.is_cut:
         return None
     other = [a for d in range(input.ndim) if d != 1 for a in input.layout.dim_axes(d)]
-    meets = not cut.is_cut or (cut.bare() == of_weight if by_inputs else cut.axes == of_weight.axes)
+    meets = not cut.is_cut or (cut.has_same_rows(of_weight) if by_inputs else cut.axes == of_weight.axes)
     if of_weight.is_cut and (set(of_weight.axes) & set(other) or not meets):
         raise ShardingError(
             f"a convolution's weight is cut along {'+'.join(of_weight.axes)}, which cannot meet a Tile cut as "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.layout import Layout, ShardingError, have_same_rows, whole_dim
 from jigsaw.nn.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
 from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
@@ -75,7 +75,7 @@ def linear_onto_cuts(
 def _is_cut_by_inputs(x: Layout, stored: Layout) -> bool:
     """Whether each rank has the columns of W for its own features of x, or for a piece of those that it has."""
     last, axes = x.ndim - 1, stored.dim_axes(1)
-    fits = not x.is_cut(last) or bare_cuts(x.dim(last)) == bare_cuts(stored.dim(1))
+    fits = not x.is_cut(last) or have_same_rows(x.dim(last), stored.dim(1))
     return stored.cut_dims == (1,) and fits and not any(set(axes) & set(x.dim_axes(d)) for d in range(last))
 
 
