@@ -116,7 +116,7 @@ def _default_device() -> str:
 
 def _init_process_group(device: str, limit: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    atexit.register(_leave_process_group)
+    atexit.register(_leave_process_group, os.getpid())
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -125,9 +125,12 @@ def _init_process_group(device: str, limit: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
 
 
-def _leave_process_group() -> None:
-    """End gloo's threads before Python goes; left running they abort a rank that had finished."""
-    if dist.is_initialized():
+def _leave_process_group(process: int) -> None:
+    """End gloo's threads before Python goes; left running they abort a rank that had finished.
+
+    A process that was forked from the one that joined has none of these threads, and would wait for them.
+    """
+    if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()
 
 

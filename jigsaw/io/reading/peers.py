@@ -6,6 +6,7 @@ Reading runs in a thread of its own beside the model's collectives, so it may no
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import pickle
 import socket
@@ -111,6 +112,11 @@ class PeerGroup:
         self._group = None
 
     @property
+    def group(self) -> Any:
+        """Gloo's group; None for one rank, and once it was let go of."""
+        return self._group
+
+    @property
     def is_idle(self) -> bool:
         """Whether no thread is in the midst of a message."""
         return self._talks == 0
@@ -168,7 +174,15 @@ _inherited: list[Any] = [None]
 
 
 def _inherit() -> None:
+    """In a forked process: whoever ends one of gloo's groups waits for its threads, and those stayed behind.
+
+    So no group is ended there, not even when Python is: nobody but this reference knows of the last one.
+    """
     _inherited[0] = dist.group.WORLD
+    for each in list(_met_here):
+        if each.group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.group))
+    _met_here.clear()
 
 
 if hasattr(os, "register_at_fork"):
