@@ -16,11 +16,16 @@ NEWEST_STAMP := $(NEWEST)/.jigsaw-installed
 # What the tests need that run there; other tools of `dev` follow a new Python late.
 NEWEST_TOOLS := fsspec h5netcdf hypothesis icechunk kerchunk nibabel psutil pytest pytest-timeout scipy
 
+ZOO := .venv-zoo
+ZOO_STAMP := $(ZOO)/.jigsaw-installed
+# What PhysicsNeMo's nets import; its own list has CUDA packages.
+ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers tensordict termcolor treelib warp-lang
+
 # One thread a rank: the ranks are the parallelism, and more threads than cores make every rank wait.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 medical nginx test check docs test-newest with-newest bench clean
+.PHONY: help setup weather weather-025 medical nginx test check docs test-newest with-newest bench zoo clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -76,6 +81,18 @@ $(NEWEST_STAMP): pyproject.toml
 	"$(PYTHON_NEWEST)" -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet "$(TORCH_NEWEST)"
 	$(NEWEST)/bin/python -m pip install --quiet --editable ".[all]" $(NEWEST_TOOLS)
+	@touch $@
+
+# WORDS="monai/ timm/Swin" chooses nets. It ends with an error when one is not exact.
+zoo: $(ZOO_STAMP) ## published nets of eleven packages on tiles against one process, on 2, 3 and 2 x 2 ranks; makes docs/models.md
+	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/run.py $(WORDS) --json zoo.json --keep --page docs/models.md
+
+$(ZOO_STAMP): pyproject.toml
+	test -x $(ZOO)/bin/python || "$(PYTHON)" -m venv $(ZOO)
+	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)"
+	$(ZOO)/bin/python -m pip install --quiet --editable ".[zoo]"
+	$(ZOO)/bin/python -m pip install --quiet $(ZOO_NEMO)
+	$(ZOO)/bin/python -m pip install --quiet --no-deps nvidia-physicsnemo
 	@touch $@
 
 bench: setup ## every benchmark, one JSON object a case (an hour)

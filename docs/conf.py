@@ -33,15 +33,20 @@ html_copy_source = False
 myst_heading_anchors = 3  # as on GitHub: a heading is the target of a link
 default_role = "py:obj"  # `x` in a docstring is a link where x is documented, and code anywhere
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # a Tile has every method of torch.Tensor: torch documents them
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
 # The margin, in the order of reading. It is added to README.md here, so that README.md stays plain Markdown.
 PAGES = {
-    "Guides": ["docs/training", "docs/sources", "docs/statistics", "examples/*/README", "examples/*/data/README"],
-    "Reference": ["docs/reference/jigsaw", "docs/reference/nn", "docs/reference/io", "docs/reference/testing"],
+    "Guides": [
+        *(f"docs/{name}" for name in ("training", "local", "sources", "statistics")),
+        "examples/*/README",
+        "examples/*/data/README",
+    ],
+    "Reference": [f"docs/reference/{name}" for name in ("jigsaw", "nn", "ops", "io", "testing")],
     "Measured": ["docs/benchmarks", "docs/reading"],
-    "How it is built": ["docs/design", "docs/gradients", "CONTRIBUTING", "CHANGELOG"],
+    "How it is built": ["docs/design", "docs/gradients", "docs/operators", "docs/models", "CONTRIBUTING", "CHANGELOG"],
 }
 
 # What a function makes and nobody else: their arguments are no part of the interface.
@@ -98,7 +103,7 @@ class PublicNames(SphinxDirective):
             lines = [f"See :doc:`{name}`."]
         else:
             lines = [f".. automodule:: {path}"]
-            if module.__name__ == path:
+            if module.__name__ == path and package.__name__ != "jigsaw.ops":
                 lines += ["   :members:", f"   :exclude-members: {','.join(package.__all__)}"]
         section = nodes.section(ids=[nodes.make_id(f"module {path}")])
         section += nodes.title(path, path)

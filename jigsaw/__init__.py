@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from jigsaw import nn
-from jigsaw.layout import Cut, Layout, ShardingError
+# Tile's closed table is filled here, so that the order of a user's imports never matters
+from jigsaw import nn, ops
+from jigsaw.cut import Cut, ShardingError
+from jigsaw.layout import Layout
 from jigsaw.mesh import init_mesh
-
-# Every file of ops joins Tile's closed table here, so that the order of a user's imports never matters.
-from jigsaw.ops import along, joining, pointwise, reductions, shapes
-from jigsaw.tile import Tile, from_local, shard
+from jigsaw.nn.local_function import LocalFunction, local
+from jigsaw.ops.whole_tensor import strict_mode
+from jigsaw.tile import Tile
+from jigsaw.tile_making import from_local, shard
 
 if TYPE_CHECKING:
     from jigsaw import io, testing
@@ -24,23 +27,22 @@ __all__ = [
     "CheckpointError",
     "Cut",
     "Layout",
+    "LocalFunction",
     "ShardingError",
     "Tile",
-    "along",
     "clip_grad_norm_",
     "from_local",
     "init_mesh",
     "io",
-    "joining",
     "load",
+    "local",
     "nn",
     "no_sync",
+    "ops",
     "parallelize",
-    "pointwise",
-    "reductions",
     "save",
-    "shapes",
     "shard",
+    "strict_mode",
     "testing",
 ]
 
@@ -57,7 +59,13 @@ _LATER = {
 }
 
 
+# opt_einsum asks the package that the class of a tensor comes from for these; a Tile is torch's.
+_OF_OPT_EINSUM = ("einsum", "tensordot", "transpose")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _OF_OPT_EINSUM and "opt_einsum" in sys.modules:
+        return getattr(importlib.import_module("opt_einsum.backends.torch"), name)
     if name not in _LATER:
         raise AttributeError(f"module 'jigsaw' has no attribute {name!r}")
     module = importlib.import_module(_LATER[name])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import ShardingError
+from jigsaw.cut import RanksDifferError
 from jigsaw.mesh import axes_of_mesh, ranks_along
 
 
@@ -30,7 +30,7 @@ def agree_on_arguments(
     for at, (theirs, _, _) in enumerate(found):
         for name, value in theirs.items():
             if value != found[0][0][name]:
-                raise ShardingError(
+                raise RanksDifferError(
                     f"{what}: the ranks must agree on {name}, but at place {at} of the mesh it is {value}, "
                     f"at place 0 {found[0][0][name]}"
                 )

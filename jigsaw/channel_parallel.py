@@ -35,7 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from jigsaw import comm
-from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.cut import ShardingError, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, flat_submesh
 from jigsaw.ops.reductions import stack_along_axes
 from jigsaw.tile import Tile

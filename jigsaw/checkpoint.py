@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from jigsaw import comm
+from jigsaw.agreement import checksum_of_bits
 from jigsaw.checkpoint_files import (
     begin_checkpoint,
     check_file_share,
@@ -30,6 +31,7 @@ from jigsaw.checkpoint_files import (
     write_tensors,
 )
 from jigsaw.checkpoint_state import CheckpointError, plain_state, restored_state
+from jigsaw.tile import Tile
 
 __all__ = ["CheckpointError", "Stateful", "load", "save"]
 
@@ -65,8 +67,9 @@ def save(
     What their ``state_dict`` returns is numbers, texts, bytes, None, lists, tuples and dicts of them, and tensors of at
     most 1 MB; it is kept as JSON.
 
-    *Sends*: plans, and no tensors.
-    *Raises*: `CheckpointError` for an optimizer without its model, and for a state that is not plain.
+    *Sends*: plans and checksums, and no tensors.
+    *Raises*: `CheckpointError` for an optimizer without its model, a state that is not plain, and tensors that ranks
+    should hold alike and do not: a checkpoint would have those of one of them.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -78,6 +81,7 @@ def save(
     """
     final, rank = Path(path), dist.get_rank() if dist.is_initialized() else 0
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
+    _check_alike(tensors)
     fail_together(lambda: begin_checkpoint(final) if rank == 0 else None)
     mine = write_tensors(part_folder(final), tensors)
     sums = {name: each for theirs in comm.all_gather_in_job(mine) for name, each in theirs.items()}
@@ -149,10 +153,32 @@ def _checkpoint_state(
         for p, values in optimizer.state.items():
             state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
     tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
+    for key, x in tensors.items():
+        if isinstance(x, Tile):  # of which torch would write one rank's part
+            raise CheckpointError(
+                f"{key!r} is a Tile of shape {tuple(x.shape)}, as a buffer is that one was written into; a checkpoint "
+                "keeps plain tensors and DTensors: register the buffer with persistent=False, or keep x.full_tensor()"
+            )
     small |= {key: plain_state(value, key) for key, value in state.items() if key not in tensors}
     for name, thing in things.items():
         small[f"state of {name}"] = plain_state(thing.state_dict(), f"{name}.state_dict()")
     return tensors, small
+
+
+def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises: `CheckpointError` on every rank, where plain tensors, of which one rank's are written, differ."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = {key: checksum_of_bits(x) for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
+    every = comm.all_gather_in_job(mine)
+    for key, checksum in sorted((key, checksum) for theirs in every for key, checksum in theirs.items()):
+        other = [rank for rank, theirs in enumerate(every) if theirs.get(key, checksum) != checksum]
+        if other:
+            raise CheckpointError(
+                f"{key!r} differs between ranks ({other[0]} and {[key in t for t in every].index(True)} among them), "
+                "and only one rank's would be saved; every rank must hold it alike: look for a step that a rank left "
+                "out, an initialisation by rank, or a model that did not go through jigsaw.parallelize"
+            )
 
 
 def _belongs_to_tensors(key: str) -> bool:

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.layout import ShardingError
+from jigsaw.cut import RanksDifferError, ShardingError
+from jigsaw.debug import compare_calls
 from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_group, mesh_patience, rank_at, ranks_along
 
 AxisNames = str | Sequence[str]
@@ -148,7 +149,10 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _plain_memory(x: Tensor) -> Tensor:
-    """Contiguous memory with the values of `x` in it: a lazy conjugate or negative is carried out."""
+    """Contiguous memory with the values of `x` in it: a lazy conjugate or negative is carried out, and zeros without
+    memory (the gradient of `torch.sgn`) get some.
+    """
+    x = x.clone() if x._is_zerotensor() else x  # pyright: ignore[reportPrivateUsage]
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -278,7 +282,7 @@ def _check_marks(alike: Tensor, same: tuple[Hashable, ...]) -> None:
     if alike.is_cuda:
         torch._assert_async(alike, _DIFFERENT)  # pyright: ignore[reportPrivateUsage]
     elif not alike:
-        raise ShardingError(f"{_DIFFERENT}; this rank's are {', '.join(map(str, same))}")
+        raise RanksDifferError(f"{_DIFFERENT}; this rank's are {', '.join(map(str, same))}")
 
 
 _DIFFERENT = (
@@ -301,7 +305,10 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     wire = _wire_dtype(x.dtype, op)
     ranks = rank_count(mesh, axes)
     mine = x.detach()
-    if ranks == 1 or x.numel() == 0:
+    if ranks == 1:
+        return _plain_copy(mine)
+    compare_calls(mesh, "all_reduce", op, *(same or ()), axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
+    if x.numel() == 0:
         return _plain_copy(mine)
     wide = _plain_copy(mine).to(wire)
     ordered = op in ("max", "min") and wide.is_floating_point()
@@ -314,6 +321,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     marks = [] if same is None else _alike_marks(buffer, mesh, axes, op, same)
     if marks:
         buffer = torch.cat([buffer.reshape(-1), buffer.new_tensor(marks)])
+    # several groups only on a mesh that leaves out ranks of the job: summed along one axis after the other, which
+    # still gives every rank the same bits
     for group, line in groups_along(mesh, axes):
         with _name_who_waits("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
@@ -339,7 +348,10 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks =
     *Sends*: the bytes of `x`, and 8 with `same`, to each of the other P-1 ranks.
     """
     ranks = rank_count(mesh, axes)
-    if ranks == 1 or x.numel() == 0:
+    if ranks == 1:
+        return [x.detach()]
+    compare_calls(mesh, "all_gather", *(same or ()), axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
+    if x.numel() == 0:
         return [x.detach()] * ranks
     mine = _as_bytes(_plain_memory(x))
     if same is not None:
@@ -361,6 +373,7 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
         _record_call(kind, moved, moved, len(ranks) - 1)
+        # torch sorts the ranks of a group; a mesh may list them in another order
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         found = torch.cat([by_rank[r] for r in ranks])
     return list(found.split(mine.numel()))
@@ -373,9 +386,11 @@ def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
     """
     if mesh.size() == 1:
         return [value]
+    compare_calls(mesh, "agreement")
     names = [name for name, _ in axes_of_mesh(mesh)]
     mine = pickle.dumps(value)
     length = torch.tensor([len(mine)], device=mesh.device_type).view(torch.uint8)
+    # lengths first: an all-gather wants messages of one length
     lengths = [int(n.view(torch.int64)) for n in _gather_bytes(length, mesh, names, "agree")]
     padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(mesh.device_type)
     parts = _gather_bytes(padded, mesh, names, "agree")
@@ -389,6 +404,7 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
 
     *Sends*: 2 (P-1)/P of the bytes of `x`.
     """
+    compare_calls(mesh, "sum of gradients", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return PendingWork((), ())
     buffer = torch.view_as_real(x) if x.is_complex() else x
@@ -407,6 +423,7 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
 
     *Sends*: the bytes of `x` once a rank (tree).
     """
+    compare_calls(mesh, "broadcast", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return
     for group, ranks in groups_along(mesh, axes):
@@ -443,12 +460,14 @@ class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
-        return all_reduce(x, mesh, axes, same=same)
+        # a view of what was sent with marks, which autograd would not let anybody change in place
+        return all_reduce(x, mesh, axes, same=same).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        # the same values, but a gradient of this gradient has parts to sum
-        return _UseInParts.apply(grads[0], ctx.mesh, ctx.axes), None, None, None
+        # the same values, but a gradient of this gradient, where one is asked for, has parts to sum
+        again = torch.is_grad_enabled()
+        return _UseInParts.apply(grads[0], ctx.mesh, ctx.axes) if again else grads[0], None, None, None
 
 
 class _UseInParts(torch.autograd.Function):
@@ -459,7 +478,9 @@ class _UseInParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _SumParts.apply(grads[0], ctx.mesh, ctx.axes, None), None, None
+        if torch.is_grad_enabled():
+            return _SumParts.apply(grads[0], ctx.mesh, ctx.axes, None), None, None
+        return all_reduce(grads[0], ctx.mesh, ctx.axes), None, None
 
 
 def sum_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> Tensor:

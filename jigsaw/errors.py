@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.redacted import redacted_text
 
 

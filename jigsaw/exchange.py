@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw import comm
-from jigsaw.layout import Box, Layout, ShardingError, box_shape
+from jigsaw import comm, debug
+from jigsaw.cut import Box, RanksDifferError, ShardingError, box_shape
+from jigsaw.kept_halos import keep_messages, kept_messages
+from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.transfers import BoxesByPeer, ExchangePlan, check_exchange, plan_exchange
 
@@ -41,24 +44,33 @@ class PackedSwap:
     """
 
     def __init__(
-        self, mesh: DeviceMesh, given: TensorsByPeer, taken: ShapesByPeer, like: Tensor, kind: str = "exchange"
+        self,
+        mesh: DeviceMesh,
+        given: TensorsByPeer,
+        taken: ShapesByPeer,
+        like: Tensor,
+        kind: str = "exchange",
+        kept: list[tuple[int, Tensor]] | None = None,
     ) -> None:
-        """Start it; what arrives has the dtype and device of `like`.
+        """Start it; what arrives has the dtype and device of `like`, or has been `kept` from before.
 
-        *Sends*: the bytes of `given`, one message a peer, counted as `kind`.
+        *Sends*: the bytes of `given`, one message a peer, counted as `kind`; nothing where all was kept.
         """
         self._sizes = [[math.prod(shape) for shape in shapes] for _, shapes in taken]
         self._shapes = [shape for _, shapes in taken for shape in shapes]
-        self._received = [
+        if kept is not None:
+            self.received, self._pending = kept, comm.PendingWork((), ())
+            return
+        self.received = [
             (peer, like.new_empty(sum(sizes))) for (peer, _), sizes in zip(taken, self._sizes, strict=True)
         ]
         sends = [(peer, _flat_message(parts)) for peer, parts in given]
-        self._pending = comm.swap_messages(mesh, sends, self._received, kind)
+        self._pending = comm.swap_messages(mesh, sends, self.received, kind)
 
     def wait(self) -> list[Tensor]:
         """What has arrived, in the order of `taken`."""
         self._pending.wait()
-        parts = [p for (_, flat), sizes in zip(self._received, self._sizes, strict=True) for p in flat.split(sizes)]
+        parts = [p for (_, flat), sizes in zip(self.received, self._sizes, strict=True) for p in flat.split(sizes)]
         return [part.view(tuple(shape)) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
@@ -78,9 +90,14 @@ def _boxes_in_order(by_peer: BoxesByPeer) -> list[Box]:
     return [box for _, boxes in by_peer for box in boxes]
 
 
-def _start_fetch(cells: Tensor, plan: ExchangePlan, mesh: DeviceMesh) -> PackedSwap:
+def _start_fetch(cells: Tensor, plan: ExchangePlan, mesh: DeviceMesh, kind: str = "exchange") -> PackedSwap:
     """Source rows on their way to those that need them."""
-    return PackedSwap(mesh, _box_views(cells, plan.sends), _box_shapes(plan.receives), cells)
+    # checkpointing runs a forward pass again, on every rank: halos that came then need not come again
+    kept = kept_messages(plan)
+    swap = PackedSwap(mesh, _box_views(cells, plan.sends), _box_shapes(plan.receives), cells, kind, kept)
+    if kept is None:
+        keep_messages(plan, plan.layouts, swap.received)
+    return swap
 
 
 def _finish_fetch(
@@ -93,9 +110,11 @@ def _finish_fetch(
         _box_view(out, box, margins).copy_(values)
 
 
-def _start_return(grad: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None = None) -> PackedSwap:
+def _start_return(
+    grad: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None = None, kind: str = "exchange"
+) -> PackedSwap:
     """Gradients of fetched rows on their way back: the plan's sides change places."""
-    return PackedSwap(mesh, _box_views(grad, plan.receives, margins), _box_shapes(plan.sends), grad)
+    return PackedSwap(mesh, _box_views(grad, plan.receives, margins), _box_shapes(plan.sends), grad, kind)
 
 
 def _add_kept(out: Tensor, grad: Tensor, plan: ExchangePlan, margins: CutMargins | None = None) -> None:
@@ -110,25 +129,62 @@ def _add_returned(out: Tensor, plan: ExchangePlan, swap: PackedSwap) -> None:
 
 
 def _exchange_forward(
-    x: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None, fill: float
+    x: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None, kind: str, fill: float
 ) -> Tensor:
     if plan.is_slice and margins is None:
         return _box_view(x, plan.kept[0].taken)
-    swap = _start_fetch(x, plan, mesh)
+    # messages leave before the target is made: its allocation and the rows at hand are hidden behind them
+    swap = _start_fetch(x, plan, mesh, kind)
     grown = margins or ((0, 0),) * len(plan.target_shape)
     shape = [n + low + high for n, (low, high) in zip(plan.target_shape, grown, strict=True)]
-    out = x.new_empty(shape) if margins is None else x.new_full(shape, fill)
+    out = _empty_of_format(x, shape, memory_format_of(x))
+    if margins is not None:
+        out.fill_(fill)
     _finish_fetch(out, x, plan, swap, margins)
     return out
 
 
-def _exchange_backward(grad: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None) -> Tensor:
-    swap = _start_return(grad, plan, mesh, margins)
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """Whether the channels of a tensor lie side by side, as those of channels-last images and volumes do, slices of
+    them too.
+    """
+    if x.ndim in _CHANNELS_LAST and x.shape[1] > 1 and x.stride(1) == 1:
+        # torch's own sense of it: strides that fall as they do when channels come last
+        order = (0, *range(2, x.ndim), 1)
+        strides = [x.stride(d) for d in order if x.shape[d] != 1]
+        if strides == sorted(strides, reverse=True):
+            return _CHANNELS_LAST[x.ndim]
+    return torch.contiguous_format
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _empty_of_format(x: Tensor, shape: Sequence[int], memory_format: torch.memory_format) -> Tensor:
+    fits = memory_format == _CHANNELS_LAST.get(len(shape))
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format if fits else None)
+
+
+def _exchange_backward(
+    grad: Tensor,
+    plan: ExchangePlan,
+    mesh: DeviceMesh,
+    margins: CutMargins | None,
+    kind: str,
+    memory_format: torch.memory_format,
+) -> Tensor:
+    """The gradient of what was exchanged, in the tensor's own `memory_format`, whatever that of `grad` is: torch's norms
+    are wrong about some.
+    """
+    debug.compare_calls(mesh, f"gradient of {kind}", plan.layouts)
+    swap = _start_return(grad, plan, mesh, margins, kind)
+    # the gradient of what was kept is a view where nothing is added to it; else in memory of its own, for autograd may
+    # hand the same gradient to others
     if plan.keeps_all:
         kept = _box_view(grad, plan.kept[0].placed, margins)
-        out = kept if plan.is_local else kept.clone(memory_format=torch.contiguous_format)
+        out = kept if plan.is_local else kept.clone(memory_format=memory_format)
     else:
-        out = grad.new_zeros(plan.source_shape)
+        out = _empty_of_format(grad, plan.source_shape, memory_format).zero_()
         _add_kept(out, grad, plan, margins)
     _add_returned(out, plan, swap)
     return out
@@ -137,25 +193,37 @@ def _exchange_backward(grad: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margi
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None, fill: float
+        ctx: Any, x: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None, kind: str, fill: float
     ) -> Tensor:
-        ctx.how = plan, mesh, margins
-        return _exchange_forward(x, plan, mesh, margins, fill)
+        ctx.how = plan, mesh, margins, kind, memory_format_of(x)
+        debug.compare_calls(mesh, kind, fill, plan.layouts)
+        return _exchange_forward(x, plan, mesh, margins, kind, fill)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _ExchangeAdjoint.apply(grads[0], *ctx.how), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        if not torch.is_grad_enabled():
+            return _exchange_backward(grads[0], *ctx.how), None, None, None, None, None
+        # a Function of its own, so that a gradient of the gradient is an exchange again
+        return _ExchangeAdjoint.apply(grads[0], *ctx.how), None, None, None, None, None
 
 
 class _ExchangeAdjoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None) -> Tensor:
-        ctx.how = plan, mesh, margins
-        return _exchange_backward(grad, plan, mesh, margins)
+    def forward(
+        ctx: Any,
+        grad: Tensor,
+        plan: ExchangePlan,
+        mesh: DeviceMesh,
+        margins: CutMargins | None,
+        kind: str,
+        memory_format: torch.memory_format,
+    ) -> Tensor:
+        ctx.how = plan, mesh, margins, kind
+        return _exchange_backward(grad, plan, mesh, margins, kind, memory_format)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(grads[0], *ctx.how, 0.0), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return _Exchange.apply(grads[0], *ctx.how, 0.0), None, None, None, None, None
 
 
 def _checked_plan(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> ExchangePlan:
@@ -179,7 +247,7 @@ def _check_local_tensor(local: Tensor, source: Layout, shape: tuple[int, ...], m
     """This rank's tensor alone may be wrong: the others then wait, but not for a first connection."""
     comm.connect_ranks(mesh)
     if tuple(local.shape) != shape:
-        raise ShardingError(
+        raise RanksDifferError(
             f"the rank at {mesh_coordinate(mesh)} has a local tensor of shape {tuple(local.shape)}, "
             f"but {source} gives it {shape}"
         )
@@ -192,6 +260,7 @@ def exchange_rows(
     mesh: DeviceMesh,
     margins: CutMargins | None = None,
     fill: float = 0.0,
+    kind: str = "exchange",
 ) -> Tensor:
     """Each rank gives its source box and gets its target box; rows that several ranks need are sent to each of them.
 
@@ -201,19 +270,30 @@ def exchange_rows(
 
     *Shapes*: global source.shape = target.shape; per rank ``source.held`` -> ``target.held`` plus margins.
     *Sends*: forward the rows that others need and this rank owns, one message a pair of ranks; backward the reverse.
+    Counted as `kind`.
     *Raises*: `ShardingError` for layouts of different shapes, meshes or cut axes, or that do not fit `mesh` or `local`.
     """
+    if source is target and margins is None:
+        _check_layouts(source, target, mesh)
+        _check_local_tensor(local, source, source.local_shape(mesh_coordinate(mesh)), mesh)
+        return local
+    # where an axis begins or ends to cut, copies become parts: the gradient is then no plain sum over who took a row
     if set(source.cut_axes) != set(target.cut_axes):
         raise ShardingError(f"exchange from {source} to {target} would change what is replicated; use redistribute")
     todo = _checked_plan(local, source, target, mesh)
+    if source == target and margins is None:
+        return local
     margins = _checked_margins(margins, source, fill, local.dtype)
-    if margins is None and todo.is_slice and todo.keeps_all:
+    # nothing moves here; between other ranks something may, or they have margins where this one has none, and when
+    # debugging they want to hear of this one
+    is_quiet = margins is None and todo.is_slice and not debug.IS_DEBUGGING
+    if is_quiet and todo.keeps_all:
         return local
     cells = local.reshape(todo.source_shape)
-    if margins is None and todo.is_slice:
+    if is_quiet:
         out = _box_view(cells, todo.kept[0].taken)
     else:
-        out = cast(Tensor, _Exchange.apply(cells, todo, mesh, margins, fill))
+        out = cast(Tensor, _Exchange.apply(cells, todo, mesh, margins, kind, fill))
     return out if out.ndim == source.ndim else out.reshape(_flattened_sizes(out.shape, source.groups))
 
 
@@ -223,9 +303,14 @@ def _checked_margins(margins: CutMargins | None, source: Layout, fill: float, dt
         return None
     if not math.isfinite(fill) and not (dtype.is_floating_point or dtype.is_complex):
         raise ShardingError(f"fill={fill} does not exist in {dtype}; cast the tile to a floating dtype first")
+    return margins if _has_margins(margins, source) else None
+
+
+@lru_cache(maxsize=4096)
+def _has_margins(margins: CutMargins, source: Layout) -> bool:
     if len(margins) != len(source.cuts) or any(min(pair) < 0 for pair in margins):
         raise ShardingError(f"margins {margins} must be two row counts >= 0 for each of the {len(source.cuts)} cuts")
-    return margins if any(low or high for low, high in margins) else None
+    return any(low or high for low, high in margins)
 
 
 def _flattened_sizes(sizes: Sequence[int], groups: Sequence[int]) -> list[int]:
@@ -240,6 +325,7 @@ class AsyncExchange:
     """
 
     def __init__(self, x: Tensor, source: Layout, targets: Sequence[Layout], mesh: DeviceMesh) -> None:
+        debug.compare_calls(mesh, "exchange", source, *targets)
         self._todo = [_checked_plan(x, source, target, mesh) for target in targets]
         self._cells = [x.reshape(todo.source_shape) for todo in self._todo]
         self._swaps = [_start_fetch(cells, todo, mesh) for cells, todo in zip(self._cells, self._todo, strict=True)]
@@ -248,7 +334,7 @@ class AsyncExchange:
         """The boxes, in the order of the targets."""
         found: list[Tensor] = []
         for cells, todo, swap in zip(self._cells, self._todo, self._swaps, strict=True):
-            out = cells.new_empty(todo.target_shape)
+            out = _empty_of_format(cells, todo.target_shape, memory_format_of(cells))
             _finish_fetch(out, cells, todo, swap)
             found.append(out.reshape(todo.target_tile))
         return found
@@ -261,6 +347,7 @@ class AsyncExchangeAdjoint:
 
     def __init__(self, grads: Sequence[Tensor], source: Layout, targets: Sequence[Layout], mesh: DeviceMesh) -> None:
         here = mesh_coordinate(mesh)
+        debug.compare_calls(mesh, "gradient of an exchange", source, *targets)
         self._todo = [plan_exchange(source, target, here) for target in targets]
         self._grads = [grad.reshape(todo.target_shape) for grad, todo in zip(grads, self._todo, strict=True)]
         self._swaps = [_start_return(grad, todo, mesh) for grad, todo in zip(self._grads, self._todo, strict=True)]
@@ -280,27 +367,31 @@ class _Redistribute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> Tensor:
-        ctx.how = target, source, mesh
+    def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, kind: str) -> Tensor:
+        ctx.how = target, source, mesh, kind
+        debug.compare_calls(mesh, "redistribute", source, target)
         todo = plan_exchange(source, target, mesh_coordinate(mesh))
-        out = _exchange_forward(x, todo, mesh, None, 0.0)
+        out = _exchange_forward(x, todo, mesh, None, kind, 0.0)
         # a piece of a whole tensor must not keep the whole alive
-        return out.clone(memory_format=torch.contiguous_format) if todo.is_slice and not todo.keeps_all else out
+        return out.clone(memory_format=memory_format_of(x)) if todo.is_slice and not todo.keeps_all else out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Redistribute.apply(grads[0], *ctx.how), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _Redistribute.apply(grads[0], *ctx.how), None, None, None, None
 
 
-def redistribute_rows(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> Tensor:
+def redistribute_rows(
+    local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, kind: str = "exchange"
+) -> Tensor:
     """From any layout of an array to any other: other cut points, dims or axes, gathered or cut, with or without halo.
 
     *Shapes*: global unchanged; per rank ``source.held`` -> ``target.held``.
-    *Sends*: forward the rows that others need and this rank owns; backward likewise from target to source.
+    *Sends*: forward the rows that others need and this rank owns; backward likewise from target to source.  Counted as
+    `kind`.
     *Raises*: `ShardingError` for layouts of different shapes or meshes, or that do not fit `mesh` or `local`.
     """
     if set(source.cut_axes) == set(target.cut_axes):
-        return exchange_rows(local, source, target, mesh)
+        return exchange_rows(local, source, target, mesh, kind=kind)
     # Four ranks, from 2 x 2 pieces by lat and lon to two by lat alone, with halos: a row of a halo has several holders
     # and one owner, so halos are dropped first (no message), owned rows move (each rank's half to the other one along
     # lon), and the new halo comes from its neighbours along lat.
@@ -309,7 +400,7 @@ def redistribute_rows(local: Tensor, source: Layout, target: Layout, mesh: Devic
     _check_layouts(source, target, mesh)
     check_exchange(source, target)
     _check_local_tensor(local, source, source.local_shape(mesh_coordinate(mesh)), mesh)
-    owned = exchange_rows(local, source, bare_source, mesh)
+    owned = exchange_rows(local, source, bare_source, mesh, kind=kind)
     todo = plan_exchange(bare_source, bare_target, mesh_coordinate(mesh))
-    moved = cast(Tensor, _Redistribute.apply(owned.reshape(todo.source_shape), bare_source, bare_target, mesh))
-    return exchange_rows(moved.reshape(todo.target_tile), bare_target, target, mesh)
+    moved = cast(Tensor, _Redistribute.apply(owned.reshape(todo.source_shape), bare_source, bare_target, mesh, kind))
+    return exchange_rows(moved.reshape(todo.target_tile), bare_target, target, mesh, kind=kind)

@@ -1,10 +1,10 @@
 """From each rank's part of a gradient to the whole one: buckets of parameters, reduced while the backward pass goes on.
 
 A parameter whose gradient is going to be averaged is *marked*: where it meets a Tile its part is scaled up by the
-number of ranks (`jigsaw.ops.pointwise.plain_operand`), so that the mean over the ranks is the gradient.  Where it meets
-only plain tensors, which every rank holds alike, each rank has the whole gradient, and the mean leaves it as it is.  A
-sum would count that P times, and would count again what an earlier backward pass had reduced already; the mean is
-right for both.
+number of ranks (`jigsaw.ops.plain_operands`), so that the mean over the ranks is the gradient.  Where it meets only
+plain tensors, which every rank holds alike, each rank has the whole gradient, and the mean leaves it as it is.  A sum
+would count that P times, and would count again what an earlier backward pass had reduced already; the mean is right for
+both.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.mesh import axes_of_mesh, ranks_along
-from jigsaw.ops.pointwise import AVERAGED_MARK
+from jigsaw.ops.plain_operands import AVERAGED_MARK
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 
@@ -54,6 +54,7 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
 
 
 def _mark_parameter(parameter: nn.Parameter, ranks: int) -> None:
+    # along the axes that cut a DTensor its gradient is complete already: it is averaged over the others alone
     cut = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
     setattr(parameter, AVERAGED_MARK, max(ranks // cut, 1))
 
@@ -88,6 +89,8 @@ class GradientBucket:
 
         bfloat16 and float16 are summed in float32; frozen parameters stay behind.
         """
+        # decided by requires_grad, which ranks have alike, never by whether there is a gradient: they must all sum the
+        # same number of elements.  A flag tells apart a gradient of zeros and none.
         self.sent = [p for p in self.parameters if p.requires_grad]
         self.pending, self.flat, self.late = comm.PendingWork((), ()), None, False
         if self.sent:
@@ -233,6 +236,7 @@ class GradientReducer:
         if task != self._task:
             self._task = task
             Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
+        # buckets leave in their order, so that two ranks that fill them in different orders still meet
         bucket.arrived.add(parameter)
         bucket.late = bucket.pending is not None
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
@@ -246,6 +250,7 @@ class GradientReducer:
     def _finish(self) -> None:
         if self._next == 0 and not any(b.arrived for b in self._buckets):
             return  # a backward pass inside this one has finished it all
+        # those that this rank did not fill: others did, perhaps, and wait for it
         while self._next < len(self._buckets):
             self._launch_next()
         with torch.no_grad():

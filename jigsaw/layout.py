@@ -10,242 +10,37 @@ Words: an *axis* is a mesh axis (``"lat"``, ``"data"``), a *dim* is a tensor dim
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
-from operator import index
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise, product
 from typing import Any, TypeVar, cast
 
-Interval = tuple[int, int]
-Box = tuple[Interval, ...]
+from jigsaw.cut import (
+    Box,
+    Cut,
+    FrozenValue,
+    ShardingError,
+    SplitRule,
+    box_shape,
+    check_split_rule,
+    cut_points,
+    whole_dim,
+)
+
 MeshCoordinate = tuple[int, ...]
 AxisSizes = tuple[tuple[str, int], ...]
 DimSpec = None | str | Sequence[str]
 LayoutSpec = Sequence[DimSpec]
-SplitRule = str | Sequence[int]
 T = TypeVar("T")
-
-
-class ShardingError(ValueError):
-    """What cannot be answered exactly: a layout, a mesh, an operation.
-
-    Raised alike on every rank, before any communication.
-    """
-
-
-def box_slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
-    """What picks a box out of memory that holds the whole array, or the box `within`."""
-    lows = [0] * len(box) if within is None else [low for low, _ in within]
-    return tuple(slice(a - low, b - low) for (a, b), low in zip(box, lows, strict=True))
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
-def box_elements(box: Box) -> int:
-    """The number of elements of a box."""
-    return math.prod(box_shape(box))
-
-
-def interval_overlap(a: Interval, b: Interval) -> Interval:
-    """What two intervals share; an empty interval where nothing."""
-    start = max(a[0], b[0])
-    return start, max(start, min(a[1], b[1]))
-
-
-def box_overlap(a: Box, b: Box) -> Box:
-    """What two boxes share; an empty interval along each dim in which they share nothing."""
-    return tuple(interval_overlap(x, y) for x, y in zip(a, b, strict=True))
-
-
-def cut_points(size: int, pieces: int, split: SplitRule = "balanced", align: int = 1) -> tuple[int, ...]:
-    """Where `size` rows are cut into `pieces`: ``pieces + 1`` non-decreasing points from 0 to `size`.
-
-    - ``"balanced"``: piece sizes differ by at most one `align`-block, larger ones first (721/8 = 91 + 7x90);
-    - ``"chunk"``: `torch.chunk`'s rule, ceil(size / pieces) rows until they run out (721/8 = 7x91 + 84);
-    - a sequence: explicit points, checked.
-
-    `align` keeps every inner point at a multiple of `align` (patches, strides); then `size` must be one too.
-
-    Raises: `ShardingError` naming the size, the pieces and the rule that they break.
-    """
-    _check_split_rule(pieces, split, align)
-    if size < 0 or pieces < 1:
-        raise ShardingError(
-            f"cannot cut {size} rows into {pieces} pieces of {align}-row blocks: need size >= 0, pieces >= 1"
-        )
-    if not isinstance(split, str):
-        return _explicit_points(size, pieces, tuple(index(p) for p in split), align)
-    if size % align:
-        raise ShardingError(
-            f"cannot cut {size} rows into {pieces} pieces of whole {align}-row blocks; "
-            f"pad to {-(-size // align) * align} rows or choose an align that divides {size}"
-        )
-    blocks = size // align
-    if split == "balanced":
-        base, extra = divmod(blocks, pieces)
-        return tuple(align * (i * base + min(i, extra)) for i in range(pieces + 1))
-    step = -(-blocks // pieces)
-    return tuple(align * min(i * step, blocks) for i in range(pieces + 1))
-
-
-def _check_split_rule(pieces: int, split: Any, align: Any) -> None:
-    """Raises: `ShardingError` for a `split` or `align` that would be wrong for any size."""
-    if not _is_integer(align) or align < 1:
-        raise ShardingError(f"align={align!r} must be a whole number, 1 or more: the rows of a block that is not cut")
-    if isinstance(split, str) or not isinstance(split, Collection):
-        known = split in ("balanced", "chunk")
-    else:
-        known = all(map(_is_integer, cast(Collection[Any], split)))
-    if not known:
-        raise ShardingError(
-            f"split={split!r} is not a rule: use 'balanced', 'chunk' or {pieces + 1} explicit cut points"
-        )
-
-
-def _is_integer(value: Any) -> bool:
-    try:
-        index(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _explicit_points(size: int, pieces: int, points: tuple[int, ...], align: int) -> tuple[int, ...]:
-    rising = all(a <= b for a, b in pairwise(points))
-    if len(points) != pieces + 1 or not rising or points[0] != 0 or points[-1] != size:
-        raise ShardingError(
-            f"cut points {points} must be {pieces + 1} non-decreasing integers from 0 to {size}, for {pieces} pieces"
-        )
-    if any(p % align for p in points[1:-1]):
-        raise ShardingError(f"cut points {points} must be multiples of align={align}")
-    return points
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How one dim is cut: `points` by `axes` (major to minor), and what each piece holds.
-
-    ``held[i]`` is in *unwrapped* coordinates: on a periodic dim row -1 is row ``size - 1`` and an interval may
-    reach below 0 or beyond `size`.  Without a halo it equals the owned interval.
-
-    Where `wraps` is False, held rows beyond [0, size) are no rows of the array: a reader put there what its boundary
-    says (`jigsaw.io.series.boundary`).  They are `Tile.local`'s alone: views, copies and functions along other dims
-    carry them along, everything else leaves them out, and nothing takes them for a row of the array.
-
-    `source` remembers the cuts of the dim that a contraction made this one from, so that one that leads back to the
-    same size restores them (the tokens after a mixer's second linear lie where they did before its first).  It is part
-    of equality, for what is kept by layout (a stencil's plan has the layout of its result) must not hand out another
-    dim's memory; whether two tiles can meet is asked of `have_same_rows`.
-
-    Raises: `ShardingError` for points that fall or do not run from 0 to `size`, and for other than one held interval a
-    piece.
-
-    >>> cut = jigsaw.Cut(10, (0, 4, 7, 10), axes=("lat",))
-    >>> cut.pieces, cut.owned(1)
-    (3, (4, 7))
-    >>> cut.with_halo(1, 2, periodic=True).held
-    ((-1, 6), (3, 9), (6, 12))
-    """
-
-    size: int
-    points: tuple[int, ...]
-    axes: tuple[str, ...] = ()
-    held: tuple[Interval, ...] = ()
-    source: tuple[Cut, ...] = field(default=(), repr=False)
-    wraps: bool = True
-
-    def __post_init__(self) -> None:
-        _explicit_points(self.size, self.pieces, self.points, 1)
-        if not self.held:
-            object.__setattr__(self, "held", tuple(pairwise(self.points)))
-        if len(self.held) != self.pieces or any(start > stop for start, stop in self.held):
-            raise ShardingError(
-                f"held {self.held} must be one interval (start <= stop) for each of the {self.pieces} pieces "
-                f"that {self.points} make"
-            )
-
-    @property
-    def pieces(self) -> int:
-        return len(self.points) - 1
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether more than one piece exists; a dim cut by axes of size 1 is whole."""
-        return len(self.points) > 2
-
-    @property
-    def has_halo(self) -> bool:
-        return any(self.held[i] != self.owned(i) for i in range(self.pieces))
-
-    def owned(self, piece: int) -> Interval:
-        return self.points[piece], self.points[piece + 1]
-
-    def bare(self) -> Cut:
-        """The same cut without halo."""
-        return replace(self, held=(), wraps=True)
-
-    def has_same_rows(self, other: Cut) -> bool:
-        """Whether every piece owns the same rows on the same ranks, whatever it holds and the dim was made from."""
-        return (self.size, self.points, self.axes) == (other.size, other.points, other.axes)
-
-    def holding(self, held: Sequence[Interval]) -> Cut:
-        return replace(self, held=tuple(held), wraps=True)
-
-    def inside(self, piece: int) -> Interval:
-        """The rows of the array that a piece holds: all but rows beyond an end that does not wrap."""
-        return self.held[piece] if self.wraps else self.between_ends(piece)
-
-    def between_ends(self, piece: int) -> Interval:
-        """What a piece holds in [0, size), for operations that do not take the dim for a circle."""
-        start, stop = self.held[piece]
-        return max(start, 0), min(stop, self.size)
-
-    def uncut(self) -> Cut:
-        return whole_dim(self.size)
-
-    def with_halo(self, below: int, above: int, periodic: bool = False) -> Cut:
-        """Hold `below` and `above` rows more; clipped at the ends of a dim that is not periodic.
-
-        Raises: `ShardingError` when a margin is negative or wider than the dim.
-        """
-        if min(below, above) < 0 or max(below, above) > self.size:
-            raise ShardingError(
-                f"halo ({below}, {above}) must lie within 0..{self.size}, the size of the dim that it extends"
-            )
-
-        def grow(start: int, stop: int) -> Interval:
-            if start == stop:
-                return start, stop
-            wide = start - below, stop + above
-            return wide if periodic else (max(wide[0], 0), min(wide[1], self.size))
-
-        return self.holding([grow(*self.owned(i)) for i in range(self.pieces)])
-
-    def with_beyond(self, below: int, above: int) -> Cut:
-        """Hold `below` and `above` rows more, also beyond the ends of a dim that does not wrap."""
-        wide, ended = self.with_halo(below, above, periodic=True), self.with_halo(below, above)
-        return replace(wide, wraps=wide.held == ended.held)
-
-
-def have_same_rows(group: Sequence[Cut], other: Sequence[Cut]) -> bool:
-    """Whether two tensor dims lie on the ranks alike, so that their tiles can meet without a message."""
-    return len(group) == len(other) and all(a.has_same_rows(b) for a, b in zip(group, other, strict=True))
-
-
-def whole_dim(size: int) -> Cut:
-    """A dim that nothing cuts."""
-    return Cut(size, (0, size))
 
 
 def _entry_axes(entry: DimSpec) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, eq=False)
+class Layout(FrozenValue):
     """How a global array is cut over a mesh.
 
     `cuts` has one entry a dim.  Dims that were flattened together (the tokens of a lat x lon tile) stay
@@ -311,35 +106,48 @@ class Layout:
             except ShardingError as error:
                 raise ShardingError(f"dim {dim} of shape {tuple(shape)}, spec {entry!r}: {error}") from None
             cuts.append(cut)
-        return cls(tuple(cuts), tuple(sizes.items()))
+        return cls.from_dims([(cut,) for cut in cuts], tuple(sizes.items()))
 
     # -- shape ----------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def ndim(self) -> int:
         return len(self.groups)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
-        return tuple(math.prod(c.size for c in self.dim(d)) for d in range(self.ndim))
+        return tuple(math.prod(c.size for c in group) for group in self._dims)
+
+    @cached_property
+    def _dims(self) -> tuple[tuple[Cut, ...], ...]:
+        ends = tuple(accumulate(self.groups, initial=0))
+        return tuple(self.cuts[first:end] for first, end in pairwise(ends))
 
     def dim(self, dim: int) -> tuple[Cut, ...]:
         """The cuts that make up a tensor dim: one, unless dims were flattened together."""
-        first = sum(self.groups[:dim])
-        return self.cuts[first : first + self.groups[dim]]
+        return self._dims[dim]
 
     def dims(self) -> tuple[tuple[Cut, ...], ...]:
-        return tuple(self.dim(d) for d in range(self.ndim))
+        return self._dims
 
     @classmethod
     def from_dims(cls, dims: Sequence[Sequence[Cut]], axes: AxisSizes) -> Layout:
-        return cls(tuple(c for group in dims for c in group), axes, tuple(len(group) for group in dims))
+        return _made_layout(tuple(map(tuple, dims)), axes)
 
     def is_cut(self, dim: int) -> bool:
-        return any(c.is_cut for c in self.dim(dim))
+        return self._are_cut[dim]
 
-    @property
+    @cached_property
+    def _are_cut(self) -> tuple[bool, ...]:
+        return tuple(any(c.is_cut for c in group) for group in self._dims)
+
+    @cached_property
+    def complete_dims(self) -> tuple[bool, ...]:
+        """For each dim whether every rank has all its rows, each once: nothing cuts it, and it has no halo."""
+        return tuple(not any(c.is_cut or c.has_halo for c in group) for group in self._dims)
+
+    @cached_property
     def cut_dims(self) -> tuple[int, ...]:
         return tuple(d for d in range(self.ndim) if self.is_cut(d))
 
@@ -347,13 +155,13 @@ class Layout:
         """The mesh axes that cut a dim."""
         return tuple(a for c in self.dim(dim) for a in c.axes)
 
-    @property
+    @cached_property
     def cut_axes(self) -> tuple[str, ...]:
         """The mesh axes that cut any dim, in mesh order."""
         used = {a for c in self.cuts for a in c.axes}
         return tuple(name for name, size in self.axes if name in used and size > 1)
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """How many ranks hold the same tile."""
         return math.prod(size for name, size in self.axes if name not in self.cut_axes)
@@ -364,19 +172,31 @@ class Layout:
         named = (self.dim_axes(d) for d in range(self.ndim))
         return tuple(None if not a else a[0] if len(a) == 1 else a for a in named)
 
-    @property
+    @cached_property
     def has_halo(self) -> bool:
         return any(c.has_halo for c in self.cuts)
 
     def without_halo(self) -> Layout:
-        return replace(self, cuts=tuple(c.bare() for c in self.cuts)) if self.has_halo else self
+        return self._without_halo
+
+    @cached_property
+    def _without_halo(self) -> Layout:
+        if not self.has_halo:
+            return self
+        return Layout.from_dims([[c.bare() for c in group] for group in self._dims], self.axes)
 
     def without_beyond(self) -> Layout:
         """The same without rows beyond an end that does not wrap."""
+        return self._without_beyond
+
+    @cached_property
+    def _without_beyond(self) -> Layout:
         if all(c.wraps for c in self.cuts):
             return self
-        kept = (c if c.wraps else c.holding([c.inside(i) for i in range(c.pieces)]) for c in self.cuts)
-        return replace(self, cuts=tuple(kept))
+        kept = [
+            [c if c.wraps else c.holding([c.inside(i) for i in range(c.pieces)]) for c in group] for group in self._dims
+        ]
+        return Layout.from_dims(kept, self.axes)
 
     # -- who has what ---------------------------------------------------------------------------------------------
 
@@ -400,6 +220,7 @@ class Layout:
 
     def piece(self, cut: Cut, coord: MeshCoordinate) -> int:
         """Which piece of `cut` a coordinate has."""
+        # mixed radix, major axis first: of (lat, lon) = 2 x 3 the rank at (1, 2) has piece 1 * 3 + 2
         at = {name: c for (name, _), c in zip(self.axes, coord, strict=True)}
         flat = 0
         for axis in cut.axes:
@@ -416,33 +237,22 @@ class Layout:
 
     def local_shape(self, coord: MeshCoordinate) -> tuple[int, ...]:
         """The shape of the local tensor at a coordinate, halo included, an entry a tensor dim."""
-        extents = box_shape(self.held(coord))
-        shape: list[int] = []
-        for count in self.groups:
-            shape.append(math.prod(extents[:count]))
-            extents = extents[count:]
-        return tuple(shape)
+        return _local_shape(self, coord)
 
     # -- derived layouts ------------------------------------------------------------------------------------------
 
     def replace_dim(self, dim: int, *cuts: Cut) -> Layout:
-        dims = list(self.dims())
-        dims[dim] = cuts
-        return Layout.from_dims(dims, self.axes)
+        return _with_dim_replaced(self, dim, cuts)
 
     def permute(self, order: Sequence[int]) -> Layout:
-        return Layout.from_dims([self.dim(d) for d in order], self.axes)
+        return _permuted(self, tuple(order))
 
     def drop(self, dims: Sequence[int], keepdim: bool = False) -> Layout:
         """The layout after the dims (which may be negative) were reduced away, or to size 1."""
-        gone = {d % self.ndim for d in dims}
-        kept = [(whole_dim(1),) if d in gone else self.dim(d) for d in range(self.ndim) if keepdim or d not in gone]
-        return Layout.from_dims(kept, self.axes)
+        return _without_dims(self, tuple(dims), keepdim)
 
     def insert(self, dim: int, size: int = 1) -> Layout:
-        dims = list(self.dims())
-        dims.insert(dim, (whole_dim(size),))
-        return Layout.from_dims(dims, self.axes)
+        return _with_dim_inserted(self, dim, size)
 
     def __str__(self) -> str:
         def show(group: tuple[Cut, ...]) -> str:
@@ -451,13 +261,57 @@ class Layout:
         return "[" + ", ".join(show(g) for g in self.dims()) + "]"
 
 
+@lru_cache(maxsize=4096)
+def _made_layout(dims: tuple[tuple[Cut, ...], ...], axes: AxisSizes) -> Layout:
+    """One object for the layouts that functions derive anew at each call, so that what they are asked is answered
+    once, and comparing them takes no time.
+    """
+    return Layout(tuple(c for group in dims for c in group), axes, tuple(map(len, dims)))
+
+
+# each derived layout is found by one look: functions on tiles ask for the same ones at every call
+
+
+@lru_cache(maxsize=4096)
+def _with_dim_replaced(layout: Layout, dim: int, cuts: tuple[Cut, ...]) -> Layout:
+    dims = list(layout.dims())
+    dims[dim] = cuts
+    return Layout.from_dims(dims, layout.axes)
+
+
+@lru_cache(maxsize=4096)
+def _permuted(layout: Layout, order: tuple[int, ...]) -> Layout:
+    return Layout.from_dims([layout.dim(d) for d in order], layout.axes)
+
+
+@lru_cache(maxsize=4096)
+def _without_dims(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> Layout:
+    gone = {d % layout.ndim for d in dims}
+    kept = [(whole_dim(1),) if d in gone else layout.dim(d) for d in range(layout.ndim) if keepdim or d not in gone]
+    return Layout.from_dims(kept, layout.axes)
+
+
+@lru_cache(maxsize=4096)
+def _with_dim_inserted(layout: Layout, dim: int, size: int) -> Layout:
+    dims = list(layout.dims())
+    dims.insert(dim, (whole_dim(size),))
+    return Layout.from_dims(dims, layout.axes)
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(layout: Layout, coord: MeshCoordinate) -> tuple[int, ...]:
+    extents = iter(box_shape(layout.held(coord)))
+    return tuple(math.prod(next(extents) for _ in range(count)) for count in layout.groups)
+
+
 def _cut_dim(size: int, axes: tuple[str, ...], sizes: Mapping[str, int], split: SplitRule, align: int) -> Cut:
     """One dim, cut by those of `axes` that have more than one place."""
     named = tuple(a for a in axes if sizes.get(a, 1) > 1)
+    # an axis of size 1 cuts nothing and is left out, so that layouts of one rank and of none named compare equal
     if size < 0 or (axes and not named and not isinstance(split, str)):
         cut_points(size, 1, split, align)  # raises: not an array, or points for other pieces
     if not named:
-        _check_split_rule(1, split, align)
+        check_split_rule(1, split, align)
         return whole_dim(size)
     return Cut(size, cut_points(size, math.prod(sizes[a] for a in named), split, align), named)
 

@@ -16,19 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw import comm
-from jigsaw.layout import (
-    Box,
-    Interval,
-    Layout,
-    MeshCoordinate,
-    ShardingError,
-    box_elements,
-    box_shape,
-    box_slices,
-    cut_points,
-    interval_overlap,
-)
+from jigsaw import comm, debug
+from jigsaw.cut import Box, Interval, ShardingError, box_elements, box_shape, box_slices, cut_points, interval_overlap
+from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.matmul_grid import OPERAND_DIMS, MatmulGrid, MatmulRing
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 
@@ -81,6 +71,7 @@ class _GridMatmul(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int
     ) -> Tensor:
+        debug.compare_calls(mesh, "matmul", grid.x, grid.w, grid.y)
         ctx.save_for_backward(x, w)
         ctx.engine = engine = MatmulEngine(grid, mesh, coord, chunk)
         return engine.product(engine.block("x", x), engine.block("w", w), "y")
@@ -92,6 +83,9 @@ class _GridMatmul(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, w = ctx.saved_tensors
         engine: MatmulEngine = ctx.engine
+        debug.compare_calls(engine.mesh, "gradient of a matmul", engine.grid.x, engine.grid.w, engine.grid.y)
+        # the gradient of Y is gathered once and kept where both products ask for it; X and W are gathered again, for
+        # keeping their blocks from the forward pass would be to hold them replicated
         for_x, for_w = ctx.needs_input_grad[:2]
         g = engine.block("y", grads[0], keep=for_x and for_w)
         dx = engine.product(g, engine.block("w", _conjugate(w)), "x") if for_x else None
@@ -269,6 +263,7 @@ def _partial_product(
                 continue
             left = _oriented_rows(a_part, a.name, r, at_a, {r: rows, inner: along})
             right = _oriented_rows(b_part, b.name, inner, at_b, {c: columns, inner: along})
+            # a product that covers the whole box needs no zeros to add to; alone, it needs no wider sum either
             if (rows, columns) == box and total is None:
                 alone = finish and along == (0, depth)
                 total = torch.mm(left, right) if alone else _multiply_wide(left, right, wide)

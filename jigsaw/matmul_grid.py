@@ -27,18 +27,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
-from jigsaw.layout import (
-    AxisSizes,
-    Box,
-    Cut,
-    Layout,
-    MeshCoordinate,
-    ShardingError,
-    SplitRule,
-    box_elements,
-    cut_points,
-    whole_dim,
-)
+from jigsaw.cut import Box, Cut, ShardingError, SplitRule, box_elements, cut_points, whole_dim
+from jigsaw.layout import AxisSizes, Layout, MeshCoordinate
 
 OPERAND_DIMS = {"x": "mk", "w": "nk", "y": "mn"}
 
@@ -72,6 +62,7 @@ class MatmulRing:
         """Elements that this rank receives when the block is reduce-scattered: every part but the one that it
         starts.
         """
+        # the sum that this rank starts is the one that ends at the rank before it, so that it goes all the way round
         return sum(map(box_elements, self.boxes)) - box_elements(self.boxes[(self.me - 1) % self.size])
 
 
@@ -247,6 +238,8 @@ class MatmulGrid:
         """Which of two operands passes through in parts while the other's block is kept: the one that moves, else the
         larger.
         """
+        # what moves anyhow arrives in parts; keeping the other costs one block of memory and saves asking for it again
+        # at each part
         moving = [name for name in (a, b) if self._moves(name)]
         return max(moving or (a, b), key=lambda name: math.prod(c.size / c.pieces for c in self.blocks(name)))
 
@@ -258,10 +251,12 @@ class MatmulGrid:
 
         A gathered block that is kept, two parts of what streams through, two of what is being reduced.
         """
+        # forward, then the gradients of X and of W: both need that of Y, which is gathered once and kept
         plans = (("x", "w", "y", ()), ("y", "w", "x", ("y",)), ("y", "x", "w", ("y",)))
         return max(self._transient(coord, a, b, out, kept) for a, b, out, kept in plans)
 
     def _transient(self, coord: MeshCoordinate, a: str, b: str, out: str, kept: Sequence[str]) -> int:
+        # while a result is reduced, its parts are asked for one by one, so both operands must be whole by then
         reducing = self._moves(out)
         held = 2 * _largest_part(self.ring(out, coord)) if reducing else 0
         for name in (a, b):
@@ -379,6 +374,8 @@ def choose_grid(grids: Iterable[MatmulGrid], memory: int | None = None) -> Matmu
             f"memory={memory} elements: every one of {len(every)} grids needs more; the least is {least}; raise "
             "memory or use more ranks"
         )
+    # ranks without work first (8 ranks over a K of 3 rows), then bytes: a grid that moves nothing because one rank does
+    # it all would win else
     return min(fitting, key=lambda g: (_work_imbalance(g), g.worst, _is_largest_moved(g), g.most_transient))
 
 

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from jigsaw.cut import ShardingError
 from jigsaw.launcher import torchrun_variables
-from jigsaw.layout import AxisSizes, MeshCoordinate, ShardingError
+from jigsaw.layout import AxisSizes, MeshCoordinate
 
 # The ranks through this one along each choice of axes: asked for by every message, and slow to ask of a mesh tensor.
 # Weak, so that neither a mesh nor a job that ended is kept alive.
@@ -136,13 +137,31 @@ def _leave_process_group(process: int) -> None:
 
 def axes_of_mesh(mesh: DeviceMesh) -> AxisSizes:
     """The names and sizes of the axes, in mesh order."""
+    known = mesh.__dict__.get(_AXES)
+    if known is not None:
+        return known
     names = mesh.mesh_dim_names
     if names is None:
         raise ShardingError(
             f"mesh of shape {tuple(mesh.shape)} has no axis names; "
             f"make it with jigsaw.init_mesh(lat=2, ...) or pass mesh_dim_names"
         )
-    return tuple(zip(names, mesh.shape, strict=True))
+    found = tuple(zip(names, mesh.shape, strict=True))
+    setattr(mesh, _AXES, found)  # asked several times in every function on tiles, and it never changes
+    return found
+
+
+def mesh_size(mesh: DeviceMesh) -> int:
+    """How many ranks the mesh has."""
+    known = mesh.__dict__.get(_SIZE)
+    if known is not None:
+        return known
+    found = mesh.size()
+    setattr(mesh, _SIZE, found)  # asked for every parameter, and counted anew by the mesh
+    return found
+
+
+_AXES, _SIZE = "_jigsaw_axes", "_jigsaw_size"
 
 
 def mesh_coordinate(mesh: DeviceMesh) -> MeshCoordinate:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from jigsaw import comm
+from jigsaw import comm, debug
+from jigsaw.agreement import checksum_of_bits
 from jigsaw.channel_parallel import cut_channels
+from jigsaw.cut import ShardingError
 from jigsaw.gradients import GradientReducer, axes_not_cutting, local_part, mark_averaged
-from jigsaw.layout import ShardingError
+from jigsaw.misuse import mark_replaced, warn_of_idle_axes
+from jigsaw.ops.whole_tensor import run_forward_whole
 from jigsaw.sharding import shard_model_weights as cut_weights
 from jigsaw.sharding import sharding_units
 
@@ -36,6 +40,7 @@ def parallelize(
     units: Sequence[nn.Module] | None = None,
     unit_bytes: int = 4 * _MIB,
     bucket_bytes: int = 25 * _MIB,
+    strict: bool = True,
 ) -> M:
     """Make ``loss.backward()`` give the gradient of the whole batch on every rank: g = mean over ranks of (n x part).
 
@@ -52,6 +57,10 @@ def parallelize(
       and compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks:
       ``DistributedDataParallel(model)``.
+
+    - ``strict=False`` lets the forward pass run a function that jigsaw cannot answer on tiles as they are cut on the
+      whole tensor, on every rank, exactly; it warns once for each line of what that costs.  By default it raises
+      `ShardingError`.  A loss outside the model is within ``jigsaw.strict_mode(False)`` likewise.
 
     Loss terms of parameters alone, several forward passes before one backward, accumulation with or without `no_sync`,
     frozen, unused and tied parameters are all exact: see docs/gradients.md.
@@ -73,19 +82,50 @@ def parallelize(
     ranks = mesh.size()
     _check_model(model, mesh)
     setattr(model, _DONE, True)
+    if not strict:
+        run_forward_whole(model)
     if ranks == 1:
         return model
     _start_alike(model, mesh)
+    made_before = list(model.parameters())
     cut_channels(model, mesh, channel)
+    model.register_forward_pre_hook(warn_of_idle_axes(mesh, _axes_of_weights(model)), with_kwargs=True)
     rest = dict(model.named_parameters())
     if shard_weights:
         rest = cut_weights(model, mesh, sharding_units(model, unit_bytes) if units is None else units)
+    mark_replaced(made_before, model.parameters())
     mark_averaged(model, ranks)
     if rest and reduce:
         reducer = GradientReducer(rest, mesh, bucket_bytes)
         object.__setattr__(model, _REDUCER, reducer)
         model.register_forward_pre_hook(reducer.begin)
+    if debug.IS_DEBUGGING:
+        model.register_forward_pre_hook(_compare_now_and_then(model, mesh))
     return model
+
+
+def _compare_now_and_then(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Module, Any], None]:
+    """Compare the parameters before the first forward pass and every so many after it."""
+    passes = count()
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if next(passes) % debug.hash_interval() == 0:
+            named = model.named_parameters()
+            sums = [(name, checksum_of_bits(local_part(p)), axes_not_cutting(p, mesh)) for name, p in named]
+            debug.compare_parameters(mesh, sums)
+
+    return hook
+
+
+def _axes_of_weights(model: nn.Module) -> set[str]:
+    """The mesh axes that cut parameters."""
+    cut = [p for p in model.parameters() if isinstance(p, DTensor)]
+    return {
+        name
+        for p in cut
+        for name, how in zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=False)
+        if not how.is_replicate()
+    }
 
 
 # -- before -----------------------------------------------------------------------------------------------------------

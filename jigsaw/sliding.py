@@ -17,20 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.cut import Box, Cut, Interval, box_elements, box_overlap, box_shape, box_slices, cut_points, whole_dim
 from jigsaw.errors import FieldError, PeerError
 from jigsaw.exchange import PackedSwap, redistribute_rows
-from jigsaw.layout import (
-    Box,
-    Cut,
-    Interval,
-    Layout,
-    box_elements,
-    box_overlap,
-    box_shape,
-    box_slices,
-    cut_points,
-    whole_dim,
-)
+from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
 
@@ -63,7 +53,7 @@ def sliding_window(
     - `blend`: ``"gaussian"`` weights a window's middle more, with a standard deviation of `sigma` x roi (weights below
       0.001 are 0.001), ``"constant"`` weighs all alike;
     - `fill`: what stands beyond a volume that is smaller than a window, half on either side;
-    - `windows`: ``"cut"``: each window is a tile, cut like the volume at multiples of `align`, so the model works as
+    - `windows`: ``"cut"``: each window is a tile, cut like the volume (at multiples of `align`), so the model works as
       it does in training and a window may be larger than a rank can hold; ``"dealt"``: each rank takes other windows,
       whole, near its own rows, so the layers send nothing: for a model of plain tensors whose window fits one rank.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from jigsaw.layout import Cut, Interval, ShardingError
+from jigsaw.cut import Cut, FrozenValue, Interval, ShardingError
 
 
 class StencilRule(Protocol):
@@ -42,8 +42,8 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@dataclass(frozen=True)
-class StencilWindow:
+@dataclass(frozen=True, eq=False)
+class StencilWindow(FrozenValue):
     """Output row o reads the input rows ``o * stride - below + k * dilation``, 0 <= k < kernel.
 
     `below` and `above` rows of padding are added at the ends; negative ones crop.  `ceil` is the pools' ``ceil_mode``.
@@ -86,11 +86,13 @@ class StencilWindow:
         return ceil_div(low + self.below, self.stride), (high + self.below - self.span) // self.stride + 1
 
     def point(self, at: int, n: int) -> int:
+        # the first window whose middle row is `at` or later: margins are as wide below as above, and a cut at a
+        # multiple of the stride stays one (8 rows cut at 4, kernel 3, stride 2, padding 1: 4 outputs cut at 2)
         return ceil_div(at + self.below - (self.span - 1) // 2, self.stride)
 
 
-@dataclass(frozen=True)
-class TransposedWindow:
+@dataclass(frozen=True, eq=False)
+class TransposedWindow(FrozenValue):
     """Input row i adds to the output rows ``i * stride - crop + k * dilation``, 0 <= k < kernel: a transposed
     convolution.
 
@@ -119,6 +121,8 @@ class TransposedWindow:
 
     def need(self, out: Interval, n: int) -> Interval:
         """Also such that the plain op on the needed rows covers `out`; never beyond [0, n), where nothing adds."""
+        # rows that add to an output: their first output is not beyond it and their last not before it.  The plain op
+        # on these rows also has to reach as far as `out`, else there would be nothing to narrow: hence min and max.
         start, stop = out[0] + self.crop, out[1] + self.crop
         low = min(ceil_div(start - self.span + 1, self.stride), start // self.stride)
         high = max((stop - 1) // self.stride, ceil_div(stop - self.span, self.stride)) + 1
@@ -127,6 +131,7 @@ class TransposedWindow:
 
     def reach(self, held: Interval, n: int) -> Interval:
         low, high = held
+        # from where the row before the first held one adds no more, to where the one after the last begins to
         start = max(low * self.stride, (low - 1) * self.stride + self.span)
         stop = min(high * self.stride, (high - 1) * self.stride + self.span)
         return start - self.crop, stop - self.crop
@@ -138,8 +143,8 @@ class TransposedWindow:
         return self.stride * (at + (rounded if shift > 0 else -rounded))
 
 
-@dataclass(frozen=True)
-class InterpolationTable:
+@dataclass(frozen=True, eq=False)
+class InterpolationTable(FrozenValue):
     """Output row o reads the input rows ``first[o] .. last[o]``, both included and both rising: interpolation."""
 
     first: tuple[int, ...]
@@ -152,14 +157,15 @@ class InterpolationTable:
         return self.first[out[0]], self.last[out[1] - 1] + 1
 
     def reach(self, held: Interval, n: int) -> Interval:
+        # both tables rise, so the first output that reads no row before `held` and the first that reads one beyond it
         return bisect_left(self.first, held[0]), bisect_left(self.last, held[1])
 
     def point(self, at: int, n: int) -> int:
         return ceil_div(at * len(self.first), n)
 
 
-@dataclass(frozen=True)
-class FoldedPadding:
+@dataclass(frozen=True, eq=False)
+class FoldedPadding(FrozenValue):
     """Output row o reads input row o - below, folded back into the dim at its ends: mirrored, or the end row itself."""
 
     below: int
@@ -183,6 +189,8 @@ class FoldedPadding:
         return n + self.below + self.above
 
     def need(self, out: Interval, n: int) -> Interval:
+        # where the dim is folded the reading turns back: of an interval that spans a fold, the ends alone do not tell
+        # the lowest and highest row (5 rows mirrored by 2: outputs 0 to 3 read 2, 1, 0, 1)
         turns = (self.below, self.below + n - 1)
         rows = [self.row(o, n) for o in (out[0], out[1] - 1, *(t for t in turns if out[0] <= t < out[1]))]
         return min(rows), max(rows) + 1
@@ -219,6 +227,7 @@ def derive_cut(cut: Cut, rule: StencilRule, wrap: bool = False, grow: tuple[int,
     """
     n, m = cut.size, rule.size(cut.size)
     points = tuple(0 if at <= 0 else m if at >= n else min(max(rule.point(at, n), 0), m) for at in cut.points)
+    # a circle of 10 rows under stride 4 gives 2 outputs that are 4 and 6 rows apart: no circle again
     closed = wrap and isinstance(rule, StencilWindow) and rule.stride * m == n
     held: list[Interval] = []
     needs: list[Interval] = []
@@ -245,6 +254,8 @@ def _held_output(
     if not wrap and low < high:  # nothing beyond an end of the dim is missing
         start, stop = (0 if low == 0 else start), (m if high == n else stop)
     want = owned[0] - grow[0], owned[1] + grow[1]
+    # what the halo suffices for is held too, so that a deep halo serves several layers; not where it is apart from the
+    # owned rows (a stride can leave a gap), for a piece holds one interval
     if start < stop and start <= want[1] and stop >= want[0]:
         want = min(want[0], start), max(want[1], stop)
     return want if closed else (max(want[0], 0), min(want[1], m))
@@ -255,6 +266,7 @@ def _inside_and_margins(need: Interval, n: int) -> tuple[Interval, tuple[int, in
     start, stop = need
     inside = min(max(start, 0), n), max(min(stop, n), 0)
     if inside[0] >= inside[1]:
+        # all of it is padding, below 0 or beyond n: an empty interval of rows, and the counts still add up
         low = max(min(stop, 0) - start, 0)
         at = min(max(start, 0), n)
         return (at, at), (low, stop - start - low)

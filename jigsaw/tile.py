@@ -1,28 +1,29 @@
 """`Tile`: a rank's part of a global tensor that behaves like the whole one.
 
-A plain frozen dataclass with ``__torch_function__`` (why not a subclass or a DTensor: docs/design.md).  Torch functions
-that meet a Tile are answered from one closed table, which the files of ops fill through `implements_torch` when jigsaw
-is imported; what the table does not know is refused on a cut dim.  Never a silent gather, never a silent local answer.
+A torch.Tensor for whoever asks, with ``__torch_function__`` (what it is for C++ code: `TensorShell`; why not a DTensor:
+docs/design.md).  Torch functions that meet a Tile are answered from one closed table, which the files of ops fill
+through `implements_torch` when jigsaw is imported; what the table does not know is refused on a cut dim.  Never a
+silent gather, never a silent local answer.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from types import MethodWrapperType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 
-from jigsaw.agreement import agree_on_arguments
-from jigsaw.elements import NoElementProtocols, is_in_subscript, refuse_element
+from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.exchange import redistribute_rows
-from jigsaw.layout import Layout, LayoutSpec, MeshCoordinate, ShardingError, SplitRule
-from jigsaw.mesh import axes_of_mesh, is_same_mesh, mesh_coordinate
+from jigsaw.layout import Layout, LayoutSpec, MeshCoordinate
+from jigsaw.mesh import is_same_mesh, mesh_coordinate, mesh_size
+from jigsaw.refusals import ArgumentKinds, answer_refusal, argument_kinds, spec_without
+from jigsaw.tensor_shell import TensorShell, make_shell
 
 TileHandler = Callable[..., Any]
 H = TypeVar("H", bound=TileHandler)
@@ -32,11 +33,14 @@ _rest_finders: list[Callable[[Any], TileHandler]] = []
 
 
 def implements_torch(*functions: Any) -> Callable[[H], H]:
-    """Answer these torch functions, and the tensor methods of the same name, with the decorated handler."""
+    """Answer these torch functions, and the tensor methods of the same name, with the decorated handler; an operator of
+    another package is named: ``"space::name"``.
+    """
 
     def register(handler: H) -> H:
         for function in functions:
             _handlers[function] = handler
+            _answers.clear()
             method = getattr(Tensor, getattr(function, "__name__", ""), None)
             if method is not None and getattr(torch, function.__name__, None) is function:
                 _handlers.setdefault(method, handler)
@@ -53,62 +57,113 @@ def implements_rest(find: Callable[[Any], TileHandler]) -> Callable[[Any], TileH
     return find
 
 
-def _handler_of(function: Any) -> TileHandler:
-    known = _handlers.get(function)
-    if known is None:
-        known = _handlers[function] = _rest_finders[0](function)
-    return known
+def watches_changes(find: Callable[[Any], Callable[..., Any] | None]) -> Callable[[Any], Any]:
+    """Let `find` say, for each function, what is called before it runs on tiles, with the function and its arguments,
+    or None (jigsaw.ops.apart_copies has the one).  That may raise, and returns what is called with the answer, or None.
+    """
+    _watcher_finders[:] = [find]
+    return find
+
+
+_watcher_finders: list[Callable[[Any], Callable[..., Any] | None]] = []
+
+# For each function, once it was called: its handler, which arguments must be a Tile (True) or must not be one, the
+# same by place (None: either), the names to look at twice, and what is called before it.
+_Answer = tuple[TileHandler, ArgumentKinds, tuple[bool | None, ...], frozenset[str], Callable[..., Any] | None]
+_answers: dict[Any, _Answer] = {}
+
+
+def _find_answer(function: Any) -> _Answer:
+    handler = _handlers.get(function) or _handlers.get(_operator_name(function))
+    if handler is None:
+        handler = _handlers[function] = _rest_finders[0](function)
+    kinds = argument_kinds(handler)
+    by_place = {place: is_tile for place, _, is_tile in kinds}
+    names = frozenset(("out", *_NUMPY_NAMES, *(name for _, name, is_tile in kinds if is_tile)))
+    places = tuple(map(by_place.get, range(_QUICK_PLACES)))
+    found = _answers[function] = handler, kinds, places, names, _watcher_finders[0](function)
+    return found
+
+
+def _operator_name(function: Any) -> str:
+    """The name of what a package registered with torch (``torch.ops.space.name``), without its overload."""
+    operators = torch._ops  # pyright: ignore[reportPrivateUsage]
+    is_operator = isinstance(function, (operators.OpOverload, operators.OpOverloadPacket))
+    return str(function).removesuffix(".default").replace(".", "::", 1) if is_operator else ""
 
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes for its own
+_HAS_AXIS = frozenset((torch.segment_reduce, torch.quantize_per_channel, torch.fake_quantize_per_channel_affine))
+_QUICK_PLACES = 16
+# taken as they are; a subclass of one of them, an array or a list is looked at more closely
+_GIVEN_KINDS = {Tensor, Parameter, torch.Size, *map(type, (0, 0.0, True, "", None, ..., slice(0), torch.int))}
 
 
 def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     """What the table answers, once the arguments are those of torch's own names and kinds.
 
-    *Raises*: `ShardingError` for ``out=``, and for a Tile or a plain tensor where the handler takes the other.
+    *Raises*: `ShardingError` for ``out=``, for a Tile or a plain tensor where the handler takes the other, and for a
+    tile out of a custom autograd.Function.
     """
+    handler, kinds, by_place, names, watcher = _answers.get(function) or _find_answer(function)
+    is_quick = len(args) <= _QUICK_PLACES
+    for value, is_tile in zip(args, by_place, strict=False):
+        kind = type(value)
+        if kind is Tile:
+            if value.local.grad_fn is None and torch.is_grad_enabled():
+                value.check_no_history()
+            is_quick = is_quick and is_tile is not False
+        elif is_tile or kind not in _GIVEN_KINDS:
+            is_sequence = not is_tile and (kind is tuple or kind is list)
+            is_quick = is_quick and is_sequence and all(type(v) in _GIVEN_KINDS for v in value)
+    if kwargs and not (names.isdisjoint(kwargs) and all(type(value) in _GIVEN_KINDS for value in kwargs.values())):
+        is_quick = False
+    if not is_quick:
+        args, kwargs = _as_arguments(function, args, kwargs)
+    finish = None if watcher is None else watcher(function, args, kwargs)
+    try:
+        if not is_quick:
+            _check_kinds(function, kinds, args, kwargs)
+        out = handler(*args, **kwargs)
+    except ShardingError as refusal:
+        out = answer_refusal(refusal, function, args, kwargs)
+    return out if finish is None else finish(out)
+
+
+def _as_arguments(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if kwargs.pop("out", None) is not None:
         raise ShardingError(
-            f"{getattr(function, '__name__', function)}(out=...) is not supported on tiles: a Tile is frozen; use the "
-            "result instead"
+            f"{getattr(function, '__name__', function)}(out=...) is not supported on tiles: a Tile is frozen; use "
+            f"the result instead: x = {getattr(function, '__name__', 'f')}(...), or x[...] = it for a Tile x"
         )
-    handler = _handler_of(function)
-    named = {_NUMPY_NAMES.get(name, name): _as_whole(value) for name, value in kwargs.items()}
-    args = tuple(map(_as_whole, args))
-    kinds = _kinds.get(handler)
-    if kinds is None:
-        kinds = _kinds[handler] = _kinds_of(handler)
-    for (name, kind), value in zip(kinds.items(), args, strict=False):
-        if kind is not None and isinstance(value, Tile) is not kind:
-            _refuse_kind(function, name, value)
-    for name, value in named.items():
-        kind = kinds.get(name)
-        if kind is not None and isinstance(value, Tile) is not kind:
-            _refuse_kind(function, name, value)
-    return handler(*args, **named)
+    other_names = {} if function in _HAS_AXIS else _NUMPY_NAMES
+    named = {other_names.get(name, name): _as_argument(value) for name, value in kwargs.items()}
+    return tuple(map(_as_argument, args)), named
 
 
-def _as_whole(value: Any) -> Any:
+def _check_kinds(function: Any, kinds: ArgumentKinds, args: Any, kwargs: dict[str, Any]) -> None:
+    for place, name, is_tile in kinds:
+        value = args[place] if place < len(args) else kwargs.get(name, _NOT_GIVEN)
+        if value is not _NOT_GIVEN and isinstance(value, Tile) is not is_tile:
+            _refuse_kind(function, name, value)
+
+
+_NOT_GIVEN = object()
+
+
+def _as_argument(value: Any) -> Any:
     """An array of numpy's that meets a tile is the whole one, as a plain tensor is."""
-    return torch.from_numpy(np.require(value, requirements=["C", "W"])) if isinstance(value, np.ndarray) else value
-
-
-# For each handler, its arguments in order: whether each must be a Tile (True), must not be one (False), or may (None).
-_kinds: dict[TileHandler, dict[str, bool | None]] = {}
-
-
-def _kinds_of(handler: TileHandler) -> dict[str, bool | None]:
-    """What the annotations of a handler say: `Tile`, something without one, or what may be either."""
-    found: dict[str, bool | None] = {}
-    for name, parameter in inspect.signature(handler).parameters.items():
-        says = str(parameter.annotation)
-        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if is_open or any(word in says for word in ("Any", "Tile |", "Weight", "Values", "Mask")):
-            found[name] = None
-        else:
-            found[name] = says == "Tile"
-    return found
+    if isinstance(value, Tile):
+        value.check_no_history()
+    elif isinstance(value, np.ndarray):
+        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, Tile):
+                item.check_no_history()
+            elif isinstance(item, np.ndarray) and type(value) is tuple:  # of an index
+                return tuple(map(_as_argument, value))
+    return value
 
 
 def _refuse_kind(function: Any, name: str, value: Any) -> NoReturn:
@@ -128,8 +183,7 @@ def _refuse_kind(function: Any, name: str, value: Any) -> NoReturn:
 def _any_operator(self: Any, *others: Any) -> Any: ...
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Tile(NoElementProtocols):
+class Tile(TensorShell):
     """The local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
 
     It shows the global view: ``shape``, reductions, broadcasting and indexing are those of the whole tensor.  Gradients
@@ -149,6 +203,17 @@ class Tile(NoElementProtocols):
     local: Tensor
     layout: Layout
     mesh: DeviceMesh
+    shape: torch.Size
+
+    if not TYPE_CHECKING:  # hides torch's own descriptors, so that what `__new__` stores is found
+        layout = shape = None
+
+    def __new__(cls, local: Tensor, layout: Layout, mesh: DeviceMesh) -> Tile:
+        shape = torch.Size(layout.shape)
+        tile = make_shell(cls, shape, local.dtype)
+        state = tile.__dict__
+        state["local"], state["layout"], state["mesh"], state["shape"] = local, layout, mesh, shape
+        return tile
 
     if TYPE_CHECKING:  # what a type checker sees of the operators that are set below
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _any_operator
@@ -160,10 +225,6 @@ class Tile(NoElementProtocols):
         __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __rand__ = __ror__ = __rxor__ = __pos__ = _any_operator
 
     # -- the global view ----------------------------------------------------------------------------------------------
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.layout.shape)
 
     @property
     def ndim(self) -> int:
@@ -179,44 +240,18 @@ class Tile(NoElementProtocols):
         return self.shape.numel()
 
     def __len__(self) -> int:
-        if is_in_subscript():
-            refuse_element(self.shape)  # plain[tile]: torch asks whether the index is a tuple, and then dispatches
         if not self.ndim:
             raise TypeError("len() of a 0-d tile")
         return self.shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.local.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.local.device
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.local.requires_grad
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.local.is_cuda
-
-    @property
-    def is_nested(self) -> bool:
-        return False
-
-    @property
-    def is_leaf(self) -> bool:
-        return self.local.is_leaf
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.local.itemsize
 
     @property
     def grad(self) -> Tile | None:
         """The gradient, as a tile: exact on the rows that this rank owns (halo rows hold this rank's part)."""
-        return None if self.local.grad is None else replace(self, local=self.local.grad)
-
-    @property
-    def mT(self) -> Any:
-        return self.transpose(-2, -1)
+        return None if self.local.grad is None else Tile(self.local.grad, self.layout, self.mesh)
 
     # -- where it sits ------------------------------------------------------------------------------------------------
 
@@ -234,15 +269,28 @@ class Tile(NoElementProtocols):
 
     def redistribute(
         self,
-        spec: LayoutSpec,
+        spec: LayoutSpec | None = None,
         split: SplitRule | Mapping[int, SplitRule] = "balanced",
         align: int | Mapping[int, int] = 1,
+        *,
+        placements: Sequence[Any] | None = None,
     ) -> Tile:
         """The same tensor, cut by another `spec`.
 
+        ``placements=[Replicate()]`` is the word of torch's DTensor for a spec that cuts nothing: nets say it to any
+        tensor that has this method.
+
         *Sends*: the rows that other ranks will hold and this rank owns; backward likewise, the other way.
-        *Raises*: `ShardingError` for a spec that does not fit, or dims that were flattened together.
+        *Raises*: `ShardingError` for a spec that does not fit, dims that were flattened together, or placements that
+        are not all Replicate.
         """
+        if placements is not None and (spec is not None or not all(p.is_replicate() for p in placements)):
+            raise ShardingError(f"redistribute of a Tile by placements={placements}: only Replicate(); pass a spec")
+        if placements is not None:
+            dims = [[c.uncut() for c in group] for group in self.layout.dims()]
+            return self.with_layout(Layout.from_dims(dims, self.layout.axes))
+        if spec is None:
+            raise ShardingError("redistribute of a Tile needs a spec: for each dim the mesh axis that cuts it, or None")
         return self.with_layout(Layout.of(self.shape, spec, self.layout.axes, split=split, align=align))
 
     def with_layout(self, layout: Layout) -> Tile:
@@ -250,6 +298,7 @@ class Tile(NoElementProtocols):
 
         *Sends*: the rows that other ranks will hold and this rank owns; backward likewise, the other way.
         """
+        self.check_no_history()
         return Tile(redistribute_rows(self.local, self.layout, layout, self.mesh), layout, self.mesh)
 
     def full_tensor(self) -> Tensor:
@@ -257,6 +306,7 @@ class Tile(NoElementProtocols):
 
         *Sends*: this rank's owned rows to every rank that lacks them; backward nothing (the gradient is held alike).
         """
+        self.check_no_history()
         dims = [[c.uncut() for c in group] for group in self.layout.dims()]
         return leave_tile(
             redistribute_rows(self.local, self.layout, Layout.from_dims(dims, self.layout.axes), self.mesh), self.mesh
@@ -268,37 +318,24 @@ class Tile(NoElementProtocols):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _call_handler(func, *args, **(kwargs or {}))
+        # `Tensor.T.__get__(tile)`, which C++ code and torch ask for
+        if func.__class__ is MethodWrapperType and func.__name__ in ("__get__", "__set__"):
+            name = func.__self__.__name__
+            if func.__name__ == "__set__":
+                return setattr(args[0], name, args[1])
+            return torch.strided if name == "layout" else getattr(args[0], name)
+        return _call_handler(func, *args, **kwargs) if kwargs else _call_handler(func, *args)
 
-    def __getattr__(self, name: str) -> Any:
-        method = None if name.startswith("__") else getattr(Tensor, name, None)
-        if method is None or not callable(method):
-            raise AttributeError(f"'Tile' object has no attribute {name!r}; `tile.local` is this rank's tensor")
-        return partial(_call_handler, method, self)
-
-    def __getitem__(self, index: Any) -> Any:
-        if type(index) is int and not is_in_subscript():
-            refuse_element(self.shape)
-        whole = tuple(map(_as_whole, index)) if isinstance(index, tuple) else index
-        return _call_handler(Tensor.__getitem__, self, whole)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise ShardingError(
-            f"tile[{index!r}] = ... is not supported: a Tile is frozen; use torch.where or torch.cat, or write to "
-            "tile.local"
-        )
+    # No subscript of its own: a Python class that has one is a sequence for C code, which would take it apart.
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
 
-    def __bool__(self) -> bool:
-        raise ShardingError(
-            f"bool() of a Tile of shape {tuple(self.shape)} is ambiguous; reduce it first, e.g. tile.all() or "
-            "tile.any()"
-        )
+    def __reversed__(self) -> Any:
+        return self.flip(0) if self.ndim else self
 
-    def __hash__(self) -> int:
-        return id(self)
+    def __contains__(self, element: Any) -> bool:
+        return bool((self == element).any())
 
     def __repr__(self) -> str:
         cut = ", ".join(
@@ -310,22 +347,38 @@ class Tile(NoElementProtocols):
         return f"Tile(shape {tuple(self.shape)}, {self.dtype}; cut: {cut or 'nowhere'}; at {at} owns [{box}]{halo})"
 
 
-def _make_operator(name: str) -> Callable[..., Any]:
-    function = getattr(Tensor, name)
+def _make_method(function: Any) -> Callable[..., Any]:
+    def method(self: Tile, *args: Any, **kwargs: Any) -> Any:
+        return _call_handler(function, self, *args, **kwargs)
 
-    def method(self: Tile, *args: Any) -> Any:
-        return _call_handler(function, self, *args)
-
-    method.__name__ = name
+    method.__name__ = function.__name__
     return method
 
 
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod pow rpow matmul rmatmul neg abs invert "
-    "and or xor rand ror rxor lshift rlshift rshift rrshift pos eq ne lt le gt ge "
-    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
-).split():
-    setattr(Tile, f"__{_name}__", _make_operator(f"__{_name}__"))
+def _make_attribute(descriptor: Any, name: str) -> property:
+    def read(tile: Tile) -> Any:
+        if descriptor not in _handlers:
+            raise ShardingError(f"a Tile of shape {tuple(tile.shape)} has no {name}; tile.local is this rank's tensor")
+        return _call_handler(descriptor, tile)
+
+    return property(read)
+
+
+def _hide_tensor(cls: Any) -> None:
+    """Everything else that torch.Tensor has is asked of the table: nothing is left that could answer from the shell."""
+    own = {name for base in cls.__mro__[: cls.__mro__.index(Tensor)] for name in vars(base)}
+    of_the_class = {
+        *("__getitem__ __setitem__ __delitem__ __slotnames__ __new__ __init__ __class__ __dict__".split()),
+        *("__weakref__ __doc__ __module__ __annotations__".split()),
+        *("__init_subclass__ __subclasshook__ __getattribute__ __str__ __sizeof__ __torch_function__".split()),
+        *("_make_subclass _make_wrapper_subclass _dtensor__new__ __array_priority__".split()),
+    }
+    for name in sorted(set(dir(Tensor)) - own - of_the_class):
+        found = getattr(Tensor, name)
+        setattr(cls, name, _make_method(found) if callable(found) else _make_attribute(found, name))
+
+
+_hide_tensor(Tile)
 
 
 # -- what the table does not know -------------------------------------------------------------------------------------
@@ -343,8 +396,12 @@ def tiles_in(values: object) -> Iterator[Tile]:
             yield from tiles_in(value)
 
 
-def refusal_error(function: Any, tile: Tile, why: str, remedy: str) -> ShardingError:
-    """The error for an op that cannot be answered exactly: names the op, the dims, the rule and the remedy."""
+def refusal_error(function: Any, tile: Tile, why: str, remedy: str, needs_whole: Sequence[int] = ()) -> ShardingError:
+    """The error for an op that cannot be answered exactly: names the op, the dims, the rule and the remedy, with the
+    line to write where the dims that it needs whole are given.
+    """
+    if needs_whole and len(tile.layout.cuts) == tile.ndim:
+        remedy += f": x = x.redistribute({spec_without(tile.layout, needs_whole)!r})"
     name = getattr(function, "__name__", str(function))
     cut = ", ".join(
         f"dim {d} ({tile.shape[d]} rows, cut by {'+'.join(tile.layout.dim_axes(d))})" for d in tile.layout.cut_dims
@@ -362,7 +419,8 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        # `loss += penalty` is common, and torch lets nobody change a view from inside a Function in place
+        return x.view_as(x) if x.ndim else x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor]:
@@ -374,7 +432,7 @@ LEAVE_NODE = "_LeaveBackward"
 
 def leave_tile(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """An ordinary tensor, held alike by every rank of the mesh, out of a tile."""
-    return _Leave.apply(x) if x.requires_grad and mesh.size() > 1 else x
+    return _Leave.apply(x) if x.requires_grad and mesh_size(mesh) > 1 else x
 
 
 def shared_mesh(tiles: Sequence[Tile]) -> DeviceMesh:
@@ -397,103 +455,3 @@ def in_own_memory(y: Tensor, x: Tile) -> Tensor:
     """
     shared = y.untyped_storage().data_ptr() == x.local.untyped_storage().data_ptr()
     return y.clone(memory_format=torch.contiguous_format) if shared and y.numel() else y
-
-
-def shard(
-    x: Tensor,
-    mesh: DeviceMesh,
-    spec: LayoutSpec,
-    split: SplitRule | Mapping[int, SplitRule] = "balanced",
-    align: int | Mapping[int, int] = 1,
-    halo: Mapping[int, int | tuple[int, int]] | None = None,
-    periodic: Sequence[int] = (),
-) -> Tile:
-    """Cut a whole tensor, the same on every rank, into tiles.
-
-    *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus
-    `halo` rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.
-    *Sends*: nothing but one agreement on the arguments and a checksum of `x`; backward, one exchange when `x` requires
-    grad, so that its gradient is whole on every rank.
-    *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes, values or
-    other arguments differ.
-
-    A tensor that does not require grad is never shared with the tile, so that the whole one can be freed or changed.
-
-    >>> mesh = jigsaw.init_mesh(lat=1)
-    >>> tile = jigsaw.shard(torch.arange(6.0), mesh, ("lat",), halo={0: 1}, periodic=[0])
-    >>> tile.local
-    tensor([5., 0., 1., 2., 3., 4., 5., 0.])
-    >>> tile
-    Tile(shape (6,), torch.float32; cut: nowhere; at lat=0/1 owns [0:6], held (8,))
-    """
-    found = agree_on_arguments(
-        "shard", mesh, x, True, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic
-    )
-    layout = Layout.of(x.shape, spec, axes_of_mesh(mesh), split=split, align=align, halo=halo, periodic=periodic)
-    for at, (_, checksum) in enumerate(found):
-        if checksum != found[0][1]:
-            raise ShardingError(
-                f"shard takes the whole tensor, the same on every rank, but the values at place {at} of the mesh are "
-                f"not those at place 0 (shape {tuple(x.shape)}): seed the ranks alike where they are drawn "
-                "(torch.manual_seed), broadcast them from one rank (torch.distributed.broadcast), or give each rank's "
-                "own part to jigsaw.from_local"
-            )
-    uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
-    local = redistribute_rows(x, uncut, layout, mesh)
-    shared = local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    if shared and not x.requires_grad:
-        local = local.clone(memory_format=torch.contiguous_format)
-    return Tile(local, layout, mesh)
-
-
-def from_local(
-    local: Tensor,
-    mesh: DeviceMesh,
-    spec: LayoutSpec,
-    shape: Sequence[int],
-    split: SplitRule | Mapping[int, SplitRule] = "balanced",
-    align: int | Mapping[int, int] = 1,
-    halo: Mapping[int, int | tuple[int, int]] | None = None,
-    periodic: Sequence[int] = (),
-) -> Tile:
-    """The tile whose local part this rank has already; `shape` is the global one.
-
-    *Shapes*: global `shape`; per rank ``local.shape``, the share that `shard` with these arguments would give it.
-    *Sends*: one agreement: every rank learns whether all parts fit; where axes cut nothing, with a checksum of `local`.
-    *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
-    ranks that hold the same part have other values, or pass different arguments.
-
-    >>> mesh = jigsaw.init_mesh(lat=1)
-    >>> tile = jigsaw.from_local(torch.ones(5, 2), mesh, ("lat", None), shape=(5, 2))
-    >>> tile.sum().item()
-    10.0
-    """
-    named = {a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)}
-    is_alike = any(size > 1 and name not in named for name, size in axes_of_mesh(mesh))
-    parts = agree_on_arguments(
-        "from_local",
-        mesh,
-        local,
-        is_alike,
-        shape=shape,
-        spec=spec,
-        split=split,
-        align=align,
-        halo=halo,
-        periodic=periodic,
-    )
-    layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=split, align=align, halo=halo, periodic=periodic)
-    first: dict[Any, tuple[MeshCoordinate, int]] = {}
-    for coord, (part, checksum) in zip(layout.coords(), parts, strict=True):
-        if part != layout.local_shape(coord):
-            raise ShardingError(
-                f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it "
-                f"{layout.local_shape(coord)}; pass that part, or the split= that cuts it so"
-            )
-        there, known = first.setdefault(layout.held(coord), (coord, checksum))
-        if checksum != known:
-            raise ShardingError(
-                f"from_local: the ranks at {coord} and {there} hold one part of {layout}, but passed other values; "
-                "name the axis that cuts them in spec=, or make them alike (seed the ranks alike, or broadcast)"
-            )
-    return Tile(local, layout, mesh)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 
-from jigsaw.layout import Box, Cut, Interval, Layout, MeshCoordinate, ShardingError, box_shape
+from jigsaw.cut import Box, Cut, Interval, ShardingError, box_shape
+from jigsaw.layout import Layout, MeshCoordinate
 
 BoxesByPeer = tuple[tuple[int, tuple[Box, ...]], ...]
 
@@ -45,6 +46,7 @@ class ExchangePlan:
     receives: BoxesByPeer
     source_tile: tuple[int, ...]
     target_tile: tuple[int, ...]
+    layouts: tuple[Layout, Layout]
 
     @property
     def is_local(self) -> bool:
@@ -147,6 +149,8 @@ def _split_at_held(cut: Cut, need: _DimNeed, owner: int, span: Interval) -> Iter
 def _where_held(cut: Cut, piece: int, start: int, length: int) -> Interval | None:
     """Where `piece` holds the rows [start, start + length), tried as asked first, then any number of wraps away."""
     (low, high), first = cut.inside(piece), cut.held[piece][0]
+    # a piece can hold a row twice (a halo that goes around the circle): the copy that needs no wrap is taken, so that
+    # gradients of a row return to the copy that was used
     for wraps in (0, -((start - low) // cut.size)):
         at = start + wraps * cut.size
         if low <= at and at + length <= high:
@@ -175,6 +179,7 @@ def row_moves(source: Layout, target: Layout, coord: MeshCoordinate) -> tuple[Ro
     by_dim = [_needed_segments(c, _dim_need(source, target, d, coord)) for d, c in enumerate(source.cuts)]
     me = source.index(coord)
     found = [RowMove(me, *_taken_and_placed(cell)) for cell in product(*map(_merged_own_rows, by_dim))]
+    # the common case, a crop: the product over dims below would find nothing, slowly
     if all(s.mine is not None for segments in by_dim for s in segments):
         return tuple(found)
     for cell in product(*by_dim):
@@ -237,6 +242,7 @@ def _asking_coordinates(source: Layout, target: Layout, coord: MeshCoordinate) -
         # a rank asks the owner that shares its place on the axes along which the source is replicated
         options.append([at for at in askers if all(c == here[a] for a, c in at.items() if a not in cutting)])
     settled = {a for cut in target.cuts for a in cut.axes}
+    # an axis that cuts the source alone: every place along it needs its own copy, so any of them may ask
     for axis in cutting:
         if axis not in settled:
             options.append([{axis: c} for c in range(source.size_of(axis))])
@@ -302,4 +308,5 @@ def plan_exchange(source: Layout, target: Layout, coord: MeshCoordinate) -> Exch
         tuple((peer, tuple(boxes)) for peer, boxes in sorted(receives.items())),
         source.local_shape(coord),
         target.local_shape(coord),
+        (source, target),
     )

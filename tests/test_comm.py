@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.tile import Tile
+from jigsaw.tile_making import shard
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -361,3 +363,11 @@ def test_first_and_second_derivatives_through_total_and_enter():
     again = total(my_firsts[0].sin().sum()) + my_firsts[1].sin().sum()
     my_seconds = torch.autograd.grad(again, (mine, my_w))
     torch.testing.assert_close(my_seconds, (seconds[0][rank], seconds[1]))
+
+
+@on_ranks(2)
+def test_zeros_without_memory_travel():
+    x = shard(torch.arange(4.0), world_mesh(lat=2), ("lat",))
+    x.local.requires_grad_()
+    torch.sgn(x).sum().backward()  # its gradient is a tensor of zeros that has no memory
+    assert torch.equal(Tile(x.local.grad, x.layout, x.mesh).full_tensor(), torch.zeros(4))

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.cut import Cut, ShardingError, whole_dim
 from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint, exchange_rows, redistribute_rows
-from jigsaw.layout import Cut, Layout, ShardingError, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.testing import on_ranks, world_mesh
 from jigsaw.transfers import plan_exchange
@@ -415,6 +416,7 @@ def test_a_mesh_of_ranks_that_are_no_range(ranks):
     check_mesh_of(ranks, (("lon", "lat"), None))
 
 
+@pytest.mark.slow
 @on_ranks(6)
 def test_a_mesh_with_two_axes_on_some_ranks_of_a_job():
     """The group of such a mesh is made by its ranks alone, even when the first exchange needs only two of them."""

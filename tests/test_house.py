@@ -73,14 +73,14 @@ def test_every_import_is_declared():
 
 def test_the_shipped_package_needs_no_developers_tool():
     declared = _declared()
-    of_developers = {name for name, extras in declared.items() if extras <= {"dev", "docs"}}
+    of_developers = {name for name, extras in declared.items() if extras <= {"dev", "docs", "zoo"}}
     assert not {f"{f.name}: {name}" for f in SOURCES for name in _imported(f) if name in of_developers}
 
 
 def test_all_brings_every_format():
     (everything,) = PROJECT["project"]["optional-dependencies"]["all"]
     named = set(re.search(r"\[(.*)\]", everything).group(1).split(","))
-    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"all", "dev", "docs"}
+    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"all", "dev", "docs", "zoo"}
 
 
 def test_one_noun_a_file_and_short_functions():
@@ -230,7 +230,7 @@ def _imported_names():
 
 
 def _public_names():
-    for package in ("", "io", "nn", "testing"):
+    for package in ("", "io", "nn", "ops", "testing"):
         yield from _imported_names_of(ROOT / "jigsaw" / package / "__init__.py")
 
 

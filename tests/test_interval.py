@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jigsaw.layout import Cut, ShardingError, cut_points
+from jigsaw.cut import Cut, ShardingError, cut_points
 from jigsaw.stencil_rules import InterpolationTable, StencilRule, StencilWindow, TransposedWindow, derive_cut
 
 windows = st.builds(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jigsaw.cut import ShardingError
 from jigsaw.launcher import torchrun_variables
-from jigsaw.layout import ShardingError
 
 ROOT = Path(__file__).parents[1]
 SUM = """

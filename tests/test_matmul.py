@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from jigsaw import comm
-from jigsaw.layout import Cut, Layout, ShardingError
+from jigsaw.cut import Cut, ShardingError
+from jigsaw.layout import Layout
 from jigsaw.matmul import grid_matmul
 from jigsaw.matmul_grid import MatmulGrid, candidate_grids, choose_grid
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
@@ -97,6 +98,7 @@ def test_chunks_change_nothing(p):
         run_on_ranks(4, _check, p, rest, (33, 13, 10), 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [(2, 2, 2), (2, 1, 4), (1, 8, 1)], ids=str)
 def test_eight_ranks(p):
     run_on_ranks(8, _check, p, "mnm", (33, 13, 10), 200)
@@ -108,7 +110,9 @@ def test_explicit_cut_points_and_empty_blocks():
     run_on_ranks(4, _check, (1, 4, 1), "mnm", (9, 5, 7), 64, {"k": (0, 1, 1, 5, 5)})
 
 
-@pytest.mark.parametrize("p", [p for p in GRIDS if math.prod(p) == 4] + [(2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "p", [*(p for p in GRIDS if math.prod(p) == 4), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_even_blocks_move_the_elements_of_the_formula(p):
     m, k, n = shape = 32, 24, 16
     p1, p2, p3 = p

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.mesh import (
     axes_in_mesh_order,
     axes_of_mesh,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.mesh import flat_submesh
 from jigsaw.nn.linear import Linear
 from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize

@@ -11,7 +11,7 @@ from tile_oracle import SPACE, assert_answers_as_the_whole
 
 from jigsaw import comm
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.tile import shard
+from jigsaw.tile_making import shard
 
 
 def _nan(x):

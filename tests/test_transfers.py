@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jigsaw.layout import Cut, Layout, ShardingError, cut_points, whole_dim
+from jigsaw.cut import Cut, ShardingError, cut_points, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.transfers import plan_exchange, row_moves
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks_apart import run_apart
 from torch.distributed.device_mesh import init_device_mesh
 
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.mesh import flat_submesh, init_mesh, mesh_patience
 from jigsaw.testing import on_ranks
 

@@ -80,13 +80,6 @@ def test_a_slower_writer_keeps_the_store_that_is_there(example, tmp_path):
     assert (store / "theirs").exists()
 
 
-@pytest.mark.parametrize(
-    ("size", "pieces", "expected"), [(73, 2, [0, 40, 73]), (73, 1, [0, 73]), (721, 2, [0, 360, 721])]
-)
-def test_cut_points_are_multiples_of_the_stride(example, size, pieces, expected):
-    assert example.train.cut_points(size, pieces, 8) == expected
-
-
 def test_cell_areas_cover_the_sphere(example):
     lats = np.linspace(90, -90, 73)
     areas = example.train.cell_areas(lats)[:, 0]

@@ -90,7 +90,6 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         crop=CROP,
         crops=CROPS,
         foreground=Foreground(pos=3, neg=1, by="classes"),
-        align=4,  # the U-Net halves twice
     )
     loader = VolumeLoader(volumes, batch_size=BATCH, shuffle=True, seed=SEED)
     model = jigsaw.parallelize(UNet(1, data.CLASSES, WIDTH), mesh)
@@ -108,9 +107,9 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             print(f"epoch {epoch}: loss {sum(losses[-len(loader) :]) / len(loader):.3f}", flush=True)
     loader.close()
 
-    held_out = open_volumes(images[-1:], labels[-1:], mesh=mesh, crop=CROP, align=4).whole(0)
+    held_out = open_volumes(images[-1:], labels[-1:], mesh=mesh, crop=CROP).whole(0)
     model.eval()
-    scores = sliding_window(model, held_out.image.unsqueeze(0), CROP, overlap=0.5, align=4)
+    scores = sliding_window(model, held_out.image.unsqueeze(0), CROP, overlap=0.5)
     skill = {"mesh": args.mesh, "losses": losses, "dice": dice(scores.argmax(1), held_out.label)}
     skill |= {"spacing": held_out.spacing, "held": list(held_out.image.local.shape)}
     if first:

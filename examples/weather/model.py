@@ -68,8 +68,7 @@ class Attention(nn.Module):
 class GlobeModel(nn.Module):
     """forecast = (1 - damping) * last input + increment, both predicted from all inputs, the season and the place.
 
-    `size` is the whole grid. The stem and every width after the first halve it, so tiles should be cut at multiples of
-    `stride`, as for any U-Net: then the decoder's rows lie where the encoder's do.
+    `size` is the whole grid. The stem and every width after the first halve it, rounded up.
     """
 
     def __init__(

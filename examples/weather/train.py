@@ -69,12 +69,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     started = time.monotonic()
     torch.manual_seed(SEED)
 
-    # The data: cut at multiples of the model's stride, with the halo of its first convolution
+    # The data, with the halo of the model's first convolution
     what = stored(args, mesh) if args.store else air()
     grid = jigsaw.io.open(what["store"], fields=what["fields"], mesh={"data": 1}).whole_coords
-    stride = 2 ** len(widths)
-    cuts = {dim: cut_points(len(grid[dim]), axes.get(dim, 1), stride) for dim in ("lat", "lon")}
-    train, pairs, test = open_samples(what, mesh, cuts)
+    train, pairs, test = open_samples(what, mesh)
     loader = jigsaw.io.DataLoader(train, args.batch, shuffle=True, seed=SEED, drop_last=True)
     weights = cell_areas(grid["lat"])
 
@@ -91,7 +89,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if test is not None:
         report["skill"] = skill(model, test, damping_factor(pairs, args.batch), weights, args.batch)
         report["total_s"] = time.monotonic() - started
-        picture(model, test, grid, cuts, report, what, args.out)
+        picture(model, test, grid, report, what, args.out)
     dist.destroy_process_group()
     return report
 
@@ -119,7 +117,7 @@ def stored(args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
     return what | {"normalize": normalize, "unit": "standard deviations", "label": opened.fields[0]}
 
 
-def open_samples(what: dict[str, Any], mesh: Any, cuts: dict[str, list[int]]) -> list[Any]:
+def open_samples(what: dict[str, Any], mesh: Any) -> list[Any]:
     """The samples to train on, all pairs of neighbouring steps among them, and the held-out samples or None."""
 
     def opened(inputs: list[int], dates: Any, halo: int) -> Any:
@@ -134,16 +132,10 @@ def open_samples(what: dict[str, Any], mesh: Any, cuts: dict[str, list[int]]) ->
             targets=TARGETS,
             time=dates,
             normalize=what["normalize"],
-            split=cuts,
         )
 
     test = opened(what["inputs"], what["test"], HALO) if what["test"] else None
     return [opened(what["inputs"], what["train"], HALO), opened([0], what["train"], 0), test]
-
-
-def cut_points(size: int, pieces: int, stride: int) -> list[int]:
-    """As even as multiples of the model's stride allow, where its decoder meets its encoder: 73 rows are 40 and 33."""
-    return [*(stride * round(size * i / pieces / stride) for i in range(pieces)), size]
 
 
 def cell_areas(lats: np.ndarray) -> torch.Tensor:
@@ -236,7 +228,7 @@ def skill(model: torch.nn.Module, test: Any, damping: Any, weights: torch.Tensor
 
 @torch.no_grad()
 def picture(
-    model: torch.nn.Module, test: Any, grid: Any, cuts: Any, report: dict[str, Any], what: dict[str, Any], out: Path
+    model: torch.nn.Module, test: Any, grid: Any, report: dict[str, Any], what: dict[str, Any], out: Path
 ) -> None:
     """Forecast, truth and error of one held-out sample, and the loss curves of every mesh that has trained this way."""
     months = [str(test.target_times(i)[-1])[: len(PICTURE)] for i in range(len(test))]
@@ -253,6 +245,7 @@ def picture(
     ranks = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}"
     title = f"{what['label']}, {months[index]}: forecast on {ranks} ({report['mesh']})"
     curves = plot.comparable(report, out)
+    cuts = {dim: cut.points for dim, cut in zip(("lat", "lon"), sample.target.layout.cuts[-2:], strict=True)}
     plot.save(out / "weather.png", title, maps, grid["lat"], grid["lon"], cuts, curves, report["skill"], what["unit"])
     show(report, what["unit"])
     print(f"picture: {out / 'weather.png'}")

@@ -2,6 +2,7 @@
 
 from jigsaw.errors import (
     CorruptChunkError,
+    FetchError,
     FieldError,
     ForkedError,
     GridError,
@@ -47,6 +48,7 @@ __all__ = [
     "DataLoader",
     "Dataset",
     "DiskCache",
+    "FetchError",
     "FieldError",
     "Foreground",
     "ForkedError",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from jigsaw.errors import FieldError, ReadError
 
+T = TypeVar("T")
+
 
 def checked_names(argument: str, given: Any, example: str = "t2m") -> tuple[str, ...]:
-    """The strings of a list.
-
-    Raises: `FieldError` for one string, for what is no list, and for what holds anything else.
-    """
+    """The strings of a list; one string is refused, and what holds anything else."""
     if isinstance(given, str):
         raise FieldError(f"{argument}={given!r} is one string; give a list: {argument}=[{given!r}]")
     try:
@@ -30,10 +29,7 @@ def checked_names(argument: str, given: Any, example: str = "t2m") -> tuple[str,
 
 
 def checked_mapping(argument: str, given: Any, example: str, error: type[ReadError]) -> Mapping[str, Any]:
-    """A mapping; empty for None.
-
-    Raises: `error`, which shows an `example`, for what is none.
-    """
+    """A mapping, empty for None; anything else is an `error`, which shows an `example`."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -41,3 +37,13 @@ def checked_mapping(argument: str, given: Any, example: str, error: type[ReadErr
         shown = "…" if secret else repr(given)
         raise error(f"{argument}={shown} must say it by name: {argument}={example}")
     return cast(Mapping[str, Any], given)
+
+
+def checked_choice(argument: str, given: T, known: Sequence[T], error: type[ReadError] = FieldError) -> T:
+    """One of what is `known`.
+
+    Raises: `error` for anything else.
+    """
+    if given not in known:
+        raise error(f"{argument}={given!r} must be one of {tuple(known)}")
+    return given

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -39,14 +39,14 @@ class CacheFolder:
         """A file of `size` bytes to be written, for which there is room; named `name` when the block ends well."""
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as writing:
-            with self._counting() as count:
+            with self._flock(CACHE_COUNT_FILE) as count:
                 used = self._used_with_room(_decode_count(count.read(8 + _CHECKSUM_BYTES)), size)
                 count.seek(0)
                 count.write(_encode_count(used + size))
                 file = writing.enter_context(draft_of(self.path / name))
                 file.truncate(size)  # counted from now on
             yield file
-            with self._counting():  # a file that is renamed while others are counted may be missed
+            with self._flock(CACHE_COUNT_FILE):  # a file that is renamed while others are counted may be missed
                 writing.close()
 
     @contextmanager
@@ -95,9 +95,6 @@ class CacheFolder:
                 with suppress(FileNotFoundError):  # a draft that is finished by now, or a file that made room
                     yield file, file.lstat()
 
-    def _counting(self) -> AbstractContextManager[BinaryIO]:
-        return self._flock(CACHE_COUNT_FILE)
-
     @contextmanager
     def _flock(self, name: str) -> Generator[BinaryIO]:
         with os.fdopen(open_unlinked(self.path / name, os.O_RDWR | os.O_CREAT), "r+b") as file:
@@ -106,10 +103,7 @@ class CacheFolder:
 
 
 def user_cache_folder(chosen: str | os.PathLike[str] | None = None) -> CacheFolder | None:
-    """`chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw, of at most $JIGSAW_CACHE_BYTES; an empty name is none.
-
-    Raises: `UnsupportedStoreError` when ``$JIGSAW_CACHE_BYTES`` is no number.
-    """
+    """`chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw, of at most $JIGSAW_CACHE_BYTES; an empty name is none."""
     if chosen is None:
         chosen = os.environ.get("JIGSAW_CACHE")
     if chosen is None:
@@ -124,7 +118,6 @@ def user_cache_folder(chosen: str | os.PathLike[str] | None = None) -> CacheFold
 
 
 def _encode_count(used: int) -> bytes:
-    """A count as it is kept."""
     raw = used.to_bytes(8, "little")
     return raw + blake2b(raw, digest_size=_CHECKSUM_BYTES).digest()
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.cut import ShardingError
 from jigsaw.errors import ReadError, WriteError
-from jigsaw.layout import ShardingError
 
 T = TypeVar("T")
 

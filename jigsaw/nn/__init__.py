@@ -3,7 +3,26 @@
 # layers without weights are torch's own
 from torch.nn import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
 
-from jigsaw.nn import attention, conv, dropout, interpolate, linear, loss, mixing, norm, pad, pixel, pool, product
+from jigsaw.nn import (
+    activation,
+    adaptive,
+    attention,
+    conv,
+    dropout,
+    interpolate,
+    linear,
+    loss,
+    mixing,
+    norm,
+    pad,
+    patches,
+    pixel,
+    pool,
+    product,
+    recurrent,
+    sampling,
+    sphere,
+)
 from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from jigsaw.nn.heads import MultiheadAttention
 from jigsaw.nn.linear import Linear
@@ -29,6 +48,8 @@ __all__ = [
     "Mix",
     "MultiheadAttention",
     "RMSNorm",
+    "activation",
+    "adaptive",
     "attention",
     "conv",
     "dropout",
@@ -38,7 +59,11 @@ __all__ = [
     "mixing",
     "norm",
     "pad",
+    "patches",
     "pixel",
     "pool",
     "product",
+    "recurrent",
+    "sampling",
+    "sphere",
 ]

@@ -1,7 +1,8 @@
 """Attention over cut tokens: every rank keeps its queries and sees all keys and values.
 
 The keys and values of the other ranks are a halo as wide as the dim, so the planner that fetches halos fetches them,
-and its adjoint brings their gradients back.
+and its adjoint brings their gradients back.  Where axes cut the keys alone (a few queries that every rank has, over the
+tokens of a globe), the keys stay too, and the softmax is taken over the ranks.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> q, k, v = (jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None)) for _ in range(3))
@@ -12,134 +13,146 @@ torch.Size([2, 4, 16, 8])
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw import comm
-from jigsaw.exchange import exchange_rows
-from jigsaw.layout import Layout, ShardingError, have_same_rows, whole_dim
+from jigsaw.cut import Cut, ShardingError
+from jigsaw.layout import Layout
 from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out, weights_of_heads
-from jigsaw.nn.rank_order import CutGroup, take_owned_rows
-from jigsaw.ops.pointwise import align_tiles, cut_whole_tensor
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.nn.label_cuts import LabelCuts, choose_label_cuts, cuts_of_tile
+from jigsaw.nn.product import contract_labels
+from jigsaw.nn.rank_order import take_owned_rows
+from jigsaw.ops.plain_operands import plain_operand
+from jigsaw.tile import Tile, implements_torch, shared_mesh, tiles_in
 
 AttentionMask = Tile | Tensor | None
+_NAME = "scaled_dot_product_attention"
+_QUERY, _KEY, _FEATURE, _VALUE_FEATURE = "query", "key", "feature", "value feature"
 
 
-def _all_tokens(x: Tile, query: Layout, grouped: bool = False) -> Tensor:
-    """The local part of keys or values with all tokens, in global order, for a result cut as `query`.
-
-    *Sends*: this rank's tokens to each rank that shares its batch and heads; backward their gradients, once back.
-    *Raises*: `ShardingError` where batch or heads are cut otherwise than those of the queries.
+def _labels_of(ndim: int, batch: tuple[str, ...], *last: str) -> tuple[str, ...]:
+    """The labels of an operand of `ndim` dims that ends in the dims `last` and has some of the batch dims or all of
+    them; the last of those are the heads.
     """
-    lead = _leading_cuts(x, query, grouped)
-    dim = x.ndim - 2
-    cuts = x.layout.dim(dim)
-    axes = [a for c in cuts for a in c.axes]
-    if any(a not in query.cut_axes for a in axes):
-        # the queries are alike along these axes, and so is what they are to see
-        layout = x.layout.replace_dim(dim, *(c.uncut() for c in cuts))
-        local = x.with_layout(layout).local
-    else:
-        layout = x.layout.replace_dim(dim, *(c.holding([(0, c.size)] * c.pieces) for c in cuts))
-        local = exchange_rows(x.local, x.layout, layout, x.mesh)
-    local = comm.use_in_parts(local, x.mesh, [a for a in query.cut_axes if a not in layout.cut_axes])
-    for d, group in lead.items():
-        local = take_owned_rows(local, d, group, query, x.coordinate)
-    return local
+    return (*batch, *last)[len(batch) + len(last) - ndim :]
 
 
-def _leading_cuts(x: Tile, query: Layout, grouped: bool) -> dict[int, CutGroup]:
-    """The dims of batch and heads that are cut in the queries and whole in keys or values, and how they are cut there.
+def _batch_labels(*ndims: int) -> tuple[str, ...]:
+    return tuple([f"batch {d}" for d in range(max(ndims) - 2)])
 
-    With `grouped` heads several of the queries share one of the keys.
+
+# -- what is cut how --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _AttentionPlan:
+    """How queries, keys and values are cut while they are worked on, and the labels of each."""
+
+    cuts: LabelCuts
+    labels: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+    out: Layout
+    keys_alone: bool  # an axis cuts the keys or values alone
+    is_grouped: bool = False  # several of a rank's query heads share one of its key heads
+
+
+@lru_cache(maxsize=1024)
+def _plan_attention(
+    given: tuple[Layout | None, ...], sizes: tuple[tuple[int, ...], ...], shared_by: int
+) -> _AttentionPlan | None:
+    """The plan for queries, keys and values of these layouts and shapes, whose heads of keys are shared by so many
+    queries' each, or None where a rank's query heads do not have key heads of their own.
     """
-    found: dict[int, CutGroup] = {}
-    for d in range(x.ndim - 2):
-        at = d + query.ndim - x.ndim
-        wanted = tuple(c.bare() for c in query.dim(at)) if at >= 0 else (whole_dim(1),)
-        mine, size = tuple(c.bare() for c in x.layout.dim(d)), query.shape[at] if at >= 0 else 1
-        is_alone = x.shape[d] == 1 and not x.layout.is_cut(d)  # it meets any number
-        is_shared = grouped and d == x.ndim - 3 and _is_grouped_alike(mine, wanted)
-        if have_same_rows(mine, wanted) or is_alone or is_shared:
-            continue
-        if x.shape[d] != size or x.layout.is_cut(d):
-            raise refusal_error(
-                F.scaled_dot_product_attention,
-                x,
-                f"dim {d} of keys or values does not match dim {at} of the queries, which has {size} rows, "
-                f"{'cut otherwise' if query.is_cut(at) else 'uncut'}",
-                "bring both to the same cuts with tile.redistribute",
-            )
-        found[d] = wanted
-    return found
+    ndims = [len(size) for size in sizes]
+    batch = _batch_labels(*ndims)
+    labels = (
+        _labels_of(ndims[0], batch, _QUERY, _FEATURE),
+        _labels_of(ndims[1], batch, _KEY, _FEATURE),
+        _labels_of(ndims[2], batch, _KEY, _VALUE_FEATURE),
+    )
+    layouts, shapes = list(given), list(sizes)
+    for i in (1, 2) if shared_by > 1 else ():
+        # planned as if each head were there for every query that shares it
+        shapes[i] = (*shapes[i][:-3], shapes[i][-3] * shared_by, *shapes[i][-2:])
+        layouts[i] = _with_longer_heads(layouts[i], shared_by)
+    out = (*batch, _QUERY, _VALUE_FEATURE)
+    plan = choose_label_cuts(_NAME, tuple(layouts), tuple(shapes), labels, out, (_KEY, _FEATURE))
+    axes = [a for layout in given[1:] if layout is not None for a in layout.dim_axes(layout.ndim - 2)]
+    result, keys_alone = plan.result_layout(out), any(a not in plan.work.cut_axes for a in axes)
+    if shared_by == 1:
+        return _AttentionPlan(plan, labels, result, keys_alone)
+    heads, *others = plan.cuts[batch[-1]]
+    if others or any(p % shared_by for p in heads.points):
+        return None
+    of_keys = Cut(heads.size // shared_by, tuple(p // shared_by for p in heads.points), heads.axes)
+    cuts = LabelCuts({**plan.cuts, "key head": (of_keys,)}, plan.work)
+    of_key, of_value = ((*by[:-3], "key head", *by[-2:]) for by in labels[1:])
+    return _AttentionPlan(cuts, (labels[0], of_key, of_value), result, keys_alone, is_grouped=True)
 
 
-def _is_grouped_alike(keys: CutGroup, queries: CutGroup) -> bool:
-    """Whether the heads of every rank's queries are those that share the heads of its keys."""
-    if [c.axes for c in keys] != [c.axes for c in queries] or len(keys) != 1:
-        return not any(c.is_cut for c in (*keys, *queries))
-    (k,), (q,) = keys, queries
-    return [a * q.size for a in k.points] == [b * k.size for b in q.points]
+def _with_longer_heads(layout: Layout | None, times: int) -> Layout | None:
+    if layout is None:
+        return None
+    group = [Cut(c.size, c.points, c.axes) for c in layout.dim(layout.ndim - 3)]
+    last = group.pop()
+    longer = Cut(last.size * times, tuple(p * times for p in last.points), last.axes)
+    return layout.replace_dim(layout.ndim - 3, *group, longer)
 
 
-def _scores_layout(query: Tile, keys: int) -> Layout:
-    """[..., queries, keys]: the rows are cut as the queries are."""
-    return query.layout.replace_dim(query.ndim - 1, whole_dim(keys))
+def _repeat_heads(x: Any, times: int) -> Any:
+    """Each head as often as queries share it."""
+    heads = x.unsqueeze(-3)
+    return heads.expand(*heads.shape[:-3], times, *heads.shape[-2:]).flatten(-4, -3)
 
 
-def _query_positions(query: Tile) -> Tensor:
-    """The global positions of this rank's queries."""
-    length = query.shape[-2]
-    anchor = Layout.from_dims([query.layout.dim(query.ndim - 2)], query.layout.axes)
-    return cut_whole_tensor(torch.arange(length, device=query.device), query, anchor)
+def as_whole_tile(x: Any, like: Tile) -> Tile:
+    """A plain tensor, which every rank has, as a tile that nothing cuts, on the mesh of `like`."""
+    if isinstance(x, Tile):
+        return x
+    axes = like.layout.axes
+    return Tile(plain_operand(x, like, Layout((), axes)), Layout.of(x.shape, (None,) * x.ndim, axes), like.mesh)
 
 
-def _local_mask(query: Tile, keys: int, mask: AttentionMask, is_causal: bool) -> Tensor | None:
-    if is_causal and mask is not None:
-        raise RuntimeError("scaled_dot_product_attention: attn_mask must not be set when is_causal=True")
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+
+def _local_mask(
+    masks: Sequence[Any], is_causal: bool, plan: LabelCuts, sizes: Sequence[int], like: Tile
+) -> Tensor | None:
+    """This rank's rows and columns of all masks [..., L, S] together: True where a query may attend to a key, or what
+    is added to the scores.
+
+    Each mask may be a tile, however it is cut, or plain; a causal one is made from the global positions.
+    """
+    batch = tuple(by for by in plan.cuts if by.startswith("batch"))
+    found = [plan.bring_operand(m, _labels_of(m.ndim, batch, _QUERY, _KEY), like) for m in masks]
     if is_causal:
-        return torch.arange(keys, device=query.device) <= _query_positions(query)[:, None]
-    if isinstance(mask, Tile):
-        scores = _scores_layout(query, keys)
-        shape = query.local.shape[:-1] + (keys,)
-        anchor = Tile(query.local.new_empty(()).expand(shape), scores, query.mesh)
-        return align_tiles([mask, anchor])[1][0]
-    return None if mask is None else cut_whole_tensor(mask, query, _scores_layout(query, keys))
-
-
-def _check_attention(query: Tile, key: Any, value: Any, dropout_p: float) -> None:
-    for name, x in (("key", key), ("value", value)):
-        if not isinstance(x, Tile):
-            raise refusal_error(
-                F.scaled_dot_product_attention,
-                query,
-                f"{name} is a plain tensor of shape {tuple(x.shape)}",
-                "make it a Tile with jigsaw.shard (uncut, if every rank has it)",
-            )
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.layout.is_cut(x.ndim - 1):
-            raise refusal_error(
-                F.scaled_dot_product_attention,
-                x,
-                f"{name} is cut along the features of a head",
-                "cut along heads, tokens or batch instead",
-            )
-    if dropout_p:
-        raise refusal_error(
-            F.scaled_dot_product_attention,
-            query,
-            f"dropout_p={dropout_p} would draw another mask on every mesh",
-            "use dropout_p=0 and drop the output instead",
+        rows, columns = (
+            take_owned_rows(torch.arange(n, device=like.device), 0, plan.cuts[by], plan.work, like.coordinate)
+            for n, by in zip(sizes, (_QUERY, _KEY), strict=True)
         )
+        found.append(columns <= rows[:, None])
+    if len(found) < 2:
+        return found[0] if found else None
+    first, *others = (_additive_mask(m, like.dtype) for m in found)
+    return sum(others, first)
+
+
+def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
+
+
+# -- the kernel -------------------------------------------------------------------------------------------------------
 
 
 @implements_torch(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
-    query: Tile | Tensor,
+    query: Any,
     key: Any,
     value: Any,
     attn_mask: AttentionMask = None,
@@ -150,39 +163,125 @@ def scaled_dot_product_attention(
 ) -> Tile:
     """y = softmax(q k^T scale + mask) v, exact over tokens that are cut by one axis or several.
 
-    *Shapes*: q [..., L, E], k [..., S, E], v [..., S, Ev], y [..., L, Ev]; L and S may be cut (flattened lat x lon
-    tokens too), heads and batch as well. Per rank y has its own queries' rows. A plain mask is whole, [..., L, S].
-    *Sends*: forward its own keys and values to each rank that shares batch and heads; backward the same, reversed. A
-    rank holds all S keys and values of its batch and heads meanwhile, and scores as torch's own kernel does.
-    *Raises*: `ShardingError` for features of a head that are cut, plain keys or values, dropout, and batch or heads of
-    keys or values that are cut otherwise than the queries' (uncut ones are cut to them).
+    *Shapes*: q [..., L, E], k [..., S, E], v [..., S, Ev], y [..., L, Ev]; each of them, and the mask [..., L, S], is a
+    Tile, cut in any dim, or plain and whole.  An axis keeps the first dim of y that it cuts in q, k or v
+    (`jigsaw.nn.label_cuts`): where tokens are cut, y is cut as q is.  Along an axis that cuts no dim of y (S alone, or
+    E), y is held alike.
+    *Sends*: forward this rank's keys and values to each rank that shares batch and heads; backward the same, reversed.
+    A rank holds all S keys and values of its batch and heads meanwhile, and scores as torch's own kernel does.  Where
+    axes cut S alone, keys and values stay: three all-reduces, of y, and of a maximum and a sum for each query and head.
+    A mask that is cut along S sends its rows.  With dropout the scores are made, [..., L, S], cut as y.
+    *Raises*: `ShardingError` where the mask alone is a Tile.
+
+    The dropout mask is that of `jigsaw.nn.dropout`, the same on every mesh, not that of plain torch.
     """
-    if not isinstance(query, Tile):
-        others: tuple[Any, ...] = (key, value, attn_mask)
-        tile = next(t for t in others if isinstance(t, Tile))
-        raise refusal_error(
-            F.scaled_dot_product_attention, tile, "query is a plain tensor", "make it a Tile with jigsaw.shard"
+    if is_causal and attn_mask is not None:
+        raise RuntimeError(f"{_NAME}: attn_mask must not be set when is_causal=True")
+    masks = [] if attn_mask is None else [attn_mask]
+    return _attend(query, key, value, masks, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    masks: Sequence[Any],
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tile:
+    """`scaled_dot_product_attention` with several masks."""
+    operands = query, key, value
+    tiles = [x for x in operands if isinstance(x, Tile)]
+    if not tiles:
+        raise ShardingError(
+            f"{_NAME}: attn_mask is a Tile, but query, key and value are plain tensors; make the query a Tile with "
+            "jigsaw.shard (uncut, if every rank has it)"
         )
-    query = query.owned()
-    _check_attention(query, key, value, dropout_p)
-    mask = _local_mask(query, key.shape[-2], attn_mask, is_causal)
-    k, v = (_all_tokens(x.owned(), query.layout, enable_gqa) for x in (key, value))
-    out = F.scaled_dot_product_attention(query.local, k, v, mask, scale=scale, enable_gqa=enable_gqa)
-    return Tile(out, query.layout.replace_dim(query.ndim - 1, whole_dim(value.shape[-1])), query.mesh)
+    like = tiles[0]
+    shared_mesh([*tiles, *tiles_in(masks)] if masks else tiles)
+    shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
+    layouts = tuple([x.layout if isinstance(x, Tile) else None for x in operands])
+    plan = _plan_attention(layouts, tuple([tuple(x.shape) for x in operands]), shared_by)
+    keys_alone = plan is not None and plan.keys_alone
+    if plan is None or (shared_by > 1 and (keys_alone or dropout_p)):
+        key, value = (_repeat_heads(x, shared_by) for x in (key, value))
+        return _attend(query, key, value, masks, dropout_p, is_causal, scale)
+    if keys_alone or dropout_p:
+        weights = attention_weights(query, key, masks, is_causal, scale, like, without_nan=True)
+        return mix_values(cast(Any, F.dropout(cast(Any, weights), dropout_p)), value)
+    q, k, v = [plan.cuts.bring_operand(x, by, like) for x, by in zip(operands, plan.labels, strict=True)]
+    # torch's own flag is for whole queries: it has kernels that leave out what the mask hides
+    is_whole = not any(c.is_cut for c in plan.cuts.cuts[_QUERY])
+    makes_causal = is_causal and not (is_whole and not masks)
+    sizes = query.shape[-2], key.shape[-2]
+    mask = _local_mask(masks, makes_causal, plan.cuts, sizes, like) if masks or makes_causal else None
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=plan.is_grouped
+    )
+    if out.numel() == 0:
+        # where there are no rows torch's kernels broadcast nothing and leave no graph behind, but this rank's part in
+        # the way back of keys and values is awaited all the same
+        out = out.new_zeros(plan.out.local_shape(like.coordinate))
+        out = out + sum(x.sum() for x in (q, k, v, mask) if x is not None and x.is_floating_point())
+    return Tile(out, plan.out, like.mesh)
 
 
-def attention_weights(query: Tile, key: Tile, attn_mask: AttentionMask = None, scale: float | None = None) -> Tile:
-    """softmax(q k^T scale + mask): [..., L, S], rows cut as the queries, columns whole. *Sends*: as the keys of
-    attention.
+def _check_head_counts(query: Any, key: Any, value: Any) -> int:
+    """How many heads of queries share one of keys."""
+    of_query, *of_others = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
+    if of_others[0] != of_others[1] or not of_others[0] or of_query % of_others[0]:
+        raise RuntimeError(
+            f"{_NAME}(enable_gqa=True): {of_query} heads of queries, {of_others[0]} of keys and {of_others[1]} of "
+            "values; keys and values need as many, a divisor of the queries'"
+        )
+    return of_query // of_others[0]
+
+
+def attention_weights(
+    query: Any,
+    key: Any,
+    masks: Sequence[Any],
+    is_causal: bool,
+    scale: float | None,
+    like: Tile,
+    without_nan: bool = False,
+) -> Tile:
+    """softmax(q k^T scale + masks): [..., L, S], cut as the queries, and along S by the axes that cut the keys alone.
+
+    A query that may attend to no key has NaN, or zeros where `without_nan`, as torch has with and without weights.
+
+    *Sends*: the keys, as attention; over a cut S a maximum and a sum for each query and head, and 1 byte more for each
+    where `without_nan`.
     """
-    query = query.owned()
-    _check_attention(query, key, key, 0.0)
-    scores = query.local @ _all_tokens(key.owned(), query.layout).mT
-    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    mask = _local_mask(query, key.shape[-2], attn_mask, False)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return Tile(scores.softmax(-1), _scores_layout(query, key.shape[-2]), query.mesh)
+    batch = _batch_labels(query.ndim, key.ndim)
+    out = (*batch, _QUERY, _KEY)
+    labels = [_labels_of(query.ndim, batch, _QUERY, _FEATURE), _labels_of(key.ndim, batch, _KEY, _FEATURE)]
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if not isinstance(query, Tile) and not isinstance(key, Tile):
+        query = as_whole_tile(query, like)
+
+    def multiply(q: Tensor, k: Tensor) -> Tensor:
+        return torch.matmul(q * factor, k.mT)
+
+    scores = contract_labels(_NAME, multiply, (query, key), labels, out)
+    mask = _local_mask(masks, is_causal, cuts_of_tile(scores, out), scores.shape[-2:], scores)
+    if mask is None:
+        return scores.softmax(-1)
+    local = scores.local.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores.local + mask
+    scores = Tile(local, scores.layout, scores.mesh)
+    if not without_nan:
+        return scores.softmax(-1)
+    dead: Any = (scores.detach() == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+
+
+def mix_values(weights: Tile, value: Any) -> Tile:
+    """weights v: [..., L, Ev]. *Sends*: the values, where the weights are whole along S; else one all-reduce."""
+    batch = _batch_labels(weights.ndim, value.ndim)
+    labels = [_labels_of(weights.ndim, batch, _QUERY, _KEY), _labels_of(value.ndim, batch, _KEY, _VALUE_FEATURE)]
+    return contract_labels(_NAME, torch.matmul, (weights, value), labels, (*batch, _QUERY, _VALUE_FEATURE))
 
 
 # -- nn.MultiheadAttention --------------------------------------------------------------------------------------------
@@ -193,18 +292,24 @@ def _split_heads(x: Tile, heads: int) -> Tile:
     return x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3)
 
 
-def _joint_mask(mask: Any, padding: Any, heads: int, like: Tile) -> Any:
-    """torch's masks (True or -inf: may not attend) as one additive or boolean mask of scaled_dot_product_attention."""
-    if mask is not None and mask.ndim == 3:
-        mask = mask.unflatten(0, (-1, heads))
-    if padding is None:
-        return None if mask is None else ~mask if mask.dtype == torch.bool else mask
-    columns = padding[..., None, None, :] if padding.ndim == 2 else padding[None, None, None, :]
-    return _additive_mask(columns, like) if mask is None else _additive_mask(mask, like) + _additive_mask(columns, like)
+def _masks_of_scores(mask: Any, padding: Any, heads: int) -> list[Any]:
+    """torch's masks (True: may not attend) as those of scaled_dot_product_attention, [batch, heads, L, S]."""
+    found: list[Any] = []
+    if mask is not None:
+        found.append(mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask)
+    if padding is not None:
+        found.append(padding[..., None, None, :] if padding.ndim == 2 else padding[None, None, None, :])
+    return [~m if m.dtype == torch.bool else m for m in found]
 
 
-def _additive_mask(mask: Any, like: Tile) -> Any:
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf) if mask.dtype == torch.bool else mask
+def _with_more_tokens(q: Any, k: Any, v: Any, bias_k: Any, bias_v: Any, zeros: bool) -> tuple[Any, Any, Any]:
+    """Projected keys and values [S, batch, E] with a learned token behind them, and one of zeros."""
+    rows: list[tuple[Any, Any]] = [] if bias_k is None else [(as_whole_tile(bias_k, k), as_whole_tile(bias_v, v))]
+    if zeros:
+        nothing = torch.zeros(1, 1, k.shape[-1], dtype=k.dtype, device=k.device)
+        rows.append((as_whole_tile(nothing, k), as_whole_tile(nothing, v)))
+    wide = [(a.expand(1, *k.shape[1:]).to(k.dtype), b.expand(1, *v.shape[1:]).to(v.dtype)) for a, b in rows]
+    return q, torch.cat([k, *(a for a, _ in wide)]), torch.cat([v, *(b for _, b in wide)])
 
 
 @implements_torch(F.multi_head_attention_forward)
@@ -237,24 +342,20 @@ def multi_head_attention_forward(
 ) -> tuple[Any, Any]:
     """What `nn.MultiheadAttention` calls: projections, attention over cut tokens, output projection.
 
-    *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut. Where E or the
-    rows of the weights are cut, the heads are (`jigsaw.nn.heads`).
+    *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut, masks are tiles
+    or plain. Where E or the rows of the weights are cut, the heads are (`jigsaw.nn.heads`).
     *Sends*: as `scaled_dot_product_attention`, and as the projections do; weights of fewer heads than ranks, and those
     that are not packed, are gathered.
-    *Raises*: `ShardingError` for bias_k, bias_v, add_zero_attn, static_k, static_v, and for dropout in training where
-    the queries are cut and no weights are asked for.
+    *Raises*: `ShardingError` for static_k and static_v.
     """
-    if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
+    if static_k is not None or static_v is not None:
         raise ShardingError(
-            "MultiheadAttention on tiles has no add_bias_kv, add_zero_attn, static_k or static_v: "
-            "they append a token to cut ones; append it to the input before it is cut"
+            "MultiheadAttention on tiles has no static_k or static_v: pass key= and value=, which may be tiles"
         )
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tile):
-            raise ShardingError(
-                f"MultiheadAttention: {name} is a plain tensor of shape {tuple(x.shape)}, but another argument is a "
-                "Tile; make it a Tile with jigsaw.shard (uncut, if every rank has it)"
-            )
+    like = next(tiles_in((query, key, value)))
+    # one tensor stays one: a packed projection is then made once
+    tiles = {id(x): as_whole_tile(x, like) for x in (query, key, value)}
+    query, key, value = (tiles[id(x)] for x in (query, key, value))
     if query.ndim == 2:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         out, weights = multi_head_attention_forward(
@@ -280,19 +381,24 @@ def multi_head_attention_forward(
         )
         biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
         projected = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights_in, biases, strict=True))
+    more = (bias_k is not None) + add_zero_attn
+    if more:
+        q, k, v = projected
+        projected = _with_more_tokens(q, k, v, bias_k, bias_v, add_zero_attn)
+        attn_mask, key_padding_mask = (
+            None if m is None else F.pad(m, (0, more)) for m in (attn_mask, key_padding_mask)
+        )
     q, k, v = (_split_heads(x, num_heads) for x in projected)
     rate = dropout_p if training else 0.0
     weights = None
-    if need_weights or (rate and not query.layout.cut_axes):
-        mask = _joint_mask(attn_mask, key_padding_mask, num_heads, q)
-        weights = attention_weights(q, k, mask)
-        dropped: Any = F.dropout(cast(Any, weights), rate, training)
-        mixed = _mix_values(dropped, v)
+    # torch passes is_causal as a hint beside the mask that it describes
+    hint = is_causal and not more and attn_mask is not None and key_padding_mask is None and not need_weights
+    masks = [] if hint else _masks_of_scores(attn_mask, key_padding_mask, num_heads)
+    if need_weights:
+        weights = attention_weights(q, k, masks, False, None, q)
+        mixed = mix_values(cast(Any, F.dropout(cast(Any, weights), rate, training)), v)
     else:
-        # torch passes is_causal as a hint beside the mask that it describes
-        hint = is_causal and attn_mask is not None and key_padding_mask is None
-        mask = None if hint else _joint_mask(attn_mask, key_padding_mask, num_heads, q)
-        mixed = scaled_dot_product_attention(q, k, v, mask, rate, is_causal=hint)
+        mixed = _attend(q, k, v, masks, rate, is_causal=hint)
     mixed = mixed.permute(2, 0, 1, 3).flatten(2)
     out = (
         project_heads_out(mixed, out_proj_weight, out_proj_bias, query)
@@ -302,8 +408,3 @@ def multi_head_attention_forward(
     if weights is not None and need_weights and average_attn_weights:
         weights = weights.mean(1)
     return out, weights if need_weights else None
-
-
-def _mix_values(weights: Tile, value: Tile) -> Tile:
-    out = weights.local @ _all_tokens(value.owned(), weights.layout)
-    return Tile(out, weights.layout.replace_dim(weights.ndim - 1, whole_dim(value.shape[-1])), weights.mesh)

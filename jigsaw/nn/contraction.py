@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.layout import Cut, Layout, ShardingError, cut_points, have_same_rows, whole_dim
+from jigsaw.cut import Cut, ShardingError, cut_points, have_same_rows, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.matmul import grid_matmul
 from jigsaw.matmul_grid import MatmulGrid, choose_grid, refine_cut
 from jigsaw.nn.rank_order import (
@@ -26,6 +27,7 @@ from jigsaw.nn.rank_order import (
     axes_of_cuts,
     bare_cuts,
     cut_in_rank_order,
+    put_in_dim_order,
     size_of_cuts,
     take_owned_rows,
 )
@@ -56,6 +58,9 @@ class LinearContraction:
         rows = comm.use_in_parts(x.local, x.mesh, alike)
         if grid.k.is_cut and not x.layout.is_cut(last):
             rows = take_owned_rows(rows, last, self.inner, x.layout, coord)
+        elif stored.is_cut(1) and not x.layout.is_cut(last):
+            # the pieces of W travel one after the other, and meet the features of x in that order
+            rows = take_owned_rows(rows, last, stored.dim(1), x.layout, None)
         # a whole W is cut here without a message; a dim whose block is whole is only put in rank order, that of the
         # rows of x and y that it meets
         for dim, group, block in ((0, self.outer, grid.n), (1, self.inner, grid.k)):
@@ -63,6 +68,8 @@ class LinearContraction:
                 w = take_owned_rows(w, dim, group, stored, coord if block.is_cut else None)
         rows, w = _in_autocast_dtype(rows), _in_autocast_dtype(w)
         y = grid_matmul(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), w, grid, x.mesh)
+        if stored.is_cut(0) and not any(c.is_cut for c in self.outer):
+            y = put_in_dim_order(y, 1, stored.dim(0), x.layout)
         return Tile(y.reshape(*rows.shape[:-1], y.shape[-1]), self.result(x.layout), x.mesh)
 
 

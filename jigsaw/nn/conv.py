@@ -10,57 +10,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.cut import ShardingError, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.nn.conv_channels import ChannelPlan, add_partial_sums, channel_weight, plan_channels
+from jigsaw.nn.conv_geometry import (
+    ConvGeometry,
+    ConvSize,
+    WholeChannelsPlan,
+    conv_dim_stencils,
+    plan_of_whole_channels,
+    read_convolution,
+    read_transposed_convolution,
+)
 from jigsaw.nn.halo_conv import PlainConvolution, halo_convolution, plan_halo
-from jigsaw.nn.stencil import DimStencil, StencilPlan, empty_result, entry_per_dim, gather_input_rows, plan_stencil
-from jigsaw.nn.weights import cut_parameter, local_weight
-from jigsaw.stencil_rules import StencilRule, StencilWindow, TransposedWindow
+from jigsaw.nn.stencil import DimStencil, StencilPlan, empty_result, gather_input_rows, plan_stencil
+from jigsaw.nn.weights import cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
+from jigsaw.ops.meeting import bring_to_cuts
+from jigsaw.stencil_rules import TransposedWindow
 from jigsaw.tile import Tile, implements_torch
-
-ConvSize = int | Sequence[int]
-
-
-@dataclass(frozen=True)
-class ConvGeometry:
-    """How a convolution slides, an entry a spatial dim; `padding` is (below, above)."""
-
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
-    groups: int
-    transposed: bool
-    wrap: bool = False
-
-    @property
-    def dims(self) -> int:
-        return len(self.stride)
-
-    def rule(self, i: int, kernel: int) -> StencilRule:
-        """The interval rule along spatial dim `i`."""
-        low, high = self.padding[i]
-        if self.transposed:
-            return TransposedWindow(kernel, self.stride[i], self.dilation[i], low, self.output_padding[i])
-        return StencilWindow(kernel, self.stride[i], self.dilation[i], low, high)
-
-    def even(self, i: int) -> bool:
-        """Whether the plain op can pad spatial dim `i` itself."""
-        return self.padding[i][0] == self.padding[i][1] and not self.wrap
-
-
-@lru_cache(maxsize=4096)
-def _dim_stencils(first: int, kernel: tuple[int, ...], how: ConvGeometry) -> tuple[DimStencil, ...]:
-    return tuple(DimStencil(first + i, how.rule(i, k), how.wrap, always=not how.even(i)) for i, k in enumerate(kernel))
 
 
 def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry) -> Tile:
@@ -76,25 +52,67 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry
     one of the gradient of an `input` whose channels are whole.
     *Raises*: `ShardingError` for channels that do not fit, windows larger than the padded input, flattened dims.
     """
+    if type(weight) in (Tensor, nn.Parameter) and isinstance(input, Tile):
+        plan = plan_of_whole_channels(input.layout, weight.shape, how, input.coordinate)
+        if plan is not None:
+            return _convolve_whole_channels(input, weight, bias, how, plan)
     _check_convolution(input, weight, how)
     if input.ndim == how.dims + 1:
         batched = Tile(input.local.unsqueeze(0), input.layout.insert(0), input.mesh)
         y = convolve(batched, weight, bias, how)
         return Tile(y.local.squeeze(0), y.layout.drop((0,)), y.mesh)
+    if _is_pointwise_in_space(weight, how) and any(len(input.layout.dim(d)) > 1 for d in range(2, input.ndim)):
+        apart = _without_flattened_space(input)
+        if apart.ndim <= 5:  # torch convolves up to three dims
+            for _ in range(apart.ndim - input.ndim):
+                weight = weight.unsqueeze(-1)
+            y = convolve(apart, weight, bias, _pointwise_geometry(apart.ndim - 2, how))
+            return y.reshape((*y.shape[:2], *input.shape[2:]))
     if not input.layout.is_cut(1) and input.layout.has_halo:
         input = input.with_layout(
             input.layout.replace_dim(1, whole_dim(input.shape[1]))
         )  # a halo of channels is dropped
-    along = _dim_stencils(2, tuple(weight.shape[2:]), how)
+    if is_dtensor(weight) and how.transposed and how.groups > 1:
+        # cut within groups, or between them: whole, each rank works on the groups whose channels it has
+        weight, bias = cast(Tensor, gathered_weight(weight, input)), gathered_weight(bias, input)
+    if is_dtensor(weight) and how.groups == 1:
+        input = bring_to_cuts(input, 1, weight_layout(weight, input).dim(0 if how.transposed else 1))
+    along = conv_dim_stencils(2, tuple(weight.shape[2:]), how)
     to = plan_stencil(input.layout, along, input.coordinate, "convolution")
     made = weight.shape[1] * how.groups if how.transposed else weight.shape[0]
     out = to.out.replace_dim(1, whole_dim(made))
     ways = plan_channels(input, weight, how.groups, how.transposed, (math.prod(input.shape), math.prod(out.shape)))
     if ways is None:
-        local = None if bias is None else local_weight(bias, input, out)
-        w = local_weight(weight, input, out)
-        return Tile(_convolve_local(input, w, local, how, along, to, out), out, input.mesh)
+        return _convolve_whole_channels(input, weight, bias, how, WholeChannelsPlan(along, to, out, None))
     return _convolve_cut_channels(input, weight, bias, how, along, out.replace_dim(1, ways.out), ways)
+
+
+def _convolve_whole_channels(
+    input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry, plan: WholeChannelsPlan
+) -> Tile:
+    out = plan.out
+    b = None if bias is None else local_weight(bias, input, out)
+    w = local_weight(weight, input, out)
+    if plan.padding is not None:
+        x, w, b = _autocast_operands(input.local, w, b)
+        return Tile(_torch_convolution(x, w, b, how, plan.padding, how.output_padding), out, input.mesh)
+    return Tile(_convolve_local(input, w, b, how, plan.along, plan.to, out), out, input.mesh)
+
+
+def _is_pointwise_in_space(weight: Tensor, how: ConvGeometry) -> bool:
+    is_still = all(s == 1 for s in how.stride) and not any(map(sum, how.padding)) and not any(how.output_padding)
+    return is_still and all(k == 1 for k in weight.shape[2:])
+
+
+def _without_flattened_space(input: Tile) -> Tile:
+    """Tokens of lat x lon as the two dims that they were flattened from: a kernel of one row needs no order of them."""
+    sizes = [c.size for d in range(2, input.ndim) for c in input.layout.dim(d)]
+    return input.reshape((*input.shape[:2], *sizes))
+
+
+def _pointwise_geometry(dims: int, like: ConvGeometry) -> ConvGeometry:
+    none = (0,) * dims
+    return ConvGeometry((1,) * dims, ((0, 0),) * dims, (1,) * dims, none, like.groups, like.transposed)
 
 
 def _convolve_cut_channels(
@@ -241,21 +259,6 @@ def _convolve_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, how: Co
 # -- torch's functions ------------------------------------------------------------------------------------------------
 
 
-def _padding_per_dim(
-    padding: str | ConvSize, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    if not isinstance(padding, str):
-        return tuple((p, p) for p in entry_per_dim(padding, len(kernel), "padding"))
-    if padding == "valid":
-        return ((0, 0),) * len(kernel)
-    if padding != "same":
-        raise ShardingError(f"padding={padding!r}: use 'same', 'valid' or integers")
-    if any(s != 1 for s in stride):
-        raise ShardingError(f"padding='same' needs stride 1, got {tuple(stride)}")
-    both = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-    return tuple((b // 2, b - b // 2) for b in both)
-
-
 def conv_as_torch(
     input: Tile,
     weight: Tensor,
@@ -269,11 +272,10 @@ def conv_as_torch(
     """`convolve` with the arguments of `torch.conv2d`, for any number of spatial dims; with `wrap`, padding is
     circular.
     """
-    kernel = weight.shape[2:]
-    dims = len(kernel)
-    strides, dilations = entry_per_dim(stride, dims, "stride"), entry_per_dim(dilation, dims, "dilation")
-    pads = _padding_per_dim(padding, kernel, strides, dilations)
-    return convolve(input, weight, bias, ConvGeometry(strides, pads, dilations, (0,) * dims, groups, False, wrap))
+    stride = tuple(stride) if isinstance(stride, list) else stride
+    padding = tuple(padding) if isinstance(padding, list) else padding
+    dilation = tuple(dilation) if isinstance(dilation, list) else dilation
+    return convolve(input, weight, bias, read_convolution(weight.shape[2:], stride, padding, dilation, groups, wrap))
 
 
 def conv_transpose_as_torch(
@@ -287,15 +289,12 @@ def conv_transpose_as_torch(
     dilation: ConvSize = 1,
 ) -> Tile:
     """`convolve` with the arguments of `torch.conv_transpose2d`, for any number of spatial dims."""
-    dims = weight.ndim - 2
-    strides, dilations = entry_per_dim(stride, dims, "stride"), entry_per_dim(dilation, dims, "dilation")
-    extra, pads = entry_per_dim(output_padding, dims, "output_padding"), entry_per_dim(padding, dims, "padding")
-    for e, s, d in zip(extra, strides, dilations, strict=True):
-        if not 0 <= e < max(s, d):
-            raise ShardingError(f"output_padding={e} must be smaller than stride {s} or dilation {d}")
-    return convolve(
-        input, weight, bias, ConvGeometry(strides, tuple((p, p) for p in pads), dilations, extra, groups, True)
-    )
+    stride = tuple(stride) if isinstance(stride, list) else stride
+    padding = tuple(padding) if isinstance(padding, list) else padding
+    output_padding = tuple(output_padding) if isinstance(output_padding, list) else output_padding
+    dilation = tuple(dilation) if isinstance(dilation, list) else dilation
+    how = read_transposed_convolution(weight.ndim - 2, stride, padding, output_padding, groups, dilation)
+    return convolve(input, weight, bias, how)
 
 
 def _handler_of_dims(dims: int, function: Callable[..., Tile], name: str) -> Callable[..., Tile]:

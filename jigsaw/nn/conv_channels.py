@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.cut import Cut, Interval, ShardingError, cut_points, whole_dim
 from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint
-from jigsaw.layout import Cut, Interval, Layout, ShardingError, cut_points, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.nn.stencil import single_cut
 from jigsaw.nn.weights import is_dtensor, local_weight, weight_layout
 from jigsaw.stencil_rules import ceil_div

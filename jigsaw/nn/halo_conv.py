@@ -18,11 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint
-from jigsaw.layout import Cut, Interval, Layout, MeshCoordinate
+from jigsaw.cut import Cut, Interval
+from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint, memory_format_of
+from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.nn.stencil import DimStencil, plan_stencil
 from jigsaw.stencil_rules import DerivedCut, StencilWindow, ceil_div
 
+# Four ranks with 8 rows each of 32, kernel 3: rank 1 has 8:16 and needs 7:17.  It convolves 8:16 as if zeros lay around
+# them while rows 7 and 16 travel; row 7 alone, convolved, is what the zeros below left out of output 8, and is added to
+# it, and row 16 to output 15.  Neither 7:17 nor its gradient is ever put together.
 _STRIP_SHARE = 8  # strips are worth it while the rows that they touch are less than one in so many
 
 
@@ -72,6 +76,7 @@ def split_dim(cut: Cut, rule: StencilWindow, derived: DerivedCut, piece: int, wr
         box = inside[0], inside[0]
     out = derived.out.held[piece]
     count = out[1] - out[0]
+    # the op pads both sides alike, but a piece at the edge of the array may need more above than below
     padding, skip = _covering_padding(rule, box, need)
     if box[1] < held[1]:  # keep rows that no window reads, where they cost nothing, rather than cut them off
         longer, more = (box[0], held[1]), _covering_padding(rule, (box[0], held[1]), need)
@@ -90,6 +95,7 @@ def _covering_padding(rule: StencilWindow, box: Interval, need: Interval) -> tup
 def _strip_rows(
     rule: StencilWindow, box: Interval, need: Interval, inside: Interval, count: int
 ) -> tuple[StripRows, StripRows]:
+    # windows that begin before the box read the strip below; those that end behind it, the one above
     windows = min(ceil_div(box[0] - need[0], rule.stride), count)
     rows = inside[0], box[0]
     stop = need[0] + (windows - 1) * rule.stride + rule.span
@@ -138,6 +144,7 @@ def plan_halo(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordina
     derived = {d: (found, piece) for d, found, piece in plan_stencil(layout, along, coord, "convolution").derived}
     ways = {a.dim: a for a in along}
     cuts = {d: layout.dim(d)[0] for d in derived}
+    # of every piece, not of this rank's alone: all ranks must come to the same decision, for they send or don't
     splits: dict[int, list[DimSplit]] = {}
     for d, (found, _) in derived.items():
         rule = cast(StencilWindow, ways[d].rule)
@@ -176,6 +183,8 @@ def _halo_strip(
     target = layout
     for i, d in enumerate(splits):
         s = mine[d]
+        # a corner belongs to one strip: that of the first dim.  The rows of lat's strips reach over all that lon needs,
+        # lon's only over the box of lat; else the corner's rows would be added twice
         rows = [strip(p).rows if i == at else p.box if i < at else p.inside for p in splits[d]]
         target = target.replace_dim(d, layout.dim(d)[0].holding(rows))
         if i == at:
@@ -231,6 +240,7 @@ class _HaloConvolution(torch.autograd.Function):
         layout: Layout,
         mesh: DeviceMesh,
     ) -> Tensor:
+        # started first: strips travel while the rows at hand, by far the most, are convolved
         strips = AsyncExchange(x, layout, [s.target for s in halo.slabs], mesh)
         out = op(x[halo.box], weight, bias, halo.padding)
         padded: list[Tensor | None] = []
@@ -257,6 +267,7 @@ class _HaloConvolution(torch.autograd.Function):
             _strip_gradients(op, halo, slab, strip, grads[0], weight, mask)
             for slab, strip in zip(halo.slabs, padded, strict=True)
         ]
+        # the strips' gradients first, for others wait for them; the large one is computed while they travel
         pending = None
         if mask[0]:
             pending = AsyncExchangeAdjoint(
@@ -282,6 +293,7 @@ def _strip_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Of the rows of a strip, and of the weight through it."""
     if strip is None:
+        # it came here although no output row reads it; its owner waits for a gradient all the same
         return grad.new_zeros(slab.shape), None
     gx, gw, _ = op.gradients(grad[slab.place], strip, weight, halo.own, (*mask[:2], False))
     return (None if gx is None else F.pad(gx, [-p for p in slab.pads])), gw
@@ -291,7 +303,7 @@ def _into_local_rows(gx: Tensor, x: Tensor, halo: HaloPlan) -> Tensor:
     """The gradient of all local rows, from that of the box."""
     if gx.shape == x.shape:
         return gx
-    whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    whole = torch.zeros_like(x, memory_format=memory_format_of(x))
     whole[halo.box] = gx
     return whole
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Cut, ShardingError, cut_points, whole_dim
+from jigsaw.cut import Cut, ShardingError, cut_points, whole_dim
 from jigsaw.nn.contraction import plan_contraction
 from jigsaw.nn.linear import add_bias, linear_onto_cuts
 from jigsaw.nn.rank_order import CutGroup, rearrange_rows

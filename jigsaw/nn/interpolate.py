@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.cut import FrozenValue, ShardingError, whole_dim
+from jigsaw.exchange import memory_format_of
+from jigsaw.layout import Layout
 from jigsaw.nn.pool import adaptive_avg_pool
 from jigsaw.nn.stencil import (
     DimStencil,
@@ -42,8 +44,8 @@ _LARGEST_DENOMINATOR = (
 )
 
 
-@dataclass(frozen=True)
-class ResampledDim:
+@dataclass(frozen=True, eq=False)
+class ResampledDim(FrozenValue):
     """One dim from `n` to `m` rows, which are n / m or, where a `scale` counts, 1 / scale input rows apart."""
 
     n: int
@@ -128,7 +130,7 @@ def interpolate(
 
     *Shapes*: ``[batch, channel, *space]``, global as torch; per rank the output is cut at ceil(point m / n).
     *Sends*: forward the one or two rows a side that the ends of a piece read, backward their gradients.
-    *Raises*: `ShardingError` along cut dims for antialias, and for bicubic unless n / m is a ratio of small integers.
+    *Raises*: `ShardingError` along cut dims for antialias.
     """
     dims = input.ndim - 2
     if not any(is_cut_or_haloed(input.layout, d) for d in range(2, input.ndim)):
@@ -151,11 +153,22 @@ def interpolate(
         raise refusal_error(
             interpolate, input, f"{how} is not answered on a cut dim", "redistribute so that the spatial dims are whole"
         )
-    by_dim = {
-        d: ResampledDim(input.shape[d], m, mode, bool(align_corners), scale)
-        for d, m, scale in zip(range(2, input.ndim), sizes, scales, strict=True)
-    }
-    return _resample_tile(input, by_dim)
+    resampled = _dims_to_resample(input.layout.shape[2:], tuple(sizes), tuple(scales), mode, bool(align_corners))
+    return _resample_tile(input, dict(enumerate(resampled, 2)))
+
+
+@lru_cache(maxsize=512)
+def _dims_to_resample(
+    rows: tuple[int, ...], sizes: tuple[int, ...], scales: tuple[float | None, ...], mode: str, align_corners: bool
+) -> tuple[ResampledDim, ...]:
+    return tuple(
+        ResampledDim(n, m, mode, align_corners, scale) for n, m, scale in zip(rows, sizes, scales, strict=True)
+    )
+
+
+@lru_cache(maxsize=512)
+def _resampling_stencil(dim: int, r: ResampledDim, dtype: torch.dtype) -> DimStencil:
+    return DimStencil(dim, _interpolation_table(r, dtype))
 
 
 def _resized_layout(layout: Layout, sizes: Sequence[int]) -> Layout:
@@ -188,18 +201,9 @@ def _sizes_and_scales(
 
 
 def _resample_tile(input: Tile, by_dim: dict[int, ResampledDim]) -> Tile:
-    along = tuple(DimStencil(d, _interpolation_table(r, input.dtype)) for d, r in by_dim.items())
-    for d, r in by_dim.items():
+    along = tuple([_resampling_stencil(d, r, input.dtype) for d, r in by_dim.items()])
+    for d in by_dim:
         single_cut(input.layout, d, "interpolate")
-        if r.mode == "bicubic" and not (
-            _can_run_plain(r, input.dtype) if is_cut_or_haloed(input.layout, d) else r.scale is None
-        ):
-            raise refusal_error(
-                interpolate,
-                input,
-                f"bicubic from {r.n} to {r.m} rows is not answered",
-                "choose a ratio of small integers, or bilinear",
-            )
     to = plan_stencil(input.layout, along, input.coordinate, "interpolate")
     x = gather_input_rows(input, to)
     if to.is_empty:
@@ -209,6 +213,7 @@ def _resample_tile(input: Tile, by_dim: dict[int, ResampledDim]) -> Tile:
 
 def _resample_local(x: Tensor, by_dim: dict[int, ResampledDim], to: StencilPlan) -> Tensor:
     """The gathered rows interpolated: by the plain op where that is exact, then row by row."""
+    given = memory_format_of(x)
     touched_dims = {dim: (derived.needs[piece], derived.out.held[piece]) for dim, derived, piece in to.derived}
     sizes = list(x.shape[2:])
     crops: list[tuple[int, int, int]] = []
@@ -231,11 +236,13 @@ def _resample_local(x: Tensor, by_dim: dict[int, ResampledDim], to: StencilPlan)
     for d in by_row:
         need, out = touched_dims.get(d, ((0, by_dim[d].n), (0, by_dim[d].m)))
         x = _interpolate_by_row(x, d, by_dim[d], need[0], out)
-    return x
+    return x.contiguous(memory_format=given) if by_row else x  # picked rows forget that channels came last
 
 
 def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:
-    """y[o] = x[first] + w (x[last] - x[first]) along one dim."""
+    """y[o] = x[first] + w (x[last] - x[first]) along one dim, or the sum of four rows."""
+    if r.mode == "bicubic":
+        return _interpolate_by_four_rows(x, dim, r, low, out)
     first, last, weights = (values[out[0] : out[1]] for values in _input_rows_read(r, x.dtype))
     rows = torch.tensor(first, device=x.device) - low
     y = x.index_select(dim, rows)
@@ -243,3 +250,27 @@ def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tup
         return y
     w = torch.tensor(weights, dtype=x.dtype, device=x.device).reshape(-1, *(1,) * (x.ndim - dim - 1))
     return y.lerp(x.index_select(dim, torch.tensor(last, device=x.device) - low), w)
+
+
+@lru_cache(maxsize=512)
+def _cubic_taps(r: ResampledDim) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """For every output row the four input rows that it reads, with their weights (Keys, a = -0.75, as in torch)."""
+    taps: list[tuple[tuple[int, float], ...]] = []
+    for o in range(r.m):
+        at = o * r.pace if r.align_corners else (o + 0.5) * r.pace - 0.5
+        first = math.floor(at)
+        t = at - first
+        near = [(1.25 * u - 2.25) * u * u + 1 for u in (t, 1 - t)]
+        far = [((-0.75 * u + 3.75) * u - 6) * u + 3 for u in (1 + t, 2 - t)]
+        rows = (min(max(first + k, 0), r.n - 1) for k in range(-1, 3))
+        taps.append(tuple(zip(rows, (far[0], near[0], near[1], far[1]), strict=True)))
+    return tuple(taps)
+
+
+def _interpolate_by_four_rows(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:
+    taps = torch.tensor(_cubic_taps(r)[out[0] : out[1]], dtype=torch.float64, device=x.device)
+    shape = (-1, *(1,) * (x.ndim - dim - 1))
+    parts = [
+        x.index_select(dim, taps[:, k, 0].long() - low) * taps[:, k, 1].to(x.dtype).reshape(shape) for k in range(4)
+    ]
+    return parts[0] + parts[1] + parts[2] + parts[3]

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Layout, ShardingError, have_same_rows, whole_dim
+from jigsaw.cut import ShardingError, have_same_rows, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.nn.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
 from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
+from jigsaw.ops.meeting import bring_to_cuts, bring_together
 from jigsaw.tile import Tile, implements_torch, refusal_error
 
 
@@ -51,7 +53,11 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
             f"linear: input {tuple(input.shape)} and weight {tuple(weight.shape)} cannot be multiplied "
             f"({input.shape[-1]} and {k})"
         )
+    if isinstance(weight, Tile):
+        input, weight = _bring_contracted_dim_together(input, weight)
     stored = weight_layout(weight, input) if isinstance(weight, Tile) or is_dtensor(weight) else None
+    if stored is not None:
+        input = bring_to_cuts(input, input.ndim - 1, stored.dim(1))
     if stored is not None and is_dtensor(weight) and _is_cut_by_inputs(input.layout, stored):
         return _sum_over_input_pieces(input, weight, bias, stored)
     if not (stored is not None and stored.cut_axes) and not input.layout.is_cut(input.ndim - 1):
@@ -70,6 +76,14 @@ def linear_onto_cuts(
     job = plan_contraction(x.layout, stored, last)
     w = local_weight(weight, x, job.result(x.layout))
     return add_bias(job.run(x, rearrange_rows(w, stored.dim(0), job.stored.dim(0), x)), bias)
+
+
+def _bring_contracted_dim_together(input: Tile, weight: Tile) -> list[Tile]:
+    """x and a W that is a tile, with the dim that they share at the same points where the same axes cut it."""
+    mine, other = input.layout.dim(input.ndim - 1), weight.layout.dim(1)
+    if [(c.size, c.axes) for c in mine] != [(c.size, c.axes) for c in other]:
+        return [input, weight]
+    return bring_together([input, weight], [[None] * (input.ndim - 1) + ["k"], [None, "k"]])
 
 
 def _is_cut_by_inputs(x: Layout, stored: Layout) -> bool:
@@ -112,16 +126,16 @@ def _linear_by_itself(input: Tile, weight: StoredWeight, bias: StoredWeight | No
     if isinstance(bias, Tile) or is_dtensor(bias):
         return add_bias(_linear_by_itself(input, weight, None, n), bias)
     x = _without_halo_along_last(input)
-    out = x.layout.replace_dim(x.ndim - 1, whole_dim(n))
+    out = x.layout.replace_dim(x.layout.ndim - 1, whole_dim(n))
     plain = None if bias is None else local_weight(bias, x, out)
     return Tile(F.linear(x.local, local_weight(weight, x, out), plain), out, x.mesh)
 
 
 def _without_halo_along_last(input: Tile) -> Tile:
     """The tile without halo rows along the contracted dim; those of other dims stay."""
-    last = input.ndim - 1
+    last = input.layout.ndim - 1
     cuts = input.layout.dim(last)
-    if not any(c.has_halo for c in cuts):
+    if input.layout.complete_dims[last] or not any(c.has_halo for c in cuts):
         return input
     return input.with_layout(input.layout.replace_dim(last, *bare_cuts(cuts)))
 

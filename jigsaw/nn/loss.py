@@ -17,10 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.ops.along import log_softmax
-from jigsaw.ops.pointwise import align_tiles, cut_whole_tensor
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.ops.meeting import bring_together
+from jigsaw.ops.plain_operands import cut_whole_tensor
+from jigsaw.ops.pointwise import align_tiles
+from jigsaw.ops.reductions import reduce_mean, reduce_sum
+from jigsaw.tile import Tile, implements_torch, leave_tile
 
 # A Tile or a plain whole Tensor: torch's stubs know only the latter, so this stays open.
 LossValues = Any
@@ -31,9 +34,9 @@ def reduce_losses(values: Any, reduction: str) -> Any:
     if reduction == "none":
         return values
     if reduction == "sum":
-        return values.sum()
+        return reduce_sum(values) if isinstance(values, Tile) else values.sum()
     if reduction == "mean":
-        return values.mean()
+        return reduce_mean(values) if isinstance(values, Tile) else values.mean()
     raise ValueError(f"{reduction!r} is not a valid value for reduction: use 'none', 'mean' or 'sum'")
 
 
@@ -80,7 +83,7 @@ def _answer_elementwise_loss(
     """
 
     def answer(input: LossValues, target: LossValues, *args: Any, **kwargs: Any) -> Any:
-        options = dict(zip(names, args, strict=False)) | kwargs
+        options = dict(zip(names, args, strict=False)) | kwargs if args else kwargs
         _refuse_old_arguments(function.__name__, options.pop("size_average", None), options.pop("reduce", None))
         reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
         _check_same_shape(function.__name__, input, target)
@@ -100,10 +103,6 @@ def _widened_input(values: Any) -> Any:
     return values.float() if narrow and torch.is_autocast_enabled(values.device.type) else values
 
 
-def _squared_error(input: Any, target: Any) -> Any:
-    return (_widened_input(input) - _widened_input(target)).square()
-
-
 def _absolute_error(input: Any, target: Any) -> Any:
     # torch 2.13's l1_loss leaves its weight= out when it dispatches; what a caller passed can only be seen in its frame
     frame = inspect.currentframe()
@@ -114,7 +113,7 @@ def _absolute_error(input: Any, target: Any) -> Any:
             "l1_loss(weight=...) on tiles: torch drops the weight on its way; use jigsaw.nn.loss.weighted_mean((input "
             "- target).abs(), weight)"
         )
-    return (_widened_input(input) - _widened_input(target)).abs()
+    return _unreduced_loss(F.l1_loss)(input, target)
 
 
 def _unreduced_loss(function: Callable[..., Tensor]) -> Callable[..., Tile]:
@@ -135,7 +134,7 @@ def _reduced_by_sample(values: Any, reduction: str) -> Any:
 
 
 _OLD = ("size_average", "reduce", "reduction")
-_answer_elementwise_loss(F.mse_loss, _squared_error, *_OLD, "weight", mean_by_weight=True)
+_answer_elementwise_loss(F.mse_loss, _unreduced_loss(F.mse_loss), *_OLD, "weight", mean_by_weight=True)
 _answer_elementwise_loss(F.l1_loss, _absolute_error, *_OLD, mean_by_weight=True)
 _answer_elementwise_loss(F.smooth_l1_loss, _unreduced_loss(F.smooth_l1_loss), *_OLD, "beta")
 _answer_elementwise_loss(F.huber_loss, _unreduced_loss(F.huber_loss), "reduction", "delta", "weight")
@@ -184,6 +183,10 @@ def cross_entropy(
     """
     _refuse_old_arguments("cross_entropy", size_average, reduce)
     dim = _class_dim("cross_entropy", input)
+    if not input.layout.cut_axes and _lies_alike(input, target, dim):
+        # nothing cuts it, so each rank has the whole answer
+        out = F.cross_entropy(input.local, target.local, weight, None, ignore_index, None, reduction, label_smoothing)
+        return leave_tile(out, input.mesh) if out.ndim == 0 else Tile(out, target.layout, input.mesh)
     log_p = log_softmax(_widened_input(input), dim)
     if tuple(target.shape) == tuple(input.shape):
         return _loss_with_probabilities(log_p, _widened_input(target), weight, reduction, label_smoothing, dim)
@@ -203,35 +206,61 @@ def _class_dim(name: str, input: Tile) -> int:
 def _loss_with_indices(
     log_p: Tile, target: LossValues, weight: Tensor | None, ignore: int, reduction: str, smoothing: float, dim: int
 ) -> Any:
-    rows = log_p.owned()
+    if not _lies_alike(log_p, target, dim):
+        log_p, target = _brought_beside(log_p, target, dim)
+    losses = _class_losses(log_p.local, target.local, weight, ignore, smoothing)
+    if reduction == "none":
+        return Tile(losses, target.layout, target.mesh)
+    total = reduce_sum(Tile(losses, target.layout, target.mesh))
+    if reduction == "sum":
+        return total
+    return total / reduce_sum(
+        Tile(_class_weights(log_p.local, target.local, weight, ignore), target.layout, log_p.mesh)
+    )
+
+
+def _lies_alike(log_p: Tile, target: LossValues, dim: int) -> bool:
+    """Whether the target is a tile that lies as the input without its classes does, no row twice."""
+    layout = log_p.layout
+    is_tile = type(target) is Tile and target.mesh is log_p.mesh
+    return is_tile and not layout.has_halo and target.layout is layout.drop((dim,))
+
+
+def _brought_beside(log_p: Tile, target: LossValues, dim: int) -> tuple[Tile, Tile]:
+    """The owned rows of the input, and of the target those of the same positions."""
+    rows = log_p
+    if isinstance(target, Tile) and target.ndim == rows.ndim - 1:
+        places = list(range(rows.ndim))
+        rows, target = bring_together([rows, target], [places, [d for d in places if d != dim]])
+    rows = rows.owned()
     anchor = Tile(rows.local.select(dim, 0), rows.layout.drop((dim,)), rows.mesh)
     if tuple(target.shape) != tuple(anchor.shape):
         raise ShardingError(
             f"class losses: target {tuple(target.shape)} must be the input's shape without classes "
             f"{tuple(anchor.shape)}, or, for cross_entropy, with them {tuple(log_p.shape)}"
         )
-    index = align_tiles([target, anchor])[1][0] if isinstance(target, Tile) else cut_whole_tensor(target, anchor)
-    losses, weights = _class_losses(rows.local, index, weight, ignore, smoothing)
-    if reduction == "none":
-        return Tile(losses, anchor.layout, anchor.mesh)
-    total = Tile(losses, anchor.layout, anchor.mesh).sum()
-    return total if reduction == "sum" else total / Tile(weights, anchor.layout, anchor.mesh).sum()
+    index = (
+        align_tiles([target, anchor], stays=1)[1][0] if isinstance(target, Tile) else cut_whole_tensor(target, anchor)
+    )
+    return rows, Tile(index, anchor.layout, anchor.mesh)
 
 
-def _class_losses(
-    log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """(losses, their weights in the mean) at the local positions."""
+def _class_weights(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
+    """What the losses at the local positions count for in the mean."""
+    counted = (index != ignore).to(log_p.dtype)
+    return counted if weight is None else weight[index.clamp(0, len(weight) - 1)] * counted
+
+
+def _class_losses(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float) -> Tensor:
+    """The losses at the local positions."""
     dim = 1 if log_p.ndim > 1 else 0
     losses = F.nll_loss(log_p, index, weight, ignore_index=ignore, reduction="none")
-    ignored = index == ignore
-    counted = (~ignored).to(log_p.dtype)
-    weights = counted if weight is None else weight[index.clamp(0, len(weight) - 1)] * counted
     if smoothing:
+        ignored = index == ignore
         each = log_p if weight is None else log_p * weight.view(-1, *(1,) * (log_p.ndim - 1 - dim))
         # filled, not multiplied by zero: what is ignored may be infinite
         losses = (1 - smoothing) * losses - smoothing / log_p.shape[dim] * each.sum(dim).masked_fill(ignored, 0.0)
-    return losses, weights
+    return losses
 
 
 def _loss_with_probabilities(
@@ -283,3 +312,24 @@ def _raised_variances(input: LossValues, var: Any, eps: float) -> LossValues:
         var = var.unsqueeze(-1)
     # raised to eps with the gradient of what it was, as in torch
     return var + (torch.clamp(var, min=eps) - var).detach()
+
+
+@implements_torch(F.poisson_nll_loss)
+def _poisson_nll_loss(
+    input: LossValues,
+    target: LossValues,
+    log_input: bool = True,
+    full: bool = False,
+    size_average: None = None,
+    eps: float = 1e-8,
+    reduce: None = None,
+    reduction: str = "mean",
+) -> Any:
+    """y = exp x - t x of logarithms, or x - t log x, then reduced; `full` adds Stirling's log t! where t > 1."""
+    _refuse_old_arguments("poisson_nll_loss", size_average, reduce)
+    _check_same_shape("poisson_nll_loss", input, target)
+    losses = torch.exp(input) - target * input if log_input else input - target * torch.log(input + eps)
+    if full:
+        factorial = target * torch.log(target) - target + 0.5 * torch.log(2 * torch.pi * target)
+        losses = losses + factorial.masked_fill(target <= 1, 0)
+    return reduce_losses(losses, reduction)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.nn.linear import Linear, tile_linear
 from jigsaw.nn.weights import StoredWeight
 from jigsaw.tile import Tile

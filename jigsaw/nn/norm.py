@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import MeshCoordinate, ShardingError
+from jigsaw.cut import ShardingError
+from jigsaw.layout import MeshCoordinate
 from jigsaw.nn.standardize import is_whole_along, owned_along, standardize_tile
 from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
-from jigsaw.ops.pointwise import cut_whole_tensor, plain_operand
+from jigsaw.ops.plain_operands import cut_whole_tensor, plain_operand
 from jigsaw.ops.reductions import elements_per_value, reducing_axes
 from jigsaw.tile import Tile, implements_torch
 
@@ -35,7 +36,11 @@ def _widened_tile(tile: Tile) -> Tile:
 
 def _has_plain_weights(*values: Any) -> bool:
     """Whether weight and bias are ordinary tensors (or missing), not tiles."""
-    return not any(isinstance(v, Tile) or is_dtensor(v) for v in values)
+    return all(map(_is_plain_weight, values))
+
+
+def _is_plain_weight(value: Any) -> bool:
+    return value is None or type(value) is nn.Parameter or not (isinstance(value, Tile) or is_dtensor(value))
 
 
 def _weight_parts(input: Tile, *values: Any) -> list[Tensor | None]:
@@ -120,8 +125,11 @@ def rms_norm(
             f"rms_norm over {tuple(normalized_shape)}: the last dims of the Tile are "
             f"{tuple(input.shape[input.ndim - count :])}"
         )
-    wide = _widened_tile(input)
     dims = tuple(range(input.ndim - count, input.ndim))
+    if is_whole_along(input, dims) and _has_plain_weights(weight):
+        (w,) = _weight_parts(input, weight)
+        return Tile(F.rms_norm(input.local, list(normalized_shape), w, eps), input.layout, input.mesh)
+    wide = _widened_tile(input)
     axes = reducing_axes(wide.layout, dims)
     squares = owned_along(wide, dims).local.square().sum(dims, keepdim=True)
     power = comm.sum_parts(squares, input.mesh, axes, (wide.layout, dims)) / elements_per_value(wide, dims)
@@ -172,11 +180,43 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tile:
-    """`group_norm` with one channel a group; running statistics are refused."""
-    if running_mean is not None or not use_input_stats:
-        raise ShardingError("instance_norm on a Tile keeps no running statistics: use track_running_stats=False")
+    """`group_norm` with one channel a group; running statistics are means over the batch, updated alike on every rank.
+
+    *Sends*: as `group_norm`; with running statistics their values too, where the batch or the channels are cut.
+    """
+    shape = (input.shape[1], *(1,) * (input.ndim - 2))
+    if not use_input_stats:
+        return _by_running(input, running_mean, running_var, weight, bias, eps)
     dims = tuple(range(2, input.ndim))
-    return _standardize_and_scale(input, dims, eps, weight, bias, (input.shape[1], *(1,) * (input.ndim - 2)))[0]
+    y, mean, squares = _standardize_and_scale(input, dims, eps, weight, bias, shape)
+    if running_mean is not None and running_var is not None:
+        count = elements_per_value(input, dims)
+        _update_running(running_mean, _statistic_tile(mean, input, dims).mean(0), momentum)
+        _update_running(running_var, _statistic_tile(squares / (count - 1), input, dims).mean(0), momentum)
+    return y
+
+
+def _statistic_tile(value: Tensor, input: Tile, dims: Sequence[int]) -> Tile:
+    """A statistic over `dims`, of size 1 there, as a tile; its other dims are cut as the input's."""
+    layout = input.layout.drop(dims, keepdim=True)
+    return Tile(value.detach(), layout, input.mesh).owned()
+
+
+def _by_running(
+    input: Tile,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: StoredWeight | None,
+    bias: StoredWeight | None,
+    eps: float,
+) -> Tile:
+    """y = (x - running mean) / sqrt(running var + eps) * weight + bias, each of one value a channel."""
+    shape = (input.shape[1], *(1,) * (input.ndim - 2))
+    wide = _widened_tile(input)
+    centered = wide - cast(Tensor, running_mean).to(wide.dtype).reshape(shape)
+    out = centered * torch.rsqrt(cast(Tensor, running_var).to(wide.dtype) + eps).reshape(shape)
+    out = out if weight is None else out * weight.reshape(shape)
+    return (out if bias is None else out + bias.reshape(shape)).to(input.dtype)
 
 
 @implements_torch(F.batch_norm, torch.batch_norm)
@@ -195,10 +235,12 @@ def batch_norm(
 
     Synchronised by nature: the batch dim is cut like any other. Running statistics are updated alike on every rank.
 
-    *Shapes*: ``[batch, channel, *space]``, cut anywhere but along channels that have running statistics.
-    *Sends*: in training two all-reduces of one value a channel, backward two; in evaluation nothing.
-    *Raises*: `ShardingError` for cut channels with running statistics.
+    *Shapes*: ``[batch, channel, *space]``, cut anywhere.
+    *Sends*: in training two all-reduces of one value a channel, backward two; with running statistics of cut channels
+    their values to every rank; in evaluation nothing.
     """
+    if input.ndim < 2:
+        raise ShardingError(f"batch_norm of a Tile of shape {tuple(input.shape)}: it needs [batch, channel, *space]")
     shape = (input.shape[1], *(1,) * (input.ndim - 2))
     dims = (0, *range(2, input.ndim))
     if not training and (running_mean is None or running_var is None):
@@ -212,29 +254,23 @@ def batch_norm(
         y = F.batch_norm(input.local, running_mean, running_var, w, b, training, momentum, eps)
         return Tile(y, input.layout, input.mesh)
     if not training:
-        wide = _widened_tile(input)
-        centered = wide - cast(Tensor, running_mean).to(wide.dtype).reshape(shape)
-        out = centered * torch.rsqrt(cast(Tensor, running_var).to(wide.dtype) + eps).reshape(shape)
-        out = out if weight is None else out * weight.reshape(shape)
-        return (out if bias is None else out + bias.reshape(shape)).to(input.dtype)
+        return _by_running(input, running_mean, running_var, weight, bias, eps)
     count = elements_per_value(input, dims)
+    if not count:  # an empty batch has no statistics, and changes none
+        zeros = input.local.new_zeros(input.shape[1])
+        return _by_running(input, zeros, zeros + 1, weight, bias, eps)
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
-    if running_mean is not None and input.layout.is_cut(1):
-        raise ShardingError(
-            "batch_norm with running statistics on cut channels: the statistics are whole; cut another dim, or use "
-            "track_running_stats=False"
-        )
     y, mean, squares = _standardize_and_scale(input, dims, eps, weight, bias, shape)
     if running_mean is not None and running_var is not None:
-        _update_running(running_mean, mean, momentum)
-        _update_running(running_var, squares / (count - 1), momentum)
+        _update_running(running_mean, _statistic_tile(mean, input, dims), momentum)
+        _update_running(running_var, _statistic_tile(squares / (count - 1), input, dims), momentum)
     return y
 
 
-def _update_running(running: Tensor, value: Tensor, momentum: float) -> None:
+def _update_running(running: Tensor, value: Tile, momentum: float) -> None:
     with torch.no_grad():
-        running.lerp_(value.detach().reshape(-1).to(running.dtype), momentum)
+        running.lerp_(value.full_tensor().reshape(-1).to(running.dtype), momentum)
 
 
 @implements_torch(F.normalize)
@@ -245,10 +281,22 @@ def l2_normalize(input: Tile, p: float = 2.0, dim: int = 1, eps: float = 1e-12, 
 
 @implements_torch(F.local_response_norm)
 def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tile:
-    if input.layout.is_cut(1):
-        raise ShardingError("local_response_norm on cut channels is not answered: cut another dim")
-    own = input.owned()
-    return Tile(F.local_response_norm(own.local, size, alpha, beta, k), own.layout, own.mesh)
+    """y = x / (k + alpha mean x^2)^beta, the mean over `size` neighbouring channels.
+
+    *Sends*: along cut channels the squares of the channels that windows reach into a neighbour; backward the same.
+    *Raises*: `ShardingError` for cut channels of a tile of 5 dims.
+    """
+    if not input.layout.is_cut(1):
+        own = input.owned()
+        return Tile(F.local_response_norm(own.local, size, alpha, beta, k), own.layout, own.mesh)
+    space = input.ndim - 2
+    if space not in (1, 2):
+        raise ShardingError("local_response_norm on cut channels of a Tile of 5 dims is not answered: cut another dim")
+    squares = F.pad(input.square().unsqueeze(1), (*(0,) * 2 * space, size // 2, (size - 1) // 2))
+    pool: Any = F.avg_pool2d if space == 1 else F.avg_pool3d
+    means = pool(squares, (size, *(1,) * space), 1).squeeze(1)
+    # the pool's cuts follow its windows' centres
+    return input / (means.with_layout(input.layout.without_halo()) * alpha + k) ** beta
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

@@ -9,11 +9,13 @@ tensor([[[3., 0., 1., 2., 3., 0.]]])
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from jigsaw.layout import ShardingError, whole_dim
+from jigsaw.cut import ShardingError, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.nn.stencil import DimStencil, empty_result, gather_input_rows, is_cut_or_haloed, nonempty_like, plan_stencil
 from jigsaw.stencil_rules import FoldedPadding, StencilWindow
 from jigsaw.tile import Tile, implements_torch, in_own_memory
@@ -41,7 +43,7 @@ def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | 
         along = tuple(
             DimStencil(d, StencilWindow(below=low, above=high), always=True) for d, (low, high) in pads.items()
         )
-        return _pad_by_exchange(input, along, value or 0.0)
+        return _remembering_sources(_pad_by_exchange(input, along, value or 0.0), input)
     if mode == "circular":
         mixed = {d: (min(low, 0), min(high, 0)) for d, (low, high) in pads.items() if low * high < 0}
         if mixed:  # torch crops first, and the circle is what is left
@@ -78,6 +80,15 @@ def _pad_uncut(input: Tile, pads: PadsByDim, pad: Sequence[int], mode: str, valu
 def _pad_by_exchange(input: Tile, along: tuple[DimStencil, ...], fill: float = 0.0) -> Tile:
     to = plan_stencil(input.layout, along, input.coordinate, "pad")
     return Tile(in_own_memory(gather_input_rows(input, to, fill), input), to.out, input.mesh)
+
+
+def _remembering_sources(padded: Tile, input: Tile) -> Tile:
+    """Low modes of a spectrum still know their way home among zeros, as they do in a slice."""
+    dims = [
+        tuple(replace(c, source=was.source) if was.source else c for c, was in zip(group, before, strict=True))
+        for group, before in zip(padded.layout.dims(), input.layout.dims(), strict=True)
+    ]
+    return Tile(padded.local, Layout.from_dims(dims, padded.layout.axes), padded.mesh)
 
 
 def _circular_stencil(input: Tile, dim: int, low: int, high: int) -> DimStencil:

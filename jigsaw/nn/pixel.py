@@ -9,14 +9,26 @@ torch.Size([2, 3, 18, 32])
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.cut import ShardingError, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.nn.stencil import DimStencil, empty_result, gather_input_rows, plan_stencil
 from jigsaw.stencil_rules import StencilRule, StencilWindow, TransposedWindow
 from jigsaw.tile import Tile, implements_torch, refusal_error
+
+
+@lru_cache(maxsize=64)
+def _shuffle_rule(window: type[StencilWindow | TransposedWindow], r: int) -> StencilRule:
+    return window(r, r)
+
+
+@lru_cache(maxsize=64)
+def _stencils_of_space(h: int, w: int, rule: StencilRule) -> tuple[DimStencil, ...]:
+    return DimStencil(h, rule), DimStencil(w, rule)
 
 
 def _shuffle_input(input: Tile, rule: StencilRule, channels: int, name: str) -> tuple[Tile, Layout]:
@@ -26,8 +38,7 @@ def _shuffle_input(input: Tile, rule: StencilRule, channels: int, name: str) -> 
         input = input.with_layout(
             input.layout.replace_dim(c, whole_dim(input.shape[c]))
         )  # a halo of channels is dropped
-    along = (DimStencil(h, rule), DimStencil(w, rule))
-    to = plan_stencil(input.layout, along, input.coordinate, name)
+    to = plan_stencil(input.layout, _stencils_of_space(h, w, rule), input.coordinate, name)
     out = to.out.replace_dim(c, whole_dim(channels))
     return Tile(gather_input_rows(input, to), to.target, input.mesh), out
 
@@ -50,7 +61,7 @@ def pixel_shuffle(input: Tile, upscale_factor: int) -> Tile:
         raise ShardingError(f"pixel_shuffle by {r} needs a multiple of {r**2} channels, got {channels}")
     if input.layout.is_cut(input.ndim - 3):
         raise refusal_error(torch.pixel_shuffle, input, "channels that become rows are cut", "cut another dim")
-    x, out = _shuffle_input(input, TransposedWindow(r, r), channels // r**2, "pixel_shuffle")
+    x, out = _shuffle_input(input, _shuffle_rule(TransposedWindow, r), channels // r**2, "pixel_shuffle")
     return _shuffle_result(torch.pixel_shuffle, x, r, out)
 
 
@@ -69,5 +80,14 @@ def pixel_unshuffle(input: Tile, downscale_factor: int) -> Tile:
         )
     if input.layout.is_cut(input.ndim - 3):
         raise refusal_error(torch.pixel_unshuffle, input, "channels that rows join are cut", "cut another dim")
-    x, out = _shuffle_input(input, StencilWindow(r, r), input.shape[-3] * r**2, "pixel_unshuffle")
+    x, out = _shuffle_input(input, _shuffle_rule(StencilWindow, r), input.shape[-3] * r**2, "pixel_unshuffle")
     return _shuffle_result(torch.pixel_unshuffle, x, r, out)
+
+
+@implements_torch(torch.channel_shuffle)
+def _channel_shuffle(input: Tile, groups: int) -> Tile:
+    """[B, (g c), ...] -> [B, (c g), ...].  *Sends*: nothing, unless the channels are cut; then the rows that move."""
+    channels = input.shape[1]
+    if groups < 1 or channels % groups:
+        raise ShardingError(f"channel_shuffle of {channels} channels into {groups} groups: they must divide evenly")
+    return input.unflatten(1, (groups, channels // groups)).transpose(1, 2).flatten(1, 2)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.layout import Interval, ShardingError, whole_dim
+from jigsaw.cut import Interval, ShardingError, whole_dim
+from jigsaw.layout import Layout
+from jigsaw.nn.adaptive import OutputSize, adaptive_sizes, mean_of_windows, pool_adaptive_windows
 from jigsaw.nn.stencil import (
     DimStencil,
     StencilPlan,
@@ -27,7 +30,7 @@ from jigsaw.nn.stencil import (
     plan_stencil,
 )
 from jigsaw.stencil_rules import StencilWindow
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.tile import Tile, implements_torch
 
 PoolSize = int | Sequence[int]
 
@@ -45,6 +48,14 @@ def _pool_windows(
         raise ShardingError(
             f"{dims}-d pooling of a Tile of shape {tuple(input.shape)}: it needs {dims + 1} or {dims + 2} dims"
         )
+    every = [tuple(v) if isinstance(v, list) else v for v in (kernel, stride, padding, dilation)]
+    return _read_windows(dims, *every, ceil_mode)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _read_windows(
+    dims: int, kernel: PoolSize, stride: PoolSize | None, padding: PoolSize, dilation: PoolSize, ceil_mode: bool
+) -> tuple[StencilWindow, ...]:
     sizes = entry_per_dim(kernel, dims, "kernel_size")
     strides = entry_per_dim(kernel if stride is None or stride == () else stride, dims, "stride")
     pads, spacings = entry_per_dim(padding, dims, "padding"), entry_per_dim(dilation, dims, "dilation")
@@ -56,16 +67,20 @@ def _pool_windows(
     )
 
 
-def _plan_pool(input: Tile, windows: Sequence[StencilWindow], name: str) -> StencilPlan:
-    first = input.ndim - len(windows)
-    along = tuple(DimStencil(first + i, w) for i, w in enumerate(windows))
-    return plan_stencil(input.layout, along, input.coordinate, name)
+def _plan_pool(input: Tile, windows: tuple[StencilWindow, ...], name: str) -> StencilPlan:
+    return plan_stencil(input.layout, _pool_stencils(input.ndim - len(windows), windows), input.coordinate, name)
 
 
-def _own_padding(input: Tile, windows: Sequence[StencilWindow]) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def _pool_stencils(first: int, windows: tuple[StencilWindow, ...]) -> tuple[DimStencil, ...]:
+    return tuple(DimStencil(first + i, w) for i, w in enumerate(windows))
+
+
+@lru_cache(maxsize=4096)
+def _own_padding(layout: Layout, windows: tuple[StencilWindow, ...]) -> tuple[int, ...]:
     """The padding that is left to the op: that of the dims that nothing cuts."""
-    first = input.ndim - len(windows)
-    return tuple(0 if is_cut_or_haloed(input.layout, first + i) else w.below for i, w in enumerate(windows))
+    first = layout.ndim - len(windows)
+    return tuple(0 if is_cut_or_haloed(layout, first + i) else w.below for i, w in enumerate(windows))
 
 
 # -- maxima -----------------------------------------------------------------------------------------------------------
@@ -93,12 +108,39 @@ def max_pool(
     if to.is_empty:
         return Tile(empty_result(to.shape, x), to.out, input.mesh)
     op: Callable[..., Tensor] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[dims - 1]
-    own = _own_padding(input, windows)
+    own = _own_padding(input.layout, windows)
     y = op(x, [w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows], ceil_mode)
     return Tile(y, to.out, input.mesh)
 
 
-def _max_pool_handler(dims: int) -> Callable[..., Any]:
+def _max_pool_and_places(
+    input: Tile, dims: int, kernel: PoolSize, stride: PoolSize | None, padding: PoolSize, dilation: PoolSize, ceil: bool
+) -> tuple[Tile, Tile]:
+    """Maxima and their flat positions in the whole of the spatial dims; *Sends*: as `max_pool`."""
+    windows = _pool_windows(input, dims, kernel, stride, padding, dilation, ceil)
+    to = _plan_pool(input, windows, "max_pool")
+    lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
+    x = gather_input_rows(input, to, lowest)
+    if to.is_empty:
+        places = x.new_zeros(to.shape, dtype=torch.int64)
+        return Tile(empty_result(to.shape, x), to.out, input.mesh), Tile(places, to.out, input.mesh)
+    own = _own_padding(input.layout, windows)
+    how = [[w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows], ceil]
+    values, flat = _WITH_INDICES[dims - 1](x, *how)
+    return Tile(values, to.out, input.mesh), Tile(_global_places(flat, x, input, dims, to), to.out, input.mesh)
+
+
+def _global_places(flat: Tensor, x: Tensor, input: Tile, dims: int, to: StencilPlan) -> Tensor:
+    """Flat positions in this rank's rows `x`, padding included, as positions in the whole."""
+    lows = {dim: derived.needs[piece][0] - derived.margins[piece][0] for dim, derived, piece in to.derived}
+    places, step = torch.zeros_like(flat), 1
+    for d in reversed(range(input.ndim - dims, input.ndim)):
+        places += (flat % x.shape[d] + lows.get(d, 0)) * step
+        flat, step = flat // x.shape[d], step * input.shape[d]
+    return places
+
+
+def _max_pool_handler(dims: int, *, with_places: bool) -> Callable[..., Any]:
     def handler(
         input: Tile,
         kernel_size: PoolSize,
@@ -108,42 +150,23 @@ def _max_pool_handler(dims: int) -> Callable[..., Any]:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        if return_indices:
-            raise refusal_error(
-                handler, input, "return_indices=True: flat positions in a cut dim are not answered", "leave it out"
-            )
-        return max_pool(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
+        pool = _max_pool_and_places if with_places or return_indices else max_pool
+        return pool(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
 
-    handler.__name__ = f"max_pool{dims}d"
+    handler.__name__ = f"max_pool{dims}d" + "_with_indices" * with_places
     return handler
 
 
-implements_torch(torch.max_pool1d, F.max_pool1d)(_max_pool_handler(1))
-implements_torch(torch.max_pool2d, F.max_pool2d)(_max_pool_handler(2))
-implements_torch(torch.max_pool3d, F.max_pool3d)(_max_pool_handler(3))
-
-
-def _handler_with_indices(dims: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
-        """Maxima and their flat positions, where no spatial dim is cut."""
-        if any(is_cut_or_haloed(input.layout, d) for d in range(input.ndim - dims, input.ndim)):
-            raise refusal_error(
-                function,
-                input,
-                "return_indices=True gives flat positions, which a cut dim has not",
-                "leave it out, or cut other dims",
-            )
-        values, indices = function(input.local, *args, **kwargs)
-        layout = input.layout
-        for d in range(input.ndim - dims, input.ndim):
-            layout = layout.replace_dim(d, whole_dim(values.shape[d]))
-        return Tile(values, layout, input.mesh), Tile(indices, layout, input.mesh)
-
-    return handler
-
-
-for _dims, _function in enumerate((F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices), 1):
-    implements_torch(_function)(_handler_with_indices(_dims, _function))
+_WITH_INDICES: tuple[Callable[..., Any], ...] = (
+    F.max_pool1d_with_indices,
+    F.max_pool2d_with_indices,
+    F.max_pool3d_with_indices,
+)
+for _dims, _functions in enumerate(
+    ((torch.max_pool1d, F.max_pool1d), (torch.max_pool2d, F.max_pool2d), (torch.max_pool3d, F.max_pool3d)), 1
+):
+    implements_torch(*_functions)(_max_pool_handler(_dims, with_places=False))
+    implements_torch(_WITH_INDICES[_dims - 1])(_max_pool_handler(_dims, with_places=True))
 
 
 # -- means ------------------------------------------------------------------------------------------------------------
@@ -168,7 +191,7 @@ def avg_pool(
     x = gather_input_rows(input, to)
     if to.is_empty:
         return Tile(empty_result(to.shape, x), to.out, input.mesh)
-    own = _own_padding(input, windows)
+    own = _own_padding(input.layout, windows)
     op: Callable[..., Tensor] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
     args = (x, [w.kernel for w in windows], [w.stride for w in windows], own, ceil_mode, include_pad)
     y = op(*args) if dims == 1 else op(*args, divisor)
@@ -221,28 +244,20 @@ implements_torch(F.avg_pool3d)(_avg_pool_handler(3))
 # -- adaptive means ---------------------------------------------------------------------------------------------------
 
 
-def adaptive_avg_pool(input: Tile, dims: int, output_size: int | Sequence[int | None] | None) -> Tile:
+def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
     """y[o] = mean of the rows from floor(o n / m) to ceil((o + 1) n / m), n rows to m = `output_size`.
 
     *Shapes*: as torch, globally; a dim of output size 1 is held whole by every rank, others stay cut.
     *Sends*: for size 1 one all-reduce; else, as `avg_pool`.
-    *Raises*: `ShardingError` for a cut dim whose size is no multiple of its output size.
     """
-    sizes = [output_size] * dims if output_size is None or isinstance(output_size, int) else list(output_size)
-    first = input.ndim - dims
-    wanted = [input.shape[first + i] if m is None else m for i, m in enumerate(sizes)]
-    cut = [i for i in range(dims) if is_cut_or_haloed(input.layout, first + i)]
-    for i in cut:
-        n, m = input.shape[first + i], wanted[i]
-        if m != 1 and n % m:
-            raise ShardingError(
-                f"adaptive_avg_pool to {m} rows along dim {first + i} ({n} rows, cut by "
-                f"{'+'.join(input.layout.dim_axes(first + i))}): "
-                f"{n} is no multiple of {m}; use a size that divides {n}, or redistribute so that the dim is whole"
-            )
-    ones = [first + i for i in cut if wanted[i] == 1]
+    sizes = adaptive_sizes(input, dims, output_size)
+    first, wanted = input.ndim - dims, list(sizes.values())
+    cut = {d: m for d, m in sizes.items() if is_cut_or_haloed(input.layout, d)}
+    ones = [d for d, m in cut.items() if m == 1]
     x = input.mean(ones, keepdim=True) if ones else input
-    factors = [x.shape[first + i] // wanted[i] if i in cut else 1 for i in range(dims)]
+    odd = {d: m for d, m in cut.items() if m != 1 and input.shape[d] % m}
+    x = pool_adaptive_windows(x, odd, mean_of_windows) if odd else x
+    factors = [x.shape[d] // m if d in cut else 1 for d, m in sizes.items()]
     if prod(factors) > 1:
         x = avg_pool(x, dims, factors, factors, 0, False, True)
     return _adaptive_uncut(x, dims, first, wanted) if len(cut) < dims else x
@@ -262,15 +277,15 @@ def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Ti
 
 
 @implements_torch(F.adaptive_avg_pool1d)
-def _adaptive_avg_pool1d(input: Tile, output_size: int | Sequence[int]) -> Tile:
+def _adaptive_avg_pool1d(input: Tile, output_size: OutputSize) -> Tile:
     return adaptive_avg_pool(input, 1, output_size)
 
 
 @implements_torch(F.adaptive_avg_pool2d)
-def _adaptive_avg_pool2d(input: Tile, output_size: int | Sequence[int | None] | None) -> Tile:
+def _adaptive_avg_pool2d(input: Tile, output_size: OutputSize) -> Tile:
     return adaptive_avg_pool(input, 2, output_size)
 
 
 @implements_torch(F.adaptive_avg_pool3d)
-def _adaptive_avg_pool3d(input: Tile, output_size: int | Sequence[int | None] | None) -> Tile:
+def _adaptive_avg_pool3d(input: Tile, output_size: OutputSize) -> Tile:
     return adaptive_avg_pool(input, 3, output_size)

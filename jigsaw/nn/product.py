@@ -9,20 +9,19 @@ tensor([36., 36., 36., 36., 36.])
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.layout import Layout, ShardingError, have_same_rows, whole_dim
+from jigsaw.cut import ShardingError
+from jigsaw.layout import Layout
+from jigsaw.nn.contraction import plan_contraction
+from jigsaw.nn.label_cuts import DimLabels, LabelCuts, choose_label_cuts, cuts_of_tile
 from jigsaw.nn.linear import tile_linear
-from jigsaw.nn.rank_order import CutGroup, take_owned_rows
-from jigsaw.ops.pointwise import plain_operand
 from jigsaw.tile import Tile, implements_torch, leave_tile, shared_mesh
-
-DimLabels = Sequence[str]
-
 
 # -- products by label ------------------------------------------------------------------------------------------------
 
@@ -33,118 +32,96 @@ def contract_labels(
     """``function`` on the local parts of `operands`, whose dims have `labels`; sums over cut labels that `out` lacks
     are global.
 
-    *Shapes*: every label is cut as the tiles cut it; plain tensors are whole and cut to fit.
-    *Sends*: one all-reduce of the result over the axes that cut contracted labels (it is then held alike along them);
-    backward one all-reduce of the gradient of each tile that is held alike along an axis that cuts another operand.
-    *Raises*: `ShardingError` when tiles cut a label differently, or one axis cuts two labels.
+    *Shapes*: every label is cut as the tiles cut it; plain tensors are whole and cut to fit.  An axis that cuts several
+    labels keeps the first of `out` (`jigsaw.nn.label_cuts`).
+    *Sends*: the operands that such an axis cuts elsewhere, this rank's part to each of the P-1 others along it (or 1/P
+    of that, where the operand has the label that stays cut); backward their gradients, the same, reversed.  One
+    all-reduce of the result over the axes that cut contracted labels (it is then held alike along them); backward one
+    all-reduce of the gradient of each tile that is held alike along an axis that cuts another operand.
     """
     tiles = [t for t in operands if isinstance(t, Tile)]
     mesh = shared_mesh(tiles)
-    cuts = _cuts_by_label(name, operands, labels)
-    axes = tiles[0].layout.axes
-    work = Layout.from_dims(list(cuts.values()), axes)
-    locals_ = [_local_operand(t, by, cuts, work, tiles[0]) for t, by in zip(operands, labels, strict=True)]
-    summed = [a for label, group in cuts.items() if label not in out for c in group for a in c.axes]
-    y = comm.sum_parts(function(*locals_), mesh, summed, (name, work))
-    layout = Layout.from_dims([cuts[label] for label in out], axes)
+    layouts = tuple(t.layout if isinstance(t, Tile) else None for t in operands)
+    shapes = tuple(tuple(t.shape) for t in operands)
+    plan, summed, layout = _plan_product(name, layouts, shapes, tuple(map(tuple, labels)), tuple(out))
+    y = function(*[plan.bring_operand(t, by, tiles[0]) for t, by in zip(operands, labels, strict=True)])
+    y = comm.sum_parts(y, mesh, summed, (name, plan.work)) if summed else y
     return Tile(y, layout, mesh) if out else leave_tile(y, mesh)
 
 
-def _cuts_by_label(name: str, operands: Sequence[Any], labels: Sequence[DimLabels]) -> dict[str, CutGroup]:
-    """The cuts of each label; a dim of size 1 broadcasts."""
-    found: dict[str, CutGroup] = {}
-    sizes: dict[str, int] = {}
-    for t, by in zip(operands, labels, strict=True):
-        for d, label in enumerate(by):
-            size = t.shape[d]
-            if sizes.get(label, 1) != 1 and size not in (1, sizes[label]):
-                raise RuntimeError(f"{name}: dim {label!r} has sizes {sizes[label]} and {size}")
-            sizes[label] = max(size, sizes.get(label, 1)) if size else 0
-    for t, by in zip(operands, labels, strict=True):
-        if not isinstance(t, Tile):
-            continue
-        for d, label in enumerate(by):
-            group = tuple(c.bare() for c in t.layout.dim(d))
-            if t.shape[d] == 1 and sizes[label] != 1:
-                if t.layout.is_cut(d):
-                    raise ShardingError(
-                        f"{name}: dim {d} of size 1 of a Tile {tuple(t.shape)} is cut; redistribute it so that this "
-                        "dim is whole"
-                    )
-                continue
-            if not have_same_rows(found.setdefault(label, group), group):
-                raise ShardingError(
-                    f"{name}: two tiles cut dim {label!r} differently, {_show_cuts(found[label], t)} and "
-                    f"{_show_cuts(group, t)}; use tile.redistribute"
-                )
-    _check_label_axes(name, found)
-    return {label: found.get(label, (whole_dim(size),)) for label, size in sizes.items()}
-
-
-def _check_label_axes(name: str, cuts: dict[str, CutGroup]) -> None:
-    taken: dict[str, str] = {}
-    for label, group in cuts.items():
-        for axis in (a for c in group for a in c.axes):
-            other = taken.setdefault(axis, label)
-            if other != label:
-                raise ShardingError(
-                    f"{name}: axis {axis!r} cuts both dim {other!r} and dim {label!r} of the operands, so their "
-                    "products are spread over the ranks; "
-                    f"redistribute one of them (attention over cut tokens: F.scaled_dot_product_attention)"
-                )
-
-
-def _show_cuts(group: CutGroup, tile: Tile) -> str:
-    return str(Layout(group, tile.layout.axes, (len(group),)))
-
-
-def _local_operand(operand: Any, labels: DimLabels, cuts: dict[str, CutGroup], work: Layout, first: Tile) -> Tensor:
-    if isinstance(operand, Tile):
-        alike = [a for a in work.cut_axes if a not in operand.layout.cut_axes]
-        return comm.use_in_parts(operand.owned().local, operand.mesh, alike)
-    x = plain_operand(operand, first, work)
-    for d, label in enumerate(labels):
-        if x.shape[d] != 1:
-            x = take_owned_rows(x, d, cuts[label], work, first.coordinate)
-    return x
+@lru_cache(maxsize=1024)
+def _plan_product(
+    name: str,
+    layouts: tuple[Layout | None, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    labels: tuple[tuple[str, ...], ...],
+    out: tuple[str, ...],
+) -> tuple[LabelCuts, tuple[str, ...], Layout]:
+    """The cuts of a product while it is worked on, the axes that it is summed over, and the layout of the result."""
+    plan = choose_label_cuts(name, layouts, shapes, labels, out)
+    return plan, tuple(plan.axes_along([by for by in plan.cuts if by not in out])), plan.result_layout(out)
 
 
 # -- matmul -----------------------------------------------------------------------------------------------------------
 
 
-@implements_torch(torch.matmul, Tensor.__matmul__, torch.mm, torch.bmm, torch.mv)
+@implements_torch(torch.matmul, torch.linalg.matmul, Tensor.__matmul__, torch.mm, torch.bmm, torch.mv)
 def tile_matmul(input: Any, other: Any) -> Any:
     """y = a b, batched as in torch.
 
-    Where one operand is a matrix it is a `jigsaw.nn.linear.tile_linear`; both batched, each rank multiplies what it has
-    and a cut contraction is summed (see `contract_labels`).
+    Where one operand is a matrix, and the axes that cut both form a grid, it is a `jigsaw.nn.linear.tile_linear`; else
+    each rank multiplies what it has, a cut contraction is summed, and of two dims that one axis cuts the first stays
+    cut (see `contract_labels`).
     """
     for x in (input, other):
-        if isinstance(x, Tensor) and x.layout != torch.strided:
+        if isinstance(x, Tensor) and not isinstance(x, Tile) and x.layout != torch.strided:
             raise ShardingError(
                 f"matmul of a tensor of layout {x.layout} and a Tile is not answered: use to_dense(), or "
                 "tile.full_tensor()"
             )
-    if input.ndim == 1 and other.ndim == 1:
-        return (input * other).sum()
-    if other.ndim == 1:
-        return (
-            tile_linear(input, other.unsqueeze(0)).squeeze(-1)
-            if isinstance(input, Tile)
-            else tile_matmul(other, input.mT)
-        )
-    if input.ndim == 1:
-        return tile_matmul(other.mT, input) if isinstance(other, Tile) else tile_linear(input, other.mT)
-    if other.ndim == 2 and isinstance(input, Tile):
-        return tile_linear(input, other.t())
-    if input.ndim == 2 and isinstance(other, Tile):
-        return tile_linear(other.mT, input).mT
-    if input.shape[-1] != other.shape[-2]:
+    if input.ndim == 0 or other.ndim == 0:
+        raise RuntimeError(f"matmul: both operands need at least 1 dim, got {input.ndim} and {other.ndim}")
+    if max(input.ndim, other.ndim) > 1:
+        for x, w, is_turned in ((input, other, False), (other, input, True)):
+            if isinstance(x, Tile) and w.ndim <= 2 and (y := _as_linear(x, w, is_turned)) is not None:
+                return y
+    labels, out = _labels_of_matmul(input.ndim, other.ndim)
+    if input.shape[-1] != other.shape[labels[1].index("k")]:
         raise RuntimeError(f"matmul: {tuple(input.shape)} and {tuple(other.shape)} cannot be multiplied")
-    lead = max(input.ndim, other.ndim) - 2
-    batch = [f"batch {d}" for d in range(lead)]
-    labels = [[*batch[lead - (t.ndim - 2) :], *last] for t, last in ((input, "mk"), (other, "kn"))]
-    return contract_labels("matmul", torch.matmul, (input, other), labels, [*batch, "m", "n"])
+    return contract_labels("matmul", torch.matmul, (input, other), labels, out)
+
+
+@lru_cache(maxsize=64)
+def _labels_of_matmul(ndim: int, other_ndim: int) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], tuple[str, ...]]:
+    """The labels of both operands, and of the result."""
+    lead = max(ndim, other_ndim, 2) - 2
+    batch = tuple(f"batch {d}" for d in range(lead))
+    first = (*batch[lead - (ndim - 2) :], "m", "k") if ndim > 1 else ("k",)
+    second = (*batch[lead - (other_ndim - 2) :], "k", "n") if other_ndim > 1 else ("k",)
+    return (first, second), tuple(by for by in (*batch, "m", "n") if by in first or by in second)
+
+
+def _as_linear(x: Tile, w: Tensor | Tile, is_turned: bool) -> Any:
+    """x w, or w x where `is_turned`, as a linear whose weight is `w` of 1 or 2 dims; None where the axes that cut both
+    form no grid.
+    """
+    rows = x.mT if is_turned and x.ndim > 1 else x
+    weight = w.unsqueeze(0) if w.ndim == 1 else w if is_turned else w.t()
+    if isinstance(weight, Tile) and not _form_grid(rows.layout.without_halo(), weight.layout.without_halo()):
+        return None
+    y = tile_linear(rows, weight)
+    return y.squeeze(-1) if w.ndim == 1 else y.mT if is_turned and x.ndim > 1 else y
+
+
+def _form_grid(x: Layout, weight: Layout) -> bool:
+    inner = weight.dim_axes(1)
+    if inner and x.dim_axes(x.ndim - 1) != inner and len(inner) > 1:
+        return False  # W would have to travel along some of these axes and stay along others
+    try:
+        plan_contraction(x, weight)
+    except ShardingError:
+        return False
+    return True
 
 
 @implements_torch(Tensor.__rmatmul__)
@@ -152,14 +129,123 @@ def _rmatmul(input: Any, other: Any) -> Any:
     return tile_matmul(other, input)
 
 
+# -- products with a sum ----------------------------------------------------------------------------------------------
+
+
 @implements_torch(torch.addmm, torch.baddbmm)
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     """y = beta input + alpha mat1 mat2; see `tile_matmul`."""
-    product = torch.matmul(mat1, mat2)
+    return _add_to_product(input, torch.matmul(mat1, mat2), beta, alpha)
+
+
+@implements_torch(torch.addmv)
+def _addmv(input: Any, mat: Any, vec: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    return _add_to_product(input, torch.matmul(mat, vec), beta, alpha)
+
+
+@implements_torch(torch.addbmm)
+def _addbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    return _add_to_product(input, torch.einsum("bmk,bkn->mn", batch1, batch2), beta, alpha)
+
+
+@implements_torch(torch.addr)
+def _addr(input: Any, vec1: Any, vec2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    return _add_to_product(input, torch.outer(vec1, vec2), beta, alpha)
+
+
+def _add_to_product(input: Any, product: Any, beta: float, alpha: float) -> Any:
+    """beta input + alpha product; of beta = 0 torch does not look at the input, which may hold anything."""
+    product = product * alpha if alpha != 1 else product
+    if beta == 0:
+        return product
     if torch.is_autocast_enabled(product.device.type):
         input = input.to(product.dtype)
-    product = product * alpha if alpha != 1 else product
-    return product if beta == 0 else product + (input * beta if beta != 1 else input)
+    input = input * beta if beta != 1 else input
+    if isinstance(input, Tile) and isinstance(product, Tile):
+        lead = product.ndim - input.ndim
+        if any(set(input.layout.dim_axes(d)) != set(product.layout.dim_axes(lead + d)) for d in range(input.ndim)):
+            product, labels = product.owned(), [str(d) for d in range(product.ndim)]
+            brought = cuts_of_tile(product, labels).bring_operand(input, labels[lead:], product)
+            return Tile(product.local + brought, product.layout, product.mesh)
+    return product + input
+
+
+# -- products of several dims, and of several matrices ----------------------------------------------------------------
+
+
+@implements_torch(torch.tensordot)
+def _tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
+    """The sum of products over pairs of dims; see `contract_labels`."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist() if dims.numel() > 1 else int(dims)
+    if isinstance(dims, int):
+        if not 0 <= dims <= min(a.ndim, b.ndim):
+            raise RuntimeError(f"tensordot: dims={dims} of operands of {a.ndim} and {b.ndim} dims")
+        dims = (list(range(a.ndim - dims, a.ndim)), list(range(dims)))
+    of_a, of_b = [d % a.ndim for d in dims[0]], [d % b.ndim for d in dims[1]]
+    if len(of_a) != len(of_b):
+        raise RuntimeError(f"tensordot: dims={dims} must name as many dims of both operands")
+    first, second = [f"a{d}" for d in range(a.ndim)], [f"b{d}" for d in range(b.ndim)]
+    for d, e in zip(of_a, of_b, strict=True):
+        second[e] = first[d]
+    out = [by for by in (*first, *second) if (by in first) != (by in second)]
+
+    def multiply(x: Tensor, y: Tensor) -> Tensor:
+        return torch.tensordot(x, y, (of_a, of_b))  # pyright: ignore[reportArgumentType]
+
+    return contract_labels("tensordot", multiply, (a, b), [first, second], out)
+
+
+@implements_torch(torch.inner)
+def _inner(input: Any, other: Any) -> Any:
+    if input.ndim == 0 or other.ndim == 0:
+        return input * other
+    if input.shape[-1] != other.shape[-1]:
+        raise RuntimeError(f"inner: the last dims of {tuple(input.shape)} and {tuple(other.shape)} differ")
+    return _tensordot(input, other, ([-1], [-1]))
+
+
+@implements_torch(torch.outer, torch.ger)
+def _outer(input: Any, vec2: Any) -> Any:
+    if input.ndim != 1 or vec2.ndim != 1:
+        raise RuntimeError(f"outer: operands of {input.ndim} and {vec2.ndim} dims; it takes vectors")
+    return contract_labels("outer", torch.outer, (input, vec2), [["i"], ["j"]], ["i", "j"])
+
+
+@implements_torch(torch.linalg.multi_dot)
+def _multi_dot(tensors: Sequence[Any]) -> Any:
+    """The product of several matrices, in the order that takes the fewest multiplications; the ends may be vectors."""
+    if len(tensors) < 2:
+        raise RuntimeError(f"multi_dot: {len(tensors)} operands; it takes two or more")
+    rows = [x.shape[0] if x.ndim > 1 or i else 1 for i, x in enumerate(tensors)]
+    sizes = (*rows, tensors[-1].shape[1] if tensors[-1].ndim > 1 else 1)
+    return _multiply_between(tensors, sizes, 0, len(tensors))
+
+
+@implements_torch(torch.chain_matmul)
+def _chain_matmul(*matrices: Any) -> Any:
+    return matrices[0] if len(matrices) == 1 else _multi_dot(matrices)
+
+
+def _multiply_between(tensors: Sequence[Any], sizes: tuple[int, ...], start: int, stop: int) -> Any:
+    if stop - start == 1:
+        return tensors[start]
+    at = _cheapest_split(sizes, start, stop)[1]
+    return torch.matmul(_multiply_between(tensors, sizes, start, at), _multiply_between(tensors, sizes, at, stop))
+
+
+@lru_cache(maxsize=1024)
+def _cheapest_split(sizes: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
+    """How many multiplications the matrices from `start` to `stop` take at least, and where their last product splits
+    them.
+    """
+    if stop - start == 1:
+        return 0, start
+    costs = [
+        (_cheapest_split(sizes, start, at)[0] + _cheapest_split(sizes, at, stop)[0], at)
+        for at in range(start + 1, stop)
+    ]
+    return min((cost + sizes[start] * sizes[at] * sizes[stop], at) for cost, at in costs)
 
 
 # -- einsum -----------------------------------------------------------------------------------------------------------
@@ -167,30 +253,50 @@ def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
 
 @implements_torch(torch.einsum)
 def einsum(equation: str, *operands: Any) -> Any:
-    """The sum of products that `equation` says; see `contract_labels`.
-
-    *Raises*: `ShardingError` for a repeated label (a diagonal) of one tile.
-    """
+    """The sum of products that `equation` says; see `contract_labels`.  Of a repeated label the diagonal is taken."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
+    labels, out = _read_equation(equation, tuple([t.ndim for t in operands]))
+    if any(isinstance(t, Tile) and len(set(by)) != len(by) for by, t in zip(labels, operands, strict=True)):
+        _, arrow, right = equation.replace(" ", "").partition("->")
+        pairs = [_without_repeats(by, t) for by, t in zip(labels, operands, strict=True)]
+        terms = ["".join(x for x in term if not x.isdigit()) for term, _ in pairs]
+        places = [next((k for k, x in enumerate(term) if x.isdigit()), None) for term, _ in pairs]
+        terms = [t if at is None else t[:at] + "..." + t[at:] for t, at in zip(terms, places, strict=True)]
+        to = right if arrow else "".join("..." if x == "0" else x for x in out if x == "0" or not x.isdigit())
+        return einsum(f"{','.join(terms)}->{to}", *(t for _, t in pairs))
+    return contract_labels("einsum", lambda *locals_: torch.einsum(equation, *locals_), operands, labels, out)
+
+
+@lru_cache(maxsize=1024)
+def _read_equation(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """The labels of the dims of each operand, and of the result."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    if len(terms) != len(operands):
-        raise RuntimeError(f"einsum {equation!r} has {len(terms)} terms for {len(operands)} operands")
-    labels = [_expand_term(term, t.ndim) for term, t in zip(terms, operands, strict=True)]
+    if len(terms) != len(ndims):
+        raise RuntimeError(f"einsum {equation!r} has {len(terms)} terms for {len(ndims)} operands")
+    labels = tuple(tuple(_expand_term(term, ndim)) for term, ndim in zip(terms, ndims, strict=True))
     dots = max((by for by in ([x for x in term if x.isdigit()] for term in labels)), key=len)
     out = (
         _with_dots(right, dots)
         if arrow
         else [*dots, *sorted(x for x in set("".join(terms)) - {"."} if "".join(terms).count(x) == 1)]
     )
-    for term, t in zip(labels, operands, strict=True):
-        if isinstance(t, Tile) and len(set(term)) != len(term):
-            raise ShardingError(
-                f"einsum {equation!r} takes a diagonal of a Tile of shape {tuple(t.shape)}; multiply by a mask and "
-                "sum instead"
-            )
-    return contract_labels("einsum", lambda *locals_: torch.einsum(equation, *locals_), operands, labels, out)
+    return labels, tuple(out)
+
+
+def _without_repeats(labels: Sequence[str], x: Any) -> tuple[list[str], Any]:
+    """An operand with the diagonal of the dims of each repeated label, which then comes last."""
+    names = list(labels)
+    while len(set(names)) != len(names):
+        label = next(x for x in names if names.count(x) > 1)
+        first = names.index(label)
+        second = names.index(label, first + 1)
+        if x.shape[first] != x.shape[second]:
+            raise RuntimeError(f"einsum: label {label!r} has sizes {x.shape[first]} and {x.shape[second]}")
+        x = x.diagonal(0, first, second)
+        names = [n for k, n in enumerate(names) if k not in (first, second)] + [label]
+    return names, x
 
 
 def _expand_term(term: str, ndim: int) -> list[str]:

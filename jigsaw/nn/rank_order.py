@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jigsaw.cut import Cut, have_same_rows, whole_dim
+from jigsaw.debug import compare_calls
 from jigsaw.exchange import PackedSwap
-from jigsaw.layout import Cut, Layout, MeshCoordinate, have_same_rows, whole_dim
+from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.tile import Tile
 
 CutGroup = tuple[Cut, ...]
@@ -76,8 +78,16 @@ def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord:
         return cells.flatten(dim, dim + len(group) - 1) if len(group) > 1 else cells
     if len(group) == 1:
         return w  # pieces of one cut lie one after the other anyway
-    rows = [_global_rows(group, layout, at) for at in _coordinates_along(layout, axes_of_cuts(group))]
-    return w.index_select(dim, torch.cat(rows).to(w.device))
+    return w.index_select(dim, _rows_in_rank_order(group, layout).to(w.device))
+
+
+def put_in_dim_order(w: Tensor, dim: int, group: CutGroup, layout: Layout) -> Tensor:
+    """The rows of a whole `dim`, which came in rank order, in the order of the dim."""
+    return w if len(group) == 1 else w.index_select(dim, _rows_in_rank_order(group, layout).argsort().to(w.device))
+
+
+def _rows_in_rank_order(group: CutGroup, layout: Layout) -> Tensor:
+    return torch.cat([_global_rows(group, layout, at) for at in _coordinates_along(layout, axes_of_cuts(group))])
 
 
 def _global_rows(group: CutGroup, layout: Layout, coord: MeshCoordinate) -> Tensor:
@@ -114,6 +124,7 @@ def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Positions in `a` and in `b` of the rows that are in both, by ascending row: the order of a message, which giver
     and taker find each by itself.
     """
+    # ascending, not in the order of either side: both derive the same order without a word between them
     order_a, order_b = a.argsort(), b.argsort()
     in_a, in_b = torch.isin(a[order_a], b), torch.isin(b[order_b], a)
     return order_a[in_a], order_b[in_b]
@@ -123,12 +134,14 @@ class _RearrangedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, w: Tensor, gives: PeerRows, takes: PeerRows, tile: Tile) -> Tensor:
         ctx.how = takes, gives, tile
+        compare_calls(tile.mesh, "rows", w.ndim)
         me = tile.layout.index(tile.coordinate)
         out = w.new_empty((sum(len(at) for _, at in takes), *w.shape[1:]))
         given = [(peer, [w[at]]) for peer, at in gives if peer != me]
         places = [(peer, at) for peer, at in takes if peer != me]
         shapes = [(peer, [(len(at), *w.shape[1:])]) for peer, at in places]
         swap = PackedSwap(tile.mesh, given, shapes, w, "rows")
+        # what stays is copied while the messages travel
         out[dict(takes)[me]] = w[dict(gives)[me]]
         for (_, at), values in zip(places, swap.wait(), strict=True):
             out[at] = values
@@ -136,6 +149,7 @@ class _RearrangedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # a permutation of rows over ranks: its adjoint is its inverse, giving what was taken
         return _RearrangedRows.apply(grads[0], *ctx.how), None, None, None
 
 

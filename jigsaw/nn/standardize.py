@@ -23,7 +23,7 @@ from jigsaw.tile import Tile
 
 def is_whole_along(tile: Tile, dims: Sequence[int]) -> bool:
     """Whether each rank has all rows of `dims` once, so that plain torch's own norm is exact there."""
-    return not any(c.is_cut or c.has_halo for d in dims for c in tile.layout.dim(d))
+    return all(map(tile.layout.complete_dims.__getitem__, dims))
 
 
 def owned_along(tile: Tile, dims: Sequence[int]) -> Tile:

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jigsaw.cut import Cut, FrozenValue, ShardingError, whole_dim
 from jigsaw.exchange import CutMargins, exchange_rows
-from jigsaw.layout import Cut, Layout, MeshCoordinate, ShardingError, whole_dim
+from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.stencil_rules import DerivedCut, StencilRule, derive_cut
 from jigsaw.tile import Tile
 
 
-@dataclass(frozen=True)
-class DimStencil:
+@dataclass(frozen=True, eq=False)
+class DimStencil(FrozenValue):
     """A stencil along one tensor dim: its rule, whether the dim wraps, and how many more output rows a side to hold.
 
     With `always`, the engine pads the dim also where nothing cuts it.
@@ -57,7 +58,7 @@ class StencilPlan:
 
 def is_cut_or_haloed(layout: Layout, dim: int) -> bool:
     """Whether the engine has work along `dim`: something cuts it, or it has halo rows."""
-    return any(c.is_cut or c.has_halo for c in layout.dim(dim))
+    return not layout.complete_dims[dim]
 
 
 def single_cut(layout: Layout, dim: int, name: str) -> Cut:
@@ -83,6 +84,8 @@ def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoord
     out = target = layout
     margins: dict[int, tuple[int, int]] = dict.fromkeys(range(layout.ndim), (0, 0))
     derived: list[tuple[int, DerivedCut, int]] = []
+    # Four ranks on 33 rows cut at 0, 9, 17, 25, 33, kernel 3, stride 2, padding 1: 17 outputs cut at 0, 5, 9, 13, 17.
+    # Rank 1 makes outputs 5:9 and reads rows 9:18, of which it lacks 17; rank 0 reads 0:10, and one row of padding.
     for a in along:
         cut = single_cut(layout, a.dim, name)
         if not (a.always or is_cut_or_haloed(layout, a.dim)):
@@ -94,6 +97,7 @@ def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoord
         target = target.replace_dim(a.dim, cut.holding(found.needs))
         margins[a.dim] = found.margins[piece]
         derived.append((a.dim, found, piece))
+    # margins are per cut, as the boxes of an exchange are; a dim of several cuts is no stencil's, so it has none
     by_cut = tuple(m for d, group in enumerate(layout.dims()) for m in [margins[d]] * len(group))
     return StencilPlan(out, target, by_cut, out.local_shape(coord), tuple(derived))
 
@@ -103,6 +107,8 @@ def gather_input_rows(x: Tile, to: StencilPlan, fill: float = 0.0) -> Tensor:
 
     *Sends*: forward the rows that neighbours need and do not hold, backward their gradients.
     """
+    if not to.derived and to.target == x.layout:  # nothing cuts the dims that it slides along, nor brings channels
+        return x.local
     return exchange_rows(x.local, x.layout, to.target, x.mesh, margins=to.margins, fill=fill)
 
 
@@ -111,6 +117,7 @@ class _EmptyResult(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], again: bool, *sources: Tensor) -> Tensor:
+        # a graph that ended here would leave out the exchange behind `sources`, and its neighbours would wait for it
         ctx.shapes = [s.shape for s in sources]
         ctx.save_for_backward(*(sources if again else ()))
         return sources[0].new_zeros(shape)

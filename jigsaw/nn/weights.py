@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Layout, ShardingError, whole_dim
+from jigsaw.cut import ShardingError, whole_dim
+from jigsaw.layout import Layout
 from jigsaw.matmul_grid import refine_cut
 from jigsaw.mesh import axes_of_mesh
-from jigsaw.ops.pointwise import plain_operand
+from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.tile import Tile
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
     Their module loads sympy, 40 MB a rank, so it is not loaded to ask: while nobody has loaded it, there is none.
     """
+    if type(value) is nn.Parameter or type(value) is Tensor:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -54,6 +57,7 @@ def weight_layout(weight: StoredWeight, tile: Tile) -> Layout:
                 )
             dim = placement.dim % weight.ndim
             _check_weight_axis(name, size, tile)
+            # torch cuts by torch.chunk, ceil(n / ranks) rows first; two axes cut a dim one after the other
             cuts[dim] = refine_cut(cuts[dim], (name,), {name: size}, "chunk")
     return Layout(tuple(cuts), tile.layout.axes)
 
@@ -73,6 +77,8 @@ def local_weight(weight: StoredWeight, tile: Tile, work: Layout) -> Tensor:
     Its gradient is complete along the axes that cut it; along the others it becomes this rank's part for a parameter,
     and is summed (backward: one all-reduce) for a Tile, which every rank there holds alike.
     """
+    if type(weight) is nn.Parameter or type(weight) is Tensor:
+        return plain_operand(weight, tile, work)
     if isinstance(weight, Tile):
         alike = [a for a in work.cut_axes if a not in weight.layout.cut_axes]
         return comm.use_in_parts(weight.owned().local, weight.mesh, alike)

@@ -1,5 +1,5 @@
-"""Functions that work along one dim: softmax along any dim, the others (sort, cumsum, argmax…) along a dim that nothing
-cuts.
+"""Functions that work along one dim: softmax as sums over ranks, orders (sort, topk, median…) with the dim brought
+whole (`jigsaw.ops.whole_dims`).
 
 >>> tile = jigsaw.shard(torch.tensor([[3.0, 1.0], [2.0, 4.0]]), jigsaw.init_mesh(lat=1), ("lat", None))
 >>> tile.sort(dim=1).values.local
@@ -12,8 +12,6 @@ tensor([1., 1.])
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,23 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.layout import ShardingError, whole_dim
-from jigsaw.ops.pointwise import run_alike
-from jigsaw.ops.reductions import extreme_of_all, finish_reduction, reduced_dims, reducing_axes
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.cut import ShardingError, whole_dim
+from jigsaw.ops.reductions import finish_reduction, reduced_dims, reducing_axes
+from jigsaw.ops.whole_dims import run_held_whole, run_with_whole_dim
+from jigsaw.tile import Tile, implements_torch
 
 
 def run_along_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Run on each rank; exact because dim `dim` is whole there.  Halo rows of other dims stay."""
+    """Run on each rank where dim `dim` is whole; a cut one is brought whole.  Halo rows of other dims stay."""
     (at,) = reduced_dims(input, dim)
-    if any(c.is_cut or c.has_halo for c in input.layout.dim(at)):
-        if input.layout.is_cut(at):
-            raise refusal_error(
-                function,
-                input,
-                f"it works along dim {at}, which is cut",
-                "redistribute the tile so that another dim is cut",
-            )
+    if input.layout.is_cut(at):
+        return run_with_whole_dim(function, input, at, *args, **kwargs)
+    if not input.layout.complete_dims[at]:
         input = input.owned()
     if not input.local.numel() and input.numel():
         # torch looks at dtypes only where there are elements: a rank without rows refuses what the others refuse
@@ -56,76 +49,46 @@ def _as_tiles(out: Any, input: Tile, dim: int) -> Any:
 
 
 def _answer_along_dim(function: Any, position: int, default: int | None) -> None:
-    """Answer `function`, whose dim is argument number `position` (after the input) or `default`."""
+    """Answer `function`, whose dim is argument number `position` (after the input) or `default`; without one it works
+    on the flattened tensor, which every rank then holds whole.
+    """
 
     def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
         dim = kwargs.get("dim", args[position] if len(args) > position else default)
-        if not isinstance(dim, int):
-            if input.layout.cut_dims:
-                raise refusal_error(
-                    function,
-                    input,
-                    f"without dim it works on the flattened tensor (dim={dim!r})",
-                    "pass a dim that nothing cuts",
-                )
-            return run_alike(function, (input, *args), kwargs, input)
-        return run_along_dim(function, input, dim, *args, **kwargs)
+        if isinstance(dim, int):
+            return run_along_dim(function, input, dim, *args, **kwargs)
+        return run_held_whole(function, input, *args, **kwargs)
 
     implements_torch(function)(handler)
 
 
 for _function, _position, _default in (
-    (torch.cumsum, 0, None),
-    (torch.cumprod, 0, None),
-    (torch.cummax, 0, None),
-    (torch.cummin, 0, None),
-    (torch.logcumsumexp, 0, None),
-    (torch.sort, 0, -1),
     (torch.argsort, 0, -1),
     (torch.topk, 1, -1),
     (torch.kthvalue, 1, -1),
     (torch.median, 0, None),
+    (torch.nanmedian, 0, None),
     (torch.mode, 0, -1),
-    (torch.argmax, 0, None),
-    (torch.argmin, 0, None),
-    (torch.prod, 0, None),
-    (F.glu, 0, -1),
 ):
     _answer_along_dim(_function, _position, _default)
 
 
-@implements_torch(torch.flip)
-def _flip(input: Tile, dims: Any, *more: int) -> Tile:
-    wanted = (dims, *more) if isinstance(dims, int) else tuple(dims)
-    for d in reduced_dims(input, wanted):
-        if input.layout.is_cut(d) or any(c.has_halo for c in input.layout.dim(d)):
-            raise refusal_error(
-                torch.flip,
-                input,
-                f"it reverses dim {d}, which is cut",
-                "redistribute the tile so that another dim is cut",
-            )
-    return Tile(torch.flip(input.local, wanted), input.layout, input.mesh)
+def _answer_sort(function: Any) -> None:
+    """Answer a sort, whose arguments by place are (dim, descending) or (descending) alone."""
 
-
-def _max_or_min(function: Any, whole_tensor: Callable[[Tile], Any]) -> None:
-    elementwise = getattr(torch, f"{function.__name__}imum")
-
-    def answer(input: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(input, Tile) or "other" in kwargs or (args and isinstance(args[0], (Tile, Tensor))):
-            return elementwise(input, *args, **kwargs)
-        if not args and not kwargs:
-            return whole_tensor(input)
-        if not args and "dim" not in kwargs:
-            raise TypeError(f"{function.__name__}() of a Tile got {sorted(kwargs)} without dim=: name the dim")
-        dim: Any = kwargs["dim"] if "dim" in kwargs else args[0]
+    def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("dim", next((a for a in args if type(a) is int), -1))
         return run_along_dim(function, input, dim, *args, **kwargs)
 
-    implements_torch(function)(answer)
+    implements_torch(function)(handler)
 
 
-_max_or_min(torch.max, partial(extreme_of_all, op="max"))
-_max_or_min(torch.min, partial(extreme_of_all, op="min"))
+_answer_sort(torch.sort)
+
+
+@implements_torch(torch.msort)
+def _msort(input: Tile) -> Any:
+    return run_along_dim(torch.sort, input, 0, dim=0).values
 
 
 # -- softmax ----------------------------------------------------------------------------------------------------------
@@ -183,11 +146,11 @@ def log_softmax(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype
     return Tile((shifted.local - sums.log()).to(dtype or input.dtype), shifted.layout, input.mesh)
 
 
-@implements_torch(torch.softmax)
+@implements_torch(torch.softmax, torch.special.softmax)
 def _torch_softmax(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
     return softmax(input, dim, dtype=dtype)
 
 
-@implements_torch(torch.log_softmax)
+@implements_torch(torch.log_softmax, torch.special.log_softmax)
 def _torch_log_softmax(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
     return log_softmax(input, dim, dtype=dtype)

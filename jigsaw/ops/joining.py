@@ -1,4 +1,16 @@
-"""Joining along a dim that nothing cuts: cat, stack, and diff of what is prepended or appended.
+"""Joining tiles and plain tensors: cat and stack.
+
+Along a dim that nothing cuts each rank joins what it has.  Along a cut one every operand is cut to the rows that a rank
+will have of the result, and moves there; **rows stay where they lie as far as possible**:
+
+- The cut operand with the most rows keeps its cut points, where what stands before it, and behind it, is no more than
+  an eighth of a balanced piece of the result, or one row: that joins the first piece, and the last.  A class token, a
+  surface level, a row of padding then move nothing of the operand, and a slice takes them off without a message.
+- Otherwise (the faces of a cubed sphere, two halves) the result is cut balanced, and each operand sends the rows that
+  lie on another rank there.
+
+Four ranks on lat=4, tokens [2, 196, 8] cut at rows 0, 49, 98, 147, 196: ``cat([token, tokens], 1)`` of a token
+[2, 1, 8] is cut at 0, 50, 99, 148, 197 and sends nothing.
 
 >>> tile = jigsaw.shard(torch.zeros(2, 3, 9), jigsaw.init_mesh(lat=1), (None, None, "lat"))
 >>> torch.cat([tile, tile], dim=1).shape
@@ -8,48 +20,102 @@ torch.Size([2, 6, 9])
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jigsaw.layout import Layout, whole_dim
-from jigsaw.ops.along import run_along_dim
-from jigsaw.ops.pointwise import align_tiles, cut_whole_tensor
+from jigsaw.cut import Cut, cut_points, whole_dim
+from jigsaw.layout import Layout
+from jigsaw.ops.common_axes import plan_common_axes
+from jigsaw.ops.meeting import bring_together, with_moved_rows
+from jigsaw.ops.plain_operands import cut_whole_tensor
+from jigsaw.ops.pointwise import align_tiles
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import new_dim_position
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.ops.whole_dims import with_contiguous_dim
+from jigsaw.tile import Tile, implements_torch, shared_mesh
+
+
+def joined_points(sizes: Sequence[int], kept: int, points: Sequence[int]) -> tuple[int, ...]:
+    """Where the join of operands of these sizes is cut; operand number `kept` is cut at `points`.
+
+    >>> jigsaw.ops.joining.joined_points([1, 9, 0], 1, [0, 5, 9])
+    (0, 6, 10)
+    >>> jigsaw.ops.joining.joined_points([9, 9], 0, [0, 5, 9])
+    (0, 9, 18)
+    """
+    size, pieces = sum(sizes), len(points) - 1
+    before = sum(sizes[:kept])
+    few = max(size // (8 * pieces), 1)
+    if before > few or size - before - sizes[kept] > few:
+        return cut_points(size, pieces)
+    return (0, *(before + p for p in points[1:-1]), size)
+
+
+def _cuts_in_join(layouts: Sequence[Layout | None], sizes: Sequence[int], at: int) -> tuple[Cut, list[Cut]]:
+    """The cut of the result along `at`, and that of each operand (None: plain) in which its rows lie where the result
+    has them.
+    """
+    cuts = {i: layout.dim(at)[0] for i, layout in enumerate(layouts) if layout is not None and layout.is_cut(at)}
+    if not cuts:
+        return whole_dim(sum(sizes)), [whole_dim(n) for n in sizes]
+    kept = max(cuts, key=lambda i: sizes[i])
+    like = cuts[kept]
+    points = joined_points(sizes, kept, like.points)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = [
+        Cut(n, tuple(min(max(p - start, 0), n) for p in points), like.axes)
+        for n, start in zip(sizes, starts, strict=True)
+    ]
+    return Cut(sum(sizes), points, like.axes), parts
+
+
+def _without_other_order(t: Any, at: int) -> Any:
+    """A tile that is cut along `at` with its rows there in one interval a rank, without halo."""
+    if not isinstance(t, Tile) or not (t.layout.is_cut(at) or any(c.has_halo for c in t.layout.dim(at))):
+        return t
+    return with_contiguous_dim(t.owned(), at)
 
 
 def _aligned_parts(function: Any, tensors: Sequence[Any], dim: int) -> tuple[list[Tensor], Layout, Tile]:
-    """The local tensors to join along `dim`, plain ones cut to the tile's box, and the layout they share in the other
-    dims.
-    """
+    """The local tensors to join along `dim`, plain ones cut to the tile's box, and the layout of the result."""
     first = next(t for t in tensors if isinstance(t, Tile))
-    tiles = [t for t in tensors if isinstance(t, Tile)]
     (at,) = reduced_dims(first, dim)
     _check_joined_shapes(function, tensors, first, at)
-    for t in tiles:
-        if t.layout.is_cut(at):
-            raise refusal_error(
-                function,
-                t,
-                f"it joins along dim {at}, which is cut",
-                "redistribute the tiles so that another dim is cut",
-            )
-    tiles = [t.owned() if any(c.has_halo for c in t.layout.dim(at)) else t for t in tiles]
-    layout, _ = align_tiles(
-        [
-            Tile(t.local.narrow(at, 0, 1) if t.shape[at] else t.local, t.layout.replace_dim(at, whole_dim(1)), t.mesh)
-            for t in tiles
-        ]
-    )
-    ready = iter(tiles)
+    shared_mesh([t for t in tensors if isinstance(t, Tile)])
+    tensors = [_without_other_order(t, at) for t in tensors]
+    tiles = [t for t in tensors if isinstance(t, Tile)]
+    itemsizes, named = tuple(t.dtype.itemsize for t in tiles), tuple(range(first.ndim))
+    moves = plan_common_axes(tuple(t.layout for t in tiles), itemsizes, (named,) * len(tiles), None, at)
+    planned = iter(to or t.layout for t, to in zip(tiles, moves, strict=True))
+    lie = [next(planned) if isinstance(t, Tile) else None for t in tensors]
+    joined, cuts = _cuts_in_join(lie, [t.shape[at] for t in tensors], at)
+    # those that other axes cut go at once to where their rows are joined
+    tensors = [
+        with_moved_rows(t, to.replace_dim(at, cut)) if to is not None and to is not t.layout else t
+        for t, to, cut in zip(tensors, lie, cuts, strict=True)
+    ]
+    tiles = [t for t in tensors if isinstance(t, Tile)]
+    met = iter(bring_together(tiles, [[None if d == at else d for d in range(t.ndim)] for t in tiles]))
+    tensors = [next(met) if isinstance(t, Tile) else t for t in tensors]
+    # one row of each, because their sizes along `at` differ: the other dims are seen in them
+    layout, _ = align_tiles([_with_one_row(t, at) for t in tensors if isinstance(t, Tile)])
     parts: list[Tensor] = []
-    for t in tensors:
-        target = layout.replace_dim(at, whole_dim(t.shape[at]))
-        parts.append(_local_in_join(next(ready), target) if isinstance(t, Tile) else cut_whole_tensor(t, first, target))
-    return parts, layout, first
+    for t, cut in zip(tensors, cuts, strict=True):
+        target = layout.replace_dim(at, cut)
+        if isinstance(t, Tile):
+            moved = t.layout.replace_dim(at, cut)
+            parts.append(_local_in_join(t if moved == t.layout else t.with_layout(moved), target))
+        else:
+            parts.append(cut_whole_tensor(t, first, target))
+    return parts, layout.replace_dim(at, joined), first
+
+
+def _with_one_row(t: Tile, at: int) -> Tile:
+    layout = t.layout.replace_dim(at, whole_dim(1))
+    return Tile(t.local.new_empty(layout.local_shape(t.coordinate)), layout, t.mesh)
 
 
 def _check_joined_shapes(function: Any, tensors: Sequence[Any], first: Tile, at: int) -> None:
@@ -67,28 +133,61 @@ def _local_in_join(tile: Tile, layout: Layout) -> Tensor:
     return align_tiles([tile, anchor])[1][0].expand(anchor.local.shape)  # one row, which is cut in another tile
 
 
+@lru_cache(maxsize=4096)
+def _layout_in_place(layouts: tuple[Layout, ...], dim: int) -> Layout | None:
+    """The layout of a join along a dim that nothing cuts, of tiles that else lie alike, where nothing meets or moves;
+    None for any other.
+    """
+    first = layouts[0]
+    if not -first.ndim <= dim < first.ndim or any(o.ndim != first.ndim for o in layouts):
+        return None
+    at = dim % first.ndim
+    rest = first.replace_dim(at, whole_dim(1))
+    for layout in layouts:
+        is_whole = layout.complete_dims[at] and layout.without_beyond() is layout
+        if not is_whole or layout.replace_dim(at, whole_dim(1)) != rest:
+            return None
+    return first.replace_dim(at, whole_dim(sum(layout.shape[at] for layout in layouts)))
+
+
+def _layouts_on_one_mesh(tensors: Sequence[Any]) -> tuple[Layout, ...] | None:
+    """The layouts, where all are tiles of the same mesh."""
+    found: list[Layout] = []
+    for t in tensors:
+        if type(t) is not Tile or t.mesh is not tensors[0].mesh:
+            return None
+        found.append(t.layout)
+    return tuple(found) or None
+
+
 @implements_torch(torch.cat, torch.concat, torch.concatenate)
-def _cat(tensors: Sequence[Any], dim: int = 0) -> Tile:
+def join_tiles(tensors: Sequence[Any], dim: int = 0) -> Tile:
+    """Tiles and plain tensors one after the other along `dim`.
+
+    *Sends*: along a cut dim the rows that lie on another rank in the result, by the rule above; what other axes cut, up
+    to (P-1)/P of a tile (`jigsaw.ops.common_axes`); backward as many.
+    """
+    layouts = _layouts_on_one_mesh(tensors)
+    layout = None if layouts is None or type(dim) is not int else _layout_in_place(layouts, dim)
+    if layout is not None:  # most joins
+        return Tile(torch.cat([t.local for t in tensors], dim), layout, tensors[0].mesh)
     # torch leaves out a 1-d tensor of no elements, which has no shape yet, but for its dtype
     shaped = [t for t in tensors if tuple(t.shape) != (0,) or all(other.ndim == 1 for other in tensors)]
     parts, layout, first = _aligned_parts(
         torch.cat, shaped if any(isinstance(t, Tile) for t in shaped) else tensors, dim
     )
     parts += [t.local if isinstance(t, Tile) else t for t in tensors if not any(t is other for other in shaped)]
-    at = dim % first.ndim
-    return Tile(torch.cat(parts, at), layout.replace_dim(at, whole_dim(sum(t.shape[at] for t in shaped))), first.mesh)
+    return Tile(torch.cat(parts, dim % first.ndim), layout, first.mesh)
 
 
 @implements_torch(torch.stack)
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Tile:
     at = new_dim_position(dim, next(t for t in tensors if isinstance(t, Tile)).ndim)
-    return _cat([t.unsqueeze(at) for t in tensors], at)
-
-
-@implements_torch(torch.diff)
-def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    parts = [t for t in (prepend, input, append) if t is not None]
-    if any(t.ndim != input.ndim for t in parts):
-        raise RuntimeError(f"diff of shapes {[tuple(t.shape) for t in parts]}: prepend and append need as many dims")
-    # of n = 0 differences torch returns the input alone
-    return run_along_dim(torch.diff, _cat(parts, dim) if len(parts) > 1 and n else input, dim, n, dim)
+    layouts = _layouts_on_one_mesh(tensors)
+    if (
+        layouts is not None
+        and all(layout is layouts[0] for layout in layouts)
+        and layouts[0].without_beyond() is layouts[0]
+    ):
+        return Tile(torch.stack([t.local for t in tensors], at), layouts[0].insert(at, len(tensors)), tensors[0].mesh)
+    return join_tiles([t.unsqueeze(at) for t in tensors], at)

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.layout import Layout, whole_dim
-from jigsaw.ops.pointwise import align_tiles, plain_operand, run_alike
-from jigsaw.tile import Tile, implements_torch, refusal_error, tiles_in
+from jigsaw.cut import whole_dim
+from jigsaw.layout import Layout
+from jigsaw.ops.plain_operands import plain_operand
+from jigsaw.ops.pointwise import align_tiles
+from jigsaw.ops.unknown_functions import run_alike
+from jigsaw.tile import Tile, refusal_error, tiles_in
 
 
 def pick_from_plain(function: Any, table: Tensor, index: Any) -> Any:
@@ -49,12 +52,3 @@ def _of_each_dim(table: Tensor, index: Any) -> Sequence[Any]:
         if item is Ellipsis:
             return [*items[:at], *[slice(None)] * (table.ndim - len(items) + 1), *items[at + 1 :]]
     return items
-
-
-@implements_torch(torch.take)
-def _take_from_table(input: Any, index: Any) -> Any:
-    if isinstance(input, Tile):
-        raise refusal_error(
-            torch.take, input, "it picks elements of the flattened tensor", "use tile.full_tensor() for what is picked"
-        )
-    return pick_from_plain(torch.take, input.reshape(-1), index)

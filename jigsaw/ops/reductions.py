@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ ReducedDims = int | Sequence[int] | None
 
 def reduced_dims(tile: Tile, dim: ReducedDims) -> tuple[int, ...]:
     """The dims to reduce, non-negative; None and () mean all, as in torch."""
+    ndim = tile.layout.ndim
+    if type(dim) is int and -ndim <= dim < ndim:
+        return (dim % ndim,)
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
-        return tuple(range(tile.ndim))
+        return tuple(range(ndim))
     dims = tuple((dim,) if isinstance(dim, int) else dim)
     for d in dims:
         if isinstance(d, bool):  # which Python takes for a number
@@ -62,7 +66,18 @@ def elements_per_value(tile: Tile, dims: Sequence[int]) -> int:
 
 def sum_parts_over(local: Tensor, tile: Tile, dims: Sequence[int]) -> Tensor:
     """Local partial results summed over the axes that cut `dims`."""
-    return comm.sum_parts(local, tile.mesh, reducing_axes(tile.layout, dims), (tile.layout, tuple(dims)))
+    axes = reducing_axes(tile.layout, dims)
+    return comm.sum_parts(local, tile.mesh, axes, (tile.layout, tuple(dims))) if axes else local
+
+
+@lru_cache(maxsize=4096)
+def _plan_reduction(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> tuple[tuple[str, ...], Layout]:
+    """The axes that cut the dims, and the layout of the result."""
+    return reducing_axes(layout, dims), layout.drop(dims, keepdim)
+
+
+def _reduced_tile(local: Tensor, own: Tile, out: Layout) -> Any:
+    return Tile(local, out, own.mesh) if out.ndim else leave_tile(local, own.mesh)
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
@@ -78,21 +93,29 @@ def reduce_sum(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, d
     dims = reduced_dims(input, dim)
     own = input.owned()
     local = torch.sum(own.local, dims, keepdim, dtype=dtype) if dims else own.local.to(dtype or own.dtype)
-    return finish_reduction(sum_parts_over(local, own, dims), own, dims, keepdim)
+    axes, out = _plan_reduction(own.layout, dims, keepdim)
+    local = comm.sum_parts(local, own.mesh, axes, (own.layout, dims)) if axes else local
+    return _reduced_tile(local, own, out)
 
 
 @implements_torch(torch.mean)
-def mean(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def reduce_mean(
+    input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """y = global mean of `input` over `dim`; shapes and bytes as `reduce_sum`."""
     dims = reduced_dims(input, dim)
-    if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
-        raise RuntimeError(f"mean(): a Tile of {input.dtype} has no mean; give dtype= or use tile.float()")
     own = input.owned()
+    kind = dtype or own.local.dtype
+    if not kind.is_floating_point and not kind.is_complex:
+        raise RuntimeError(f"mean(): a Tile of {input.dtype} has no mean; give dtype= or use tile.float()")
+    axes, out = _plan_reduction(own.layout, dims, keepdim)
+    if dims and not axes:
+        return _reduced_tile(torch.mean(own.local, dims, keepdim, dtype=dtype), own, out)
     # narrow types are summed in float32, as torch does inside a rank
     wide = torch.float32 if (dtype or own.dtype) in (torch.bfloat16, torch.float16) else dtype
     local = torch.sum(own.local, dims, keepdim, dtype=wide) if dims else own.local.to(wide or own.dtype)
-    value = (sum_parts_over(local, own, dims) / elements_per_value(own, dims)).to(dtype or own.dtype)
-    return finish_reduction(value, own, dims, keepdim)
+    value = comm.sum_parts(local, own.mesh, axes, (own.layout, dims)) if axes else local
+    return _reduced_tile((value / elements_per_value(own, dims)).to(kind), own, out)
 
 
 def global_moments(input: Tile, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -121,6 +144,8 @@ def _variance_and_mean(
     if not (own.dtype.is_floating_point or own.dtype.is_complex):
         raise RuntimeError(f"std and var of a Tile of {own.dtype} are not defined; use tile.float()")
     dims = reduced_dims(own, dim)
+    if dims and not reducing_axes(own.layout, dims):
+        return *torch.var_mean(own.local, dims, correction=correction, keepdim=keepdim), own, dims
     center, squares = global_moments(own, dims)
     spread = squares / max(elements_per_value(own, dims) - correction, 0)
     if not keepdim:
@@ -240,13 +265,15 @@ def vector_norm(
     axes = reducing_axes(own.layout, dims)
     if abs(ord) == math.inf:
         return (amax if ord > 0 else amin)(own.to(dtype or own.dtype).abs(), dims, keepdim)
-    if ord < 0:  # a rank without rows has no such norm, but its sum is 0
-        if elements_per_value(x, dims) == 0:
-            raise RuntimeError(
-                f"vector_norm: no elements, as of {tuple(x.shape)} over {dims}, have a norm of ord={ord}"
-            )
-        return reduce_sum(own.to(dtype or own.dtype).abs() ** ord, dims, keepdim) ** (1 / ord)
-    local = torch.linalg.vector_norm(own.local, ord, dims or None, keepdim, dtype=dtype) if dims else own.local.abs()
+    if ord < 0 and elements_per_value(x, dims) == 0:
+        raise RuntimeError(f"vector_norm: no elements, as of {tuple(x.shape)} over {dims}, have a norm of ord={ord}")
+    if ord < 0 and 0 in (own.local.shape[d] for d in dims):
+        # torch has no such norm of no rows; in that of the ranks' norms infinity adds nothing
+        local = own.local.to(dtype or own.dtype).abs().sum(dims, keepdim) + math.inf
+    elif dims:
+        local = torch.linalg.vector_norm(own.local, ord, dims, keepdim, dtype=dtype)
+    else:
+        local = own.local.abs()
     if axes:
         stacked = stack_along_axes(local, own, axes, (own.layout, dims))
         local = stacked.sum(0) if ord == 0 else torch.linalg.vector_norm(stacked, ord, 0)
@@ -341,6 +368,9 @@ def _global_extreme(input: Tile, dim: ReducedDims, keepdim: bool, op: str, nan: 
             f"a{op}(): cannot reduce dims {dims} of a Tile of shape {tuple(input.shape)}: there are no elements"
         )
     own = input.owned()
+    axes, out = _plan_reduction(own.layout, dims, keepdim)
+    if dims and not axes and not nan:
+        return _reduced_tile((torch.amax if op == "max" else torch.amin)(own.local, dims, keepdim), own, out)
     local: Tensor = _Extreme.apply(own.local, own.mesh, own.layout, dims, op, nan)
     return finish_reduction(local if keepdim else local.squeeze(dims), own, dims, keepdim)
 
@@ -416,13 +446,13 @@ def nansum(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, dtype
 
 @implements_torch(torch.nanmean)
 def nanmean(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """`mean` over the elements that are not NaN."""
+    """`reduce_mean` over the elements that are not NaN."""
     if not (input.dtype.is_floating_point or input.dtype.is_complex):
         raise RuntimeError(f"nanmean(): a Tile of {input.dtype} has no NaN; use tile.float().mean()")
     return nansum(input, dim, keepdim, dtype=dtype) / reduce_sum(input.isnan().logical_not(), dim, keepdim)
 
 
-@implements_torch(torch.logsumexp)
+@implements_torch(torch.logsumexp, torch.special.logsumexp)
 def logsumexp(input: Tile, dim: ReducedDims, keepdim: bool = False) -> Any:
     """y = log sum exp over `dim`, shifted by the global maximum."""
     dims = reduced_dims(input, dim)

@@ -1,5 +1,4 @@
-"""Shape functions: views, slices and flattening.  None of them moves a row, except `roll` and picking one row of a cut
-dim.
+"""Shape functions: views, slices and flattening.  None of them moves a row, except picking one row of a cut dim.
 
 >>> tile = jigsaw.shard(torch.zeros(2, 4, 9, 16), jigsaw.init_mesh(lat=1, lon=1), (None, None, "lat", "lon"))
 >>> tokens = tile.flatten(2).transpose(1, 2)
@@ -10,71 +9,26 @@ dim.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jigsaw.exchange import exchange_rows
-from jigsaw.layout import Cut, Interval, Layout, ShardingError, whole_dim
-from jigsaw.ops.picking import pick_from_plain
+from jigsaw.cut import Cut, ShardingError, whole_dim
+from jigsaw.layout import Layout
+from jigsaw.misuse import calling_line, warn_once
+from jigsaw.ops.apart_copies import copied_apart
+from jigsaw.ops.common_axes import elements_to_fetch
+from jigsaw.ops.meeting import has_moved_rows, mark_rows_moved, pieces_with_rows, with_moved_rows
 from jigsaw.ops.pointwise import held_by_all
 from jigsaw.ops.reductions import reduced_dims
+from jigsaw.ops.reshaped_cuts import plan_reshape
+from jigsaw.ops.whole_dims import with_contiguous_dim
 from jigsaw.tile import Tile, implements_torch, in_own_memory, leave_tile, refusal_error
 
 # -- reshape ----------------------------------------------------------------------------------------------------------
-
-
-def _split_inner(cut: Cut, inner: int) -> tuple[Cut, Cut] | None:
-    """One cut as (outer, whole inner), when every edge lies on a multiple of `inner`."""
-    if cut.size % inner or any(e % inner for e in (*cut.points, *(e for held in cut.held for e in held))):
-        return None
-    held = [(a // inner, b // inner) for a, b in cut.held]
-    points = tuple(p // inner for p in cut.points)
-    return Cut(cut.size // inner, points, cut.axes, tuple(held), wraps=cut.wraps), whole_dim(inner)
-
-
-def _merge_cuts(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
-    """The cuts of a flattened dim in canonical form: a cut followed by a whole one is one cut; whole dims of size 1
-    vanish.
-    """
-    merged: list[Cut] = []
-    for cut in cuts:
-        if cut.size == 1 and not cut.is_cut and not cut.has_halo:
-            continue
-        if merged and not cut.is_cut and not cut.has_halo:
-            outer, n = merged.pop(), cut.size
-            held: list[Interval] = [(a * n, b * n) for a, b in outer.held]
-            cut = Cut(outer.size * n, tuple(p * n for p in outer.points), outer.axes, tuple(held), wraps=outer.wraps)
-        merged.append(cut)
-    return tuple(merged) or (whole_dim(1),)
-
-
-def _reshaped_dims(layout: Layout, shape: Sequence[int]) -> list[tuple[Cut, ...]] | None:
-    """The cuts of each dim of a reshaped tensor, or None when a dim would take a part of a cut one."""
-    left = [c for c in layout.cuts if c.size != 1 or c.is_cut or c.has_halo]
-    dims: list[tuple[Cut, ...]] = []
-    for size in shape:
-        taken: list[Cut] = []
-        missing = size
-        while missing > 1:
-            if not left:
-                return None
-            cut = left.pop(0)
-            if missing % cut.size == 0:
-                missing //= cut.size
-                taken.append(cut)
-                continue
-            halves = _split_inner(cut, cut.size // missing) if cut.size % missing == 0 else None
-            if halves is None:
-                return None
-            taken.append(halves[0])
-            left.insert(0, halves[1])
-            missing = 1
-        dims.append(_merge_cuts(taken))
-    return None if left else dims
 
 
 def _full_shape(tile: Tile, shape: Sequence[int]) -> tuple[int, ...]:
@@ -119,33 +73,60 @@ def _view_as_type(input: Tile, dtype: torch.dtype) -> Tile:
 
 @implements_torch(torch.reshape, Tensor.reshape)
 def reshape(input: Tile, shape: Any, *more: int) -> Any:
-    """The same elements in another global shape; dims flatten together and split again where the cuts allow it.
+    """The same elements in another global shape; dims flatten together and split again.
 
     *Shapes*: a lat x lon tile flattens to tokens that each rank holds its box of; they split again at the same place.
-    *Sends*: nothing.
-    *Raises*: `ShardingError` when a new dim would take a part of a cut dim that does not fall on its cut points.
+    A split that would part a block between ranks (windows of 4 of rows cut at 0, 7, 12) first moves the cut points to
+    the nearest multiples (0, 8, 12); ranks may then have nothing.  Where the new dims part every row of a cut one, its
+    axes move to the dim of most rows that the view can keep cut.  The rule is in `jigsaw.ops.reshaped_cuts`.
+    *Sends*: nothing; where cut points move, the rows that change owner, counted as "realign", where axes move up to
+    (P-1)/P of a tile, counted as "recut"; backward the reverse.  Where one rank gets what several had, and that is a
+    mebibyte or more, a warning says so once for each line.
+    *Raises*: `ShardingError` for a tile of no elements.
     """
     wanted = _full_shape(input, _size_arguments(shape, more))
     if 0 in wanted:
         raise ShardingError(
             f"reshape of an empty Tile {tuple(input.shape)} to {wanted} is ambiguous; build the tile in its new shape"
         )
-    dims = _reshaped_dims(input.layout, wanted)
-    if dims is None:
-        raise refusal_error(
-            torch.reshape,
-            input,
-            f"shape {wanted} would split a cut dim between its cut points "
-            f"{[c.points for c in input.layout.cuts if c.is_cut]}",
-            "cut at multiples of the inner size (align=), redistribute, or keep the cut dim together",
-        )
-    layout = Layout.from_dims(dims, input.layout.axes)
-    return Tile(input.local.reshape(layout.local_shape(input.coordinate)), layout, input.mesh)
+    was_apart = has_moved_rows(input.local)
+    before, layout = plan_reshape(input.layout, wanted)
+    if before is not input.layout and before != input.layout:
+        _warn_of_idle_ranks(input, before, wanted)
+        # on every rank in memory of its own, also where nothing moved
+        input = Tile(in_own_memory(with_moved_rows(input, before).local, input), before, input.mesh)
+        mark_rows_moved(input.local)
+    local = input.local.reshape(layout.local_shape(input.coordinate))
+    # whether torch copies here depends on strides, which may differ by rank where one has a single row: then all copy
+    return Tile(in_own_memory(local, input) if was_apart else local, layout, input.mesh)
+
+
+_BYTES_TO_WARN_OF = 1 << 20
+
+
+def _warn_of_idle_ranks(tile: Tile, before: Layout, shape: tuple[int, ...]) -> None:
+    """Say once for each line that a view brings to one rank what several had; axes that move cost one exchange, as a
+    transform or a sort does, and are counted only.
+    """
+    alone = [c for c in before.cuts if c.is_cut and pieces_with_rows(c.points) == 1]
+    spread = {a for c in tile.layout.cuts if pieces_with_rows(c.points) > 1 for a in c.axes}
+    axes = [a for c in alone for a in c.axes if a in spread]
+    sent = elements_to_fetch(tile.layout, before) * tile.dtype.itemsize if axes else 0
+    if sent < _BYTES_TO_WARN_OF:
+        return
+    where = calling_line()
+    warn_once(
+        f"idle ranks after a view at {where}",
+        f"a Tile cut as {tile.layout}, viewed as {shape}: every new row has parts of all the old ones, and no dim is "
+        f"left that {'+'.join(axes)} could cut, so the first rank along it gets {sent} bytes and the others have no "
+        f"rows ({where}); cut another dim before with tile.redistribute, or leave this unsaid with "
+        "warnings.filterwarnings('ignore', 'a Tile cut as')",
+    )
 
 
 @implements_torch(Tensor.view_as, Tensor.reshape_as)
 def _reshape_as(input: Any, other: Any) -> Any:
-    return input.reshape(tuple(other.shape))
+    return input.view_of_itself() if input is other else input.reshape(tuple(other.shape))
 
 
 @implements_torch(torch.flatten)
@@ -179,7 +160,7 @@ def _drop_unit_dims(input: Tile, dims: Sequence[int]) -> Any:
     tile = input
     if layout != input.layout:
         layout = layout.without_beyond()
-        tile = input.with_layout(layout)
+        tile = copied_apart(input.with_layout(layout), input)
     local = tile.local.squeeze(tuple(dims)) if dims else tile.local
     kept = layout.drop(dims)
     return leave_tile(local, input.mesh) if kept.ndim == 0 else Tile(local, kept, input.mesh)
@@ -193,7 +174,8 @@ def new_dim_position(dim: int, ndim: int) -> int:
 
 
 @implements_torch(torch.unsqueeze)
-def _unsqueeze(input: Tile, dim: int) -> Tile:
+def unsqueeze_tile(input: Tile, dim: int) -> Tile:
+    """A view with a new dim of size 1."""
     at = new_dim_position(dim, input.ndim)
     return Tile(input.local.unsqueeze(at), input.layout.insert(at), input.mesh)
 
@@ -211,7 +193,7 @@ def _permute(input: Tile, dims: Any, *more: int) -> Tile:
 def _transpose(input: Tile, dim0: int, dim1: int) -> Tile:
     order = list(range(input.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permute(input, order)
+    return Tile(input.local.transpose(dim0, dim1), input.layout.permute(order), input.mesh)
 
 
 @implements_torch(torch.t)
@@ -244,7 +226,7 @@ def _expand(input: Tile, size: Any, *more: int) -> Tile:
     if not fits or any(n not in (-1, m) and (m != 1 or n < 0) for n, m in zip(wanted[lead:], input.shape, strict=True)):
         raise RuntimeError(f"cannot expand a Tile of shape {tuple(input.shape)} to {wanted}")
     longer = [d for d in range(input.ndim) if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1)]
-    input = held_by_all(input, longer)
+    input = copied_apart(held_by_all(input, longer), input)
     layout, local_shape = input.layout, [-1] * input.ndim
     for d in longer:
         layout = layout.replace_dim(d, whole_dim(wanted[lead + d]))
@@ -254,39 +236,16 @@ def _expand(input: Tile, size: Any, *more: int) -> Tile:
     return Tile(input.local.expand(*wanted[:lead], *local_shape), layout, input.mesh)
 
 
+@implements_torch(torch.broadcast_tensors)
+def _broadcast_tensors(*tensors: Any) -> tuple[Any, ...]:
+    given: Any = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
+    shape = torch.broadcast_shapes(*[tuple(t.shape) for t in given])
+    return tuple(t.expand(shape) for t in given)
+
+
 @implements_torch(Tensor.expand_as)
 def _expand_as(input: Any, other: Any) -> Any:
     return input.expand(tuple(other.shape))
-
-
-@implements_torch(torch.tile)
-def _torch_tile(input: Tile, dims: Any, *more: int) -> Any:
-    times = _size_arguments(dims, more)
-    return _repeat(input, (1,) * (input.ndim - len(times)) + times)
-
-
-@implements_torch(Tensor.repeat)
-def _repeat(input: Tile, repeats: Any, *more: int) -> Any:
-    times = _size_arguments(repeats, more)
-    if len(times) < input.ndim:
-        raise RuntimeError(
-            f"repeat{times} of a Tile of {input.ndim} dims: give a number for each dim, or use tile.tile"
-        )
-    while input.ndim < len(times):
-        input = _unsqueeze(input, 0)
-    if any(n != 1 and any(c.has_halo for c in input.layout.dim(d)) for d, n in enumerate(times)):
-        input = input.owned()
-    layout = input.layout
-    for d, n in enumerate(times):
-        if n < 0:
-            raise RuntimeError(f"repeat{times} of a Tile: {n} is no number of times")
-        if n != 1:
-            if layout.is_cut(d):
-                raise refusal_error(
-                    Tensor.repeat, input, f"it repeats dim {d}, which is cut", "repeat another dim, or redistribute"
-                )
-            layout = layout.replace_dim(d, whole_dim(n * input.shape[d]))
-    return Tile(input.local.repeat(times), layout, input.mesh)
 
 
 # -- slices -----------------------------------------------------------------------------------------------------------
@@ -300,29 +259,54 @@ def _sliced_cut(cut: Cut, start: int, stop: int, step: int) -> Cut:
         return min(max(-(-(row - start) // step), 0), size)
 
     held = [(index(max(a, 0)), index(min(b, cut.size))) for a, b in cut.held]
-    return Cut(
-        size, tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size), cut.axes, tuple(held)
-    )
+    points = tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size)
+    return Cut(size, points, cut.axes, tuple(held), cut.source)  # low modes of a spectrum still know their way home
 
 
 def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Tile:
-    """Rows start:stop:step of a dim, cut or not; nothing is sent."""
-    cuts = tile.layout.dim(dim)
+    """Rows start:stop:step of a dim, cut or not; every row stays where it lies.
+
+    *Sends*: nothing, but for dims that were flattened together what `with_contiguous_dim` does.
+    """
     if (start, stop, step) == (0, tile.shape[dim], 1):
         return tile
-    if len(cuts) != 1:
-        raise refusal_error(
-            Tensor.__getitem__, tile, f"dim {dim} is made of dims that were flattened together", "unflatten it first"
-        )
-    cut = cuts[0]
-    sliced = _sliced_cut(cut, start, stop, step)
+    sliced_at_hand = _slice_at_hand(tile.layout, dim, start, stop, step)
+    if sliced_at_hand is not None:
+        rows = tile.local.narrow(dim, start, stop - start)
+        return Tile(rows, sliced_at_hand, tile.mesh)
+    tile = _contiguous_apart(tile, dim)
+    (cut,) = tile.layout.dim(dim)
+    layout = _sliced_layout(tile.layout, dim, start, stop, step)
+    (sliced,) = layout.dim(dim)
     piece = tile.layout.piece(cut, tile.coordinate)
     low, (first, last) = cut.held[piece][0], sliced.held[piece]
     begin = start + first * step - low
     local = tile.local[(slice(None),) * dim + (slice(begin, max(begin, begin + (last - first - 1) * step + 1), step),)]
     if first == last:
         local = tile.local.narrow(dim, 0, 0)
-    return Tile(local, tile.layout.replace_dim(dim, sliced), tile.mesh)
+    return Tile(local, layout, tile.mesh)
+
+
+def _contiguous_apart(tile: Tile, dim: int) -> Tile:
+    """`with_contiguous_dim`, for slices of rows that came from elsewhere, where torch's are views."""
+    moved = with_contiguous_dim(tile, dim)
+    if moved is not tile:
+        moved = Tile(in_own_memory(moved.local, tile), moved.layout, tile.mesh)
+        mark_rows_moved(moved.local)
+    return moved
+
+
+@lru_cache(maxsize=4096)
+def _slice_at_hand(layout: Layout, dim: int, start: int, stop: int, step: int) -> Layout | None:
+    """The layout of consecutive rows of a dim of which every rank has all; else None."""
+    if step != 1 or not layout.complete_dims[dim] or len(layout.dim(dim)) != 1:
+        return None
+    return _sliced_layout(layout, dim, start, stop, step)
+
+
+@lru_cache(maxsize=4096)
+def _sliced_layout(layout: Layout, dim: int, start: int, stop: int, step: int) -> Layout:
+    return layout.replace_dim(dim, _sliced_cut(layout.dim(dim)[0], start, stop, step))
 
 
 def select_dim(tile: Tile, dim: int, index: int) -> Any:
@@ -333,77 +317,10 @@ def select_dim(tile: Tile, dim: int, index: int) -> Any:
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of range for dim {dim} of size {size}")
     row = index % size
+    if tile.layout.complete_dims[dim]:
+        local, layout = tile.local.select(dim, row), tile.layout.drop((dim,))
+        return Tile(local, layout, tile.mesh) if layout.ndim else leave_tile(local, tile.mesh)
     return _drop_unit_dims(slice_dim(tile, dim, row, row + 1), (dim,))
-
-
-@implements_torch(Tensor.__getitem__)
-def _getitem(tile: Any, index: Any) -> Any:
-    if not isinstance(tile, Tile):
-        return pick_from_plain(Tensor.__getitem__, tile, index)
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(i, (Tensor, Tile, list)) for i in items):
-        return _take_indexed(tile, items)
-    if any(isinstance(i, bool) for i in items):
-        raise refusal_error(Tensor.__getitem__, tile, f"{index!r} is a mask of no dims", "use None, which adds a dim")
-    named = sum(1 for i in items if i is not None and i is not Ellipsis)
-    if items.count(Ellipsis) > 1:
-        raise refusal_error(Tensor.__getitem__, tile, "an index has one ellipsis, not several", "write the slices out")
-    if named > tile.ndim:
-        raise IndexError(f"too many indices ({named}) for a Tile of {tile.ndim} dims")
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
-        items[at : at + 1] = [slice(None)] * (tile.ndim - named)
-    dim, out = 0, tile
-    for item in items:
-        if item is None:
-            out = _unsqueeze(out, dim)
-            dim += 1
-        elif isinstance(item, slice):
-            start, stop, step = item.indices(out.shape[dim])
-            if step < 1:
-                raise ValueError("step must be greater than zero")
-            out = slice_dim(out, dim, start, max(start, stop), step)
-            dim += 1
-        else:
-            out = select_dim(out, dim, operator.index(item))
-    return out
-
-
-def _take_indexed(tile: Tile, items: list[Any]) -> Any:
-    """Indexing by one plain 1-d index tensor or list, on a dim that nothing cuts."""
-    where = [d for d, i in enumerate(items) if isinstance(i, (Tensor, list))]
-    simple = all(isinstance(i, slice) and i == slice(None) for d, i in enumerate(items) if d not in where)
-    if len(where) != 1 or not simple:
-        raise refusal_error(
-            Tensor.__getitem__,
-            tile,
-            "of advanced indices only one index tensor among full slices is answered",
-            "use torch.where, index_select or tile.full_tensor()",
-        )
-    item, size = items[where[0]], tile.shape[where[0]]
-    index = torch.as_tensor(
-        item, device=tile.device, dtype=torch.int64 if isinstance(item, list) and not item else None
-    )
-    # an index out of range stays so, for torch to refuse
-    return _index_select(tile, where[0], torch.where(index < 0, index + size, index) if index.is_signed() else index)
-
-
-@implements_torch(torch.index_select)
-def _index_select(input: Any, dim: int, index: Any) -> Any:
-    if not isinstance(input, Tile):
-        if index.ndim != 1:
-            raise RuntimeError(f"index_select(): the index must be 1-d, got a Tile of shape {tuple(index.shape)}")
-        return pick_from_plain(torch.index_select, input, (slice(None),) * (dim % max(input.ndim, 1)) + (index,))
-    (at,) = reduced_dims(input, dim)
-    if isinstance(index, Tile) or input.layout.is_cut(at) or index.ndim != 1 or index.dtype == torch.bool:
-        raise refusal_error(
-            torch.index_select,
-            input,
-            f"it picks rows of dim {at} by a tensor {tuple(index.shape)} of {index.dtype}",
-            "use a 1-d integer index on a dim that nothing cuts, or a slice",
-        )
-    own = input.owned() if any(c.has_halo for c in input.layout.dim(at)) else input
-    return Tile(own.local.index_select(at, index), own.layout.replace_dim(at, whole_dim(len(index))), own.mesh)
 
 
 @implements_torch(torch.narrow)
@@ -433,11 +350,12 @@ def _torch_split(
         sizes = [min(sizes, n - s) for s in range(0, n, sizes or 1)] or [0]
     if sum(sizes) != n or min(sizes, default=0) < 0:
         raise RuntimeError(f"split sizes {list(sizes)} must be 0 or more, and sum to {n}, the size of dim {at}")
+    tensor = _contiguous_apart(tensor, at) if len(sizes) > 1 else tensor  # once for all parts
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(slice_dim(tensor, at, s, s + k) for s, k in zip(starts, sizes, strict=True))
 
 
-@implements_torch(torch.chunk)
+@implements_torch(torch.chunk, torch.unsafe_chunk)
 def _torch_chunk(input: Tile, chunks: int, dim: int = 0) -> tuple[Tile, ...]:
     if chunks < 1:
         raise RuntimeError(f"chunk: there is no way to make {chunks} chunks; pass 1 or more")
@@ -450,26 +368,5 @@ def _torch_chunk(input: Tile, chunks: int, dim: int = 0) -> tuple[Tile, ...]:
 @implements_torch(torch.unbind)
 def _unbind(input: Tile, dim: int = 0) -> tuple[Any, ...]:
     (at,) = reduced_dims(input, dim)
+    input = _contiguous_apart(input, at)  # once for all rows
     return tuple(select_dim(input, at, i) for i in range(input.shape[at]))
-
-
-# -- roll -------------------------------------------------------------------------------------------------------------
-
-
-@implements_torch(torch.roll)
-def _roll(input: Tile, shifts: Any, dims: Any = None) -> Any:
-    """y[i] = x[i - shift] around each dim. *Sends*: the rows that change owner; backward the same, reversed."""
-    if dims is None or dims == ():
-        return reshape(_roll(reshape(input, (input.numel(),)), shifts, 0), tuple(input.shape))
-    own = input.owned()
-    target = own.layout
-    for shift, dim in zip(_size_arguments(shifts, ()), _size_arguments(dims, ()), strict=True):
-        (at,) = reduced_dims(own, dim)
-        cuts = target.dim(at)
-        if len(cuts) != 1:
-            raise refusal_error(
-                torch.roll, input, f"dim {at} is made of dims that were flattened together", "unflatten it first"
-            )
-        shifted = [(a - shift, b - shift) for a, b in cuts[0].held]
-        target = target.replace_dim(at, cuts[0].holding(shifted))
-    return Tile(in_own_memory(exchange_rows(own.local, own.layout, target, own.mesh), input), own.layout, own.mesh)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Interval
 from jigsaw.errors import GridError
-from jigsaw.layout import Interval
 
 LatLonValues = NDArray[np.float64]
 

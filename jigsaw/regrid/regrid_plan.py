@@ -10,8 +10,9 @@ from itertools import accumulate, combinations, product
 
 import numpy as np
 
+from jigsaw.cut import Cut, Interval, SplitRule, cut_points, whole_dim
 from jigsaw.errors import GridError
-from jigsaw.layout import Cut, Interval, Layout, MeshCoordinate, SplitRule, cut_points, whole_dim
+from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.matmul_grid import MatmulGrid
 from jigsaw.regrid.latlon import BandedMatrix
 from jigsaw.stencil_rules import ceil_div

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from jigsaw.cut import Cut, Interval, SplitRule
 from jigsaw.errors import FieldError, GridError
 from jigsaw.exchange import exchange_rows
-from jigsaw.layout import Cut, Interval, Layout, SplitRule
+from jigsaw.layout import Layout
 from jigsaw.matmul import grid_matmul
 from jigsaw.regrid.latlon import REGRID_METHODS, BandedMatrix, GridRows, latitude_rows, longitude_rows, regrid_weights
 from jigsaw.regrid.regrid_plan import LAT_LON_DIMS, RegridPlan, choose_regrid_plan, contraction_grid
@@ -124,7 +125,8 @@ class Regridder:
     def __call__(self, x: TileOrTensor) -> TileOrTensor:
         dims = self._dims_of(tuple(x.shape), x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return self._of_tile(x) if isinstance(x, Tile) else self._of_tensor(x, dims)
+            y: Any = self._of_tile(x) if isinstance(x, Tile) else self._of_tensor(x, dims)
+        return y
 
     def __repr__(self) -> str:
         sizes = [f"{b.size} x {c.size}" for b, c in [self.bands]] + [f"{len(b)} x {len(c)}" for b, c in [self.bands]]

@@ -12,7 +12,8 @@ from torch import Tensor
 from jigsaw.layout import LayoutSpec
 from jigsaw.testing.rank import world_mesh
 from jigsaw.testing.world import run_on_ranks
-from jigsaw.tile import Tile, shard
+from jigsaw.tile import Tile
+from jigsaw.tile_making import shard
 
 _USUAL_MESHES = ({"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2})
 

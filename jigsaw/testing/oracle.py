@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,10 +18,12 @@ from torch.nn.functional import mse_loss
 from jigsaw import comm
 from jigsaw.layout import LayoutSpec
 from jigsaw.mesh import axes_of_mesh
+from jigsaw.misuse import UNREDUCED, without_warning
 from jigsaw.testing.failure import RankFailedError
 from jigsaw.testing.rank import world_mesh
 from jigsaw.testing.world import run_on_ranks
-from jigsaw.tile import Tile, shard
+from jigsaw.tile import Tile
+from jigsaw.tile_making import shard
 
 OracleModel = Callable[..., Any]
 OracleMesh = Mapping[str, int]
@@ -51,9 +54,9 @@ def assert_same_on_every_mesh(
     Compared are outputs, loss, buffers, and the gradients of every parameter and input.
 
     `model` is a module, or a function of tensors; it and the `batch` (one tensor, or the sequence of the arguments) are
-    taken to `dtype`, run once in this process, and then on real ranks for each of `meshes` (mappings from axis to
-    size; by default 1, 2, 3, 4 and 2 x 2 ranks of the axes that `spec` names). Everything must pickle. Use it from
-    plain code or a test, not inside ``on_ranks``.
+    taken to `dtype` (complex ones to complex numbers of it), run once in this process, and then on real ranks for each
+    of `meshes` (mappings from axis to size; by default 1, 2, 3, 4 and 2 x 2 ranks of the axes that `spec` names).
+    Everything must pickle. Use it from plain code or a test, not inside ``on_ranks``.
 
     - `spec` cuts a single tensor; for a sequence, it has one entry for each argument (None: passed whole). Without it,
       ``data`` cuts dim 0 and ``lat``, ``lon`` (or ``z``, ``y``, ``x``) the last dims. `cut` goes to `jigsaw.shard`:
@@ -134,10 +137,10 @@ class OracleResult:
 def random_functional(output: Any) -> Tensor:
     """Sum over all output elements times fixed random numbers: every element has a gradient of its own."""
     generator = torch.Generator().manual_seed(1)
-    terms = [
-        (leaf * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)).sum()
-        for _, leaf in _output_leaves(output)
-    ]
+    terms: list[Tensor] = []
+    for _, leaf in _output_leaves(output):
+        numbers = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+        terms.append((numbers * torch.randn(numbers.shape, generator=generator, dtype=numbers.dtype)).sum())
     return cast(Tensor, sum(terms))
 
 
@@ -164,7 +167,8 @@ def _rank_differences(
     mesh = world_mesh(**axes)
     model = case.model if case.build is None else case.build(case.model, mesh)
     wholes, tiles = _cut_inputs(case, mesh)
-    found = _run_case(case, model, tiles)
+    with without_warning(UNREDUCED):  # the parts are summed below
+        found = _run_case(case, model, tiles)
     for name, parameter in _trained_parameters(model):
         if f"gradient of {name}" in expected.tensors or parameter.grad is not None:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -204,7 +208,7 @@ def _cut_inputs(case: OracleCase, mesh: DeviceMesh) -> tuple[dict[str, Any], lis
     for i, (x, spec) in enumerate(zip(case.inputs, case.specs, strict=True)):
         whole = _leaf_copy(x) if spec is None or case.cut.get("halo") else x
         tile = whole if spec is None else shard(whole, mesh, spec, **case.cut)
-        if spec is not None and not tile.local.requires_grad and tile.local.is_floating_point():
+        if spec is not None and not tile.local.requires_grad and _has_gradient(tile.local):
             tile.local.requires_grad_()
         wholes[f"input {i}"] = whole
         tiles.append(tile)
@@ -217,7 +221,7 @@ def _input_gradient(x: Any, whole: Any, mesh: DeviceMesh) -> Tensor:
     if not x.local.is_leaf:
         return torch.zeros_like(whole) if whole.grad is None else whole.grad
     gradient = torch.zeros_like(x.local) if x.local.grad is None else x.local.grad
-    return replace(x, local=gradient).full_tensor()
+    return Tile(gradient, x.layout, x.mesh).full_tensor()
 
 
 def _whole_gradient(gradient: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
@@ -279,13 +283,20 @@ def _output_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any
 
 
 def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
+    """Floating numbers in `dtype`, complex ones of two of them."""
     if isinstance(x, nn.Module):
-        return copy.deepcopy(x).to(dtype)
-    return x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        return copy.deepcopy(x)._apply(partial(_in_dtype, dtype=dtype))  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(x, Tensor) or not _has_gradient(x):
+        return x
+    return x.detach().to(dtype.to_complex() if x.is_complex() else dtype)
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _leaf_copy(x: Any) -> Any:
-    return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+    return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and _has_gradient(x) else x
 
 
 def _trained_parameters(model: OracleModel) -> list[tuple[str, nn.Parameter]]:

@@ -80,6 +80,7 @@ def _hold(path, begun, ended):
         ended.wait(60)
 
 
+@pytest.mark.slow
 def test_a_lock_stays_when_its_entry_makes_room(tmp_path):
     """Whoever asks while another process holds it waits, also after the folder was emptied."""
     process = multiprocessing.get_context("spawn")

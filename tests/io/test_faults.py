@@ -447,6 +447,7 @@ def body_slow(path):
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_too_slow_for_one_rank_is_an_error_on_all(tmp_path):
     body_slow(write(tmp_path, chunk=(1, 3, 13, 10))[0])
 

@@ -74,6 +74,7 @@ def _image(sample):
     return sample.image.full_tensor()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_torchs_loader_of_forked_workers_raises_and_of_spawned_ones_reads(wb2):
     ds = open_dataset(wb2, mesh=init_mesh(device="cpu", lat=1), fields=["t2m"])

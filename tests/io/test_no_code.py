@@ -75,6 +75,17 @@ def test_a_pickled_array_of_zarr_v2_is_refused_by_name(tmp_path, where):
     assert not mark.exists()
 
 
+def test_a_store_that_cannot_be_listed_is_not_handed_to_xarray(tmp_path):
+    """Xarray looks at the arrays of the group alone: what is broken in a group below does not keep it from them."""
+    path = _store(tmp_path / "it.zarr", "lat", tmp_path / "ran")
+    (path / "notes" / "deep").mkdir(parents=True)
+    (path / "notes" / ".zgroup").write_text('{"zarr_format": 2}')
+    (path / "notes" / "deep" / ".zgroup").write_text("{")
+    with pytest.raises(UnsupportedStoreError, match=r"arrays of .*it\.zarr cannot all be listed .*; remove or mend"):
+        open_with_xarray(str(path))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_other_arrays_of_such_a_store_are_read(tmp_path):
     path = _store(tmp_path / "it.zarr", "t2m", tmp_path / "ran")
     zarr.open_group(path)["u10"] = np.ones((4, 5, 6), "f4")

@@ -9,9 +9,10 @@ from toy_store import held, layout, request, sample, write
 from jigsaw.errors import CorruptChunkError, TruncatedError
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
+from jigsaw.io.reading.chunk_jobs import ChunkJob
 from jigsaw.io.reading.chunk_sections import SECTION_BYTES, ChunkSection, sections_in_slot_order
 from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.reading.read_plan import ChunkJob, plan_read
+from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.testing import run_on_ranks, world_mesh
 
 ROWS, CHUNK = (700, 600), (1, 3, 700, 600)  # 5 MB a chunk of `air`, 1.7 MB one of `t2m`
@@ -41,7 +42,7 @@ def test_boxes_are_cut_at_the_rows_of_a_piece(step):
     )
     found = []
     for start in range(0, 24, 5):
-        piece = ChunkSection(0, ChunkJob("air", (0, 0), 0, (0, 1)), 0, 1, (start, min(start + 5, 24)))
+        piece = ChunkSection(ChunkJob("air", (0, 0), 0, (0, 1)), 0, 0, 1, (start, min(start + 5, 24)))
         for there, here in piece.cut([box]):
             assert there.runs[0] == here.runs[0] == box.runs[0]
             for a, b in zip(there.runs[1], here.runs[1], strict=True):

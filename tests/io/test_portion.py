@@ -21,7 +21,8 @@ from jigsaw.io.chunks.codecs import BadChunkError
 from jigsaw.io.chunks.portion import join_spans, needed_byte_spans, needed_share
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.reading.read_plan import PLAN_MODES, plan_read
+from jigsaw.io.reading.read_modes import PLAN_MODES
+from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.testing import on_ranks, world_mesh
@@ -146,8 +147,8 @@ def test_a_changed_header_or_table_is_refused_or_stays_within_the_chunk(at, valu
 def test_the_share_that_a_rank_takes_of_a_chunk_is_that_of_its_box(tmp_path, axes, halo):
     path, _ = write_toy(tmp_path)
     plan = plan_read(request(axes, halo=halo), open_store(path).arrays)
-    for name in plan.arrays:
-        for geometry in plan.geometry(name):
+    for name in plan.needed.readers:
+        for geometry in plan.needed.geometries[name]:
             for member in range(plan.ranks):
                 for chunk in geometry.chunks(member):
                     box = geometry.box(chunk, member)

@@ -105,6 +105,7 @@ def test_the_bare_loop_decodes_what_the_pipeline_does(bench, folder):
     np.testing.assert_array_equal(memory.view("f4").reshape(wanted.shape), wanted)
 
 
+@pytest.mark.slow
 def test_memory_and_waiting(bench, folder):
     cases = bench("cases")
     setting = cases.Setting(folder, small=True, repeat=1)

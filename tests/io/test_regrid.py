@@ -17,7 +17,7 @@ from jigsaw.io import open as open_dataset
 from jigsaw.regrid.latlon import latitude_rows, longitude_rows
 from jigsaw.regrid.regridder import Regridder, regrid
 from jigsaw.testing import assert_adjoint, assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import shard
+from jigsaw.tile_making import shard
 
 METHODS = ("conservative", "bilinear")
 

@@ -23,7 +23,8 @@ from jigsaw.io.chunks.read_cost import read_cost
 from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url
 from jigsaw.io.formats.zarr_group import open_zarr
 from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.reading.read_plan import PLAN_MODES, plan_read
+from jigsaw.io.reading.read_modes import PLAN_MODES
+from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.layout import Layout
 from jigsaw.testing import run_on_ranks, world_mesh

@@ -29,11 +29,19 @@ def counted(path, ranks):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+OTHERS = [(store, ranks) for ranks in (1, 2) for store in ("v2", "v3", "sharded") if (store, ranks) != ("sharded", 1)]
+
+
+@pytest.mark.parametrize(
+    ("tiled", "ranks"),
+    [("sharded", 1), *(pytest.param(*o, marks=pytest.mark.slow) for o in OTHERS)],
+    indirect=["tiled"],
+)
 def test_reopening_keeps_nothing(tiled, ranks):
     for found in run_on_ranks(ranks, counted, tiled, ranks):
         objects, descriptors, threads = zip(*found, strict=True)
-        # the first rounds fill caches of what all rounds share
-        assert objects[-1] - objects[5] < ROUNDS - 5, objects
+        # the first rounds fill caches of what all rounds share; a round may end with some twenty objects that go a
+        # little later, so the least of five rounds is compared
+        assert min(objects[-5:]) - min(objects[5:10]) < ROUNDS - 10, objects
         assert len(set(descriptors[2:])) == 1, descriptors
         assert len(set(threads[2:])) == 1, threads

@@ -81,6 +81,7 @@ def test_options_are_checked(wb2, capsys, argv, match):
     assert match in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_under_torchrun_each_rank_takes_its_tile(wb2, tmp_path):
     out = str(tmp_path / "s.npz")
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "jigsaw"]
@@ -165,6 +166,7 @@ def test_what_workers_cannot_open(wb2, cluster):
             statistics(jigsaw.io.open(wb2, mesh={"lat": 2}, fields=["t2m"]), client=client)
 
 
+@pytest.mark.slow
 def test_the_command_starts_a_cluster(wb2, tmp_path):
     argv = ["stats", wb2, "--fields", ",".join(FIELDS), "--output", str(tmp_path / "s.json"), "--block", "3"]
     assert main([*argv, "--dask", "1"]) == 0

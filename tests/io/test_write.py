@@ -22,9 +22,9 @@ from zarr.codecs import BloscCodec
 
 import jigsaw
 from jigsaw import comm
+from jigsaw.cut import ShardingError
 from jigsaw.errors import FieldError, GridError, WriteError
 from jigsaw.io.writing.write import Writer, completeness, write
-from jigsaw.layout import ShardingError
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 
 SHAPE = (3, 4, 13, 10)

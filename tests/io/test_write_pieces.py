@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jigsaw.io.writing.write_units import WriteTarget, box_volume, plan_units, write_rounds
+from jigsaw.cut import box_elements
+from jigsaw.io.writing.write_units import WriteTarget, plan_units, write_rounds
 from jigsaw.layout import Layout
 
 AXES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}, {"data": 2, "lat": 2}, {"lat": 2, "m": 2}]
@@ -54,7 +55,7 @@ def test_writers_own_at_least_half_of_what_the_first_owner_owns(axes):
         owned = {}
         for at, coord in enumerate(layout.coords()):
             boxes = zip(layout.owned(coord), unit.box, strict=True)
-            owned[at] = box_volume(tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in boxes))
+            owned[at] = box_elements(tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in boxes))
         assert 2 * owned[unit.writer] >= max(owned.values())
 
 

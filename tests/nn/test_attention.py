@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
+import random
 
 import pytest
 import torch
 import torch.nn.functional as F
+from random_cuts import any_spec, assert_as_the_whole
 from torch import nn
 
 from jigsaw import comm
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import shard
+from jigsaw.testing.world import run_on_ranks
+from jigsaw.tile_making import shard
 
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
 GRID = (None, None, "lat", "lon")  # [batch, features, lat, lon]
@@ -129,15 +133,16 @@ def test_keys_that_every_rank_has():
     for spec in (("lat", None, None, None), (None, "lat", None, None)):
         found = F.scaled_dot_product_attention(shard(q, mesh, spec), k, k)
         torch.testing.assert_close(found.full_tensor(), F.scaled_dot_product_attention(q, q.cos(), q.cos()))
-        with pytest.raises(ShardingError, match=r"dim . of keys or values does not match .*redistribute"):
-            F.scaled_dot_product_attention(shard(q, mesh, (None,) * 4), shard(q, mesh, spec), shard(q, mesh, spec))
+        found = F.scaled_dot_product_attention(shard(q, mesh, (None,) * 4), shard(q, mesh, spec), shard(q, mesh, spec))
+        torch.testing.assert_close(found.full_tensor(), F.scaled_dot_product_attention(q, q, q))
+        assert found.layout.spec == spec
     whole = F.scaled_dot_product_attention(q, few, few, enable_gqa=True)
     for spec in (("lat", None, None, None), (None, "lat", None, None)):
         keys = shard(few, mesh, spec)
         found = F.scaled_dot_product_attention(shard(q, mesh, spec), keys, keys, enable_gqa=True)
         torch.testing.assert_close(found.full_tensor(), whole)
-    with pytest.raises(ShardingError, match="dim 1 of keys or values does not match"):
-        F.scaled_dot_product_attention(shard(q, mesh, (None, "lat", None, None)), cut_few, cut_few, enable_gqa=True)
+    found = F.scaled_dot_product_attention(shard(q, mesh, (None, "lat", None, None)), cut_few, cut_few, enable_gqa=True)
+    torch.testing.assert_close(found.full_tensor(), whole)
 
 
 @on_ranks(4)
@@ -160,15 +165,156 @@ def test_keys_and_values_are_sent_once_and_queries_never():
     assert backward.sent_bytes == everything - own and backward.received_bytes == 3 * own
 
 
+# -- every cut of queries, keys, values and masks ---------------------------------------------------------------------
+
+EYE = torch.eye(7, 5, dtype=torch.bool)
+SOME = (torch.randn(7, 5, generator=torch.Generator().manual_seed(3)) > -0.5) | EYE
+NONE_FOR_ONE = SOME & (torch.arange(7) != 2)[:, None]  # query 2 may attend to nothing: torch gives zeros
+
+
+def _attention(q, k, v, mask=None, **options):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+
+
+Q, K, V = (2, 3, 7, 4), (2, 3, 5, 4), (2, 3, 5, 3)
+ANY_CUTS = [
+    ({}, Q, K, V),
+    ({"is_causal": True}, Q, K, V),
+    ({"mask": SOME, "scale": 0.3}, Q, K, V),
+    ({"mask": NONE_FOR_ONE}, Q, K, V),
+    ({}, Q, K, V, (3, 7, 5)),
+    ({}, Q, K, V, (2, 1, 1, 5)),
+    ({}, (7, 4), (5, 4), (5, 3), (7, 5)),
+    ({}, Q, (1, 3, 5, 4), (2, 1, 5, 3)),
+    ({"enable_gqa": True}, (2, 6, 7, 4), (2, 3, 5, 4), (2, 3, 5, 3)),
+    ({"enable_gqa": True}, (2, 4, 7, 4), (2, 2, 5, 4), (2, 2, 5, 3), (4, 7, 5)),
+    ({"enable_gqa": True, "is_causal": True}, (2, 4, 7, 4), (2, 1, 5, 4), (2, 1, 5, 3)),
+]
+
+
+def _attend_at_random(times, **axes):
+    mesh, generator = world_mesh(**axes), random.Random(5)
+    torch.manual_seed(0)
+    for options, *shapes in ANY_CUTS:
+        for _ in range(times):
+            specs = [any_spec(generator, s, list(axes)) for s in shapes]
+            if any(s is not None for s in specs[:3]):
+                assert_as_the_whole(functools.partial(_attention, **options), shapes, specs, mesh)
+
+
+@on_ranks(3)
+def test_attention_of_any_cuts_on_three_ranks():
+    _attend_at_random(2, lat=3)
+
+
+@on_ranks(4)
+def test_attention_of_any_cuts_on_four_ranks():
+    _attend_at_random(3, lat=2, lon=2)
+
+
+@on_ranks(2)
+def test_a_rank_without_queries_has_the_batch_of_the_keys():
+    torch.manual_seed(0)
+    q, k = torch.randn(4, 3, 8), torch.randn(3, 4, 6, 8)
+    tile = shard(q, world_mesh(lat=2), (None, "lat", None), split={1: (0, 3, 3)})
+    y = F.scaled_dot_product_attention(tile, k, k)
+    torch.testing.assert_close(y.full_tensor(), F.scaled_dot_product_attention(q, k, k))
+
+
+@on_ranks(2)
+def test_keys_that_axes_cut_alone_stay():
+    mesh = world_mesh(lat=2)
+    q, k = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 1001, 5)
+    keys = shard(k, mesh, (None, None, "lat", None))
+    with comm.count() as sent:
+        found = F.scaled_dot_product_attention(q, keys, keys)
+    torch.testing.assert_close(found.full_tensor(), F.scaled_dot_product_attention(q, k, k))
+    assert {c.kind for c in sent.calls} == {"all_reduce"}
+    assert sent.sent_bytes < keys.local.nbytes // 10
+
+
+def _dropped(axes, need_weights):
+    torch.manual_seed(3)
+    mesh = world_mesh(**axes)
+    x = shard(torch.randn(2, 8, 7, 5, dtype=torch.float64), mesh, GRID).flatten(2).transpose(1, 2)
+    module = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True, dtype=torch.float64)
+    heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+    dropped = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4)
+    return [y.full_tensor().detach() for y in (dropped, module(x, x, x, need_weights=need_weights)[0])]
+
+
+def test_dropout_is_alike_on_every_mesh():
+    for need_weights in (False, True):
+        first, *others = (
+            run_on_ranks(math.prod(axes.values()), _dropped, axes, need_weights)[0]
+            for axes in ({"lat": 1}, {"lat": 2}, {"lat": 2, "lon": 2})
+        )
+        for found in others:
+            torch.testing.assert_close(found, first)
+
+
+class CrossAttention(nn.Module):
+    """nn.MultiheadAttention of the tokens of a grid to those of another, some of them padding."""
+
+    def __init__(self, need_weights, batch_first=True):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+        self.need_weights = need_weights
+
+    def forward(self, x, memory, padding, mask):
+        x, memory = (y if y.ndim == 3 else y.flatten(2).transpose(1, 2) for y in (x, memory))
+        if not self.attention.batch_first:
+            x, memory = x.transpose(0, 1), memory.transpose(0, 1)
+        return self.attention(
+            x, memory, memory.sin(), key_padding_mask=padding, need_weights=self.need_weights, attn_mask=mask
+        )[: 1 + self.need_weights]
+
+
+@pytest.mark.parametrize(("need_weights", "batch_first"), [(False, True), (True, False)])
+def test_cross_attention_with_masks(need_weights, batch_first):
+    torch.manual_seed(0)
+    model = CrossAttention(need_weights, batch_first)
+    for p in model.parameters():
+        nn.init.normal_(p, 0, 0.5)
+    x, memory, mask = torch.randn(2, 8, 7, 5), torch.randn(2, 11, 8), torch.randn(4, 35, 11)
+    padding = torch.arange(11) >= torch.tensor([[8], [11]])
+    uncut = (None,) * 3
+    for specs in (
+        [GRID, None, None, None],
+        [GRID, uncut, (None, "lat"), None],
+        [GRID, (None, "lat", None), (None, "lon"), None],
+        [None, (None, ("lat", "lon"), None), None, None],
+    ):
+        assert_same_on_every_mesh(
+            model, [x, memory, padding, mask], [{"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}], spec=specs
+        )
+
+
+def _with_cut_mask(x, memory, mask, weights):
+    """What the module calls: the module itself asks of an attn_mask that it be a torch.Tensor."""
+    x, memory = x.flatten(2).permute(2, 0, 1), memory.transpose(0, 1)
+    return F.multi_head_attention_forward(
+        x, memory, memory, 8, 2, weights, None, None, None, False, 0.0, weights[:8], None, attn_mask=mask
+    )
+
+
+def test_cut_masks_of_multihead_attention():
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 8, 7, 5), torch.randn(2, 11, 8), torch.randn(4, 35, 11), torch.randn(24, 8)]
+    for spec in ((None, ("lat", "lon"), None), ("lon", None, "lat")):
+        specs = [GRID, (None, "lat", None), spec, None]
+        assert_same_on_every_mesh(_with_cut_mask, inputs, [{"lat": 2}, {"lat": 2, "lon": 2}], spec=specs)
+
+
 @on_ranks(2)
 def test_what_attention_refuses():
     mesh = world_mesh(lat=2)
-    q = shard(torch.randn(2, 2, 8, 4), mesh, (None, None, "lat", None))
-    with pytest.raises(ShardingError, match="key is a plain tensor"):
-        F.scaled_dot_product_attention(q, q.full_tensor(), q)
-    with pytest.raises(ShardingError, match="cut along the features of a head"):
-        F.scaled_dot_product_attention(q.transpose(2, 3), q.transpose(2, 3), q.transpose(2, 3))
-    with pytest.raises(ShardingError, match=r"dropout_p=0.5"):
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-    with pytest.raises(ShardingError, match="append a token"):
-        nn.MultiheadAttention(4, 2, add_bias_kv=True)(*(q[:, 0],) * 3)
+    x = torch.randn(2, 2, 8, 4)
+    q = shard(x, mesh, (None, None, "lat", None))
+    mask = shard(torch.ones(8, 8), mesh, ("lat", None))
+    with pytest.raises(ShardingError, match=r"attn_mask is a Tile, but query, key and value are plain.*jigsaw.shard"):
+        F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    with pytest.raises(RuntimeError, match="attn_mask must not be set when is_causal=True"):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)
+    with pytest.raises(RuntimeError, match="2 heads of queries, 3 of keys and 3 of values"):
+        F.scaled_dot_product_attention(q, *(torch.randn(2, 3, 5, 4),) * 2, enable_gqa=True)

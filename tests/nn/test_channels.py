@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import shard
+from jigsaw.tile_making import shard
 
 CHANNEL = (None, "channel", "lat", None)
 MESHES = [{"channel": 2}, {"channel": 3}, {"channel": 4}, {"channel": 2, "lat": 2}]
@@ -173,6 +173,28 @@ def test_a_periodic_halo_lives_through_several_circular_layers():
 
 
 @on_ranks(2)
+def test_channels_cut_at_other_points_come_to_those_of_a_weight():
+    mesh = world_mesh(channel=2)
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 8, 7, dtype=torch.float64)
+    tile = shard(x, mesh, (None, "channel", None, None), split={1: (0, 1, 4)})
+    for layer in (nn.Conv2d(4, 6, 3), nn.ConvTranspose2d(4, 6, 2, stride=2)):
+        layer = layer.double()
+        row = cut_by_inputs(nn.Sequential(copy.deepcopy(layer)), mesh)
+        with comm.count() as c:
+            y = row(tile)
+        torch.testing.assert_close(y.full_tensor(), layer(x))
+        moved = sum(call.sent_bytes for call in c.calls if call.kind == "realign")
+        assert moved == [0, x[0, 0].nbytes][mesh.get_local_rank()]  # channel 1, from rank 1 to rank 0
+    linear = nn.Linear(4, 6).double()
+    weight = torch.distributed.tensor.distribute_tensor(
+        linear.weight.detach(), mesh, [torch.distributed.tensor.Shard(1)]
+    )
+    y = nn.functional.linear(tile.permute(0, 2, 3, 1), weight, linear.bias)
+    torch.testing.assert_close(y.full_tensor(), linear(x.permute(0, 2, 3, 1)))
+
+
+@on_ranks(2)
 def test_cuts_that_cannot_meet_are_named():
     mesh = world_mesh(channel=2)
     layer = jigsaw.nn.Conv2d(4, 6, 3, mesh=mesh)
@@ -181,8 +203,5 @@ def test_cuts_that_cannot_meet_are_named():
     grouped = jigsaw.nn.Conv2d(6, 6, 3, groups=3, mesh=mesh)
     with pytest.raises(ShardingError, match=r"groups=3 makes 2 channels a group, but they are cut at \(0, 3, 6\)"):
         grouped(shard(torch.randn(1, 6, 8, 8), mesh, (None, None, None, None)))
-    row = cut_by_inputs(nn.Sequential(nn.Conv2d(4, 6, 1)), mesh)
-    with pytest.raises(ShardingError, match="weight is cut along channel, which cannot meet a Tile"):
-        row(shard(torch.randn(1, 4, 8, 8), mesh, (None, "channel", None, None), split={1: (0, 1, 4)}))
     with pytest.raises(ShardingError, match="with groups=2 cannot be cut"):
         jigsaw.nn.ConvTranspose2d(4, 4, 2, groups=2, mesh=mesh)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import jigsaw
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.nn.heads import MultiheadAttention
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.nn.linear import Linear
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import Tile, shard
+from jigsaw.tile_making import shard
 
 ROWS = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
 CHANNELS = [{"channel": 2}, {"channel": 3}, {"channel": 4}, {"lat": 2, "channel": 2}, {"channel": 2, "lat": 2}]
@@ -344,20 +344,12 @@ def test_einsum(function, w):
 def _wrong(which):
     mesh = world_mesh(lat=2)
     x = shard(torch.randn(4, 6), mesh, ("lat", None))
-    y = shard(torch.randn(4, 6), mesh, (None, "lat"))
     if which == "shape":
         F.linear(x, torch.randn(3, 5))
-    if which == "two roles":
-        x[None] @ x.mT[None]
-    if which == "cut differently":
-        torch.einsum("ij,ij->i", x, y)
     if which == "diagonal":
         torch.einsum("ii->", x)
     if which == "plain input":
         F.linear(torch.randn(2, 3, 6), x)
-    if which == "both dims of the weight":
-        both = Tile(torch.randn(6, 3), shard(torch.randn(6, 6), mesh, (None, "lat")).layout, mesh)
-        F.linear(shard(torch.randn(4, 6), mesh, (None, "lat"), split={1: (0, 2, 6)}), both)
     if which == "one against many":
         torch.randn(5, 4, 1) @ shard(torch.randn(5, 2, 3), mesh, (None, "lat", None))
     if which == "bias":
@@ -368,11 +360,8 @@ def _wrong(which):
 WRONG = {
     "one against many": r"matmul: \(5, 4, 1\) and \(5, 2, 3\) cannot be multiplied",
     "shape": "input .4, 6. and weight .3, 5. cannot be multiplied",
-    "two roles": "axis 'lat' cuts both dim 'm' and dim 'n' of the operands.*F.scaled_dot_product_attention",
-    "cut differently": "two tiles cut dim 'j?i?' differently.*redistribute",
-    "diagonal": "takes a diagonal of a Tile",
+    "diagonal": "einsum: label 'i' has sizes 4 and 6",
     "plain input": "the input is a plain tensor of shape .2, 3, 6..*jigsaw.shard",
-    "both dims of the weight": "must refine blocks",
     "bias": "the bias is cut by .'lat',., but the last dim of the output by nothing; cut the bias as",
 }
 
@@ -384,6 +373,13 @@ def test_wrong_use_is_told(which):
         _wrong(which)
 
 
-def test_errors_are_sharding_errors():
-    with pytest.raises(ShardingError, match="diagonal"):
-        torch.einsum("ii", shard(torch.randn(2, 2), jigsaw.init_mesh(lat=1), (None, None)))
+@on_ranks(4)
+def test_a_weight_whose_flattened_rows_or_columns_travel():
+    mesh = world_mesh(lat=2, lon=2)
+    torch.manual_seed(0)
+    x, w, z = torch.randn(7, 9, 2), torch.randn(7, 9, 2), torch.randn(7, 9, 63)
+    tokens, weight, scores = (shard(t, mesh, ("lat", "lon", None)).flatten(0, 1) for t in (x, w, z))
+    rows = F.linear(tokens, weight)
+    torch.testing.assert_close(rows.full_tensor(), F.linear(x.flatten(0, 1), w.flatten(0, 1)))
+    columns = F.linear(scores, weight.t())
+    torch.testing.assert_close(columns.full_tensor(), z.flatten(0, 1) @ w.flatten(0, 1))

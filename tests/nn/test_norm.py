@@ -9,9 +9,9 @@ from torch.distributed.tensor import distribute_tensor
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import shard
+from jigsaw.tile_making import shard
 
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
 
@@ -106,14 +106,21 @@ def test_large_means_lose_no_digits():
 def test_what_norms_refuse():
     mesh = world_mesh(channel=2)
     x = shard(torch.randn(2, 4, 6), mesh, (None, "channel", None))
-    with pytest.raises(ShardingError, match="batch_norm with running statistics on cut channels"):
-        nn.BatchNorm1d(4)(x)
     with pytest.raises(ShardingError, match=r"layer_norm over \(5,\).*\(6,\)"):
         nn.LayerNorm(5)(x)
     with pytest.raises(ShardingError, match="num_groups=3: 4 channels"):
         nn.functional.group_norm(x, 3)
-    with pytest.raises(ShardingError, match="split a cut dim between its cut points"):
-        nn.functional.group_norm(shard(torch.randn(2, 4, 6), mesh, (None, "channel", None), split=(0, 1, 4)), 2)
+
+
+@on_ranks(2)
+def test_an_empty_batch_has_no_statistics():
+    norm, whole = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+    tile = shard(torch.zeros(0, 4, 7, 10), world_mesh(lat=2), (None, None, "lat", None))
+    y, expected = norm(tile), whole(torch.zeros(0, 4, 7, 10))
+    y.sum().backward()
+    expected.sum().backward()
+    assert y.shape == expected.shape and torch.equal(norm.weight.grad, whole.weight.grad)
+    assert torch.equal(norm.running_mean, whole.running_mean) and torch.equal(norm.running_var, whole.running_var)
 
 
 @on_ranks(2)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from jigsaw import comm
-from jigsaw.layout import ShardingError
+from jigsaw.cut import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import shard
+from jigsaw.tile_making import shard
 
 SPACE = (None, None, "lat", "lon")
 MESHES = [{"lat": 1, "lon": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
@@ -95,13 +95,29 @@ def test_integers_have_maxima_too():
 @on_ranks(2)
 def test_wrong_uses_name_the_rule():
     tile = shard(torch.randn(1, 2, 12, 8), world_mesh(lat=2), SPACE)
-    with pytest.raises(ShardingError, match="flat positions, which a cut dim has not; leave it out"):
-        nn.MaxPool2d(2, return_indices=True)(tile)
-    with pytest.raises(
-        ShardingError, match=r"adaptive_avg_pool to 5 rows along dim 2 \(12 rows, cut by lat\): 12 is no multiple of 5"
-    ):
-        nn.AdaptiveAvgPool2d(5)(tile)
+    with pytest.raises(ShardingError, match=r"adaptive pooling to 0: every size must be at least 1"):
+        nn.AdaptiveAvgPool2d(0)(tile)
     with pytest.raises(ShardingError, match=r"padding=2 of a pool must lie within 0\.\.1"):
         nn.MaxPool2d(2, padding=2)(tile)
     with pytest.raises(ShardingError, match="it needs 4 or 5 dims"):
         nn.MaxPool3d(2)(tile.squeeze(0).flatten(0, 1))
+
+
+@on_ranks(2)
+def test_positions_of_maxima_where_a_rank_has_no_channel():
+    x = torch.randn(1, 1, 4, 6)
+    tile = shard(x, world_mesh(channel=2), (None, "channel", None, None))
+    values, indices = nn.MaxPool2d(2, return_indices=True)(tile)
+    expected, at = nn.MaxPool2d(2, return_indices=True)(x)
+    assert torch.equal(values.full_tensor(), expected)
+    assert torch.equal(indices.full_tensor(), at)
+
+
+@on_ranks(3)
+def test_adaptive_maxima_with_positions_where_a_rank_has_no_channel():
+    x = torch.randn(3, 4, 6)
+    tile = shard(x, world_mesh(lat=3), (None, "lat", None), split={1: (0, 2, 2, 4)})
+    values, indices = nn.AdaptiveMaxPool1d(3, return_indices=True)(tile)
+    expected, at = nn.AdaptiveMaxPool1d(3, return_indices=True)(x)
+    assert torch.equal(values.full_tensor(), expected)
+    assert torch.equal(indices.full_tensor(), at)

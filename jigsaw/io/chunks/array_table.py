@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces
 from jigsaw.io.chunks.chunk_finder import ChunkFinder
@@ -16,11 +17,14 @@ from jigsaw.io.chunks.chunk_grid import ChunkGrid
 from jigsaw.io.chunks.chunk_loader import ChunkLoader
 from jigsaw.io.chunks.joined_arrays import JoinedArrays
 from jigsaw.io.chunks.library_loader import BoxReader, LibraryLoader
-from jigsaw.layout import Box
 from jigsaw.redacted import redacted_text
 
 
-@dataclass(frozen=True, eq=False)
+def _no_library(box: Box) -> NDArray[Any]:
+    raise UnsupportedStoreError(f"nothing reads the box {box} of an array that has neither a decoder nor `load_slowly`")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ArrayTable:
     """One array as a table of chunks.
 
@@ -39,12 +43,12 @@ class ArrayTable:
     dims: tuple[str, ...]
     dtype: str
     chunks: tuple[int, ...]
-    fill_value: Any
     attrs: Mapping[str, Any]
-    masks: tuple[float, ...]
-    decoder: ChunkDecoder | None = field(repr=False)
     places: ChunkPlaces = field(repr=False)
-    load_slowly: BoxReader | None = field(repr=False, default=None)
+    fill_value: Any = None
+    masks: tuple[float, ...] = ()
+    decoder: ChunkDecoder | None = field(repr=False, default=None)
+    load_slowly: BoxReader = field(repr=False, default=_no_library)
     lengths: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]], repr=False)
     clipped: bool = False
     slices: bool = False
@@ -66,7 +70,7 @@ class ArrayTable:
     def _make_loader(self) -> ChunkLoader | LibraryLoader:
         if self.decoder is not None:
             return ChunkLoader(self.finder, self.decoder, self.fill_value)
-        return LibraryLoader(self.finder, np.dtype(self.dtype), self.load_slowly or _no_library, self.fill_value)
+        return LibraryLoader(self.finder, np.dtype(self.dtype), self.load_slowly, self.fill_value)
 
     @property
     def decoding(self) -> ChunkLoader:
@@ -76,22 +80,17 @@ class ArrayTable:
 
     @property
     def far(self) -> bool:
-        """Whether fetching a chunk costs a round trip over a network."""
         return self.finder.far
 
     @property
     def is_plain(self) -> bool:
-        """Whether the stored bytes of a chunk are its values."""
         return self.decoder is not None and self.decoder.is_plain
 
     # -- attributes --------------------------------------------------------------------------------------------------
 
     @property
     def scale(self) -> float:
-        """What stored values are multiplied with.
-
-        Raises: `UnsupportedStoreError` for an attribute that is no number; so does `offset`.
-        """
+        """What stored values are multiplied with; an attribute that is no number is refused, as for `offset`."""
         return self._number("scale_factor", 1.0)
 
     @property
@@ -100,7 +99,6 @@ class ArrayTable:
         return self._number("add_offset", 0.0)
 
     def check_packing(self) -> None:
-        """Raises: what `scale` and `offset` raise."""
         _ = self.scale, self.offset
 
     def _number(self, attr: str, usual: float) -> float:
@@ -111,10 +109,6 @@ class ArrayTable:
             raise UnsupportedStoreError(
                 f"array {self.name!r} has {attr}={value!r}, which is no number; rewrite the attribute"
             ) from e
-
-
-def _no_library(box: Box) -> NDArray[Any]:
-    raise UnsupportedStoreError(f"nothing reads the box {box} of an array that has neither a decoder nor `load_slowly`")
 
 
 @dataclass(frozen=True, eq=False)

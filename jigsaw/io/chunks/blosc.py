@@ -7,18 +7,20 @@ so every compressor, shuffle and split that Blosc knows works.  Format: github.c
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError, decode_blosc_frame
+from jigsaw.io.chunks.files import ByteAllocator
 from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.chunks.portion import ByteSpans, ChunkPortion, blosc_blocks_of_spans, join_spans
 
-ByteAllocator = Callable[[int], ByteArray]
 BLOSC_HEADER_BYTES = 16
 _STORED_AS_IS = 0x2
 _NEVER_SPLIT = 0x10
@@ -67,19 +69,16 @@ class BloscFrame:
 
     def decode(self, portion: ChunkPortion, raw: ByteArray, out: ByteArray) -> None:
         """Decode the portion, whose ranges lie one after the other in `raw`, to where its blocks belong in `out`."""
-        begins = np.array([offset for offset, _ in portion.ranges], np.int64)
-        at = np.cumsum([0, *(length for _, length in portion.ranges)])[:-1]
+        begins = [offset for offset, _ in portion.ranges]
+        places = list(accumulate((length for _, length in portion.ranges), initial=0))
+
+        def read(offset: int, memory: ByteArray) -> None:
+            k = bisect_right(begins, offset) - 1  # the blocks of a span are stored within one range
+            at = places[k] + offset - begins[k]
+            memory[:] = raw[at : at + memory.size]
+
         for start, stop in portion.spans:
-            first, last = start // self.block, -(-stop // self.block)
-            begin, end = self.begin[first:last], self.end[first:last]
-            moved = (
-                at[np.searchsorted(begins, begin, side="right") - 1]
-                - begins[np.searchsorted(begins, begin, side="right") - 1]
-            )
-            low, high = int((begin + moved).min()), int((end + moved).max())
-            frame = self._frame_of(begin + moved, end + moved, stop - start, fresh_memory)
-            frame[-(high - low) :] = raw[low:high]
-            decode_blosc_frame(frame, out[start:stop])
+            self.run(start // self.block, -(-stop // self.block), read, fresh_memory, out[start:stop])
 
     def run(
         self, first: int, last: int, read: Callable[[int, ByteArray], None], room: ByteAllocator, out: ByteArray
@@ -87,29 +86,22 @@ class BloscFrame:
         """Decode the blocks [first, last) into `out`; `read` fills memory with stored bytes from an offset on."""
         begin, end = self.begin[first:last], self.end[first:last]
         low, high = int(begin.min()), int(end.max())
-        frame = self._frame_of(begin, end, out.size, room)
-        read(low, frame[-(high - low) :])
-        decode_blosc_frame(frame, out)
-
-    def _frame_of(self, begin: NDArray[np.int64], end: NDArray[np.int64], size: int, room: ByteAllocator) -> ByteArray:
-        """A frame of some blocks that decodes to `size` bytes; what is stored at [begin, end) is to close it."""
         table = BLOSC_HEADER_BYTES + (0 if self.is_copied else 4 * len(begin))
-        low, high = int(begin.min()), int(end.max())
-        made = room(table + high - low)
+        frame = room(table + high - low)
         version, codec, flags, typesize = self.head[:4]
-        if size < self.block:  # the last block alone: it is shorter than the others, and never split
+        if out.size < self.block:  # the last block alone: it is shorter than the others, and never split
             flags |= _NEVER_SPLIT
-        head = _HEADER_STRUCT.pack(version, codec, flags, typesize, size, min(self.block, size), made.size)
-        made[:BLOSC_HEADER_BYTES] = np.frombuffer(head, np.uint8)
-        if not self.is_copied:
-            made[BLOSC_HEADER_BYTES:table] = (begin - low + table).astype("<i4").view(np.uint8)
-        return made
+        head = _HEADER_STRUCT.pack(version, codec, flags, typesize, out.size, min(self.block, out.size), frame.size)
+        frame[:BLOSC_HEADER_BYTES] = np.frombuffer(head, np.uint8)
+        if not self.is_copied:  # where the blocks begin, in this frame
+            frame[BLOSC_HEADER_BYTES:table] = (begin - low + table).astype("<i4").view(np.uint8)
+        read(low, frame[table:])
+        decode_blosc_frame(frame, out)
 
 
 def check_blosc_header(raw: bytes, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
-    """The block size and the number of blocks that a frame's 16-byte header claims.
-
-    Raises: `BadChunkError` when the header contradicts the chunk's decoded or stored size, or itself.
+    """The block size and the number of blocks that a frame's 16-byte header claims; it is refused where it contradicts
+    the chunk's decoded or stored size, or itself.
     """
     if len(raw) < BLOSC_HEADER_BYTES:
         raise ShortChunkError(f"it has {len(raw)} bytes, too few for a Blosc header")
@@ -141,10 +133,7 @@ def _is_block_split(block: int, typesize: int) -> bool:
 
 
 def check_blosc_frame(raw: ByteArray, chunk_bytes: int) -> None:
-    """Refuse a whole frame that Blosc itself would read beyond, or decode into rubbish.
-
-    Raises: `BadChunkError`.
-    """
+    """Refuse a whole frame that Blosc itself would read beyond, or decode into rubbish."""
     head = raw[:BLOSC_HEADER_BYTES].tobytes()
     _, count = check_blosc_header(head, chunk_bytes, raw.size)
     if head[2] & _STORED_AS_IS:
@@ -161,10 +150,7 @@ def _block_starts(table: ByteArray, stored: int) -> list[int]:
 
 
 def blosc_frame_of(head: bytes, table: ByteArray) -> BloscFrame:
-    """The frame of a checked header and its table of block offsets (empty where blocks are stored as they are).
-
-    Raises: `BadChunkError` for blocks that lie outside the frame.
-    """
+    """The frame of a checked header and its table of block offsets (empty where blocks are stored as they are)."""
     *_, size, block, stored = _HEADER_STRUCT.unpack(head)
     count = -(-size // block)
     if head[2] & _STORED_AS_IS:

@@ -12,7 +12,7 @@ ByteRange = tuple[int, int]
 
 
 def merge_ranges(parts: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
-    """Those that overlap, touch or lie at most `gap` apart as one, in rising order."""
+    """The intervals in rising order, those that overlap, touch or lie at most `gap` apart as one."""
     made: list[ByteRange] = []
     for start, stop in sorted(parts):
         if made and start <= made[-1][1] + gap:

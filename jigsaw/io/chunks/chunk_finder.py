@@ -17,7 +17,6 @@ from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
 from jigsaw.io.chunks.files import CachingFiles
 from jigsaw.io.chunks.lookups import IndexedPlaces, LookupCounts, total_lookups
 from jigsaw.io.chunks.portion import ChunkPortion
-from jigsaw.io.chunks.read_cost import MOST_PORTION_SHARE
 
 T = TypeVar("T")
 
@@ -45,7 +44,6 @@ class ChunkFinder:
         return self._decoder is not None and self.places.files.far
 
     def path(self, index: ChunkIndex) -> str:
-        """The file that holds a chunk, or would."""
         return self.places.path(index)
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
@@ -77,17 +75,13 @@ class ChunkFinder:
 
     @cached_property
     def _least_left_out(self) -> int:
-        """The bytes that a part must leave out at least: the table of a Blosc frame far away takes a request of its
-        own, which is worth those of four gaps.
-        """
+        """The bytes that a part must leave out at least."""
         is_plain = self._decoder is not None and self._decoder.is_plain
+        # the table of a Blosc frame far away takes a request of its own, which is worth those of four gaps
         return 4 * self.places.files.gap if self.far and not is_plain else 0
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
-        """What to fetch and decode of a chunk of which these boxes are needed; None for all of it.
-
-        Raises: `CorruptChunkError` for a Blosc frame whose header is damaged.
-        """
+        """What to fetch and decode of a chunk of which these boxes are needed; None for all of it."""
         if not self._may_part(index, rects):
             return None
         if self._decoder is None:
@@ -101,7 +95,7 @@ class ChunkFinder:
         needed = portion.needed_share(rects, self.grid.shape_of(index))
         return (
             self.is_divisible
-            and needed <= MOST_PORTION_SHARE
+            and needed <= portion.MOST_PORTION_SHARE
             and (1 - needed) * self.grid.bytes_of(index) >= self._least_left_out
         )
 
@@ -118,7 +112,7 @@ class ChunkFinder:
             found = frame.part(
                 portion.blosc_blocks_of_rows(tuple(rects), shape, order, self.grid.itemsize, frame.block), gap
             )
-        return None if found.decoded > MOST_PORTION_SHARE * self.grid.bytes_of(index) else found
+        return None if found.decoded > portion.MOST_PORTION_SHARE * self.grid.bytes_of(index) else found
 
     def blosc_frame(self, index: ChunkIndex, ref: ChunkRef) -> BloscFrame | None:
         """The Blosc frame that a chunk is stored as, its table read once; None when it is missing."""
@@ -171,5 +165,5 @@ class ChunkFinder:
             raise self.chunk_error(FetchError, index, e) from None
 
     def chunk_error(self, kind: type[ReadError], index: ChunkIndex, why: Exception) -> ReadError:
-        """That a chunk cannot be read, and why."""
+        """The error that says that a chunk cannot be read, and why."""
         return kind(f"chunk {index} of array {self.name!r} in {self.path(index)} cannot be read: {why}")

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from jigsaw.layout import Box, Interval
+from jigsaw.cut import Box, Interval
 
 ChunkIndex = tuple[int, ...]
 """Which chunk along each dim."""
@@ -45,7 +45,6 @@ class DimChunks:
 
     @property
     def count(self) -> int:
-        """The number of chunks."""
         return -(-self.size // self.chunk) if self._edges is None else len(self._edges) - 1
 
     def find(self, row: int) -> int:
@@ -68,7 +67,7 @@ class DimChunks:
         return start, min(start + self.length(index), self.size)
 
     def edges(self) -> list[int]:
-        """Where chunks begin, and the end."""
+        """The first row of each chunk, then the number of rows."""
         return [self.start(i) for i in range(self.count)] + [self.size]
 
 

@@ -61,20 +61,15 @@ class ChunkLoader(DecodedChunks):
         self._finder, self._decoder = finder, decoder
 
     def load(self, index: ChunkIndex, out: ByteArray, part: ChunkPortion | None = None) -> ChunkLoadCounts:
-        """Fetch and decode one chunk, or a part of it, into `out`, which has the chunk's size; a missing chunk leaves
-        it.
-
-        Raises: `CorruptChunkError` or `TruncatedError`, naming array, index and file.
+        """Fetch and decode one chunk, or a part of it, into `out`, which has the chunk's size and keeps what it holds
+        where the chunk is missing; a damaged one is a `CorruptChunkError` that names array, index and file.
         """
         fetched = self.fetch(index, _load_scratch, part, out)
         return ChunkLoadCounts(None, False) if fetched is None else self.decode(index, fetched, out)
 
     def load_strip(self, first: ChunkIndex, count: int, out: ByteArray) -> list[int | None]:
-        """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`.
-
-        Returns: the stored size of each; None for a missing one, which leaves its memory.
-
-        Raises: what `load` raises.
+        """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`; gives
+        the stored size of each, None for a missing one, whose memory stays as it is.
         """
         each = self.grid.chunk_bytes
         rooms = [out[at : at + each] for at in range(0, count * each, each)]
@@ -102,10 +97,7 @@ class ChunkLoader(DecodedChunks):
         return [None if ref is None or ref.path not in there else ref.length or 0 for ref in refs]
 
     def stream(self, index: ChunkIndex) -> Callable[[ByteArray], None]:
-        """What fills memory with the next decoded bytes of a chunk that `splits`, at each call.
-
-        Raises: what `load` raises; so does each call.
-        """
+        """What fills memory with the next decoded bytes of a chunk that `splits`, at each call."""
         stream = self._finder.naming_chunk(index, lambda: self._stream(index))
         return lambda out: self._finder.naming_chunk(index, lambda: stream.read(out))
 

@@ -21,10 +21,7 @@ class ChunkStream:
         self._rest = self._block[:0]
 
     def read(self, out: ByteArray) -> None:
-        """Fill `out` with the next bytes.
-
-        Raises: `BadChunkError` when the chunk is damaged, or gone.
-        """
+        """Fill `out` with the next bytes."""
         done = min(self._rest.size, out.size)
         out[:done], self._rest = self._rest[:done], self._rest[done:]
         if done == out.size:

@@ -44,12 +44,10 @@ class CodecDecoder:
 
     @property
     def splits(self) -> bool:
-        """Whether a part of a chunk can be decoded without the rest."""
         return not self.checked and self.compression in (None, "blosc")
 
     @property
     def is_plain(self) -> bool:
-        """Whether the stored bytes are the values, so that they can be read in place."""
         return self.compression is None and not self.checked
 
     def decode(self, raw: ByteArray, out: ByteArray, mask: int = 0) -> None:
@@ -60,15 +58,20 @@ class CodecDecoder:
         if self.checked:
             raw = without_crc(raw)
         if self.compression is None:
-            if raw.size != out.size:
-                kind = ShortChunkError if raw.size < out.size else BadChunkError
-                raise kind(f"it has {raw.size} bytes and the chunk has {out.size}")
+            check_same_size(raw, out)
             out[:] = raw
             return
         try:
             _DECODE_STEPS[self.compression](raw, out)
         except (RuntimeError, ValueError, struct.error, zlib.error) as e:
             raise BadChunkError(str(e)) from e
+
+
+def check_same_size(raw: ByteArray, out: ByteArray) -> None:
+    """Refuse decoded bytes that are fewer or more than the chunk's."""
+    if raw.size != out.size:
+        kind = ShortChunkError if raw.size < out.size else BadChunkError
+        raise kind(f"it has {raw.size} bytes and the chunk has {out.size}")
 
 
 def without_crc(raw: ByteArray) -> ByteArray:
@@ -98,24 +101,17 @@ def _blosc_functions() -> tuple[Callable[[ByteArray, int], None], DecodeStep]:
     return check_blosc_frame, blosc.decompress
 
 
-def _decode_blosc(raw: ByteArray, out: ByteArray) -> None:
-    check, decompress = _blosc_functions()
-    check(raw, out.size)
-    decompress(raw, out)
-
-
 def decode_blosc_frame(frame: ByteArray, out: ByteArray) -> None:
-    """Decode a Blosc frame that fills `out`.
-
-    Raises: `BadChunkError` when it is damaged.
-    """
+    """Decode a Blosc frame that fills `out`; one that is damaged is a `BadChunkError`."""
+    check, decompress = _blosc_functions()
+    check(frame, out.size)
     try:
-        _decode_blosc(frame, out)
+        decompress(frame, out)
     except (RuntimeError, ValueError) as e:
         raise BadChunkError(str(e)) from e
 
 
-def _zstd_frame_size(raw: ByteArray) -> int | None:
+def zstd_frame_size(raw: ByteArray) -> int | None:
     """The decoded size that a Zstandard frame's header gives, if it does."""
     if raw.size < 6 or raw[:4].tobytes() != b"\x28\xb5\x2f\xfd":
         raise BadChunkError("it does not begin with a Zstandard frame")
@@ -133,7 +129,7 @@ def _zstd_frame_size(raw: ByteArray) -> int | None:
 def _decode_zstd(raw: ByteArray, out: ByteArray) -> None:
     from numcodecs import zstd  # pyright: ignore[reportAttributeAccessIssue]
 
-    size = _zstd_frame_size(raw)
+    size = zstd_frame_size(raw)
     if size is not None:  # of a streamed frame it shows while decoding, which never goes beyond `out`
         _check_claimed_size(size, out)
     zstd.decompress(raw, out)
@@ -165,7 +161,7 @@ def _decode_deflate(raw: ByteArray, out: ByteArray) -> None:
 
 
 _DECODE_STEPS: dict[str, DecodeStep] = {
-    "blosc": _decode_blosc,
+    "blosc": decode_blosc_frame,
     "zstd": _decode_zstd,
     "lz4": _decode_lz4,
     "zlib": _decode_deflate,

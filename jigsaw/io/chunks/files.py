@@ -9,12 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
+from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
 
-from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
-
-ByteArray = NDArray[np.uint8]
 ByteAllocator = Callable[[int], ByteArray]
 """Gives memory for so many bytes."""
 FillTarget = tuple[int, ByteArray]
@@ -37,7 +33,8 @@ class StoreFiles(Protocol):
     """Objects of bytes by name.
 
     `far` says that a request costs a round trip, so that many must be under way at a time; `gap` is how many unwanted
-    bytes are cheaper to read than a second request.  A missing object is None or False, never an error.
+    bytes are cheaper to read than a second request.  A missing object is None or False, never an error; one that ends
+    before a range does is a `ShortChunkError`, one that has changed a `BadChunkError`.
     """
 
     far: bool
@@ -114,7 +111,6 @@ class LocalFiles:
         self.__init__(keep)
 
     def size(self, path: str) -> int | None:
-        """Its length in bytes; None when it is missing."""
         try:
             return os.stat(path).st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -122,12 +118,10 @@ class LocalFiles:
 
     def identity(self, path: str) -> ObjectIdentity:
         """Its whole path, its size and time of change."""
-        place = os.path.abspath(path)
         stamp = size_and_change(path)
-        return ObjectIdentity(place) if stamp is None else ObjectIdentity(place, f"{stamp[0]} {stamp[1]}")
+        return ObjectIdentity(os.path.abspath(path), "" if stamp is None else f"{stamp[0]} {stamp[1]}")
 
     def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
-        """All its bytes, in memory that `room` gives."""
         file = self._file(path)
         if file is None:
             return None
@@ -136,10 +130,6 @@ class LocalFiles:
         return raw
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """Fill every target; False when the file is missing.
-
-        Raises: `ShortChunkError` when the file ends before, `BadChunkError` when it has changed.
-        """
         file = self._file(path)
         if file is None:
             return False

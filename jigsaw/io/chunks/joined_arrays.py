@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jigsaw.layout import Box, Interval
+from jigsaw.cut import Box, Interval
 
 
 @dataclass(frozen=True)
 class JoinedArrays:
-    """The arrays that one is made of: their names among a store's tables, and the rows of `dim` where each begins, and
-    the end.
+    """The arrays that one is made of: their names among a store's tables, and as `edges` the rows of `dim` where each
+    begins, then the number of all rows.
     """
 
     dim: int
@@ -20,7 +20,7 @@ class JoinedArrays:
     edges: tuple[int, ...]
 
     def find(self, row: int) -> int:
-        """The number of the array that has a row."""
+        """The number of the array that has a row of the whole."""
         return bisect_right(self.edges, row) - 1
 
     def inside(self, rows: Interval) -> Iterator[tuple[int, Interval]]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box
 from jigsaw.errors import CorruptChunkError, ReadError
 from jigsaw.io.chunks.chunk import ChunkLoadCounts
 from jigsaw.io.chunks.chunk_finder import ChunkFinder
@@ -15,7 +16,6 @@ from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.chunk_loader import DecodedChunks
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray
 from jigsaw.io.chunks.portion import ChunkPortion
-from jigsaw.layout import Box
 from jigsaw.redacted import cause_without_secrets
 
 BoxReader = Callable[[Box], NDArray[Any]]
@@ -29,11 +29,7 @@ class LibraryLoader(DecodedChunks):
         self._finder, self._read_box = finder, read_box
 
     def load(self, index: ChunkIndex, out: ByteArray, part: ChunkPortion | None = None) -> ChunkLoadCounts:
-        """Read one chunk, or the rows of a part of it, into `out`, which has the chunk's size; a missing chunk leaves
-        it.
-
-        Raises: what the library raises as a `ReadError`, and anything else as a `CorruptChunkError`.
-        """
+        """Read one chunk, or the rows of a part of it, into `out`, which has the chunk's size: see `ChunkLoader`."""
         found, box = self._finder.locate(index), self.grid.box_of(index)
         if found is None:
             return ChunkLoadCounts(None, True)

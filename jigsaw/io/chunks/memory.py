@@ -30,10 +30,7 @@ class ScratchMemory(threading.local):
 
 
 def fresh_memory(size: int) -> NDArray[np.uint8]:
-    """Uninitialised memory of its own, that begins where a cache line does.
-
-    Raises: `ReadError` when there is not so much.
-    """
+    """Uninitialised memory of its own, that begins where a cache line does; a `ReadError` when there is not so much."""
     try:
         room = np.empty(size + _CACHE_LINE - 1, np.uint8)
         start = -room.ctypes.data % _CACHE_LINE

@@ -13,11 +13,8 @@ import numpy as np
 def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[Any]:
     """The dtype of the stored values: ``_Unsigned`` is how NetCDF-3 spells what its types lack."""
     said = str(attrs.get("_Unsigned", "")).lower()
-    if (dtype.kind, said) == ("i", "true"):
-        return np.dtype(dtype.str.replace("i", "u"))
-    if (dtype.kind, said) == ("u", "false"):
-        return np.dtype(dtype.str.replace("u", "i"))
-    return dtype
+    other = {("i", "true"): "u", ("u", "false"): "i"}.get((dtype.kind, said), dtype.kind)
+    return np.dtype(dtype.str.replace(dtype.kind, other))
 
 
 def missing_values_of(
@@ -36,11 +33,8 @@ def missing_values_of(
 
 
 def fill_is_missing(fill: Any, attrs: Mapping[str, Any]) -> bool:
-    """Whether the `fill_value` of a Zarr v2 array means "missing".
-
-    It is 0 when nobody chose one, so a 0 means that of packed numbers alone.
-    """
-    return bool(fill) or "scale_factor" in attrs
+    """Whether the `fill_value` of a Zarr v2 array means "missing"."""
+    return bool(fill) or "scale_factor" in attrs  # a 0, which nobody need have chosen, does of packed numbers alone
 
 
 def stored_number_of(value: float, dtype: np.dtype[Any]) -> float:

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Interval
 from jigsaw.io.chunks.chunk_grid import ChunkRows
-from jigsaw.layout import Interval
+
+MOST_PORTION_SHARE = 0.75
+"""A part that needs more than this share of a chunk is decoded as the whole."""
 
 ByteSpans = NDArray[np.int64]
 """Bytes of the decoded chunk as rows (start, stop), rising and apart."""
@@ -81,6 +84,7 @@ def _element_spans(rect: Sequence[Sequence[Interval]], sizes: Sequence[int]) -> 
     starts = np.zeros(1, np.int64)
     for rows, n in zip(rect[:inner], sizes, strict=False):
         picked = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in rows])
+        # the number, in C order, of each combination of the rows so far
         starts = (starts[:, None] * n + picked).ravel()
     if not sizes:
         return np.array([[0, 1]], np.int64)
@@ -94,6 +98,7 @@ def join_spans(spans: NDArray[Any], gap: int) -> ByteSpans:
         return spans.astype(np.int64)
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     stops = np.maximum.accumulate(spans[:, 1])
+    # a joined span begins where one starts beyond all stops before it, and ends before the next begins
     first = np.concatenate([[True], spans[1:, 0] > stops[:-1] + gap])
     last = np.concatenate([first[1:], [True]])
     return np.stack([spans[first, 0], stops[last]], axis=1).astype(np.int64)

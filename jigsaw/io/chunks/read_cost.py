@@ -5,13 +5,7 @@ The rates are of one core of the machine that `benchmarks/read.py` was run on, r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from jigsaw.io.chunks.array_table import ArrayTable
-
-MOST_PORTION_SHARE = 0.75
-"""A part that needs more than this share of a chunk is decoded as the whole."""
+from jigsaw.io.chunks.array_table import ArrayTable
 
 _DECODE_RATES = {"fast": 2e9, "slow": 4e8, "library": 2e8, "plain": 8e9}
 _FETCH_RATES = {False: 2e9, True: 1e8}
@@ -21,10 +15,8 @@ _SHARED_JOB_SECONDS = 4e-4
 
 
 def read_cost(table: ArrayTable, requests: int, stored: int, decoded: int, sent: int, shared: int) -> float:
-    """Of so many requests, bytes stored, decoded and handed to other ranks, and chunks that are handed over.
-
-    A shared chunk wakes every rank that waits for it; a request to a far store is time in which a thread waits.
-    """
+    """The CPU seconds of so many requests, bytes stored, decoded and handed to other ranks, and chunks handed over."""
+    # a shared chunk wakes every rank that waits for it; a request to a far store is time in which a thread waits
     return (
         requests * _REQUEST_SECONDS[table.far]
         + stored / _FETCH_RATES[table.far]

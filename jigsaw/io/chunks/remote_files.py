@@ -133,7 +133,7 @@ class _CutShortError(Exception):
 
 
 class RemoteFiles:
-    """The objects of an obstore store as `Files`; `name` is how messages call the store."""
+    """The objects of an obstore store as `StoreFiles`; `name` is how messages call the store."""
 
     far = True
     gap = 1 << 18
@@ -151,7 +151,6 @@ class RemoteFiles:
 
     @property
     def lists(self) -> bool:
-        """Whether its objects can be listed."""
         return type(self.store).__name__ != "HTTPStore"
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -160,10 +159,10 @@ class RemoteFiles:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)
 
-    # -- `Files` -----------------------------------------------------------------------------------------------------
+    # -- `StoreFiles` ------------------------------------------------------------------------------------------------
 
     def size(self, path: str) -> int | None:
-        """The length of an object in bytes; None when it is missing.  One request."""
+        """One request."""
         import obstore
 
         return self._tried(path, lambda: int(obstore.head(self.store, path)["size"]))
@@ -186,10 +185,7 @@ class RemoteFiles:
         return repr((type(self.store).__name__, self.name, url, prefix and str(prefix), given, around))
 
     def stamp(self, path: str) -> tuple[int, str] | None:
-        """The size of an object and what tells it from one that replaces it; None when it is missing.  One request.
-
-        Raises: `BadChunkError` when it has changed.
-        """
+        """The size of an object and what tells it from one that replaces it; None when it is missing.  One request."""
         import obstore
 
         meta = self._tried(path, lambda: obstore.head(self.store, path))
@@ -200,10 +196,7 @@ class RemoteFiles:
         return self._tried(path, lambda: self._get(path, None)[0])
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """Fill every target, those at most `gap` bytes apart by one request; False when the object is missing.
-
-        Raises: `ShortChunkError` when the object ends before, `BadChunkError` when it has changed.
-        """
+        """Targets that lie at most `gap` bytes apart are one request."""
         parts = merge_ranges(((offset, offset + memory.size) for offset, memory in targets), self.gap)
         found = [self._part(path, parts[0])] if len(parts) == 1 else self._at_once(path, parts)
         return fill_targets(targets, parts, found)

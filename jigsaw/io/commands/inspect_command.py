@@ -12,7 +12,7 @@ from jigsaw.io.commands import parse_options as options
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reports.field_map import draw_field_map
 from jigsaw.io.reports.plan_report import align_columns, bytes_text
-from jigsaw.io.reports.summary import DimSummary, StoreSummary, TimeSummary, VariableSummary, summarize_store
+from jigsaw.io.reports.summary import DimSummary, StoreSummary, TimeSummary, summarize_store
 
 _TEXT_WIDTH = 70
 _ATTRIBUTES_SHOWN = 12
@@ -20,13 +20,10 @@ _ATTRIBUTES_SHOWN = 12
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("store", help="path or URL of the store")
-    parser.add_argument("--fields", type=options.parse_names, metavar="t2m,z500", help="by default every variable")
-    parser.add_argument("--dims", type=options.parse_pairs, metavar="lat=j,lon=i", help="what the store's dims are")
+    options.add_shared_options(parser, "store", "--fields", "--dims", "--select")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--plot", metavar="map.png", help="draw a map of the first field")
     parser.add_argument("--step", type=int, default=0, metavar="0", help="which step is drawn; -1 is the last")
-    parser.add_argument("--select", type=options.parse_integers, metavar="number=0", help="the index in any other dim")
 
 
 @options.report_refusals
@@ -42,15 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 def inspection_report(found: StoreSummary) -> str:
     """The summary as text: the store, its grids, times and variables, how they are stored, attributes."""
-    blocks = (
-        _summary_lines(found),
-        _variable_table(found),
-        _storage_table(found),
-        _packing_lines(found),
-        _level_lines(found),
-        _other_lines(found),
-    )
-    return "\n\n".join("\n".join(block) for block in blocks if block)
+    parts = (_summary_lines, _variable_table, _storage_table, _packing_lines, _level_lines, _other_lines)
+    return "\n\n".join("\n".join(lines) for lines in (part(found) for part in parts) if lines)
 
 
 def _summary_lines(found: StoreSummary) -> list[str]:
@@ -104,18 +94,11 @@ def _storage_table(found: StoreSummary) -> list[str]:
     for v in found.variables:
         shards = _shape_text(v.shards) if v.shards else "-"
         count = max(v.chunk_count, 1)
-        lines.append([v.name, v.dtype, f"{count} of {_shape_text(v.chunks)}", shards, v.codec, *_size_texts(v)])
+        chunks = f"{count} of {_shape_text(v.chunks)}"
+        one = v.decoded_bytes // max(1, prod(v.dims.values())) * prod(v.chunks)
+        sizes = map(bytes_text, (one, v.decoded_bytes, v.stored_bytes))
+        lines.append([v.name, v.dtype, chunks, shards, v.codec, *sizes])
     return align_columns(lines, left=True)
-
-
-def _size_texts(v: VariableSummary) -> tuple[str, str, str]:
-    elements = max(1, prod(v.dims.values()))
-    one = v.decoded_bytes // elements * prod(v.chunks)
-    return (
-        bytes_text(one),
-        bytes_text(v.decoded_bytes),
-        "unknown" if v.stored_bytes is None else bytes_text(v.stored_bytes),
-    )
 
 
 def _shape_text(sizes: tuple[int, ...]) -> str:

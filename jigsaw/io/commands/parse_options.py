@@ -1,15 +1,20 @@
-"""What the commands share: values of options (lists of names, sizes by dim, spans of time), and how they refuse."""
+"""What the commands share: options (lists of names, sizes by dim, spans of time), clusters, and how they refuse."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jigsaw.cut import ShardingError
 from jigsaw.errors import ReadError, WriteError
-from jigsaw.layout import ShardingError
+from jigsaw.io.stats.cluster import dask_client
+
+if TYPE_CHECKING:
+    from dask.distributed import Client
 
 CommandFunction = Callable[[argparse.Namespace], int]
 
@@ -115,3 +120,31 @@ def parse_time_span(text: str) -> tuple[Any, Any]:
 def parse_every(text: str) -> str | int:
     """``6h``, or a number of steps."""
     return int(text) if text.isdecimal() else text
+
+
+_SHARED_OPTIONS: dict[str, dict[str, Any]] = {
+    "store": {"help": "path or URL of the store"},
+    "--fields": {"type": parse_names, "metavar": "t2m,z500", "help": "channels; by default every variable"},
+    "--select": {"type": parse_integers, "metavar": "number=0", "help": "the index in any other dim"},
+    "--dims": {"type": parse_pairs, "metavar": "lat=j,lon=i", "help": "what the store's dims are"},
+    "--time": {"type": parse_time_span, "metavar": "1979..2015", "help": "dates, both included, or steps like 0..100"},
+    "--every": {"type": parse_every, "default": 1, "metavar": "6h", "help": "thin the steps: a duration, or a number"},
+    "--scheduler": {
+        "default": "threads",
+        "metavar": "threads|local|tcp://host:8786",
+        "help": "this process, a local dask cluster, or a running one",
+    },
+}
+
+
+def add_shared_options(parser: Any, *names: str) -> None:
+    """The options that several commands have, alike in all."""
+    for name in names:
+        parser.add_argument(name, **_SHARED_OPTIONS[name])
+
+
+def scheduler_client(scheduler: str, workers: int | None) -> AbstractContextManager[Client | None]:
+    """The client of the cluster that ``--scheduler`` names or starts; None for threads."""
+    if scheduler == "threads":
+        return nullcontext()
+    return dask_client(None if scheduler == "local" else scheduler, workers)

@@ -5,57 +5,39 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from jigsaw.cut import ShardingError
 from jigsaw.errors import GridError
 from jigsaw.io.commands import parse_options as options
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
-from jigsaw.io.reading.read_plan import PLAN_MODES, ReadPlan
+from jigsaw.io.reading.read_modes import PLAN_MODES
+from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reports.plan_picture import draw_plan
 from jigsaw.io.reports.plan_report import advice_report, plan_report
 from jigsaw.io.reports.recommend import is_cheap_recommendation, recommend
 from jigsaw.io.series import coords
-from jigsaw.layout import ShardingError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("store", help="path or URL of the store")
-    parser.add_argument(
-        "--mesh", type=options.parse_integers, default={}, metavar="lat=2,lon=2", help="mesh axes and their sizes"
-    )
-    parser.add_argument(
-        "--halo", type=options.parse_halo, default=0, metavar="2", help="rows of halo, for all dims or lat=2,lon=3"
-    )
-    parser.add_argument(
-        "--fields", type=options.parse_names, metavar="t2m,z500", help="channels; by default every variable"
-    )
-    parser.add_argument(
-        "--spec", type=options.parse_spec, metavar="lat=lat,lon=lon", help="which axis cuts which dim; a+b for several"
-    )
-    parser.add_argument(
-        "--boundary",
-        type=options.parse_boundary,
-        metavar="lon=periodic,lat=fill:0",
-        help="what the halo holds beyond the ends of a dim; by default longitudes wrap round if they can",
-    )
-    parser.add_argument(
-        "--inputs", type=options.parse_offsets, default=[0], metavar="-1,0", help="input steps (write --inputs=-1,0)"
-    )
-    parser.add_argument("--targets", type=options.parse_offsets, default=[1], metavar="1", help="target steps")
-    parser.add_argument(
-        "--samples", type=options.parse_samples, default=[0], metavar="0", help="the samples that are read together"
-    )
-    parser.add_argument("--select", type=options.parse_integers, metavar="number=0", help="the index in any other dim")
+    options.add_shared_options(parser, "store", "--fields", "--select")
+    sizes: dict[str, Any] = {"type": options.parse_integers, "default": {}}
+    parser.add_argument("--mesh", **sizes, metavar="lat=2,lon=2", help="mesh axes and their sizes")
+    rows = "rows of halo, for all dims or lat=2,lon=3"
+    parser.add_argument("--halo", type=options.parse_halo, default=0, metavar="2", help=rows)
+    cuts = "which axis cuts which dim; a+b for several"
+    parser.add_argument("--spec", type=options.parse_spec, metavar="lat=lat,lon=lon", help=cuts)
+    beyond = "what the halo holds beyond the ends of a dim; by default longitudes wrap round if they can"
+    parser.add_argument("--boundary", type=options.parse_boundary, metavar="lon=periodic,lat=fill:0", help=beyond)
+    steps: dict[str, Any] = {"type": options.parse_offsets}
+    parser.add_argument("--inputs", **steps, default=[0], metavar="-1,0", help="input steps (write --inputs=-1,0)")
+    parser.add_argument("--targets", **steps, default=[1], metavar="1", help="target steps")
+    together = "the samples that are read together"
+    parser.add_argument("--samples", type=options.parse_samples, default=[0], metavar="0", help=together)
     parser.add_argument("--mode", choices=("auto", *PLAN_MODES), default="auto")
     parser.add_argument("--plot", metavar="plan.png", help="draw the plan")
-    parser.add_argument(
-        "--recommend",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="RANKS",
-        help="list the meshes of so many ranks (by default as many as --mesh has) and the chunks that read cheapest",
-    )
+    ranks = "list the meshes of so many ranks (by default as many as --mesh has) and the chunks that read cheapest"
+    parser.add_argument("--recommend", type=int, nargs="?", const=0, metavar="RANKS", help=ranks)
 
 
 @options.report_refusals
@@ -83,18 +65,8 @@ def _advice_lines(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) ->
 
 def _open_for_plan(args: argparse.Namespace) -> Dataset:
     def attempt(boundary: dict[str, Any]) -> Dataset:
-        return open(
-            args.store,
-            mesh=args.mesh,
-            fields=args.fields,
-            spec=args.spec,
-            halo=args.halo,
-            boundary=boundary,
-            inputs=args.inputs,
-            targets=args.targets,
-            select=args.select,
-            mode=args.mode,
-        )
+        how = ("mesh", "fields", "spec", "halo", "inputs", "targets", "select", "mode")
+        return open(args.store, boundary=boundary, **{name: getattr(args, name) for name in how})
 
     clipped = attempt(args.boundary or {})
     if args.boundary is None and "lon" in clipped.frame.dims and _is_lon_periodic(clipped):

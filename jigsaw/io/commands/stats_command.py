@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jigsaw.errors import FieldError
 from jigsaw.io.commands import parse_options as options
@@ -13,56 +12,28 @@ from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.statistics_files import check_statistics_path
-from jigsaw.io.stats.cluster import dask_client
 from jigsaw.io.stats.compute import statistics
 from jigsaw.io.stats.step_series import WEIGHT_RULES
 from jigsaw.mesh import init_mesh, mesh_coordinate
 
-if TYPE_CHECKING:
-    from dask.distributed import Client
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("store", help="path or URL of the store")
+    options.add_shared_options(parser, "store", "--fields", "--time", "--every", "--select")
     parser.add_argument("--output", required=True, metavar="stats.nc", help="where to: .nc, .npz or .json")
-    parser.add_argument(
-        "--fields", type=options.parse_names, metavar="t2m,z500", help="channels; by default every variable"
-    )
-    parser.add_argument(
-        "--time", type=options.parse_time_span, metavar="1979..2015", help="dates, both included, or steps like 0..100"
-    )
-    parser.add_argument(
-        "--every",
-        type=options.parse_every,
-        default=1,
-        metavar="6h",
-        help="thin the steps: a duration, or a number of steps",
-    )
     parser.add_argument(
         "--weights", choices=WEIGHT_RULES, default="none", help="area: rows by their share of the sphere"
     )
-    parser.add_argument("--select", type=options.parse_integers, metavar="number=0", help="the index in any other dim")
-    parser.add_argument(
-        "--mesh",
-        type=options.parse_integers,
-        metavar="data=2,lat=2",
-        help="under torchrun; by default all cut the time",
-    )
+    ranks = "under torchrun; by default all cut the time"
+    parser.add_argument("--mesh", type=options.parse_integers, metavar="data=2,lat=2", help=ranks)
     parser.add_argument("--block", type=int, metavar="8", help="steps read together; by default 128 MiB of them")
     parser.add_argument("--resume", action="store_true", help="go on where a run that was ended stopped")
     parser.add_argument("--checkpoint", metavar="FILE", help="by default the output with .part behind it")
     parser.add_argument("--no-progress", action="store_true", help="no bar")
     cluster = parser.add_mutually_exclusive_group()
-    cluster.add_argument("--scheduler", metavar="tcp://host:8786", help="use this dask.distributed cluster")
-    cluster.add_argument(
-        "--dask",
-        type=options.parse_count,
-        nargs="?",
-        const=0,
-        metavar="WORKERS",
-        help="start a local dask cluster, a worker a core",
-    )
+    options.add_shared_options(cluster, "--scheduler")
+    local: dict[str, Any] = {"type": options.parse_count, "nargs": "?", "const": 0, "metavar": "WORKERS"}
+    cluster.add_argument("--dask", **local, help="the same as --scheduler local, of so many workers (one a core)")
 
 
 @options.report_refusals
@@ -70,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the file and print what is in it; 1 with the reason when there is none."""
     checkpoint = args.checkpoint or f"{args.output}.part"
     check_statistics_path(args.output)
-    with _statistics_client(args) as client:
+    scheduler = args.scheduler if args.dask is None else "local"
+    with options.scheduler_client(scheduler, args.dask) as client:
         dataset = _open_for_statistics(args, client is not None)
         found = statistics(
             dataset,
@@ -106,20 +78,6 @@ def _open_for_statistics(args: argparse.Namespace, by_workers: bool) -> Dataset:
             f"--mesh {args.mesh} is for ranks of torchrun, and dask's workers read whole steps; leave one out"
         )
     mesh = init_mesh(device="cpu", **(args.mesh or {"data": -1}))
+    chosen = {name: getattr(args, name) for name in ("fields", "time", "every", "select")}
     # float64: what a store packs as integers is not rounded before it is summed
-    return open(
-        args.store,
-        mesh=mesh,
-        fields=args.fields,
-        time=args.time,
-        every=args.every,
-        select=args.select,
-        dtype="float64",
-    )
-
-
-def _statistics_client(args: argparse.Namespace) -> AbstractContextManager[Client | None]:
-    """The client of the cluster that was named or started; None without."""
-    if args.scheduler is None and args.dask is None:
-        return nullcontext()
-    return dask_client(args.scheduler, args.dask)
+    return open(args.store, mesh=mesh, **chosen, dtype="float64")

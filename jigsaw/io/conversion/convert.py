@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box, box_elements, box_slices
 from jigsaw.errors import WriteError, writing_to
 from jigsaw.io.conversion.journal import (
     CONVERT_AGAIN,
@@ -30,12 +31,11 @@ from jigsaw.io.conversion.journal import (
     values_digest,
 )
 from jigsaw.io.conversion.selected_source import SelectedSource, recommended_chunks, select_source
-from jigsaw.io.stats.cluster import results_in_order, usable_cores, worker_threads
-from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
+from jigsaw.io.stats.cluster import results_in_order, worker_threads
+from jigsaw.io.writing.cf import plain_attribute
 from jigsaw.io.writing.outline import ArrayOutline
 from jigsaw.io.writing.sink import StoreCompleteness, completeness_from_attrs
 from jigsaw.io.writing.zarr_writer import ZarrSink, is_zarr_group, remove_zarr_store, zarr_store_attrs
-from jigsaw.layout import Box, box_slices
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -144,16 +144,12 @@ def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
     for name, digest in attrs[DIGESTS_ATTRIBUTE].items():
         stored: Any = group[name]
         array = ArrayOutline(name, (), stored.shape, stored.dtype.name, stored.chunks, stored.shards, {})
-        found[name] = _stored_digest(stored, array) == digest
+        try:
+            units = (values_digest(stored[box_slices(unit_box(array, i))]) for i in unit_indices(array))
+            found[name] = combine_digests(units) == digest
+        except Exception:  # a codec fails on damaged bytes in any way it likes
+            found[name] = False
     return found
-
-
-def _stored_digest(stored: Any, array: ArrayOutline) -> str | None:
-    """That of the values of an array; None where they cannot be decoded."""
-    try:
-        return combine_digests(values_digest(stored[box_slices(unit_box(array, i))]) for i in unit_indices(array))
-    except Exception:  # a codec fails on damaged bytes in any way it likes
-        return None
 
 
 def is_complete_store(path: Path) -> bool:
@@ -175,7 +171,7 @@ class ConversionRegion:
 
     @property
     def nbytes(self) -> int:
-        return prod(b - a for a, b in self.box) * np.dtype(self.array.dtype).itemsize
+        return box_elements(self.box) * np.dtype(self.array.dtype).itemsize
 
 
 def unit_indices(array: ArrayOutline) -> Iterator[UnitIndex]:
@@ -193,11 +189,11 @@ def _regions_to_move(
     array: ArrayOutline, data: xr.Dataset, done: Mapping[UnitKey, str], budget: int
 ) -> Iterator[ConversionRegion]:
     """The units that are still to be written: along the first dim as many together as one chunk of the source has."""
-    todo = [i for i in unit_indices(array) if (array.name, i) not in done]
     together = _units_together(array, data, budget)
     groups: dict[UnitIndex, list[UnitIndex]] = {}
-    for index in todo:
-        groups.setdefault((index[0] // together, *index[1:]) if index else (), []).append(index)
+    for index in unit_indices(array):
+        if (array.name, index) not in done:
+            groups.setdefault((index[0] // together, *index[1:]) if index else (), []).append(index)
     for members in groups.values():
         boxes = [unit_box(array, i) for i in members]
         hull = tuple((min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*boxes, strict=True))
@@ -219,7 +215,8 @@ def _units_together(array: ArrayOutline, data: xr.Dataset, budget: int) -> int:
 def _thread_count(threads: int | None, regions: Sequence[ConversionRegion], budget: int) -> int:
     """Threads such that what they hold (the region, what is read back, what is encoded) stays within the budget."""
     largest = max((r.nbytes for r in regions), default=1)
-    return max(1, min(threads or usable_cores(), budget // max(1, 3 * largest)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(threads or cores, budget // max(1, 3 * largest)))
 
 
 def _move_all(
@@ -232,11 +229,7 @@ def _move_all(
     progress: ConversionProgress | None,
 ) -> None:
     whole, written = sum(r.nbytes for r in regions), 0
-    moved = (
-        _move_by_threads(regions, data, path, threads)
-        if client is None
-        else _move_by_workers(regions, data, path, client)
-    )
+    moved = _move_by_workers(regions, data, path, client) if client else _move_by_threads(regions, data, path, threads)
     for region, found in moved:
         journal.add(found)
         written += region.nbytes
@@ -276,34 +269,25 @@ def move_region(region: ConversionRegion, data: xr.Dataset, path: Path) -> list[
 
     Raises: `WriteError` when what is read back is not what was written.
     """
+    import zarr
+
     array = region.array
-    values = _region_values(data, region)
-    sink = _RegionSink(path, None, {})
+    part = data.variables[array.name][box_slices(region.box)]
+    loaded = part.load(scheduler="synchronous") if part.chunks else part  # every region has a thread of ours already
+    values: NDArray[Any] = np.asarray(loaded.values).astype(array.dtype, copy=False)
+    sink = ZarrSink(path, None, {}, CONVERT_AGAIN)
     sink.attach([array])
     written: list[tuple[UnitKey, str]] = []
     for index in region.units:
         box = unit_box(array, index)
-        part = values[box_slices(box, region.box)]
-        sink.put(array.name, box, part)
-        digest = values_digest(part)
-        if values_digest(_read_back(path, array.name, box)) != digest:
+        unit = values[box_slices(box, region.box)]
+        sink.put(array.name, box, unit)
+        digest = values_digest(unit)
+        stored: Any = zarr.open_array(f"{path}/{array.name}", mode="r", zarr_format=3)
+        if values_digest(np.asarray(stored[box_slices(box)])) != digest:
             raise WriteError(f"{path}: rows {box} of array {array.name!r} read back other than they were written")
         written.append(((array.name, index), digest))
     return written
-
-
-def _region_values(data: xr.Dataset, region: ConversionRegion) -> NDArray[Any]:
-    """What xarray reads of the box; in this thread alone, for there is a region a thread."""
-    part = data.variables[region.array.name][box_slices(region.box)]
-    loaded = part.load(scheduler="synchronous") if part.chunks else part
-    return np.asarray(loaded.values).astype(region.array.dtype, copy=False)
-
-
-def _read_back(path: Path, name: str, box: Box) -> NDArray[Any]:
-    import zarr
-
-    array: Any = zarr.open_array(f"{path}/{name}", mode="r", zarr_format=3)
-    return np.asarray(array[box_slices(box)])
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
@@ -316,53 +300,36 @@ def _remove_target(path: Path, chosen: SelectedSource) -> None:
     read = [Path(p).resolve() for p in chosen.places if "://" not in p]
     if any(path.resolve() in (p, *p.parents) for p in read):
         raise WriteError(f"{path} is what the conversion reads, so it is not replaced; write elsewhere")
-    _journal_path(path).unlink(missing_ok=True)
+    path.with_name(path.name + ".journal").unlink(missing_ok=True)
     if path.exists():
         remove_zarr_store(path)
 
 
-def _journal_path(path: Path) -> Path:
-    return path.with_name(path.name + ".journal")
-
-
 def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutline]) -> ConversionJournal:
-    """The journal of this conversion, new or to go on with."""
-    beside = _journal_path(path)
+    beside = path.with_name(path.name + ".journal")
     if not beside.exists() and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        how = (
-            "is complete"
-            if path.is_dir() and is_complete_store(path)
-            else "exists and no journal of a conversion with it"
-        )
+        whole = path.is_dir() and is_complete_store(path)
+        how = "is complete" if whole else "exists and no journal of a conversion with it"
         raise WriteError(f"{path} {how}; write elsewhere, or start again with replace=True (--replace)")
     shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in arrays]
     with writing_to(path, CONVERT_AGAIN):
         path.parent.mkdir(parents=True, exist_ok=True)
-    return ConversionJournal(
-        beside, f"{chosen.identity()} {values_digest(np.frombuffer(repr(shapes).encode(), np.uint8))}"
-    )
+    digest = values_digest(np.frombuffer(repr(shapes).encode(), np.uint8))
+    return ConversionJournal(beside, f"{chosen.identity()} {digest}")
 
 
-class _RegionSink(ZarrSink):
-    """A store that is written by regions."""
-
-    remedy = CONVERT_AGAIN
-
-
-class _ConversionTarget(_RegionSink):
+class _ConversionTarget(ZarrSink):
     """The store of a conversion."""
 
     def __init__(self, path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutline]) -> None:
         from zarr.codecs import BloscCodec
 
-        super().__init__(path, None, {"compressors": BloscCodec(cname="zstd", clevel=3, shuffle="shuffle")})
-        self._shapes = list(arrays)
-        self._coords: list[StoredCoordinate] = chosen.coordinates
-        self._time = chosen.time
+        compressor = BloscCodec(cname="zstd", clevel=3, shuffle="shuffle")
+        super().__init__(path, None, {"compressors": compressor}, CONVERT_AGAIN)
+        self._shapes, self._coords, self._time = arrays, chosen.coordinates, chosen.time
         self._attrs = {str(k): plain_attribute(v) for k, v in chosen.data.attrs.items()}
 
     def make(self) -> None:
-        """The arrays, without a value."""
         self.create(self._shapes, self._coords, self._attrs, replace=True)
 
     def finish(self, digests: Mapping[str, str]) -> None:

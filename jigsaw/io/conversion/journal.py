@@ -72,12 +72,10 @@ class ConversionJournal:
         self.done = {(e["array"], tuple(e["unit"])): e["digest"] for e in lines if "array" in e}
 
     def made(self) -> None:
-        """The store is there, with no value yet."""
         self._append([{"made": True}])
         self.is_made = True
 
     def add(self, written: Iterable[tuple[UnitKey, str]]) -> None:
-        """These units are written and were read back."""
         new = list(written)
         self._append([{"array": name, "unit": unit, "digest": digest} for (name, unit), digest in new])
         self.done.update(new)
@@ -88,11 +86,9 @@ class ConversionJournal:
     def _append(self, entries: Iterable[Any]) -> None:
         """Whole lines or none: a full disk takes what it can of one, and the next would follow in its middle."""
         text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
-        with writing_to(self._path, CONVERT_AGAIN), self._opened() as out:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with writing_to(self._path, CONVERT_AGAIN), FileIO(open_unlinked(self._path, flags), "a") as out:
             before = os.fstat(out.fileno()).st_size
             if out.write(text) != len(text):
                 os.ftruncate(out.fileno(), before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _opened(self) -> FileIO:
-        return FileIO(open_unlinked(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")

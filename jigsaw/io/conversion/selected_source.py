@@ -21,7 +21,7 @@ from jigsaw.io.formats.xarray_dataset import open_xarray
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.reports.proposed_tables import chunk_shape_of, shard_shape_of
 from jigsaw.io.reports.recommend import best_chunks
-from jigsaw.io.series.fields import channels_of_fields
+from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.store_survey import StoreSurvey
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate, encode_coordinate
@@ -94,10 +94,8 @@ class SelectedSource:
         if shards is None:
             held = shard_shape_of(dims, dtype.itemsize, one)
         else:
-            held = tuple(
-                -(-max(c, min(shards.get(own, shards.get(role, c)), n)) // c) * c
-                for c, (role, own, n) in zip(one, dims, strict=True)
-            )
+            asked = [shards.get(own, shards.get(role, c)) for c, (role, own, _) in zip(one, dims, strict=True)]
+            held = tuple(-(-max(c, min(a, n)) // c) * c for c, a, n in zip(one, asked, variable.shape, strict=True))
         attrs = {**_xarray_attributes(variable), **self._beside(name)}
         names = tuple(own for _, own, _ in dims)
         return ArrayOutline(name, names, tuple(variable.shape), dtype.name, one, held if held != one else None, attrs)
@@ -145,12 +143,16 @@ def open_with_xarray(source: Any, engine: str | None = None) -> tuple[str, tuple
     if isinstance(source, xr.Dataset):
         return redacted_text(f"xarray dataset of {source.encoding.get('source', 'computed values')}"), (), source
     paths = _source_paths(source)
-    raw = any(_may_be_zarr(path, engine) for path in paths)
+    raw = any(engine in ("zarr", "kerchunk") or (engine is None and not os.path.isfile(path)) for path in paths)
     options: dict[str, Any] = {"engine": engine, **({"decode_cf": False} if raw else _DECODED)}
     if engine == "cfgrib" or (engine is None and paths[0].lower().endswith(_GRIB)):
         # an index that lies beside the file is a pickle, and whoever wrote the file may have written it
         options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}
-    _refuse_code_in_stores(path for path in paths if engine in (None, "zarr") and not os.path.isfile(path))
+    for path in paths:
+        if _is_read_by_zarr(path, engine):
+            from jigsaw.io.formats.zarr_group import refuse_code_in
+
+            refuse_code_in(path)  # before xarray opens it, for it reads coordinates then
     try:
         with warnings.catch_warnings():  # a store without consolidated metadata is as good
             warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
@@ -163,16 +165,10 @@ def open_with_xarray(source: Any, engine: str | None = None) -> tuple[str, tuple
         raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from cause_without_secrets(e)
 
 
-def _refuse_code_in_stores(stores: Iterable[str]) -> None:
-    """Xarray reads coordinates while it opens a store, so what runs code is refused before."""
-    for store in stores:
-        from jigsaw.io.formats.zarr_group import refuse_code_in
-
-        refuse_code_in(store)
-
-
-def _may_be_zarr(path: str, engine: str | None) -> bool:
-    return engine in ("zarr", "kerchunk") or (engine is None and not Path(path).is_file())
+def _is_read_by_zarr(path: str, engine: str | None) -> bool:
+    """Whether xarray may read it by zarr: of URLs without an engine it does where they end in .zarr."""
+    named = "://" not in path or path.rstrip("/").endswith(".zarr")
+    return engine == "zarr" or (engine is None and named and not os.path.isfile(path))
 
 
 def _decode_as_reader(raw: xr.Dataset) -> xr.Dataset:
@@ -230,13 +226,14 @@ def select_source(
     """
     name, files, data = open_with_xarray(source, engine)
     found = StoreSurvey(open_xarray(data), dims)
-    chosen = list(found.variables) if fields is None else _chosen_arrays(found, fields)
+    channels = [] if fields is None else channels_of_fields(fields, found.levels)
+    chosen = list(found.variables if fields is None else dict.fromkeys(c.array for c in channels))
     if not chosen:
         raise FieldError(
             f"{name} has no variable on a lat-lon grid or in a volume; it has {', '.join(map(str, data.data_vars))}; "
             "say what its dims are with dims={'lat': …, 'lon': …}"
         )
-    data = _take_levels(data, found, fields)
+    data = _take_levels(data, found, channels)
     time_dim = next((found.variables[n].dim("time") for n in chosen if "time" in found.variables[n].roles), None)
     steps = _steps_to_convert(found, chosen, time, every)
     if steps is not None and time_dim is not None:
@@ -248,10 +245,6 @@ def select_source(
     return SelectedSource(name, files, kept, StoreSurvey(open_xarray(kept), dims), tuple(moved), time_dim)
 
 
-def _chosen_arrays(found: StoreSurvey, fields: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(c.array for c in channels_of_fields(fields, found.levels)))
-
-
 def _keep_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:
     """The chosen variables, their coordinates, and what these name (the bounds of cells, a grid mapping)."""
     kept: set[str] = {str(n) for n in data[list(chosen)].variables}
@@ -259,10 +252,9 @@ def _keep_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:
     return data.drop_vars([n for n in data.variables if str(n) not in kept | named])
 
 
-def _take_levels(data: xr.Dataset, found: StoreSurvey, fields: Sequence[str] | None) -> xr.Dataset:
-    """The data at the levels that fields name, along each level dim."""
+def _take_levels(data: xr.Dataset, found: StoreSurvey, channels: Iterable[FieldChannel]) -> xr.Dataset:
     wanted: dict[str, set[int]] = {}
-    for c in channels_of_fields(fields, found.levels) if fields is not None else ():
+    for c in channels:
         if c.level is not None:
             wanted.setdefault(found.variables[c.array].dim("level"), set()).add(c.level)
     return data.isel({dim: sorted(at) for dim, at in wanted.items() if len(at) < data.sizes[dim]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from jigsaw.cut import Box
 from jigsaw.errors import MissingArrayError, WindowError
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.chunks.dtypes import numpy_dtype_name
@@ -30,7 +30,7 @@ from jigsaw.io.series.forcings import GridForcings
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.store_survey import RowOrder, StoreVariable
 from jigsaw.io.series.times import is_whole_number, later_times
-from jigsaw.layout import Box, Layout
+from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
 
@@ -202,7 +202,7 @@ class Dataset(MeshSamples):
 
     @property
     def _chosen(self) -> int:
-        return math.prod(len(at) for at in self.choices.values())
+        return prod(len(at) for at in self.choices.values())
 
     def choice(self, sample: int) -> dict[str, int]:
         """The position of a sample along each further dim, by the store's own name."""
@@ -251,6 +251,8 @@ class Dataset(MeshSamples):
         place = {key: i for i, key in enumerate(keys)}
         known = kept.known(keys) if kept else frozenset[int]()
         steps = [int(self.stored_steps[key % len(self.stored_steps)]) for key in keys]
+        # What is left out here, and what is `known`, depends on the batches before alone, which were the same on every
+        # rank that shares these samples: so all of them make this very request, and plan the same.
         variables = [v for v in self.variables if "time" in v.roles or not (kept and kept.has_fixed)]
         request = ReadRequest(
             layout=self.frame.layout((len(steps), len(self.channels)), (None, None), axes=self.frame.domain),
@@ -272,7 +274,10 @@ class Dataset(MeshSamples):
         """The keys [B, T] of these samples' input steps, and of their target steps."""
         places = np.array([self._index(s) for s in samples], dtype=np.int64)
         chosen, at = places // len(self.anchors), self.anchors[places % len(self.anchors)]
-        first = (chosen * len(self.stored_steps) + at)[:, None]  # one number for a step of a choice
+        # One number for a step of a choice: of 8 stored steps and members 0 and 1, step 3 of member 1 is 1 * 8 + 3.  Of
+        # samples 0 and 1 with inputs (-1, 0) and target 1 the keys are 0, 1, 1, 2 and 2, 3: the four steps 0 to 3, each
+        # read once, and `input_at` says [[0, 1], [1, 2]].
+        first = (chosen * len(self.stored_steps) + at)[:, None]
         return [first + np.array(steps, dtype=np.int64) for steps in (self.inputs, self.targets)]
 
     def keys(self, samples: Sequence[int]) -> tuple[int, ...]:
@@ -282,25 +287,22 @@ class Dataset(MeshSamples):
     def new_steps(self, cache_bytes: int) -> HeldSteps:
         """A memory for steps that samples share: of at most so many bytes a rank, 0 for what the next read needs."""
         layout = self.frame.layout((1, len(self.channels)), (None, None))
-        size = (
-            max(prod(layout.local_shape(c)) for c in layout.coords()) * np.dtype(numpy_dtype_name(self.dtype)).itemsize
-        )
+        # of the rank that holds most: all keep equally many steps, and so read the same ones again
+        item = np.dtype(numpy_dtype_name(self.dtype)).itemsize
+        size = item * max(prod(layout.local_shape(c)) for c in layout.coords())
         timeless = {v.table.name for v in self.variables if "time" not in v.roles}
         fixed = [i for i, c in enumerate(self.channels) if c.array in timeless] if self._chosen == 1 else []
         return HeldSteps(cache_bytes // size, fixed)
 
     def _moments(self, keys: Sequence[int], known: Collection[int]) -> survey.ChoiceSteps:
-        """The stored steps of each choice that are not known, and where they land."""
         picks: dict[int, list[tuple[int, int]]] = {}
         for i, key in enumerate(keys):
-            if key in known:
-                continue
-            chosen, step = divmod(key, len(self.stored_steps))
-            picks.setdefault(chosen, []).append((int(self.stored_steps[step]), i))
+            if key not in known:
+                chosen, step = divmod(key, len(self.stored_steps))
+                picks.setdefault(chosen, []).append((int(self.stored_steps[step]), i))
         return [(self._choice(chosen), tuple(pairs)) for chosen, pairs in picks.items()]
 
     def _block_times(self, keys: Sequence[int]) -> NDArray[Any]:
-        """What the steps of a block are valid at."""
         chosen, steps = np.divmod(np.array(keys, dtype=np.int64), len(self.stored_steps))
         if not self.origins:
             return self.times[steps]
@@ -316,7 +318,6 @@ class Dataset(MeshSamples):
         return self.plan_of(self.reading(wanted)).ask_sizes()
 
     def plan_of(self, reading: SampleReading) -> ReadPlan:
-        """The read plan of a reading."""
         return plan_read(reading.request, self.store.arrays, mode=self.mode)
 
     def __getitem__(self, sample: int) -> Sample:
@@ -347,7 +348,7 @@ class Dataset(MeshSamples):
         shape = len(reading.steps), stored + len(self.forcing_names), *(b - a for a, b in held)
         block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
         engine.read(plan, block[:, :stored])
-        if kept is not None:
+        if kept is not None:  # after a read that went well on all ranks; one that failed changes no rank's memory
             kept.write(block[:, :stored], reading.keys, reading.known)
             kept.keep(block[:, :stored], reading.keys, wanted)
         for where, forcings in self._forcings_here:
@@ -361,9 +362,7 @@ class Dataset(MeshSamples):
 
     @cached_property
     def _forcings_here(self) -> list[tuple[tuple[slice, ...], GridForcings]]:
-        """The forcings over the rows that this rank holds, and where they lie there; those beyond an end are those of
-        the rows that they show.
-        """
+        """The forcings over the rows that this rank holds, or those that they show, and where they lie there."""
         if self.forcings is None:
             return []
         pieces = shown_rows(self._held, self.frame.sizes, self.frame.boundary)
@@ -374,6 +373,8 @@ class Dataset(MeshSamples):
 
         Views of the block where no two samples share a step and the channels follow each other, else copies.
         """
+        # Every step was read with the input's halo, as one window's target may be the next one's input; `inner` are the
+        # owned rows within what is held.
         steps = torch.from_numpy(block)
         inner = self.frame.inner(mesh_coordinate(self.device_mesh()))
         computed = tuple(range(len(self.channels), block.shape[1]))

@@ -1,6 +1,4 @@
-"""`EpochLoader`: what every loader does: an order that resumes anywhere, read ahead in the background, epoch by
-epoch.
-"""
+"""`EpochLoader`: what every loader does: an order that resumes anywhere, read ahead in the background."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ from jigsaw.mesh import mesh_coordinate
 SamplesType = TypeVar("SamplesType", bound=MeshSamples)
 LocalType = TypeVar("LocalType")
 BatchType = TypeVar("BatchType")
-LoaderType = TypeVar("LoaderType", bound="EpochLoader[Any, Any, Any]")
 
 BATCHES_AHEAD = 2
 BATCHES_FORESEEN = 4
@@ -51,14 +48,7 @@ class BatchTurn:
 
 
 class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
-    """Batches of a dataset: iterate it once for each epoch.
-
-    A subclass says how a batch is read (in the background, in order) and what it becomes.  Making one is collective
-    over the mesh; one of a dataset that was unpickled joins the mesh when it first reads.
-
-    Raises: `FieldError` for what is no dataset of its kind, a batch size below 1, or larger than the dataset with
-    `drop_last`; for a `seed`, `prefetch_bytes` or `threads` that are no such number.
-    """
+    """Batches of a dataset; a subclass says how one is read (in the background, in order) and what it becomes."""
 
     _arrays = 1
     """How many arrays a batch is read into."""
@@ -92,8 +82,9 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         check_whole_number("seed", seed, 0)
         check_whole_number("prefetch_bytes", 0 if prefetch_bytes is None else prefetch_bytes, 0)
         check_whole_number("threads", 1 if threads is None else threads, 1)
-        check_true_false("shuffle", shuffle)
-        check_true_false("drop_last", drop_last)
+        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if value not in (True, False):  # the text "no" would count as true
+                raise FieldError(f"{name}={value!r} must be True or False")
         if drop_last and batch_size > count:
             raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
         self.dataset = dataset
@@ -115,10 +106,16 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _revive_loader, (type(self), self.dataset, self._made_of(), self.state_dict())
+        return self._revive, (self.dataset, self._made_of(), self.state_dict())
+
+    @classmethod
+    def _revive(cls, dataset: SamplesType, made_of: Mapping[str, Any], state: Mapping[str, int]) -> Self:
+        """An unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
+        loader = cls(dataset, **made_of)
+        loader.load_state_dict(state)
+        return loader
 
     def _made_of(self) -> dict[str, Any]:
-        """What it was made of, besides the dataset and the seed."""
         return {
             "batch_size": self._order.batch_size,
             "shuffle": self._order.shuffle,
@@ -140,9 +137,6 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
     @abstractmethod
     def _batch(self, turn: BatchTurn, block: LocalType) -> BatchType:
         """Hand a batch out."""
-
-    def _left(self) -> None:
-        """What else ends with an iteration."""
 
     def _failed(self) -> None:
         """Forget what a batch that has failed, here or on another rank, may have left."""
@@ -220,29 +214,31 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         self._engine.memory.keep((self._ahead + 1) * self._arrays)  # that of a batch in use, and of those ahead
         at = self._order.settled(self._state)
         alone = all(size == 1 for _, size in self.dataset.frame.domain)
+        # One thread reads all batches in their order, the same on every rank, so reads pair up without a word.  `alone`
+        # is a rank that shares its samples with nobody: it may leave reads undone that were due.
         current = self._current = BatchPrefetch(self._read_or_refuse, self._turns(at), self._ahead, alone)
         try:
             for turn, block in current:
-                self._state = turn.after
+                self._state = turn.after  # before it is handed out: a state saved while it is used resumes behind it
                 yield self._batch(turn, block)
         finally:
             current.stop()
 
     def _read_or_refuse(self, turn: BatchTurn) -> tuple[BatchTurn, LocalType]:
-        """Read a batch.  An error of this rank alone, such as memory that its device lacks, is told to the others, who
-        raise it in place of their next batch.
-        """
+        """Read a batch; an error of this rank alone is told to the others, who raise it in place of their next one."""
         before = self._engine.reads
         try:
             return turn, self._read(turn)
         except BaseException as e:
+            # Four ranks, and rank 2 has no memory left on its device.  Before its read of a batch (`reads` as before)
+            # it takes part in that read as one that failed; after it, in the read of the batch that follows, and so
+            # the others raise there.  After the last batch of an epoch there is no read of theirs to take part in.
             if getattr(e, "heard", False) or self._engine.reads == before or turn.following:
                 self._failed()
                 self._engine.refuse(e)
-            raise  # after the last batch was read there is no read of the others to take part in
+            raise
 
     def _turns(self, at: LoaderState) -> Iterator[BatchTurn]:
-        """The batches of the epoch that are left."""
         coming = self._order.batches(at)
         known = deque(islice(coming, BATCHES_FORESEEN))
         while known:
@@ -253,9 +249,12 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
     def _end_iteration(self) -> None:
         current, self._current = self._current, None
         if current is not None and current.home.is_here:
+            # joined before anything else reads with this engine: the thread may still be in a read that was due, and
+            # what the other ranks read next has to come after that one here as well
             current.stop()
             current.join()
-            self._left()
+            if self._engine.ahead is not None:
+                self._engine.ahead.forget()
             self._waited_s += current.waited_s
 
     @property
@@ -269,18 +268,3 @@ def check_whole_number(name: str, value: int, least: int, meaning: str = "") -> 
     """Raises: `FieldError` for what is no whole number of at least so much."""
     if not is_whole_number(value) or value < least:
         raise FieldError(f"{name}={value!r} must be a whole number, {least} or more{meaning}")
-
-
-def check_true_false(name: str, value: bool) -> None:
-    """Raises: `FieldError` for what is neither true nor false: the text "no" would count as true."""
-    if value not in (True, False):
-        raise FieldError(f"{name}={value!r} must be True or False")
-
-
-def _revive_loader(
-    kind: type[LoaderType], dataset: MeshSamples, made_of: Mapping[str, Any], state: Mapping[str, int]
-) -> LoaderType:
-    """An unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
-    loader = kind(dataset, **made_of)
-    loader.load_state_dict(state)
-    return loader

@@ -30,16 +30,16 @@ class HeldSteps:
 
     @property
     def has_fixed(self) -> bool:
-        """Whether the channels without time were read."""
         return self._fixed_values is not None
 
     def known(self, keys: Iterable[int]) -> frozenset[int]:
-        """Which of these steps need not be read."""
         return frozenset(key for key in keys if key in self._known)
 
     def foreseen(self, keys: Iterable[int], wanted: Collection[int]) -> HeldSteps:
         """What will be known, without its values, once these steps have been read and those `wanted` are kept."""
         nothing = np.empty(0)
+        # The same order of use that `write` and `keep` will leave: what is not used, what is used again, what is new.
+        # Of steps 1 to 4 in memory and 3 to 6 read, with room for 5: 1 2 | 3 4 | 5 6, of which 1 goes.
         made = HeldSteps(self._capacity, self.fixed)
         again = [key for key in keys if key in self._known]
         unused = [key for key in self._known if key not in again]
@@ -59,7 +59,6 @@ class HeldSteps:
                     block[i, c] = values
 
     def keep(self, block: AnyArray, keys: Sequence[int], wanted: Collection[int]) -> None:
-        """Keep the steps of a block that was read, given those that the next read wants."""
         if self.fixed and self._fixed_values is None:
             self._fixed_values = block[0][list(self.fixed)].copy()
         for i, key in enumerate(keys):
@@ -69,6 +68,8 @@ class HeldSteps:
 
     def _drop(self, wanted: Collection[int]) -> None:
         """Give up the steps that were not used for longest, or those that the next read does not want."""
+        # In the order of use, which is that of the samples: four ranks that share them drop the same steps.  Were it by
+        # time or by free memory, one of them would read again what the others hold, and plan alone.
         if self._capacity:
             while len(self._known) > self._capacity:
                 self._known.popitem(last=False)

@@ -49,12 +49,8 @@ class Batch:
     target_forcings: Tile | None = None
 
 
-@dataclass(frozen=True)
-class _LocalBatch:
-    dataset: Dataset
-    input: Tensor
-    target: Tensor
-    forced: Tensor
+_LocalBatch = tuple[Dataset, list[Tensor]]
+"""The dataset of an epoch, with its targets; a rank's input, target and target forcings."""
 
 
 class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
@@ -131,40 +127,39 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
-    def _left(self) -> None:
-        if self._engine.ahead is not None:
-            self._engine.ahead.forget()
-
     @cached_property
-    def _shorter(self) -> dict[int, Dataset]:
-        """The dataset with fewer targets, as far as epochs have needed it: it finds what it reads once."""
-        return {}
+    def _by_targets(self) -> dict[int, Dataset]:
+        """The dataset with so many targets, as far as epochs have needed it: it finds what it reads once."""
+        return {len(self.dataset.targets): self.dataset}
 
     def _failed(self) -> None:
-        vars(self).pop("_kept", None)  # ranks that read different parts of a batch would keep different steps
+        # Of four ranks that share a batch rank 2 fails: the others may hold its steps and rank 2 not, and would then
+        # plan the next read without them.  Every rank forgets, those that failed and those that were told alike.
+        vars(self).pop("_kept", None)
 
     def _of(self, epoch: int) -> Dataset:
-        """The dataset with as many targets as the epoch has."""
         steps = self._rollout.at(epoch)
-        if steps == len(self.dataset.targets):
-            return self.dataset
-        if steps not in self._shorter:
-            self._shorter[steps] = self.dataset.rollout(steps)
-        return self._shorter[steps]
+        if steps not in self._by_targets:
+            self._by_targets[steps] = self.dataset.rollout(steps)
+        return self._by_targets[steps]
 
     def _read(self, turn: BatchTurn) -> _LocalBatch:
         dataset = self._of(turn.at.epoch)
-        layouts = _batch_layouts(dataset, turn.samples)
-        first, stop = layouts[0].owned(self._coordinate)[0]
-        if first == stop:  # fewer samples than ranks along `data`
-            empty = [torch.empty(x.local_shape(self._coordinate), dtype=self.dataset.dtype) for x in layouts]
-            return _LocalBatch(dataset, *self._carrier.bring(empty))
-        reading = dataset.reading(turn.samples[first:stop], self._kept)
+        mine = self._mine(turn.samples)
+        # Fewer samples than ranks along `data`: of the last 3 on data=4, lat=2 the two ranks of the fourth place read
+        # nothing.  They share their reads with each other alone, so nobody waits for them.
+        if not mine:
+            shapes = [layout.local_shape(self._coordinate) for layout in _batch_layouts(dataset, turn.samples)]
+            empty = [torch.empty(shape, dtype=self.dataset.dtype) for shape in shapes]
+            return dataset, self._carrier.bring(empty)
+        reading = dataset.reading(mine, self._kept)
         following = [self._mine(samples) for samples in turn.following]
         self._expect(dataset, reading, following)
+        # What is kept is what the next batch of this epoch wants, which every rank knows from the order alone; one
+        # epoch's last batch is followed by none, so nothing is held over its end without `cache_bytes`.
         wanted = dataset.keys(following[0]) if following else ()
         block = dataset.read(self._engine, reading, self._kept, frozenset(wanted))
-        return _LocalBatch(dataset, *self._carrier.bring(dataset.unpack(block, reading)))
+        return dataset, self._carrier.bring(dataset.unpack(block, reading))
 
     def _expect(self, dataset: Dataset, reading: SampleReading, following: Sequence[tuple[int, ...]]) -> None:
         """Fetch from far stores what a batch needs, and behind it what the next ones will."""
@@ -172,6 +167,8 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
         if ahead is None:
             return
         ahead.expect(reading.request, partial(dataset.plan_of, reading))
+        # Each following request has to equal the one that its own turn will make, or the plan is thrown away: so what
+        # will be held by then is foreseen batch by batch.  The first without samples here ends it: it reads nothing.
         for samples in takewhile(bool, following):
             kept = kept.foreseen(reading.keys, frozenset(dataset.keys(samples)))
             reading = dataset.reading(samples, kept)
@@ -184,27 +181,21 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
         return samples[first:stop]
 
     def _batch(self, turn: BatchTurn, block: _LocalBatch) -> Batch:
-        samples, dataset = turn.samples, block.dataset
-        locals_ = (block.input, block.target, block.forced)
-        self._carrier.hand_over(locals_)
-        tiles = [
-            Tile(local, layout, self._mesh)
-            for local, layout in zip(locals_, _batch_layouts(dataset, samples), strict=True)
-        ]
+        samples, (dataset, parts) = turn.samples, block
+        self._carrier.hand_over(parts)
+        layouts = _batch_layouts(dataset, samples)
+        given, target, forced = (Tile(x, layout, self._mesh) for x, layout in zip(parts, layouts, strict=True))
         return Batch(
-            tiles[0],
-            tiles[1] if dataset.targets else None,
+            given,
+            target if dataset.targets else None,
             samples,
             np.stack([dataset.input_times(s) for s in samples]),
             np.stack([dataset.target_times(s) for s in samples]),
-            tiles[2] if dataset.targets and dataset.forcings else None,
+            forced if dataset.targets and dataset.forcings else None,
         )
 
 
-def _batch_layouts(ds: Dataset, samples: tuple[int, ...]) -> tuple[Layout, Layout, Layout]:
-    """Of a batch's input, target and target forcings."""
-
-    def batched(one: Layout, halo: bool) -> Layout:
-        return ds.frame.layout((len(samples), *one.shape[:2]), (DATA_AXIS, None, None), halo=halo)
-
-    return batched(ds.layout, True), batched(ds.target_layout, False), batched(ds.forcing_layout, True)
+def _batch_layouts(ds: Dataset, samples: tuple[int, ...]) -> list[Layout]:
+    layouts = ((ds.layout, True), (ds.target_layout, False), (ds.forcing_layout, True))
+    count, spec = len(samples), (DATA_AXIS, None, None)
+    return [ds.frame.layout((count, *one.shape[:2]), spec, halo=halo) for one, halo in layouts]

@@ -10,14 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.cut import SplitRule
 from jigsaw.errors import FieldError, GridError, WindowError
-from jigsaw.io.arguments import checked_mapping
+from jigsaw.io.arguments import checked_choice, checked_mapping
 from jigsaw.io.chunks.dtypes import checked_dtype
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.samples import mesh_and_axes
 from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.store_source import StoreSource
-from jigsaw.io.reading.read_plan import PLAN_MODES
+from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.series import coords
 from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.choices import choose_positions, time_origins
@@ -29,7 +30,7 @@ from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
 from jigsaw.io.series.times import TimeAxis
 from jigsaw.io.series.windows import window_anchors, window_offsets
-from jigsaw.layout import DimSpec, SplitRule
+from jigsaw.layout import DimSpec
 
 _READ_MODES = ("auto", *PLAN_MODES)
 _LAT_ORDERS = ("store", "north-first", "south-first")
@@ -143,10 +144,15 @@ def open(
     frame = SampleSpace.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _make_row_order(grid, lat_order, lon)
     frame = frame.on(whole_coords)
-    forced = _make_forcings(forcings, whole_coords, found, variables[0], chosen, normalize)
+    forced = None
+    if forcings:
+        attrs = {dim: found.attrs(variables[0], dim) for dim in whole_coords}
+        places = geographic_angles(whole_coords, attrs, forcings)
+        forced = GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
     scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
     before, after = window_offsets("inputs", inputs, axis), window_offsets("targets", targets, axis)
     steps = len(axis) if axis else 1
+    _check_nan_and_mode(nan, mode)
     made = Dataset(
         source=source,
         mesh=device_mesh,
@@ -167,8 +173,8 @@ def open(
         scale=scale,
         offset=offset,
         dtype=checked_dtype("dtype", dtype),
-        nan=_check_nan(nan),
-        mode=_check_mode(mode),
+        nan=nan,
+        mode=mode,
         turn=turn,
         forcings=forced,
         vectors=_turning_channels(chosen, vectors, found, frame),
@@ -183,35 +189,21 @@ def open(
 def _channels_to_read(
     found: StoreSurvey, fields: Sequence[str], target_fields: Sequence[str] | None, targets: Sequence[Any]
 ) -> tuple[tuple[FieldChannel, ...], tuple[int, ...], tuple[int, ...]]:
-    """The channels that are read, and which of them make up input and target."""
     given = channels_of_fields(fields, found.levels)
     if target_fields is None:
         return given, tuple(range(len(given))), tuple(range(len(given)))
     if len(targets) == 0:
         raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
     wanted = channels_of_fields(target_fields, found.levels, "target_fields")
+    # Input t2m, u10, target u10, tp: read are t2m, u10, tp, and the target picks 1 and 2.  Reversed, so that of a field
+    # named twice the first channel counts.
     place = {(c.array, c.level): i for i, c in reversed([*enumerate(given)])}
     more = [c for c in wanted if (c.array, c.level) not in place]
     place |= {(c.array, c.level): len(given) + i for i, c in enumerate(more)}
     return (*given, *more), tuple(range(len(given))), tuple(place[c.array, c.level] for c in wanted)
 
 
-def _make_forcings(
-    asked: Sequence[str],
-    whole_coords: Mapping[str, NDArray[Any]],
-    found: StoreSurvey,
-    first: StoreVariable,
-    chosen: Sequence[FieldChannel],
-    normalize: NormalizeArgument,
-) -> GridForcings | None:
-    if not asked:
-        return None
-    places = geographic_angles(whole_coords, {dim: found.attrs(first, dim) for dim in whole_coords}, asked)
-    return GridForcings.of(asked, places, [c.name for c in chosen], normalize)
-
-
 def _selected_steps(axis: TimeAxis | None, time: Any, every: Any) -> TimeAxis | None:
-    """The steps that windows are made of."""
     if axis is None:
         for name, value, default in (("time", time, None), ("every", every, 1)):
             if value != default:
@@ -223,15 +215,12 @@ def _selected_steps(axis: TimeAxis | None, time: Any, every: Any) -> TimeAxis | 
 def _default_fields(found: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
     """Every numeric variable on the grid of the first; those that need a choice only where there are no others."""
     every = [v for v in found.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
-    numeric = [v for v in every if _is_chosen(v, select or {})] or every
+    named = set(select or {})  # by the store's own name of a dim, or by its role
+    numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.further)] or every
     if not numeric:
         raise FieldError(f"the store {found.store.url} has no variable on a lat-lon grid or in a volume")
     first = {d: numeric[0].size(d) for d in numeric[0].space}
     return [v.table.name for v in numeric if {d: v.size(d) for d in v.space} == first]
-
-
-def _is_chosen(variable: StoreVariable, select: Mapping[str, Any]) -> bool:
-    return all(variable.table.dims[d] in select or variable.roles[d] in select for d in variable.further)
 
 
 def _turning_channels(
@@ -252,13 +241,16 @@ def _turning_channels(
 def _make_row_order(
     grid: Mapping[str, NDArray[Any]], lat_order: str, lon: str
 ) -> tuple[RowOrder, Mapping[str, NDArray[Any]]]:
-    """How rows run, and their coordinates then."""
-    flipped = _flipped_dims(grid, lat_order)
+    checked_choice("lat_order", lat_order, _LAT_ORDERS, GridError)
+    has_order = lat_order != "store" and "lat" in grid
+    north_first = has_order and bool(grid["lat"][0] > grid["lat"][-1])
+    flipped = ("lat",) if has_order and north_first != (lat_order == "north-first") else ()
     values = {d: v[::-1] if d in flipped else v for d, v in grid.items()}
     if lon != "store" and "lon" not in grid:
         raise GridError(f"lon={lon!r} turns longitudes, but the fields' spatial dims are {list(grid)}")
     if "lon" not in grid:
         return RowOrder(flipped), values
+    # 0, 90, 180, 270 within -180..180 are -180, -90, 0, 90: the sample's row 0 is the stored row 2, the `shift`
     shift, values["lon"] = coords.rolled_longitudes(grid["lon"], lon)
     return RowOrder(flipped, {"lon": shift} if shift else {}), values
 
@@ -278,22 +270,7 @@ def _check_orders(
             )
 
 
-def _flipped_dims(grid: Mapping[str, NDArray[Any]], lat_order: str) -> tuple[str, ...]:
-    if lat_order not in _LAT_ORDERS:
-        raise GridError(f"lat_order={lat_order!r} must be one of {_LAT_ORDERS}")
-    if lat_order == "store" or "lat" not in grid:
-        return ()
-    north_first = bool(grid["lat"][0] > grid["lat"][-1])
-    return () if north_first == (lat_order == "north-first") else ("lat",)
-
-
-def _check_nan(nan: str | float) -> str | float:
+def _check_nan_and_mode(nan: str | float, mode: str) -> None:
     if not isinstance(nan, int | float | np.number) and not (isinstance(nan, str) and nan in ("keep", "raise")):
         raise FieldError(f"nan={nan!r} must be 'keep', 'raise' or a number")
-    return nan
-
-
-def _check_mode(mode: str) -> str:
-    if mode not in _READ_MODES:
-        raise FieldError(f"mode={mode!r} must be one of {_READ_MODES}")
-    return mode
+    checked_choice("mode", mode, _READ_MODES)

@@ -37,6 +37,7 @@ class BatchPrefetch(Generic[JobType, ResultType]):
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.waited_s = 0.0
+        # `_changed` guards `_ready`, `_taken` and `_stopped`; the jobs are the thread's own from here on
         if ahead > 0:
             _running_prefetches.add(self)
             self._thread = threading.Thread(target=self._work, name="jigsaw-prefetch", daemon=True)
@@ -58,7 +59,7 @@ class BatchPrefetch(Generic[JobType, ResultType]):
             self._changed.wait_for(lambda: self._ready or self._stopped)
             if self._stopped:
                 raise ReadError("this iteration has ended: a newer one, or a loaded state, took over its loader")
-            result, error = self._ready[0]
+            result, error = self._ready[0]  # an error or the end stays there, for whoever asks again
             if error is not None:
                 raise error
             if result is None:
@@ -96,14 +97,16 @@ class BatchPrefetch(Generic[JobType, ResultType]):
 
     def _is_due(self, number: int) -> bool:
         """Wait until a read may begin; False when it never will."""
+        # Four ranks, two reads ahead.  Rank 0 leaves the loop after three batches, and so do the others, who may be a
+        # little behind or ahead in their threads: reads 0 to 4 were due on all of them (3 taken + 2), and are done on
+        # all of them, whether or not they had begun when `stop` came: else rank 1 would wait in read 4 for rank 0.
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or number < self._taken + self._ahead)
             return not (self._stopped and (self._alone or number >= self._taken + self._ahead))
 
     def _hand_over(self, result: ResultType | None, error: BaseException | None) -> None:
-        """Let the taker have a result or an error; neither is the end."""
         with self._changed:
-            if not self._stopped:
+            if not self._stopped:  # what was read only because it was due goes, and its memory with it
                 self._ready.append((result, error))
                 self._changed.notify_all()
 

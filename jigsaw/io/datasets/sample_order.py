@@ -30,6 +30,8 @@ def shuffled_sample(position: int, count: int, seed: int, epoch: int) -> int:
     A Feistel network over the next even power of two, walked until it lands inside (Black and Rogaway, 2002).  Unlike
     numpy's, it is the same in every version, and no rank holds a table of all samples.
     """
+    # Ten samples take 4 bits, two halves of 2: a permutation of 0..15.  Position 3 may lead to 12, which is no sample;
+    # 12 leads on to 7, which is one.  As each number has one successor and one predecessor, no two positions end alike.
     half = ((count - 1).bit_length() + 1) // 2 or 1
     mask = (1 << half) - 1
     keys = [_mix_bits(_mix_bits(_mix_bits(seed) ^ epoch) + r) for r in range(_FEISTEL_ROUNDS)]
@@ -101,12 +103,12 @@ class SampleOrder:
 
     @property
     def usable(self) -> int:
-        """How many samples an epoch hands out."""
         return self.count - self.count % self.batch_size if self.drop_last else self.count
 
     def settled(self, state: LoaderState) -> LoaderState:
         """The same place, but the end of an epoch is the beginning of the next."""
-        left = self.count - state.next_sample  # a place that another batch size led to may leave more whole batches
+        # not `usable`: a place that another batch size led to, on another mesh, may leave more whole batches
+        left = self.count - state.next_sample
         done = left <= 0 or (self.drop_last and left < self.batch_size)
         return LoaderState(state.seed, state.epoch + 1, 0) if done else state
 
@@ -118,6 +120,7 @@ class SampleOrder:
             first = state.next_sample
             stop = min(first + self.batch_size, self.count)
             samples = tuple(self.sample(i, state) for i in range(first, stop))
+            # with the last batch comes the beginning of the next epoch: a checkpoint there names a batch that exists
             state = self.settled(LoaderState(state.seed, epoch, stop))
             yield samples, state
 
@@ -151,5 +154,4 @@ class RolloutLengths:
         return cls(tuple(sorted((index(e), index(n)) for e, n in lengths.items())), targets)
 
     def at(self, epoch: int) -> int:
-        """The number of targets of an epoch."""
         return next((n for first, n in reversed(self.lengths) if first <= epoch), self.longest)

@@ -12,12 +12,13 @@ from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.cut import ShardingError
 from jigsaw.errors import ReadError
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
 from jigsaw.io.series.times import is_whole_number
-from jigsaw.layout import AxisSizes, ShardingError
+from jigsaw.layout import AxisSizes
 from jigsaw.mesh import axes_of_mesh, init_mesh
 
 
@@ -82,7 +83,12 @@ class MeshSamples(ABC):
 
     def _index(self, sample: int) -> int:
         """The number of a sample, of which a negative one counts from the end."""
-        at = _sample_number(sample)
+        try:
+            at = index(sample)
+        except TypeError:
+            raise TypeError(
+                f"sample {sample!r} of a dataset must be an integer; for several take a DataLoader, or a list of them"
+            ) from None
         if not -len(self) <= at < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
         return at % len(self)
@@ -103,13 +109,3 @@ def mesh_and_axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | No
     if not all(isinstance(name, str) and is_whole_number(size) and size >= 1 for name, size in mesh.items()):
         raise ShardingError(f"mesh={dict(mesh)} must have axes of at least one rank each, as whole numbers by name")
     return None, None, tuple(mesh.items())
-
-
-def _sample_number(sample: Any) -> int:
-    """Raises: `TypeError` for what numbers no sample."""
-    try:
-        return index(sample)
-    except TypeError:
-        raise TypeError(
-            f"sample {sample!r} of a dataset must be an integer; for several take a DataLoader, or a list of them"
-        ) from None

@@ -39,17 +39,19 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
         raise WindowError(f"split({dataset!r}) needs a jigsaw.io.Dataset: what jigsaw.io.open(…, mesh=…) returns")
     if not ranges:
         raise WindowError("split(dataset) names no range; give some, like train=('1979', '2015')")
-    dated = {name: _is_dates(name, wanted) for name, wanted in ranges.items()}
-    if len(set(dated.values())) > 1:
+    given = {name: _range_ends(name, wanted) for name, wanted in ranges.items()}
+    dated = {not all(end is None or is_whole_number(end) for end in each) for each in given.values()}
+    if len(dated) > 1:
         raise WindowError(f"split mixes dates and step positions: {ranges}; use one of them")
-    ends = {name: _included_ends(dataset, wanted) for name, wanted in ranges.items()}
+    (by_date,) = dated
+    ends = {name: _included_ends(dataset, each, by_date) for name, each in given.items()}
     for (one, a), (other, b) in combinations(ends.items(), 2):
         if a[0] <= b[1] and b[0] <= a[1]:
             raise WindowError(
                 f"split: {one}={ranges[one]!r} and {other}={ranges[other]!r} overlap, so that samples of one would be "
                 "known to the other; end one before the other begins"
             )
-    spans = _SampleSpans(dataset, next(iter(dated.values())))
+    spans = _SampleSpans(dataset, by_date)
     return {name: spans.inside(name, ranges[name], ends[name]) for name in ranges}
 
 
@@ -60,17 +62,12 @@ def _range_ends(name: str, wanted: Any) -> tuple[Any, Any]:
     return ends[0], ends[1]
 
 
-def _is_dates(name: str, wanted: Any) -> bool:
-    return not all(end is None or is_whole_number(end) for end in _range_ends(name, wanted))
-
-
-def _included_ends(dataset: Dataset, wanted: Any) -> SplitRange:
+def _included_ends(dataset: Dataset, ends: tuple[Any, Any], dated: bool) -> SplitRange:
     """The first and last place that a range includes: dates as YYYYMMDDhhmmss, or step positions."""
-    first, last = _range_ends("range", wanted)
-    if not _is_dates("range", wanted):
-        start, stop, _ = slice(first, last).indices(len(dataset.times))
-        return start, stop - 1
-    return date_digit_range(first, last)
+    if dated:
+        return date_digit_range(*ends)
+    start, stop, _ = slice(*ends).indices(len(dataset.times))
+    return start, stop - 1
 
 
 class _SampleSpans:
@@ -86,7 +83,6 @@ class _SampleSpans:
             raise WindowError(f"split by positions counts steps of lead time here; split by dates of {self.began!r}")
 
     def inside(self, name: str, wanted: Any, ends: SplitRange) -> Dataset:
-        """The samples that lie between the ends."""
         dataset = self.dataset
         if self.began is not None:
             kept = self._forecasts(self.began, ends)
@@ -95,21 +91,21 @@ class _SampleSpans:
             low, high = self._places()
             made = dataset.changed(anchors=dataset.anchors[(low >= ends[0]) & (high <= ends[1])])
         if not len(made):
-            raise WindowError(f"split: {name}={wanted!r} holds no sample; {self._available()}")
+            times = dataset.times if self.began is None else dataset.origins[self.began]
+            there = f"the dataset has {len(dataset)}, {times[0]} to {times[-1]}"
+            raise WindowError(f"split: {name}={wanted!r} holds no sample; {there}")
         return made
 
     def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of each anchor, over all choices of lead time."""
         if not self.dated:
             return self.low, self.high
-        times = [(self.dataset.times[self.low], self.dataset.times[self.high])]
+        low, high = self.dataset.times[self.low], self.dataset.times[self.high]
         for dim, leads in self.dataset.origins.items():
             picked = leads[list(self.dataset.choices[dim])]
-            times = [
-                (low + _addable_duration(low, picked.min()), high + _addable_duration(high, picked.max()))
-                for low, high in times
-            ]
-        return _digits_of_times(times[0][0]), _digits_of_times(times[0][1])
+            # a sample for each choice: the earliest of an anchor's has the shortest lead, the latest the longest
+            low, high = low + _addable_duration(low, picked.min()), high + _addable_duration(high, picked.max())
+        return _digits_of_times(low), _digits_of_times(high)
 
     def _forecasts(self, dim: str, ends: SplitRange) -> tuple[int, ...]:
         """The chosen forecasts that lie between the ends, from their first step to their last."""
@@ -121,13 +117,8 @@ class _SampleSpans:
         low, high = (_digits_of_times(began[chosen] + _addable_duration(began, lead)) for lead in (first, last))
         return tuple(int(i) for i in chosen[(low >= ends[0]) & (high <= ends[1])])
 
-    def _available(self) -> str:
-        times = self.dataset.times if self.began is None else self.dataset.origins[self.began]
-        return f"the dataset has {len(self.dataset)}, {times[0]} to {times[-1]}"
-
 
 def _addable_duration(stamps: NDArray[Any], lead: Any) -> Any:
-    """A duration that can be added to such times."""
     return lead.astype("timedelta64[us]").item() if stamps.dtype.kind == "O" else lead
 
 

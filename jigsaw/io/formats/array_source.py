@@ -10,13 +10,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from jigsaw.cut import Box
 from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.files import LocalFiles
 from jigsaw.io.chunks.packing import missing_values_of
 from jigsaw.io.formats.in_memory import FilelessPlaces, tables_of_coordinates
 from jigsaw.io.formats.slab_arrays import slab_places
-from jigsaw.layout import Box
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,7 @@ def claims(url: Any) -> bool:
 
 
 def open_array_source(source: ArraySource) -> ArrayStore:
-    """The arrays of a source as chunk tables.
-
-    Raises: `UnsupportedStoreError` or `GridError` for a description that does not fit together.
-    """
+    """The arrays of a source as chunk tables; a description that does not fit together is refused."""
     label = f"source {type(source).__qualname__}"
     described = {name: _describe_array(name, array, label) for name, array in source.arrays.items()}
     if not described:
@@ -85,11 +82,9 @@ def open_array_source(source: ArraySource) -> ArrayStore:
     tables = {name: _table_of_source(source, name, array, label) for name, array in described.items()}
 
     def read_small(name: str) -> NDArray[Any]:
-        return (
-            values[name]
-            if name in values
-            else _read_from_source(source, name, described[name], _whole_box(described[name]))
-        )
+        if name in values:
+            return values[name]
+        return _read_from_source(source, name, described[name], tuple((0, n) for n in described[name].shape))
 
     return ArrayStore(label, {**tables, **coords}, dict(getattr(source, "attrs", {})), read_small)
 
@@ -129,10 +124,8 @@ def _table_of_source(source: ArraySource, name: str, array: SourceArray, label: 
         dims=array.dims,
         dtype=dtype.str,
         chunks=given or slab_places(LocalFiles(), label, 0, array.shape, dtype.itemsize).chunks,
-        fill_value=None,
         attrs=array.attrs,
         masks=missing_values_of(dtype, missing),
-        decoder=None,
         places=FilelessPlaces(f"{label}, array {name!r}"),
         load_slowly=partial(_read_from_source, source, name, array),
         clipped=True,
@@ -150,10 +143,6 @@ def _chunks_of_source(source: ArraySource, name: str, array: SourceArray, label:
             f"{label}: chunks({name!r}) gave {given!r}; it gives the rows of a chunk for each of {array.dims}"
         )
     return tuple(min(int(c), n) for c, n in zip(given, array.shape, strict=True))
-
-
-def _whole_box(array: SourceArray) -> Box:
-    return tuple((0, n) for n in array.shape)
 
 
 def _read_from_source(source: ArraySource, name: str, array: SourceArray, box: Box) -> NDArray[Any]:

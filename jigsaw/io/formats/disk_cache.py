@@ -24,6 +24,7 @@ from jigsaw.io.chunks.memory import fresh_memory
 
 _CHECKSUM_BYTES, _MARK_BYTES = 16, 8
 _ANSWER_HEAD_BYTES = _CHECKSUM_BYTES + _MARK_BYTES
+_UNKNOWN_STATE = bytes(_MARK_BYTES)
 _ANSWER_SUFFIX = ".chunk"
 _SPARE_FRACTION = 8
 """A full folder is emptied by so much of its limit at once: to look through it takes long."""
@@ -54,10 +55,7 @@ class DiskCache:
             raise FieldError(f"limit={self.limit} must be positive: the bytes that {os.fspath(self.folder)!r} may take")
 
     def of(self, store: ArrayStore) -> ArrayStore:
-        """The same store, read through the cache.
-
-        Raises: `UnsupportedStoreError` when the folder cannot be made.
-        """
+        """The store, read through the cache."""
         path = Path(self.folder)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -89,10 +87,8 @@ class _CachedTables(Mapping[str, ArrayTable]):
         return len(self._tables)
 
     def _of(self, table: ArrayTable) -> ArrayTable:
-        if (
-            table.decoder is None or identity_of_object(table.places.files, "") is None
-        ):  # its library fetches for itself
-            return replace(table)
+        if table.decoder is None or identity_of_object(table.places.files, "") is None:
+            return replace(table)  # its library fetches for itself, or nothing tells its objects from others
         files = _CachedFiles(table.places.files, self._answers)
         if isinstance(table.places, IndexedPlaces):
             return replace(table, places=_CachedIndexedPlaces(table.places, table.places, files))
@@ -113,7 +109,7 @@ class _CachedPlaces:
 
 
 class _CachedIndexedPlaces(_CachedPlaces):
-    """Those that are looked up in indices, which their array keeps itself."""
+    """Places that are looked up in indices, which their array keeps itself, read through the cache."""
 
     def __init__(self, places: ChunkPlaces, indexed: IndexedPlaces, files: StoreFiles) -> None:
         super().__init__(places, files)
@@ -138,7 +134,6 @@ class _CachedFiles:
         return self._files.size(path)
 
     def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
-        """All bytes of an object, from the disk where they are."""
         if (found := self._answers.read(self._known(path), "whole")) is not None:
             return found
         raw = self._files.whole(path, room)
@@ -147,7 +142,6 @@ class _CachedFiles:
         return raw
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """Fill every target, those that are on the disk from there."""
         lacking: list[tuple[int, ByteArray]] = []
         before = self._known(path)
         for offset, memory in targets:
@@ -187,14 +181,13 @@ class KeptAnswers:
                 if size < 0:
                     return None
                 head, raw = f.read(_ANSWER_HEAD_BYTES), fresh_memory(size)
-                if (
-                    f.readinto(raw.data) != size
-                    or _answer_checksum(head[_CHECKSUM_BYTES:], raw) != head[:_CHECKSUM_BYTES]
-                ):
+                whole = f.readinto(raw.data) == size
+                if not whole or _answer_checksum(head[_CHECKSUM_BYTES:], raw) != head[:_CHECKSUM_BYTES]:
                     return None
         except OSError:
             return None
-        return np.asarray(raw) if _is_same_state(head[_CHECKSUM_BYTES:], _state_digest(known)) else None
+        states = head[_CHECKSUM_BYTES:], _state_digest(known)
+        return np.asarray(raw) if len(set(states)) == 1 or _UNKNOWN_STATE in states else None
 
     def write(self, known: ObjectIdentity, what: str, raw: ByteArray) -> None:
         """Keep an answer, whole or not at all; a full disk is no reason to fail."""
@@ -220,14 +213,9 @@ def _object_digest(known: ObjectIdentity) -> str:
 
 
 def _state_digest(known: ObjectIdentity) -> bytes:
-    """An object's state in few bytes; zeros where it is not known."""
-    return (
-        hashlib.blake2b(known.state.encode(), digest_size=_MARK_BYTES).digest() if known.state else bytes(_MARK_BYTES)
-    )
-
-
-def _is_same_state(one: bytes, other: bytes) -> bool:
-    return one == other or bytes(_MARK_BYTES) in (one, other)
+    """An object's state in few bytes."""
+    known_state = hashlib.blake2b(known.state.encode(), digest_size=_MARK_BYTES).digest()
+    return known_state if known.state else _UNKNOWN_STATE
 
 
 def _answer_checksum(mark: bytes, raw: ByteArray) -> bytes:

@@ -7,7 +7,7 @@ values in object headers, irregular virtual datasets) is read by libhdf5, under 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box, box_slices
 from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
 from jigsaw.io.cache_folder import user_cache_folder
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
@@ -30,14 +31,11 @@ from jigsaw.io.chunks.packing import dtype_with_declared_sign, fill_value_of, mi
 from jigsaw.io.formats import slab_arrays as plain
 from jigsaw.io.formats.hdf5_dims import (
     MAKANI_DIMS,
+    Hdf5Dims,
     dataset_name_in_store,
-    dim_names_by_id,
     fill_beyond,
     hdf5_attributes,
-    hdf5_dim_names,
     is_dim_without_values,
-    lengths_of_growing,
-    shape_in_file,
 )
 from jigsaw.io.formats.hdf5_filters import FilterPipeline, Hdf5Filter, filter_pipeline_of
 from jigsaw.io.formats.hdf5_index import (
@@ -50,7 +48,6 @@ from jigsaw.io.formats.hdf5_index import (
 from jigsaw.io.formats.hdf5_reach import FileReach, referenced_path
 from jigsaw.io.formats.hdf5_virtual import Hdf5SlabPlaces, LibraryPlaces, external_raw_file, grid_of_virtual_dataset
 from jigsaw.io.formats.in_memory import table_of_values
-from jigsaw.layout import Box, box_slices
 
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
 _SIGNATURE_OFFSETS = (0, 512, 1024, 2048, 4096)
@@ -87,10 +84,7 @@ def open_hdf5_file(
     Where the chunks lie is asked of libhdf5 once, when they are first needed; long indices are kept in the folder
     `cache`, by default $JIGSAW_CACHE or ~/.cache/jigsaw (an empty name keeps none).  External links, sources of virtual
     datasets and external storage must lie in the file's folder or below, and so for each file that they lead to, unless
-    `outside` allows others.
-
-    Raises: `UnsupportedStoreError` for what h5py cannot open, and for links out of the folder; `TruncatedError` for a
-    file that ends too early.
+    `outside` allows others; they are refused, as is what h5py cannot open.
     """
     path = str(os.fspath(url))
     opening = _Hdf5Opening(files or LocalFiles(keep=True), outside, cache)
@@ -116,24 +110,6 @@ class _FoundDataset(NamedTuple):
     dataset: Any
 
 
-class _FileDims(NamedTuple):
-    """What a file says of its dims: the paths of their scales by number, and how long those are that grow."""
-
-    by_id: Mapping[int, str] = {}
-    lengths: Mapping[str, int] = {}
-
-    @classmethod
-    def of(cls, datasets: Sequence[Any]) -> _FileDims:
-        by_id = dim_names_by_id(datasets)
-        return cls(by_id, lengths_of_growing(datasets, by_id))
-
-    def names(self, dataset: Any) -> tuple[str, ...]:
-        return hdf5_dim_names(dataset, self.by_id)
-
-    def shape(self, dataset: Any) -> ChunkIndex:
-        return shape_in_file(dataset, self.by_id, self.lengths)
-
-
 class _Hdf5Opening:
     """What the files of one store have in common."""
 
@@ -156,7 +132,7 @@ class _Hdf5Opening:
         found = list(self._walk(source, file, "", set()))
         for each in found:  # before anybody asks for a shape: libhdf5 opens the sources of some virtual ones for it
             self._reach.check(each.source, each.dataset)
-        known = {s: _FileDims.of([f.dataset for f in found if f.source is s]) for s in {f.source for f in found}}
+        known = {s: Hdf5Dims([f.dataset for f in found if f.source is s]) for s in {f.source for f in found}}
         for each in found:
             if is_dim_without_values(each.dataset):
                 continue
@@ -175,21 +151,17 @@ class _Hdf5Opening:
         for name in group:
             link = group.get(name, getlink=True)
             if isinstance(link, h5py.HardLink):
-                yield from self._member(source, group.name, group[name], prefix + name, seen)
+                member = group[name]
+                if isinstance(member, h5py.Dataset):
+                    yield _FoundDataset(prefix + name, source, f"{group.name.rstrip('/')}/{name}", member)
+                elif isinstance(member, h5py.Group) and (source.path, _object_address(member)) not in seen:
+                    yield from self._walk(source, member, f"{prefix}{name}/", seen)
             elif isinstance(link, h5py.SoftLink):
                 found = self._followed(source, group, link.path)
                 if isinstance(found, h5py.Dataset):  # a linked group is found where it is
                     yield _FoundDataset(prefix + name, source, str(found.name), found)
             elif isinstance(link, h5py.ExternalLink):
                 yield from self._linked(source, link, prefix + name, seen)
-
-    def _member(
-        self, source: Hdf5File, parent: str, member: Any, name: str, seen: set[tuple[str, int]]
-    ) -> Iterator[_FoundDataset]:
-        if isinstance(member, h5py.Dataset):
-            yield _FoundDataset(name, source, f"{parent.rstrip('/')}/{name.rpartition('/')[2]}", member)
-        elif isinstance(member, h5py.Group) and (source.path, _object_address(member)) not in seen:
-            yield from self._walk(source, member, name + "/", seen)
 
     def _linked(self, source: Hdf5File, link: Any, name: str, seen: set[tuple[str, int]]) -> Iterator[_FoundDataset]:
         """What an external link leads to: left out when it is not there, refused outside of the folder."""
@@ -225,7 +197,7 @@ class _Hdf5Opening:
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
-    def _table(self, name: str, found: _FoundDataset, known: _FileDims) -> ArrayTable | None:
+    def _table(self, name: str, found: _FoundDataset, known: Hdf5Dims) -> ArrayTable | None:
         """The table of one dataset; None for what is neither numbers nor a list of texts."""
         dataset = found.dataset
         if dataset.shape is None:
@@ -254,11 +226,9 @@ class _Hdf5Opening:
             slices=stored.slices,
         )
         shape = known.shape(dataset)
-        return (
-            table
-            if shape == table.shape
-            else _table_to_the_end(table, shape, fill_beyond(dataset, attrs), found.source)
-        )
+        if shape == table.shape:
+            return table
+        return _table_to_the_end(table, shape, fill_beyond(dataset, attrs), found.source)
 
     def _stored(self, found: _FoundDataset, dtype: np.dtype[Any]) -> _DatasetStorage:
         """How a dataset is stored."""
@@ -276,13 +246,11 @@ class _Hdf5Opening:
         if layout == h5py.h5d.CONTIGUOUS and native and shape:
             held, offset = external or (source, dataset.id.get_offset())
             slabs = plain.slab_places(held.files, held.path, offset or 0, shape, dtype.itemsize)
-            return _DatasetStorage(
-                slabs.chunks, as_is, Hdf5SlabPlaces(held, slabs, written=offset is not None), clipped=True
-            )
+            places = Hdf5SlabPlaces(held, slabs, written=offset is not None)
+            return _DatasetStorage(slabs.chunks, as_is, places, clipped=True)
         if layout == h5py.h5d.VIRTUAL:
-            grid = grid_of_virtual_dataset(
-                dataset, source, self._outside, fill_value_of(dataset.fillvalue, dtype), self._source_table
-            )
+            fill = fill_value_of(dataset.fillvalue, dtype)
+            grid = grid_of_virtual_dataset(dataset, source, self._outside, fill, self._source_table)
             if grid is not None and native and dtype == dataset.dtype:
                 return _DatasetStorage(grid.chunks, grid.decoder, grid.places, clipped=grid.clipped)
         self._reach.check(source, dataset, by_library=True)
@@ -296,10 +264,10 @@ class _Hdf5Opening:
             dataset = self._followed(source, file, name)
             if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.shape is None:
                 return None
-            table = self._table(name, _FoundDataset(name, source, str(dataset.name), dataset), _FileDims())
+            table = self._table(name, _FoundDataset(name, source, str(dataset.name), dataset), Hdf5Dims())
         return table if table is not None and table.decoder is not None else None
 
-    def _text_table(self, name: str, found: _FoundDataset, known: _FileDims) -> ArrayTable:
+    def _text_table(self, name: str, found: _FoundDataset, known: Hdf5Dims) -> ArrayTable:
         """A list of texts: names of channels, dates.  It is read whole, by libhdf5."""
         shape, source, path = known.shape(found.dataset), found.source, found.path
         self._reach.check(source, found.dataset, by_library=True)
@@ -318,15 +286,11 @@ class _Hdf5Opening:
             dims=known.names(found.dataset),
             dtype="|O",
             chunks=tuple(max(n, 1) for n in shape),
-            fill_value=None,
             attrs=hdf5_attributes(found.dataset),
-            masks=(),
-            decoder=None,
             places=LibraryPlaces(source),
         )
 
     def read_small(self, name: str) -> NDArray[Any]:
-        """A whole array as it is stored."""
         if name in self._texts:
             return self._texts[name]()
         table = self._tables[name]
@@ -334,20 +298,17 @@ class _Hdf5Opening:
 
 
 def _table_to_the_end(table: ArrayTable, shape: ChunkIndex, fill: Any, source: Hdf5File) -> ArrayTable:
-    """The table of a variable that is shorter than its unlimited dims: libhdf5 reads it, and what it lacks is missing.
-
-    NetCDF-4 has no way to say which byte is missing, and what fills an array of bytes stays a value.
-    """
+    """The table of a variable that is shorter than its unlimited dims, read by libhdf5: what it lacks is missing."""
     own, dtype = table.shape, np.dtype(table.dtype)
 
     def load(box: Box) -> NDArray[Any]:
         values = np.full([b - a for a, b in box], fill, dtype)
         there = tuple((a, min(b, n)) for (a, b), n in zip(box, own, strict=True))
         if all(a < b for a, b in there):
-            assert table.load_slowly is not None
             values[box_slices(there, box)] = table.load_slowly(there)
         return values
 
+    # NetCDF-4 has no way to say which byte is missing: what fills an array of bytes stays a value
     masks = table.masks if dtype.itemsize == 1 else (*table.masks, *missing_values_of(dtype, [fill]))
     return replace(
         table,
@@ -373,20 +334,15 @@ class _DatasetStorage(NamedTuple):
 
 def _storage_in_chunks(found: _FoundDataset, dtype: np.dtype[Any], plist: Any, native: bool) -> _DatasetStorage:
     shape, chunks = tuple(found.dataset.shape), tuple(found.dataset.chunks)
-    filters = tuple(_filter_at(plist, k) for k in range(plist.get_nfilters()))
+    stored = (plist.get_filter(k) for k in range(plist.get_nfilters()))
+    filters = tuple(Hdf5Filter(int(number), tuple(map(int, values))) for number, _, values, _ in stored)
     if has_misplaced_chunks(found.dataset):
         return _DatasetStorage(chunks, None, LibraryPlaces(found.source), filters=filters)
     pipeline = filter_pipeline_of(dtype, len(shape), filters) if native else None
     exact = prod(chunks) * dtype.itemsize if pipeline is not None and pipeline.is_plain else None
     edges = (1 << len(filters)) - 1 if filters and has_unfiltered_edges(plist) else 0
-    return _DatasetStorage(
-        chunks, pipeline, Hdf5ChunkPlaces(found.source, found.path, shape, chunks, exact, edges), filters=filters
-    )
-
-
-def _filter_at(plist: Any, k: int) -> Hdf5Filter:
-    number, _, values, _ = plist.get_filter(k)
-    return Hdf5Filter(int(number), tuple(int(v) for v in values))
+    places = Hdf5ChunkPlaces(found.source, found.path, shape, chunks, exact, edges)
+    return _DatasetStorage(chunks, pipeline, places, filters=filters)
 
 
 def _is_native_dataset(dataset: Any) -> bool:

@@ -77,72 +77,61 @@ def dataset_name_in_store(path: str) -> str:
     return group + slash + name.removeprefix(_NOT_A_COORDINATE)
 
 
-def hdf5_dim_names(dataset: Any, by_id: Mapping[int, str]) -> tuple[str, ...]:
-    """The names of a dataset's dims; `by_id` as in `_scales_of`."""
-    scales = [None if path is None else _last_name(path) for path in _scales_of(dataset, by_id)]
-    if _last_name(dataset.name) == "fields" and len(scales) == len(MAKANI_DIMS) and _is_makani_scales(scales):
-        return MAKANI_DIMS
-    return _distinct_dim_names([f"dim_{i}" if scale is None else scale for i, scale in enumerate(scales)])
+class Hdf5Dims:
+    """What the `datasets` of a file say of its dims; without them, what each dataset says of its own."""
 
+    def __init__(self, datasets: Sequence[Any] = ()) -> None:
+        scales = [d for d in datasets if is_dim_scale(d)]
+        self._by_id = {int(d.attrs["_Netcdf4Dimid"]): str(d.name) for d in scales if "_Netcdf4Dimid" in d.attrs}
+        # NetCDF-4 grows a variable only as far as it is written: an unlimited dim is as long as its longest variable
+        growing = {str(d.name) for d in scales if d.maxshape and d.maxshape[0] is None}
+        self._lengths: dict[str, int] = {}
+        for d in datasets if growing else ():
+            for path, size in zip(self._scales(d), d.shape or (), strict=False):
+                if path in growing and not is_dim_without_values(d):
+                    self._lengths[path] = max(size, self._lengths.get(path, 0))
 
-def _scales_of(dataset: Any, by_id: Mapping[int, str]) -> list[str | None]:
-    """The path of the scale of each dim, None for a dim without.
+    def names(self, dataset: Any) -> tuple[str, ...]:
+        """The names of a dataset's dims; those that share one scale are told apart by position."""
+        scales = [None if path is None else _last_name(path) for path in self._scales(dataset)]
+        pairs = list(zip(scales, MAKANI_DIMS, strict=False))
+        of_makani = len(scales) == len(pairs) == len(MAKANI_DIMS) and _last_name(dataset.name) == "fields"
+        if of_makani and all(scale in (None, name, "timestamp") for scale, name in pairs):  # as its own tool attaches
+            return MAKANI_DIMS
+        names = [f"dim_{i}" if scale is None else scale for i, scale in enumerate(scales)]
+        return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
-    `by_id` are the paths of the file's NetCDF-4 dims by their number, which a coordinate variable of several dims has
-    in place of attached scales.
-    """
-    numbers = dataset.attrs.get("_Netcdf4Coordinates")
-    if numbers is not None and len(numbers) == dataset.ndim and all(int(n) in by_id for n in numbers):
-        return [by_id[int(n)] for n in numbers]
-    if is_dim_scale(dataset):
-        return [str(dataset.name), *[None] * (dataset.ndim - 1)]
-    return [_dim_scale_name(dataset, i) for i in range(dataset.ndim)]
+    def shape(self, dataset: Any) -> tuple[int, ...]:
+        """The shape of a dataset as its file means it: to the end of its unlimited dims."""
+        own = tuple(dataset.shape)
+        if not self._lengths:
+            return own
+        return tuple(max(n, self._lengths.get(p or "", n)) for p, n in zip(self._scales(dataset), own, strict=True))
+
+    def _scales(self, dataset: Any) -> list[str | None]:
+        """The path of the scale of each dim, None for a dim without.
+
+        A coordinate variable of several dims has the numbers of NetCDF-4's dims in place of attached scales.
+        """
+        numbers = dataset.attrs.get("_Netcdf4Coordinates")
+        if numbers is not None and len(numbers) == dataset.ndim and all(int(n) in self._by_id for n in numbers):
+            return [self._by_id[int(n)] for n in numbers]
+        if is_dim_scale(dataset):
+            return [str(dataset.name), *[None] * (dataset.ndim - 1)]
+        return [_dim_scale_name(dataset, i) for i in range(dataset.ndim)]
 
 
 def _last_name(path: Any) -> str:
     return str(path).rpartition("/")[2].removeprefix(_NOT_A_COORDINATE)
 
 
-def lengths_of_growing(datasets: Sequence[Any], by_id: Mapping[int, str]) -> dict[str, int]:
-    """The length of each unlimited dim of a file, by the path of its scale: that of its longest variable.
-
-    NetCDF-4 grows a variable only as far as it is written; as far as another one reaches, its values are missing.
-    """
-    growing = {str(d.name) for d in datasets if is_dim_scale(d) and d.maxshape and d.maxshape[0] is None}
-    lengths: dict[str, int] = {}
-    for d in datasets if growing else ():
-        for path, size in zip(_scales_of(d, by_id), d.shape or (), strict=False):
-            if path in growing and not is_dim_without_values(d):
-                lengths[path] = max(size, lengths.get(path, 0))
-    return lengths
-
-
-def shape_in_file(dataset: Any, by_id: Mapping[int, str], lengths: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a dataset as its file means it: to the end of its unlimited dims, whose `lengths` these are."""
-    own = tuple(dataset.shape)
-    if not lengths:
-        return own
-    return tuple(max(n, lengths.get(path or "", n)) for path, n in zip(_scales_of(dataset, by_id), own, strict=True))
-
-
 def fill_beyond(dataset: Any, attrs: Mapping[str, Any]) -> Any:
-    """What stands for the values that a variable lacks at the end of an unlimited dim: as NetCDF-4 reads them.
-
-    Its ``_FillValue``, the dataset's own fill value where somebody chose one, or the one that NetCDF has for its type.
+    """What NetCDF-4 reads for the values that a variable lacks at the end of an unlimited dim: its ``_FillValue``, the
+    dataset's own fill value where somebody chose one, or the one that NetCDF has for its type.
     """
     chosen = dataset.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
     default = dataset.fillvalue if chosen else _FILLS.get(dataset.dtype.str[1:], dataset.fillvalue)
     return attrs.get("_FillValue", default)
-
-
-def _is_makani_scales(scales: Sequence[str | None]) -> bool:
-    """Whether dims have no scales, or those that makani's own tool attaches."""
-    return all(scale in (None, name, "timestamp") for scale, name in zip(scales, MAKANI_DIMS, strict=True))
-
-
-def _distinct_dim_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Dims that share one scale, told apart by position."""
-    return tuple(f"{n}_{i}" if n in names[:i] else n for i, n in enumerate(names))
 
 
 def _dim_scale_name(dataset: Any, dim: int) -> str | None:
@@ -153,10 +142,3 @@ def _dim_scale_name(dataset: Any, dim: int) -> str | None:
         raise UnsupportedStoreError(
             f"dataset {dataset.name!r} has a damaged list of dimension scales for its dim {dim}: {e}"
         ) from e
-
-
-def dim_names_by_id(datasets: Sequence[Any]) -> dict[int, str]:
-    """The paths of NetCDF-4 dims by number."""
-    return {
-        int(d.attrs["_Netcdf4Dimid"]): str(d.name) for d in datasets if is_dim_scale(d) and "_Netcdf4Dimid" in d.attrs
-    }

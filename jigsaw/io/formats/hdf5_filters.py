@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, CodecDecoder, ShortChunkError, decode_blosc_frame
+from jigsaw.io.chunks import codecs
+from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, CodecDecoder, ShortChunkError
 from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.formats.libdeflate import inflate_zlib
 
@@ -56,8 +57,7 @@ def _with_room_for_head(data: ByteArray) -> ByteArray:
     return made
 
 
-_BYTE_DTYPE = np.dtype(np.uint8)
-_zlib_decoder, _zstd_decoder = (CodecDecoder(_BYTE_DTYPE, (0,), name) for name in ("zlib", "zstd"))
+_zlib_decoder, _zstd_decoder = (CodecDecoder(np.dtype(np.uint8), (0,), name) for name in ("zlib", "zstd"))
 
 
 class Hdf5Filter(NamedTuple):
@@ -77,18 +77,15 @@ class FilterPipeline:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the stored bytes are the values."""
         return not self.filters
 
     @property
     def splits(self) -> bool:
-        """Whether a part of a chunk can be decoded alone: plain bytes, and Blosc frames."""
         return [f.id for f in self.filters] in ([], [BLOSC_FILTER])
 
     def decode(self, raw: ByteArray, out: ByteArray, mask: int = 0) -> None:
-        """Fill `out`, which has exactly the chunk's size; bit k of `mask` says that filter k was left out.
-
-        Raises: `BadChunkError` for what is cut short, damaged, or decodes to another size.
+        """Fill `out`, which has exactly the chunk's size; bit k of `mask` says that filter k was left out.  What is cut
+        short, damaged, or decodes to another size is a `BadChunkError`.
         """
         todo = [f for k, f in enumerate(self.filters) if not mask >> k & 1]
         sizes = [out.size + 4 * sum(f.id == FLETCHER32_FILTER for f in todo[:k]) for k in range(len(todo))]
@@ -101,42 +98,30 @@ class FilterPipeline:
                 _UNDO_BY_FILTER[todo[k].id](data, target, todo[k].values)
                 data = target
         if data is not out:
-            _check_same_size(data, out)
+            codecs.check_same_size(data, out)
             out[:] = data
 
 
 def filter_pipeline_of(dtype: np.dtype[Any], ndim: int, filters: Sequence[Hdf5Filter]) -> FilterPipeline | None:
     """The decoder of a dataset with these filters; None when only libhdf5 knows them.
 
-    Known are any number of shuffles and checksums, then at most one compressor, then checksums.
+    Known are at most one shuffle and any number of checksums, then at most one compressor, then checksums.
     """
     packed = [k for k, f in enumerate(filters) if f.id in COMPRESSOR_FILTERS]
     after = filters[packed[0] + 1 :] if packed else ()
-    known = all(f.id in _UNDO_BY_FILTER or f.id == FLETCHER32_FILTER for f in filters) and all(
-        f.id == FLETCHER32_FILTER for f in after
-    )
+    known = all(f.id in (*_UNDO_BY_FILTER, FLETCHER32_FILTER) for f in filters)
+    known = known and all(f.id == FLETCHER32_FILTER for f in after)
     shuffled = [f for f in filters if f.id == SHUFFLE_FILTER]
     if not known or len(packed) > 1 or len(shuffled) > 1 or any(not f.values for f in shuffled):
         return None
     return FilterPipeline(dtype, tuple(range(ndim)), tuple(filters))
 
 
-def _check_same_size(raw: ByteArray, out: ByteArray) -> None:
-    if raw.size != out.size:
-        kind = ShortChunkError if raw.size < out.size else BadChunkError
-        raise kind(f"it has {raw.size} bytes and the chunk has {out.size}")
-
-
-# -- checksum --------------------------------------------------------------------------------------------------------
-
 _WORDS_PER_ROW = 1 << 10
 
 
 def without_fletcher32(raw: ByteArray) -> ByteArray:
-    """The stored bytes before their closing Fletcher-32, which must match.
-
-    Raises: `BadChunkError` when it does not.
-    """
+    """The stored bytes before their closing Fletcher-32, which must match."""
     if raw.size < 4:
         raise ShortChunkError(f"it has {raw.size} bytes, too few for its checksum")
     body, stored = raw[:-4], int.from_bytes(raw[-4:].tobytes(), "little")
@@ -176,12 +161,9 @@ def fletcher32_sums(data: ByteArray) -> tuple[int, int]:
     return first % 0xFFFF, second % 0xFFFF
 
 
-# -- shuffles --------------------------------------------------------------------------------------------------------
-
-
 def _undo_shuffle(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
     """The bytes of each element together again; what does not fill an element stays at the end."""
-    _check_same_size(data, out)
+    codecs.check_same_size(data, out)
     size = values[0]
     if size <= 1 or out.size < size:
         out[:] = data
@@ -193,19 +175,18 @@ def _undo_shuffle(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> N
         frame = _with_room_for_head(data)
         head = (2, 1, _SHUFFLED_FLAG | _UNSPLIT_FLAG | _LZ4_FLAG, size, out.size, out.size, frame.size, 20, out.size)
         frame[:_FRAME_HEAD_BYTES] = np.frombuffer(struct.pack("<BBBBIIIII", *head), np.uint8)
-        decode_blosc_frame(frame, out)
+        codecs.decode_blosc_frame(frame, out)
 
 
-# -- compressors -----------------------------------------------------------------------------------------------------
-
-
-def _undo_deflate(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
-    inflate_zlib(data, out, _zlib_decoder)
+def _undo_zstd(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
+    if codecs.zstd_frame_size(data) is None:
+        raise codecs.BadChunkError("its Zstandard frame does not say its size, without which HDF5's filter refuses it")
+    _zstd_decoder.decode(data, out)
 
 
 _UNDO_BY_FILTER: dict[int, Callable[[ByteArray, ByteArray, tuple[int, ...]], None]] = {
-    DEFLATE_FILTER: _undo_deflate,
+    DEFLATE_FILTER: lambda data, out, values: inflate_zlib(data, out, _zlib_decoder),
     SHUFFLE_FILTER: _undo_shuffle,
-    BLOSC_FILTER: lambda data, out, values: decode_blosc_frame(data, out),
-    ZSTD_FILTER: lambda data, out, values: _zstd_decoder.decode(data, out),
+    BLOSC_FILTER: lambda data, out, values: codecs.decode_blosc_frame(data, out),
+    ZSTD_FILTER: _undo_zstd,
 }

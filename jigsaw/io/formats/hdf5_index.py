@@ -65,7 +65,7 @@ class Hdf5File:
         return size_and_change(self.path)
 
     def check(self) -> None:
-        """Raises `BadChunkError` when the file on disk is not the one that was opened."""
+        """Refuse a file on disk that is not the one that was opened."""
         if not self.is_local:
             return
         stamp = self._stamp()
@@ -77,7 +77,7 @@ class Hdf5File:
             raise BadChunkError("the file has changed since it was opened; open the store again")
 
     def has(self, offset: int, length: int) -> None:
-        """Raises `ShortChunkError` when the file ends before these bytes do: before anybody makes room for them."""
+        """Refuse bytes beyond the file's end: before anybody makes room for them."""
         if offset + length > self.size:
             raise ShortChunkError(f"it should have {length} bytes at {offset} and the file has {self.size}")
 
@@ -154,7 +154,7 @@ class Hdf5ChunkPlaces(Hdf5Places):
         """Raises `BadChunkError` when the file has changed, or the chunk is not what the file has room for."""
         self._source.check()
         rows = self._rows if self._rows is not None else self._index()
-        flat = 0
+        flat = 0  # the chunk's number in C order, which is its row where no chunk is missing
         for i, n in zip(index, self._grid, strict=True):
             flat = flat * n + i
         at = flat if len(rows) == prod(self._grid) else int(np.searchsorted(rows[:, 0], flat))
@@ -183,7 +183,10 @@ class Hdf5ChunkPlaces(Hdf5Places):
         what = f"array {self._name!r} in {self._source.path}"
         with self._source.opened() as file:
             try:
-                _visit_chunks(file[self._name].id, lambda c: found.append((*c.chunk_offset, *_stored_place(c))))
+                _visit_chunks(
+                    file[self._name].id,
+                    lambda c: found.append((*c.chunk_offset, c.byte_offset, c.size, c.filter_mask)),
+                )
                 table = np.array(found, np.int64).reshape(len(found), len(self._grid) + 3)
                 return _sorted_index(table, self._chunks, self._grid, what)
             except (OSError, RuntimeError, KeyError, ValueError, OverflowError) as e:
@@ -191,16 +194,8 @@ class Hdf5ChunkPlaces(Hdf5Places):
 
 
 def has_unfiltered_edges(plist: Any) -> bool:
-    """Whether chunks that reach beyond the shape are stored without filters (H5Pset_chunk_opts).
-
-    Their own filter masks do not say so, and h5py does not ask: its libhdf5 is called instead.
-    """
-    found = ctypes.c_uint(0)
-    with LIBHDF5_LOCK, phil:
-        failed = _libhdf5_functions().H5Pget_chunk_opts(plist.id, ctypes.byref(found)) < 0
-    if failed:
-        raise RuntimeError("libhdf5 does not tell the options of its chunks")
-    return bool(found.value & _EDGES_ARE_LEFT)
+    """Whether chunks that reach beyond the shape are stored without filters, which their filter masks do not say."""
+    return bool(_ask_libhdf5("H5Pget_chunk_opts", plist.id) & _EDGES_ARE_LEFT)
 
 
 def has_misplaced_chunks(dataset: Any) -> bool:
@@ -210,29 +205,26 @@ def has_misplaced_chunks(dataset: Any) -> bool:
     (seen up to 2.0.0) lists its chunks as if it counted through the dims in their order.  Its reads are right.
     """
     unlimited = [d for d, most in enumerate(dataset.maxshape) if most is None]
-    if len(unlimited) != 1 or all(
-        n <= c for n, c in zip(dataset.maxshape[: unlimited[0]], dataset.chunks, strict=False)
-    ):
+    outer = [] if len(unlimited) != 1 else zip(dataset.maxshape[: unlimited[0]], dataset.chunks, strict=False)
+    if all(n <= c for n, c in outer):
         return False
-    found = ctypes.c_int(0)
+    return _ask_libhdf5("H5Dget_chunk_index_type", dataset.id.id) == _EXTENSIBLE_ARRAY
+
+
+def _ask_libhdf5(function: str, number: int) -> int:
+    """The number that a C function of h5py's libhdf5 tells of an object, asked with the GIL held, as h5py asks."""
+    ask, told = getattr(_h5py_symbols(), function), ctypes.c_uint(0)
+    ask.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)]
     with LIBHDF5_LOCK, phil:
-        failed = _libhdf5_functions().H5Dget_chunk_index_type(dataset.id.id, ctypes.byref(found)) < 0
+        failed = ask(number, ctypes.byref(told)) < 0
     if failed:
-        raise RuntimeError("libhdf5 does not tell the kind of its index of chunks")
-    return found.value == _EXTENSIBLE_ARRAY
+        raise RuntimeError(f"libhdf5 fails in {function}")
+    return told.value
 
 
 @cache
-def _libhdf5_functions() -> Any:
-    """The C functions of the libhdf5 that h5py is linked to, called with the GIL held, as h5py calls them."""
-    found = ctypes.PyDLL(str(h5py.h5p.__file__))
-    found.H5Pget_chunk_opts.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)]
-    found.H5Dget_chunk_index_type.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_int)]
-    return found
-
-
-def _stored_place(chunk: Any) -> tuple[int, int, int]:
-    return chunk.byte_offset, chunk.size, chunk.filter_mask
+def _h5py_symbols() -> ctypes.PyDLL:
+    return ctypes.PyDLL(str(h5py.h5p.__file__))
 
 
 def _visit_chunks(dataset: Any, see: Callable[[Any], None]) -> None:
@@ -245,10 +237,7 @@ def _visit_chunks(dataset: Any, see: Callable[[Any], None]) -> None:
 
 
 def _sorted_index(table: NDArray[np.int64], chunks: ChunkIndex, grid: ChunkIndex, what: str) -> NDArray[np.int64]:
-    """The index, sorted by place in the grid.
-
-    Raises: `CorruptChunkError` for chunks off the grid, outside of it, or twice at one place.
-    """
+    """The index, sorted by place in the grid; chunks off it, outside of it, or twice at one place are refused."""
     corners = table[:, : len(grid)]
     places, rests = np.divmod(corners, np.array(chunks, np.int64))
     if rests.any() or (places < 0).any() or (places >= np.array(grid, np.int64)).any() or (table < 0).any():
@@ -277,37 +266,25 @@ def _cached_index(
     if folder is None or not source.is_local:
         return ask()
     entry = f"hdf5-{digest.hexdigest()}.npz"
-    found = _read_cached_index(folder, entry, source, grid)
+    key = np.array([_INDEX_FORMAT, source.size, source.changed, *grid], np.int64)
+    found = _read_cached_index(folder, entry, key)
     if found is not None:
+        folder.mark_used(entry)
         return found
-    rows = ask()
+    rows, packed = ask(), BytesIO()
     if len(rows) >= _FEWEST_CHUNKS_KEPT:
-        _write_cached_index(folder, entry, source, grid, rows)
+        np.savez_compressed(packed, key=key, rows=rows)
+        if packed.tell() <= folder.limit:
+            with suppress(OSError), folder.draft(entry, packed.tell()) as out:
+                out.write(packed.getbuffer())
     return rows
 
 
-def _index_key(source: Hdf5File, grid: ChunkIndex) -> NDArray[np.int64]:
-    return np.array([_INDEX_FORMAT, source.size, source.changed, *grid], np.int64)
-
-
-def _read_cached_index(folder: CacheFolder, entry: str, source: Hdf5File, grid: ChunkIndex) -> NDArray[np.int64] | None:
+def _read_cached_index(folder: CacheFolder, entry: str, wanted: NDArray[np.int64]) -> NDArray[np.int64] | None:
     try:
         with np.load(folder.path / entry, allow_pickle=False) as kept:
             key, rows = kept["key"], kept["rows"]
     except Exception:  # the archive has checksums of its own, and a damaged one may raise anything
         return None
     sound = rows.dtype == np.int64 and rows.ndim == 2 and rows.shape[1] == _INDEX_COLUMNS
-    if not sound or not np.array_equal(key, _index_key(source, grid)):
-        return None
-    folder.mark_used(entry)
-    return rows
-
-
-def _write_cached_index(
-    folder: CacheFolder, entry: str, source: Hdf5File, grid: ChunkIndex, rows: NDArray[np.int64]
-) -> None:
-    packed = BytesIO()
-    np.savez_compressed(packed, key=_index_key(source, grid), rows=rows)
-    if packed.tell() <= folder.limit:
-        with suppress(OSError), folder.draft(entry, packed.tell()) as out:
-            out.write(packed.getbuffer())
+    return rows if sound and np.array_equal(key, wanted) else None

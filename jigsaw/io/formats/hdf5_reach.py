@@ -23,10 +23,8 @@ _TRUST = "if you trust the file, open it with jigsaw.io.open_hdf5(path, outside=
 
 
 def referenced_path(source: Hdf5File, name: str, outside: bool, what: str) -> str:
-    """The path of a file that an HDF5 file names, relative to its own folder.
-
-    Raises: `UnsupportedStoreError` for one outside of that folder, unless `outside` allows it; a symbolic link lies
-    where it leads to.
+    """The path of a file that an HDF5 file names, relative to its own folder; one outside of that folder is refused,
+    unless `outside` allows it.  A symbolic link lies where it leads to.
     """
     folder = os.path.dirname(source.path)
     if os.path.isabs(name):

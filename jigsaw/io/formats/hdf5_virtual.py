@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef
@@ -23,7 +24,6 @@ from jigsaw.io.formats import slab_arrays as plain
 from jigsaw.io.formats.hdf5_filters import FilterPipeline
 from jigsaw.io.formats.hdf5_index import Hdf5File, Hdf5Places
 from jigsaw.io.formats.hdf5_reach import referenced_path
-from jigsaw.layout import Box
 
 _LARGEST_GRID = 1 << 26
 
@@ -39,7 +39,7 @@ class Hdf5SlabPlaces(Hdf5Places):
         self._slabs, self._written = slabs, written
 
     def cut(self, chunks: ChunkIndex) -> Hdf5SlabPlaces:
-        """The same array in other pieces."""
+        """The places of this array in slabs of another shape."""
         return Hdf5SlabPlaces(self._source, replace(self._slabs, chunks=chunks), self._written)
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
@@ -61,10 +61,7 @@ class LibraryPlaces(Hdf5Places):
 
 
 def external_raw_file(dataset: Any, source: Hdf5File, outside: bool) -> tuple[Hdf5File, int] | None:
-    """The raw file that holds a dataset's values, and where they begin; None when they are in the HDF5 file itself.
-
-    Raises: `UnsupportedStoreError` for several files, or one outside of the folder.
-    """
+    """The raw file that holds a dataset's values, and where they begin; None when they are in the HDF5 file itself."""
     plist = dataset.id.get_create_plist()
     count = plist.get_external_count()
     if not count:
@@ -130,12 +127,8 @@ class VirtualGrid(NamedTuple):
 def grid_of_virtual_dataset(
     dataset: Any, source: Hdf5File, outside: bool, fill: Any, table_of: Callable[[str, str], ArrayTable | None]
 ) -> VirtualGrid | None:
-    """The table of a virtual dataset; None where its mappings fit no grid.
-
-    `table_of` gives the table of a dataset of another file.
-
-    Raises: `UnsupportedStoreError` for a source outside of the folder, or one that is missing (libhdf5 would take fill
-    values for it).
+    """The grid of a virtual dataset; None where its mappings fit none.  `table_of` gives the table of a dataset of
+    another file; one that is missing is refused, as libhdf5 would take fill values for it.
     """
     mappings: list[_SourceMapping] = []
     regular = True
@@ -178,11 +171,9 @@ def _grid_of_mappings(
     mappings = _cut_where_mappings_meet(mappings, shape)
     first = mappings[0].table
     decoder, extra = first.decoder, len(shape) - first.grid.ndim
-    if (
-        not isinstance(decoder, FilterPipeline)
-        or extra < 0
-        or not all(_is_decoded_alike(m.table, first, dataset, fill) for m in mappings)
-    ):
+    if not isinstance(decoder, FilterPipeline) or extra < 0:
+        return None
+    if not all(_is_decoded_alike(m.table, first, dataset, fill) for m in mappings):
         return None
     chunks = (1,) * extra + first.chunks
     grid = tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
@@ -190,9 +181,10 @@ def _grid_of_mappings(
         return None
     owner, pieces = np.full(grid, -1, np.int32), list[_SourceChunks]()
     for m in mappings:
-        at = tuple((0, 1) for _ in range(extra)) + m.at
+        at = ((0, 1),) * extra + m.at  # a source may lack the leading dims
         if not _is_on_chunk_edges(m.to, at, chunks, shape, (1,) * extra + m.table.shape):
             return None
+        # chunk i of the virtual grid is the source's chunk i + shift, both grids of the same chunks
         taken = tuple(slice(a // c, -(-b // c)) for (a, b), c in zip(m.to, chunks, strict=True))
         if (owner[taken] >= 0).any():
             return None
@@ -222,12 +214,7 @@ def _cut_where_mappings_meet(mappings: Sequence[_SourceMapping], shape: ChunkInd
 
 def _is_decoded_alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> bool:
     """Whether a source's chunks decode as the first one's, to values that need no conversion."""
-    same = (
-        table.grid.ndim == first.grid.ndim
-        and table.chunks == first.chunks
-        and table.clipped == first.clipped
-        and not table.lengths
-    )
+    same = (table.chunks, table.clipped, table.lengths) == (first.chunks, first.clipped, {})
     fills = table.fill_value == fill or (table.fill_value != table.fill_value and fill != fill)
     return same and fills and table.decoder == first.decoder and np.dtype(table.dtype) == dataset.dtype
 

@@ -8,21 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import box_slices
 from jigsaw.errors import GridError
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
-from jigsaw.layout import box_slices
 
 
 def tables_of_coordinates(
     coords: Mapping[str, Any], sizes: Mapping[str, int], of: str
 ) -> tuple[dict[str, ArrayTable], dict[str, NDArray[Any]]]:
-    """Tables and values of the coordinates along dims of these sizes: each an array, or ``(array, attrs)``.
-
-    Raises: `GridError` for one that is along no dim, or has another size.
-    """
+    """Tables and values of the coordinates along dims of these sizes: each an array, or ``(array, attrs)``."""
     tables: dict[str, ArrayTable] = {}
     found: dict[str, NDArray[Any]] = {}
     for name, given in coords.items():
@@ -47,10 +44,7 @@ def table_of_values(
         dims=dims,
         dtype=values.dtype.str,
         chunks=tuple(max(n, 1) for n in values.shape),
-        fill_value=None,
         attrs=dict(attrs),
-        masks=(),
-        decoder=None,
         places=FilelessPlaces(f"{of}, in memory"),
         load_slowly=lambda box: values[box_slices(box)],
         clipped=True,

@@ -51,10 +51,7 @@ _decompressor = _Decompressor()
 
 
 def inflate_zlib(raw: ByteArray, out: ByteArray, decoder: CodecDecoder) -> None:
-    """Decode a zlib stream that fills `out`; `decoder` is what does it without libdeflate.
-
-    Raises: `BadChunkError` when it is damaged, cut short, or decodes to another size.
-    """
+    """Decode a zlib stream that must fill `out`; `decoder` is what does it without libdeflate."""
     if not _decompressor.handle:
         decoder.decode(raw, out)
         return

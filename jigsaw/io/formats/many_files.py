@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box
 from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
@@ -31,7 +32,6 @@ from jigsaw.io.formats import in_memory as _values
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.series.coords import decoded_coordinate, role_of_dim
 from jigsaw.io.series.times import TimeAxis, decode_times
-from jigsaw.layout import Box
 
 _FILES_OPENED_AT_ONCE = 16
 _STORES_KEPT_OPEN = 64
@@ -65,7 +65,11 @@ def open_many(
     >>> jigsaw.io.open(store, mesh={"lat": 1}, fields=["t2m"])
     Dataset(2 files globe-01.nc to globe-02.nc: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
-    files = _OpenStores(_listed_paths(paths), opener or _default_opener())
+    if opener is None:
+        from jigsaw.io.formats.store import open_store  # which builds on this file
+
+        opener = open_store
+    files = _OpenStores(_listed_paths(paths), opener)
     first = files.store(files.paths[0])
     dim = along or _time_dim_of_store(first)
     with ThreadPoolExecutor(min(_FILES_OPENED_AT_ONCE, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
@@ -74,12 +78,6 @@ def open_many(
         _check_files_alike(found[0], other, dim)
     series = _files_in_time_order([f for f in found if f.steps] or found[:1])
     return _JoinedFiles(files, series, dim).store()
-
-
-def _default_opener() -> StoreOpener:
-    from jigsaw.io.formats.store import open_store
-
-    return open_store
 
 
 def _listed_paths(paths: str | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
@@ -140,7 +138,6 @@ class _ArrayOfFile:
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
     units: str
     calendar: str
     packing: tuple[Any, ...]
@@ -171,7 +168,6 @@ def _known_of_store(files: _OpenStores, dim: str, path: str) -> _KnownFile:
         name: _ArrayOfFile(
             t.dims,
             t.shape,
-            np.dtype(t.dtype),
             str(t.attrs.get("units", "")),
             str(t.attrs.get("calendar", "")),
             (t.scale, t.offset, t.masks, t.dtype),
@@ -191,7 +187,6 @@ def _known_of_store(files: _OpenStores, dim: str, path: str) -> _KnownFile:
 
 
 def _check_files_alike(first: _KnownFile, other: _KnownFile, dim: str) -> None:
-    """Raises: `GridError` naming the file that is unlike the first."""
     for name, mine in first.arrays.items():
         theirs = other.arrays.get(name)
         if theirs is None:
@@ -201,8 +196,7 @@ def _check_files_alike(first: _KnownFile, other: _KnownFile, dim: str) -> None:
         if _sizes_but_joined(mine, dim) != _sizes_but_joined(theirs, dim):
             raise GridError(
                 f"{other.path} lies on another grid than {first.path}: array {name!r} is {_shown_dims(theirs)} there "
-                "and "
-                f"{_shown_dims(mine)} here"
+                f"and {_shown_dims(mine)} here"
             )
         if mine.units != theirs.units and " since " not in mine.units:
             raise GridError(
@@ -222,10 +216,7 @@ def _shown_dims(array: _ArrayOfFile) -> str:
 
 
 def _files_in_time_order(found: list[_KnownFile]) -> list[_KnownFile]:
-    """The files by their times.
-
-    Raises: `GridError` naming two files of which the times overlap, or cannot be compared.
-    """
+    """The files by their times, which must not overlap and must be of one kind."""
     without = [f for f in found if f.axis is None]
     if without:
         if len(without) < len(found):
@@ -241,8 +232,7 @@ def _files_in_time_order(found: list[_KnownFile]) -> list[_KnownFile]:
         if _times_of_file(one)[-1] >= _times_of_file(after)[0]:
             raise GridError(
                 f"the times of two files overlap: {one.path} ends at {_times_of_file(one)[-1]} and {after.path} "
-                "begins at "
-                f"{_times_of_file(after)[0]}; leave one out, or cut it"
+                f"begins at {_times_of_file(after)[0]}; leave one out, or cut it"
             )
     return series
 
@@ -264,7 +254,6 @@ class _JoinedFiles:
         self.first = files.store(series[0].path)
 
     def store(self) -> ArrayStore:
-        """A store whose arrays along time are joined."""
         arrays = dict(self.first.arrays)
         held: dict[str, NDArray[Any]] = {}
         members: dict[str, tuple[str, str]] = {}
@@ -282,7 +271,7 @@ class _JoinedFiles:
             if name in held:
                 return held[name]
             joined = arrays[name]
-            if joined.members is None or joined.load_slowly is None:
+            if joined.members is None:
                 return self.first.read_small(name)
             return joined.load_slowly(tuple((0, n) for n in joined.shape))
 
@@ -314,7 +303,7 @@ class _JoinedFiles:
             attrs=table.attrs if same else {k: v for k, v in table.attrs.items() if k not in _PACKING_ATTRS},
             masks=table.masks if same else (),
             decoder=None,
-            places=_JoinedPlaces([f.path for f in self.series], self.edges, at),
+            places=_JoinedPlaces([f.path for f in self.series], members),
             load_slowly=partial(self._load, table.name, members, not same),
             lengths={},
             clipped=True,
@@ -323,11 +312,8 @@ class _JoinedFiles:
         )
 
     def _load(self, name: str, members: JoinedArrays, decoded: bool, box: Box) -> NDArray[Any]:
-        """A box through all files that hold some of it; decoded where they store it differently.
-
-        Raises: `GridError` for dates that files count in other units: those of the dim that is joined alone are put
-        together.
-        """
+        """A box through all files that hold some of it; decoded where they store it differently."""
+        # dates that files count in other units are put together for the joined dim alone
         since = {(f.arrays[name].units, f.arrays[name].calendar): f.path for f in self.series}
         if len(since) > 1:
             (mine, here), (theirs, there), *_ = since.items()
@@ -335,19 +321,14 @@ class _JoinedFiles:
                 f"{there} has array {name!r} in {' '.join(theirs).strip()!r} and {here} in {' '.join(mine).strip()!r}; "
                 "write them in the same units, or name the dim like its times"
             )
-        parts = [
-            _read_decoded_box(self.files.store(self.series[i].path).arrays[name], members.local(box, i, rows), decoded)
-            for i, rows in members.inside(box[members.dim])
-        ]
+        parts: list[NDArray[Any]] = []
+        for i, rows in members.inside(box[members.dim]):
+            table = self.files.store(self.series[i].path).arrays[name]
+            values = read_table_box(table, members.local(box, i, rows))
+            if decoded and values.dtype.kind in "iuf":
+                values = decoded_coordinate(table, values, wide=True)
+            parts.append(values)
         return np.concatenate(parts, axis=members.dim)
-
-
-def _read_decoded_box(table: ArrayTable, box: Box, decoded: bool) -> NDArray[Any]:
-    values = read_table_box(table, box)
-    if not decoded or values.dtype.kind not in "iuf":
-        return values
-    missing = np.isin(values, table.masks) if table.masks else np.zeros(values.shape, bool)
-    return np.where(missing, np.nan, values.astype(np.float64) * table.scale + table.offset)
 
 
 class _JoinedTables(Mapping[str, ArrayTable]):
@@ -377,15 +358,15 @@ class _JoinedTables(Mapping[str, ArrayTable]):
 class _JoinedPlaces:
     """Which file has a step of a joined array."""
 
-    def __init__(self, paths: Sequence[str], edges: Sequence[int], dim: int) -> None:
-        self._paths, self._edges, self._dim = paths, edges, dim
+    def __init__(self, paths: Sequence[str], members: JoinedArrays) -> None:
+        self._paths, self._members = paths, members
 
     @property
     def files(self) -> StoreFiles:
         return LocalFiles()
 
     def path(self, index: ChunkIndex) -> str:
-        return self._paths[bisect_right(self._edges, index[self._dim]) - 1]
+        return self._paths[self._members.find(index[self._members.dim])]
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
         return ChunkRef(self.path(index), 0, None)

@@ -19,16 +19,7 @@ from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.chunks.packing import dtype_with_declared_sign, missing_values_of
-from jigsaw.io.formats.slab_arrays import (
-    check_ends_in_file,
-    file_head,
-    file_size,
-    magic_bytes,
-    parse_named_file,
-    read_whole_coordinate,
-    slab_places,
-    table_of_slabs,
-)
+from jigsaw.io.formats import slab_arrays as slabs
 
 _DIMS_TAG, _VARIABLES_TAG, _ATTRIBUTES_TAG = 10, 11, 12
 _NETCDF3_TYPES = {1: ">i1", 2: "S1", 3: ">i2", 4: ">i4", 5: ">f4", 6: ">f8"}
@@ -40,7 +31,7 @@ T = TypeVar("T")
 
 def claims(url: Any) -> bool:
     """Whether a local file begins as NetCDF-3 does."""
-    return _netcdf3_version(magic_bytes(url, 4)) is not None
+    return _netcdf3_version(slabs.magic_bytes(url, 4)) is not None
 
 
 def _netcdf3_version(head: bytes) -> int | None:
@@ -48,19 +39,13 @@ def _netcdf3_version(head: bytes) -> int | None:
 
 
 def open_netcdf3(url: str | os.PathLike[str], files: StoreFiles | None = None) -> ArrayStore:
-    """The chunk tables of a NetCDF-3 file.
-
-    Raises: `UnsupportedStoreError` for what is no such file, `TruncatedError` for one that ends before its variables
-    do, `CorruptChunkError` for a damaged header.
+    """The chunk tables of a NetCDF-3 file; one that ends before its variables do is a `TruncatedError`, a damaged
+    header a `CorruptChunkError`.
     """
     path, files = os.fspath(url), files or LocalFiles(keep=True)
-    tables, attrs = parse_named_file(path, "NetCDF-3", lambda: _read_netcdf3(files, path))
-    return ArrayStore(path, tables, attrs, lambda name: read_whole_coordinate(tables[name]))
-
-
-def _read_netcdf3(files: StoreFiles, path: str) -> tuple[dict[str, ArrayTable], dict[str, Any]]:
-    header = _Netcdf3Header(files, path)
-    return header.tables(), header.attrs
+    found = slabs.parse_named_file(path, "NetCDF-3", lambda: _Netcdf3Header(files, path))
+    tables = found.tables  # what was read of the header is let go of
+    return ArrayStore(path, tables, found.attrs, lambda name: slabs.read_whole_coordinate(tables[name]))
 
 
 @dataclass(frozen=True)
@@ -73,12 +58,12 @@ class _Netcdf3Variable:
 
 
 class _Netcdf3Header:
-    """The header of a file, read from its start as far as it goes."""
+    """The header of a file, read from its start as far as it goes, and the tables that it describes."""
 
     def __init__(self, files: StoreFiles, path: str) -> None:
         self._files, self._path = files, path
-        self._size, self._at = file_size(files, path), 0
-        self._read = file_head(files, path, _FIRST_READ)
+        self._size, self._at = slabs.file_size(files, path), 0
+        self._read = slabs.file_head(files, path, _FIRST_READ)
         version = _netcdf3_version(self._read[:4])
         if version is None:
             raise UnsupportedStoreError(f"{path!r} is no NetCDF-3 file: it begins with {self._read[:4]!r}")
@@ -92,6 +77,7 @@ class _Netcdf3Header:
         self.attrs = dict(self._list(_ATTRIBUTES_TAG, self._attribute, 2 * self._wide + 4))
         self.variables = self._list(_VARIABLES_TAG, self._variable, 4 * self._wide + 8 + self._offset)
         self.records = self._streamed() if count == streaming else count
+        self.tables = {v.name: self._table(v) for v in self.variables}
 
     # -- the grammar -------------------------------------------------------------------------------------------------
 
@@ -100,7 +86,7 @@ class _Netcdf3Header:
         if stop > self._size:
             raise ShortChunkError(f"its header needs {length} bytes at {self._at}, and the file has {self._size}")
         if stop > len(self._read):
-            self._read += file_head(self._files, self._path, max(length, len(self._read)), len(self._read))
+            self._read += slabs.file_head(self._files, self._path, max(length, len(self._read)), len(self._read))
         taken, self._at = self._read[self._at : stop], stop
         return taken
 
@@ -179,22 +165,21 @@ class _Netcdf3Header:
         first = min((v.begin for v in self.variables if self._is_record(v)), default=self._size)
         return max(0, self._size - first) // max(self._record, 1)
 
-    def tables(self) -> dict[str, ArrayTable]:
-        return {v.name: self._table(v) for v in self.variables}
-
     def _table(self, variable: _Netcdf3Variable) -> ArrayTable:
         record = self._record if self._is_record(variable) else None
         shape = [self.dims[d][1] for d in variable.dims]
         if record is not None:
             shape[0] = self.records
-        places = slab_places(
+        places = slabs.slab_places(
             self._files, self._path, variable.begin, shape, variable.dtype.itemsize, record=record if shape else None
         )
-        check_ends_in_file(variable.name, places, self._size)
+        if places.end > self._size:
+            what = f"array {variable.name!r} of shape {places.shape} ends at byte {places.end}"
+            raise ShortChunkError(f"{what}, and the file has {self._size}")
         attrs, dtype = variable.attrs, dtype_with_declared_sign(variable.dtype, variable.attrs)
         missing: Sequence[Any] = [attrs[k] for k in ("_FillValue", "missing_value") if k in attrs]
         dims = [self.dims[d][0] for d in variable.dims]
-        return table_of_slabs(
+        return slabs.table_of_slabs(
             variable.name, places, dims, dtype, attrs, masks=missing_values_of(dtype, missing, variable.dtype)
         )
 

@@ -19,16 +19,8 @@ from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.formats import slab_arrays as slabs
 from jigsaw.io.formats import unpacked_gzip as _unpacked
-from jigsaw.io.formats.slab_arrays import (
-    file_head,
-    file_size,
-    magic_bytes,
-    parse_named_file,
-    read_whole_coordinate,
-    slab_places,
-    table_of_slabs,
-)
 from jigsaw.io.formats.unpacked_gzip import FileStamp, UnpackedFile
 
 NIFTI_ARRAY_NAME = "image"
@@ -58,8 +50,8 @@ def claims(url: Any) -> bool:
     """Whether a local file is named and begins as NIfTI does."""
     name = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
     if str(name).lower().endswith(".nii.gz"):
-        return magic_bytes(url, 2) == b"\x1f\x8b"
-    return _header_form(magic_bytes(url, _LONGEST_NIFTI_HEADER)) is not None
+        return slabs.magic_bytes(url, 2) == b"\x1f\x8b"
+    return _header_form(slabs.magic_bytes(url, _LONGEST_NIFTI_HEADER)) is not None
 
 
 def open_nifti(url: str | os.PathLike[str], files: StoreFiles | None = None) -> ArrayStore:
@@ -68,25 +60,22 @@ def open_nifti(url: str | os.PathLike[str], files: StoreFiles | None = None) -> 
     ``affine`` [4, 4] takes (x, y, z) indices to millimetres (that of sform, else qform, else voxel sizes alone),
     ``zooms`` are the voxel sizes along x, y, z and time; scl_slope and scl_inter are scale_factor and add_offset.
 
-    A `.nii.gz` is fetched and decompressed here, once a machine.
-
-    Raises: `UnsupportedStoreError` for what is no NIfTI, or of complex or colour values, `TruncatedError` for a file
-    that ends early, `CorruptChunkError` for a damaged header.
+    A `.nii.gz` is fetched and decompressed here, once a machine.  Complex and colour values are refused.
     """
     path = os.fspath(url)
     packed = path.lower().endswith(".gz")
     files = files or LocalFiles(keep=not packed)
-    table = parse_named_file(path, "NIfTI", lambda: (_table_of_nii_gz if packed else _table_of_nii)(files, path))
-    return ArrayStore(path, {NIFTI_ARRAY_NAME: table}, dict(table.attrs), lambda name: read_whole_coordinate(table))
+    table = slabs.parse_named_file(path, "NIfTI", lambda: (_table_of_nii_gz if packed else _table_of_nii)(files, path))
+    return ArrayStore(path, {NIFTI_ARRAY_NAME: table}, dict(table.attrs), lambda _: slabs.read_whole_coordinate(table))
 
 
 def _table_of_nii(files: StoreFiles, path: str) -> ArrayTable:
-    size = file_size(files, path)
-    return _table_of_voxels(path, files, _NiftiHeader.of(path, file_head(files, path, _LONGEST_NIFTI_HEADER)), size)
+    header = _NiftiHeader.of(path, slabs.file_head(files, path, _LONGEST_NIFTI_HEADER))
+    return _table_of_voxels(path, files, header, slabs.file_size(files, path))
 
 
 def _table_of_nii_gz(files: StoreFiles, path: str) -> ArrayTable:
-    """Of a gzip file: its header says how much there is to decompress."""
+    """The table of a gzip file: the NIfTI header within says how much there is to decompress."""
     stamp = FileStamp.of(files, path)
     header = _NiftiHeader.of(path, _unpacked.unpacked_head(files, path, stamp.size, _LONGEST_NIFTI_HEADER))
     unpacked = UnpackedFile(files, path, stamp, header.stop)
@@ -100,8 +89,8 @@ def _table_of_voxels(path: str, files: StoreFiles, header: _NiftiHeader, size: i
             f"its header says {header.shape} of {header.dtype} from byte {header.start} on, and the file has {size}"
         )
     shape = header.shape[::-1]
-    places = slab_places(files, path, header.start, shape, header.dtype.itemsize)
-    return table_of_slabs(NIFTI_ARRAY_NAME, places, _NIFTI_DIMS[: len(shape)][::-1], header.dtype, header.attrs())
+    places = slabs.slab_places(files, path, header.start, shape, header.dtype.itemsize)
+    return slabs.table_of_slabs(NIFTI_ARRAY_NAME, places, _NIFTI_DIMS[: len(shape)][::-1], header.dtype, header.attrs())
 
 
 def _header_form(head: bytes) -> tuple[str, int] | None:
@@ -109,11 +98,8 @@ def _header_form(head: bytes) -> tuple[str, int] | None:
     for sign, length in (("<", int.from_bytes(head[:4], "little")), (">", int.from_bytes(head[:4], "big"))):
         if length in _VERSION_BY_LENGTH:
             at = _HEADER_FIELDS[length]["magic"][0]
-            return (
-                (sign, length)
-                if head[at : at + 3] in (s + _VERSION_BY_LENGTH[length] for s in (b"n+", b"ni"))
-                else None
-            )
+            magic = head[at : at + 3]
+            return (sign, length) if magic in (s + _VERSION_BY_LENGTH[length] for s in (b"n+", b"ni")) else None
     return None
 
 
@@ -135,15 +121,13 @@ class _NiftiHeader:
 
     @classmethod
     def of(cls, path: str, head: bytes) -> _NiftiHeader:
-        """Raises: `UnsupportedStoreError`, `BadChunkError`, `ShortChunkError`."""
         form = _header_form(head)
         if form is None or len(head) < form[1]:
             kind = UnsupportedStoreError if form is None else ShortChunkError
             raise kind(f"{path!r} is no NIfTI file: its {len(head)} first bytes are no header")
         order, length = form
-        found = {
-            name: struct.unpack_from(order + what, head, at) for name, (at, what) in _HEADER_FIELDS[length].items()
-        }
+        fields = _HEADER_FIELDS[length].items()
+        found = {name: struct.unpack_from(order + what, head, at) for name, (at, what) in fields}
         if found["magic"][0].startswith(b"ni"):
             raise UnsupportedStoreError(f"{path!r} is the header of a pair of files; join them into one .nii")
         return cls(
@@ -157,12 +141,12 @@ class _NiftiHeader:
             sform=found["sform"],
             codes=found["codes"],
             units=found["units"][0],
-            description=_nifti_text(found["descrip"][0]),
+            description=found["descrip"][0].partition(b"\0")[0].decode("latin-1").strip(),
         )
 
     @property
     def stop(self) -> int:
-        """Where the last voxel ends."""
+        """The byte after the last voxel."""
         return self.start + prod(self.shape) * self.dtype.itemsize
 
     def attrs(self) -> dict[str, Any]:
@@ -231,11 +215,7 @@ def _voxel_dtype(path: str, code: int, order: str) -> np.dtype[Any]:
 
 
 def _voxel_start(vox_offset: float, least: int) -> int:
-    """Where the voxels begin: an unset offset means right after the header."""
+    """The first byte of the voxels: an unset offset means right after the header."""
     if not isfinite(vox_offset) or vox_offset != int(vox_offset) or (vox_offset and vox_offset < least):
         raise BadChunkError(f"its vox_offset is {vox_offset}, and voxels begin at byte {least} or later")
     return int(vox_offset) or least
-
-
-def _nifti_text(raw: bytes) -> str:
-    return raw.partition(b"\0")[0].decode("latin-1").strip()

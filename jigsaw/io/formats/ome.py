@@ -20,14 +20,11 @@ from jigsaw.io.series.times import is_whole_number
 
 _TRANSFORM_KINDS = ("scale", "translation", "identity")
 _METRE_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "centi": 1e-2, "": 1.0, "kilo": 1e3}
-_METRES_BY_UNIT = {f"{prefix}meter": size for prefix, size in _METRE_PREFIXES.items()} | {
-    "angstrom": 1e-10,
-    "inch": 0.0254,
-}
+_METRES_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p, size in _METRE_PREFIXES.items()}
 
 
 def is_multiscale_group(attrs: Mapping[str, Any]) -> bool:
-    """Whether the attributes of a group are those of an OME-Zarr image."""
+    """Whether a group is an OME-Zarr image."""
     return bool(_multiscale_entries(attrs))
 
 
@@ -35,9 +32,7 @@ def multiscale_level(store: ArrayStore, level: int = 0) -> ArrayStore:
     """The store with one level alone: its array, whose dims are named by the axes, and coordinates along space.
 
     The array has the attributes ``affine`` (from (x, y, z, 1) to the world's (x, y, z), 4 x 4) and ``space_units``;
-    axes whose units differ are brought to that of the last one.
-
-    Raises: `MissingLevelError` listing the levels; `UnsupportedStoreError` for metadata that break the specification.
+    axes whose units differ are brought to that of the last one.  Metadata that break the specification are refused.
     """
     images = _multiscale_entries(store.attrs)
     if not images:
@@ -55,11 +50,8 @@ def multiscale_level(store: ArrayStore, level: int = 0) -> ArrayStore:
     table = store.arrays[path]
     if len(axes) != table.grid.ndim:
         raise UnsupportedStoreError(f"{store.url}: {len(axes)} axes for array {path!r} of {table.grid.ndim} dims")
-    dataset = image["datasets"][level]
-    steps = [
-        *_listed_metadata(store, dataset, "coordinateTransformations"),
-        *(image.get("coordinateTransformations") or ()),
-    ]
+    own = _listed_metadata(store, image["datasets"][level], "coordinateTransformations")
+    steps = [*own, *(image.get("coordinateTransformations") or ())]
     scale, shift = _index_to_world(store, steps, len(axes))
     return _store_of_level(store, table, axes, scale, shift)
 
@@ -147,7 +139,7 @@ def _store_of_level(
     affine, unit = np.eye(4), _world_unit(store, axes)
     group = table.name.rpartition("/")[0]
     coordinates: dict[str, NDArray[np.float64]] = {}
-    attrs: dict[str, dict[str, Any]] = {}
+    tables: dict[str, ArrayTable] = {}
     for d, axis in enumerate(axes):
         if not axis.is_space:
             continue
@@ -156,16 +148,10 @@ def _store_of_level(
         affine[row, row], affine[row, 3] = step, start = scale[d] * factor, shift[d] * factor
         name = f"{group}/{axis.name}" if group else axis.name
         coordinates[name] = start + step * np.arange(table.shape[d])
-        attrs[name] = {"axis": axis.name.upper(), **({"units": unit} if unit else {})}
-    image = replace(
-        table,
-        dims=tuple(axis.name for axis in axes),
-        attrs={**table.attrs, "affine": affine.tolist(), "space_units": unit},
-    )
-    tables = {
-        name: table_of_values(name, values, (name.rpartition("/")[2],), attrs[name], "the multiscales metadata")
-        for name, values in coordinates.items()
-    }
+        attrs = {"axis": axis.name.upper(), **({"units": unit} if unit else {})}
+        tables[name] = table_of_values(name, coordinates[name], (axis.name,), attrs, "the multiscales metadata")
+    attrs = {**table.attrs, "affine": affine.tolist(), "space_units": unit}
+    image = replace(table, dims=tuple(axis.name for axis in axes), attrs=attrs)
 
     def read(name: str) -> NDArray[Any]:
         return coordinates[name] if name in coordinates else store.read_small(name)

@@ -11,23 +11,15 @@ from tokenize import TokenError
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.errors import GridError, UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.chunks.packing import missing_values_of
+from jigsaw.io.formats import slab_arrays as slabs
 from jigsaw.io.formats.in_memory import tables_of_coordinates
-from jigsaw.io.formats.slab_arrays import (
-    file_head,
-    file_size,
-    magic_bytes,
-    parse_named_file,
-    read_whole_coordinate,
-    slab_places,
-    table_of_slabs,
-)
 
 RAW_ARRAY_NAME = "data"
 """What the one array of such a file is called."""
@@ -38,7 +30,7 @@ _LONGEST_NPY_HEADER = 1 << 16
 
 def claims(url: Any) -> bool:
     """Whether a local file is `.npy`; raw files say nothing of themselves."""
-    return magic_bytes(url, len(_NPY_MAGIC)) == _NPY_MAGIC
+    return slabs.magic_bytes(url, len(_NPY_MAGIC)) == _NPY_MAGIC
 
 
 def open_raw(
@@ -91,7 +83,7 @@ def open_npy(
     (4, 33, 20)
     """
     path, files = os.fspath(url), files or LocalFiles(keep=True)
-    shape, fortran, dtype, offset = parse_named_file(path, ".npy", lambda: _npy_header(files, path))
+    shape, fortran, dtype, offset = slabs.parse_named_file(path, ".npy", lambda: _npy_header(files, path))
     if dims is None:
         extra = tuple(f"dim_{i}" for i in range(len(shape) - len(_NPY_DIMS)))
         dims = (*extra, *_NPY_DIMS[max(0, len(_NPY_DIMS) - len(shape)) :])
@@ -100,19 +92,15 @@ def open_npy(
 
 def _npy_header(files: StoreFiles, path: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Shape, whether the order is Fortran's, dtype, and where the values begin; numpy parses it, no pickle."""
-    file_size(files, path)
-    file = BytesIO(file_head(files, path, _LONGEST_NPY_HEADER))
+    file = BytesIO(slabs.file_head(files, path, _LONGEST_NPY_HEADER))
     if not file.getvalue().startswith(_NPY_MAGIC):
         raise UnsupportedStoreError(f"{path!r} is no .npy file: it begins with {file.getvalue()[:6]!r}")
-    readers: Mapping[Any, Any] = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
+    numpy_format: Any = np.lib.format
     try:
-        version = np.lib.format.read_magic(file)
-        if version not in readers:
+        version = numpy_format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
             raise UnsupportedStoreError(f"{path!r} is .npy of version {version}; those of numbers are (1, 0) or (2, 0)")
-        shape, fortran, dtype = readers[version](file)
+        shape, fortran, dtype = getattr(numpy_format, f"read_array_header_{version[0]}_0")(file)
     except (ValueError, SyntaxError, TypeError, TokenError) as e:
         kind = ShortChunkError if isinstance(e, ValueError) and "EOF" in str(e) else BadChunkError
         raise kind(f"its header: {e}") from e
@@ -144,25 +132,24 @@ class _RawArray:
             )
 
     def store(self, files: StoreFiles, coords: Mapping[str, Any]) -> ArrayStore:
-        table = parse_named_file(self.path, "an array", lambda: self._table(files))
+        table = slabs.parse_named_file(self.path, "an array", lambda: self._table(files))
         tables, values = tables_of_coordinates(coords, dict(zip(self.dims, self.shape, strict=True)), self.path)
-        return ArrayStore(
-            self.path,
-            {RAW_ARRAY_NAME: table, **tables},
-            {},
-            lambda name: values[name] if name in values else read_whole_coordinate(table),
-        )
+
+        def read(name: str) -> NDArray[Any]:
+            return values[name] if name in values else slabs.read_whole_coordinate(table)
+
+        return ArrayStore(self.path, {RAW_ARRAY_NAME: table, **tables}, {}, read)
 
     def _table(self, files: StoreFiles) -> ArrayTable:
-        size, claimed = file_size(files, self.path), prod(self.shape) * self.dtype.itemsize
+        size, claimed = slabs.file_size(files, self.path), prod(self.shape) * self.dtype.itemsize
         if self.offset + claimed > size:
             raise ShortChunkError(
                 f"shape {self.shape} of {self.dtype} takes {claimed} bytes from byte {self.offset} on, and the file "
                 f"has {size}"
             )
         order = tuple(range(len(self.shape)))[:: -1 if self.order == "F" else 1]
-        places = slab_places(files, self.path, self.offset, self.shape, self.dtype.itemsize, order)
+        places = slabs.slab_places(files, self.path, self.offset, self.shape, self.dtype.itemsize, order)
         missing = [self.attrs[k] for k in ("_FillValue", "missing_value") if k in self.attrs]
-        return table_of_slabs(
+        return slabs.table_of_slabs(
             RAW_ARRAY_NAME, places, self.dims, self.dtype, self.attrs, order, missing_values_of(self.dtype, missing)
         )

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jigsaw.io.chunks.codecs import ShortChunkError
-from jigsaw.io.chunks.files import ByteArray, StoreFiles
+from jigsaw.io.chunks.codecs import ByteArray, ShortChunkError
+from jigsaw.io.chunks.files import StoreFiles
 from jigsaw.io.chunks.memory import fresh_memory
 
 SEEKABLE_BLOCK_BYTES = 1 << 18
@@ -19,8 +19,6 @@ _SEEKABLE_BLOCKS_KEPT = 64
 class SeekableObject(io.RawIOBase):
     """One object as a read-only file; reads fetch whole blocks of `SEEKABLE_BLOCK_BYTES` bytes, and those that lie
     together at once.
-
-    *Raises*: `FileNotFoundError` when there is no such object, `OSError` when it ends before its size.
     """
 
     def __init__(self, files: StoreFiles, path: str) -> None:
@@ -45,7 +43,6 @@ class SeekableObject(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` from here on, as far as the object goes."""
         out = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
         stop = min(self._at + out.size, self._size)
         if stop <= self._at:
@@ -53,10 +50,9 @@ class SeekableObject(io.RawIOBase):
         first, last = self._at // SEEKABLE_BLOCK_BYTES, -(-stop // SEEKABLE_BLOCK_BYTES)
         self._fetch([n for n in range(first, last) if n not in self._blocks])
         for n in range(first, last):
-            low, high = max(self._at, n * SEEKABLE_BLOCK_BYTES), min(stop, (n + 1) * SEEKABLE_BLOCK_BYTES)
-            out[low - self._at : high - self._at] = self._blocks[n][
-                low - n * SEEKABLE_BLOCK_BYTES : high - n * SEEKABLE_BLOCK_BYTES
-            ]
+            begin = n * SEEKABLE_BLOCK_BYTES
+            low, high = max(self._at, begin), min(stop, begin + SEEKABLE_BLOCK_BYTES)
+            out[low - self._at : high - self._at] = self._blocks[n][low - begin : high - begin]
         done, self._at = stop - self._at, stop
         while len(self._blocks) > _SEEKABLE_BLOCKS_KEPT:
             self._blocks.popitem(last=False)

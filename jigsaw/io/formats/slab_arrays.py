@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box, box_slices
 from jigsaw.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
@@ -25,7 +26,6 @@ from jigsaw.io.chunks.concurrent_requests import ask_at_once
 from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, StoreFiles, identity_of_object
 from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.series.coords import check_coordinate_size
-from jigsaw.layout import Box, box_slices
 
 _SMALL_SLAB_BYTES = 1 << 20
 """Bytes of a slab whose rows are smaller."""
@@ -43,22 +43,15 @@ class PresentFiles:
         self.far, self.gap = files.far, files.gap
 
     def size(self, path: str) -> int | None:
-        """The length of a file in bytes; None when it is missing."""
         return self._files.size(path)
 
     def identity(self, path: str) -> ObjectIdentity | None:
-        """What the files know of one."""
         return identity_of_object(self._files, path)
 
     def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
-        """All bytes of a file."""
         return _unless_gone(self._files.whole(path, room))
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """Fill every target.
-
-        Raises: `BadChunkError` when the file is gone.
-        """
         return bool(_unless_gone(self._files.ranges(path, targets) or None))
 
 
@@ -91,7 +84,7 @@ class SlabPlaces:
 
     @property
     def end(self) -> int:
-        """Where the last value ends."""
+        """The byte after the last value."""
         if 0 in self.shape:
             return self.offset
         return self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
@@ -151,7 +144,6 @@ def table_of_slabs(
         dims=tuple(dims),
         dtype=dtype.str,
         chunks=places.chunks,
-        fill_value=None,
         attrs=attrs,
         masks=masks,
         decoder=CodecDecoder(dtype, tuple(range(len(places.shape)) if order is None else order)),
@@ -164,10 +156,7 @@ def table_of_slabs(
 
 
 def read_table_box(table: ArrayTable, box: Box) -> NDArray[Any]:
-    """The stored values of a box, in the machine's byte order.
-
-    Raises: `CorruptChunkError` or `TruncatedError`.
-    """
+    """The stored values of a box, in the machine's byte order."""
     out = np.empty([b - a for a, b in box], np.dtype(table.dtype).newbyteorder("="))
     if 0 in out.shape:
         return out
@@ -190,12 +179,8 @@ def read_table_box(table: ArrayTable, box: Box) -> NDArray[Any]:
 
 
 def read_whole_coordinate(table: ArrayTable) -> NDArray[Any]:
-    """All stored values of a coordinate, in the machine's byte order.
-
-    Records between which other arrays lie are read in as few requests as `gap` allows.
-
-    Raises: `UnsupportedStoreError` for an array, or a chunk of one, that claims to be larger than any coordinate;
-    `CorruptChunkError` or `TruncatedError`.
+    """All stored values of a coordinate, in the machine's byte order; one that claims to be larger than any coordinate
+    is refused.  Records between which other arrays lie are read in as few requests as `gap` allows.
     """
     places, shape = table.places, table.shape
     check_coordinate_size(table.name, shape, max(prod(shape) * table.grid.itemsize, table.grid.chunk_bytes))
@@ -226,21 +211,14 @@ def _read_records(places: SlabPlaces, dtype: np.dtype[Any], step: int) -> NDArra
 
 
 def file_head(files: StoreFiles, path: str, length: int, offset: int = 0) -> bytes:
-    """The bytes of a file from `offset` on, `length` of them or as many as there are.
-
-    Raises: `UnsupportedStoreError` when there is no such file.
-    """
-    size = file_size(files, path)
-    room = fresh_memory(max(0, min(length, size - offset)))
+    """The bytes of a file, which must be there, from `offset` on: `length` of them or as many as there are."""
+    room = fresh_memory(max(0, min(length, file_size(files, path) - offset)))
     files.ranges(path, [(offset, room)])
     return room.tobytes()
 
 
 def file_size(files: StoreFiles, path: str) -> int:
-    """The length of a file that must be there.
-
-    Raises: `UnsupportedStoreError` when it is not, or is a directory.
-    """
+    """The length of a file that must be there, and no directory."""
     size = files.size(path)
     if size is None:
         raise UnsupportedStoreError(f"there is no file {path!r}")
@@ -250,24 +228,13 @@ def file_size(files: StoreFiles, path: str) -> int:
 
 
 def parse_named_file(path: str, kind: str, parse: Callable[[], T]) -> T:
-    """What `parse` makes of a header; its refusals as errors that name the file.
-
-    Raises: `TruncatedError` or `CorruptChunkError`.
-    """
+    """What `parse` makes of a header; its refusals as errors that name the file."""
     try:
         return parse()
     except ShortChunkError as e:
         raise TruncatedError(f"{path} cannot be read as {kind}: {e}") from e
     except (BadChunkError, OSError) as e:
         raise CorruptChunkError(f"{path} cannot be read as {kind}: {e}") from e
-
-
-def check_ends_in_file(array: str, places: SlabPlaces, size: int) -> None:
-    """Raises: `ShortChunkError` when an array ends beyond its file's `size`."""
-    if places.end > size:
-        raise ShortChunkError(
-            f"array {array!r} of shape {places.shape} ends at byte {places.end}, and the file has {size}"
-        )
 
 
 def magic_bytes(url: Any, length: int) -> bytes:

@@ -11,7 +11,6 @@ from typing import Any
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.arguments import checked_mapping
 from jigsaw.io.chunks.array_table import ArrayStore
-from jigsaw.io.chunks.files import StoreFiles
 from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.packages import why_not_imported
 
@@ -47,7 +46,7 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
     options = checked_mapping("options", options, "{'region': 'eu-west-1'}", UnsupportedStoreError)
     if isinstance(url, ArrayStore):
         return url
-    if _is_store_url(url):
+    if isinstance(url, str) and "://" in url and not url.startswith("file://"):
         return _open_by_url(str(url), options)
     if options:
         raise UnsupportedStoreError(
@@ -58,8 +57,9 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
             kind = type(url).__name__
             raise UnsupportedStoreError(f"an xarray {kind} is no Dataset: give .to_dataset(name='t2m') of it")
         return _format_function("formats.xarray_dataset", "open_xarray")(url)
+    is_file = isinstance(url, str | os.PathLike) and os.path.isfile(os.fspath(url))
     for module, opener, extra in _FORMAT_OPENERS:
-        if extra and not _is_local_file(url):
+        if extra and not is_file:
             continue
         if _format_function(module, "claims", extra)(url):
             return _format_function(module, opener)(url)
@@ -96,14 +96,6 @@ def _format_function(module: str, name: str, extra: str = "") -> Any:
         raise UnsupportedStoreError(why_not_imported(e, absent)) from e
 
 
-def _is_store_url(url: Any) -> bool:
-    return isinstance(url, str) and "://" in url and not url.startswith("file://")
-
-
-def _is_local_file(url: Any) -> bool:
-    return isinstance(url, str | os.PathLike) and os.path.isfile(os.fspath(url))
-
-
 def _open_by_url(url: str, options: Mapping[str, Any] | None) -> ArrayStore:
     name = PurePosixPath(url.partition("?")[0].lower())
     is_nifti = name.name.endswith((".nii", ".nii.gz"))
@@ -112,15 +104,11 @@ def _open_by_url(url: str, options: Mapping[str, Any] | None) -> ArrayStore:
     files, path = _format_function("chunks.remote_files", "files_of_url", "remote")(url, options)
     if is_nifti:
         return _format_function("formats.nifti", "open_nifti")(path, files)
-    begins = _first_object_bytes(files, path)
+    first = fresh_memory(8)
+    if not files.ranges(path, [(0, first)]):
+        raise UnsupportedStoreError(f"there is no object {path!r}")
+    begins = first.tobytes()
     for magic, (module, opener) in _OPENERS_BY_MAGIC.items():
         if begins.startswith(magic):
             return _format_function(module, opener, "hdf5")(path, files)
     raise UnsupportedStoreError(f"{url} is named like a file that jigsaw reads, but begins with {begins!r}")
-
-
-def _first_object_bytes(files: StoreFiles, path: str) -> bytes:
-    first = fresh_memory(8)
-    if not files.ranges(path, [(0, first)]):
-        raise UnsupportedStoreError(f"there is no object {path!r}")
-    return first.tobytes()

@@ -43,7 +43,6 @@ class FileStamp:
 
     @classmethod
     def of(cls, files: StoreFiles, path: str) -> FileStamp:
-        """Raises: `UnsupportedStoreError` when there is no such file."""
         if isinstance(files, RemoteFiles):
             known = files.stamp(path)
             if known is None:
@@ -64,10 +63,7 @@ class FileStamp:
 
     @property
     def folder(self) -> CacheFolder:
-        """Where they are kept.
-
-        Raises: `UnsupportedStoreError` when the environment says nowhere.
-        """
+        """The folder that keeps them."""
         found = user_cache_folder()
         if found is None:
             raise UnsupportedStoreError(
@@ -78,10 +74,7 @@ class FileStamp:
 
 
 class UnpackedFile:
-    """One gzip file of `packed` as `StoreFiles`: its ranges are those of the `length` bytes that it holds.
-
-    Raises: `BadChunkError` for a length that no file of that size can hold.
-    """
+    """One gzip file of `packed` as `StoreFiles`: its ranges are those of the `length` bytes that it holds."""
 
     far = False
     gap = LocalFiles.gap
@@ -100,20 +93,16 @@ class UnpackedFile:
         self.__init__(*state)
 
     def size(self, path: str) -> int | None:
-        """The decompressed length."""
         return self.length
 
     def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
-        """All decompressed bytes."""
         raw = room(self.length)
         self.ranges(path, [(0, raw)])
         return raw
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """Fill every target; an entry that the cache has let go of meanwhile, or that was cut short, is made again.
-
-        Raises: `ShortChunkError` when the gzip stream ends early, `BadChunkError` when it is damaged or has changed, or
-        when other processes need the room of the cache each time that it is made.
+        """An entry that the cache has let go of meanwhile, or that was cut short, is made again, unless other processes
+        need its room each time that it is made.
         """
         for _ in range(_MOST_TRIES):
             if self._kept(targets):
@@ -136,8 +125,6 @@ class UnpackedFile:
         """Decompress the file into its entry, unless it is there; one process of this machine does.
 
         An object that is far away is fetched by that process alone, a block at a time.
-
-        Raises: as `ranges`, and `UnsupportedStoreError` when there is no room for it.
         """
         folder, entry = self.stamp.folder, self.stamp.entry
         with folder.locked(entry):
@@ -169,10 +156,7 @@ class UnpackedFile:
 
 
 def unpacked_head(files: StoreFiles, path: str, size: int, length: int) -> bytes:
-    """The first decompressed bytes of a file of `size`, `length` of them or as many as there are.
-
-    Raises: `BadChunkError` for what is no gzip, `ShortChunkError` when the stream ends early.
-    """
+    """The first decompressed bytes of a file of `size`, `length` of them or as many as there are."""
     head = b""
     for block in _unpacked_blocks(_packed_blocks(files, path, size, _HEAD_FETCHED_BYTES)):
         head += block

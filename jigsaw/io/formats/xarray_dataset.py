@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box, box_slices
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.chunk import ChunkRef
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.chunks.packing import dtype_with_declared_sign, missing_values_of
-from jigsaw.layout import Box, box_slices
+from jigsaw.io.formats.in_memory import FilelessPlaces
 
 if TYPE_CHECKING:
     import xarray as xr
 
 
 def open_xarray(dataset: xr.Dataset) -> ArrayStore:
-    """The chunk tables of a dataset as it is now: selections, renamings and lazy computations of the user included."""
+    """The chunk tables of a dataset as it is: selections, renamings and lazy computations of the user included."""
     variables: Mapping[Any, xr.Variable] = dataset.variables
     tables = {str(name): _table_of_variable(str(name), variable) for name, variable in variables.items()}
     name = f"xarray dataset of {dataset.encoding.get('source', 'computed values')}"
@@ -41,12 +39,10 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
         dims=tuple(map(str, variable.dims)),
         dtype=dtype.str,
         chunks=chunks,
-        fill_value=None,
         attrs=attrs,
         # of what xarray has decoded it keeps such attributes elsewhere
         masks=missing_values_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs), own),
-        decoder=None,
-        places=_XarrayPlaces(name),
+        places=FilelessPlaces(f"xarray variable {name!r}"),
         load_slowly=load,
         lengths=lengths,
         slices=not (variable.chunksizes or _is_from_grib(variable)),
@@ -54,9 +50,8 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
 
 
 def _chunks_of_variable(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """What is read as one: dask's chunks, else those on disk, else one step of the first dim.
-
-    With them the lengths along each dim whose chunks differ.
+    """The shape of what is read as one (dask's chunks, else those on disk, else one step of the first dim), and the
+    lengths of the chunks along each dim where they differ.
     """
     on_disk = _message_sizes(variable) if _is_from_grib(variable) else variable.encoding.get("preferred_chunks", {})
     lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes
@@ -82,20 +77,3 @@ def _message_sizes(variable: xr.Variable) -> dict[Any, int]:
 def _is_irregular(lengths: tuple[int, ...]) -> bool:
     """Whether chunks other than the last are not all as long as the first, or the last is longer."""
     return len(set(lengths[:-1])) > 1 or lengths[-1] > lengths[0]
-
-
-class _XarrayPlaces:
-    """Chunks that xarray finds: their stored sizes are not known."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def path(self, index: ChunkIndex) -> str:
-        return f"xarray variable {self._name!r}"
-
-    @property
-    def files(self) -> StoreFiles:
-        return LocalFiles()
-
-    def locate(self, index: ChunkIndex) -> ChunkRef | None:
-        return ChunkRef(self.path(index), 0, None)

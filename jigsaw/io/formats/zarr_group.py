@@ -18,8 +18,10 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 from zarr.codecs import ShardingCodec
+from zarr.errors import ContainsArrayError
 from zarr.storage import LocalStore, ObjectStore
 
+from jigsaw.cut import box_slices
 from jigsaw.errors import CorruptChunkError, MissingArrayError, ReadError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
@@ -42,7 +44,6 @@ from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url, is_remote_u
 from jigsaw.io.formats.slab_arrays import read_whole_coordinate
 from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
 from jigsaw.io.series.coords import check_coordinate_size
-from jigsaw.layout import box_slices
 from jigsaw.redacted import cause_without_secrets, redacted_text
 
 ChunkLengths = Mapping[int, tuple[int, ...]]
@@ -57,9 +58,6 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
 
     `options` go to the store of a URL (see `jigsaw.io.chunks.remote_files.files_of_url`); ``arrays`` among them names
     those to open, with the coordinates of their dims, where a store is too large to list or cannot be (HTTP).
-
-    Raises: `UnsupportedStoreError` when there is no zarr group at `url`, or none whose arrays can be listed;
-    `MissingArrayError` for one of `arrays` that it does not have.
     """
     options = dict(options or {})
     named = options.pop("arrays", None)
@@ -77,9 +75,8 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
         ) from cause_without_secrets(e)
 
     def read_small(name: str) -> NDArray[Any]:
-        return (
-            _read_by_zarr(group, sources[name]) if tables[name].decoder is None else read_whole_coordinate(tables[name])
-        )
+        fast = tables[name].decoder is not None
+        return read_whole_coordinate(tables[name]) if fast else _read_by_zarr(group, sources[name])
 
     return ArrayStore(_group_name(group), tables, attrs, read_small)
 
@@ -103,14 +100,23 @@ def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
 
 
 def refuse_code_in(url: Any) -> None:
-    """Raises: `UnsupportedStoreError` when `url` is a zarr group with an array whose codec runs code.
+    """For stores that another library reads for us.
 
-    For stores that another library reads for us.
+    Raises: `UnsupportedStoreError` when `url` is a zarr group with an array whose codec runs code, or one whose arrays
+    cannot all be listed, for what is not seen may be such.
     """
     try:
-        arrays = list(_listed_zarr_arrays(zarr.open_group(url, mode="r")))
-    except Exception:  # no zarr group, or none that can be listed: that library says so in its turn
-        return
+        with zarr.config.set({"array.rectilinear_chunks": True}):
+            try:
+                group = zarr.open_group(url, mode="r")
+            except (FileNotFoundError, ContainsArrayError, ImportError):  # no group, as that library says in its turn
+                return
+            arrays = list(_listed_zarr_arrays(group))
+    except Exception as e:  # zarr may make anything of metadata that lie
+        raise UnsupportedStoreError(
+            f"the arrays of {redacted_text(str(url))} cannot all be listed ({redacted_text(str(e))}), so nothing says "
+            "that none has a codec that runs code; remove or mend the metadata that cannot be read"
+        ) from cause_without_secrets(e)
     for _, array in arrays:
         _refuse_code_in_array(array)
 
@@ -162,8 +168,7 @@ def _listed_zarr_arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
     if files and not files.lists and group.metadata.consolidated_metadata is None:
         raise UnsupportedStoreError(
             f"the arrays of {_group_name(group)} cannot be listed: it has no consolidated metadata, and HTTP has no "
-            "listing; "
-            f"consolidate it (zarr.consolidate_metadata), or name what to open: options={{'arrays': ['t2m', …]}}"
+            "listing; consolidate it (zarr.consolidate_metadata), or name what to open: options={'arrays': ['t2m', …]}"
         )
     members: Any = group.members(max_depth=None)
     for name, member in sorted(members, key=lambda pair: pair[0]):
@@ -212,7 +217,7 @@ def table_of_zarr(name: str, array: Any) -> ArrayTable:
         dtype=(decoder.dtype if decoder else dtype).str,
         chunks=chunks,
         fill_value=fill_value_of(meta.fill_value, dtype),
-        attrs=_user_attributes(meta),
+        attrs={k: v for k, v in meta.attributes.items() if k != "_ARRAY_DIMENSIONS"},
         masks=_zarr_missing_values(meta, dtype, own),
         decoder=decoder,
         places=places,
@@ -256,8 +261,6 @@ def zarr_chunk_grid(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[i
     `grid` is the ``chunk_grid`` of an array's ``zarr.json``: ``regular``, or ``rectilinear`` with for each dim one
     length for all, or a list of lengths and of pairs ``[length, how often]``.  Chunks beyond the array's end may be
     listed, and are stored no more.
-
-    Raises: `UnsupportedStoreError` for another grid, or lengths that do not reach the array's end.
     """
     how: Any = grid.get("configuration") or {}
     if grid["name"] == "regular":
@@ -281,9 +284,9 @@ def zarr_chunk_grid(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[i
 
 def files_of_zarr(store: Any) -> StoreFiles:
     """How the objects of a zarr store are read; those on disk may not change: indices and block tables are kept."""
-    return (
-        LocalFiles(keep=True) if isinstance(store, LocalStore) else remote_files_of_zarr(store) or ZarrKeyFiles(store)
-    )
+    if isinstance(store, LocalStore):
+        return LocalFiles(keep=True)
+    return remote_files_of_zarr(store) or ZarrKeyFiles(store)
 
 
 def remote_files_of_zarr(store: Any) -> RemoteFiles | None:
@@ -292,15 +295,6 @@ def remote_files_of_zarr(store: Any) -> RemoteFiles | None:
         return None
     found = getattr(store, "files", None)
     return found if isinstance(found, RemoteFiles) else RemoteFiles.of(store.store)
-
-
-def _object_prefix(array: Any) -> str:
-    path = f"{array.path}/" if array.path else ""
-    return f"{array.store.root}/{path}" if isinstance(array.store, LocalStore) else path
-
-
-def _user_attributes(meta: Any) -> dict[str, Any]:
-    return {k: v for k, v in meta.attributes.items() if k != "_ARRAY_DIMENSIONS"}
 
 
 def _zarr_missing_values(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
@@ -332,7 +326,8 @@ class ObjectPlaces:
     """An object a chunk, named by the store's own key encoding."""
 
     def __init__(self, array: Any, files: StoreFiles) -> None:
-        self._prefix = _object_prefix(array)
+        path = f"{array.path}/" if array.path else ""
+        self._prefix = f"{array.store.root}/{path}" if isinstance(array.store, LocalStore) else path
         self._key = array.metadata.encode_chunk_key
         self.files = files
 
@@ -427,9 +422,9 @@ class ShardPlaces:
         return self._objects.path(outer), self._lookup(is_there=known is None or not known.is_missing)
 
     def _lookup(self, is_there: bool) -> LookupCounts:
-        return (
-            LookupCounts(1, self._index_bytes) if is_there else LookupCounts(int(isinstance(self.files, RemoteFiles)))
-        )
+        if is_there:
+            return LookupCounts(1, self._index_bytes)
+        return LookupCounts(int(isinstance(self.files, RemoteFiles)))
 
     def _outer(self, index: ChunkIndex) -> ChunkIndex:
         return tuple([i // n for i, n in zip(index, self._per_shard, strict=True)])
@@ -487,7 +482,7 @@ class ShardPlaces:
         return found
 
     def _within(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """The same of chunks in one shard."""
+        """The places of chunks of one shard that follow each other along the last dim."""
         outer, flat = self._outer(first), 0
         known, shard = self._last
         if known != outer:
@@ -495,7 +490,7 @@ class ShardPlaces:
             self._last = outer, shard
         if shard is None:
             return [None] * count
-        for i, n in zip(first, self._per_shard, strict=True):
+        for i, n in zip(first, self._per_shard, strict=True):  # the number within the shard, in C order
             flat = flat * n + i % n
         return shard.refs(flat, count)
 

@@ -23,7 +23,7 @@ from jigsaw.redacted import cause_without_secrets
 
 
 class ZarrKeyFiles:
-    """A zarr store as `Files`: what it has at a key, through its own `get`."""
+    """A zarr store as `StoreFiles`: what it has at a key, through its own `get`."""
 
     far = True
     gap = 1 << 16
@@ -32,7 +32,7 @@ class ZarrKeyFiles:
         self._store = store
 
     def identity(self, path: str) -> ObjectIdentity | None:
-        """That of an object, where its store has a name that lasts."""
+        """None of an object whose store has no name that lasts."""
         return ObjectIdentity(f"{self._place}/{path}") if self._place else None
 
     @cached_property
@@ -40,25 +40,16 @@ class ZarrKeyFiles:
         return _lasting_store_name(self._store)
 
     def size(self, path: str) -> int | None:
-        """The length of an object in bytes; None when it is missing."""
         try:
             return int(_answer_of_store(self._store.getsize(path)))
         except FileNotFoundError:
             return None
 
     def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
-        """All bytes of an object.
-
-        Raises: `BadChunkError` when the store fails.
-        """
         found: Any = _answer_of_store(self._store.get(path, default_buffer_prototype()))
         return None if found is None else np.frombuffer(found.to_bytes(), np.uint8)
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """Fill every target, those at most `gap` bytes apart by one request; False when the object is missing.
-
-        Raises: `ShortChunkError` when the object ends before, `BadChunkError` when the store fails.
-        """
         parts = merge_ranges(((offset, offset + memory.size) for offset, memory in targets), self.gap)
         got: list[Any] = _answer_of_store(self._all([(path, RangeByteRequest(*part)) for part in parts]))
         found = [None if each is None else np.frombuffer(each.to_bytes(), np.uint8) for each in got]

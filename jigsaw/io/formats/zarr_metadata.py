@@ -23,11 +23,9 @@ class ZarrMetadataStore(ObjectStore[Any]):
         self.files = files
 
     def with_read_only(self, read_only: bool = False) -> ZarrMetadataStore:
-        """It is read-only."""
         return self
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """What lies at a key, or a part of it; None when nothing does."""
         raw = await asyncio.to_thread(self._read, key, byte_range)
         return None if raw is None else prototype.buffer.from_bytes(raw.tobytes())
 
@@ -44,17 +42,14 @@ class ZarrMetadataStore(ObjectStore[Any]):
         return None if found is None else found[0]
 
     async def exists(self, key: str) -> bool:
-        """Whether something lies at a key."""
         return await asyncio.to_thread(self.files.size, key) is not None
 
     async def getsize(self, key: str) -> int:
-        """The length of what lies at a key, in bytes."""
         size = await asyncio.to_thread(self.files.size, key)
         if size is None:
             raise FileNotFoundError(key)
         return size
 
     async def list_dir(self, prefix: str) -> AsyncGenerator[str, None]:
-        """The names below a prefix."""
         for name in await asyncio.to_thread(self.files.names, prefix):
             yield name

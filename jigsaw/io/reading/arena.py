@@ -69,24 +69,20 @@ class Arena:
     """The shared memory of the ranks of one machine; `me` counts among them."""
 
     def __init__(
-        self,
-        fd: int,
-        me: int,
-        names: Sequence[int],
-        pids: Sequence[int],
-        timeout: float,
-        barrier: Callable[[], None],
+        self, fd: int, me: int, names: Sequence[int], pids: Sequence[int], timeout: float, barrier: Callable[[], None]
     ) -> None:
         self._fd, self.me, self.size = -1, me, len(pids)
         self._names, self._pids, self._timeout = names, pids, timeout
         self._barrier, self._home = barrier, HomeProcess("this memory")
         self._header_bytes = arena_header_bytes(self.size)
+        # Two maps: words and messages stay where they are, the slots move to a larger map when a read needs more room.
         self._map = mmap.mmap(fd, self._header_bytes)
         self._words = memoryview(self._map).cast("q")
         self._messages = _mark_at(self.size) + 8
         self._slots = self._messages // 8 + self.size * _MESSAGE_BYTES // 8
         self._data: mmap.mmap | None = None
         self._slot_bytes = self.slots = 0
+        # opened now, and kept: the number of a process that ends may be another's later, what a pidfd means stays
         watched = [(_open_pidfd(pid), m) for m, pid in enumerate(pids) if m != me]
         self._deaths = {each: m for each, m in watched if each is not None}
         self._fd = fd  # now there is something to close
@@ -104,18 +100,17 @@ class Arena:
         self._barrier()
         self._words[at] = value
 
+    def _all_at(self, word: int, read: int) -> bool:
+        return all(self._words[self._of(m, word)] >= read for m in range(self.size))
+
     # -- a read's beginning and end ----------------------------------------------------------------------------------
 
     def await_turn(self, read: int) -> None:
-        """Wait until everybody has left the read before, who would take a failure in this one for one in that.
-
-        It is then that slots are free as well: nobody copies from one after it has left.
-        """
-        words = self._words
-        self.wait(lambda: all(words[self._of(m, _LEFT)] >= read - 1 for m in range(self.size)), read - 1, _LEFT)
+        """Wait until everybody has left the read before, who would take a failure in this one for one in that."""
+        # it is then that slots are free as well: nobody copies from one after it has left
+        self.wait(lambda: self._all_at(_LEFT, read - 1), read - 1, _LEFT)
 
     def start(self, read: int, digest: int, slot_bytes: int, slots: int) -> None:
-        """Begin a read whose turn it is: the slots may be laid out anew."""
         if slots:
             self._lay_out(slot_bytes, slots)
         self._words[self._of(self.me, _DIGEST)] = digest  # first: who sees *started* may compare it
@@ -125,31 +120,30 @@ class Arena:
         self._slot_bytes = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self.slots = slots
         need = self._header_bytes + self._slot_bytes * slots
+        # Every rank comes here by itself, before it says *started*.  A byte past the end makes the file larger, never
+        # smaller: a rank that reads something else, which the digests will tell, may have made it larger already.
         if os.fstat(self._fd).st_size < need:
-            os.pwrite(self._fd, b"\0", need)  # grows at the most: a rank that reads something else may have more
+            os.pwrite(self._fd, b"\0", need)
         if self._data is None or len(self._data) < need:
             self._data = mmap.mmap(self._fd, need)
 
     def finish(self, read: int) -> None:
         """End a read that went well here: wait until it has everywhere."""
-        words = self._words
         self._tell(self._of(self.me, _FINISHED), read)
-        self.wait(lambda: all(words[self._of(m, _FINISHED)] >= read for m in range(self.size)), read)
+        self.wait(lambda: self._all_at(_FINISHED, read), read)
         self.check_digests(read)  # nobody begins the next read before this rank has left
 
     def leave(self, read: int) -> None:
-        """Touch no slot any more for this read, whether it went well or not."""
+        # the barrier is for loads: what this rank copied out of slots is copied before others write there anew
         self._tell(self._of(self.me, _LEFT), read)
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
     def memory(self, slot: int, size: int) -> NDArray[np.uint8]:
-        """The first `size` bytes of a slot."""
         assert self._data is not None
         return np.frombuffer(self._data, np.uint8, size, self._header_bytes + slot * self._slot_bytes)
 
     def is_published(self, slot: int, ticket: int) -> bool:
-        """Whether the section of that ticket lies in the slot."""
         return self._words[self._slot(slot)] == ticket
 
     def any_published(self, pairs: Sequence[tuple[int, int]]) -> Callable[[], bool]:
@@ -163,11 +157,9 @@ class Arena:
         self._tell(self._slot(slot), ticket)
 
     def release(self, slot: int, ticket: int) -> None:
-        """Say that this rank has copied its boxes of the section of that ticket."""
         self._tell(self._slot(slot) + 1 + self.me, ticket)
 
     def is_free(self, slot: int, ticket: int, readers: Sequence[int]) -> bool:
-        """Whether all `readers` have copied their boxes of the section of that ticket."""
         at = self._slot(slot) + 1
         return all(self._words[at + m] >= ticket for m in readers)
 
@@ -177,6 +169,9 @@ class Arena:
         """Tell the others that this rank failed in a read, and why; not when it failed because another one did."""
         if getattr(error, "heard", False):
             return
+        # Ranks 1 and 2 fail at the same time: each writes its own message, length and *failed*, and both one number
+        # into the word that all poll.  Rank 0 sees that word and takes rank 1's message, or rank 2's, if that of rank 1
+        # is not there yet; both are true.  Its number only grows: nobody begins a read before all have left the last.
         text = f"{type(error).__name__}\n{error}".encode(errors="replace")[:_MESSAGE_BYTES]
         at = self._messages + self.me * _MESSAGE_BYTES
         self._map[at : at + len(text)] = text
@@ -210,9 +205,11 @@ class Arena:
 
         Raises: what another rank failed with in this read; `PeerError` when one died, or the time is over.
         """
+        # No futex: it would need one word for all that is waited for here, and a rank that is killed never wakes it.
+        # Sleeps grow from 0.2 to 2 ms, so that ranks that wait leave their cores to those that decode.
         pause, slept, since = 2e-4, 0.0, time.monotonic()
         while not ready():
-            if word == _FINISHED:
+            if word == _FINISHED:  # while it waits for *left*, the read before is over, and so is its failure
                 self.check(read)
             if slept > 0.1:
                 self._look_around(read, word, since)
@@ -224,8 +221,13 @@ class Arena:
     def _look_around(self, read: int, word: int, since: float) -> None:
         if word == _FINISHED:
             self.check_digests(read)
-        dead = self._dead()
-        for m in range(self.size):  # one that is gone, but had come so far, keeps nobody waiting
+        # One that is gone keeps nobody waiting if it had come so far: rank 3 may end after its last *finished* while
+        # rank 0 still waits for rank 1.  One that was killed is told by its pidfd, one that is closed by its *left*.
+        watch = select.poll()  # of this call alone: threads wait at the same time, and such an object refuses a second
+        for each in self._deaths:
+            watch.register(each, select.POLLIN)
+        dead = {self._deaths[each] for each, _ in watch.poll(0)}
+        for m in range(self.size):
             closed = self._words[self._of(m, _LEFT)] == _CLOSED_READER
             if (m in dead or closed) and self._words[self._of(m, word)] < read:
                 gone = "has ended" if m in dead else "has closed its reader"
@@ -233,12 +235,6 @@ class Arena:
         if time.monotonic() - since > self._timeout:
             late = [self._names[m] for m in range(self.size) if m != self.me and self._words[self._of(m, word)] < read]
             raise PeerError(f"waited {self._timeout:g} s for ranks {late} of the domain group to read their part")
-
-    def _dead(self) -> set[int]:
-        watch = select.poll()  # of this call alone: threads wait at the same time, and such an object refuses a second
-        for each in self._deaths:
-            watch.register(each, select.POLLIN)
-        return {self._deaths[each] for each, _ in watch.poll(0)}
 
     def close(self) -> None:
         """Let go of the memory; it goes when the last rank lets go."""
@@ -297,6 +293,7 @@ def attach_arena(peers: PeerGroup, timeout: float) -> Arena | None:
     network.
     """
     near = peers.neighbours
+    # Both gatherings are reached by every rank, whatever it could not do before: what fails is a value, not an error.
     leader, barrier = min(near), memory_barrier()
     fd = _create_memory_file(len(near)) if peers.me == leader and len(near) > 1 else -1
     offered = peers.gather(_MemoryMark.of(fd, len(near)))[leader]
@@ -322,7 +319,6 @@ class _MemoryMark(NamedTuple):
 
     @classmethod
     def of(cls, fd: int, size: int) -> _MemoryMark | None:
-        """Of a descriptor, if there is one."""
         if fd < 0:
             return None
         found = os.fstat(fd)

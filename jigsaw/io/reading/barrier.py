@@ -21,10 +21,7 @@ _BARRIER, _JOIN = 1 << 1, 1 << 2
 
 def memory_barrier() -> Callable[[], None] | None:
     """What to call between writing data and storing the word that tells of it; None where there is no such thing."""
-    return _no_barrier if platform.machine().lower() in _ORDERED else kernel_barrier()
-
-
-def _no_barrier() -> None: ...
+    return (lambda: None) if platform.machine().lower() in _ORDERED else kernel_barrier()
 
 
 def kernel_barrier() -> Callable[[], None] | None:
@@ -32,6 +29,8 @@ def kernel_barrier() -> Callable[[], None] | None:
     number = _MEMBARRIER.get(platform.machine())
     if number is None or platform.system() != "Linux":
         return None
+    # The kernel interrupts those who joined, wherever they run, and so orders the loads of those who poll as well: they
+    # need no call of their own, and a poll costs nothing.
     call = ctypes.CDLL(None, use_errno=True).syscall
     if call(number, _JOIN, 0, 0) != 0:
         return None

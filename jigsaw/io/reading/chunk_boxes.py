@@ -21,11 +21,11 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from jigsaw.cut import Cut, Interval
 from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows, DimChunks
 from jigsaw.io.series.boundary import PERIODIC_BOUNDARY, DimBoundary
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, runs_of_pairs
-from jigsaw.layout import Cut, Interval
 
 
 class RowRun(NamedTuple):
@@ -39,7 +39,6 @@ class RowRun(NamedTuple):
 
     @property
     def each(self) -> range:
-        """The rows of the chunk, one after the other."""
         return range(self.source, self.source + self.source_step * self.length, self.source_step)
 
     @property
@@ -63,7 +62,6 @@ class ChunkBox(NamedTuple):
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """The number of rows along each stored dim."""
         return tuple(sum(run.length for run in runs) for runs in self.runs)
 
     @property
@@ -74,7 +72,6 @@ class ChunkBox(NamedTuple):
 
     @property
     def rect(self) -> ChunkRows:
-        """The rows of the chunk that it takes, each once."""
         return tuple(tuple(merge_ranges(run.rows for run in runs)) for runs in self.runs)
 
 
@@ -95,12 +92,11 @@ def _split_by_chunk(pairs: Sequence[tuple[int, int]], along: DimChunks) -> RunsB
 def _runs_of_space_dim(
     held: Interval, size: int, first: int, along: DimChunks, flip: bool, way: BoundaryRows
 ) -> RunsByChunk:
-    """The runs of a spatial dim, whose `size` rows begin at the stored row `first`.
-
-    Stored rows wrap, where a whole dim is rolled.
-    """
-    # three counts of rows: those of the sample, as held -> those of the domain, beyond whose ends the boundary's rule
-    # has shown which row stands there (and half a turn on, beyond a pole) -> those stored, which may run against them
+    """The runs of a spatial dim, whose `size` rows begin at the stored row `first`; they wrap where it is rolled."""
+    # Three counts of rows: those of the sample, as held -> those of the domain, beyond whose ends the boundary's rule
+    # has shown which row stands there (and half a turn on, beyond a pole) -> those stored, which may run against them.
+    # On 10 rows that wrap, stored upside down, a rank holds -1..3: its first row is the domain's 9, and the stored 0.
+    # Of a rolled dim `first` is the stored row at which the domain begins: of 6, row 5 is the stored row 11 % 10 = 1.
     rows = ((row, target) for target, row, turned in way.boundary.rows(held, size) if turned == way.turned)
     shown = (((row + way.shift) % size if way.shift else row, target) for row, target in rows)
     pairs = [((first + (size - 1 - row if flip else row)) % along.size, target) for row, target in shown]
@@ -130,12 +126,6 @@ def _boundary_rows(request: ReadRequest, turned: bool) -> tuple[BoundaryRows, ..
     )
 
 
-def part_geometries(number: int, part: ReadPart, grid: ChunkGrid, request: ReadRequest) -> list[PartGeometry]:
-    """The geometry of a part, and that of its rows beyond a pole where ranks hold such."""
-    both = [False, True] if any(b.rule == "pole" for b in request.boundary) else [False]
-    return [PartGeometry(number, part, grid, request, turned) for turned in both]
-
-
 @lru_cache(maxsize=4096)
 def _runs_of_picks(picks: IndexPicks, held: Interval, along: DimChunks) -> RunsByChunk:
     start, stop = held
@@ -152,86 +142,73 @@ class PartGeometry:
     def __init__(
         self, number: int, part: ReadPart, grid: ChunkGrid, request: ReadRequest, turned: bool = False
     ) -> None:
-        self._turned, ways = turned, _boundary_rows(request, turned)
-        self._along, self._share = grid.along, dict[int, list[dict[int, float]]]()
-        self._part_to = part.to
-        self._part, self._at = number, [request.layout.cuts[dim] for dim, _ in part.at]
-        self._fixed = part.at
-        self._dims: list[tuple[Cut | None, list[RunsByChunk]]] = []
-        self._owned: list[list[RunsByChunk]] = []
-        for d, (picks, to) in enumerate(zip(part.picks, part.to, strict=True)):
-            cut = None if to == DROPPED_DIM else request.layout.cuts[to]
-            along = grid.along[d]
-            if picks is None:
-                assert cut is not None
-                first = part.first[d] if part.first else 0
-                how = cut.size, first, along, d in part.flip, ways[to - 2]
-                runs = [_runs_of_space_dim(held, *how) for held in cut.held]
-                owned = [_runs_of_space_dim(cut.owned(i), *how) for i in range(cut.pieces)]
-            elif cut is None:
-                runs = owned = [_runs_of_picks(((picks[0][0], 0),), (0, 1), along)]
-            else:
-                runs = owned = [_runs_of_picks(picks, held, along) for held in cut.held]
-            self._dims.append((cut, runs))
-            self._owned.append(owned)
-        coords = list(request.layout.coords())
-        self._rows = [[runs[piece] for (_, runs), piece in self._pieces(request, coord)] for coord in coords]
-        self._inner = [
-            [owned[piece] for owned, (_, piece) in zip(self._owned, self._pieces(request, coord), strict=True)]
-            for coord in coords
-        ]
-        self._fixed_at = [self._fix(request, coord) for coord in coords]
-
-    def _pieces(
-        self, request: ReadRequest, coord: ChunkIndex
-    ) -> Iterator[tuple[tuple[Cut | None, list[RunsByChunk]], int]]:
-        for dim in self._dims:
-            yield dim, request.layout.piece(dim[0], coord) if dim[0] else 0
-
-    def _fix(self, request: ReadRequest, coord: ChunkIndex) -> tuple[tuple[int, int], ...] | None:
-        found: list[tuple[int, int]] = []
-        for (dim, index), cut in zip(self._fixed, self._at, strict=True):
-            start, stop = cut.held[request.layout.piece(cut, coord)]
-            if not start <= index < stop:
-                return None
-            found.append((dim, index - start))
-        return tuple(found)
+        self._number, self._turned, self._along = number, turned, grid.along
+        self.ends_in_space = bool(part.to) and part.to[-1] >= 2
+        self._shares: dict[int, list[dict[int, float]]] = {}
+        layout, ways = request.layout, _boundary_rows(request, turned)
+        dims = [_runs_by_piece(part, d, grid, request, ways) for d in range(len(part.to))]
+        # a dropped dim has no cut, and is one piece that all ranks take
+        pieces = [[layout.piece(cut, coord) if cut else 0 for cut, _, _ in dims] for coord in layout.coords()]
+        self._held = [[held[i] for (_, held, _), i in zip(dims, mine, strict=True)] for mine in pieces]
+        self._owned = [[owned[i] for (_, _, owned), i in zip(dims, mine, strict=True)] for mine in pieces]
+        self._fixed_at = [_fixed_targets(part, request, coord) for coord in layout.coords()]
 
     def chunks(self, member: int) -> Iterator[ChunkIndex]:
-        """The chunks that a rank needs."""
-        return iter(()) if self._fixed_at[member] is None else product(*self._rows[member])
+        return iter(()) if self._fixed_at[member] is None else product(*self._held[member])
 
     def owns(self, chunk: ChunkIndex, member: int) -> bool:
         """Whether a rank owns rows of a chunk, rather than only holding some as its halo."""
-        return all(c in rows for rows, c in zip(self._inner[member], chunk, strict=True))
-
-    @property
-    def ends_in_space(self) -> bool:
-        """Whether the last stored dim is a spatial one."""
-        return bool(self._dims) and self._part_to[-1] >= 2
+        return all(c in rows for rows, c in zip(self._owned[member], chunk, strict=True))
 
     def last(self, member: int) -> RunsByChunk:
         """What a rank takes along the last stored dim, for each of the chunks there."""
-        return self._rows[member][-1]
+        return self._held[member][-1]
 
     def share(self, chunk: ChunkIndex, member: int) -> float:
-        """Which part of a chunk a rank takes."""
-        return prod(shares.get(c, 0.0) for shares, c in zip(self._shares(member), chunk, strict=True))
-
-    def _shares(self, member: int) -> list[dict[int, float]]:
-        """Which part of the rows of each chunk a rank takes, along each stored dim."""
-        if member not in self._share:
-            self._share[member] = [
+        if member not in self._shares:
+            # merged, because rows that are taken twice, as beyond an edge, are decoded once
+            self._shares[member] = [
                 {
                     c: sum(b - a for a, b in merge_ranges(run.rows for run in runs)) / along.length(c)
                     for c, runs in rows.items()
                 }
-                for rows, along in zip(self._rows[member], self._along, strict=True)
+                for rows, along in zip(self._held[member], self._along, strict=True)
             ]
-        return self._share[member]
+        return prod(shares.get(c, 0.0) for shares, c in zip(self._shares[member], chunk, strict=True))
 
     def box(self, chunk: ChunkIndex, member: int) -> ChunkBox | None:
         """What a rank takes of a chunk; None for nothing."""
         at = self._fixed_at[member]
-        runs = tuple(row.get(c, ()) for row, c in zip(self._rows[member], chunk, strict=True))
-        return None if at is None or not all(runs) else ChunkBox(self._part, runs, at, self._turned)
+        runs = tuple(row.get(c, ()) for row, c in zip(self._held[member], chunk, strict=True))
+        return None if at is None or not all(runs) else ChunkBox(self._number, runs, at, self._turned)
+
+
+def _runs_by_piece(
+    part: ReadPart, d: int, grid: ChunkGrid, request: ReadRequest, ways: Sequence[BoundaryRows]
+) -> tuple[Cut | None, list[RunsByChunk], list[RunsByChunk]]:
+    """How a stored dim is cut, and what each piece holds of its chunks, and owns of them."""
+    picks, to, along = part.picks[d], part.to[d], grid.along[d]
+    if to == DROPPED_DIM:
+        assert picks is not None
+        runs = [_runs_of_picks(((picks[0][0], 0),), (0, 1), along)]
+        return None, runs, runs
+    cut = request.layout.cuts[to]
+    if picks is not None:  # along times and channels, where nobody has a halo
+        runs = [_runs_of_picks(picks, held, along) for held in cut.held]
+        return cut, runs, runs
+    # space begins at dim 2 of the sample
+    how = cut.size, part.first[d] if part.first else 0, along, d in part.flip, ways[to - 2]
+    held = [_runs_of_space_dim(rows, *how) for rows in cut.held]
+    return cut, held, [_runs_of_space_dim(cut.owned(i), *how) for i in range(cut.pieces)]
+
+
+def _fixed_targets(part: ReadPart, request: ReadRequest, coord: ChunkIndex) -> tuple[tuple[int, int], ...] | None:
+    """Where a part lands along dims that its array lacks: None for a rank that does not hold that place."""
+    found: list[tuple[int, int]] = []
+    for dim, index in part.at:
+        cut = request.layout.cuts[dim]
+        start, stop = cut.held[request.layout.piece(cut, coord)]
+        if not start <= index < stop:
+            return None
+        found.append((dim, index - start))
+    return tuple(found)

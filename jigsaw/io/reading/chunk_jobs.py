@@ -47,7 +47,6 @@ class ReadCounts:
 
     @property
     def stored(self) -> int | None:
-        """The stored bytes; None where they are not known."""
         return None if self.unsized else self.stored_bytes
 
     def __add__(self, other: ReadCounts) -> ReadCounts:

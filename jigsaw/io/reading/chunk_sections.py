@@ -26,9 +26,11 @@ from math import prod
 from operator import neg
 from typing import NamedTuple
 
+from jigsaw.cut import Interval
 from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.reading.read_plan import ChunkBox, ChunkJob, ReadPlan, RowRun
-from jigsaw.layout import Interval
+from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
+from jigsaw.io.reading.chunk_jobs import ChunkJob
+from jigsaw.io.reading.read_plan import ReadPlan
 
 SECTION_BYTES = 1 << 22
 """Bytes of a section, or one row where that is more: what the caches hold."""
@@ -41,15 +43,14 @@ class ChunkSection(NamedTuple):
     `number` is the job's in the plan; the sections of a `lane` of its owner are decoded one after the other.
     """
 
-    number: int
     job: ChunkJob
-    lane: int
+    number: int = 0
+    lane: int = 0
     dim: int = 0
     rows: Interval | None = None
     is_last: bool = True
 
     def shape(self, table: ArrayTable) -> tuple[int, ...]:
-        """The rows along each stored dim."""
         shape = list(table.grid.shape_of(self.job.chunk))
         if self.rows is not None:
             shape[self.dim] = self.rows[1] - self.rows[0]
@@ -65,14 +66,12 @@ class ChunkSection(NamedTuple):
             yield from zip(boxes, boxes, strict=True)
             return
         for box in boxes:
-            found = [part for run in box.runs[self.dim] if (part := _run_within(run, self.rows)).length]
+            found = tuple(part for run in box.runs[self.dim] if (part := _run_within(run, self.rows)).length)
             if found:
-                here = [run._replace(source=run.source - self.rows[0]) for run in found]
-                yield _with_runs(box, self.dim, found), _with_runs(box, self.dim, here)
-
-
-def _with_runs(box: ChunkBox, dim: int, runs: Sequence[RowRun]) -> ChunkBox:
-    return box._replace(runs=(*box.runs[:dim], tuple(runs), *box.runs[dim + 1 :]))
+                # a section's memory begins with its own first row; targets count in the sample, and stay
+                here = tuple(run._replace(source=run.source - self.rows[0]) for run in found)
+                before, after = box.runs[: self.dim], box.runs[self.dim + 1 :]
+                yield box._replace(runs=(*before, found, *after)), box._replace(runs=(*before, here, *after))
 
 
 def _run_within(run: RowRun, rows: Interval) -> RowRun:
@@ -81,30 +80,27 @@ def _run_within(run: RowRun, rows: Interval) -> RowRun:
     if run.source_step > 0:
         first, stop = (bisect_left(source, row) for row in rows)
     else:
+        # Falling rows rise when negated, and the ends change places: of 10, 7, 4, 1 the first below 8 is the first
+        # whose negative is at least -7 = 1 - 8; the rows of at least 4 end before the first at or above -3 = 1 - 4.
         stop, first = (bisect_left(source, 1 - row, key=neg) for row in rows)
     return run._replace(
         source=run.source + run.source_step * first, target=run.target + run.target_step * first, length=stop - first
     )
 
 
-def whole_chunk_section(job: ChunkJob, number: int = 0, lane: int = 0) -> ChunkSection:
-    """All of a job's chunk as one section."""
-    return ChunkSection(number, job, lane)
-
-
 def sections_in_slot_order(
     plan: ReadPlan, jobs: Sequence[tuple[int, ChunkJob]], lanes: Sequence[int], cut: bool = True
 ) -> list[ChunkSection]:
-    """The sections of numbered jobs in the order of their slots; a rank has so many `lanes`.
-
-    Lanes take turns, so that the slots of any moment hold sections of all.
-    """
+    """The sections of numbered jobs in the order of their slots; a rank has so many `lanes`."""
+    # Queues stand in the order in which the plan's jobs first name them: the same everywhere, whatever order the
+    # threads come in.  A rank's jobs go to its lanes in turn, so that these are about equally long.
     queues: dict[tuple[int, int], list[ChunkSection]] = {}
     seen = [0] * len(lanes)
     for number, job in jobs:
         lane = seen[job.owner] % lanes[job.owner]
         seen[job.owner] += 1
         queues.setdefault((job.owner, lane), []).extend(_sections_of_job(plan, job, number, lane, cut))
+    # lanes take turns, so that the slots of any moment hold sections of all
     return [section for turn in zip_longest(*queues.values()) for section in turn if section is not None]
 
 
@@ -116,6 +112,8 @@ def fair_thread_count(ranks: int) -> int:
 def slot_size_and_count(plan: ReadPlan, sections: Sequence[ChunkSection], threads: int, budget: int) -> tuple[int, int]:
     """The size and number of slots for sections: one a loading thread, two while that is little, within a budget."""
     size = max((section.size(plan.tables[section.job.array]) for section in sections), default=0)
+    # a slot for each thread, so that none waits for another's readers; a second lets it decode on while its first is
+    # taken, which pays only as long as all slots together stay in the cache
     wanted = max(threads, min(2 * threads, _FEW_SLOT_BYTES // max(size, 1)))
     return size, max(1, min(wanted, len(sections), budget // max(size, 1)))
 
@@ -124,7 +122,7 @@ def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut:
     table, chunk = plan.tables[job.array], job.chunk
     size = table.grid.bytes_of(chunk)
     if not cut or size <= SECTION_BYTES or not _can_stream(plan, job):
-        yield whole_chunk_section(job, number, lane)
+        yield ChunkSection(job, number, lane)
         return
     assert table.decoder is not None
     # the outermost dim in memory that has rows to cut: what is decoded from beginning to end is then rows of it in turn
@@ -132,12 +130,15 @@ def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut:
     rows = table.grid.shape_of(chunk)[dim]
     step = max(1, SECTION_BYTES * rows // size)
     for start in range(0, rows, step):
-        yield ChunkSection(number, job, lane, dim, (start, min(start + step, rows)), start + step >= rows)
+        yield ChunkSection(job, number, lane, dim, (start, min(start + step, rows)), start + step >= rows)
 
 
 def _can_stream(plan: ReadPlan, job: ChunkJob) -> bool:
     """Whether a chunk can be decoded from its beginning to its end, all of it, as it is fetched."""
     table = plan.tables[job.array]
+    # What is asked here must be alike on every rank, or they would count other places for the same slots.  Far chunks
+    # come whole, by batches; chunks in part, and those whose filters were left out in part (`mask`), are no stream of
+    # rows from the first to the last.
     if table.decoder is None or not table.decoder.splits or table.far:
         return False
     ref = plan.ref(job.array, job.chunk)

@@ -11,26 +11,22 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import PeerError, ReadError
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
 from jigsaw.io.reading.arena import attach_arena
+from jigsaw.io.reading.chunk_jobs import ReadCounts
 from jigsaw.io.reading.chunk_sections import fair_thread_count
 from jigsaw.io.reading.fetch_ahead import FetchAhead
 from jigsaw.io.reading.forks import HomeProcess
 from jigsaw.io.reading.memory_pool import MemoryPool
 from jigsaw.io.reading.peers import PeerGroup, meet_peers
-from jigsaw.io.reading.read_plan import ReadCounts, ReadPlan
+from jigsaw.io.reading.placing import AnyArray
+from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reading.running_read import ReadingRank, RunningRead
-
-AnyArray = NDArray[Any]
-ByteArray = NDArray[np.uint8]
 
 
 class ReadEngine:
@@ -57,10 +53,12 @@ class ReadEngine:
         self.peers = mesh if isinstance(mesh, PeerGroup) else meet_peers(mesh, apart, timeout=timeout)
         self.arena = attach_arena(self.peers, timeout or self.peers.timeout)
         self.memory = MemoryPool(pinned=isinstance(mesh, DeviceMesh) and mesh.device_type == "cuda")
+        # What is collective comes in this order on every rank: the group, the arena over it, then the lanes.  A rank
+        # that dies in between is a `PeerError` of the others' next message.
         self.stats, self.reads = ReadCounts(), 0
         self.threads = threads or fair_thread_count(len(self.peers.neighbours))
         lanes = self.peers.gather(self.threads)
-        self._busy, self._counting, self._is_closed = threading.Lock(), threading.Lock(), False
+        self._busy, self._is_closed = threading.Lock(), False
         self.ahead = FetchAhead(self.peers.me, budget) if any(t.far for t in store.arrays.values()) else None
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
         self.rank = ReadingRank(self.peers, self.arena, self.ahead, self.memory, self.pool, lanes, budget)
@@ -75,6 +73,8 @@ class ReadEngine:
         Raises: a `ReadError` on every rank when it fails on any; of an engine that was closed; `ForkedError`.
         """
         self.home.check_home()
+        # One read at a time: ranks pair their reads by number alone, and two threads of a rank that read at once would
+        # be two reads in another order elsewhere.
         with self._busy:
             if self._is_closed:
                 raise ReadError("this reader was closed; make a new dataset or loader to read on")
@@ -83,10 +83,10 @@ class ReadEngine:
             try:
                 return running.run(out)
             except BaseException as e:
-                vars(e)["heard"] = True
+                vars(e)["heard"] = True  # whoever failed has told it, so `refuse` must not take part in another read
                 raise
             finally:
-                self.count(running.counts)
+                self.stats = self.stats + running.counts
 
     def plan(self, make: Callable[[], ReadPlan], key: Hashable = None) -> ReadPlan:
         """The plan of the next read: the one that `ahead` expected under `key`, or else made now.
@@ -102,15 +102,15 @@ class ReadEngine:
             raise
 
     def refuse(self, error: BaseException) -> None:
-        """Take part in the next read as one that has failed, so that others do not wait for this rank; nothing happens
-        when they know of the error already, from the read that failed with it.
-        """
+        """Take part in the next read as one that has failed, so that others do not wait for this rank."""
+        # nothing to do when they know of the error already, from the read that failed with it
         if self._is_closed or getattr(error, "heard", False):
             return
         with self._busy, suppress(PeerError):
             self.reads += 1  # the others are in this read, or will be: it is the same number on every rank
             try:
                 if self.arena is not None:
+                    # told before the turn has come, it would be taken for a failure of the read before
                     self.arena.await_turn(self.reads)
                     self.arena.fail(self.reads, error)
                 if self.peers.is_spread:  # answers the first `RunningRead._agree` of the others; they leave after it
@@ -122,9 +122,7 @@ class ReadEngine:
 
     @property
     def looked_up(self) -> LookupCounts:
-        """The reads of shard indices and of Blosc's tables that planning took of the arrays that the store lists, since
-        it was opened: joined files keep counts of their own.
-        """
+        """The lookups that planning took since the store was opened; joined files keep counts of their own."""
         return total_lookups(table.finder.looked_up for table in self.store.arrays.values())
 
     def close(self) -> None:
@@ -138,8 +136,3 @@ class ReadEngine:
         if self.arena is not None:
             self.arena.close()
         self.peers.close()
-
-    def count(self, more: ReadCounts) -> None:
-        """Add to the counters."""
-        with self._counting:
-            self.stats = self.stats + more

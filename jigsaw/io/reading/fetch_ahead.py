@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from jigsaw.io.chunks.chunk import FetchedBytes
 from jigsaw.io.chunks.concurrent_requests import REQUESTS_IN_FLIGHT, while_waited_for
+from jigsaw.io.reading.chunk_jobs import ChunkJob
 from jigsaw.io.reading.fetch_batches import FetchBatch
-from jigsaw.io.reading.read_plan import ChunkJob, ReadPlan
+from jigsaw.io.reading.read_plan import ReadPlan
 
 
 @dataclass(eq=False)
@@ -45,6 +46,8 @@ class FetchAhead:
         self._expected: dict[Hashable, Future[ReadPlan]] = {}
         self._waiting: deque[_FetchGroup] = deque()
         self._groups: dict[ReadPlan, dict[ChunkJob, _FetchGroup]] = {}
+        # `_lock` guards `_waiting`, `_groups`, `_held` and what is left of each group.  `_expected` is the reading
+        # thread's alone; the planning thread comes here by `add` only.
         self._held = 0
         self._is_closed = False
         self._lock = threading.Lock()
@@ -61,10 +64,7 @@ class FetchAhead:
             return self.add(plan())
 
     def planned(self, key: Hashable) -> ReadPlan | None:
-        """The plan of a read that was expected; None, and nothing is expected any more, when it was another one.
-
-        Raises: what planning it raised.
-        """
+        """The plan of a read that was expected, or what it raised; None, and no more, when another one was expected."""
         found = self._expected.pop(key, None)
         if found is not None:
             return found.result()
@@ -72,7 +72,6 @@ class FetchAhead:
         return None
 
     def forget(self) -> None:
-        """Give up all reads that were expected and have not begun."""
         while self._expected:
             _, future = self._expected.popitem()
             if not future.cancel() and future.exception() is None:
@@ -98,9 +97,11 @@ class FetchAhead:
             if group is None:
                 raise CancelledError
             if not group.started:  # the budget is full: what is asked for goes first
+                # beyond the budget, or two threads could each hold what the other's request needs room for
                 self._waiting.remove(group)
                 self._start(group)
         try:
+            # without the lock, for it may take seconds; popped, so that the bytes go when they are decoded
             return group.promise.result().pop(job)
         finally:
             with self._lock:
@@ -113,6 +114,8 @@ class FetchAhead:
             if any(not group.started for group in groups.values()):
                 self._waiting = deque(group for group in self._waiting if group.plan is not plan)
             for group in groups.values():
+                # A promise that nobody works on is cancelled; one under way too, as it is never marked as running: its
+                # thread finds that by `while_waited_for`, and its result has nowhere to go (InvalidStateError).
                 group.promise.cancel()
                 self._let_go(group, group.left)
 
@@ -137,7 +140,7 @@ class FetchAhead:
 
     def _let_go(self, group: _FetchGroup, jobs: set[ChunkJob]) -> None:
         """The bytes of a group count until the last of its jobs was taken."""
-        if group.left:
+        if group.left:  # else it was let go of: a drop may meet a job that is just being taken
             group.left -= jobs
             if group.started and not group.left:
                 self._held -= group.batch.size
@@ -150,17 +153,12 @@ def _fetch_group(group: _FetchGroup) -> None:
         return
     wanted = while_waited_for(lambda: not group.promise.cancelled())
     with wanted, suppress(InvalidStateError):  # given up meanwhile
+        plan, jobs, fetched = group.plan, group.batch.jobs, None
         try:
-            found = _fetch_batch_bytes(group.plan, group.batch)
+            if group.batch.requests:  # without any they are missing chunks, of any array
+                wanted = [(job.chunk, plan.part_of(job)) for job in jobs]
+                fetched = plan.tables[jobs[0].array].decoding.fetch_together(wanted, group.batch.requests)
         except BaseException as e:
             group.promise.set_exception(e)
         else:
-            group.promise.set_result(found)
-
-
-def _fetch_batch_bytes(plan: ReadPlan, batch: FetchBatch) -> dict[ChunkJob, FetchedBytes | None]:
-    if not batch.requests:  # missing chunks, of any array
-        return dict.fromkeys(batch.jobs)
-    wanted = [(job.chunk, plan.part_of(job)) for job in batch.jobs]
-    fetched = plan.tables[batch.jobs[0].array].decoding.fetch_together(wanted, batch.requests)
-    return dict(zip(batch.jobs, fetched, strict=True))
+            group.promise.set_result(dict(zip(jobs, fetched or [None] * len(jobs), strict=True)))

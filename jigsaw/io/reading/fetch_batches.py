@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.byte_ranges import ByteRange, merge_ranges
+from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.reading.chunk_jobs import ChunkJob
 from jigsaw.io.reading.found_chunks import FoundChunks
-
-if TYPE_CHECKING:
-    from jigsaw.io.chunks.array_table import ArrayTable
-    from jigsaw.io.chunks.chunk import ChunkRef
 
 LARGEST_BATCH = 4 << 20
 """Bytes of one request for several chunks: more of them would wait for each other."""
 
 
 class FetchBatch(NamedTuple):
-    """Jobs whose bytes are fetched together: how many requests that takes, and how many bytes come.
-
-    A chunk of unknown stored size is counted with its decoded size.
-    """
+    """Jobs whose bytes are fetched together, in so many requests; a chunk of unknown `size` counts as decoded."""
 
     jobs: tuple[ChunkJob, ...]
     requests: int
     size: int
-
-
-class _PlacedJob(NamedTuple):
-    """A job, and which bytes of its object it needs."""
-
-    start: int
-    stop: int
-    parts: list[ByteRange]
-    job: ChunkJob
 
 
 def fetch_batches(chunks: FoundChunks, jobs: Iterable[ChunkJob]) -> Iterator[FetchBatch]:
@@ -52,32 +38,27 @@ def _batches_of_object(
     chunks: FoundChunks, jobs: Iterable[tuple[ChunkJob, ChunkRef]], table: ArrayTable
 ) -> Iterator[FetchBatch]:
     """The batches of jobs on one object; one of unknown size is fetched whole."""
-    placed: list[_PlacedJob] = []
+    placed: list[tuple[list[ByteRange], ChunkJob]] = []
     for job, ref in jobs:
-        part = chunks.portion_of(job)
+        part = chunks.portion(job.array, job.chunk, job.readers)
         if part is None and ref.length is None:
             yield FetchBatch((job,), 1, table.grid.bytes_of(job.chunk))
         else:
             ranges = [(0, ref.length or 0)] if part is None else part.ranges
-            parts = [(ref.offset + start, ref.offset + start + length) for start, length in ranges]
-            placed.append(_PlacedJob(parts[0][0], parts[-1][1], parts, job))
-    yield from _batches_of_near_jobs(sorted(placed), table.places.files.gap)
-
-
-def _batches_of_near_jobs(placed: Iterable[_PlacedJob], gap: int) -> Iterator[FetchBatch]:
-    some: list[_PlacedJob] = []
-    stop = 0
-    for each in placed:
-        if some and (each.start > stop + gap or each.stop - some[0].start > LARGEST_BATCH):
-            yield _batch_of_jobs(some, gap)
-            some, stop = [], 0
-        some.append(each)
-        stop = max(stop, each.stop)
-    if some:
-        yield _batch_of_jobs(some, gap)
-
-
-def _batch_of_jobs(some: Sequence[_PlacedJob], gap: int) -> FetchBatch:
-    parts = [part for each in some for part in each.parts]
-    size = sum(stop - start for start, stop in parts)
-    return FetchBatch(tuple(each.job for each in some), len(merge_ranges(parts, gap)), size)
+            placed.append(([(ref.offset + start, ref.offset + start + length) for start, length in ranges], job))
+    # Chunks at bytes 0-40, 50-90 and 5000-5040 of a shard, with a gap of 64: one request for the first two, whose ten
+    # bytes between cost less than a round trip, and one for the third.
+    batches: list[list[tuple[list[ByteRange], ChunkJob]]] = []
+    reach, gap = 0, table.places.files.gap
+    for parts, job in sorted(placed):
+        start, stop = parts[0][0], parts[-1][1]
+        if not batches or start > reach + gap or stop - batches[-1][0][0][0][0] > LARGEST_BATCH:
+            batches.append([])
+            reach = 0
+        batches[-1].append((parts, job))
+        reach = max(reach, stop)
+    for batch in batches:
+        parts = [part for parts, _ in batch for part in parts]
+        size = sum(stop - start for start, stop in parts)
+        # one batch may take several requests: of chunks in part, whose ranges lie further apart than the chunks do
+        yield FetchBatch(tuple(job for _, job in batch), len(merge_ranges(parts, gap)), size)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.concurrent_requests import ask_at_once
 from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
-from jigsaw.io.chunks.read_cost import MOST_PORTION_SHARE
-from jigsaw.io.reading.chunk_jobs import ChunkJob, ReadCounts, ReaderRanks
+from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ChunkPortion
+from jigsaw.io.reading.chunk_jobs import ReadCounts, ReaderRanks
 from jigsaw.io.reading.needed_chunks import NeededChunks
 
-if TYPE_CHECKING:
-    from jigsaw.io.chunks.array_table import ArrayTable
-    from jigsaw.io.chunks.chunk import ChunkRef
-    from jigsaw.io.chunks.portion import ChunkPortion
-
-ArrayTables = Mapping[str, "ArrayTable"]
+ArrayTables = Mapping[str, ArrayTable]
 
 
 class FoundChunks:
@@ -44,16 +40,13 @@ class FoundChunks:
         """What of a chunk is loaded for these ranks; None for all of it."""
         if not self.tables[array].finder.is_divisible:
             return None
+        # asked before the finder is: from geometry alone, it spares reading the chunk's table of blocks
         if self.needed.takes_more(MOST_PORTION_SHARE, array, chunk, readers):
             return None
         key = array, chunk, readers
         if key not in self._portions:
             self._portions[key] = self.tables[array].finder.portion(chunk, self.needed.rects(array, chunk, readers))
         return self._portions[key]
-
-    def portion_of(self, job: ChunkJob) -> ChunkPortion | None:
-        """What of a job's chunk is loaded; None for all of it."""
-        return self.portion(job.array, job.chunk, job.readers)
 
     def load_counts(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
         """What loading a chunk for these ranks takes of the one that does it."""
@@ -73,12 +66,9 @@ class FoundChunks:
         tables = {
             (name, chunk): took
             for name, chunk, readers in self._portions
-            if (took := self._table_read(name, chunk, readers)).requests
+            if (took := self.tables[name].finder.table_of(chunk, self.needed.rects(name, chunk, readers))).requests
         }
         return total_lookups((*indices.values(), *tables.values()))
-
-    def _table_read(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> LookupCounts:
-        return self.tables[array].finder.table_of(chunk, self.needed.rects(array, chunk, readers))
 
 
 def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
@@ -89,8 +79,10 @@ def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
     """
     found = FoundChunks(needed, tables)
     far = [(name, chunks) for name, chunks in needed.readers.items() if tables[name].far]
+    # one chunk of each object: its shard's index, read for that one, says where all others of it lie
     one_an_object = {tables[name].finder.path(chunk): (name, chunk) for name, chunks in far for chunk in chunks}
     ask_at_once(lambda each: tables[each[0]].finder.locate(each[1]), list(one_an_object.values()))
     parts = [(name, chunk) for name, chunks in far if tables[name].finder.is_divisible for chunk in chunks]
+    # each reader by itself, for its table of blocks: what they share in any mode is then found without another request
     ask_at_once(lambda each: [found.portion(*each, (m,)) for m in needed.readers[each[0]][each[1]]], parts)
     return found

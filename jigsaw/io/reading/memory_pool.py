@@ -50,7 +50,6 @@ class MemoryPool:
         self.keep(kept)
 
     def keep(self, pieces: int) -> None:
-        """Let so many lie idle from now on."""
         self._idle = deque(self._idle, maxlen=pieces)
         self._most = pieces
 
@@ -65,6 +64,7 @@ class MemoryPool:
 
     def take_back(self, lease: int, memory: NDArray[np.uint8]) -> None:
         """What a lease ends with, in any thread and at any moment: each step is one that Python does whole."""
+        # No lock: a lease may end in the midst of `_find`, in this very thread, whenever Python collects garbage.
         self._lent.discard(lease)
         self._idle.append(memory)
 
@@ -73,7 +73,7 @@ class MemoryPool:
         while (memory := self._pick(size)) is None:
             if len(self._lent) + len(self._idle) < self._most:
                 return self._fresh(size)
-            if self._idle:
+            if self._idle:  # of another size, from before the batch size or the rollout changed
                 self._pick(None)
             elif time.monotonic() < until:
                 time.sleep(_PAUSE_S)

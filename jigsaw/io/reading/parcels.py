@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from jigsaw.io.chunks.files import ByteArray
+from jigsaw.io.reading.chunk_boxes import ChunkBox
+from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob
 from jigsaw.io.reading.peers import PeerGroup
-from jigsaw.io.reading.placing import pack_box
-from jigsaw.io.reading.read_plan import NO_OWNER, ChunkBox, ChunkJob, ReadPlan
-
-AnyArray = NDArray[Any]
-ByteArray = NDArray[np.uint8]
+from jigsaw.io.reading.placing import AnyArray, pack_box
+from jigsaw.io.reading.read_plan import ReadPlan
 
 
 class BoxParcels:
@@ -33,19 +31,22 @@ class BoxParcels:
     @property
     def are_any(self) -> bool:
         """Whether any rank sends some: the same on every rank."""
-        hosts = self._peers.hosts
-        return any(
-            hosts[job.owner] != hosts[m] for job in self._plan.shared if job.owner != NO_OWNER for m in job.readers
-        )
+        jobs, hosts = self._plan.shared, self._peers.hosts
+        return any(hosts[job.owner] != hosts[m] for job in jobs if job.owner != NO_OWNER for m in job.readers)
 
     def pack(self, job: ChunkJob, number: int, values: AnyArray) -> None:
         """Keep what others need of a chunk, under the job's number, until all go out together."""
+        # in the loading threads: each (reader, number) is stored by one of them, and by no other.  Chunks are not cut
+        # into sections where ranks are on several machines, so all boxes of a job are here at once
         for reader in job.readers:
             if reader not in self._near:
                 self._packed[reader, number] = [pack_box(values, box) for box in self._plan.boxes(job, reader)]
 
     def make_room(self) -> None:
         """Make room for what goes and for what comes: what fails for lack of memory fails before the others wait."""
+        # Sorted by (reader, number): threads have packed in any order, and an all-to-all wants what goes to rank 0
+        # first.  The receiver walks `plan.shared`, by owner, in the same order of numbers, and both take the boxes of a
+        # job as `plan.boxes` has them.
         plan, me, everybody = self._plan, self._peers.me, range(self._peers.size)
         packed = [(to, part) for to, number in sorted(self._packed) for part in self._packed.pop((to, number))]
         self._counts = [sum(part.size for to, part in packed if to == m) for m in everybody]

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.cut import ShardingError
 from jigsaw.errors import PeerError
 from jigsaw.io.reading.forks import forked_from
-from jigsaw.layout import ShardingError
 from jigsaw.mesh import axes_of_mesh, mesh_patience
 
 
@@ -41,12 +41,11 @@ class PeerGroup:
         self, me: int = 0, size: int = 1, group: Any = None, host: str | None = None, timeout: float = 300.0
     ) -> None:
         self.me, self.size, self.timeout = me, size, timeout
-        self._group: Any = group
+        self.group: Any = group  # gloo's; None for one rank, and once it was let go of
         self._talks = 0
         _met_here.add(self)
         found = self.gather((host or this_host(), os.getpid()))
-        self.hosts = tuple(h for h, _ in found)
-        self.pids = tuple(pid for _, pid in found)
+        self.hosts, self.pids = tuple(h for h, _ in found), tuple(pid for _, pid in found)
 
     @property
     def neighbours(self) -> tuple[int, ...]:
@@ -55,7 +54,6 @@ class PeerGroup:
 
     @property
     def is_spread(self) -> bool:
-        """Whether they run on more than one machine."""
         return len(set(self.hosts)) > 1
 
     def separate(self) -> None:
@@ -64,8 +62,10 @@ class PeerGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable `value` of each."""
-        if self._group is None:
+        if self.group is None:
             return [value]
+        # Two all-gathers, as gloo wants equal sizes.  Of four ranks with pickles of 40, 90, 40 and 60 bytes each first
+        # learns the four sizes, then sends 90 bytes; behind its own they are zeros, which nobody unpickles.
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._all_gather(torch.tensor([mine.numel()]))
         room = torch.zeros(max(int(n) for n in sizes), dtype=torch.uint8)
@@ -75,7 +75,7 @@ class PeerGroup:
 
     def _all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(x) for _ in range(self.size)]
-        self._heard(lambda: self._group.allgather([found], [x]).wait())
+        self._heard(lambda: self.group.allgather([found], [x]).wait())
         return found
 
     def _heard(self, talk: Callable[[], Any]) -> None:
@@ -93,11 +93,7 @@ class PeerGroup:
             self._talks -= 1
 
     def exchange_bytes(
-        self,
-        going: NDArray[np.uint8],
-        counts: Sequence[int],
-        coming: NDArray[np.uint8],
-        sizes: Sequence[int],
+        self, going: NDArray[np.uint8], counts: Sequence[int], coming: NDArray[np.uint8], sizes: Sequence[int]
     ) -> None:
         """Give each its `counts` bytes of `going`, and get `sizes` bytes of each into `coming`.
 
@@ -105,16 +101,10 @@ class PeerGroup:
         """
         sent, room = torch.from_numpy(going), torch.from_numpy(coming)
         options = dist.AllToAllOptions()
-        self._heard(lambda: self._group.alltoall_base(room, sent, list(sizes), list(counts), options).wait())
+        self._heard(lambda: self.group.alltoall_base(room, sent, list(sizes), list(counts), options).wait())
 
     def close(self) -> None:
-        """Let go of the group."""
-        self._group = None
-
-    @property
-    def group(self) -> Any:
-        """Gloo's group; None for one rank, and once it was let go of."""
-        return self._group
+        self.group = None
 
     @property
     def is_idle(self) -> bool:
@@ -127,10 +117,8 @@ _met_here: WeakSet[PeerGroup] = WeakSet()
 
 @atexit.register
 def _end_groups() -> None:
-    """End gloo's threads while Python still runs, like those of the mesh; a group that waits for others would wait on.
-
-    The threads that read have ended by then: theirs is registered later, so it runs before.
-    """
+    """End gloo's threads while Python still runs, like the mesh's; a group that waits for others would wait on."""
+    # the threads that read have ended by then: `_end_prefetches` is registered later, so it runs before
     for each in list(_met_here):
         if each.is_idle:
             each.close()
@@ -162,7 +150,10 @@ def meet_peers(
     if dist.group.WORLD is not None and dist.group.WORLD is _inherited[0]:
         raise forked_from(os.getppid(), f"the mesh {mesh}")
     timeout = timeout or mesh_patience(mesh).total_seconds()
-    _groups_met[ranks] += 1  # a name of its own for each group: the ranks of one meet in the same order
+    # Made by hand on the job's store, not by `new_group`: that one is collective over all ranks of the job and counts
+    # the groups that a rank has made, so ranks that make one alone would no longer find their peers.  A name of its own
+    # for each: ranks 0 to 3 that open two datasets meet in the same order as (0, 1, 2, 3)/1 and (0, 1, 2, 3)/2.
+    _groups_met[ranks] += 1
     store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_groups_met[ranks]}", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
     me = ranks.index(dist.get_rank())
     group = dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))
@@ -174,10 +165,8 @@ _inherited: list[Any] = [None]
 
 
 def _inherit() -> None:
-    """In a forked process: whoever ends one of gloo's groups waits for its threads, and those stayed behind.
-
-    So no group is ended there, not even when Python is: nobody but this reference knows of the last one.
-    """
+    # Whoever ends one of gloo's groups waits for its threads, and in a forked process those stayed behind.  So none is
+    # ended there, not even when Python is: nobody but this reference knows of it.
     _inherited[0] = dist.group.WORLD
     for each in list(_met_here):
         if each.group is not None:

@@ -6,9 +6,7 @@ normalisation do is one multiply-add, y = raw * a + b, whose a and b are compute
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -18,39 +16,27 @@ from numpy.typing import NDArray
 
 from jigsaw.errors import FieldError, NaNError, ReadError
 from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.reading.read_plan import ChunkBox, RowRun
+from jigsaw.io.chunks.files import ByteArray
+from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest
 
 AnyArray = NDArray[Any]
 
-_CONVERTED_BYTES = 1 << 19
-"""Bytes of the destination that are scaled at a time: they stay in the second-level cache between the two passes."""
+CONVERTED_BYTES = 1 << 19
+"""Bytes that are converted at a time: they stay in the second-level cache between decoding, scaling and adding."""
 
 
-class RefusedValueError(Exception, ABC):
-    """A value that the sample cannot have: in which of several chunks; the caller says where that is."""
+class RefusedValueError(Exception):
+    """A value that the sample cannot have, missing or too large, in which of several chunks; the caller says where."""
 
-    def __init__(self, chunk: int = 0) -> None:
-        self.chunk = chunk
-
-    @abstractmethod
-    def at(self, array: str, where: str, dtype: str) -> ReadError:
-        """What the user is told."""
-
-
-class RefusedNaNError(RefusedValueError):
-    """A missing value where none is allowed."""
+    def __init__(self, is_missing: bool, chunk: int = 0) -> None:
+        self.is_missing, self.chunk = is_missing, chunk
 
     def at(self, array: str, where: str, dtype: str) -> ReadError:
-        return NaNError(
-            f'array {array!r} has missing values at {where} and nan="raise" allows none; use nan="keep" or a number'
-        )
-
-
-class RefusedRangeError(RefusedValueError):
-    """A value that the integers of the sample cannot hold."""
-
-    def at(self, array: str, where: str, dtype: str) -> ReadError:
+        if self.is_missing:
+            return NaNError(
+                f'array {array!r} has missing values at {where} and nan="raise" allows none; use nan="keep" or a number'
+            )
         return FieldError(f"array {array!r} has values at {where} that {dtype} cannot hold; read it as a wider dtype")
 
 
@@ -59,74 +45,47 @@ def _strided_slice(start: int, step: int, count: int) -> slice:
     return slice(start, None if stop < 0 else stop, step)
 
 
-@dataclass(frozen=True)
 class PartPlacing:
-    """How the values of one part land in the sample: a and b for each channel that the rank holds.
+    """How the values of one part land in the sample: a and b for each of the `channels` that the rank holds."""
 
-    `turned` are those of rows beyond a pole, where the components of vectors change sign.
-    """
-
-    order: tuple[int, ...]
-    dropped: tuple[int, ...]
-    to: tuple[int, ...]
-    a: tuple[float, ...]
-    b: tuple[float, ...]
-    turned: tuple[tuple[float, ...], tuple[float, ...]]
-    masks: tuple[float, ...]
-    nan: str | float
-    work: np.dtype[Any]
-    dtype: np.dtype[Any]
-    fill: float
-    stored: np.dtype[Any]
-    memory: tuple[int, ...]
-    _made: dict[tuple[int, ...], tuple[float | AnyArray, float | AnyArray]] = field(
-        default_factory=dict[Any, Any], repr=False
-    )
-
-    @classmethod
-    def of(cls, part: ReadPart, table: ArrayTable, request: ReadRequest, channels: tuple[int, int]) -> PartPlacing:
-        """`channels` are those that the rank holds."""
+    def __init__(self, part: ReadPart, table: ArrayTable, request: ReadRequest, channels: tuple[int, int]) -> None:
         kept = [d for d, to in enumerate(part.to) if to != DROPPED_DIM]
-        order = tuple(sorted(kept, key=lambda d: part.to[d]))
+        self.order = tuple(sorted(kept, key=lambda d: part.to[d]))
+        self.dropped = tuple(d for d, to in enumerate(part.to) if to == DROPPED_DIM)
+        self.to, self.masks, self.nan = part.to, table.masks, request.nan
+        # y = (raw * own_scale + own_offset) * s + o: what the file says and the channel's normalisation, as one a and b
         scale, offset = request.scale[slice(*channels)], request.offset[slice(*channels)]
-        a = [table.scale * s for s in scale]
-        b = [(table.offset * s, o) for s, o in zip(scale, offset, strict=True)]
+        own = [(table.offset * s, o) for s, o in zip(scale, offset, strict=True)]
+        self.a, self.b = tuple(table.scale * s for s in scale), tuple(mine + o for mine, o in own)
+        # Beyond a pole the components of vectors change sign, but not the offset that normalises them: it is of the
+        # values as the model sees them.
         signs = [-1.0 if c in request.vectors else 1.0 for c in range(*channels)]
-        stored = np.dtype(table.dtype)
-        wide = (
-            np.dtype(request.dtype).itemsize > 4 or stored.itemsize > 4 or (stored.kind in "iu" and stored.itemsize > 2)
+        self.turned = (
+            tuple(sign * x for sign, x in zip(signs, self.a, strict=True)),
+            tuple(sign * mine + o for sign, (mine, o) in zip(signs, own, strict=True)),
         )
-        return cls(
-            order=order,
-            dropped=tuple(d for d, to in enumerate(part.to) if to == DROPPED_DIM),
-            to=part.to,
-            a=tuple(a),
-            b=tuple(own + o for own, o in b),
-            turned=(
-                tuple(sign * x for sign, x in zip(signs, a, strict=True)),
-                tuple(sign * own + o for sign, (own, o) in zip(signs, b, strict=True)),
-            ),
-            masks=table.masks,
-            nan=request.nan,
-            work=np.dtype("float64" if wide else "float32"),
-            dtype=np.dtype(request.dtype),
-            fill=_fill_number(table),
-            stored=np.dtype(table.dtype),
-            memory=() if table.decoder is None else tuple(table.decoder.order),
-        )
+        self.stored, self.dtype = stored, dtype = np.dtype(table.dtype), np.dtype(request.dtype)
+        # float32 holds integers of 16 bits exactly, and of 32 not
+        wide = dtype.itemsize > 4 or stored.itemsize > 4 or (stored.kind in "iu" and stored.itemsize > 2)
+        self.work = np.dtype("float64" if wide else "float32")
+        self.fill = float(table.fill_value) if isinstance(table.fill_value, int | float) else 0.0
+        self.memory = () if table.decoder is None else tuple(table.decoder.order)
+        self._made: dict[tuple[int, ...], tuple[float | AnyArray, float | AnyArray]] = {}
 
-    def place(self, chunk: AnyArray, box: ChunkBox, out: AnyArray) -> None:
-        """Put what `box` takes of `chunk` where it belongs in `out` [T, C, \\*space]."""
+    def place(self, chunk: AnyArray | None, box: ChunkBox, out: AnyArray) -> None:
+        """Put what `box` takes of `chunk`, or of a missing one, where it belongs in `out` [T, C, \\*space]."""
+        a, b = self.turned if box.turned else (self.a, self.b)
         for runs in product(*box.runs):
-            source = chunk[tuple([_strided_slice(r.source, r.source_step, r.length) for r in runs])]
-            self._place_run(source, runs, box, out)
-
-    def place_fill(self, box: ChunkBox, out: AnyArray) -> None:
-        """The same for a missing chunk, which is its fill value everywhere."""
-        for runs in product(*box.runs):
-            # one value, seen as an array of the run's shape
-            source = np.broadcast_to(np.asarray(self.fill, np.float64), tuple(r.length for r in runs))
-            self._place_run(source, runs, box, out)
+            if chunk is None:  # the fill value, seen as an array of the run's shape
+                source = np.broadcast_to(np.asarray(self.fill, np.float64), tuple(r.length for r in runs))
+            else:
+                source = chunk[tuple([_strided_slice(r.source, r.source_step, r.length) for r in runs])]
+            where = self._where(runs, box, out.ndim)
+            ordered = source if self.is_ordered else source.transpose(self.order + self.dropped)
+            if box.at or self.dropped:
+                ordered = ordered[self._picked(box, out.ndim)]
+            # `where` has dims of the sample, and its second is of channels: a and b count from the first one held
+            self._convert(ordered, out[where], a[where[1]], b[where[1]])
 
     def strip_work_memory(self, strip: AnyArray, scratch: Callable[[int], AnyArray]) -> AnyArray:
         """Where the values of a strip are converted: where they lie, if they have that dtype already."""
@@ -148,14 +107,13 @@ class PartPlacing:
                     self._check(chunks[rows])
                 else:
                     self._block(chunks[rows], work[rows], *self._factors((*runs, *box.runs[-1]), box))
-            except RefusedValueError as e:
-                raise type(e)(next(k for k, y in enumerate(work[rows]) if self._refused(y))) from None
+            except RefusedValueError as e:  # of all of them together; which chunk it was is looked for only now
+                number = next(k for k, y in enumerate(work[rows]) if self._refused(y))
+                raise RefusedValueError(e.is_missing, number) from None
 
     def _factors(self, runs: Sequence[RowRun], box: ChunkBox) -> tuple[float | AnyArray, float | AnyArray]:
-        """a and b along the stored dim of channels; numbers where all are 1 or 0.
-
-        A b of 0 among others is -0.0: to add 0.0 would make 0.0 of -0.0, where a channel by itself is left as it is.
-        """
+        """a and b along the stored dim of channels; numbers where all are 1 or 0."""
+        # a b of 0 among others is -0.0: to add 0.0 would make 0.0 of -0.0, where a channel by itself is left as it is
         at = dict(box.at).get(1)
         channels = (at, 1, 1) if at is not None else runs[self.to.index(1)][2:]
         if channels not in self._made:
@@ -169,6 +127,8 @@ class PartPlacing:
 
     def place_strip(self, strip: AnyArray, box: ChunkBox, out: AnyArray) -> None:
         """Put chunks that `convert_strip` made, [K, \\*chunk], side by side along their last dim, where `box` says."""
+        # Of chunks [K, lat, lon] the dim that counts them goes in front of their last one, wherever that lands in the
+        # sample: K chunks of n columns are K * n columns there.
         last = strip.ndim - 2
         to = self.to[last]
         order = [at for d in (*self.order, *self.dropped) for at in ((0, d + 1) if d == last else (d + 1,))]
@@ -183,34 +143,18 @@ class PartPlacing:
             np.copyto(target.reshape(shape), source, casting="unsafe")
 
     def in_place_target(self, box: ChunkBox, shape: Sequence[int], out: AnyArray) -> AnyArray | None:
-        """The part of `out` that a chunk fills whole, row by row and in its own dtype; None when there is none.
-
-        What is decoded there is then scaled in place.
-        """
+        """The part of `out` that a chunk fills whole, by rows and in its own dtype, to be decoded and scaled there."""
         if box.runs[-1][0].length != out.shape[-1] or not self.lands_as_stored or self.dropped:
             return None
         if out.dtype != self.stored or not all(_is_all_rows(runs, n) for runs, n in zip(box.runs, shape, strict=True)):
             return None
-        where = [slice(None)] * out.ndim
-        for dim, index in box.at:
-            where[dim] = slice(index, index + 1)
-        for d in self.order:
-            where[self.to[d]] = slice(box.runs[d][0].target, box.runs[d][0].target + box.runs[d][0].length)
-        found = out[tuple(where)]
+        found = out[self._where([runs[0] for runs in box.runs], box, out.ndim)]
         return found if found.flags.c_contiguous else None
 
     @cached_property
     def lands_as_stored(self) -> bool:
         """Whether decoded bytes may be scaled where they lie: dims in order, no value that means "missing"."""
         return self.is_ordered and not self.masks and self.memory == tuple(range(len(self.memory)))
-
-    def _place_run(self, source: AnyArray, runs: Sequence[RowRun], box: ChunkBox, out: AnyArray) -> None:
-        where = self._where(runs, box, out.ndim)
-        ordered = source if self.is_ordered else source.transpose(self.order + self.dropped)
-        if box.at or self.dropped:
-            ordered = ordered[self._picked(box, out.ndim)]
-        a, b = self.turned if box.turned else (self.a, self.b)
-        self._convert(ordered, out[where], a[where[1]], b[where[1]])
 
     def _where(self, runs: Sequence[RowRun], box: ChunkBox, ndim: int) -> tuple[slice, ...]:
         """The part of the sample that a run of each stored dim fills."""
@@ -224,12 +168,13 @@ class PartPlacing:
 
     def _picked(self, box: ChunkBox, ndim: int) -> tuple[Any, ...]:
         """What makes stored dims, in the order of the sample's, those of the sample."""
+        # an array [member, lat, lon] that lands at (time 2, channel 5) of [T, C, lat, lon], its member dropped: ordered
+        # it is [lat, lon, member], and [None, None, :, :, 0] of that
         fixed = {dim for dim, _ in box.at}
         return (*(None if dim in fixed else slice(None) for dim in range(ndim)), *(0 for _ in self.dropped))
 
     @cached_property
     def is_ordered(self) -> bool:
-        """Whether the stored dims come in the order of the sample's."""
         order = self.order + self.dropped
         return order == tuple(range(len(order)))
 
@@ -247,7 +192,6 @@ class PartPlacing:
 
     @cached_property
     def is_copy(self) -> bool:
-        """Whether every value is laid down as it is stored."""
         return self._is_copy(self.a, self.b)
 
     @cached_property
@@ -260,7 +204,7 @@ class PartPlacing:
         """One (time, channel) of any number of space dims, a block of rows at a time."""
         if out.ndim == 0:
             source, out = source[None], out[None]
-        rows = max(1, _CONVERTED_BYTES // max(out[:1].nbytes, 1))
+        rows = max(1, CONVERTED_BYTES // max(out[:1].nbytes, 1))
         for start in reversed(range(0, out.shape[0], rows)):
             self._block(source[start : start + rows], out[start : start + rows], a, b)
 
@@ -278,49 +222,42 @@ class PartPlacing:
             np.copyto(y, source, casting="unsafe")
         if isinstance(b, np.ndarray) or b != 0.0:
             np.add(y, self._number(b), out=y)
+        # Masks are stored values, so the source is asked, which is no longer there where y lies over it: chunks with
+        # masks are never decoded in place (`lands_as_stored`), nor strips converted there (`strip_work_memory`).
         for mask in self.masks:
             np.copyto(y, np.nan, where=source == mask)
-        self._apply_policy(y)
+        if not isinstance(self.nan, str):
+            np.copyto(y, self.nan, where=np.isnan(y))
+        if self.dtype.kind in "iu":  # a scale makes 0.99999 of a label 1
+            np.rint(y, out=y)
+        self._check(y)
         if not direct:
             np.copyto(out, y, casting="unsafe")
 
     def _number(self, x: float | AnyArray) -> Any:
         return x if isinstance(x, np.ndarray) else self.work.type(x)
 
-    def _apply_policy(self, y: AnyArray) -> None:
-        """What the policy says becomes of missing values, and the nearest integer of what lands as one."""
-        if not isinstance(self.nan, str):
-            np.copyto(y, self.nan, where=np.isnan(y))
-        if self.dtype.kind in "iu":  # a scale makes 0.99999 of a label 1
-            np.rint(y, out=y)
-        self._check(y)
-
     def _check(self, y: AnyArray) -> None:
-        refused = self._refused(y)
-        if refused is not None:
+        if refused := self._refused(y):
             raise refused
 
-    def _refused(self, y: AnyArray) -> type[RefusedValueError] | None:
+    def _refused(self, y: AnyArray) -> RefusedValueError | None:
         if self.nan == "raise" and y.dtype.kind == "f" and np.isnan(y).any():
-            return RefusedNaNError
+            return RefusedValueError(is_missing=True)
         if self.dtype.kind not in "iu" or np.can_cast(y.dtype, self.dtype) or not y.size:
             return None
         held = np.iinfo(self.dtype)
-        return None if y.min() >= held.min and y.max() < held.max + 1 else RefusedRangeError
+        # below max + 1, a power of two: max itself, 2**63 - 1, is no float64, and would let 2**63 pass
+        within = y.min() >= held.min and y.max() < held.max + 1
+        return None if within else RefusedValueError(is_missing=False)
 
 
 def _is_all_rows(runs: Sequence[RowRun], rows: int) -> bool:
-    """Whether runs take all rows of a chunk in their order."""
     first = runs[0]
     return len(runs) == 1 and (first.length, first.source, first.source_step, first.target_step) == (rows, 0, 1, 1)
 
 
-def _fill_number(table: ArrayTable) -> float:
-    value = table.fill_value
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def pack_box(chunk: AnyArray, box: ChunkBox) -> NDArray[np.uint8]:
+def pack_box(chunk: AnyArray, box: ChunkBox) -> ByteArray:
     """The bytes of what `box` takes of `chunk`, in the stored dtype: what travels to another machine."""
     room = np.empty(box.extents, chunk.dtype)
     for runs, packed in zip(product(*box.runs), product(*box_when_packed(box).runs), strict=True):

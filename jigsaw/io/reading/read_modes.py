@@ -19,14 +19,14 @@ def choose_mode(found: FoundChunks, array: str, mode: str) -> str:
     readers_of = found.needed.readers[array]
     if found.needed.ranks == 1 or all(len(readers) == 1 for readers in readers_of.values()):
         return "independent"
+    # of equal costs the first, which hands over least: `PLAN_MODES` has the modes in that order
     return mode if mode != "auto" else min(PLAN_MODES, key=lambda each: cost_of_mode(found, array, each))
 
 
 def cost_of_mode(found: FoundChunks, array: str, mode: str) -> float:
-    """What reading an array costs in a mode, in CPU seconds over all ranks.
-
-    Requests are counted as they are made: near chunks of a far object by one.  An unknown size counts as decoded.
-    """
+    """What reading an array costs in a mode, in CPU seconds over all ranks."""
+    # An unknown size counts as decoded: ranks that read do not ask for it, and all must find the same cost.  A shared
+    # job costs as such, whatever its bytes: every rank that reads it is woken, and decoding a small one again is less.
     table, needed, jobs = found.tables[array], found.needed, _jobs_of_array(found, array, mode)
     stored = decoded = sent = shared = requests = 0
     for job in jobs:
@@ -36,9 +36,9 @@ def cost_of_mode(found: FoundChunks, array: str, mode: str) -> float:
         shared += len(job.readers) > 1
         sent += sum(needed.box_bytes(array, job.chunk, m) for m in job.readers if m != job.owner)
     if table.far:
-        requests = sum(
-            batch.requests for m in range(needed.ranks) for batch in fetch_batches(found, _jobs_owned_by(jobs, m))
-        )
+        # near chunks of an object are one request only for the rank that owns both: so owners count, batch by batch
+        mine = ([job for job in jobs if job.owner == m] for m in range(needed.ranks))
+        requests = sum(batch.requests for some in mine for batch in fetch_batches(found, some))
     return read_cost(table, requests, stored, decoded, sent, shared)
 
 
@@ -55,6 +55,7 @@ def loads_of_chunk(
         return [(readers[0], tuple(readers))]
     owning = readers
     if mode == "neighbours":
+        # all readers may hold a chunk as their halo alone: of a crop whose halo reaches beyond its own rows
         owning = [m for m in readers if needed.owns(array, chunk, m)] or readers[:1]
     borrowing = tuple(m for m in readers if m not in owning)
     first = (owning[0], tuple(sorted((owning[0], *borrowing))))
@@ -72,8 +73,10 @@ def balance_shared_jobs(
     """
     owners = [NO_OWNER] * len(todo)
     weights = [bytes_of_job(found, job) for job in todo]
+    # Largest first, because a large one that comes last finds no rank that is behind by so much.  In whole bytes, with
+    # ties broken by number: a float's rounding, or a set's order, would make other owners on another machine.
     for i in sorted(range(len(todo)), key=lambda i: (-weights[i], i)):
-        if weights[i]:
+        if weights[i]:  # a missing chunk has nobody to load it: its readers fill their boxes by themselves
             fixed = modes[todo[i].array] == "neighbours"
             owners[i] = todo[i].owner if fixed else min(range(found.needed.ranks), key=lambda m: (load[m], m))
             load[owners[i]] += weights[i]
@@ -96,11 +99,6 @@ def _jobs_of_array(found: FoundChunks, array: str, mode: str) -> list[ChunkJob]:
     ]
     if mode != "cooperative" or not found.tables[array].far:
         return jobs  # who owns a chunk changes the requests for objects of many chunks, and little else
-    alone = [[job for job in _jobs_owned_by(jobs, m) if job.is_private] for m in range(needed.ranks)]
-    load = [sum(bytes_of_job(found, job) for job in mine) for mine in alone]
-    shared = balance_shared_jobs(found, [job for job in jobs if not job.is_private], load, {array: mode})
-    return [*shared, *(job for job in jobs if job.is_private)]
-
-
-def _jobs_owned_by(jobs: Sequence[ChunkJob], member: int) -> list[ChunkJob]:
-    return [job for job in jobs if job.owner == member]
+    private, shared = [job for job in jobs if job.is_private], [job for job in jobs if not job.is_private]
+    load = [sum(bytes_of_job(found, job) for job in private if job.owner == m) for m in range(needed.ranks)]
+    return [*balance_shared_jobs(found, shared, load, {array: mode}), *private]

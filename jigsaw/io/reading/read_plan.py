@@ -10,19 +10,21 @@ to the ranks that own none.  What a single rank needs it always loads for itself
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from jigsaw.cut import ShardingError
+from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.concurrent_requests import ask_at_once
+from jigsaw.io.chunks.joined_arrays import JoinedArrays
 from jigsaw.io.chunks.lookups import LookupCounts
-from jigsaw.io.reading.chunk_boxes import ChunkBox, PartGeometry, RowRun
+from jigsaw.io.chunks.portion import ChunkPortion
+from jigsaw.io.reading.chunk_boxes import ChunkBox
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts, ReaderRanks
 from jigsaw.io.reading.fetch_batches import FetchBatch, fetch_batches
 from jigsaw.io.reading.found_chunks import ArrayTables, FoundChunks, look_up_chunks
-from jigsaw.io.reading.joined_parts import split_joined_parts
 from jigsaw.io.reading.needed_chunks import NeededChunks
 from jigsaw.io.reading.read_modes import (
     PLAN_MODES,
@@ -33,25 +35,7 @@ from jigsaw.io.reading.read_modes import (
     loads_of_chunk,
 )
 from jigsaw.io.reading.request_check import check_request_fits
-from jigsaw.io.series.request import ReadRequest
-from jigsaw.layout import ShardingError
-
-if TYPE_CHECKING:
-    from jigsaw.io.chunks.chunk import ChunkRef
-    from jigsaw.io.chunks.portion import ChunkPortion
-
-__all__ = [
-    "NO_OWNER",
-    "PLAN_MODES",
-    "ChunkBox",
-    "ChunkIndex",
-    "ChunkJob",
-    "ReadCounts",
-    "ReadPlan",
-    "RowRun",
-    "make_read_plan",
-    "plan_read",
-]
+from jigsaw.io.series.request import ReadPart, ReadRequest
 
 ObjectSizes = Mapping[str, "int | None"]
 
@@ -88,31 +72,10 @@ class ReadPlan:
         """What reading an array would cost in a mode, in CPU seconds over all ranks."""
         return cost_of_mode(self.found, name, mode)
 
-    @cached_property
-    def redundancy(self) -> dict[str, float]:
-        """How many times independent ranks would decode what is needed of each array."""
-        found: dict[str, float] = {}
-        for name, readers_of in self.needed.readers.items():
-            counts, chunks = self.found.load_counts, readers_of.items()
-            alone = sum(counts(name, c, (m,)).decoded_bytes for c, readers in chunks for m in readers)
-            once = sum(counts(name, c, tuple(readers)).decoded_bytes for c, readers in chunks)
-            found[name] = alone / once if once else 1.0
-        return found
-
-    @property
-    def mode(self) -> str:
-        """The mode of the array whose ranks share the most."""
-        return max(self.modes.values(), key=PLAN_MODES.index, default="independent")
-
     # -- chunks ------------------------------------------------------------------------------------------------------
 
     def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
-        """Where a chunk lies, looked up once; None when it is missing."""
         return self.found.ref(array, chunk)
-
-    def portion(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ChunkPortion | None:
-        """What of a chunk is loaded for these ranks; None for all of it."""
-        return self.found.portion(array, chunk, readers)
 
     def _taking(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
         """What loading a chunk takes, with its stored size where `sizes` have that."""
@@ -137,69 +100,52 @@ class ReadPlan:
         ]
         if not todo:  # near stores need not be asked for the sizes of private chunks then
             return ()
+        # Every rank works out the load of all, not its own alone: who owns what must come out alike everywhere, and
+        # the order of this tuple, with which slots and parcels are numbered, as well.
         load = [sum(bytes_of_job(self.found, job) for job in self.private(m)) for m in range(self.ranks)]
         return tuple(balance_shared_jobs(self.found, todo, load, self.modes))
 
     def private(self, member: int) -> Iterator[ChunkJob]:
-        """The jobs that a rank does for itself alone."""
         for name in self.needed.readers:
             for chunk in self.private_chunks(name, member):
                 yield ChunkJob(name, chunk, member, (member,))
 
     def private_chunks(self, name: str, member: int) -> list[ChunkIndex]:
         """The chunks of an array that a rank loads for itself alone, in C order."""
-        mine, mode = [c for c, readers in self.needed.readers[name].items() if member in readers], self.modes[name]
+        readers_of, mode = self.needed.readers[name], self.modes[name]
+        mine, alone = [c for c, readers in readers_of.items() if member in readers], (member, (member,))
         if mode == "independent":
             return mine
-        readers_of, alone = self.needed.readers[name], (member, (member,))
         return [chunk for chunk in mine if alone in loads_of_chunk(self.needed, name, chunk, readers_of[chunk], mode)]
 
     @property
     def chunk_bytes(self) -> int:
-        """The decoded size of the largest chunk."""
         return max((self.tables[name].grid.chunk_bytes for name in self.modes), default=0)
 
     @property
     def jobs(self) -> tuple[ChunkJob, ...]:
-        """Every job of every rank."""
         return self.shared + tuple(job for member in range(self.ranks) for job in self.private(member))
 
     def batches(self, member: int) -> Iterator[FetchBatch]:
-        """The jobs of a rank on far stores, as they are fetched."""
         mine = [job for job in self.shared if job.owner == member]
         return fetch_batches(self.found, [*mine, *self.private(member)])
 
     def part_of(self, job: ChunkJob) -> ChunkPortion | None:
-        """What of a job's chunk is loaded; None for all of it."""
-        return self.found.portion_of(job)
-
-    @property
-    def arrays(self) -> Sequence[str]:
-        """The arrays that are read."""
-        return list(self.needed.readers)
-
-    def geometry(self, array: str) -> Sequence[PartGeometry]:
-        """Which chunks of an array ranks need: one a part, and one of its rows beyond a pole."""
-        return self.needed.geometry(array)
+        return self.found.portion(job.array, job.chunk, job.readers)
 
     def boxes(self, job: ChunkJob, member: int) -> tuple[ChunkBox, ...]:
-        """What a rank takes of a job's chunk: a box a part, and one of its rows beyond a pole."""
         return self.needed.boxes(job.array, job.chunk, member)
 
     def where(self, job: ChunkJob, box: ChunkBox) -> str:
         """The first step, level, … of a box, as an error names it."""
         table, picks = self.tables[job.array], self.request.parts[box.part].picks
+        dims = zip(table.dims, picks, table.grid.along, job.chunk, box.runs, strict=True)
         at = [
-            f"{name} {along.start(c) + runs[0].source}"
-            for name, picked, c, along, runs in zip(
-                table.dims, picks, job.chunk, table.grid.along, box.runs, strict=True
-            )
-            if picked is not None
+            f"{name} {along.start(c) + runs[0].source}" for name, picked, along, c, runs in dims if picked is not None
         ]
         return ", ".join(at) or "its only step"
 
     def box_bytes(self, job: ChunkJob, member: int) -> int:
-        """The bytes of those boxes, in the stored dtype."""
         return self.needed.box_bytes(job.array, job.chunk, member)
 
     # -- what it will cost -------------------------------------------------------------------------------------------
@@ -215,6 +161,7 @@ class ReadPlan:
                 if member != job.owner != NO_OWNER:
                     rows[job.owner].sent_bytes += landing
             if job.owner != NO_OWNER:
+                # of far objects one request may bring many chunks: those are counted below, by the batch
                 row = self._taking(job.array, job.chunk, job.readers)
                 rows[job.owner] += replace(row, requests=0) if self.tables[job.array].far else row
         for member, row in enumerate(rows):
@@ -249,9 +196,7 @@ class ReadPlan:
 
     @property
     def lookups(self) -> LookupCounts:
-        """What one rank that knows none of them yet reads to know all `rows`: the indices of shards, once, and Blosc's
-        tables of blocks.  `ReadEngine.looked_up` counts what it has read.
-        """
+        """What a rank that knows nothing yet looks up for all `rows`; `ReadEngine.looked_up` is what it has."""
         _ = self.rows  # asks for every part
         return self.found.lookups()
 
@@ -263,21 +208,11 @@ class ReadPlan:
     @cached_property
     def digest(self) -> int:
         """A number that ranks compare: equal when their plans are."""
+        # Private jobs follow from request and modes.  What a rank finds of a store enters by `shared`: ranks that see
+        # other chunks there, of a store that is written meanwhile, balance them otherwise, and must not go on.  Seven
+        # bytes fit the arena's signed words.
         text = repr((self.request, self.modes, self.shared)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-
-    def explain(self) -> str:
-        """The plan as a table: a line a rank, in MB."""
-        lines = [f"{self.mode} reading by {self.ranks} rank(s), amplification {self.amplification:.2f}"]
-        for name, readers in self.needed.readers.items():
-            table = self.tables[name]
-            size = f"{len(readers)} chunks of {table.grid.chunk_bytes / 1e6:.2f} MB {table.chunks}"
-            lines.append(f"  {name}: {size}, {self.modes[name]}, {self.redundancy[name]:.2f} readers a chunk")
-        lines.append(f"{'rank':>6}{'chunks':>9}{'stored':>10}{'decoded':>10}{'useful':>10}{'sent':>10}")
-        for label, row in [*enumerate(self.rows), ("all", self.total)]:
-            sizes = (row.stored_bytes, row.decoded_bytes, row.useful_bytes, row.sent_bytes)
-            lines.append(f"{label:>6}{row.chunks:>9}" + "".join(f"{size / 1e6:>10.2f}" for size in sizes))
-        return "\n".join(lines)
 
 
 def plan_read(
@@ -293,14 +228,39 @@ def plan_read(
     if mode not in ("auto", *PLAN_MODES):
         raise ShardingError(f"mode={mode!r} must be one of {['auto', *PLAN_MODES]}")
     check_request_fits(request, tables)
-    return make_read_plan(split_joined_parts(request, lambda name: tables[name].members), tables, mode, sizes)
+    return make_read_plan(_split_joined_parts(request, tables), tables, mode, sizes)
 
 
 def make_read_plan(request: ReadRequest, tables: ArrayTables, mode: str, sizes: ObjectSizes | None = None) -> ReadPlan:
     """The plan of a request of stored arrays, in three steps: what the ranks need, where far stores have it, and how
     each array is read.  Only the second may wait for a store, or fail for one rank alone; the third asks near ones
-    where a choice depends on what they tell.
+    where a choice depends on what they tell (`docs/design.md` says why).
     """
     needed = NeededChunks(request, {part.array: tables[part.array].grid for part in request.parts})
     found = look_up_chunks(needed, tables)
     return ReadPlan(needed, found, {name: choose_mode(found, name, mode) for name in needed.readers}, sizes or {})
+
+
+def _split_joined_parts(request: ReadRequest, tables: ArrayTables) -> ReadRequest:
+    """The request with each part of a joined array as parts of those it is made of, whose files differ in all else."""
+    found = [(part, tables[part.array].members) for part in request.parts]
+    if not any(joined for _, joined in found):
+        return request
+    parts = [each for part, joined in found for each in (_parts_by_array(part, joined) if joined else [part])]
+    return replace(request, parts=tuple(parts))
+
+
+def _parts_by_array(part: ReadPart, joined: JoinedArrays) -> list[ReadPart]:
+    """A part as one for each of the joined arrays that it needs."""
+    # of 12 files with 4 steps each, rows 3, 4 and 9 are row 3 of the first, 0 of the second and 1 of the third
+    picks = part.picks[joined.dim]
+    assert picks is not None
+    found: dict[int, list[tuple[int, int]]] = {}
+    for source, target in picks:
+        number = joined.find(source)
+        found.setdefault(number, []).append((source - joined.edges[number], target))
+    before, after = part.picks[: joined.dim], part.picks[joined.dim + 1 :]
+    return [
+        replace(part, array=joined.names[i], picks=(*before, tuple(pairs), *after))
+        for i, pairs in sorted(found.items())
+    ]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING
 
+from jigsaw.cut import ShardingError
 from jigsaw.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
+from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest
-from jigsaw.layout import ShardingError
-
-if TYPE_CHECKING:
-    from jigsaw.io.chunks.array_table import ArrayTable
 
 
 def check_request_fits(request: ReadRequest, tables: Mapping[str, ArrayTable]) -> None:
@@ -55,7 +52,9 @@ def _check_dim_fits(
     if picks is None:
         wanted = request.layout.cuts[to].size
         if part.first:
-            _check_crop_inside(part.first[d], wanted, size, name)
+            first, last = part.first[d], part.first[d] + wanted
+            if first < 0 or (last > size and not (wanted == size and first < size)):  # a whole dim may be rolled
+                raise WindowError(f"rows {first}..{last} are outside {name}, which has {size}")
         elif to < 2 or size != wanted:
             raise GridError(f"{name} has {size} rows and lands in dim {to} of the sample, which has {wanted}")
         return
@@ -66,28 +65,18 @@ def _check_dim_fits(
         raise WindowError(f"index {beyond[0]} is outside {name}, which has {size}")
 
 
-def _check_crop_inside(first: int, rows: int, size: int, name: str) -> None:
-    if first < 0 or (first + rows > size and not (rows == size and first < size)):  # a whole dim may be rolled
-        raise WindowError(f"rows {first}..{first + rows} are outside {name}, which has {size}")
-
-
 def _check_sample_filled(request: ReadRequest) -> None:
     """Every (time, channel) of the sample comes from exactly one part."""
     times, channels = request.layout.cuts[0].size, request.layout.cuts[1].size
     seen: dict[tuple[int, int], str] = {}
     for part in request.parts:
-        fixed = dict(part.at)
-        targets = {
-            to: [t for _, t in picks] for picks, to in zip(part.picks, part.to, strict=True) if picks is not None
-        }
-        landing = [[fixed[dim]] if dim in fixed else targets.get(dim, []) for dim in (0, 1)]
-        for where in product(landing[0], landing[1]):
+        stored = zip(part.picks, part.to, strict=True)
+        targets = {to: [t for _, t in picks] for picks, to in stored if picks is not None}
+        targets |= {dim: [index] for dim, index in part.at}
+        for where in product(targets.get(0, []), targets.get(1, [])):
             if where in seen or not (0 <= where[0] < times and 0 <= where[1] < channels):
-                why = (
-                    f"also comes from array {seen[where]!r}"
-                    if where in seen
-                    else f"is outside the sample's {times} x {channels}"
-                )
+                beyond = f"is outside the sample's {times} x {channels}"
+                why = f"also comes from array {seen[where]!r}" if where in seen else beyond
                 raise FieldError(f"(time, channel) {where} of array {part.array!r} {why}")
             seen[where] = part.array
     if len(seen) != times * channels and not request.gaps:

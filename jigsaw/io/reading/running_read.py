@@ -22,36 +22,30 @@ as those are entered only after a gathering that all take part in, well or not.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jigsaw.errors import CorruptChunkError, PeerError, ReadError
 from jigsaw.io.chunks.chunk import ChunkLoadCounts
+from jigsaw.io.chunks.files import ByteArray
 from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.reading.arena import MAX_ARENA_SLOTS, Arena, error_from_rank, slot_ticket
-from jigsaw.io.reading.chunk_sections import (
-    ChunkSection,
-    sections_in_slot_order,
-    slot_size_and_count,
-    whole_chunk_section,
-)
+from jigsaw.io.reading.chunk_boxes import ChunkBox
+from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
+from jigsaw.io.reading.chunk_sections import ChunkSection, sections_in_slot_order, slot_size_and_count
 from jigsaw.io.reading.fetch_ahead import FetchAhead
 from jigsaw.io.reading.memory_pool import MemoryPool
 from jigsaw.io.reading.parcels import BoxParcels
 from jigsaw.io.reading.peers import PeerGroup
-from jigsaw.io.reading.placing import PartPlacing, RefusedValueError, box_when_packed
-from jigsaw.io.reading.read_plan import NO_OWNER, ChunkBox, ChunkJob, ReadCounts, ReadPlan
-from jigsaw.io.reading.strips import STRIP_CONVERT_BYTES, ChunkStrip, strips_of_rank
+from jigsaw.io.reading.placing import CONVERTED_BYTES, AnyArray, PartPlacing, RefusedValueError, box_when_packed
+from jigsaw.io.reading.read_plan import ReadPlan
+from jigsaw.io.reading.strips import ChunkStrip, strips_of_rank
 from jigsaw.io.series.boundary import fill_beyond_ends
-
-AnyArray = NDArray[Any]
-ByteArray = NDArray[np.uint8]
 
 
 class _ReadStoppedError(Exception):
@@ -79,7 +73,6 @@ class ReadingRank:
 
     @property
     def threads(self) -> int:
-        """Its own threads."""
         return self.lanes[self.peers.me]
 
 
@@ -92,12 +85,11 @@ class RunningRead:
         self._stop = threading.Event()
         self._taking = threading.Lock()
         self._failure: BaseException | None = None
-        self._rows: dict[int, ReadCounts] = {}
+        self._rows: defaultdict[int, ReadCounts] = defaultdict(ReadCounts)
         self.parcels = BoxParcels(plan, rank.peers)
 
     @property
     def counts(self) -> ReadCounts:
-        """What this rank has done in it so far."""
         return sum(self._rows.values(), ReadCounts())
 
     # -- the whole ---------------------------------------------------------------------------------------------------
@@ -105,38 +97,37 @@ class RunningRead:
     def run(self, out: AnyArray | None) -> AnyArray:
         """Read; every rank leaves with its part or with an error."""
         try:
-            failure = self._tried(lambda: self._here(out))
+            failure = self._tried(lambda: self._begin(out), self._load_and_take)
+            # Entered whether or not this rank has failed: ranks of other machines see no word of its arena, and wait
+            # in the gathering.  Those of this machine are waited for after it, as they may be in that gathering too.
             if self.peers.is_spread:
                 failure = self._over_machines(failure)
             if failure is None and self.arena is not None:
                 arena = self.arena
                 failure = self._tried(lambda: arena.finish(self.number))
         finally:
+            # last of all, and after a failure as well: the others lay out the next read's slots once this rank's word
+            # says that it touches none any more.  A rank that dies before it is found by their `_look_around`
             if self.arena is not None:
                 self.arena.leave(self.number)
         if failure is not None:
             raise failure
         return self.out
 
-    def _tried(self, step: Callable[[], None]) -> BaseException | None:
-        """What a step failed with: kept, not raised, for other machines are told in the next gathering; the ranks of
-        this machine know it at once.
-        """
+    def _tried(self, *steps: Callable[[], None]) -> BaseException | None:
+        """What one of these failed with: other machines are told in the next gathering, this one's ranks at once."""
         try:
-            step()
+            for step in steps:
+                step()
         except BaseException as e:
             if self.arena is not None:
                 self.arena.fail(self.number, e)
             return e
         return None
 
-    def _here(self, out: AnyArray | None) -> None:
+    def _begin(self, out: AnyArray | None) -> None:
         if self.arena is not None:
             self.arena.await_turn(self.number)
-        self._begin(out)
-        self._load_and_take()
-
-    def _begin(self, out: AnyArray | None) -> None:
         plan, request = self.plan, self.plan.request
         if plan.ranks != self.peers.size:
             raise PeerError(f"the plan is for {plan.ranks} ranks and {self.peers.size} share this reader")
@@ -145,10 +136,10 @@ class RunningRead:
         # a slot is of one machine: each counts places of its own, among the jobs that its ranks load
         shared = [(n, job) for n, job in enumerate(plan.shared) if job.owner in near]
         self.sections = sections_in_slot_order(plan, shared, self.rank.lanes, cut=not self.peers.is_spread)
-        threads = sum(self.rank.lanes[m] for m in near)
-        size, self.slots = slot_size_and_count(
-            plan, self.sections, min(threads, MAX_ARENA_SLOTS // 2), self.rank.budget
-        )
+        # the threads of all ranks here, as all are to find the same slots; half of what the header has words for, since
+        # there may be two a thread
+        threads = min(sum(self.rank.lanes[m] for m in near), MAX_ARENA_SLOTS // 2)
+        size, self.slots = slot_size_and_count(plan, self.sections, threads, self.rank.budget)
         if self.arena is not None:
             self.arena.start(self.number, plan.digest, size, self.slots if self.sections else 0)
         if self.rank.ahead is not None:
@@ -161,8 +152,7 @@ class RunningRead:
         held = request.layout.held(coord)
         if request.boundary:
             fill_beyond_ends(self.out, held[2:], request.layout.shape[2:], request.boundary)
-        channels = held[1]
-        self.placings = [PartPlacing.of(part, plan.tables[part.array], request, channels) for part in request.parts]
+        self.placings = [PartPlacing(part, plan.tables[part.array], request, held[1]) for part in request.parts]
 
     def _load_and_take(self) -> None:
         ahead = self.rank.ahead
@@ -176,12 +166,14 @@ class RunningRead:
         try:
             for job in self.plan.shared:
                 if job.owner == NO_OWNER and self.me in job.readers:
-                    self.take(whole_chunk_section(job), None)
+                    self.take(ChunkSection(job), None)
             self._take_published()
             while wait(workers, 0.01).not_done:
                 self._went_wrong()
             self._went_wrong()
         finally:
+            # In this order: threads that wait for a slot see the flag, those that wait for fetched bytes are woken by
+            # the drop, and only when all have ended may the caller have `out`, and the slots another read.
             self._stop.set()
             if ahead is not None:
                 ahead.drop(self.plan)
@@ -199,6 +191,8 @@ class RunningRead:
 
     def _todo(self) -> Iterator[Callable[[], None]]:
         """What this rank loads; what others wait for comes first."""
+        # As many lanes as threads, so all are under way at once.  They have to be: a lane that nobody worked on would
+        # keep a place lower than those that the others wait for.
         for lane in range(self.rank.threads):
             yield lambda lane=lane: self._load_shared(lane)
         for strip in strips_of_rank(self.plan, self.me):
@@ -207,7 +201,7 @@ class RunningRead:
     def _work(self, todo: Iterator[Callable[[], None]]) -> None:
         try:
             while not self._stop.is_set():
-                with self._taking:
+                with self._taking:  # a generator that runs in one thread refuses a second
                     step = next(todo, None)
                 if step is None:
                     return
@@ -215,14 +209,14 @@ class RunningRead:
         except _ReadStoppedError:
             return
         except BaseException as e:
+            # The first of all threads' counts, more or less: two at once may both store theirs.  It is the calling
+            # thread that tells the other ranks, once `_went_wrong` has shown it there.
             self._failure = self._failure or e
             self._stop.set()
 
     def _load_shared(self, lane: int) -> None:
-        """Load the sections of a lane, each into its slot once the one before has been taken from it, and show them.
-
-        A chunk in sections is decoded by one thread from its beginning, so its lane has them one after the other.
-        """
+        """Load the sections of a lane, each into its slot once the one before has been taken from it, and show them."""
+        # a chunk in sections is decoded by one thread from its beginning, so its lane has them one after the other
         flow: Callable[[ByteArray], None] | None = None
         for at, section in enumerate(self.sections):
             if (section.job.owner, section.lane) == (self.me, lane):
@@ -235,7 +229,6 @@ class RunningRead:
                 self._show(at, section, room)
 
     def _slot(self, at: int, section: ChunkSection) -> ByteArray:
-        """The memory of a slot, once it is free."""
         size = section.size(self.plan.tables[section.job.array])
         if self.arena is None:
             return np.empty(size, np.uint8)
@@ -253,7 +246,7 @@ class RunningRead:
         """Let all that read a section have it."""
         job, table = section.job, self.plan.tables[section.job.array]
         values = table.loader.view(room, job.chunk, section.shape(table))
-        self.parcels.pack(job, section.number, values)
+        self.parcels.pack(job, section.number, values)  # before it is shown: once its readers have it, the slot is free
         if section.is_last:
             self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
         if self.arena is not None:
@@ -262,11 +255,7 @@ class RunningRead:
             self.take(section, values)
 
     def _await_slot(self, at: int) -> None:
-        """Wait until everybody here has taken the section that lay in the slot before: that of the place at - slots.
-
-        Whether it was shown is asked as well: where all its readers are on other machines, no reader's word tells that
-        its loader is done with the slot.
-        """
+        """Wait until everybody here has taken the section that lay in the slot before: that of the place at - slots."""
         if at < self.slots:
             return  # the read before was left by all, and with it every slot
         arena, job = self.arena, self.sections[at - self.slots].job
@@ -274,6 +263,10 @@ class RunningRead:
         slot, last = at % self.slots, slot_ticket(self.number, at - self.slots)
         readers = [self.local[m] for m in job.readers if m in self.local]
 
+        # Section A, which ranks 0 to 3 read, lies in slot 1 of 4 at place 1; this is place 5.  Who decoded A has stored
+        # its ticket in the slot's word, and each of 0 to 3 stores it in its own word of the slot once it has copied.
+        # All five are looked at: had A readers on other machines alone, the first would be all there is.  A rank that
+        # dies with its word not stored keeps the slot taken, until `wait` finds it dead.
         def free() -> bool:
             if self._stop.is_set():
                 raise _ReadStoppedError
@@ -290,7 +283,7 @@ class RunningRead:
         room = self.rank.scratch(len(strip.chunks) * table.grid.chunk_bytes)
         chunks, placing = table.loader.view_strip(room), self.placings[strip.box.part]
         work = placing.strip_work_memory(chunks, self.rank.converted)
-        near = max(1, STRIP_CONVERT_BYTES // table.grid.chunk_bytes)
+        near = max(1, CONVERTED_BYTES // table.grid.chunk_bytes)
         for start in range(0, len(strip.chunks), near):
             some = slice(start, start + near)
             self._decode(strip, some, room[start * table.grid.chunk_bytes :])
@@ -299,11 +292,10 @@ class RunningRead:
             except RefusedValueError as e:
                 job = strip.job(start + e.chunk)
                 raise self._refusal(e, job, self.plan.boxes(job, self.me)[0]) from None
-        placing.place_strip(work, strip.box, self.out)
+        placing.place_strip(work, strip.box, self.out)  # no other thread writes there: a row lies in one strip
         self._row().useful_bytes += prod(strip.box.extents) * table.grid.itemsize
 
     def _decode(self, strip: ChunkStrip, some: slice, room: ByteArray) -> None:
-        """Load chunks of a strip, one after the other, into memory."""
         table, chunks = self.plan.tables[strip.array], strip.chunks[some]
         sizes = table.decoding.load_strip(chunks[0], len(chunks), room)
         for n, size in enumerate(sizes):
@@ -317,14 +309,11 @@ class RunningRead:
         row.decoded_bytes += len(there) * table.grid.chunk_bytes
 
     def _load_private(self, job: ChunkJob) -> None:
-        """Load a chunk that this rank alone reads, and take what it needs of it."""
-        table = self.plan.tables[job.array]
-        direct = self._in_place_target(job)
-        room = (
-            self.rank.scratch(table.grid.bytes_of(job.chunk)) if direct is None else direct.reshape(-1).view(np.uint8)
-        )
+        table, direct = self.plan.tables[job.array], self._in_place_target(job)
+        scratch = self.rank.scratch(table.grid.bytes_of(job.chunk)) if direct is None else direct
+        room = scratch.reshape(-1).view(np.uint8)
         loaded = self._load(job, room)
-        self.take(whole_chunk_section(job), None if loaded.stored is None else table.loader.view(room, job.chunk))
+        self.take(ChunkSection(job), None if loaded.stored is None else table.loader.view(room, job.chunk))
 
     def _in_place_target(self, job: ChunkJob) -> AnyArray | None:
         """Where in the sample all of a chunk lies as it is decoded; None when it has to be cut or turned."""
@@ -335,23 +324,18 @@ class RunningRead:
         return self.placings[boxes[0].part].in_place_target(boxes[0], table.grid.shape_of(job.chunk), self.out)
 
     def _row(self) -> ReadCounts:
-        """What this thread has done for this read."""
-        thread = threading.get_ident()
-        if thread not in self._rows:
-            self._rows[thread] = ReadCounts()
-        return self._rows[thread]
+        """What this thread has done for this read: a row for each, as `+=` on one of them all would lose counts."""
+        return self._rows[threading.get_ident()]
 
     def _load(self, job: ChunkJob, room: ByteArray) -> ChunkLoadCounts:
-        """Load what is needed of a job's chunk, and count it."""
         table, ahead = self.plan.tables[job.array], self.rank.ahead
-        room = room[: table.grid.bytes_of(job.chunk)]
+        room = room[: table.grid.bytes_of(job.chunk)]  # a slot is as large as the largest of all chunks
         if ahead is None or not table.far:
             loaded = table.loader.load(job.chunk, room, self.plan.part_of(job))
+        elif (fetched := ahead.take(self.plan, job)) is None:
+            loaded = ChunkLoadCounts(None, False)
         else:
-            fetched = ahead.take(self.plan, job)
-            loaded = (
-                ChunkLoadCounts(None, False) if fetched is None else table.decoding.decode(job.chunk, fetched, room)
-            )
+            loaded = table.decoding.decode(job.chunk, fetched, room)
         self._count(job, loaded)
         return loaded
 
@@ -403,7 +387,7 @@ class RunningRead:
                 table = self.plan.tables[section.job.array]
                 memory = arena.memory(slot, section.size(table))
                 self.take(section, table.loader.view(memory, section.job.chunk, section.shape(table)))
-                arena.release(slot, mark)
+                arena.release(slot, mark)  # the slot may hold something else from here on
             pending = [each for each in window if each not in shown] + pending[slots:]
 
     def take(self, section: ChunkSection, values: AnyArray | None) -> None:
@@ -413,12 +397,8 @@ class RunningRead:
 
     def _take_box(self, job: ChunkJob, box: ChunkBox, values: AnyArray | None, within: ChunkBox) -> None:
         """Place `box` of a job's chunk, found as `within` in `values`."""
-        placing = self.placings[box.part]
         try:
-            if values is None:
-                placing.place_fill(within, self.out)
-            else:
-                placing.place(values, within, self.out)
+            self.placings[box.part].place(values, within, self.out)
         except RefusedValueError as e:
             raise self._refusal(e, job, box) from None
         self._row().useful_bytes += prod(box.extents) * self.plan.tables[job.array].grid.itemsize
@@ -437,6 +417,7 @@ class RunningRead:
         failure = self._agree(failure)
         if failure is not None or not any_go:
             return failure
+        # a box that a placing refuses fails on this rank alone, after the all-to-all: so all gather once more
         return self._agree(self._tried(self._exchange_boxes))
 
     def _agree(self, failure: BaseException | None) -> BaseException | None:
@@ -444,6 +425,7 @@ class RunningRead:
 
         *Sends*: what failed and the plan's digest to every rank of the domain group, whether or not something failed.
         """
+        # type and text, never the error itself: one that does not pickle would fail here, and leave the others waiting
         mine = None if failure is None else (type(failure).__name__, str(failure))
         told = self.peers.gather((mine, self.plan.digest))
         if failure is not None:

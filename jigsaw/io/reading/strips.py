@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
-from jigsaw.io.reading.read_plan import ChunkJob, ReadPlan
+from jigsaw.io.reading.chunk_jobs import ChunkJob
+from jigsaw.io.reading.read_plan import ReadPlan
 
 LARGEST_STRIP_CHUNK = 1 << 20
 """Chunks of more decoded bytes are placed one by one."""
 LARGEST_STRIP = 1 << 23
 """The decoded bytes of a strip at most: they stay in a third-level cache until they are placed."""
-STRIP_CONVERT_BYTES = 1 << 19
-"""The decoded bytes that are converted at a time: they are still in the second-level cache."""
 
 
 class ChunkStrip(NamedTuple):
@@ -41,13 +40,12 @@ class ChunkStrip(NamedTuple):
     box: ChunkBox | None = None
 
     def job(self, number: int = 0) -> ChunkJob:
-        """What the plan calls one of its chunks."""
         return ChunkJob(self.array, self.chunks[number], self.owner, (self.owner,))
 
 
 def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
     """What a rank loads for itself alone, in the plan's order."""
-    for array in plan.arrays:
+    for array in plan.needed.readers:
         last = _joinable_runs(plan, array, member)
         for chunks in _chunks_in_strips(plan, array, member, last):
             run = last.get(chunks[0][-1]) if chunks[0] else None
@@ -64,11 +62,12 @@ def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
 
 def _joinable_runs(plan: ReadPlan, array: str, member: int) -> dict[int, RowRun]:
     """Of the chunks along the last dim that may be joined, the rows that they fill."""
-    table, geometry = plan.tables[array], plan.geometry(array)
+    table, geometry = plan.tables[array], plan.needed.geometries[array]
     grid, is_near = table.grid, table.decoder is not None and not table.far
     small = is_near and grid.is_uniform and grid.chunk_bytes <= LARGEST_STRIP_CHUNK
     if not small or len(geometry) != 1 or not geometry[0].ends_in_space:
         return {}
+    # whole chunks alone, from their first row and forwards: rows of a strip then follow each other as their bytes do
     n, rows = table.chunks[-1], geometry[0].last(member)
     return {c: runs[0] for c, runs in rows.items() if len(runs) == 1 and runs[0] == (0, 1, runs[0].target, 1, n)}
 
@@ -76,7 +75,8 @@ def _joinable_runs(plan: ReadPlan, array: str, member: int) -> dict[int, RowRun]
 def _chunks_in_strips(
     plan: ReadPlan, array: str, member: int, last: dict[int, RowRun]
 ) -> Iterator[tuple[ChunkIndex, ...]]:
-    """Chunks that follow each other in the array and in the sample, and are loaded whole."""
+    # Neighbours in the array need not be in the sample: on a dim of four chunks that is rolled by half, 0 lands behind
+    # 3, and 2 behind nothing.
     after = {c for c, run in last.items() if c - 1 in last and last[c - 1].target + run.length == run.target}
     most = LARGEST_STRIP // max(plan.tables[array].grid.chunk_bytes, 1)
     strip: list[ChunkIndex] = []
@@ -98,5 +98,4 @@ def _chunks_in_strips(
 
 
 def _is_loaded_in_part(plan: ReadPlan, array: str, chunk: ChunkIndex, member: int) -> bool:
-    """Whether a rank loads less than the chunk."""
-    return plan.portion(array, chunk, (member,)) is not None
+    return plan.found.portion(array, chunk, (member,)) is not None

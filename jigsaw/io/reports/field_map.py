@@ -13,7 +13,7 @@ from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
-from jigsaw.io.reports.plan_picture import save_figure
+from jigsaw.io.reports.plan_picture import save_figure, tick_text
 from jigsaw.mesh import init_mesh
 
 if TYPE_CHECKING:
@@ -49,29 +49,18 @@ def draw_field_map(
     cut = ""
     if values.ndim == 3:
         sliced, middle = dataset.frame.dims[0], values.shape[0] // 2
-        cut, values = f", {sliced} = {_number_text(dataset.whole_coords[sliced][middle])}", values[middle]
-    title = f"{_field_title(dataset, name)}{_sample_time_text(dataset, number)}{cut}"
+        cut, values = f", {sliced} = {tick_text(dataset.whole_coords[sliced][middle])}", values[middle]
+    attrs = dataset.variables[0].table.attrs
+    long = str(attrs.get("long_name", attrs.get("standard_name", "")))
+    timed = any("time" in v.roles for v in dataset.variables)
+    at = f", {str(dataset.input_times(number)[0]).removesuffix('.000000')}" if timed else ""
+    title = f"{name} ({long}){at}{cut}" if long and long != name else f"{name}{at}{cut}"
     _draw_values(_labelled_values(values, dataset), title, path, not dataset.counted)
     return title
 
 
-def _field_title(dataset: Dataset, name: str) -> str:
-    attrs = dataset.variables[0].table.attrs
-    long = str(attrs.get("long_name", attrs.get("standard_name", "")))
-    return f"{name} ({long})" if long and long != name else name
-
-
-def _sample_time_text(dataset: Dataset, sample: int) -> str:
-    timed = any("time" in v.roles for v in dataset.variables)
-    return f", {str(dataset.input_times(sample)[0]).removesuffix('.000000')}" if timed else ""
-
-
-def _number_text(value: Any) -> str:
-    return f"{value:g}" if np.asarray(value).dtype.kind in "fiu" else str(value)
-
-
 def _labelled_values(values: Any, dataset: Dataset) -> xr.DataArray:
-    """With what xarray draws beside them: coordinates that are numbers, and their attributes."""
+    """The values with what xarray draws beside them: coordinates that are numbers, and attributes."""
     import xarray as xr
 
     dims, variable = dataset.frame.dims[-2:], dataset.variables[0]

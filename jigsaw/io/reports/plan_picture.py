@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Cut, Interval
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reports.recommend import edges_in_sample
-from jigsaw.layout import Cut, Interval
 
 _DRAWN_BYTES = ("stored_bytes", "decoded_bytes", "useful_bytes", "sent_bytes")
 _BAR_GREYS = ("#222222", "#666666", "#999999", "#cccccc")
@@ -49,9 +49,8 @@ def save_figure(figure: Any, path: str | Path) -> None:
     endings = sorted(figure.canvas.get_supported_filetypes())
     ending = Path(path).suffix.removeprefix(".")
     if ending and ending not in endings:
-        raise UnsupportedStoreError(
-            f"a picture is not written as {str(path)!r}; its ending may be {', '.join(endings)}"
-        )
+        allowed = ", ".join(endings)
+        raise UnsupportedStoreError(f"a picture is not written as {str(path)!r}; its ending may be {allowed}")
     figure.savefig(path, dpi=120)
 
 
@@ -67,9 +66,12 @@ def _draw_tiles(axes: Any, dataset: Dataset, plan: ReadPlan, shades: list[Any]) 
         axes.add_patch(Rectangle(*_rectangle_of(rows, columns), fc=(*shades[rank][:3], 0.25), ec=shades[rank], lw=2))
         label = f"rank {rank}\n{rows[1] - rows[0]} x {columns[1] - columns[0]}"
         axes.text(sum(columns) / 2, sum(rows) / 2, label, ha="center", va="center", color=shades[rank], weight="bold")
-        for strip in _halo_boxes(rows, columns, *layout.held(coord)[-2:]):
-            down_cut, across_cut = layout.cuts[-2:]
-            for part in product(_wrap_interval(strip[0], down_cut), _wrap_interval(strip[1], across_cut)):
+        held_rows, held_columns = layout.held(coord)[-2:]
+        below, above = (held_rows[0], rows[0]), (rows[1], held_rows[1])
+        left, right = (held_columns[0], columns[0]), (columns[1], held_columns[1])
+        # what is held beyond the owned box: strips of full width below and above, then the sides
+        for strip in ((below, held_columns), (above, held_columns), (rows, left), (rows, right)):
+            for part in product(*map(_wrap_interval, strip, layout.cuts[-2:])):
                 axes.add_patch(Rectangle(*_rectangle_of(*part), fc=(*shades[rank][:3], 0.45), ec="none", hatch="////"))
     _draw_chunk_borders(axes, dataset, height, width)
     axes.set(xlim=(-0.01 * width, 1.01 * width), ylim=(1.01 * height, -0.01 * height), aspect="auto")
@@ -78,19 +80,15 @@ def _draw_tiles(axes: Any, dataset: Dataset, plan: ReadPlan, shades: list[Any]) 
     axes.set_title("tiles (filled), their halos (hatched), stored chunks (dashed)", fontsize=10)
 
 
-def _halo_boxes(
-    rows: Interval, columns: Interval, held_rows: Interval, held_columns: Interval
-) -> list[tuple[Interval, Interval]]:
-    """What is held beyond the owned box: full-width strips below and above, then the sides."""
-    below, above = (held_rows[0], rows[0]), (rows[1], held_rows[1])
-    left, right = (held_columns[0], columns[0]), (columns[1], held_columns[1])
-    return [(below, held_columns), (above, held_columns), (rows, left), (rows, right)]
-
-
 def _set_ticks(axis: Any, dim: str, values: NDArray[Any]) -> None:
     at = np.linspace(0, len(values) - 1, min(len(values), 7)).round().astype(int)
-    axis.set_ticks(at + 0.5, [f"{values[i]:g}" if values.dtype.kind in "fiu" else str(values[i]) for i in at])
+    axis.set_ticks(at + 0.5, [tick_text(values[i]) for i in at])
     axis.set_label_text(dim)
+
+
+def tick_text(value: Any) -> str:
+    """A value of a coordinate: a number in short, anything else as it is."""
+    return f"{value:g}" if np.asarray(value).dtype.kind in "fiu" else str(value)
 
 
 def _rectangle_of(rows: Interval, columns: Interval) -> tuple[tuple[int, int], int, int]:
@@ -119,9 +117,8 @@ def _draw_bars(axes: Any, plan: ReadPlan, shades: list[Any]) -> None:
     wide = 0.8 / len(_DRAWN_BYTES)
     for i, name in enumerate(_DRAWN_BYTES):
         at = [rank + (i - 1.5) * wide for rank in range(plan.ranks)]
-        axes.bar(
-            at, [getattr(row, name) / 1e6 for row in plan.rows], wide, color=_BAR_GREYS[i], label=name.partition("_")[0]
-        )
+        megabytes = [getattr(row, name) / 1e6 for row in plan.rows]
+        axes.bar(at, megabytes, wide, color=_BAR_GREYS[i], label=name.partition("_")[0])
     axes.set_xticks(range(plan.ranks), [f"{rank}" for rank in range(plan.ranks)])
     for label, shade in zip(axes.get_xticklabels(), shades, strict=True):
         label.set(color=shade, weight="bold")

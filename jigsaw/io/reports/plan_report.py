@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from jigsaw.cut import Interval
+from jigsaw.io.chunks.lookups import LookupCounts
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.reading.read_plan import NO_OWNER, PLAN_MODES, ReadCounts, ReadPlan, plan_read
-from jigsaw.io.reports.recommend import MeshOption, Recommendation
-from jigsaw.layout import Interval
+from jigsaw.io.reading.chunk_jobs import NO_OWNER, ReadCounts
+from jigsaw.io.reading.read_modes import PLAN_MODES
+from jigsaw.io.reading.read_plan import ReadPlan, plan_read
+from jigsaw.io.reports.recommend import ChunkOption, MeshOption, ReadFigures, Recommendation
 
 _CHUNKS_LISTED = 6
 _BOUNDARY_TEXTS = {"clip": "", "periodic": " (wraps round)"}
@@ -24,9 +27,8 @@ def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
 def _plan_lines(dataset: Dataset, plan: ReadPlan) -> list[str]:
     frame, layout = dataset.frame, plan.request.layout
     steps, count = layout.shape[:2]
-    names = ", ".join(dataset.fields[:_CHUNKS_LISTED]) + (
-        f" and {count - _CHUNKS_LISTED} more" if count > _CHUNKS_LISTED else ""
-    )
+    more = f" and {count - _CHUNKS_LISTED} more" if count > _CHUNKS_LISTED else ""
+    names = ", ".join(dataset.fields[:_CHUNKS_LISTED]) + more
     space = " x ".join(f"{d} {n}" for d, n in zip(frame.dims, frame.sizes, strict=True))
     halos = [
         f"{d} {below}" + (f"+{above}" if above != below else "") + _BOUNDARY_TEXTS.get(b.rule, f" ({b.rule})")
@@ -34,34 +36,25 @@ def _plan_lines(dataset: Dataset, plan: ReadPlan) -> list[str]:
         if below or above
     ]
     modes = sorted(set(plan.modes.values()))
+    # axes that cut nothing, because `spec`, or the name of a dim, does not name them
+    cutting = {axis for cut in layout.cuts for axis in cut.axes}
+    dims, idle = ", ".join(frame.dims), [name for name, n in frame.domain if n > 1 and name not in cutting]
     return [
         str(dataset.store.url),
         *dataset.store.notes,
         f"reads {steps} steps of {count} channels ({names}), {space}",
         f"mesh {_mesh_text(dataset)}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
-        *_idle_axes_lines(dataset, plan),
-        *_request_lines(plan),
+        *(f"axis {axis} cuts none of the dims {dims}: all ranks along it read the same" for axis in idle),
+        f"{plan.total.requests} requests{_lookups_text(plan.lookups)}",
     ]
 
 
-def _idle_axes_lines(dataset: Dataset, plan: ReadPlan) -> list[str]:
-    """The axes that cut no dim, because `spec`, or the name of a dim, does not name them."""
-    cutting = {axis for cut in plan.request.layout.cuts for axis in cut.axes}
-    idle = [name for name, n in dataset.frame.domain if n > 1 and name not in cutting]
-    dims = ", ".join(dataset.frame.dims)
-    return [f"axis {name} cuts none of the dims {dims}: all ranks along it read the same" for name in idle]
-
-
-def _request_lines(plan: ReadPlan) -> list[str]:
-    """How often the store is asked."""
-    lookups = plan.lookups
+def _lookups_text(lookups: LookupCounts) -> str:
+    """What each rank asks the store before it knows where the chunks lie."""
     if not lookups.requests:
-        return [f"{plan.total.requests} requests"]
-    return [
-        f"{plan.total.requests} requests; to plan them, each rank reads {bytes_text(lookups.bytes)} of shard indices "
-        "and "
-        f"block tables in {lookups.requests} requests, once"
-    ]
+        return ""
+    read = f"{bytes_text(lookups.bytes)} of shard indices and block tables in {lookups.requests} requests"
+    return f"; to plan them, each rank reads {read}, once"
 
 
 def _rank_table(dataset: Dataset, plan: ReadPlan) -> list[str]:
@@ -78,7 +71,16 @@ def _rank_table(dataset: Dataset, plan: ReadPlan) -> list[str]:
 
 def advice_report(dataset: Dataset, found: Recommendation, tables: bool = False) -> str:
     """The best mesh and the best chunks, and how many times cheaper they read; with `tables`, all that were weighed."""
-    lines = _best_options_lines(found)
+    mesh, chunks = found.meshes[0], found.chunks[0]
+    sizes, shards = _sizes_by_dim_text(chunks.chunks), _sizes_by_dim_text(chunks.shards)
+    lines = [
+        f"recommended: mesh {_sizes_by_dim_text(mesh.axes) or 'one rank'}, {_cuts_text(mesh)}: "
+        f"{_gain_text(found.mesh_gain)}",
+        f"{'':13}chunks {sizes} in shards {shards}: {_gain_text(found.chunk_gain)}",
+    ]
+    if found.chunk_gain > _WORTH_TELLING:
+        how = f"--chunks {sizes} --shards {shards}"
+        lines.append(f"{'':13}to store it so: python -m jigsaw convert SRC DST {how}")
     if tables:
         lines += ["", "meshes", *_mesh_table(found), "", f"chunks for mesh {_mesh_text(dataset)}", *_chunk_table(found)]
     return "\n".join(lines)
@@ -86,19 +88,6 @@ def advice_report(dataset: Dataset, found: Recommendation, tables: bool = False)
 
 def _mesh_text(dataset: Dataset) -> str:
     return ", ".join(f"{name}={n}" for name, n in dataset.frame.axes) or "one rank"
-
-
-def _best_options_lines(found: Recommendation) -> list[str]:
-    mesh, chunks = found.meshes[0], found.chunks[0]
-    told = [
-        f"mesh {_sizes_by_dim_text(mesh.axes) or 'one rank'}, {_cuts_text(mesh)}: {_gain_text(found.mesh_gain)}",
-        f"chunks {_sizes_by_dim_text(chunks.chunks)} in shards {_sizes_by_dim_text(chunks.shards)}: "
-        f"{_gain_text(found.chunk_gain)}",
-    ]
-    if found.chunk_gain > _WORTH_TELLING:
-        how = f"--chunks {_sizes_by_dim_text(chunks.chunks)} --shards {_sizes_by_dim_text(chunks.shards)}"
-        told.append(f"to store it so: python -m jigsaw convert SRC DST {how}")
-    return [("recommended: " if i == 0 else " " * 13) + line for i, line in enumerate(told)]
 
 
 def _gain_text(times: float) -> str:
@@ -117,39 +106,25 @@ def _cuts_text(mesh: MeshOption) -> str:
 def _mesh_table(found: Recommendation) -> list[str]:
     lines = [["mesh", "cuts", "CPU ms", "read", "decoded", "busiest", "sent", "amplification"]]
     for o in found.meshes:
-        f = o.figures
+        f, name = o.figures, _sizes_by_dim_text(o.axes) or "one rank"
         lengths = map(bytes_text, (f.stored_bytes, f.decoded_bytes, f.busiest_bytes, f.sent_bytes))
-        lines.append(
-            [
-                _sizes_by_dim_text(o.axes) or "one rank",
-                _cuts_text(o),
-                f"{f.seconds * 1e3:.3g}",
-                *lengths,
-                f"{f.amplification:.2f}",
-            ]
-        )
+        lines.append([name, _cuts_text(o), _milliseconds_text(f), *lengths, f"{f.amplification:.2f}"])
     return align_columns(lines)
 
 
 def _chunk_table(found: Recommendation, most: int = 12) -> list[str]:
     lines = [["chunks", "shards", "a chunk", "CPU ms", "read", "decoded"]]
     for o in found.chunks[:most]:
-        lengths = map(bytes_text, (o.stored_bytes, o.decoded_bytes))
-        lines.append(
-            [
-                _sizes_by_dim_text(o.chunks),
-                _sizes_by_dim_text(o.shards),
-                bytes_text(o.chunk_bytes),
-                f"{o.seconds * 1e3:.3g}",
-                *lengths,
-            ],
-        )
-    lines.append(["as stored", "", "", f"{found.now.seconds * 1e3:.3g}", *_bytes_now(found)])
+        shapes = _sizes_by_dim_text(o.chunks), _sizes_by_dim_text(o.shards), bytes_text(o.chunk_bytes)
+        lines.append([*shapes, _milliseconds_text(o), bytes_text(o.stored_bytes), bytes_text(o.decoded_bytes)])
+    now = found.now
+    stored = bytes_text(now.stored_bytes), bytes_text(now.decoded_bytes)
+    lines.append(["as stored", "", "", _milliseconds_text(now), *stored])
     return align_columns(lines)
 
 
-def _bytes_now(found: Recommendation) -> list[str]:
-    return [bytes_text(found.now.stored_bytes), bytes_text(found.now.decoded_bytes)]
+def _milliseconds_text(cost: ReadFigures | ChunkOption) -> str:
+    return f"{cost.seconds * 1e3:.3g}"
 
 
 def _rows_text(owned: Interval, held: Interval) -> str:
@@ -180,9 +155,8 @@ def align_columns(lines: Sequence[Sequence[str]], left: bool = False) -> list[st
 
 
 def _amplification_lines(plan: ReadPlan) -> list[str]:
-    lines = [
-        f"amplification {plan.amplification:.2f}: bytes decoded by all ranks / bytes of the needed chunks, each once"
-    ]
+    meant = "bytes decoded by all ranks / bytes of the needed chunks, each once"
+    lines = [f"amplification {plan.amplification:.2f}: {meant}"]
     for mode in PLAN_MODES:
         other = plan_read(plan.request, plan.tables, mode, plan.sizes)
         total = other.total
@@ -208,7 +182,9 @@ def _decoder_lines(plan: ReadPlan) -> list[str]:
         )
         for rank in sorted(by_rank):
             who = "missing (fill)" if rank == NO_OWNER else f"rank {rank}"
-            lines.append(f"    {who}, {len(by_rank[rank])}: {_first_chunks_text(sorted(set(by_rank[rank])))}")
+            listed = [str(chunk).replace(" ", "") for chunk in sorted(set(by_rank[rank]))]
+            shown = " ".join(listed[:_CHUNKS_LISTED]) + (" …" if len(listed) > _CHUNKS_LISTED else "")
+            lines.append(f"    {who}, {len(by_rank[rank])}: {shown}")
     return lines
 
 
@@ -220,8 +196,3 @@ def _portion_text(plan: ReadPlan, array: str) -> str:
     decoded, fetched = sum(p.decoded for p in parts) / len(parts), sum(p.stored for p in parts) / len(parts)
     read = f"{bytes_text(round(fetched))} read, " if fetched else ""
     return f"; of {len(parts)} chunks a part: {read}{bytes_text(round(decoded))} decoded of each"
-
-
-def _first_chunks_text(chunks: Iterable[tuple[int, ...]]) -> str:
-    listed = [str(c).replace(" ", "") for c in chunks]
-    return " ".join(listed[:_CHUNKS_LISTED]) + (" …" if len(listed) > _CHUNKS_LISTED else "")

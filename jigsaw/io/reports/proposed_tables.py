@@ -14,7 +14,6 @@ from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK, ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex, ChunkRows
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.chunks.portion import ChunkPortion
-from jigsaw.io.chunks.read_cost import MOST_PORTION_SHARE
 from jigsaw.io.formats.in_memory import FilelessPlaces
 from jigsaw.io.series.coords import SPATIAL_ROLES
 from jigsaw.io.series.store_survey import StoreVariable
@@ -72,7 +71,16 @@ def proposed_table(variable: StoreVariable, chunks: Mapping[str, int], ratio: fl
     stored = max(1, int(prod(shape) * table.grid.itemsize * ratio))
     decoder = CodecDecoder(np.dtype(table.dtype), tuple(range(table.grid.ndim)), "blosc")
     places = FilelessPlaces("a store that is not written yet", stored)
-    return _ProposedTable(table.name, table.shape, table.dims, table.dtype, shape, None, {}, (), decoder, places)
+    return _ProposedTable(
+        name=table.name,
+        shape=table.shape,
+        dims=table.dims,
+        dtype=table.dtype,
+        chunks=shape,
+        attrs={},
+        decoder=decoder,
+        places=places,
+    )
 
 
 class _ProposedTable(ArrayTable):
@@ -87,14 +95,14 @@ class _ProposedFinder(ChunkFinder):
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
         grid, size = self.grid, self.grid.bytes_of(index)
-        if size < SMALLEST_DIVIDED_CHUNK or portion.needed_share(rects, grid.chunks) > MOST_PORTION_SHARE:
+        if size < SMALLEST_DIVIDED_CHUNK or portion.needed_share(rects, grid.chunks) > portion.MOST_PORTION_SHARE:
             return None
         spans = portion.needed_byte_spans(rects, grid.chunks, range(grid.ndim), grid.itemsize, BLOSC_BLOCK_BYTES)
         blocks: set[Any] = {
             b for a, z in spans.tolist() for b in range(a // BLOSC_BLOCK_BYTES, -(-z // BLOSC_BLOCK_BYTES))
         }
         decoded = min(size, len(blocks) * BLOSC_BLOCK_BYTES)
-        if decoded > MOST_PORTION_SHARE * size:
+        if decoded > portion.MOST_PORTION_SHARE * size:
             return None
         stored = self.stored_bytes(index) * decoded // size
         return ChunkPortion(((0, stored),), ((0, decoded),), decoded=decoded)

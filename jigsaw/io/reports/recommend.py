@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jigsaw.cut import ShardingError, box_elements
 from jigsaw.errors import HaloError
 from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK
 from jigsaw.io.datasets.dataset import Dataset
@@ -23,21 +24,17 @@ from jigsaw.io.reports.proposed_tables import dims_with_roles, proposed_table, s
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
 from jigsaw.io.series.store_survey import StoreVariable
-from jigsaw.layout import Layout, ShardingError
 
 TILE_GROWTH = 1.1
-"""Cuts are moved to the edges of chunks when the largest tile grows by no more than this: all ranks wait for it."""
-_CHUNK_ROWS = (128, 256)
-_CHUNK_LEVELS = 4
+"""Cuts move to the edges of chunks where the largest tile grows by no more than this: all ranks wait for it."""
+_CHUNK_ROWS, _CHUNK_LEVELS = (128, 256), 4  # sizes that are tried beside those that fit the cuts
 _LARGEST_CHUNK = 1 << 26
-_USUAL_RATIO = 0.5
-_CHEAP_JOBS = 3000
+_USUAL_RATIO = 0.5  # stored by decoded bytes, where the store does not tell
+_CHEAP_JOBS = 3000  # chunks times candidates that are planned in about a second
 
 
 class ReadFigures(NamedTuple):
-    """What reading a sample costs: CPU seconds over all ranks, bytes over all ranks (None: unknown), bytes decoded by
-    the busiest.
-    """
+    """What reading costs: CPU seconds and bytes over all ranks (None: unknown), bytes that the busiest decodes."""
 
     seconds: float
     stored_bytes: int | None
@@ -48,15 +45,9 @@ class ReadFigures(NamedTuple):
 
     @classmethod
     def of(cls, plan: ReadPlan) -> ReadFigures:
-        total = plan.total
-        return cls(
-            sum(plan.cost(name, mode) for name, mode in plan.modes.items()),
-            total.stored,
-            total.decoded_bytes,
-            total.sent_bytes,
-            max(row.decoded_bytes for row in plan.rows),
-            plan.amplification,
-        )
+        total, seconds = plan.total, sum(plan.cost(name, mode) for name, mode in plan.modes.items())
+        busiest = max(row.decoded_bytes for row in plan.rows)
+        return cls(seconds, total.stored, total.decoded_bytes, total.sent_bytes, busiest, plan.amplification)
 
 
 @dataclass(frozen=True)
@@ -85,8 +76,7 @@ class ChunkOption:
 class Recommendation:
     """The options, best first, and what the dataset costs as it is opened: `now`.
 
-    `meshes` cut space by as many ranks as the dataset's mesh (or as asked for); `chunks` are for the dataset's
-    mesh.
+    `meshes` cut space by as many ranks as the dataset's mesh, or as asked for; `chunks` are for the dataset's mesh.
 
     >>> best = jigsaw.io.recommend("globe.zarr", mesh={"lat": 2})
     >>> best.chunks[0].chunks
@@ -100,16 +90,15 @@ class Recommendation:
     @property
     def mesh_gain(self) -> float:
         """How many times cheaper the best mesh reads; 1 where it is as it is."""
-        return _times_cheaper(self.now.seconds, self.meshes[0].figures.seconds) if self.meshes else 1.0
+        return self._times_cheaper(self.meshes[0].figures.seconds if self.meshes else 0.0)
 
     @property
     def chunk_gain(self) -> float:
         """How many times cheaper a store with the best chunks is read by the dataset's mesh."""
-        return _times_cheaper(self.now.seconds, self.chunks[0].seconds) if self.chunks else 1.0
+        return self._times_cheaper(self.chunks[0].seconds if self.chunks else 0.0)
 
-
-def _times_cheaper(now: float, then: float) -> float:
-    return now / then if then else 1.0
+    def _times_cheaper(self, then: float) -> float:
+        return self.now.seconds / then if then else 1.0
 
 
 def recommend(
@@ -141,16 +130,15 @@ def recommend(
         raise ShardingError(f"ranks={ranks} must be at least 1")
     request = dataset.reading([len(dataset) // 2 if sample is None else sample]).request
     plan = plan_read(request, dataset.store.arrays, dataset.mode).ask_sizes()
-    return Recommendation(
-        ReadFigures.of(plan), mesh_options(dataset, request, wanted), chunk_options(dataset, request, plan)
-    )
+    meshes, chunks = _mesh_options(dataset, request, wanted), _chunk_options(dataset, request, plan)
+    return Recommendation(ReadFigures.of(plan), meshes, chunks)
 
 
 def best_chunks(dataset: Dataset) -> ChunkOption:
     """The chunks and shards that the dataset's mesh would read cheapest."""
     request = dataset.reading([len(dataset) // 2]).request
     plan = plan_read(request, dataset.store.arrays, dataset.mode)
-    return chunk_options(dataset, request, plan)[0]
+    return _chunk_options(dataset, request, plan)[0]
 
 
 def is_cheap_recommendation(dataset: Dataset, plan: ReadPlan) -> bool:
@@ -165,7 +153,7 @@ def is_cheap_recommendation(dataset: Dataset, plan: ReadPlan) -> bool:
 # -- meshes ------------------------------------------------------------------------------------------------------------
 
 
-def mesh_options(dataset: Dataset, request: ReadRequest, ranks: int) -> tuple[MeshOption, ...]:
+def _mesh_options(dataset: Dataset, request: ReadRequest, ranks: int) -> tuple[MeshOption, ...]:
     """The meshes of `ranks` ranks over the spatial dims, the cheapest first."""
     found = [
         _weigh_mesh(dataset, request, frame)
@@ -175,9 +163,8 @@ def mesh_options(dataset: Dataset, request: ReadRequest, ranks: int) -> tuple[Me
     if not found:
         space = ", ".join(f"{d} {n}" for d, n in zip(dataset.frame.dims, dataset.frame.sizes, strict=True))
         raise ShardingError(f"no mesh of {ranks} ranks cuts {space} with a halo of {dataset.frame.halo}; use fewer")
-    return tuple(
-        sorted(found, key=lambda o: (_to_three_digits(o.figures.seconds), o.figures.busiest_bytes, o.largest_tile))
-    )
+    found.sort(key=lambda o: (_to_three_digits(o.figures.seconds), o.figures.busiest_bytes, o.largest_tile))
+    return tuple(found)
 
 
 def _to_three_digits(seconds: float) -> float:
@@ -211,18 +198,13 @@ def _sample_spaces(dataset: Dataset, pieces: Sequence[int]) -> Iterator[SampleSp
 def _points_at_edges(dataset: Dataset, dim: int, pieces: int) -> tuple[int, ...] | None:
     """Cut points at the edges of the largest array's chunks, nearest to equal pieces; None where these are uneven."""
     name, size, align = dataset.frame.dims[dim], dataset.frame.sizes[dim], dataset.frame.align[dim]
-    edges = _chunk_edges(dataset, name, size)
+    largest = _largest_variable(v for v in dataset.variables if name in v.roles)
+    edges = sorted(edges_in_sample(dataset, largest, name, size) | {0, size})
     points = [min(edges, key=lambda e: abs(e - size * i / pieces)) for i in range(pieces + 1)]
     widths = np.diff(points)
     if pieces == 1 or align > 1 or widths.min() < 1 or widths.max() > TILE_GROWTH * -(-size // pieces):
         return None
     return tuple(points)
-
-
-def _chunk_edges(dataset: Dataset, dim: str, size: int) -> list[int]:
-    having = [v for v in dataset.variables if dim in v.roles]
-    largest = max(having, key=lambda v: prod(v.table.shape) * v.table.grid.itemsize)
-    return sorted(edges_in_sample(dataset, largest, dim, size) | {0, size})
 
 
 def edges_in_sample(dataset: Dataset, variable: StoreVariable, dim: str, size: int) -> set[int]:
@@ -234,20 +216,16 @@ def edges_in_sample(dataset: Dataset, variable: StoreVariable, dim: str, size: i
 def _weigh_mesh(dataset: Dataset, request: ReadRequest, frame: SampleSpace) -> MeshOption:
     layout = frame.layout(request.layout.shape[:2], (None, None), axes=frame.domain)
     plan = plan_read(replace(request, layout=layout), dataset.store.arrays, dataset.mode)
-    cut = {d: rule for (d, rule) in zip(frame.dims, frame.split, strict=True) if dict(frame.axes).get(d, 1) > 1}
-    split = {d: rule if isinstance(rule, str) else tuple(rule) for d, rule in cut.items()}
-    return MeshOption(dict(frame.axes), split, _largest_tile_rows(layout), ReadFigures.of(plan))
-
-
-def _largest_tile_rows(layout: Layout) -> int:
-    """The rows of space that the largest tile holds, halo included."""
-    return max(prod(b - a for a, b in layout.held(c)[2:]) for c in layout.coords())
+    rules = zip(frame.dims, frame.split, strict=True)
+    split = {d: r if isinstance(r, str) else tuple(r) for d, r in rules if dict(frame.axes).get(d, 1) > 1}
+    largest = max(box_elements(layout.held(coord)[2:]) for coord in layout.coords())
+    return MeshOption(dict(frame.axes), split, largest, ReadFigures.of(plan))
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-def chunk_options(dataset: Dataset, request: ReadRequest, plan: ReadPlan) -> tuple[ChunkOption, ...]:
+def _chunk_options(dataset: Dataset, request: ReadRequest, plan: ReadPlan) -> tuple[ChunkOption, ...]:
     """Chunk shapes for the dataset's own mesh, the cheapest first; arrays alike are planned once."""
     kept = _group_alike(dataset.variables, request)
     whole = plan.total
@@ -270,13 +248,11 @@ def _group_alike(variables: Sequence[StoreVariable], request: ReadRequest) -> li
         table = variable.table
         read = [len(p or ()) for part in request.parts if part.array == table.name for p in part.picks]
         groups.setdefault((variable.roles, table.shape, table.dtype, tuple(read)), []).append(variable)
-    return [
-        _AlikeArrays(same[0], len(same), _request_for_array(request, same[0].table.name)) for same in groups.values()
-    ]
-
-
-def _request_for_array(request: ReadRequest, array: str) -> ReadRequest:
-    return replace(request, parts=tuple(part for part in request.parts if part.array == array))
+    found: list[_AlikeArrays] = []
+    for first, *others in groups.values():
+        parts = tuple(part for part in request.parts if part.array == first.table.name)
+        found.append(_AlikeArrays(first, 1 + len(others), replace(request, parts=parts)))
+    return found
 
 
 def _largest_variable(variables: Iterable[StoreVariable]) -> StoreVariable:
@@ -294,11 +270,8 @@ def _chunk_shapes(dataset: Dataset, request: ReadRequest, alike: Sequence[_Alike
         choices[dim] = _row_counts(dataset.frame.sizes[i], request.layout.cuts[2 + i].pieces)
     cells = prod(max(sizes) for sizes in choices.values())
     for picked in product(*choices.values()):
-        size = prod(picked) * largest.table.grid.itemsize
-        if (
-            SMALLEST_DIVIDED_CHUNK <= size <= _LARGEST_CHUNK
-            or cells * largest.table.grid.itemsize <= SMALLEST_DIVIDED_CHUNK
-        ):
+        size, most = (n * largest.table.grid.itemsize for n in (prod(picked), cells))
+        if SMALLEST_DIVIDED_CHUNK <= size <= _LARGEST_CHUNK or most <= SMALLEST_DIVIDED_CHUNK:
             yield dict(zip(choices, picked, strict=True))
 
 

@@ -30,20 +30,9 @@ _FORMAT_MAGIC = {
     b"CDF\x02": "NetCDF-3, 64-bit",
     b"CDF\x05": "CDF-5",
 }
-_HDF5_FILTERS = {
-    1: "deflate",
-    2: "shuffle",
-    3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
-    32000: "lzf",
-    32001: "blosc",
-    32004: "lz4",
-    32008: "bitshuffle",
-    32015: "zstd",
-    32026: "blosc2",
-}
+_OWN_FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset"}
+_REGISTERED = {32000: "lzf", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}
+_HDF5_FILTERS = _OWN_FILTERS | _REGISTERED
 _SHOWN_ELSEWHERE = ("units", "long_name", "standard_name", "scale_factor", "add_offset", "_FillValue", "missing_value")
 
 
@@ -138,14 +127,19 @@ def summarize_store(
     opened = open_store(store)
     found = StoreSurvey(opened, dims)
     wanted = found.variables if fields is None else {c.array: None for c in channels_of_fields(fields, found.levels)}
+    if fields is None and not opened.arrays:
+        raise MissingArrayError(f"the store {opened.url} has no arrays")
     grids: dict[GridSummary, int] = {}
     times: dict[TimeSummary, int] = {}
     kind = _format_name(store, opened)
     in_objects = kind.startswith("Zarr")
     described = [_summarize_variable(found, found.variables[name], in_objects, grids, times) for name in wanted]
-    if fields is None and not opened.arrays:
-        raise MissingArrayError(f"the store {opened.url} has no arrays")
-    others = {n: _array_text(t) for n, t in opened.arrays.items() if n not in found.variables} if fields is None else {}
+    others: dict[str, str] = {}
+    for name, table in opened.arrays.items():
+        if fields is None and name not in found.variables:
+            shape = ", ".join(f"{d} {n}" for d, n in zip(table.dims, table.shape, strict=True))
+            others[name] = f"{np.dtype(table.dtype).name} ({shape})"
+    attrs = {str(k): v for k, v in opened.attrs.items() if not str(k).startswith("jigsaw_")}
     return StoreSummary(
         url=opened.url,
         format=kind,
@@ -154,7 +148,7 @@ def summarize_store(
         times=tuple(times),
         variables=tuple(described),
         others=others,
-        attrs={str(k): v for k, v in opened.attrs.items() if not str(k).startswith("jigsaw_")},
+        attrs=attrs,
         notes=opened.notes,
     )
 
@@ -166,8 +160,7 @@ def _summarize_variable(
     grids: dict[GridSummary, int],
     times: dict[TimeSummary, int],
 ) -> VariableSummary:
-    table = variable.table
-    levels = found.levels[table.name]
+    table, levels = variable.table, found.levels[variable.table.name]
     grid, time = _summarize_grid(found, variable), _summarize_times(found, variable)
     attrs, stored = table.attrs, _summarize_storage(found.store, table)
     return VariableSummary(
@@ -192,11 +185,6 @@ def _summarize_variable(
         grid=grids.setdefault(grid, len(grids)),
         times=None if time is None else times.setdefault(time, len(times)),
     )
-
-
-def _array_text(table: ArrayTable) -> str:
-    dims = ", ".join(f"{d} {n}" for d, n in zip(table.dims, table.shape, strict=True))
-    return f"{np.dtype(table.dtype).name} ({dims})"
 
 
 # -- grid and time -----------------------------------------------------------------------------------------------------
@@ -240,8 +228,7 @@ def _order_text(values: Mapping[str, NDArray[Any]]) -> str:
     order = "north first" if values["lat"][0] > values["lat"][-1] else "south first"
     if "lon" not in values:
         return order
-    low = float(np.min(values["lon"]))
-    return f"{order}, longitudes {'-180..180' if low < 0 else '0..360'}"
+    return f"{order}, longitudes {'-180..180' if np.min(values['lon']) < 0 else '0..360'}"
 
 
 def _summarize_times(found: StoreSurvey, variable: StoreVariable) -> TimeSummary | None:
@@ -334,9 +321,8 @@ def _estimated_bytes(table: ArrayTable) -> int | None:
     except ReadError:
         return None
     lengths = [0 if ref is None else ref.length for ref in refs]
-    if any(n is None for n in lengths):
-        return None
-    return round(sum(n or 0 for n in lengths) / len(lengths) * count)
+    known = [n for n in lengths if n is not None]
+    return round(sum(known) / len(known) * count) if len(known) == len(lengths) else None
 
 
 def _format_name(given: Any, store: ArrayStore) -> str:
@@ -348,9 +334,8 @@ def _format_name(given: Any, store: ArrayStore) -> str:
     if path.is_file():
         with path.open("rb") as file:
             head = file.read(8)
-        return next(
-            (name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic)), path.suffix.lstrip(".") or "raw"
-        )
+        known = (name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic))
+        return next(known, path.suffix.lstrip(".") or "raw")
     return "a remote store" if "://" in str(given) else "a store of many files"
 
 

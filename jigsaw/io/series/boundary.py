@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from jigsaw.cut import Interval
 from jigsaw.errors import GridError, HaloError
-from jigsaw.layout import Interval
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,7 +61,6 @@ class DimBoundary:
 
     @classmethod
     def of(cls, dim: str, given: Any) -> DimBoundary:
-        """Raises: `GridError` for what is no rule."""
         if isinstance(given, str) and given in BOUNDARY_RULES and given != "fill":
             return cls(given)
         pair: Any = cast(Any, given) if isinstance(given, tuple | list) else ()
@@ -78,7 +77,7 @@ class DimBoundary:
         return self.rule not in ("clip", "periodic")
 
     def check_width(self, dim: str, size: int, halo: tuple[int, int]) -> None:
-        """Raises: `HaloError` for a halo that reaches beyond what is reflected."""
+        """Refuse a halo that reaches beyond what is reflected."""
         at = self.at_pole if self.rule == "pole" else (self.rule == "reflect",) * 2
         for width, apart in zip(halo, at, strict=True):
             if apart and width > size - 1:

@@ -27,9 +27,8 @@ DimChoices = Mapping[str, tuple[int, ...]]
 def choose_positions(
     found: StoreSurvey, variables: Sequence[StoreVariable], select: Mapping[str, Any] | None
 ) -> DimChoices:
-    """The positions that `select` picks, named by the store's dims or by role (`member`, `lead`, `init`).
-
-    Raises: `GridError` for a dim that the fields lack, a value that it has not, or a dim of several left open.
+    """The positions that `select` picks, named by the store's dims or by role (`member`, `lead`, `init`); a dim of
+    several positions must not be left open.
     """
     further = {v.table.dims[d]: v for v in variables for d in v.further}
     wanted = {_chosen_dim(name, further, select or {}): value for name, value in (select or {}).items()}

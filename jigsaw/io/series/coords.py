@@ -9,68 +9,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import GridError, UnsupportedStoreError
 from jigsaw.io.arguments import checked_mapping
-from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 
 SPATIAL_ROLES = ("lat", "lon", "z", "y", "x")
 _TIME_ROLES = ("time", "init", "lead")
 DIM_ROLES = (*_TIME_ROLES, "member", "level", *SPATIAL_ROLES)
 
-_ROLE_OF_STANDARD_NAME = {
-    "time": "time",
-    "forecast_reference_time": "init",
-    "forecast_period": "lead",
-    "realization": "member",
-    "latitude": "lat",
-    "longitude": "lon",
-    "grid_latitude": "y",
-    "grid_longitude": "x",
-    "projection_y_coordinate": "y",
-    "projection_x_coordinate": "x",
-    "air_pressure": "level",
-    "model_level_number": "level",
-    "atmosphere_hybrid_sigma_pressure_coordinate": "level",
-    "atmosphere_sigma_coordinate": "level",
-    "altitude": "level",
-    "height": "level",
-    "depth": "level",
-}
-_ROLE_OF_UNITS = {
-    **dict.fromkeys(
-        ("degrees_north", "degree_north", "degree_n", "degrees_n", "degreen", "degreesn", "degree_norths"), "lat"
-    ),
-    **dict.fromkeys(("degrees_east", "degree_east", "degree_e", "degrees_e", "degreee", "degreese"), "lon"),
-    **dict.fromkeys(("pa", "hpa", "mbar", "millibar", "millibars", "mb"), "level"),
-}
+
+def _roles_by_word(**words: str) -> dict[str, str]:
+    return {word: role for role, said in words.items() for word in said.split()}
+
+
+_ROLE_OF_STANDARD_NAME = _roles_by_word(
+    time="time",
+    init="forecast_reference_time",
+    lead="forecast_period",
+    member="realization",
+    lat="latitude",
+    lon="longitude",
+    y="grid_latitude projection_y_coordinate",
+    x="grid_longitude projection_x_coordinate",
+    level="air_pressure altitude height depth model_level_number atmosphere_sigma_coordinate "
+    "atmosphere_hybrid_sigma_pressure_coordinate",
+)
+_ROLE_OF_UNITS = _roles_by_word(
+    lat="degrees_north degree_north degree_n degrees_n degreen degreesn degree_norths",
+    lon="degrees_east degree_east degree_e degrees_e degreee degreese",
+    level="pa hpa mbar millibar millibars mb",
+)
 _ROLE_OF_AXIS = {"T": "time", "Z": "z", "Y": "y", "X": "x"}
-_ROLE_OF_NAME = {
-    **dict.fromkeys(("time", "valid_time", "t"), "time"),
-    **dict.fromkeys(("init", "init_time", "initial_time", "forecast_reference_time", "reference_time"), "init"),
-    **dict.fromkeys(("prediction_timedelta", "step", "lead", "lead_time", "leadtime", "forecast_period"), "lead"),
-    **dict.fromkeys(("number", "member", "realization", "realisation", "ensemble", "ensemble_member", "ens"), "member"),
-    **dict.fromkeys(
-        ("level", "levels", "lev", "plev", "pressure", "pressure_level", "isobaricinhpa", "hybrid"), "level"
-    ),
-    **dict.fromkeys(("lat", "latitude", "lats", "nav_lat"), "lat"),
-    **dict.fromkeys(("lon", "longitude", "lons", "long", "nav_lon"), "lon"),
-    **dict.fromkeys(("z", "depth", "height"), "z"),
-    **dict.fromkeys(("y", "row", "rows", "rlat", "south_north"), "y"),
-    **dict.fromkeys(("x", "column", "columns", "col", "cols", "rlon", "west_east"), "x"),
-}
+_ROLE_OF_NAME = _roles_by_word(
+    time="time valid_time t",
+    init="init init_time initial_time forecast_reference_time reference_time",
+    lead="prediction_timedelta step lead lead_time leadtime forecast_period",
+    member="number member realization realisation ensemble ensemble_member ens",
+    level="level levels lev plev pressure pressure_level isobaricinhpa hybrid",
+    lat="lat latitude lats nav_lat",
+    lon="lon longitude lons long nav_lon",
+    z="z depth height",
+    y="y row rows rlat south_north",
+    x="x column columns col cols rlon west_east",
+)
 _LARGEST_COORDINATE = 1 << 31
-
-
-class _CoordinateReader(Protocol):
-    @property
-    def arrays(self) -> Mapping[str, ArrayTable]: ...
-
-    def read_small(self, name: str) -> NDArray[Any]: ...
 
 
 def role_of_dim(dim: str, attrs: Mapping[str, Any]) -> str | None:
@@ -108,8 +95,6 @@ class DimNaming:
         """From ``{"time": "valid_time"}``: a role, and the store's dim, or its coordinate variable of one dim.
 
         `along` is the dim that windows run along: its role becomes `time`, and that of the time dim `init`.
-
-        Raises: `GridError` for a role that does not exist, or a dim that the store lacks.
         """
         known = {d for table in arrays.values() for d in table.dims}
         roles: dict[str, str] = {}
@@ -187,13 +172,10 @@ class StoreCoordinates:
         name = self.name(array, dim)
         return {} if name is None else self.arrays[name].attrs
 
-    def values(self, store: _CoordinateReader, array: ArrayTable, dim: str) -> NDArray[Any]:
+    def values(self, store: ArrayStore, array: ArrayTable, dim: str) -> NDArray[Any]:
         """The values along a dim of `array`: its coordinate variable, decoded, what is missing as NaN.
 
         The places 0, 1, 2… stand only for a dim of which the store has no such variable: they are what it says of one.
-
-        Raises: `GridError` for a coordinate of another length than the dim, of which nobody knows which rows it means;
-        `UnsupportedStoreError` for a dim that claims more rows than any coordinate has.
         """
         name, size = self.name(array, dim), array.shape[array.dims.index(dim)]
         if name is None:
@@ -214,11 +196,9 @@ class StoreCoordinates:
         return len(set(SPATIAL_ROLES).intersection(self._roles(array))) >= 2
 
     def roles(self, array: ArrayTable) -> tuple[str, ...]:
-        """The role of every dim of `array`, or its own name where it has none.
+        """The role of every dim of `array`, or its own name where it has none; no two dims may have one role.
 
         A vertical dim is `level` beside lat and lon (or time), and `z` in a volume.
-
-        Raises: `GridError` when two dims claim one role.
         """
         named = self._roles(array)
         twice = sorted({role for role in named if named.count(role) > 1})
@@ -237,7 +217,10 @@ class StoreCoordinates:
             said[i] or plane.get(dim) or role_of_dim(dim, self.attrs(array, dim)) or dim
             for i, dim in enumerate(array.dims)
         ]
-        return _with_vertical_role(_with_time_role(_without_rivals(found, said, array.dims)), bool(plane))
+        roles = _without_rivals(found, said, array.dims)
+        if "time" not in roles:  # when forecasts began is the time of an array that has no other
+            roles = ["time" if role == "init" else role for role in roles]
+        return _with_vertical_role(roles, bool(plane))
 
     def _plane(self, array: ArrayTable) -> dict[str, str]:
         """The dims `y, x` of an array on a curvilinear grid: latitudes depend on both, and neither has any alone."""
@@ -249,12 +232,13 @@ class StoreCoordinates:
         return {}
 
 
-def decoded_coordinate(table: ArrayTable, stored: NDArray[Any]) -> NDArray[Any]:
-    """The values that the stored ones of a coordinate stand for; what is missing is NaN."""
+def decoded_coordinate(table: ArrayTable, stored: NDArray[Any], wide: bool = False) -> NDArray[Any]:
+    """The values that the stored ones of a coordinate stand for, `wide` as float64; what is missing is NaN."""
     if str(table.attrs.get("_Unsigned", "")).lower() == "true" and stored.dtype.kind == "i":
         stored = stored.view(stored.dtype.str.replace("i", "u"))
     missing = np.isin(stored, table.masks) if table.masks and stored.dtype.kind in "iuf" else np.zeros(0, bool)
-    values = stored if (table.scale, table.offset) == (1.0, 0.0) else stored * table.scale + table.offset
+    numbers = stored.astype(np.float64) if wide else stored
+    values = numbers if (table.scale, table.offset) == (1.0, 0.0) else numbers * table.scale + table.offset
     return np.where(missing, np.nan, values) if missing.any() else values
 
 
@@ -284,11 +268,6 @@ def _without_rivals(found: list[str], said: Sequence[str | None], dims: Sequence
     return kept
 
 
-def _with_time_role(found: list[str]) -> list[str]:
-    """When forecasts began is the time of an array that has no other."""
-    return ["time" if role == "init" and "time" not in found else role for role in found]
-
-
 def _with_vertical_role(found: Sequence[str], curvilinear: bool) -> tuple[str, ...]:
     globe = curvilinear or {"lat", "lon"} <= set(found)
     volume = {"y", "x"} <= set(found) and "time" not in found
@@ -300,9 +279,8 @@ def _with_vertical_role(found: Sequence[str], curvilinear: bool) -> tuple[str, .
 
 
 def check_lon_periodic(values: NDArray[Any], dim: str = "lon", rule: str = "periodic") -> None:
-    """Longitudes that are to be wrapped must go round once, n steps of 360/n degrees; `rule` of `dim` asks for it.
-
-    Raises: `GridError` for a region, or for a grid that stores both 0 and 360.
+    """Longitudes that are to be wrapped must go round once, n steps of 360/n degrees; `rule` of `dim` asks for it.  A
+    region is refused, and a grid that stores both 0 and 360.
     """
     if len(values) < 2 or values.dtype.kind not in "fiu":
         return
@@ -317,9 +295,7 @@ def check_lon_periodic(values: NDArray[Any], dim: str = "lon", rule: str = "peri
 
 def rolled_longitudes(values: NDArray[Any], convention: str) -> tuple[int, NDArray[Any]]:
     """By how many rows to roll longitudes so that they rise in a convention, ``"0..360"`` or ``"-180..180"``, and
-    those longitudes: row i of the result is the stored row i + shift.
-
-    Raises: `GridError` when they would tear: a region across the convention's edge.
+    those longitudes: row i of the result is the stored row i + shift.  A region across the edge would tear.
     """
     if convention == "store":
         return 0, values
@@ -339,7 +315,7 @@ def rolled_longitudes(values: NDArray[Any], convention: str) -> tuple[int, NDArr
 
 
 def check_coordinate_size(name: str, shape: Sequence[int], size: int) -> None:
-    """Raises: `UnsupportedStoreError` for an array that claims more bytes than any coordinate has."""
+    """Refuse an array that claims more bytes than any coordinate has."""
     if size > _LARGEST_COORDINATE:
         raise UnsupportedStoreError(
             f"array {name!r} of shape {tuple(shape)} is too large for a coordinate ({_LARGEST_COORDINATE} bytes)"

@@ -74,8 +74,8 @@ PRESSURE_NAMES = (
     ("clwc", "specific_cloud_liquid_water_content"),
     ("ciwc", "specific_cloud_ice_water_content"),
 )
-SHORT_NAMES = {name: row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
 _NAMES_OF_QUANTITY = {name: row for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
+SHORT_NAMES = {name: row[0] for name, row in _NAMES_OF_QUANTITY.items()}
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,7 @@ def channels_of_fields(
     fields: Sequence[str], arrays: Mapping[str, LevelCoordinate | None], argument: str = "fields"
 ) -> tuple[FieldChannel, ...]:
     """The channels that `fields`, given as `argument`, name, in their order; `arrays` maps each variable to its levels,
-    or to None.
-
-    Raises: `MissingArrayError`, `MissingLevelError` listing what there is, `FieldError` for a field that comes twice,
-    and for what is no list of names.
+    or to None.  A field that is not there is refused with a list of what is, and one that comes twice.
     """
     found = tuple(channel for field in checked_names(argument, fields) for channel in _channels_of_one(field, arrays))
     if not found:
@@ -117,10 +114,8 @@ def channels_of_fields(
     for channel in found:
         key = channel.array, channel.level
         if key in seen:
-            raise FieldError(
-                f"fields {seen[key]!r} and {channel.field!r} both name a channel of array {channel.array!r}; "
-                "name it once"
-            )
+            both = f"fields {seen[key]!r} and {channel.field!r} both"
+            raise FieldError(f"{both} name a channel of array {channel.array!r}; name it once")
         seen[key] = channel.field
     return found
 
@@ -132,10 +127,10 @@ def _channels_of_one(field: str, arrays: Mapping[str, LevelCoordinate | None]) -
     array = _array_named(name, arrays)
     if array is not None:
         return [_one_level(field, array, level, arrays[array])] if at else _all_levels(field, array, arrays[array])
-    pressure = None if at else _pressure_level(field, arrays)
-    if pressure is None:
+    quantity, hpa = (None if at else quantity_at_pressure(field)) or ("", 0.0)
+    array = _array_named(quantity, arrays) if quantity else None
+    if array is None:
         raise MissingArrayError(_missing_text(field, name, arrays))
-    array, hpa = pressure
     levels = arrays[array]
     if levels is None:
         raise MissingLevelError(f"field {field!r} asks for {hpa:g} hPa of array {array!r}, which has no level dim")
@@ -158,12 +153,6 @@ def quantity_at_pressure(name: str) -> tuple[str, float] | None:
         return None
     shorts = [short for short, *_ in PRESSURE_NAMES if name.startswith(short) and name[len(short) :].isdecimal()]
     return (shorts[0], float(name[len(shorts[0]) :])) if shorts else None
-
-
-def _pressure_level(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> tuple[str, float] | None:
-    found = quantity_at_pressure(field)
-    array = None if found is None else _array_named(found[0], arrays)
-    return None if found is None or array is None else (array, found[1])
 
 
 def _all_levels(field: str, array: str, levels: LevelCoordinate | None) -> list[FieldChannel]:
@@ -202,11 +191,8 @@ def _missing_text(field: str, name: str, arrays: Mapping[str, LevelCoordinate | 
     shorts = [row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) if _array_named(row[0], arrays)]
     close = difflib.get_close_matches(name, [*arrays, *shorts], n=3, cutoff=0.6)
     meant = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
-    also = (
-        f" It is also searched as {', '.join(repr(n) for n in _NAMES_OF_QUANTITY[name] if n != name)}."
-        if name in _NAMES_OF_QUANTITY
-        else ""
-    )
+    others = ", ".join(repr(n) for n in _NAMES_OF_QUANTITY.get(name, ()) if n != name)
+    also = f" It is also searched as {others}." if others else ""
     return f"field {field!r} is not in the store{meant}{also} {_available_text(arrays)}"
 
 

@@ -58,7 +58,6 @@ class AskedForcing:
 
     @classmethod
     def parse(cls, asked: str) -> AskedForcing:
-        """Raises: `FieldError` for a name or interval that does not exist."""
         name, at, interval = str(asked).partition("@")
         if name not in FORCING_NAMES:
             raise FieldError(f"forcings has {asked!r}, which is none of {', '.join(FORCING_NAMES)}")
@@ -70,7 +69,6 @@ class AskedForcing:
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """The names of its channels."""
         if self.name == "latlon":
             return "sin_lat", "cos_lat", "sin_lon", "cos_lon"
         progress = self.name in ("day_progress", "year_progress")
@@ -111,10 +109,7 @@ def _toa_radiation_values(instant: SolarInstant, days: float, at: GridAngles) ->
 
 def _day_progress_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
     sine, cosine = math.sin(math.tau * instant.clock), math.cos(math.tau * instant.clock)
-    return (
-        (sine * at.cos_lon + cosine * at.sin_lon)[None, :],
-        (cosine * at.cos_lon - sine * at.sin_lon)[None, :],
-    )
+    return (sine * at.cos_lon + cosine * at.sin_lon)[None, :], (cosine * at.cos_lon - sine * at.sin_lon)[None, :]
 
 
 def _year_progress_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
@@ -214,21 +209,12 @@ class GridForcings:
 
     @classmethod
     def of(
-        cls,
-        asked: Sequence[str],
-        places: GridAngles,
-        fields: Sequence[str] = (),
-        normalize: NormalizeArgument = None,
+        cls, asked: Sequence[str], places: GridAngles, fields: Sequence[str] = (), normalize: NormalizeArgument = None
     ) -> GridForcings:
         """`normalize` may name forcings or their channels, each (mean, std); one that it does not name stays as it is.
         A file of statistics is for the fields alone.
-
-        Raises: `FieldError` for what is no list of names, an unknown forcing, one that comes twice, or one that is a
-        field's name.
         """
-        parsed = tuple(
-            AskedForcing.parse(name) for name in arguments.checked_names("forcings", asked, FORCING_NAMES[0])
-        )
+        parsed = tuple(map(AskedForcing.parse, arguments.checked_names("forcings", asked, FORCING_NAMES[0])))
         names = [name for forcing in parsed for name in forcing.channels]
         for name in names:
             if names.count(name) > 1 or name in fields:
@@ -239,7 +225,6 @@ class GridForcings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name of each channel."""
         return tuple(name for forcing in self.forcings for name in forcing.channels)
 
     @property
@@ -248,7 +233,7 @@ class GridForcings:
         return all(forcing.is_static for forcing in self.forcings)
 
     def check(self, times: ArrayLike) -> None:
-        """Raises: `UnsupportedStoreError` for times that `write` could not use."""
+        """Refuse times that `write` could not use."""
         if not self.is_static:
             solar.solar_instants(times)
 
@@ -261,14 +246,11 @@ class GridForcings:
         return rest if rest or not normalize else None
 
     def taken(self, rows: Sequence[int], columns: Sequence[int]) -> GridForcings:
-        """The same over some rows and columns of the grid: those that a rank holds, wrapped ones included."""
+        """These forcings over some rows and columns of the grid: those that a rank holds, wrapped ones included."""
         return GridForcings(self.forcings, self.places.taken(rows, columns), self.scale, self.offset)
 
     def write(self, out: NDArray[Any], times: NDArray[Any]) -> None:
-        """The values at `times` into `out` [T, C, lat, lon], rounded to its dtype.
-
-        Raises: `UnsupportedStoreError` for times that are no dates, unless the forcings do not depend on them.
-        """
+        """The values at `times` into `out` [T, C, lat, lon], rounded to its dtype."""
         when = [SolarInstant(0.0, 0.0, 0.0)] * len(out) if self.is_static else solar.solar_instants(times)
         rows, columns = self.places.shape
         for first in range(0, rows, _ROWS_AT_ONCE):
@@ -294,10 +276,8 @@ def _forcing_scale(forcing: AskedForcing, channel: str, normalize: Mapping[str, 
 def geographic_angles(
     grid: Mapping[str, ArrayLike], attrs: Mapping[str, Mapping[str, Any]], asked: Sequence[str]
 ) -> GridAngles:
-    """The places of a grid, from the coordinates along its spatial dims and their attributes.
-
-    Raises: `GridError` for a grid that does not lie along geographic latitudes and longitudes: a projection, a volume,
-    a rotated pole, dims without coordinates.
+    """The places of a grid, from the coordinates along its spatial dims and their attributes.  Refused is what does not
+    lie along geographic latitudes and longitudes: a projection, a volume, a rotated pole, dims without coordinates.
     """
     if tuple(grid) != ("lat", "lon"):
         raise GridError(

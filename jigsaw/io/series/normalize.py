@@ -24,8 +24,6 @@ def channel_scales(
     A key is a channel (``geopotential@500``) under any name of `jigsaw.io.series.fields`, a field as it was asked for,
     or an array of the store; for a field of several levels mean and std may be sequences, a value a level.  Or from a
     file of statistics, or `Statistics`, which may have more channels than are read.
-
-    Raises: `FieldError` for a channel without statistics, statistics without a channel, or a std that is not positive.
     """
     if normalize is None:
         return (1.0,) * len(channels), (0.0,) * len(channels)
@@ -33,7 +31,6 @@ def channel_scales(
         normalize = Statistics.read(normalize)
     if isinstance(normalize, Statistics):
         normalize = normalize.mean_std(channels)
-    # a user may give anything
     if not isinstance(normalize, Mapping):
         raise FieldError(
             f"normalize={normalize!r} must be (mean, std) by field, Statistics, or the path of a file of statistics"
@@ -44,7 +41,7 @@ def channel_scales(
 
 
 def _by_own_names(given: Mapping[str, Any], channels: Sequence[FieldChannel]) -> dict[str, Any]:
-    """The same, a channel that has another name in it by its own."""
+    """What is `given`, by the names that the channels have here."""
     strange = [key for key in given if not isinstance(key, str)]
     if strange:
         raise FieldError(f"normalize names {strange[0]!r}, which is no string; its keys are names of fields")

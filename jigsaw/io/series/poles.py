@@ -19,9 +19,8 @@ _AT_POLE_SHARE = 0.05  # of a step: a first row that near to the pole is the pol
 
 
 def pole_boundary(values: NDArray[Any], columns: int, halo: tuple[int, int], circle: int) -> DimBoundary:
-    """The rule ``pole`` for latitudes `values` of which those at the ends are at a pole, or less than a step from it.
-
-    Raises: `GridError` for an odd number of columns, or an end with a halo that is not at a pole.
+    """The rule ``pole`` for latitudes `values`, of which those at ends with a halo must be at a pole, or less than a
+    step from it.
     """
     if columns % 2:
         raise GridError(
@@ -49,8 +48,6 @@ def vector_channels(
 
     Those of the fields or arrays `given`; else the components of wind, by their names or by a CF standard name that
     says eastward or northward.  `attrs` are those of each array.
-
-    Raises: `FieldError` for a name that none of the channels has.
     """
     names = [{c.name, c.field, c.array, c.array.rpartition("/")[2], c.name.partition("@")[0]} for c in channels]
     if given is None:

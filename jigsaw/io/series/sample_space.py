@@ -8,12 +8,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from jigsaw.cut import ShardingError, SplitRule, box_slices
 from jigsaw.errors import GridError, HaloError
 from jigsaw.io.series import coords
 from jigsaw.io.series.boundary import BoundaryRule, DimBoundary
 from jigsaw.io.series.poles import pole_boundary
 from jigsaw.io.series.times import is_whole_number
-from jigsaw.layout import AxisSizes, DimSpec, Layout, MeshCoordinate, ShardingError, SplitRule, box_slices
+from jigsaw.layout import AxisSizes, DimSpec, Layout, MeshCoordinate
 
 HaloWidth = int | tuple[int, int]
 DATA_AXIS = "data"
@@ -27,7 +28,7 @@ class SampleSpace:
     group*, the ranks that share a sample.
 
     At the ends of a dim whose boundary is neither ``clip`` nor ``periodic``, ranks hold rows that are none of the
-    sample's (`jigsaw.layout.Cut.wraps`): a convolution without padding on ``tile.local`` reads them, while the tile
+    sample's (`jigsaw.Cut.wraps`): a convolution without padding on ``tile.local`` reads them, while the tile
     stays the whole sample and no more, and whatever jigsaw computes on it (padded layers, reductions, losses, norms,
     `full_tensor`) is what torch computes on the whole sample.
     """
@@ -52,15 +53,10 @@ class SampleSpace:
         split: SplitRule | Mapping[str, SplitRule],
         align: int | Mapping[str, int],
     ) -> SampleSpace:
-        """Check what the user asked for by dim names; without a `spec`, a dim is cut by the axis of its own name.
-
-        Raises: `GridError` for names that are no dims of the grid, `ShardingError`, `HaloError`.
-        """
+        """Check what the user asked for by dim names; without a `spec`, a dim is cut by the axis of its own name."""
         dims = tuple(sizes)
         for name, given in (("spec", spec), ("halo", halo), ("boundary", boundary), ("split", split), ("align", align)):
-            _check_dim_names(name, given, dims)
-        for name, given in (("spec", spec), ("boundary", boundary)):
-            _check_by_dim(name, given, dims)
+            _check_dim_names(name, given, dims, alike=name in ("halo", "split", "align"))
         chosen = dict(spec) if spec is not None else {d: d for d in dims}
         frame = cls(
             dims,
@@ -81,10 +77,7 @@ class SampleSpace:
         return frame
 
     def on(self, grid: Mapping[str, NDArray[Any]]) -> SampleSpace:
-        """The same on a grid with these coordinates, which say where longitudes wrap and latitudes meet the poles.
-
-        Raises: `GridError` where they do neither, `HaloError`.
-        """
+        """This space on a grid whose coordinates say where longitudes wrap and latitudes meet the poles."""
         made = [self._boundary_on(i, grid) for i in range(len(self.dims))]
         for dim, rule, size, width in zip(self.dims, made, self.sizes, self.halo, strict=True):
             rule.check_width(dim, size, width)
@@ -107,7 +100,6 @@ class SampleSpace:
 
     @property
     def periodic(self) -> tuple[bool, ...]:
-        """Whether each dim wraps round."""
         return tuple(b.rule == "periodic" for b in self.boundary)
 
     @property
@@ -148,7 +140,8 @@ class SampleSpace:
         return box_slices(layout.owned(coordinate)[1:], layout.held(coordinate)[1:])
 
 
-def _check_dim_names(name: str, given: Any, dims: Sequence[str]) -> None:
+def _check_dim_names(name: str, given: Any, dims: Sequence[str], alike: bool) -> None:
+    """Refuse names that are no dims, and what says nothing by name where it cannot be `alike` for all dims."""
     if isinstance(given, Mapping):
         unknown = sorted(set(map(str, given)) - set(dims))
         if unknown:
@@ -156,9 +149,7 @@ def _check_dim_names(name: str, given: Any, dims: Sequence[str]) -> None:
                 f"{name}={dict(given)!r} names {unknown[0]!r}, but the fields' spatial dims are {list(dims)}"
             )
 
-
-def _check_by_dim(name: str, given: Any, dims: Sequence[str]) -> None:
-    if given is not None and not isinstance(given, Mapping):
+    elif given is not None and not alike:
         raise GridError(f"{name}={given!r} must say it by dim: {name}={{{dims[0]!r}: {given!r}}}")
 
 

@@ -50,15 +50,12 @@ class SolarInstant:
     year: float
 
     def shifted(self, days: float) -> SolarInstant:
-        """The same some days later; the clock may leave 0..1."""
+        """The instant so many days later; the clock may leave 0..1."""
         return replace(self, days=self.days + days, clock=self.clock + days)
 
 
 def solar_instants(times: ArrayLike) -> tuple[SolarInstant, ...]:
-    """Instants of datetime64, `datetime`, ISO strings, or cftime objects of any calendar; all are UTC.
-
-    Raises: `UnsupportedStoreError` for plain numbers, and for a missing time.
-    """
+    """Instants of datetime64, `datetime`, ISO strings, or cftime objects of any calendar; all are UTC."""
     given = np.atleast_1d(np.asarray(times)).ravel()
     if given.dtype.kind == "O" and given.size and hasattr(given[0], "calendar"):
         return tuple(_instant_of_cftime(t) for t in given)
@@ -145,21 +142,12 @@ class GridAngles:
 
     @classmethod
     def of(cls, lat: ArrayLike, lon: ArrayLike) -> GridAngles:
-        """1-d latitudes and longitudes in degrees.
-
-        Raises: `GridError` for values that are no degrees of latitude and longitude.
-        """
+        """1-d latitudes and longitudes in degrees."""
         north, east = _checked_radians("lat", lat, 90.0), _checked_radians("lon", lon, 720.0)
-        return cls(
-            east,
-            _map_each(math.sin, north),
-            _map_each(math.cos, north),
-            _map_each(math.sin, east),
-            _map_each(math.cos, east),
-        )
+        return cls(east, *(_map_each(f, values) for values in (north, east) for f in (math.sin, math.cos)))
 
     def taken(self, rows: Sequence[int], columns: Sequence[int]) -> GridAngles:
-        """Those rows and columns of it."""
+        """The angles of some rows and columns."""
         r, c = np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64)
         return GridAngles(self.lon[c], self.sin_lat[r], self.cos_lat[r], self.sin_lon[c], self.cos_lon[c])
 
@@ -195,7 +183,7 @@ def cos_zenith_now(sun: SunPosition, at: GridAngles) -> SolarValues:
 
 
 def mean_cos_zenith(instant: SolarInstant, days: float, at: GridAngles) -> SolarValues:
-    r"""The mean of `cos_zenith_now` [lat, lon] over the `days` that end at an instant.
+    """The mean of `cos_zenith_now` [lat, lon] over the `days` that end at an instant.
 
     The integral over the hour angle between sunrise and sunset is taken exactly; the declination is held for a quarter
     of a day at most.
@@ -204,7 +192,7 @@ def mean_cos_zenith(instant: SolarInstant, days: float, at: GridAngles) -> Solar
 
 
 def mean_insolation(instant: SolarInstant, days: float, at: GridAngles) -> SolarValues:
-    r"""The same, weighed by the inverse square of the sun's distance (au)."""
+    """The mean of `cos_zenith_now` over the inverse square of the sun's distance (au), as `mean_cos_zenith`."""
     return _mean_over_interval(instant, days, at, lambda sun: sun.distance**-2)
 
 

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, writing_to
 from jigsaw.io.drafts import draft_of
 from jigsaw.io.packages import why_not_imported
-from jigsaw.io.series.statistics import ALL_STATISTICS, Statistics
+from jigsaw.io.series.statistics import ALL_STATISTICS, ChannelValues, Statistics
 
-StatisticValues = NDArray[np.float64]
 FieldNames = tuple[str, ...]
 T = TypeVar("T")
 
@@ -54,39 +53,28 @@ def read_statistics(path: str | os.PathLike[str] | Mapping[str, Any], fields: Fi
         return _read_each(_files_in_folder(at), fields, f"statistics {at}")
     if not at.is_file():
         raise FieldError(f"there is no file or folder of statistics {str(at)!r}")
-    graphcast = _files_of_set(at.parent, at.name, _GRAPHCAST_FILES)
-    if graphcast or at.name in _MAKANI_FILES.values():
-        return _read_each(
-            graphcast or _files_of_set(at.parent, at.name, _MAKANI_FILES), fields, f"statistics {at.parent}"
-        )
+    found = _files_of_set(at.parent, at.name, _GRAPHCAST_FILES) or _files_of_set(at.parent, at.name, _MAKANI_FILES)
+    if found:
+        return _read_each(found, fields, f"statistics {at.parent}")
     return _with_field_names(_read_own(at), fields)
 
 
 def _files_in_folder(folder: Path) -> dict[str, Path]:
     files = sorted(p.name for p in folder.iterdir())
-    groups = [
-        found
-        for name in files
-        for names in (_MAKANI_FILES, _GRAPHCAST_FILES)
-        if (found := _files_of_set(folder, name, names))
-    ]
+    sets = [_files_of_set(folder, name, names) for name in files for names in (_MAKANI_FILES, _GRAPHCAST_FILES)]
+    groups = [found for found in sets if found]
     if not groups:
         raise FieldError(
             f"folder {str(folder)!r} has neither {_MAKANI_FILES['mean']} and {_MAKANI_FILES['std']} (makani) nor "
             f"mean_by_level.nc and stddev_by_level.nc (GraphCast); name the file of the statistics"
         )
-    if any(found != groups[0] for found in groups):
-        other = next(found for found in groups if found != groups[0])
+    other = next((found for found in groups if found != groups[0]), None)
+    if other is not None:
+        one, two = (next(iter(found.values())).name for found in (groups[0], other))
         raise FieldError(
-            f"folder {str(folder)!r} has several sets of statistics, such as {_first_file_name(groups[0])} and "
-            f"{_first_file_name(other)}; "
-            "name one of the files"
+            f"folder {str(folder)!r} has several sets of statistics, such as {one} and {two}; name one of the files"
         )
     return groups[0]
-
-
-def _first_file_name(files: Mapping[str, Path]) -> str:
-    return next(iter(files.values())).name
 
 
 def _files_of_set(folder: Path, name: str, names: Mapping[str, str]) -> dict[str, Path]:
@@ -113,17 +101,13 @@ def _read_each(files: Mapping[str, Path], fields: FieldNames | None, source: str
     if unnamed:
         raise FieldError(f"{source}: {files[next(iter(unnamed))].name} has no names and the other files have; mix none")
     order = tuple(dict.fromkeys(name for names, _ in columns.values() for name in names))
-    values = {stat: _spread_values(order, names, v) for stat, (names, v) in columns.items()}
+    named = {stat: dict(zip(names, v.tolist(), strict=True)) for stat, (names, v) in columns.items()}
+    # NaN where a file has no such channel: GraphCast's forcings have no diffs
+    values = {stat: np.array([at.get(name, math.nan) for name in order]) for stat, at in named.items()}
     return _with_field_names(Statistics(order, values, source=source), fields)
 
 
-def _spread_values(order: FieldNames, names: FieldNames, values: StatisticValues) -> StatisticValues:
-    """`values` of `names` in an order of more names: NaN where there are none (GraphCast's forcings have no diffs)."""
-    at = dict(zip(names, values.tolist(), strict=True))
-    return np.array([at.get(name, math.nan) for name in order])
-
-
-def _read_column(path: Path) -> tuple[FieldNames, StatisticValues]:
+def _read_column(path: Path) -> tuple[FieldNames, ChannelValues]:
     """One statistic: the channels' names, none in a `.npy`, and a number each."""
     if path.suffix == ".npy":
         found = _read_or_refuse(path, lambda: np.load(path, allow_pickle=False))
@@ -133,7 +117,7 @@ def _read_column(path: Path) -> tuple[FieldNames, StatisticValues]:
     return _read_or_refuse(path, lambda: _read_by_level(path))
 
 
-def _read_by_level(path: Path) -> tuple[FieldNames, StatisticValues]:
+def _read_by_level(path: Path) -> tuple[FieldNames, ChannelValues]:
     """The scalars and the variables along one level dim of a NetCDF file; others are no statistics of a channel."""
     with _open_statistics_nc(path) as file:
         names: list[str] = []
@@ -156,8 +140,7 @@ def _read_own(path: Path) -> Statistics:
     if path.suffix not in readers:
         raise FieldError(
             f"statistics {str(path)!r} end in {path.suffix!r}; known are {', '.join(STATISTICS_SUFFIXES)}, makani's "
-            ".npy "
-            'or GraphCast\'s *_by_level.nc, and {"mean": file, "std": file}'
+            '.npy or GraphCast\'s *_by_level.nc, and {"mean": file, "std": file}'
         )
     return _read_or_refuse(path, lambda: readers[path.suffix](path))
 
@@ -175,8 +158,7 @@ def _check_format(path: Path, mark: Any) -> None:
     if mark != STATISTICS_FORMAT:
         raise FieldError(
             f"{path} has no format {STATISTICS_FORMAT!r} and is not named like GraphCast's (…mean_by_level.nc); for a "
-            "file that "
-            'holds one statistic use Statistics.read({"mean": file, "std": file})'
+            'file that holds one statistic use Statistics.read({"mean": file, "std": file})'
         )
 
 
@@ -185,9 +167,8 @@ def _read_nc(path: Path) -> Statistics:
         attrs = {name: file.getncattr(name) for name in file.ncattrs()}
         _check_format(path, attrs.pop("format", None))
         fields = tuple(str(name) for name in file.variables["channel"][...])
-        values = {
-            n: np.ma.getdata(file.variables[n][...]).astype(np.float64) for n in ALL_STATISTICS if n in file.variables
-        }
+        there = {n: file.variables[n][...] for n in ALL_STATISTICS if n in file.variables}
+        values = {n: np.ma.getdata(found).astype(np.float64) for n, found in there.items()}
     return Statistics(fields, values, attrs, f"statistics {path}")
 
 
@@ -195,12 +176,8 @@ def _read_npz(path: Path) -> Statistics:
     with np.load(path, allow_pickle=False) as file:
         attrs = json.loads(str(file["attrs"])) if "attrs" in file else {}
         _check_format(path, attrs.pop("format", None))
-        return Statistics(
-            tuple(map(str, file["channel"])),
-            {n: file[n] for n in ALL_STATISTICS if n in file},
-            attrs,
-            f"statistics {path}",
-        )
+        values = {n: file[n] for n in ALL_STATISTICS if n in file}
+        return Statistics(tuple(map(str, file["channel"])), values, attrs, f"statistics {path}")
 
 
 def _read_json(path: Path) -> Statistics:
@@ -237,10 +214,7 @@ def _open_statistics_nc(path: Path, mode: Literal["r", "w"] = "r", **how: Any) -
 
 
 def check_statistics_path(path: str | os.PathLike[str]) -> Path:
-    """The path, when its ending is one that is written, and its folder is there.
-
-    Raises: `FieldError`.
-    """
+    """The path, when its ending is one that is written, and its folder is there."""
     if Path(path).suffix not in STATISTICS_SUFFIXES:
         raise FieldError(
             f"statistics are written as {', '.join(STATISTICS_SUFFIXES)}, not {str(path)!r}; choose one of the endings"
@@ -260,10 +234,7 @@ def write_statistics(found: Statistics, path: str | os.PathLike[str]) -> None:
 
 
 def replace_file(path: Path, content: bytes, remedy: str) -> None:
-    """Put a file in its place once it is on the disk: a reader sees the old or the new.
-
-    Raises: `WriteError` with that `remedy`.
-    """
+    """Put a file in its place once it is on the disk: a reader sees the old or the new; errors name the `remedy`."""
     with writing_to(path, remedy), draft_of(path) as file:
         file.write(content)
         file.flush()
@@ -286,9 +257,8 @@ def _as_nc(found: Statistics) -> bytes:
 
 
 def _as_npz(found: Statistics) -> bytes:
-    return npz_bytes(
-        {"channel": np.array(found.fields), "attrs": np.array(json.dumps(_attrs_with_format(found))), **found.columns}
-    )
+    attrs = np.array(json.dumps(_attrs_with_format(found)))
+    return npz_bytes({"channel": np.array(found.fields), "attrs": attrs, **found.columns})
 
 
 def npz_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
@@ -299,11 +269,7 @@ def npz_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def _as_json(found: Statistics) -> bytes:
-    channels = [{"name": name, **{n: _json_number(v) for n, v in found[name].items()}} for name in found.fields]
+    numbers = {name: {n: None if math.isnan(v) else v for n, v in found[name].items()} for name in found.fields}
+    channels = [{"name": name, **values} for name, values in numbers.items()]  # None is NaN, which JSON has not
     whole = {"format": STATISTICS_FORMAT, "attrs": dict(found.attrs), "channels": channels}
     return (json.dumps(whole, indent=1) + "\n").encode()
-
-
-def _json_number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return None if math.isnan(value) else value

@@ -99,20 +99,14 @@ class StoreSurvey:
         return LevelCoordinate(numeric.astype(np.float64), str(self.attrs(variable, "level").get("units", "")), counted)
 
     def of(self, channels: Sequence[FieldChannel]) -> tuple[StoreVariable, ...]:
-        """The variables of these channels, each once, in order.
-
-        Raises: `UnsupportedStoreError` for one whose scale or offset is no number.
-        """
+        """The variables of these channels, each once, in order; scale and offset of each must be numbers."""
         found = tuple(self.variables[name] for name in dict.fromkeys(c.array for c in channels))
         for variable in found:
             variable.table.check_packing()
         return found
 
     def grid(self, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:
-        """The coordinate values along each spatial dim, in canonical order, of variables that share one grid.
-
-        Raises: `GridError` naming two arrays that do not.
-        """
+        """The coordinate values along each spatial dim, in canonical order, of variables that must share one grid."""
         first = variables[0]
         values = {role: self.values(first, role) for role in first.space}
         for other in variables[1:]:
@@ -131,10 +125,7 @@ class StoreSurvey:
         return values
 
     def time(self, variables: Sequence[StoreVariable]) -> TimeAxis | None:
-        """The time axis that the variables share; None when none of them has time.
-
-        Raises: `GridError` naming two arrays with different times.
-        """
+        """The time axis that the variables must share; None when none of them has time."""
         timed = [v for v in variables if "time" in v.roles]
         if not timed:
             return None
@@ -174,9 +165,8 @@ ChoiceSteps = Sequence[tuple[Mapping[str, int], IndexPicks]]
 def read_parts_of(
     channels: Sequence[FieldChannel], variables: Iterable[StoreVariable], moments: ChoiceSteps, turn: RowOrder
 ) -> tuple[ReadPart, ...]:
-    """One part an array and choice: its time steps and all its levels.
-
-    A variable without time fills every destination step, a part each.
+    """A part for each array and choice, of its time steps and all its levels; a variable without time fills every
+    destination step by a part of its own.
     """
     return tuple(
         part

@@ -39,7 +39,6 @@ _DURATION = re.compile(r"^\s*(?P<count>[+-]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z]+)\s*
 _DATE = re.compile(
     r"^\s*(\d{4})(?:-(\d{1,2})(?:-(\d{1,2})(?:[T ](\d{2})(?::?(\d{2})(?::?(\d{2})(?:\.\d*)?)?)?Z?)?)?)?\s*$"
 )
-_MICROSECONDS_OF_DAY = 86_400_000_000
 FURTHEST_STEP = 1 << 62
 """What sums of steps, and of microseconds, stay within 64 bits of."""
 _LARGEST_ELAPSED = float(FURTHEST_STEP)
@@ -68,11 +67,10 @@ class TimeAxis:
 
     @classmethod
     def of(cls, stamps: NDArray[Any], elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None) -> TimeAxis:
-        """Raises `GridError` for times that do not rise."""
         months = _month_numbers(elapsed, digits)
         ticks = elapsed if months is None else months
-        steps = np.diff(ticks)
-        usual = _most_common(steps) if len(steps) else 0
+        steps, counts = np.unique(np.diff(ticks), return_counts=True)
+        usual = int(steps[np.argmax(counts)]) if len(steps) else 0
         falls = np.flatnonzero(elapsed[1:] < elapsed[:-1])
         if len(steps) and (usual <= 0 or len(falls)):
             i = int(falls[0]) if len(falls) else 0
@@ -98,18 +96,12 @@ class TimeAxis:
 
     def take(self, steps: slice | NDArray[Any]) -> TimeAxis:
         """Some of the steps; what is a gap stays one."""
-        digits = None if self.digits is None else self.digits[steps]
-        return replace(
-            self,
-            stamps=self.stamps[steps],
-            elapsed=self.elapsed[steps],
-            digits=digits,
-            at=self.at[steps],
-            ticks=self.ticks[steps],
-        )
+        names = ("stamps", "elapsed", "digits", "at", "ticks")
+        found = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: each if each is None else each[steps] for name, each in found.items()})
 
     def shifted(self, by: np.timedelta64) -> TimeAxis:
-        """The same steps, some time later."""
+        """The axis with every time `by` later."""
         moved = later_times(self.stamps, by)
         microseconds = int(by.astype("timedelta64[us]").astype(np.int64))
         digits = None if self.digits is None else stamp_digits(moved)
@@ -120,9 +112,7 @@ class TimeAxis:
     def select(self, wanted: slice | tuple[Any, Any] | None) -> tuple[int, int]:
         """The half-open range of steps inside `wanted`: a slice or pair of dates (both ends included, ``"2008"`` is the
         whole year), of durations such as ``"24h"`` where the steps are durations (both ends included), or of integers
-        (step positions, the end excluded).
-
-        Raises: `WindowError` for anything else, when nothing is inside, or dates are asked of a store without units.
+        (step positions, the end excluded).  Anything else is refused, and what has no step inside.
         """
         if wanted is None:
             return 0, len(self)
@@ -169,10 +159,7 @@ class TimeAxis:
         return selected if is_whole_number(every) and every == 1 else selected.every(every)
 
     def every(self, frequency: Any) -> TimeAxis:
-        """The steps that lie whole multiples of `frequency` (``"6h"``, or a number of usual steps) after the first.
-
-        Raises: `WindowError` for what is no whole number of steps.
-        """
+        """The steps that lie whole multiples of `frequency` (``"6h"``, or a number of usual steps) after the first."""
         count = self.steps_in("every", frequency)
         if count < 1:
             raise WindowError(f"every={frequency!r} must be at least one step of the series, {self._step()}")
@@ -187,10 +174,7 @@ class TimeAxis:
         return replace(self.take(np.flatnonzero(off <= self._slack)), usual=wide)
 
     def steps_in(self, name: str, wanted: Any) -> int:
-        """A number of steps: an integer, or a duration such as ``"-6h"``, ``"3 months"`` or a timedelta.
-
-        Raises: `WindowError` for a duration that is no whole number of steps, or of a series without units.
-        """
+        """A whole number of steps: an integer, or a duration such as ``"-6h"``, ``"3 months"`` or a timedelta."""
         if is_whole_number(wanted):
             return int(wanted)
         microseconds, months = parse_duration(wanted)
@@ -212,7 +196,6 @@ class TimeAxis:
 
 
 def _two_ends(wanted: Any) -> tuple[Any, Any]:
-    """Raises: `WindowError` for what has no two ends."""
     if isinstance(wanted, slice):
         return wanted.start, wanted.stop
     if not isinstance(wanted, list | tuple | np.ndarray) or len(wanted) != 2:
@@ -235,10 +218,7 @@ def later_times(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
 
 
 def parse_duration(wanted: Any) -> tuple[int, int]:
-    """A duration as (microseconds, months), one of which is 0.
-
-    Raises: `WindowError` for what is no duration.
-    """
+    """A duration as (microseconds, months), one of which is 0."""
     if isinstance(wanted, np.timedelta64):
         unit = np.datetime_data(wanted)[0]
         if unit in ("Y", "M"):
@@ -272,21 +252,16 @@ def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
     """Times of numbers with CF ``units`` ("hours since 1900-01-01") and ``calendar``, or of datetime64; durations of
     numbers with units alone ("hours"), or of timedelta64.
 
-    A step that differs from the usual one is a gap; steps of calendar months or years are equal steps.
-
-    Raises: `UnsupportedStoreError` for texts, and for units that have no fixed length on their calendar, or a time
-    zone; `GridError` for falling or missing times.
+    A step that differs from the usual one is a gap; steps of calendar months or years are equal steps.  Refused are
+    texts, time zones, units that have no fixed length on their calendar, and times that fall or are missing.
     """
     units, calendar = str(attrs.get("units", "")), str(attrs.get("calendar", "standard")).lower()
     _check_time_values(raw)
     if raw.dtype.kind == "O":
         return _axis_of_dates(raw, _cftime_elapsed(raw))
-    if raw.dtype.kind == "m" or units.lower() in _MICROSECONDS or units.lower() in ("nanoseconds", "ns"):
-        elapsed = (
-            _elapsed_microseconds(raw, units.lower())
-            if raw.dtype.kind != "m"
-            else raw.astype("timedelta64[us]").astype("i8")
-        )
+    if raw.dtype.kind == "m" or units.lower() in (*_MICROSECONDS, "nanoseconds", "ns"):
+        spans = raw.astype("timedelta64[us]").astype(np.int64) if raw.dtype.kind == "m" else None
+        elapsed = _elapsed_microseconds(raw, units.lower()) if spans is None else spans
         return TimeAxis.of(elapsed.astype("timedelta64[us]"), elapsed, None)
     if raw.dtype.kind != "M" and " since " not in units:
         return TimeAxis.of(raw, _multiply_rounded(raw, 1_000_000), None)
@@ -415,13 +390,8 @@ def _date_digits(when: Any, pad: str) -> int:
 
 def _month_numbers(elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
     """The number of each step's month, where the steps are calendar months or years; else None."""
-    if digits is None or len(elapsed) < 2 or np.median(np.diff(elapsed)) < 28 * _MICROSECONDS_OF_DAY:
+    if digits is None or len(elapsed) < 2 or np.median(np.diff(elapsed)) < 28 * _MICROSECONDS["day"]:
         return None
     days = digits // 10**6 % 100
     # stamps that keep their place in the month are calendar steps, whatever the months' lengths
     return digits // 10**10 * 12 + digits // 10**8 % 100 if int(days.max() - days.min()) <= 3 else None
-
-
-def _most_common(steps: NDArray[np.int64]) -> int:
-    values, counts = np.unique(steps, return_counts=True)
-    return int(values[np.argmax(counts)])

@@ -15,10 +15,7 @@ from jigsaw.io.series.times import FURTHEST_STEP, TimeAxis, is_whole_number
 
 
 def window_offsets(name: str, given: Any, axis: TimeAxis | None = None) -> tuple[int, ...]:
-    """The steps of a window relative to its anchor, checked: integers, or durations such as ``"-6h"`` along `axis`.
-
-    Raises: `WindowError` for what is neither, is no whole number of steps, lies beyond all counting, or comes twice.
-    """
+    """The steps of a window relative to its anchor, checked: integers, or durations such as ``"-6h"`` along `axis`."""
     if isinstance(given, str) or not isinstance(given, Iterable) or (isinstance(given, np.ndarray) and not given.ndim):
         what = "one string" if isinstance(given, str) else "no list"
         raise WindowError(f"{name}={given!r} is {what}; give a list: {name}=[{given!r}]")
@@ -33,8 +30,7 @@ def window_offsets(name: str, given: Any, axis: TimeAxis | None = None) -> tuple
     if far:
         raise WindowError(
             f"{name}={list(given)} has a step {far[0]} away from the sample's anchor, and 64 bits count to "
-            f"{FURTHEST_STEP}; "
-            "give the number of steps between the two"
+            f"{FURTHEST_STEP}; give the number of steps between the two"
         )
     if len(set(whole)) != len(whole):
         raise WindowError(f"{name}={list(given)} names a step twice")
@@ -54,9 +50,7 @@ def window_anchors(
 ) -> NDArray[np.int64]:
     """Every step a whose window, a + min(offsets) to a + max(offsets), lies in ``start..stop`` with no gap inside.
 
-    `breaks` holds each i such that a gap lies between the steps i and i + 1.
-
-    Raises: `WindowError` when no anchor is left: the window is longer than the series, or than its longest run.
+    `breaks` holds each i such that a gap lies between the steps i and i + 1.  One anchor at least must be left.
     """
     window = (*inputs, *targets)
     if not inputs:
@@ -68,7 +62,8 @@ def window_anchors(
             f"a window from offset {low} to {high} needs {span} steps, but the series has {steps}; "
             "use fewer offsets or select a longer time"
         )
-    runs = _gapless_runs(start, stop, breaks)
+    # a gap after step b ends a run before b + 1
+    runs = list(pairwise([start, *(b + 1 for b in sorted(breaks) if start < b + 1 < stop), stop]))
     found = [np.arange(a - low, b - high, dtype=np.int64) for a, b in runs if b - a >= span]
     if not found:
         longest = max(b - a for a, b in runs)
@@ -77,8 +72,3 @@ def window_anchors(
             f"{len(runs)} runs has {longest}; use fewer offsets"
         )
     return np.concatenate(found)
-
-
-def _gapless_runs(start: int, stop: int, breaks: Sequence[int]) -> list[tuple[int, int]]:
-    edges = [start, *(b + 1 for b in sorted(breaks) if start < b + 1 < stop), stop]
-    return list(pairwise(edges))

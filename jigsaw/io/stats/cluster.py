@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from dask.distributed import Client
 
 T = TypeVar("T")
-_TASKS_AHEAD = 2  # how much each of those that work has been given and has not yet answered
+_TASKS_AHEAD = 2  # tasks that each worker has at a time: one under way, one that waits
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def dask_client(address: str | None, workers: int | None = None) -> Generator[Cl
     except ImportError as missing:
         absent = "a dask cluster needs dask's scheduler: pip install 'dask[distributed]'"
         raise FieldError(why_not_imported(missing, absent)) from missing
-    quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # dask's server has a page even without one
+    quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # even without a dashboard dask opens a port
     local = {"n_workers": workers or None, "host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
     how: dict[str, Any] = local if address is None else {"address": address}
     try:
@@ -44,11 +43,6 @@ def dask_client(address: str | None, workers: int | None = None) -> Generator[Cl
         yield client
 
 
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def worker_threads(client: Client) -> Mapping[str, int]:
     """How many threads each worker has.
 
@@ -61,9 +55,9 @@ def worker_threads(client: Client) -> Mapping[str, int]:
 
 
 def results_in_order(client: Client, given: Iterator[tuple[T, Any]], working: int) -> Iterator[tuple[T, Any]]:
-    """The results of futures in the order that they are `given` in, each with what comes beside it.
+    """The results of futures in the order in which they are `given`, each with what comes beside it.
 
-    They are made as `given` is iterated: a few for each of the `working`; those that are left in the end are cancelled.
+    `given` submits as it is iterated: a few for each of the `working`; those that are left in the end are cancelled.
 
     Raises: whatever the work raises.
     """

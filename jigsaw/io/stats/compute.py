@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from jigsaw.io.packages import why_not_imported
 from jigsaw.io.rank_results import result_of_first_rank
 from jigsaw.io.series.sample_space import DATA_AXIS
 from jigsaw.io.series.statistics import Statistics
-from jigsaw.io.stats import mesh_blocks as stats_tiles
-from jigsaw.io.stats import stats_checkpoint as stats_state
-from jigsaw.io.stats.stats_checkpoint import MomentTables, StatisticsState, StepBlock
+from jigsaw.io.stats.dask_blocks import blocks_by_workers
+from jigsaw.io.stats.mesh_blocks import blocks_on_mesh
+from jigsaw.io.stats.moments import ChannelMoments
+from jigsaw.io.stats.stats_checkpoint import MomentTables, StatisticsState, StepBlock, load_moments, save_moments
 from jigsaw.io.stats.step_series import StepSeries
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 
@@ -66,30 +67,21 @@ def statistics(
     (array([283.5,   0. ]), 287.0)
     """
     series = StepSeries.of(dataset, weights, block)
-    at = None if checkpoint is None else Path(checkpoint)
-    if resume and at is None:
+    if resume and checkpoint is None:
         raise FieldError("resume=True needs checkpoint=, the file that the run before wrote")
-    spread = _RankMoments(series, at, client is not None)
+    spread = _RankMoments(series, None if checkpoint is None else Path(checkpoint), client is not None)
     state = spread.begin(resume)
-    blocks = _blocks_from(series, state.done, client)
+    blocks: Iterator[StepBlock] = iter(())
+    if (start := state.done) < len(series):
+        blocks = blocks_by_workers(series, start, client) if client else blocks_on_mesh(series, start)
     with _report_progress(progress, spread.is_first, state.done, len(series)) as report:
         for found in blocks:
             state.add(found)
             spread.save(state)
             report(state.done, len(series))
-    total = spread.merged(state)
-    columns = {**total.values.summary(), **{f"diff_{n}": v for n, v in total.differences.summary().items()}}
+    values, differences = (moments.summary() for moments in spread.merged(state))
+    columns = {**values, **{f"diff_{name}": column for name, column in differences.items()}}
     return Statistics(series.channels, columns, series.attrs(), f"statistics of {dataset.store.url}")
-
-
-def _blocks_from(series: StepSeries, start: int, client: Client | None) -> Iterator[StepBlock]:
-    if start == len(series):
-        return iter(())
-    if client is None:
-        return stats_tiles.blocks_on_mesh(series, start)
-    from jigsaw.io.stats import dask_blocks as stats_dask
-
-    return stats_dask.blocks_by_workers(series, start, client)
 
 
 class _RankMoments:
@@ -97,63 +89,51 @@ class _RankMoments:
 
     def __init__(self, series: StepSeries, checkpoint: Path | None, alone: bool) -> None:
         self.series, self.checkpoint = series, checkpoint
-        self.channels = len(series.channels)
         self.mesh = None if alone else series.dataset.device_mesh()
         self.coords = list(series.dataset.layout.coords())
         self.me = 0 if self.mesh is None else self.coords.index(mesh_coordinate(self.mesh))
-
-    @property
-    def is_first(self) -> bool:
-        return self.me == 0
+        self.is_first = self.me == 0
 
     def begin(self, resume: bool) -> StatisticsState:
         """The state to go on from, alike on every rank or an error on every rank."""
-        found = self._agreed(self._load) if resume else None
-        if found is None:
-            return StatisticsState.fresh(self.channels)
-        done, tables = found
-        return StatisticsState.of(done, tables[self.me])
-
-    def _load(self) -> tuple[int, MomentTables] | None:
-        assert self.checkpoint is not None
-        shape = (len(self.coords), 2, 7, self.channels)
-        return stats_state.load_moments(self.checkpoint, self.series.identity(), shape)
-
-    def _agreed(self, step: Callable[[], Any]) -> Any:
-        """What the first rank's `step` gives, or fails with, on every rank."""
-        return result_of_first_rank(self.mesh, self.is_first, step)
+        nothing = ChannelMoments.nothing(len(self.series.channels)).table
+        path, shape = self.checkpoint, (len(self.coords), 2, *nothing.shape)
+        found = None
+        if resume and path is not None:
+            found = result_of_first_rank(
+                self.mesh, self.is_first, lambda: load_moments(path, self.series.identity(), shape)
+            )
+        done, tables = found or (0, np.broadcast_to(nothing, shape))
+        return StatisticsState(done, tables[self.me])
 
     def gather(self, state: StatisticsState) -> MomentTables:
         """[ranks, 2, 7, C], in mesh order."""
         if self.mesh is None:
             return state.tables[None]
-        mine = torch.from_numpy(state.tables).to(self.mesh.device_type)
+        mine = torch.from_numpy(state.tables.copy()).to(self.mesh.device_type)
         names = [name for name, _ in axes_of_mesh(self.mesh)]
         return np.stack([t.cpu().numpy() for t in comm.all_gather(mine, self.mesh, names)])
 
     def save(self, state: StatisticsState) -> None:
-        if self.checkpoint is None:
-            return
-        path, tables = self.checkpoint, self.gather(state)
-        self._agreed(lambda: stats_state.save_moments(path, self.series.identity(), state.done, tables))
+        if (path := self.checkpoint) is not None:
+            tables, identity = self.gather(state), self.series.identity()
+            result_of_first_rank(self.mesh, self.is_first, lambda: save_moments(path, identity, state.done, tables))
 
-    def merged(self, state: StatisticsState) -> StatisticsState:
-        """Over the ranks: of those that hold the same tile, the first counts."""
+    def merged(self, state: StatisticsState) -> list[ChannelMoments]:
+        """Of the values and of the differences; of ranks that hold the same tile, the first counts."""
         layout = self.series.dataset.layout
-        cutting = {*layout.cut_axes, DATA_AXIS}
-        total = StatisticsState.fresh(self.channels)
-        for coord, tables in zip(self.coords, self.gather(state), strict=True):
-            alike = [c for (name, _), c in zip(layout.axes, coord, strict=True) if name not in cutting]
-            if not any(alike):
-                total = total.merge(StatisticsState.of(state.done, tables))
-        return total
+        spare = [i for i, (name, _) in enumerate(layout.axes) if name not in {*layout.cut_axes, DATA_AXIS}]
+        firsts = [not any(coord[i] for i in spare) for coord in self.coords]
+        nothing = ChannelMoments.nothing(len(self.series.channels))
+        by_rank = self.gather(state)[firsts]
+        return [nothing.add(map(ChannelMoments, by_rank[:, kind])) for kind in (0, 1)]
 
 
 @contextmanager
 def _report_progress(
     progress: bool | StatisticsProgress, first: bool, done: int, steps: int
 ) -> Generator[StatisticsProgress]:
-    """A function of the steps done: a bar's, the caller's, or none."""
+    """What is told the steps done and their number: a bar, the caller's function, or nobody."""
     if callable(progress):
         yield progress
     elif progress and first:

@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from jigsaw.errors import FieldError
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.stats.cluster import results_in_order, worker_threads
 from jigsaw.io.stats.mesh_blocks import StepTiles, moments_of_steps, steps_as_numpy
-from jigsaw.io.stats.moments import ChannelMoments, MomentValues
+from jigsaw.io.stats.moments import ChannelMoments
 from jigsaw.io.stats.stats_checkpoint import StepBlock
 from jigsaw.io.stats.step_series import StepSeries
 from jigsaw.mesh import mesh_coordinate
@@ -67,7 +68,7 @@ def blocks_by_workers(series: StepSeries, start: int, client: Client) -> Iterato
             stop = min(first + series.block, len(series))
             part = client.submit(_read_block, work, range(first, stop), follows[first:stop], pure=False)
             yield stop, client.submit(_join_block, work, part, before, pure=False)
-            before = client.submit(_last_tile, part, pure=False)
+            before = client.submit(attrgetter("last"), part, pure=False)
 
     try:
         for stop, moments in results_in_order(client, given(), workers):
@@ -88,7 +89,7 @@ class _WorkerTask:
 
 @dataclass(frozen=True)
 class _DaskBlock:
-    """The moments within a block, and what the blocks beside it need; `joins`: its first step follows another."""
+    """The moments within a block, and its outer tiles; `joins`: no gap in time lies before its first step."""
 
     values: list[ChannelMoments]
     differences: list[ChannelMoments]
@@ -102,11 +103,9 @@ class _WorkerReader:
 
     def __init__(self, work: _WorkerTask) -> None:
         self.dataset = work.dataset
-        at, layout = mesh_coordinate(self.dataset.device_mesh()), self.dataset.layout
+        at = mesh_coordinate(self.dataset.device_mesh())
         self.inner = self.dataset.frame.inner(at)
-        self.weights: MomentValues | None = StepSeries.of(self.dataset, work.weights, 1).row_weights(
-            layout.owned(at)[2:]
-        )
+        self.weights = StepSeries.of(self.dataset, work.weights, 1).row_weights(self.dataset.layout.owned(at)[2:])
         self.engine = self.dataset.new_engine()
 
     def tiles(self, samples: Sequence[int]) -> StepTiles:
@@ -130,7 +129,7 @@ def _worker_reader(work: _WorkerTask) -> _WorkerReader:
 def _forget_reader(key: str) -> None:
     with _readers_lock:
         reader = _worker_readers.pop(key, None)
-    if reader is not None:
+    if reader:
         reader.engine.close()
 
 
@@ -149,10 +148,6 @@ def _join_block(
         return part.values, part.differences
     seam = ChannelMoments.of(part.first, _worker_reader(work).weights, minus=before)
     return part.values, [seam, *part.differences]
-
-
-def _last_tile(part: _DaskBlock) -> StepTiles:
-    return part.last
 
 
 def _read_tile(work: _WorkerTask, sample: int) -> StepTiles:

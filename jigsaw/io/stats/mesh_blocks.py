@@ -57,7 +57,6 @@ class _CarriedTile:
         return steps_as_numpy(local)[(..., *self.inner)]
 
     def block(self, batch: Batch) -> StepBlock:
-        """The moments of this rank's steps of a batch."""
         tiles, layout = self._tile(batch.input.local), batch.input.layout
         first, stop = layout.owned(self.at)[0]
         before = self._handed_on(tiles, layout)
@@ -67,15 +66,16 @@ class _CarriedTile:
         )
 
     def _handed_on(self, tiles: StepTiles, layout: Layout) -> StepTiles | None:
-        """The tile before this rank's first; the carry for the next block moves on."""
+        """The tile of the step before this rank's first, if any; keeps the one that the next block needs."""
         ranks = layout.size_of(DATA_AXIS)
         before = self.before
         if ranks == 1:
             self.before = tiles[-1].copy()
             return before
+        # a ring along `data`: the last rank's tile goes to the first, which needs it for the next block
         me = self.at[self.names.index(DATA_AXIS)]
-        arrived = torch.from_numpy(np.empty(tiles.shape[1:], dtype=tiles.dtype)).to(self.mesh.device_type)
         last = torch.from_numpy(tiles[-1:].copy()).to(self.mesh.device_type)
+        arrived = last.new_empty(tiles.shape[1:])
         behind, ahead = (me - 1) % ranks, (me + 1) % ranks
         comes = _has_steps_after(layout, behind)
         sends = [(self._at(layout, ahead), last[0])] if _has_steps_after(layout, me) else []
@@ -94,12 +94,8 @@ class _CarriedTile:
 
 def _has_steps_after(layout: Layout, rank: int) -> bool:
     """Whether a rank along `data` hands its last tile on: it has steps, and so has the next, in this block or later."""
-
-    def some(at: int) -> bool:
-        first, stop = layout.cuts[0].owned(at)
-        return stop > first
-
-    return some(rank) and (rank == layout.size_of(DATA_AXIS) - 1 or some(rank + 1))
+    counts = [stop - first for first, stop in map(layout.cuts[0].owned, range(layout.size_of(DATA_AXIS)))]
+    return counts[rank] > 0 and (rank == len(counts) - 1 or counts[rank + 1] > 0)
 
 
 def steps_as_numpy(local: torch.Tensor) -> StepTiles:

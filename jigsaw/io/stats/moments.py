@@ -34,7 +34,6 @@ class ChannelMoments:
 
     @classmethod
     def nothing(cls, channels: int) -> ChannelMoments:
-        """Of no values at all."""
         return cls(np.repeat(_MOMENTS_OF_NOTHING[:, None], channels, axis=1))
 
     @classmethod
@@ -86,13 +85,9 @@ class ChannelMoments:
 def _moments_of_channel(x: TileValues, less: TileValues | None, weights: MomentValues | None) -> MomentValues:
     """The column of one channel, in pieces that stay in the processor's cache."""
     flat, earlier = x.reshape(-1), None if less is None else less.reshape(-1)
-    found = np.array(
-        [
-            _moments_of_slice(flat, earlier, weights, slice(i, i + _VALUES_AT_ONCE))
-            for i in range(0, flat.size, _VALUES_AT_ONCE)
-        ]
-    )
-    return _merge_columns(found) if len(found) else _MOMENTS_OF_NOTHING
+    starts = range(0, flat.size, _VALUES_AT_ONCE)
+    pieces = [_moments_of_slice(flat, earlier, weights, slice(i, i + _VALUES_AT_ONCE)) for i in starts]
+    return _merge_columns(np.array(pieces)) if pieces else _MOMENTS_OF_NOTHING
 
 
 def _moments_of_slice(

@@ -31,34 +31,16 @@ class StepBlock:
 
 @dataclass
 class StatisticsState:
-    """The moments of all `done` steps."""
+    """The moments of all `done` steps: `tables` is [2, 7, C], of the values and of the differences."""
 
     done: int
-    values: ChannelMoments
-    differences: ChannelMoments
-
-    @classmethod
-    def fresh(cls, channels: int) -> StatisticsState:
-        return cls(0, ChannelMoments.nothing(channels), ChannelMoments.nothing(channels))
-
-    @classmethod
-    def of(cls, done: int, tables: MomentTables) -> StatisticsState:
-        """From `tables` [2, 7, C]."""
-        return cls(done, ChannelMoments(tables[0]), ChannelMoments(tables[1]))
-
-    @property
-    def tables(self) -> MomentTables:
-        """[2, 7, C]: of the values, of the differences."""
-        return np.stack([self.values.table, self.differences.table])
+    tables: MomentTables
 
     def add(self, block: StepBlock) -> None:
         """Go on by one block.  Step by step, so that the sizes of blocks do not change a bit."""
-        self.values = self.values.add(block.values)
-        self.differences = self.differences.add(block.differences)
+        pairs = zip(self.tables, (block.values, block.differences), strict=True)
+        self.tables = np.stack([ChannelMoments(table).add(found).table for table, found in pairs])
         self.done = block.stop
-
-    def merge(self, other: StatisticsState) -> StatisticsState:
-        return StatisticsState(self.done, self.values.merge(other.values), self.differences.merge(other.differences))
 
 
 def save_moments(path: Path, identity: Mapping[str, Any], done: int, tables: MomentTables) -> None:

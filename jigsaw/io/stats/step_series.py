@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import FieldError, GridError
+from jigsaw.io.arguments import checked_choice
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.stats.moments import MomentValues
 from jigsaw.regrid.latlon import latitude_rows
@@ -22,7 +23,7 @@ _BLOCK_BYTES = 1 << 27
 
 @dataclass(frozen=True)
 class StepSeries:
-    """A dataset of single steps; `follows` says of each step whether no gap in time lies before it."""
+    """A dataset of single steps; `follows` says of each whether the step before it lies one usual step earlier."""
 
     dataset: Dataset
     follows: NDArray[np.bool_]
@@ -40,8 +41,7 @@ class StepSeries:
                 f"statistics read each step once, but the dataset has inputs={list(dataset.inputs)} and "
                 f"targets={list(dataset.targets)}; open it with inputs=[0] and no targets"
             )
-        if weights not in WEIGHT_RULES:
-            raise FieldError(f"weights={weights!r} must be one of {WEIGHT_RULES}")
+        checked_choice("weights", weights, WEIGHT_RULES)
         if weights == "area" and "lat" not in dataset.frame.dims:
             raise GridError(f"weights='area' needs a lat dim, and the fields have {dataset.frame.dims}; use 'none'")
         if weights == "area" and "lat" in dataset.counted:
@@ -90,15 +90,15 @@ class StepSeries:
         }
 
     def attrs(self) -> dict[str, Any]:
-        """What the statistics were taken of."""
         d = self.dataset
         first, last = d.input_times(0)[0], d.input_times(len(d) - 1)[0]
+        usual = _usual_step(elapsed_times(d))
         return {
             "store": d.store.url,
             "first": str(first),
             "last": str(last),
             "steps": len(d),
-            "every": _usual_step_text(d),
+            "every": f"{usual / 3600:g}h" if d.times.dtype.kind in "mMO" else f"{usual:g}",
             "weights": self.weights,
         }
 
@@ -132,13 +132,8 @@ def _usual_step(times: MomentValues) -> float:
     return float(np.median(np.diff(times))) if len(times) > 1 else 0.0
 
 
-def _usual_step_text(dataset: Dataset) -> str:
-    usual = _usual_step(elapsed_times(dataset))
-    return f"{usual / 3600:g}h" if dataset.times.dtype.kind in "mMO" else f"{usual:g}"
-
-
 def _follows_last(times: MomentValues) -> NDArray[np.bool_]:
-    """Months and leap years differ by less than half a step; what is longer is a gap, with no difference over it."""
+    """Whether the step before lies less than 1.5 usual steps back: months differ by less, gaps by more."""
     found = np.zeros(len(times), dtype=np.bool_)
     found[1:] = np.diff(times) < 1.5 * _usual_step(times)
     return found

@@ -41,10 +41,10 @@ def crop_origin(
     """The first row of a crop along each dim; below 0 where the volume is smaller, which then lies in its middle."""
     centre = None if how is None or found is None else _foreground_centre(shape, draws, how, found)
     if centre is None:
-        return tuple(
-            _clamp_first_row(draws.below(max(n - rows, 0) + 1), n, rows) for n, rows in zip(shape, crop, strict=True)
-        )
-    return tuple(_clamp_first_row(c - rows // 2, n, rows) for c, n, rows in zip(centre, shape, crop, strict=True))
+        firsts = [draws.below(max(n - rows, 0) + 1) for n, rows in zip(shape, crop, strict=True)]
+    else:
+        firsts = [c - rows // 2 for c, rows in zip(centre, crop, strict=True)]
+    return tuple(_clamp_first_row(*each) for each in zip(firsts, shape, crop, strict=True))
 
 
 def _clamp_first_row(first: int, size: int, rows: int) -> int:
@@ -54,14 +54,13 @@ def _clamp_first_row(first: int, size: int, rows: int) -> int:
 def _foreground_centre(
     shape: Sequence[int], draws: RandomDraws, how: Foreground, found: FoundVoxels
 ) -> tuple[int, ...] | None:
-    """A voxel of what was found; of the other kind where a volume has none of one."""
+    """A voxel of the kind that is drawn, or of the other kind where a volume has none of it."""
     wants = draws.chance(how.pos / (how.pos + how.neg))
     present = [kept.at for kept in found.classes.values() if kept.at.size]
-    voxels = (
-        found.background.at
-        if not present or (not wants and found.background.at.size)
-        else present[draws.below(len(present))]
-    )
+    if not present or (not wants and found.background.at.size):
+        voxels = found.background.at
+    else:
+        voxels = present[draws.below(len(present))]
     if not voxels.size:
         return None
     return tuple(int(i) for i in np.unravel_index(int(voxels[draws.below(voxels.size)]), tuple(shape)))

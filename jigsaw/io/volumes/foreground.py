@@ -88,13 +88,12 @@ class KeptVoxels:
     hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
 
     def merged(self, other: KeptVoxels, kept: int) -> KeptVoxels:
-        """The sample of both together."""
         hashes, at = np.concatenate([self.hashes, other.hashes]), np.concatenate([self.at, other.at])
         first = np.argsort(hashes, kind="stable")[:kept]
         return KeptVoxels(self.count + other.count, at[first], hashes[first])
 
     def bound(self, kept: int) -> np.uint64:
-        """The hash below which a voxel may still come in."""
+        """Voxels with a larger hash than this are not kept."""
         return self.hashes[-1] if self.at.size >= kept else np.uint64(2**64 - 1)
 
 
@@ -106,20 +105,11 @@ class FoundVoxels:
     classes: Mapping[int, KeptVoxels] = field(default_factory=dict[int, KeptVoxels])
 
     def merged(self, other: FoundVoxels, kept: int) -> FoundVoxels:
-        """What both found, together."""
-        labels = sorted({*self.classes, *other.classes})
-        classes = {
-            k: self.classes.get(k, KeptVoxels()).merged(other.classes.get(k, KeptVoxels()), kept) for k in labels
-        }
+        classes = dict(self.classes)
+        for label, more in other.classes.items():
+            classes[label] = classes.get(label, KeptVoxels()).merged(more, kept)
+        classes = dict(sorted(classes.items()))  # the order in which `crop_origin` draws a class
         return FoundVoxels(self.background.merged(other.background, kept), classes)
-
-    def with_kept(self, label: int | None, more: KeptVoxels, kept: int) -> FoundVoxels:
-        """With more voxels of a class, or of the background (None)."""
-        if label is None:
-            return FoundVoxels(self.background.merged(more, kept), self.classes)
-        return FoundVoxels(
-            self.background, {**self.classes, label: self.classes.get(label, KeptVoxels()).merged(more, kept)}
-        )
 
 
 def find_foreground(
@@ -133,11 +123,13 @@ def find_foreground(
     cannot be written, or the `ReadError` of a chunk, alike on every rank.
     """
     for volume in labels:
-        if volume.channels != 1:
-            raise GridError(
-                f"{volume.url} has {volume.channels} channels; foreground is found in label maps of one channel"
-            )
-    me, ranks = _rank_and_count(mesh)
+        if (n := volume.channels) != 1:
+            raise GridError(f"{volume.url} has {n} channels; foreground is found in label maps of one channel")
+    me, ranks = 0, 1
+    if mesh is not None:
+        layout = Layout.of((), (), axes_of_mesh(mesh))
+        me, ranks = layout.index(mesh_coordinate(mesh)), mesh.size()
+    # what the first rank's cache has counts for all: ranks that see other folders would search other label maps
     known = result_of_first_rank(
         mesh, me == 0, lambda: {i: _read_foreground(v, how) for i, v in enumerate(labels)} if how.cache else {}
     )
@@ -150,13 +142,6 @@ def find_foreground(
     return tuple(found)
 
 
-def _rank_and_count(mesh: DeviceMesh | None) -> tuple[int, int]:
-    if mesh is None:
-        return 0, 1
-    layout = Layout.of((), (), axes_of_mesh(mesh))
-    return layout.index(mesh_coordinate(mesh)), mesh.size()
-
-
 def _search_volume(
     volume: StoredVolume, how: Foreground, mesh: DeviceMesh | None, me: int, ranks: int, number: int
 ) -> FoundVoxels:
@@ -165,7 +150,7 @@ def _search_volume(
     def search() -> FoundVoxels:
         stored, mine = volume.stored[0], FoundVoxels()
         for at, index in enumerate(stored.table.grid.indices()):
-            if (number + at) % ranks == me:
+            if (number + at) % ranks == me:  # label maps of one chunk each are shared out too
                 mine = _search_chunk(volume, stored, index, how, mine)
         return mine
 
@@ -180,8 +165,7 @@ def _check_class_count(classes: int, url: str) -> None:
     if classes > _MOST_CLASSES:
         raise FieldError(
             f"{url} has more than {_MOST_CLASSES} labels, too many to weight by class; name those that count by "
-            "classes=, "
-            "or weight by='voxels'"
+            "classes=, or weight by='voxels'"
         )
 
 
@@ -226,17 +210,14 @@ def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground,
     if values.dtype.kind == "f":  # as they are read: rounded; what is missing is neither foreground nor background
         known = np.isfinite(values)
         values, flat = np.rint(values[known]), flat[known]
-    hashes = _hash_indices(flat)
-    if how.classes is not None:
-        front = np.isin(values, how.classes)
-    else:
-        front = values != 0
+    hashes, found = _hash_indices(flat), dict[int | None, KeptVoxels]()
+    front = values != 0 if how.classes is None else np.isin(values, how.classes)
     for label, mask in _class_masks(values, front, how):
         old = so_far.background if label is None else so_far.classes.get(label, KeptVoxels())
-        near = mask & (hashes < old.bound(how.kept))
-        more = KeptVoxels(int(mask.sum()), flat[near], hashes[near])
-        so_far = so_far.with_kept(label, more, how.kept)
-    return so_far
+        near = mask & (hashes < old.bound(how.kept))  # of the others no hash is small enough
+        found[label] = KeptVoxels(int(mask.sum()), flat[near], hashes[near])
+    classes = {label: more for label, more in found.items() if label is not None}
+    return so_far.merged(FoundVoxels(found.get(None, KeptVoxels()), classes), how.kept)
 
 
 def _class_masks(
@@ -279,7 +260,7 @@ def _foreground_file(volume: StoredVolume, how: Foreground) -> Path:
 
 
 def _read_foreground(volume: StoredVolume, how: Foreground) -> FoundVoxels | None:
-    """None too for a torn file, which is then made again."""
+    """What the cache has; None where there is none, or a torn file, which is then written again."""
     try:
         with np.load(_foreground_file(volume, how), allow_pickle=False) as held:
             labels, counts = held["labels"].tolist(), held["counts"].tolist()

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.cut import SplitRule
 from jigsaw.errors import FieldError, GridError
+from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.dtypes import checked_dtype
 from jigsaw.io.datasets.samples import mesh_and_axes
 from jigsaw.io.series.boundary import BoundaryRule
@@ -20,7 +22,7 @@ from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
 from jigsaw.io.volumes.volume_dataset import Volumes
-from jigsaw.layout import DimSpec, SplitRule
+from jigsaw.layout import DimSpec
 
 _LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
 _VOLUME_MODES = ("auto", "cooperative", "independent")
@@ -111,7 +113,7 @@ def open_volumes(
         label_dtype=label_type,
         fill=_image_fill(fill),
         label_fill=_label_fill(label_fill, label_type),
-        mode=_check_volume_mode(mode),
+        mode=checked_choice("mode", mode, _VOLUME_MODES),
         seed=seed,
     )
     for index in range(0, len(made), crops):
@@ -124,19 +126,16 @@ def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:
     frame = SampleSpace.of(sizes, *how).on({})
     for dim, wraps in zip(frame.dims, frame.periodic, strict=True):
         if wraps:
-            raise GridError(
-                f"boundary={{{dim!r}: 'periodic'}}: a crop's ends do not meet; use 'reflect', 'replicate' or "
-                "('fill', number)"
-            )
+            others = "'reflect', 'replicate' or ('fill', number)"
+            raise GridError(f"boundary={{{dim!r}: 'periodic'}}: a crop's ends do not meet; use {others}")
     return frame
 
 
 def _given_volumes(name: str, given: Sequence[GivenVolume], array: str | None, level: int) -> tuple[StoredVolume, ...]:
     if isinstance(given, str | os.PathLike) or not len(given):
         raise FieldError(f"{name}={given!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))")
-    return tuple(
-        StoredVolume(tuple(each) if isinstance(each, list | tuple) else (each,), array, level) for each in given
-    )
+    stores = (tuple(each) if isinstance(each, list | tuple) else (each,) for each in given)
+    return tuple(StoredVolume(each, array, level) for each in stores)
 
 
 def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[StoredVolume], labelled: bool) -> None:
@@ -157,22 +156,16 @@ def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[Stored
 
 
 def _check_affines_match(image: StoredVolume, what: str, affines: Sequence[tuple[str, AffineMatrix]]) -> None:
-    """Raises: `GridError` where a corner of one lies more than half a voxel from that of the first."""
-    for url, affine in affines[1:]:
-        apart = _corner_distance(image, affines[0][1], affine)
-        if apart > 0.5:
-            raise GridError(
-                f"{affines[0][0]} and {url} lie apart by {apart:.3g} voxels, and they are {what}; "
-                "resample one onto the other"
-            )
-
-
-def _corner_distance(image: StoredVolume, one: AffineMatrix, other: AffineMatrix) -> float:
-    """The largest distance between the same corner of both, in voxels of the first."""
+    """Raises: `GridError` where a corner of one lies more than half a voxel of the first from that of the first."""
     ends = [dict(zip(image.dims, image.shape, strict=True)).get(d, 1) - 1 for d in "xyz"]
     corners = np.array(np.meshgrid(*[(0, n) for n in ends], [1], indexing="ij")).reshape(4, -1)
-    there = np.linalg.solve(one, other @ corners)
-    return float(np.abs(there - corners).max())
+    for url, affine in affines[1:]:
+        first, own = affines[0]
+        apart = float(np.abs(np.linalg.solve(own, affine @ corners) - corners).max())
+        if apart > 0.5:
+            raise GridError(
+                f"{first} and {url} lie apart by {apart:.3g} voxels, and they are {what}; resample one onto the other"
+            )
 
 
 def _crop_sizes(crop: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
@@ -211,9 +204,3 @@ def _label_fill(fill: Any, dtype: torch.dtype) -> int:
     if number is None or number != fill or not held.min <= number <= held.max:
         raise FieldError(f"label_fill={fill!r} must be an integer that {dtype} holds, from {held.min} to {held.max}")
     return number
-
-
-def _check_volume_mode(mode: str) -> str:
-    if mode not in _VOLUME_MODES:
-        raise FieldError(f"mode={mode!r} must be one of {_VOLUME_MODES}")
-    return mode

@@ -39,21 +39,12 @@ class VolumeArray:
         return self.table.shape[self.roles.index(dim)]
 
     def part(self, name: str, first: Mapping[str, int], channel: int, space: Sequence[str]) -> ReadPart:
-        """All its channels, from `channel` on, of the window that begins at `first`."""
-        picks: list[IndexPicks | None] = []
-        to: list[int] = []
-        for role in self.roles:
-            if role == CHANNEL_ROLE:
-                picks.append(tuple((c, channel + c) for c in range(self.channels)))
-                to.append(1)
-            elif role:
-                picks.append(None)
-                to.append(2 + space.index(role))
-            else:
-                picks.append(((0, 0),))
-                to.append(DROPPED_DIM)
+        """What is read of it for a window that begins at `first`; its channels become those from `channel` on."""
+        channels: IndexPicks = tuple((c, channel + c) for c in range(self.channels))
+        taken = {CHANNEL_ROLE: (channels, 1), "": (((0, 0),), DROPPED_DIM)}
+        picks, to = zip(*(taken.get(role) or (None, 2 + space.index(role)) for role in self.roles), strict=True)
         at = ((0, 0),) if CHANNEL_ROLE in self.roles else ((0, 0), (1, channel))
-        return ReadPart(name, tuple(picks), tuple(to), at, first=tuple(first.get(role, 0) for role in self.roles))
+        return ReadPart(name, picks, to, at, first=tuple(first.get(role, 0) for role in self.roles))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,21 +79,17 @@ class StoredVolume:
         found = tuple(_find_array(store, self.array) for store in self._stores)
         first = found[0]
         for store, other in zip(self._stores, found, strict=True):
-            sizes = [{d: s.size(d) for d in VOLUME_DIMS if d in s.roles} for s in (first, other)]
-            if sizes[0] != sizes[1]:
-                raise GridError(
-                    f"{self.url} has {sizes[0]} and {store.url} {sizes[1]}: channels of one image share a grid"
-                )
+            mine, theirs = ({d: s.size(d) for d in VOLUME_DIMS if d in s.roles} for s in (first, other))
+            if mine != theirs:
+                raise GridError(f"{self.url} has {mine} and {store.url} {theirs}: channels of one image share a grid")
         return found
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Its spatial dims."""
         return tuple(d for d in VOLUME_DIMS if d in self.stored[0].roles)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its size along each spatial dim."""
         return tuple(self.stored[0].size(d) for d in self.dims)
 
     @property
@@ -127,7 +114,7 @@ class StoredVolume:
 
     @cached_property
     def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:
-        """Of each of its stores that says where it lies: its name and affine."""
+        """The name and affine of each of its stores that has an affine."""
         given = [(st.url, _given_affine(st, s.table)) for st, s in zip(self._stores, self.stored, strict=True)]
         return tuple((url, affine) for url, affine in given if affine is not None)
 
@@ -169,7 +156,6 @@ def _open_level(given: Any, level: int) -> ArrayStore:
 
 
 def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:
-    """The array of a store that is meant, and what its dims are."""
     found = {name: _space_roles(table) for name, table in store.arrays.items() if table.dtype[1] in "biuf"}
     fitting = [name for name, roles in found.items() if {"y", "x"} <= set(roles)]
     if array is not None and array not in fitting:
@@ -196,9 +182,8 @@ def _with_channel_role(store: ArrayStore, table: ArrayTable, roles: tuple[str, .
     long = [d for d in others if table.shape[d] != 1]
     if len(long) > 1:
         shown = ", ".join(f"{table.dims[d]} {table.shape[d]}" for d in long)
-        raise GridError(
-            f"array {table.name!r} of {store.url} has {shown} beside space; only one dim can be the channels"
-        )
+        which = f"array {table.name!r} of {store.url}"
+        raise GridError(f"{which} has {shown} beside space; only one dim can be the channels")
     chosen = long or others[:1]
     return tuple(CHANNEL_ROLE if d in chosen else role for d, role in enumerate(roles))
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from jigsaw.cut import Cut, Interval
 from jigsaw.errors import ReadError
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.chunks.dtypes import dtype_name, numpy_dtype_name
@@ -24,7 +25,7 @@ from jigsaw.io.series.sample_space import SampleSpace
 from jigsaw.io.volumes.crops import RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
-from jigsaw.layout import Cut, Interval, Layout
+from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
 
@@ -107,7 +108,7 @@ class Volumes(MeshSamples):
 
     @property
     def store(self) -> ArrayStore:
-        """Of no arrays: every volume has a store of its own."""
+        """An empty one: every volume has a store of its own."""
         return ArrayStore("volumes", {}, {}, _refuse_array)
 
     # -- shapes ------------------------------------------------------------------------------------------------------
@@ -129,12 +130,8 @@ class Volumes(MeshSamples):
 
     def sample_bytes(self) -> int:
         """The most bytes that any rank holds of one sample, image and label."""
-        sizes = [
-            prod(self.layout.local_shape(c)) * self.dtype.itemsize
-            + prod(self.label_layout.local_shape(c)) * self.label_dtype.itemsize
-            for c in self.layout.coords()
-        ]
-        return max(sizes)
+        kinds = ((self.layout, self.dtype), (self.label_layout, self.label_dtype))
+        return max(sum(prod(k.local_shape(c)) * d.itemsize for k, d in kinds) for c in self.layout.coords())
 
     # -- where crops lie ---------------------------------------------------------------------------------------------
 
@@ -148,9 +145,8 @@ class Volumes(MeshSamples):
         volume = index // self.crops
         draws = RandomDraws(self.seed, self.epoch, index)
         found = self.found[volume] if self.found else None
-        return VolumeCrop(
-            volume, crop_origin(self.images[volume].shape, self.frame.sizes, draws, self.foreground, found)
-        )
+        shape = self.images[volume].shape
+        return VolumeCrop(volume, crop_origin(shape, self.frame.sizes, draws, self.foreground, found))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -163,30 +159,20 @@ class Volumes(MeshSamples):
 
     def plans_of(self, crop: VolumeCrop, frame: SampleSpace) -> tuple[ReadPlan, ...]:
         image = self.images[crop.volume]
+        how: dict[str, Any] = {"scale": self.scale, "offset": self.offset, "boundary": frame.boundary}
         layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
-        window, first = _crop_layout(layout, crop.origin, image.shape)
-        request = ReadRequest(
-            window,
-            image.parts(first),
-            self.scale,
-            self.offset,
-            numpy_dtype_name(self.dtype),
-            boundary=frame.boundary,
-        )
-        plans = [plan_read(request, image.tables, self.mode)]
+        plans = [self._plan_volume(image, crop, layout, dtype=numpy_dtype_name(self.dtype), **how)]
         if self.labels:
             label = self.labels[crop.volume]
             bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
             lacks = any(table.masks or np.dtype(table.dtype).kind == "f" for table in label.tables.values())
-            window, first = _crop_layout(bare, crop.origin, label.shape)
-            request = ReadRequest(
-                window,
-                label.parts(first),
-                dtype=dtype_name(self.label_dtype),
-                nan=self.label_fill if lacks else "keep",
-            )
-            plans.append(plan_read(request, label.tables, self.mode))
+            nan = self.label_fill if lacks else "keep"
+            plans.append(self._plan_volume(label, crop, bare, dtype=dtype_name(self.label_dtype), nan=nan))
         return tuple(plans)
+
+    def _plan_volume(self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, **how: Any) -> ReadPlan:
+        window, first = _crop_layout(layout, crop.origin, volume.shape)
+        return plan_read(ReadRequest(window, volume.parts(first), **how), volume.tables, self.mode)
 
     def read(
         self, engine: ReadEngine, crops: Sequence[VolumeCrop], frame: SampleSpace | None = None
@@ -202,14 +188,10 @@ class Volumes(MeshSamples):
             frame.layout((len(crops), self.label_channels), (None, None), halo=False, axes=frame.domain),
         )
         names = (numpy_dtype_name(self.dtype), dtype_name(self.label_dtype))
-        blocks = [
-            engine.memory.empty(layout.local_shape(here), np.dtype(name))
-            for layout, name in zip(layouts, names, strict=True)
-        ]
+        blocks = [engine.memory.empty(k.local_shape(here), np.dtype(n)) for k, n in zip(layouts, names, strict=True)]
+        kinds = list(zip(blocks, layouts, (self.fill, self.label_fill), strict=True))
         for i, crop in enumerate(crops):
-            for block, layout, fill, plan in zip(
-                blocks, layouts, (self.fill, self.label_fill), self.plans_of(crop, frame), strict=False
-            ):
+            for (block, layout, fill), plan in zip(kinds, self.plans_of(crop, frame), strict=False):  # labels or none
                 _read_crop(engine, plan, block[i : i + 1], layout.held(here)[2:], crop.origin, fill)
         image, label = (torch.from_numpy(block) for block in blocks)
         return image.to(self.dtype), label
@@ -224,21 +206,18 @@ class Volumes(MeshSamples):
         sizes = dict(zip(image.dims, image.shape, strict=True))
         spec = dict(zip(self.frame.dims, self.frame.spec, strict=True))
         align = dict(zip(self.frame.dims, self.frame.align, strict=True))
-        fitting = {d: n for d, n in align.items() if sizes[d] % n == 0}
-        frame = SampleSpace.of(sizes, self.frame.axes, spec, None, None, "balanced", fitting)
+        frame = SampleSpace.of(sizes, self.frame.axes, spec, None, None, "balanced", align)
         return self._sample(-1, VolumeCrop(volume % len(self.images), (0,) * len(sizes)), frame)
 
     def _sample(self, index: int, crop: VolumeCrop, frame: SampleSpace) -> VolumeSample:
         mesh, image = self.device_mesh(), self.images[crop.volume]
         values, labels = self.read(self._engine, [crop], frame)
         affine = image.affine_at(crop.origin)
-        layouts = (
-            frame.layout((image.channels,), (None,)),
-            frame.layout((self.label_channels,), (None,), halo=False),
-        )
+        layout = frame.layout((image.channels,), (None,))
+        bare = frame.layout((self.label_channels,), (None,), halo=False)
         return VolumeSample(
-            Tile(values[0].to(mesh.device_type), layouts[0], mesh),
-            Tile(labels[0].to(mesh.device_type), layouts[1], mesh) if self.labels else None,
+            Tile(values[0].to(mesh.device_type), layout, mesh),
+            Tile(labels[0].to(mesh.device_type), bare, mesh) if self.labels else None,
             index,
             crop.volume,
             crop.origin,

@@ -86,7 +86,8 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
 
     def _read(self, turn: BatchTurn) -> _LocalCrops:
         first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]
-        image, label = self._carrier.bring(self.dataset.read(self._engine, self._crops(turn, turn.samples[first:stop])))
+        crops = self._crops(turn, turn.samples[first:stop])
+        image, label = self._carrier.bring(self.dataset.read(self._engine, crops))
         return image, label
 
     def _batch(self, turn: BatchTurn, block: _LocalCrops) -> VolumeBatch:

@@ -13,14 +13,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import GridError, UnsupportedStoreError
 from jigsaw.io.series.times import decode_times
 
-REFERENCE_ATTRIBUTES = (
-    "grid_mapping",
-    "bounds",
-    "climatology",
-    "cell_measures",
-    "ancillary_variables",
-    "formula_terms",
-)
+REFERENCE_ATTRIBUTES = tuple("grid_mapping bounds climatology cell_measures ancillary_variables formula_terms".split())
 """The attributes that name other variables."""
 _LAT_ATTRIBUTES = {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}
 _LON_ATTRIBUTES = {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}
@@ -94,9 +87,7 @@ def _dims_values_attrs(name: str, given: Any) -> tuple[tuple[str, ...], NDArray[
         encoding: Mapping[str, Any] = getattr(given, "encoding", {})
         units = {k: encoding[k] for k in ("units", "calendar") if k in encoding}
         return tuple(map(str, given.dims)), np.asarray(given.values), {**dict(given.attrs), **units}
-    if not isinstance(given, tuple):
-        return _one_dim(name, given)
-    parts: tuple[Any, ...] = given
+    parts: tuple[Any, ...] = given if isinstance(given, tuple) else ()
     if len(parts) == 2 and isinstance(parts[1], Mapping):
         return (name,), np.asarray(parts[0]), parts[1]
     named = parts and (isinstance(parts[0], str) or all(isinstance(d, str) for d in np.ravel(parts[0]).tolist()))
@@ -104,11 +95,7 @@ def _dims_values_attrs(name: str, given: Any) -> tuple[tuple[str, ...], NDArray[
     if named and (told or (len(parts) in (2, 3) and not isinstance(parts[1], str | Mapping))):
         dims = (parts[0],) if isinstance(parts[0], str) else tuple(parts[0])
         return dims, np.asarray(parts[1]), parts[2] if len(parts) == 3 else None
-    return _one_dim(name, list(parts))
-
-
-def _one_dim(name: str, values: Any) -> tuple[tuple[str, ...], NDArray[Any], None]:
-    array = np.asarray(values)
+    array = np.asarray(list(parts) if isinstance(given, tuple) else given)
     return (name,) if array.ndim else (), array, None
 
 

@@ -1,4 +1,4 @@
-"""Boxes on their way from the tiles that own them to the ranks that write them; failures are everybody's."""
+"""Boxes on their way from the tiles that own them to the ranks that write them; what fails on one fails on all."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.cut import Box, box_shape, box_slices
 from jigsaw.errors import ReadError, WriteError
 from jigsaw.exchange import PackedSwap
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.writing.outline import AppendOutline, TileSource
 from jigsaw.io.writing.sink import FormatSink
 from jigsaw.io.writing.write_units import WriteUnit, plan_units, write_rounds
-from jigsaw.layout import Box, box_shape, box_slices
 from jigsaw.mesh import mesh_coordinate
-from jigsaw.tile import Tile
 
 T = TypeVar("T")
 _WRITER_THREADS = 4
@@ -53,7 +52,7 @@ def agreed_outline(mesh: DeviceMesh, describe: Callable[[], AppendOutline]) -> A
 
 
 def _hear_or_refuse(mesh: DeviceMesh, talk: Callable[[], T]) -> T:
-    """The outcome of a communication; a rank that has ended is a `WriteError` of those that wait for it."""
+    """What `talk` returns; where another rank has ended, a `WriteError` on those that wait for it."""
     try:
         return talk()
     except RuntimeError as error:
@@ -75,6 +74,7 @@ def deliver_boxes(
     """
     target, layout = source.target(), source.tile.layout
     whole = source.phase(dim, done)
+    # the first unit may be begun already: `phase` of its rows are there, and boxes count from where it begins, `base`
     phase = tuple(n % u for n, u in zip(whole, target.units, strict=True))
     units = plan_units(layout, target, phase, sink.writers)
     base = [n - p for n, p in zip(whole, phase, strict=True)]
@@ -83,47 +83,42 @@ def deliver_boxes(
     with ThreadPoolExecutor(1 if sink.writers else _WRITER_THREADS) as pool:
         for batch in write_rounds(units, max(1, budget // itemsize)):
             moved = _hear_or_refuse(mesh, lambda batch=batch: _swap_round(source, batch, mesh, me))
-            jobs: list[Future[None]] = []
-            for unit in batch:
-                if unit.writer == me:
-                    jobs.append(pool.submit(_write_unit, source, unit, base, moved, sink))
+            mine = [unit for unit in batch if unit.writer == me]
+            jobs = [pool.submit(_write_unit, source, unit, base, moved, sink) for unit in mine]
+            # a rank whose disk is full ends the write of all here, before the next round's swap would wait for it
             gather_results(mesh, lambda jobs=jobs: _wait_for_writes(jobs))
-
-
-def _own_rows(tile: Tile, owned: Box, box: Box) -> Tensor:
-    """A box of this rank's own tile."""
-    return tile.local[box_slices(box, owned)]
 
 
 def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh, me: int) -> dict[Box, Tensor]:
     """The boxes of one round that this rank needs to write, its own and those of others, by where they lie."""
-    tile, owned = source.tile, source.tile.layout.owned(mesh_coordinate(mesh))
+    local, owned = source.tile.local, source.tile.layout.owned(mesh_coordinate(mesh))
     sends: dict[int, list[Tensor]] = {}
     wanted: dict[int, list[Box]] = {}
     ready: dict[Box, Tensor] = {}
     for unit in batch:
         for part in unit.parts:
-            if part.giver == me and unit.writer == me:
-                ready[part.taken] = _own_rows(tile, owned, part.taken)
-            elif part.giver == me:
-                sends.setdefault(unit.writer, []).append(_own_rows(tile, owned, part.taken))
+            if part.giver == me:
+                rows = local[box_slices(part.taken, owned)]
+                if unit.writer == me:
+                    ready[part.taken] = rows
+                else:
+                    sends.setdefault(unit.writer, []).append(rows)
             elif unit.writer == me:
                 wanted.setdefault(part.giver, []).append(part.taken)
+    # the boxes of a pair of ranks are packed in the order of the units, which both sides walk alike
     shapes = [(giver, [box_shape(box) for box in boxes]) for giver, boxes in wanted.items()]
-    swap = PackedSwap(mesh, sorted(sends.items()), shapes, tile.local, "write")
+    swap = PackedSwap(mesh, sorted(sends.items()), shapes, local, "write")
     return ready | dict(zip((box for boxes in wanted.values() for box in boxes), swap.wait(), strict=True))
 
 
 def _write_unit(
     source: TileSource, unit: WriteUnit, base: Sequence[int], moved: dict[Box, Tensor], sink: FormatSink
 ) -> None:
-    """Put one unit together and write it."""
-    shape = [b - a for a, b in unit.box]
-    block: NDArray[Any] = np.empty(shape, source.array.dtype)
+    block: NDArray[Any] = np.empty(box_shape(unit.box), source.array.dtype)
     if not unit.is_full:
         block[...] = source.array.fill
     for part in unit.parts:
-        rows = moved[part.taken].reshape([b - a for a, b in part.placed])
+        rows = moved[part.taken].reshape(box_shape(part.placed))
         block[box_slices(part.placed)] = _rows_as_numpy(rows)
     box = tuple((a + n, b + n) for (a, b), n in zip(unit.box, base, strict=True))
     if source.dropped is not None:
@@ -137,7 +132,6 @@ def _rows_as_numpy(rows: Tensor) -> NDArray[Any]:
 
 
 def _wait_for_writes(jobs: Sequence[Future[None]]) -> None:
-    """Wait for all, then raise the first failure."""
     for error in [job.exception() for job in jobs]:
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""What a dataset that was read lends to a store that is written: coordinates, attributes, names."""
+"""``like=``: the coordinates, attributes and names that a store takes over from a dataset that was read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRITER_PREFIX = "jigsaw_"
 
 @dataclass(frozen=True)
 class LentMetadata:
-    """Coordinates, attributes, and what each channel becomes; of `time` only how it is stored, the user gives when."""
+    """Coordinates, attributes, and what each channel becomes; of `time` only units and calendar, its values are new."""
 
     coords: Mapping[str, Any]
     attrs: Mapping[str, Any]
@@ -40,65 +40,43 @@ def metadata_of_dataset(
     """
     store, variables, survey = dataset.store, dataset.variables, StoreSurvey(dataset.store)
     own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
-    found: dict[str, Any] = {}
-    fields = _target_fields(dataset, survey) if fields is None else fields
+    by_name = {v.table.name: v for v in variables}
+    if fields is None:
+        channels = [dataset.channels[c] for c in dataset.target_channels]
+        levels = [None if c.level is None else survey.values(by_name[c.array], LEVEL_DIM)[c.level] for c in channels]
+        fields = [WrittenField(c.array, None if v is None else float(v)) for c, v in zip(channels, levels, strict=True)]
     written = {*given, *(f.array for f in fields)}
+
+    def attrs_along(variable: StoreVariable, role: str) -> Mapping[str, Any]:
+        return _attrs_that_hold(survey.attrs(variable, role), written)
+
+    found: dict[str, Any] = {}
     for dim in dims or dataset.whole_coords:
         role = dim if dim in dataset.whole_coords else own.get(dim, dim)
         if role in dataset.whole_coords and role not in dataset.counted:
-            found[dim] = dataset.whole_coords[role], _attrs_of_coordinate(survey, variables[0], role, written)
+            found[dim] = dataset.whole_coords[role], attrs_along(variables[0], role)
     leveled = next((v for v in variables if LEVEL_DIM in v.roles), None)
     used = {f.level for f in fields} - {None}
     if leveled is not None and used and CHANNEL_DIM in (dims or ()):
         values = survey.values(leveled, LEVEL_DIM)
-        found[LEVEL_DIM] = (
-            values[[float(v) in used for v in values]],
-            _attrs_of_coordinate(survey, leveled, LEVEL_DIM, written),
-        )
-    timed = next((v for v in variables if "time" in v.roles), None)
+        found[LEVEL_DIM] = values[[float(v) in used for v in values]], attrs_along(leveled, LEVEL_DIM)
+    timed, time = next((v for v in variables if "time" in v.roles), None), None
+    if timed is not None and survey.states(timed, "time"):
+        time = StoredCoordinate("time", ("time",), survey.values(timed, "time"), attrs_along(timed, "time"))
     return LentMetadata(
         coords=found,
         attrs={k: v for k, v in store.attrs.items() if not k.startswith(_WRITER_PREFIX)},
-        field_attrs={v.table.name: _attrs_that_hold(v.table.attrs, written) for v in variables},
+        field_attrs={name: _attrs_that_hold(v.table.attrs, written) for name, v in by_name.items()},
         fields=list(fields),
-        time=None if timed is None or not survey.states(timed, "time") else _stored_time(survey, timed, written),
+        time=time,
     )
-
-
-def _target_fields(dataset: Dataset, survey: StoreSurvey) -> list[WrittenField]:
-    """What each channel of the target is in the store."""
-    by_name = {v.table.name: v for v in dataset.variables}
-    channels = [dataset.channels[c] for c in dataset.target_channels]
-    return [WrittenField(c.array, _level_of_channel(survey, by_name[c.array], c.level)) for c in channels]
-
-
-def _attrs_of_coordinate(
-    survey: StoreSurvey, variable: StoreVariable, role: str, written: Collection[str]
-) -> Mapping[str, Any]:
-    """The attributes of a coordinate, whatever the store calls its dim."""
-    return _attrs_that_hold(survey.attrs(variable, role), written)
 
 
 def _attrs_that_hold(attrs: Mapping[str, Any], written: Collection[str]) -> dict[str, Any]:
     """The attributes that still hold beside the variables that are `written`."""
-    return {
-        k: v
-        for k, v in attrs.items()
-        if k not in _STORAGE_ATTRIBUTES
-        and (k not in REFERENCE_ATTRIBUTES or _referred_variables(str(v)) <= set(written))
-    }
 
+    def refers(reference: str) -> set[str]:  # ``crs``, or ``area: cell_area``
+        return {word for word in reference.split() if not word.endswith(":")}
 
-def _referred_variables(reference: str) -> set[str]:
-    """The variables in ``crs``, or in ``area: cell_area``."""
-    return {word for word in reference.split() if not word.endswith(":")}
-
-
-def _stored_time(survey: StoreSurvey, variable: StoreVariable, written: Collection[str]) -> StoredCoordinate:
-    return StoredCoordinate(
-        "time", ("time",), survey.values(variable, "time"), _attrs_of_coordinate(survey, variable, "time", written)
-    )
-
-
-def _level_of_channel(survey: StoreSurvey, variable: StoreVariable, level: int | None) -> float | None:
-    return None if level is None else float(survey.values(variable, LEVEL_DIM)[level])
+    kept = {k: v for k, v in attrs.items() if k not in _STORAGE_ATTRIBUTES}
+    return {k: v for k, v in kept.items() if k not in REFERENCE_ATTRIBUTES or refers(str(v)) <= set(written)}

@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -23,14 +22,21 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box, box_slices
 from jigsaw.errors import WriteError, writing_to
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.drafts import open_unlinked
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
-from jigsaw.io.writing.sink import StoreCompleteness, completeness_from_attrs, part_path
-from jigsaw.layout import Box, box_slices
+from jigsaw.io.writing.sink import (
+    COMPLETE_ATTRIBUTE,
+    StoreCompleteness,
+    completeness_from_attrs,
+    failing_with_remedy,
+    listed_coordinates,
+    part_path,
+)
 
 _DEFLATE_ENCODING: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True}
 _NETCDF_CHUNK_STEPS = 1024
@@ -48,7 +54,7 @@ class NetcdfSink:
     writers: tuple[int, ...] = (0,)
 
     def __init__(self, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> None:
-        self._path, self._dim = path, append_dim
+        self.path, self._dim = path, append_dim
         self._part = part_path(path)
         self._encoding = {**_DEFLATE_ENCODING, **{k: v for k, v in encoding.items() if k != "dtype"}}
         self._file: Any = None
@@ -56,25 +62,27 @@ class NetcdfSink:
 
     @property
     def remedy(self) -> str:
-        """What to do when writing failed."""
         kept = f"go on with mode='a': the {self._complete} complete steps are in {self._part}"
         return kept if self._complete and self._dim else "write again"
 
     # -- the first rank ----------------------------------------------------------------------------------------------
 
     def find(self, append_dim: str) -> GrowingStore | None:
-        """The file as far as it is complete; a copy of it grows, or what a run that ended has left of one."""
+        """The complete steps of the file.  A copy of it grows, or the part that an ended run has left."""
         if not self._goes_on():
-            if not self._path.exists():
+            if not self.path.exists():
                 return None
-            with writing_to(self._path, self.remedy):
-                self._copy()
+            with writing_to(self.path, self.remedy):
+                self._new_part(self.path.stat().st_size)
+                shutil.copyfile(self.path, self._part)
+                self._file = _open_netcdf4(self._part, "a")
+                self._file.setncattr(_GREW_FROM, str(size_and_change(self.path) or ""))
         if append_dim not in self._file.dimensions or not self._file.dimensions[append_dim].isunlimited():
-            raise WriteError(f"{self._path} has no unlimited dim {append_dim!r} to grow along; write a new file")
+            raise WriteError(f"{self.path} has no unlimited dim {append_dim!r} to grow along; write a new file")
         done = completeness_from_attrs(_read_attrs(self._file))
         self._complete = steps = len(self._file.dimensions[append_dim]) if done is None else done.steps
         variables: Mapping[str, Any] = self._file.variables
-        listed = {c for v in variables.values() for c in str(_read_attrs(v).get("coordinates", "")).split()}
+        listed = listed_coordinates(map(_read_attrs, variables.values()))
         # a step that was not complete is written again
         rows = {d: slice(steps if d == append_dim else None) for d in self._file.dimensions}
         whole = {n: tuple(rows[d] for d in v.dimensions) for n, v in variables.items()}
@@ -87,21 +95,11 @@ class NetcdfSink:
 
     def _goes_on(self) -> bool:
         """Open the part, where it grew from what is at the path now and has complete steps."""
-        done = kept_steps(self._part)
-        if done is None or done.attrs.get(_GREW_FROM, "") != self._stamp():
+        kept = _attrs_of_kept(self._part)
+        if not kept or kept.get(_GREW_FROM, "") != str(size_and_change(self.path) or ""):
             return False
         self._file = _open_netcdf4(self._part, "a")
         return True
-
-    def _stamp(self) -> str:
-        """The file at the path by size and time of change; nothing where there is none."""
-        return str(size_and_change(self._path) or "")
-
-    def _copy(self) -> None:
-        self._new_part(self._path.stat().st_size)
-        shutil.copyfile(self._path, self._part)
-        self._file = _open_netcdf4(self._part, "a")
-        self._file.setncattr(_GREW_FROM, self._stamp())
 
     def _new_part(self, size: int) -> None:
         """An empty part: not the one that was there, nor through a link to anything else."""
@@ -125,6 +123,7 @@ class NetcdfSink:
             os.ftruncate(handle, before)
             os.close(handle)
 
+    @failing_with_remedy
     def create(
         self,
         arrays: Sequence[ArrayOutline],
@@ -132,61 +131,41 @@ class NetcdfSink:
         attrs: Mapping[str, Any],
         replace: bool,
     ) -> None:
-        if self._path.exists() and not replace:
-            raise WriteError(f"{self._path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
-        left = None if replace else kept_steps(self._part)
-        if left is not None:
+        if self.path.exists() and not replace:
+            raise WriteError(f"{self.path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
+        if not replace and (left := _attrs_of_kept(self._part)):
             raise WriteError(
-                f"{self._part} holds {left.steps} complete steps of a run that ended; go on with mode='a', or choose "
-                "mode='w' to write them anew"
+                f"{self._part} holds {left[COMPLETE_ATTRIBUTE]} complete steps of a run that ended; go on with "
+                "mode='a', or choose mode='w' to write them anew"
             )
-        with writing_to(self._path, self.remedy):
-            self._create(arrays, coords, attrs)
-
-    def _create(
-        self, arrays: Sequence[ArrayOutline], coords: Sequence[StoredCoordinate], attrs: Mapping[str, Any]
-    ) -> None:
         self._new_part(0)
         self._file = _open_netcdf4(self._part, "w")
-        sizes = {d: n for a in arrays for d, n in zip(a.dims, a.shape, strict=True)}
-        for dim, size in sizes.items():
+        for dim, size in {d: n for a in arrays for d, n in zip(a.dims, a.shape, strict=True)}.items():
             self._file.createDimension(dim, None if dim == self._dim else size)
-        self._file.setncatts(
-            {k: _netcdf_attribute(v) for k, v in attrs.items()} | StoreCompleteness(self._dim, 0, False).attrs()
-        )
-        for array in arrays:
-            made = self._file.createVariable(
-                array.name,
-                array.dtype,
-                array.dims,
-                chunksizes=array.chunks or None,
-                fill_value=array.attrs.get("_FillValue", array.fill if np.dtype(array.dtype).kind == "f" else None),
-                **(self._encoding if array.dims else {}),
-            )
-            made.setncatts({k: _netcdf_attribute(v) for k, v in array.attrs.items() if k != "_FillValue"})
+        about = StoreCompleteness(self._dim, 0, False).attrs()
+        self._file.setncatts({k: _netcdf_attribute(v) for k, v in attrs.items()} | about)
+        for a in arrays:
+            fill = a.fill if np.dtype(a.dtype).kind == "f" else None
+            self._create_variable(a, a.dtype, a.chunks or None, fill, self._encoding if a.dims else {})
         for c in coords:
-            self._create_coordinate(c)
-        self._plain()
+            sizes = zip(c.dims, c.values.shape, strict=True)
+            chunks = [_NETCDF_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in sizes]
+            dtype = str if c.values.dtype.kind == "U" else _HELD_DTYPES.get(c.values.dtype.name, c.values.dtype)
+            self._create_variable(c, dtype, chunks if self._dim in c.dims else None, None, {})
+        self._file.set_auto_maskandscale(False)  # values are written as they are given: no masks, no packing
 
-    def _create_coordinate(self, c: StoredCoordinate) -> None:
-        grows = self._dim in c.dims
-        chunks = [
-            _NETCDF_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in zip(c.dims, c.values.shape, strict=True)
-        ]
-        kind = str if c.values.dtype.kind == "U" else _HELD_DTYPES.get(c.values.dtype.name, c.values.dtype)
-        fill = c.attrs.get("_FillValue")
-        made = self._file.createVariable(c.name, kind, c.dims, chunksizes=chunks if grows else None, fill_value=fill)
-        made.setncatts({k: _netcdf_attribute(v) for k, v in c.attrs.items() if k != "_FillValue"})
+    def _create_variable(
+        self, made: ArrayOutline | StoredCoordinate, dtype: Any, chunks: Any, fill: Any, how: Mapping[str, Any]
+    ) -> None:
+        fill = made.attrs.get("_FillValue", fill)
+        variable = self._file.createVariable(made.name, dtype, made.dims, chunksizes=chunks, fill_value=fill, **how)
+        variable.setncatts({k: _netcdf_attribute(v) for k, v in made.attrs.items() if k != "_FillValue"})
 
-    def _plain(self) -> None:
-        """Values are written as they are given: no masks, no packing."""
-        self._file.set_auto_maskandscale(False)
-
+    @failing_with_remedy
     def attach(self, arrays: Sequence[ArrayOutline]) -> None:
         if self._file is not None:
-            self._plain()
-            with writing_to(self._path, self.remedy):
-                self._make_sure_of(_METADATA + sum(self._bytes(a) for a in arrays) + self._bytes_of_coordinates(arrays))
+            self._file.set_auto_maskandscale(False)  # values are written as they are given: no masks, no packing
+            self._make_sure_of(_METADATA + sum(map(self._bytes, arrays)) + self._bytes_of_coordinates(arrays))
 
     def _bytes(self, array: ArrayOutline) -> int:
         """What the chunks of the steps that are not complete take at most: uncompressed, and whole."""
@@ -204,16 +183,12 @@ class NetcdfSink:
                 found += 2 * prod(v.chunking() if grows else v.shape) * (64 if v.dtype is str else v.dtype.itemsize)
         return found
 
+    @failing_with_remedy
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
-        with writing_to(self._path, self.remedy):
-            self._file.variables[name][box_slices(box)] = block
+        self._file.variables[name][box_slices(box)] = block
 
+    @failing_with_remedy
     def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
-        with writing_to(self._path, self.remedy):
-            self._commit(coords, start, done)
-        self._complete = done.steps
-
-    def _commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
         for c in coords:
             sizes = zip(c.dims, c.values.shape, strict=True)
             box = tuple(slice(start, start + n) if d == self._dim else slice(0, n) for d, n in sizes)
@@ -222,11 +197,12 @@ class NetcdfSink:
         self._file.sync()  # the steps, before what says that they are complete
         self._file.setncatts(done.attrs())
         self._file.sync()
+        self._complete = done.steps
 
     def close(self, done: bool) -> None:
         file, self._file = self._file, None
         if file is not None and done:
-            with writing_to(self._path, self.remedy):
+            with writing_to(self.path, self.remedy):
                 self._finish(file)
         elif file is not None:
             with suppress(RuntimeError, OSError):  # of a file that could not be written; the first failure is told
@@ -236,7 +212,6 @@ class NetcdfSink:
                 self._part.unlink(missing_ok=True)
 
     def _finish(self, file: Any) -> None:
-        """Give the file its name."""
         rows = len(file.dimensions[self._dim]) if self._dim in file.dimensions else self._complete
         if _GREW_FROM in file.ncattrs():
             file.delncattr(_GREW_FROM)
@@ -246,7 +221,7 @@ class NetcdfSink:
                 f"{self._part} holds {self._complete} complete steps and a part of others, of a run that ended; go on "
                 "with mode='a' until all are written"
             )
-        os.replace(self._part, self._path)
+        os.replace(self._part, self.path)
 
 
 def _open_netcdf4(path: Path, mode: Literal["r", "w", "a"]) -> Any:
@@ -273,17 +248,10 @@ def _netcdf_attribute(value: Any) -> Any:
 
 
 def _netcdf_array(name: str, variable: Any, whole: tuple[slice, ...]) -> ArrayOutline:
-    chunks = variable.chunking()
+    chunks, dtype = variable.chunking(), np.dtype(variable.dtype).name
     shape = tuple(min(n, s.stop or n) for n, s in zip(variable.shape, whole, strict=True))
-    return ArrayOutline(
-        name,
-        tuple(variable.dimensions),
-        shape,
-        np.dtype(variable.dtype).name,
-        shape if chunks == "contiguous" else tuple(chunks),
-        None,
-        _read_attrs(variable),
-    )
+    held = shape if chunks == "contiguous" else tuple(chunks)
+    return ArrayOutline(name, tuple(variable.dimensions), shape, dtype, held, None, _read_attrs(variable))
 
 
 def _netcdf_coordinate(name: str, variable: Any, whole: tuple[slice, ...]) -> StoredCoordinate:
@@ -291,30 +259,18 @@ def _netcdf_coordinate(name: str, variable: Any, whole: tuple[slice, ...]) -> St
     return StoredCoordinate(name, tuple(variable.dimensions), np.asarray(variable[whole or ...]), _read_attrs(variable))
 
 
-@dataclass(frozen=True)
-class KeptPart:
-    """What a part holds of a run that ended: complete steps, and its attributes."""
-
-    steps: int
-    attrs: Mapping[str, Any]
-
-
-def kept_steps(part: Path) -> KeptPart | None:
-    """None for a part that has no complete step, or is not there, or no file of ours."""
+def _attrs_of_kept(part: Path) -> Mapping[str, Any]:
+    """The attributes of a part with complete steps, of a run that ended; empty where there is none, or none of ours."""
     if part.is_symlink() or not part.is_file():
-        return None
+        return {}
     try:
         attrs = netcdf_attrs(part)
     except (OSError, RuntimeError):  # its writer was killed in the middle of a step
-        return None
-    done = completeness_from_attrs(attrs)
-    return None if done is None or not done.steps else KeptPart(done.steps, attrs)
+        return {}
+    return attrs if attrs.get(COMPLETE_ATTRIBUTE) else {}
 
 
 def netcdf_attrs(path: Path) -> Mapping[str, Any]:
     """The global attributes of a file."""
-    file = _open_netcdf4(path, "r")
-    try:
+    with _open_netcdf4(path, "r") as file:
         return _read_attrs(file)
-    finally:
-        file.close()

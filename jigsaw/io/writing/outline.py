@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import ShardingError
 from jigsaw.errors import FieldError, GridError, WriteError
 from jigsaw.io.writing.cf import StoredCoordinate, encode_coordinate
 from jigsaw.io.writing.write_units import WriteTarget
-from jigsaw.layout import Layout, ShardingError
+from jigsaw.layout import Layout
 from jigsaw.tile import Tile
 
 TileData = Tile | Mapping[str, Tile]
@@ -30,7 +31,7 @@ _ENCODING_OPTIONS = {
 
 @dataclass(frozen=True)
 class ArrayOutline:
-    """A stored array; along the dim that grows `shape` has the rows of this append alone."""
+    """An array to store.  Along the dim that grows, `shape` counts the rows of this append, not those before it."""
 
     name: str
     dims: tuple[str, ...]
@@ -53,7 +54,7 @@ class ArrayOutline:
 
 @dataclass(frozen=True)
 class TileSource:
-    """A tile and the array made of it; of one channel the array lacks the tile's dim `dropped`."""
+    """A tile and the array made of it; one that is made of a single channel has no dim `dropped` of the tile."""
 
     tile: Tile
     array: ArrayOutline
@@ -91,7 +92,6 @@ class AppendOutline:
     rows: int
 
     def known(self, before: GrowingStore | None, steps: int) -> GrowingStore:
-        """The store after it was written."""
         arrays = {s.array.name: s.array for s in self.sources}
         coords = {c.name: c for c in self.coords}
         return GrowingStore(arrays, coords if before is None else before.coords, steps)
@@ -108,7 +108,7 @@ class AppendOutline:
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """How a user wants it stored."""
+    """How a user wants it stored.  Raises: `WriteError` for what the format does not have."""
 
     suffix: str
     append_dim: str | None
@@ -117,8 +117,7 @@ class StorageOptions:
     encoding: Mapping[str, Any]
     field_attrs: Mapping[str, Mapping[str, Any]]
 
-    def check(self) -> None:
-        """Raise `WriteError` for what the format does not have."""
+    def __post_init__(self) -> None:
         unknown = sorted(set(self.encoding) - set(_ENCODING_OPTIONS[self.suffix]))
         if unknown:
             raise WriteError(
@@ -209,7 +208,7 @@ def _owned_tile(tile: Any, dims: Sequence[str]) -> Tile:
         raise ShardingError(f"{tile.layout} has dims that were flattened together; unflatten them before writing")
     if len(dims) != tile.ndim or len(set(dims)) != len(dims):
         raise ShardingError(f"dims={tuple(dims)} must name each of the {tile.ndim} dims of {tile.layout} once")
-    return replace(tile.owned(), local=tile.owned().local.detach())
+    return tile.owned().detach()
 
 
 def _split_channels(
@@ -223,44 +222,25 @@ def _split_channels(
         raise FieldError(f"there are {len(fields)} fields for the {tile.shape[at]} channels of {tile.layout}: {named}")
     found: list[TileSource] = []
     for name in dict.fromkeys(f.array for f in fields):
-        mine = [(c, f.level) for c, f in enumerate(fields) if f.array == name]
-        flat = mine[0][1] is None
-        if len(set(mine)) > 1 and any(level is None for _, level in mine):
+        channels = [c for c, f in enumerate(fields) if f.array == name]
+        named = [level for level in (fields[c].level for c in channels) if level is not None]
+        if len(channels) > 1 and len(named) < len(channels):
             raise FieldError(f"fields name {name!r} twice, or once without a level; name each channel once")
-        if flat:
-            found.append(_surface_source(tile, dims, at, name, mine[0][0], how))
-        elif levels is not None:
-            where = [int(np.argmin(np.abs(levels - level))) for _, level in mine if level is not None]
-            found.append(_leveled_source(tile, dims, at, name, [c for c, _ in mine], where, len(levels), how))
+        where = [int(np.argmin(np.abs(levels - level))) for level in named] if levels is not None else []
+        if len(set(where)) != len(where):
+            raise FieldError(f"fields name a level of {name!r} twice; name each channel once")
+        shape = tuple(tile.shape)
+        if not named or levels is None:  # without a level the array has no dim in the place of the channels
+            kept = [d for d in range(tile.ndim) if d != at]
+            array = _outline_array(name, tuple(dims[d] for d in kept), tuple(shape[d] for d in kept), tile, kept, how)
+            found.append(TileSource(tile, array, at, ((channels[0], channels[0] + 1, 0),), dropped=at))
+            continue
+        wide, leveled = (*shape[:at], len(levels), *shape[at + 1 :]), (*dims[:at], LEVEL_DIM, *dims[at + 1 :])
+        array = _outline_array(name, leveled, wide, tile, range(tile.ndim), how)
+        if len(where) < len(levels) and np.dtype(array.dtype).kind not in "fc":
+            raise FieldError(f"{name!r} lacks levels that other fields have, and {array.dtype} has no NaN for them")
+        found.append(TileSource(tile, array, at, _level_runs(channels, where)))
     return tuple(found)
-
-
-def _surface_source(
-    tile: Tile, dims: tuple[str, ...], at: int, name: str, channel: int, how: StorageOptions
-) -> TileSource:
-    kept = [d for d in range(tile.ndim) if d != at]
-    shape = tuple(tile.shape[d] for d in kept)
-    array = _outline_array(name, tuple(dims[d] for d in kept), shape, tile, kept, how)
-    return TileSource(tile, array, at, ((channel, channel + 1, 0),), dropped=at)
-
-
-def _leveled_source(
-    tile: Tile,
-    dims: tuple[str, ...],
-    at: int,
-    name: str,
-    channels: Sequence[int],
-    where: Sequence[int],
-    size: int,
-    how: StorageOptions,
-) -> TileSource:
-    if len(set(where)) != len(where):
-        raise FieldError(f"fields name a level of {name!r} twice; name each channel once")
-    named = tuple(LEVEL_DIM if d == CHANNEL_DIM else d for d in dims)
-    array = _outline_array(name, named, (*tile.shape[:at], size, *tile.shape[at + 1 :]), tile, range(tile.ndim), how)
-    if len(where) < size and np.dtype(array.dtype).kind not in "fc":
-        raise FieldError(f"{name!r} lacks levels that other fields have, and {array.dtype} has no NaN for them")
-    return TileSource(tile, array, at, _level_runs(channels, where))
 
 
 def _level_runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
@@ -377,9 +357,12 @@ def outline_append(
     if known is None:
         return AppendOutline(tuple(_name_coordinates(s, coords) for s in sources), tuple(coords), rows)
     growing = _growing_coordinates(coords, known, how.append_dim)
-    return AppendOutline(
-        tuple(_as_in_store(s, known, how) for s in _check_growing_arrays(sources, known, how)), growing, rows
-    )
+    grow = {name for name, a in known.arrays.items() if how.append_dim in a.dims}
+    if grow != names:
+        raise WriteError(
+            f"an append writes every array that grows: the store has {sorted(grow)}, this would write {sorted(names)}"
+        )
+    return AppendOutline(tuple(_as_in_store(s, known, how) for s in sources), growing, rows)
 
 
 def _check_array_names(names: Sequence[str]) -> None:
@@ -435,20 +418,7 @@ def _check_stored_exactly(c: StoredCoordinate, there: StoredCoordinate) -> None:
         )
 
 
-def _check_growing_arrays(
-    sources: Sequence[TileSource], known: GrowingStore, how: StorageOptions
-) -> Sequence[TileSource]:
-    grow = {name for name, a in known.arrays.items() if how.append_dim in a.dims}
-    named = {s.array.name for s in sources}
-    if grow != named:
-        raise WriteError(
-            f"an append writes every array that grows: the store has {sorted(grow)}, this would write {sorted(named)}"
-        )
-    return sources
-
-
 def _as_in_store(source: TileSource, known: GrowingStore, how: StorageOptions) -> TileSource:
-    """The source with the chunks and shards of the store."""
     mine, there = source.array, known.arrays[source.array.name]
     shape = tuple(m if d == how.append_dim else t for d, m, t in zip(mine.dims, mine.shape, there.shape, strict=False))
     if (mine.dims, mine.shape, mine.dtype) != (there.dims, shape, there.dtype):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
+from jigsaw.cut import Box
+from jigsaw.errors import writing_to
 from jigsaw.io.writing.cf import StoredCoordinate
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
-from jigsaw.layout import Box
 
 APPEND_DIM_ATTRIBUTE, COMPLETE_ATTRIBUTE, CLOSED_ATTRIBUTE = "jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed"
 
@@ -51,6 +53,13 @@ class FormatSink(Protocol):
     The first rank calls `find` or `create`, and `commit`; every rank that writes calls `attach`, `put` and `close`.
     """
 
+    path: Path
+
+    @property
+    def remedy(self) -> str:
+        """What to do when writing failed."""
+        ...
+
     @property
     def writers(self) -> tuple[int, ...]:
         """The only mesh positions that write; empty where every rank may."""
@@ -58,7 +67,6 @@ class FormatSink(Protocol):
 
     def find(self, append_dim: str) -> GrowingStore | None:
         """What is there to append to, if anything."""
-        ...
 
     def create(
         self,
@@ -68,20 +76,36 @@ class FormatSink(Protocol):
         replace: bool,
     ) -> None:
         """A store without a complete step."""
-        ...
 
     def attach(self, arrays: Sequence[ArrayOutline]) -> None:
         """Get ready to write boxes of arrays of these shapes, those of the whole store."""
-        ...
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
         """Write one box; nobody else writes to its units."""
-        ...
 
     def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
         """Say that everything up to here is complete; `coords` are written, those that grow from step `start` on."""
-        ...
 
     def close(self, done: bool) -> None:
         """Let go of the store; `done` when nothing failed."""
-        ...
+
+
+S = TypeVar("S", bound=FormatSink)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def failing_with_remedy(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method of a sink whose failures are each a `WriteError` that names the store and the sink's remedy."""
+
+    @wraps(method)
+    def told(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        with writing_to(self.path, self.remedy):
+            return method(self, *args, **kwargs)
+
+    return told
+
+
+def listed_coordinates(attrs: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The coordinates that the ``coordinates`` attributes of arrays name."""
+    return {name for each in attrs for name in str(each.get("coordinates", "")).split()}

@@ -15,18 +15,21 @@ lose.  `completeness` tells how far a store is; the same stands in its global at
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.cut import ShardingError
 from jigsaw.errors import WriteError
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.writing.cf import StoredCoordinate
 from jigsaw.io.writing.deliver import agreed_outline, deliver_boxes, gather_results
+from jigsaw.io.writing.lent_metadata import metadata_of_dataset
+from jigsaw.io.writing.netcdf_writer import NetcdfSink, netcdf_attrs
 from jigsaw.io.writing.outline import (
     CHANNEL_DIM,
     AppendOutline,
@@ -39,10 +42,11 @@ from jigsaw.io.writing.outline import (
     parse_written_field,
 )
 from jigsaw.io.writing.sink import FormatSink, StoreCompleteness, completeness_from_attrs, part_path
-from jigsaw.layout import ShardingError
+from jigsaw.io.writing.zarr_writer import ZarrSink, zarr_store_attrs
 from jigsaw.mesh import is_same_mesh, mesh_coordinate
 from jigsaw.tile import Tile
 
+T = TypeVar("T")
 _FORMAT_SUFFIXES = {"zarr": ".zarr", "netcdf": ".nc"}
 _WRITE_MODES = ("w-", "w", "a")
 
@@ -185,18 +189,16 @@ class Writer:
         self._how = StorageOptions(
             suffix, append_dim, chunks or {}, shards or {}, encoding or {}, dict(field_attrs or {})
         )
-        self._how.check()
         self._stored_like: Mapping[str, StoredCoordinate] = {}
         if like is not None:
             self._lend(like)
-        self._sink: FormatSink = _make_sink(suffix, self.path, append_dim, encoding or {})
+        make_sink = ZarrSink if suffix == ".zarr" else NetcdfSink
+        self._sink: FormatSink = make_sink(self.path, append_dim, encoding or {})
         self._mesh: DeviceMesh | None = None
         self._known: GrowingStore | None = None
         self._steps, self._over = 0, False
 
     def _lend(self, like: Dataset) -> None:
-        from jigsaw.io.writing.lent_metadata import metadata_of_dataset
-
         dims = None if isinstance(self._dims, Mapping) else self._dims
         found = metadata_of_dataset(like, dims, self._fields, self._coords)
         self._coords = {**found.coords, **self._coords}
@@ -227,6 +229,7 @@ class Writer:
             raise WriteError(f"{self.path} takes no more: it was closed, failed, or has no append_dim to grow along")
         if self._mesh is None and self._known is None:
             self._find(mesh)
+        # before anything is changed: ranks that describe different arrays would wait for boxes that nobody sends
         piece = agreed_outline(mesh, lambda: self._outlined(data, coords or {}))
         try:
             self._begin(mesh, piece)
@@ -238,10 +241,11 @@ class Writer:
 
     def _add(self, mesh: DeviceMesh, piece: AppendOutline) -> None:
         whole = [self._whole(s.array, piece.rows) for s in piece.sources]
-        gather_results(mesh, lambda: self._sink.attach(whole))
+        gather_results(mesh, lambda: self._sink.attach(whole))  # all ranks are ready before any sends its rows
         for source in piece.sources:
             deliver_boxes(source, mesh, self._sink, self._dim, self._steps, self._budget)
         start, self._steps = self._steps, self._steps + piece.rows
+        # every rank has heard that all boxes of all ranks are written: only now may the store say so
         self._commit(mesh, piece.coords, start, closed=False)
         self._known = piece.known(self._known, self._steps)
 
@@ -270,14 +274,14 @@ class Writer:
 
     # -- the steps of an append --------------------------------------------------------------------------------------
 
+    def _by_first_rank(self, mesh: DeviceMesh, step: Callable[[], T]) -> T | None:
+        """What `step` returns on the first rank, on all; they wait for it, and fail where it fails."""
+        # the root of a store, and a file of HDF5, are one rank's to write
+        return gather_results(mesh, lambda: step() if not any(mesh_coordinate(mesh)) else None)[0]
+
     def _find(self, mesh: DeviceMesh) -> None:
-        """Learn from the first rank what there is to append to."""
-
-        def look() -> GrowingStore | None:
-            asked = self._mode == "a" and self._dim is not None and not any(mesh_coordinate(mesh))
-            return self._sink.find(self._dim or "") if asked else None
-
-        found = gather_results(mesh, look)[0]
+        grows = self._mode == "a" and self._dim is not None
+        found = self._by_first_rank(mesh, lambda: self._sink.find(self._dim or "") if grows else None)
         if found is not None:
             self._known, self._steps = found, found.steps
 
@@ -286,28 +290,18 @@ class Writer:
         return outline_append(data, self._dims, self._fields, given, self._how, self._known, self._stored_like)
 
     def _begin(self, mesh: DeviceMesh, piece: AppendOutline) -> None:
-        """Make the store, where there is none to append to."""
-
-        def create() -> None:
-            if not any(mesh_coordinate(mesh)):
-                arrays = [s.array for s in piece.sources]
-                self._sink.create(arrays, piece.coords, self._attrs, replace=self._mode != "w-")
-
+        arrays, replaces = [s.array for s in piece.sources], self._mode != "w-"
         if self._known is None:
-            gather_results(mesh, create)
+            self._by_first_rank(mesh, lambda: self._sink.create(arrays, piece.coords, self._attrs, replaces))
         self._mesh = mesh
 
     def _whole(self, array: ArrayOutline, rows: int) -> ArrayOutline:
-        """The array as it will be with these rows."""
         shape = tuple(self._steps + rows if d == self._dim else n for d, n in zip(array.dims, array.shape, strict=True))
         return replace(array, shape=shape)
 
     def _commit(self, mesh: DeviceMesh, coords: Sequence[StoredCoordinate], start: int, closed: bool) -> None:
-        def commit() -> None:
-            if not any(mesh_coordinate(mesh)):
-                self._sink.commit(coords, start, StoreCompleteness(self._dim, self._steps, closed))
-
-        gather_results(mesh, commit)
+        done = StoreCompleteness(self._dim, self._steps, closed)
+        self._by_first_rank(mesh, lambda: self._sink.commit(coords, start, done))
 
 
 def _mesh_of_tiles(data: Any) -> DeviceMesh:
@@ -336,25 +330,9 @@ def _store_suffix(path: Path, format: str | None) -> str:
     return suffix
 
 
-def _make_sink(suffix: str, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> FormatSink:
-    if suffix == ".zarr":
-        from jigsaw.io.writing.zarr_writer import ZarrSink
-
-        return ZarrSink(path, append_dim, encoding)
-    from jigsaw.io.writing.netcdf_writer import NetcdfSink
-
-    return NetcdfSink(path, append_dim, encoding)
-
-
 def _attrs_at_path(path: Path) -> Mapping[str, Any]:
     """Raises: `WriteError` for what is neither a Zarr group nor NetCDF, or damaged."""
     try:
-        if path.is_dir():
-            from jigsaw.io.writing.zarr_writer import zarr_store_attrs
-
-            return zarr_store_attrs(path)
-        from jigsaw.io.writing.netcdf_writer import netcdf_attrs
-
-        return netcdf_attrs(path)
+        return zarr_store_attrs(path) if path.is_dir() else netcdf_attrs(path)
     except (OSError, ValueError, KeyError) as e:  # netCDF4's errors, and zarr's of groups and of metadata
         raise WriteError(f"{path} cannot be read as a store that jigsaw wrote: {e}") from e

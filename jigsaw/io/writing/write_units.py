@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from math import prod
 
-from jigsaw.layout import Box, Interval, Layout
+from jigsaw.cut import Box, Interval, box_elements
+from jigsaw.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class WriteUnit:
 
     @property
     def size(self) -> int:
-        return box_volume(self.box)
+        return box_elements(self.box)
 
     @property
     def is_full(self) -> bool:
         """Whether the parts cover the box: levels that no channel has remain missing."""
-        return sum(box_volume(p.placed) for p in self.parts) == self.size
+        return sum(box_elements(p.placed) for p in self.parts) == self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,6 @@ class _OwnedRows:
     piece: int
     rows: Interval
     at: int
-
-
-def box_volume(box: Box) -> int:
-    """The number of elements of a box."""
-    return prod(stop - start for start, stop in box)
 
 
 @lru_cache(maxsize=256)
@@ -86,8 +81,9 @@ def plan_units(
     for slots in product(*(_unit_slots(layout, target, dim, phase[dim]) for dim in range(layout.ndim))):
         box = tuple(interval for interval, _ in slots)
         pieces = [(owners[tuple(e.piece for e in entries)], entries) for entries in product(*(e for _, e in slots))]
+        # `load` grows unit by unit in the same order on every rank, so all choose the same writers without talking
         writer = _choose_writer(pieces, load, writers)
-        load[writer] += box_volume(box)
+        load[writer] += box_elements(box)
         found.append(WriteUnit(box, writer, tuple(_unit_part(p, e, box, writer, len(found)) for p, e in pieces)))
     return tuple(found)
 
@@ -107,11 +103,12 @@ def _unit_slots(layout: Layout, target: WriteTarget, dim: int, phase: int) -> li
     cut = layout.cuts[dim]
     runs = target.runs if dim == target.channel else ((0, cut.size, 0),)
     found: list[tuple[Interval, list[_OwnedRows]]] = []
+    # rows count from the start of the first unit, which `phase` earlier rows fill already
     for start in range(0, phase + size, step):
         low, high = max(start, phase), min(start + step, phase + size)
         entries: list[_OwnedRows] = []
         for first, end, level in runs:
-            shift = phase + level - first
+            shift = phase + level - first  # from a row of the tile to its row in the array
             for piece in range(cut.pieces):
                 a = max(low - shift, first, cut.points[piece])
                 b = min(high - shift, end, cut.points[piece + 1])
@@ -130,7 +127,7 @@ def _choose_writer(
     for positions, entries in pieces:
         for position in positions:
             if not writers or position in writers:
-                owned[position] = owned.get(position, 0) + prod(e.rows[1] - e.rows[0] for e in entries)
+                owned[position] = owned.get(position, 0) + box_elements(tuple(e.rows for e in entries))
     most = max(owned.values())
     return min((p for p, n in owned.items() if 2 * n >= most), key=lambda p: (load[p], -owned[p], p))
 
@@ -138,6 +135,7 @@ def _choose_writer(
 def _unit_part(
     positions: tuple[int, ...], entries: tuple[_OwnedRows, ...], box: Box, writer: int, number: int
 ) -> UnitPart:
+    # of several ranks that hold the same rows the writer takes its own, else they take turns by the unit's number
     giver = writer if writer in positions else positions[number % len(positions)]
     placed = tuple((e.at - low, e.at - low + e.rows[1] - e.rows[0]) for e, (low, _) in zip(entries, box, strict=True))
     return UnitPart(giver, tuple(e.rows for e in entries), placed)
@@ -149,6 +147,7 @@ def write_rounds(units: Sequence[WriteUnit], most: int) -> Iterator[tuple[WriteU
     held: dict[int, int] = {}
     for unit in units:
         size = held.get(unit.writer, 0) + unit.size
+        # all ranks end a round together, when any writer is full: their swaps must match
         if batch and size > most and unit.writer in held:
             yield tuple(batch)
             batch, held, size = [], {}, unit.size

@@ -18,13 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from jigsaw.errors import WriteError, writing_to
+from jigsaw.cut import Box, box_slices
+from jigsaw.errors import WriteError
 from jigsaw.io.drafts import draft_of
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
-from jigsaw.io.writing.sink import StoreCompleteness, completeness_from_attrs
-from jigsaw.layout import Box, box_slices
+from jigsaw.io.writing.sink import (
+    StoreCompleteness,
+    completeness_from_attrs,
+    failing_with_remedy,
+    listed_coordinates,
+)
 
 _ZARR_CHUNK_STEPS = 1024
 
@@ -33,10 +38,15 @@ class ZarrSink:
     """A local Zarr v3 group that every rank writes to."""
 
     writers: tuple[int, ...] = ()
-    remedy = "go on with mode='a': the steps that were complete are there"
 
-    def __init__(self, path: Path, append_dim: str | None, encoding: Mapping[str, Any]) -> None:
-        self._path, self._dim = path, append_dim
+    def __init__(
+        self,
+        path: Path,
+        append_dim: str | None,
+        encoding: Mapping[str, Any],
+        remedy: str = "go on with mode='a': the steps that were complete are there",
+    ) -> None:
+        self.path, self.remedy, self._dim = path, remedy, append_dim
         self._encoding = {k: v for k, v in encoding.items() if k != "dtype"}
         self._arrays: dict[str, Any] = {}
         self._attrs: dict[str, Any] = {}
@@ -47,28 +57,39 @@ class ZarrSink:
 
     def find(self, append_dim: str) -> GrowingStore | None:
         """The store as far as it is complete, whatever was being added when its writer ended."""
-        if not self._path.exists() or not any(self._path.iterdir()):
+        if not self.path.exists() or not any(self.path.iterdir()):
             return None
-        group = _import_zarr().open_group(str(self._path), mode="r")
+        group = _import_zarr().open_group(str(self.path), mode="r")
         done = completeness_from_attrs(dict(group.attrs))
         if group.metadata.zarr_format != 3:
-            raise WriteError(f"{self._path} is Zarr v2; convert it to v3 to append, or write a new store")
+            raise WriteError(f"{self.path} is Zarr v2; convert it to v3 to append, or write a new store")
         members: Any = dict(group.members(max_depth=None))
         if done is not None and not members:
             return None  # its writer ended before the first step was complete
         if done is not None and done.append_dim not in (None, append_dim):
-            raise WriteError(f"{self._path} grows along {done.append_dim!r}, not append_dim={append_dim!r}")
+            raise WriteError(f"{self.path} grows along {done.append_dim!r}, not append_dim={append_dim!r}")
         self._attrs = dict(group.attrs)
         listed: Any = self._document("zarr.json").get("consolidated_metadata") or {}
         self._documents = listed.get("metadata") or {name: self._document(f"{name}/zarr.json") for name in members}
         top = {name: a for name, a in members.items() if isinstance(a, _import_zarr().Array) and "/" not in name}
-        coords = {name: _zarr_coordinate(name, a) for name, a in top.items() if _is_coordinate(name, a, top)}
-        arrays = {name: _zarr_array(name, a) for name, a in top.items() if name not in coords}
+        listed_names = listed_coordinates(a.attrs for a in top.values())
+        dims = {name: tuple(a.metadata.dimension_names or ()) for name, a in top.items()}
+        coords = {
+            name: StoredCoordinate(name, dims[name], np.asarray(a[...]), dict(a.attrs))
+            for name, a in top.items()
+            if name in listed_names or dims[name] == (name,)
+        }
+        arrays = {
+            name: ArrayOutline(name, dims[name], a.shape, a.dtype.name, a.chunks, a.shards, dict(a.attrs))
+            for name, a in top.items()
+            if name not in coords
+        }
         sizes = {n for a in arrays.values() for d, n in zip(a.dims, a.shape, strict=True) if d == append_dim}
         if len(sizes) != 1:
-            raise WriteError(f"{self._path} has no array that can grow along append_dim={append_dim!r}")
+            raise WriteError(f"{self.path} has no array that can grow along append_dim={append_dim!r}")
         return GrowingStore(arrays, coords, sizes.pop())
 
+    @failing_with_remedy
     def create(
         self,
         arrays: Sequence[ArrayOutline],
@@ -77,66 +98,47 @@ class ZarrSink:
         replace: bool,
     ) -> None:
         """The root first, with nothing complete, then the arrays that it does not list yet."""
-        with writing_to(self._path, self.remedy):
-            self._create(arrays, coords, attrs, replace)
-
-    def _create(
-        self,
-        arrays: Sequence[ArrayOutline],
-        coords: Sequence[StoredCoordinate],
-        attrs: Mapping[str, Any],
-        replace: bool,
-    ) -> None:
-        if self._path.exists():
+        if self.path.exists():
             self._clear(replace)
         self._attrs = {k: plain_attribute(v) for k, v in attrs.items()}
         self._write_root(StoreCompleteness(self._dim, 0, False))
-        for array in arrays:
-            shape = tuple(0 if d == self._dim else n for d, n in zip(array.dims, array.shape, strict=True))
-            _import_zarr().create_array(
-                f"{self._path}/{array.name}",
-                shape=shape,
-                dtype=array.dtype,
-                chunks=array.chunks,
-                shards=array.shards,
-                fill_value=array.fill,
-                dimension_names=array.dims,
-                attributes=_zarr_attributes(array.attrs, array.dtype),
-                zarr_format=3,
-                **self._encoding,
-            )
-            self._documents[array.name] = self._document(f"{array.name}/zarr.json")
-        for coordinate in coords:
-            self._create_coordinate(coordinate)
+        for a in arrays:
+            how = {"chunks": a.chunks, "shards": a.shards, **self._encoding}
+            self._create_array(a, a.shape, a.dtype, a.fill, how)
+        for c in coords:
+            sizes = zip(c.dims, c.values.shape, strict=True)
+            chunks = tuple(_ZARR_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in sizes)
+            kind = c.values.dtype.kind
+            dtype, fill = str if kind == "U" else c.values.dtype, np.nan if kind == "f" else None
+            self._create_array(c, c.values.shape, dtype, fill, {"chunks": chunks})
+
+    def _create_array(
+        self, made: ArrayOutline | StoredCoordinate, shape: tuple[int, ...], dtype: Any, fill: Any, how: dict[str, Any]
+    ) -> None:
+        """An array without a row along the dim that grows."""
+        _import_zarr().create_array(
+            f"{self.path}/{made.name}",
+            shape=tuple(0 if d == self._dim else n for d, n in zip(made.dims, shape, strict=True)),
+            dtype=dtype,
+            fill_value=fill,
+            dimension_names=made.dims,
+            attributes=_zarr_attributes(made.attrs, dtype),
+            zarr_format=3,
+            **how,
+        )
+        self._documents[made.name] = self._document(f"{made.name}/zarr.json")
 
     def _clear(self, replace: bool) -> None:
-        if self._path.is_dir() and not any(self._path.iterdir()):
+        if self.path.is_dir() and not any(self.path.iterdir()):
             return
         if not replace:
-            raise WriteError(f"{self._path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
-        if not is_zarr_group(self._path):
-            raise WriteError(f"{self._path} is no Zarr store, so mode='w' does not replace it; remove it yourself")
-        remove_zarr_store(self._path)
+            raise WriteError(f"{self.path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
+        if not is_zarr_group(self.path):
+            raise WriteError(f"{self.path} is no Zarr store, so mode='w' does not replace it; remove it yourself")
+        remove_zarr_store(self.path)
 
-    def _create_coordinate(self, c: StoredCoordinate) -> None:
-        grows = [d == self._dim for d in c.dims]
-        _import_zarr().create_array(
-            f"{self._path}/{c.name}",
-            shape=tuple(0 if g else n for g, n in zip(grows, c.values.shape, strict=True)),
-            dtype=str if c.values.dtype.kind == "U" else c.values.dtype,
-            chunks=tuple(_ZARR_CHUNK_STEPS if g else max(n, 1) for g, n in zip(grows, c.values.shape, strict=True)),
-            fill_value=np.nan if c.values.dtype.kind == "f" else None,
-            dimension_names=c.dims,
-            attributes=_zarr_attributes(c.attrs, c.values.dtype),
-            zarr_format=3,
-        )
-        self._documents[c.name] = self._document(f"{c.name}/zarr.json")
-
+    @failing_with_remedy
     def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
-        with writing_to(self._path, self.remedy):
-            self._commit(coords, start, done)
-
-    def _commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
         for c in coords:
             first = [start if d == self._dim else 0 for d in c.dims]
             shape = tuple(a + n for a, n in zip(first, c.values.shape, strict=True))
@@ -147,8 +149,7 @@ class ZarrSink:
 
     def _write_root(self, done: StoreCompleteness) -> None:
         listed = self._documents if done.steps or done.closed else {}
-        sorted_names = sorted(listed, key=lambda name: (name.count("/"), name))
-        found = {name: listed[name] for name in sorted_names}
+        found = {name: listed[name] for name in sorted(listed, key=lambda name: (name.count("/"), name))}
         root = {
             "attributes": {**self._attrs, **done.attrs()},
             "zarr_format": 3,
@@ -158,11 +159,11 @@ class ZarrSink:
         self._replace("zarr.json", root)
 
     def _document(self, key: str) -> dict[str, Any]:
-        return json.loads((self._path / key).read_bytes())
+        return json.loads((self.path / key).read_bytes())
 
     def _replace(self, key: str, document: Mapping[str, Any]) -> None:
         """Write a metadata file beside and rename it, so that a reader meets the old one or the new one."""
-        final = self._path / key
+        final = self.path / key
         final.parent.mkdir(parents=True, exist_ok=True)
         with draft_of(final) as beside:
             beside.write(json.dumps(document, indent=2).encode())
@@ -177,7 +178,7 @@ class ZarrSink:
         """An array of the shape that it will have; the one on disk does not grow by it."""
         zarr = _import_zarr()
         if name not in self._arrays:
-            self._arrays[name] = zarr.open_array(f"{self._path}/{name}", mode="r+", zarr_format=3)
+            self._arrays[name] = zarr.open_array(f"{self.path}/{name}", mode="r+", zarr_format=3)
             self._documents[name] = self._document(f"{name}/zarr.json")
         known = self._arrays[name]
         if known.shape != shape:
@@ -185,9 +186,9 @@ class ZarrSink:
             self._arrays[name] = zarr.Array(zarr.AsyncArray(grown, known.store_path))
         return self._arrays[name]
 
+    @failing_with_remedy
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
-        with writing_to(self._path, self.remedy):
-            self._arrays[name][box_slices(box)] = block
+        self._arrays[name][box_slices(box)] = block
 
     def close(self, done: bool) -> None:
         self._arrays.clear()
@@ -201,23 +202,6 @@ def _import_zarr() -> Any:
         absent = "writing a Zarr store needs zarr: pip install 'jigsaw-torch[zarr]'"
         raise WriteError(why_not_imported(missing, absent)) from missing
     return zarr
-
-
-def _is_coordinate(name: str, array: Any, arrays: Mapping[str, Any]) -> bool:
-    """Whether it is one: named like its dim, or named by the ``coordinates`` attribute of another."""
-    listed = {c for a in arrays.values() for c in str(a.attrs.get("coordinates", "")).split()}
-    return name in listed or tuple(array.metadata.dimension_names or ()) == (name,)
-
-
-def _zarr_array(name: str, array: Any) -> ArrayOutline:
-    dims = tuple(array.metadata.dimension_names or ())
-    return ArrayOutline(name, dims, array.shape, array.dtype.name, array.chunks, array.shards, dict(array.attrs))
-
-
-def _zarr_coordinate(name: str, array: Any) -> StoredCoordinate:
-    return StoredCoordinate(
-        name, tuple(array.metadata.dimension_names or ()), np.asarray(array[...]), dict(array.attrs)
-    )
 
 
 def _zarr_attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:

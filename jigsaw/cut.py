@@ -1,0 +1,289 @@
+"""How one dim is cut: intervals, boxes, cut points and `Cut`.  Integers only: no torch, the same answer on every rank.
+
+An *interval* is half open; a *box* is one interval for each dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from operator import index
+from typing import Any, cast
+
+Interval = tuple[int, int]
+Box = tuple[Interval, ...]
+SplitRule = str | Sequence[int]
+
+
+class ShardingError(ValueError):
+    """What cannot be answered exactly: a layout, a mesh, an operation.
+
+    Raised alike on every rank, before any communication.
+    """
+
+
+class RanksDifferError(ShardingError):
+    """Ranks that have, or do, different things where they must be alike.
+
+    The one `ShardingError` that a rank may raise alone, or after messages were sent.
+    """
+
+
+def box_slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
+    """What picks a box out of memory that holds the whole array, or the box `within`."""
+    lows = [0] * len(box) if within is None else [low for low, _ in within]
+    return tuple(slice(a - low, b - low) for (a, b), low in zip(box, lows, strict=True))
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def box_elements(box: Box) -> int:
+    """The number of elements of a box."""
+    return math.prod(box_shape(box))
+
+
+def interval_overlap(a: Interval, b: Interval) -> Interval:
+    """What two intervals share; an empty interval where nothing."""
+    start = max(a[0], b[0])
+    return start, max(start, min(a[1], b[1]))
+
+
+def box_overlap(a: Box, b: Box) -> Box:
+    """What two boxes share; an empty interval along each dim in which they share nothing."""
+    return tuple(interval_overlap(x, y) for x, y in zip(a, b, strict=True))
+
+
+def cut_points(size: int, pieces: int, split: SplitRule = "balanced", align: int = 1) -> tuple[int, ...]:
+    """Where `size` rows are cut into `pieces`: ``pieces + 1`` non-decreasing points from 0 to `size`.
+
+    - ``"balanced"``: piece sizes differ by at most one `align`-block, larger ones first (721/8 = 91 + 7x90);
+    - ``"chunk"``: `torch.chunk`'s rule, ceil(size / pieces) rows until they run out (721/8 = 7x91 + 84);
+    - a sequence: explicit points, checked.
+
+    `align` keeps every inner point at a multiple of `align` (patches, strides); the last block may be shorter
+    (121 rows, align 4: 30 blocks and one row).
+
+    Raises: `ShardingError` naming the size, the pieces and the rule that they break.
+    """
+    check_split_rule(pieces, split, align)
+    if size < 0 or pieces < 1:
+        raise ShardingError(
+            f"cannot cut {size} rows into {pieces} pieces of {align}-row blocks: need size >= 0, pieces >= 1"
+        )
+    if not isinstance(split, str):
+        return _explicit_points(size, pieces, tuple(index(p) for p in split), align)
+    blocks = -(-size // align)
+    if split == "balanced":
+        base, extra = divmod(blocks, pieces)
+        found = [i * base + min(i, extra) for i in range(pieces + 1)]
+    else:
+        step = -(-blocks // pieces)
+        found = [min(i * step, blocks) for i in range(pieces + 1)]
+    return tuple(min(align * block, size) for block in found)
+
+
+def check_split_rule(pieces: int, split: Any, align: Any) -> None:
+    """Raises: `ShardingError` for a `split` or `align` that would be wrong for any size."""
+    if not _is_integer(align) or align < 1:
+        raise ShardingError(f"align={align!r} must be a whole number, 1 or more: the rows of a block that is not cut")
+    if isinstance(split, str) or not isinstance(split, Collection):
+        known = split in ("balanced", "chunk")
+    else:
+        known = all(map(_is_integer, cast(Collection[Any], split)))
+    if not known:
+        raise ShardingError(
+            f"split={split!r} is not a rule: use 'balanced', 'chunk' or {pieces + 1} explicit cut points"
+        )
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _explicit_points(size: int, pieces: int, points: tuple[int, ...], align: int) -> tuple[int, ...]:
+    rising = all(a <= b for a, b in pairwise(points))
+    if len(points) != pieces + 1 or not rising or points[0] != 0 or points[-1] != size:
+        raise ShardingError(
+            f"cut points {points} must be {pieces + 1} non-decreasing integers from 0 to {size}, for {pieces} pieces"
+        )
+    if any(p % align and p != size for p in points[1:-1]):
+        raise ShardingError(f"cut points {points} must be multiples of align={align}")
+    return points
+
+
+class FrozenValue:
+    """Equality and hash of a frozen value that is asked for them often: each part is hashed once, and what is one
+    object is equal at once.  What was derived from it (cached properties) is no part of it, and is not pickled: a hash
+    of words differs in each process.
+    """
+
+    @cached_property
+    def _parts(self) -> tuple[Any, ...]:
+        names: Any = type(self).__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
+        return tuple([getattr(self, name) for name in names])
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._parts)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._hash == other._hash and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._parts
+
+
+@dataclass(frozen=True, eq=False)
+class Cut(FrozenValue):
+    """How one dim is cut: `points` by `axes` (major to minor), and what each piece holds.
+
+    ``held[i]`` is in *unwrapped* coordinates: on a periodic dim row -1 is row ``size - 1`` and an interval may
+    reach below 0 or beyond `size`.  Without a halo it equals the owned interval.
+
+    Where `wraps` is False, held rows beyond [0, size) are no rows of the array: a reader put there what its boundary
+    says (`jigsaw.io.series.boundary`).  They are `Tile.local`'s alone: views, copies and functions along other dims
+    carry them along, everything else leaves them out, and nothing takes them for a row of the array.
+
+    `source` remembers the cuts of the dim that a contraction made this one from, so that one that leads back to the
+    same size restores them (the tokens after a mixer's second linear lie where they did before its first).  It is part
+    of equality, for what is kept by layout (a stencil's plan has the layout of its result) must not hand out another
+    dim's memory; whether two tiles can meet is asked of `have_same_rows`.
+
+    Raises: `ShardingError` for points that fall or do not run from 0 to `size`, and for other than one held interval a
+    piece.
+
+    >>> cut = jigsaw.Cut(10, (0, 4, 7, 10), axes=("lat",))
+    >>> cut.pieces, cut.owned(1)
+    (3, (4, 7))
+    >>> cut.with_halo(1, 2, periodic=True).held
+    ((-1, 6), (3, 9), (6, 12))
+    """
+
+    size: int
+    points: tuple[int, ...]
+    axes: tuple[str, ...] = ()
+    held: tuple[Interval, ...] = ()
+    source: tuple[Cut, ...] = field(default=(), repr=False)
+    wraps: bool = True
+
+    def __post_init__(self) -> None:
+        _explicit_points(self.size, self.pieces, self.points, 1)
+        # filled in here, so that a cut without halo equals one whose held rows were given
+        if not self.held:
+            object.__setattr__(self, "held", tuple(pairwise(self.points)))
+        if len(self.held) != self.pieces or any(start > stop for start, stop in self.held):
+            raise ShardingError(
+                f"held {self.held} must be one interval (start <= stop) for each of the {self.pieces} pieces "
+                f"that {self.points} make"
+            )
+
+    @property
+    def pieces(self) -> int:
+        return len(self.points) - 1
+
+    @cached_property
+    def _bare(self) -> Cut:
+        return replace(self, held=(), wraps=True) if self.has_halo or not self.wraps else self
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether more than one piece exists; a dim cut by axes of size 1 is whole."""
+        return len(self.points) > 2
+
+    @cached_property
+    def has_halo(self) -> bool:
+        return any(self.held[i] != self.owned(i) for i in range(self.pieces))
+
+    def owned(self, piece: int) -> Interval:
+        return self.points[piece], self.points[piece + 1]
+
+    def bare(self) -> Cut:
+        """The same cut without halo."""
+        return self._bare
+
+    def has_same_rows(self, other: Cut) -> bool:
+        """Whether every piece owns the same rows on the same ranks, whatever it holds and the dim was made from."""
+        return self is other or ((self.size, self.points, self.axes) == (other.size, other.points, other.axes))
+
+    def holding(self, held: Sequence[Interval]) -> Cut:
+        return replace(self, held=tuple(held), wraps=True)
+
+    def inside(self, piece: int) -> Interval:
+        """The rows of the array that a piece holds: all but rows beyond an end that does not wrap."""
+        return self.held[piece] if self.wraps else self.between_ends(piece)
+
+    def between_ends(self, piece: int) -> Interval:
+        """What a piece holds in [0, size), for operations that do not take the dim for a circle."""
+        start, stop = self.held[piece]
+        return max(start, 0), min(stop, self.size)
+
+    def uncut(self) -> Cut:
+        return whole_dim(self.size)
+
+    def with_halo(self, below: int, above: int, periodic: bool = False) -> Cut:
+        """Hold `below` and `above` rows more; clipped at the ends of a dim that is not periodic.
+
+        Raises: `ShardingError` when a margin is negative or wider than the dim.
+        """
+        if min(below, above) < 0 or max(below, above) > self.size:
+            raise ShardingError(
+                f"halo ({below}, {above}) must lie within 0..{self.size}, the size of the dim that it extends"
+            )
+
+        def grow(start: int, stop: int) -> Interval:
+            if start == stop:  # a piece without rows reads nothing, so it needs no halo either
+                return start, stop
+            wide = start - below, stop + above
+            return wide if periodic else (max(wide[0], 0), min(wide[1], self.size))
+
+        return self.holding([grow(*self.owned(i)) for i in range(self.pieces)])
+
+    def with_beyond(self, below: int, above: int) -> Cut:
+        """Hold `below` and `above` rows more, also beyond the ends of a dim that does not wrap."""
+        # where the halo stays inside the dim there is nothing beyond, and the cut is an ordinary one
+        wide, ended = self.with_halo(below, above, periodic=True), self.with_halo(below, above)
+        return replace(wide, wraps=wide.held == ended.held)
+
+
+def have_same_rows(group: Sequence[Cut], other: Sequence[Cut]) -> bool:
+    """Whether two tensor dims lie on the ranks alike, so that their tiles can meet without a message."""
+    return len(group) == len(other) and all(a.has_same_rows(b) for a, b in zip(group, other, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def whole_dim(size: int) -> Cut:
+    """A dim that nothing cuts."""
+    return Cut(size, (0, size))
+
+
+def cut_by_some_axes(cut: Cut, kept: Collection[str], sizes: Mapping[str, int]) -> Cut:
+    """A cut by those of its axes alone that are `kept`, without halo.
+
+    >>> from jigsaw.cut import cut_by_some_axes
+    >>> cut_by_some_axes(jigsaw.Cut(9, (0, 2, 4, 7, 9), ("lat", "lon")), ["lat"], {"lat": 2, "lon": 2}).points
+    (0, 4, 9)
+    """
+    left = tuple(a for a in cut.axes if a in kept)
+    if left == cut.axes:
+        return cut.bare()
+    pieces = math.prod(sizes[a] for a in left)
+    is_major = cut.axes[: len(left)] == left  # then a piece is made of consecutive ones of before
+    points = cut.points[:: cut.pieces // pieces] if is_major else cut_points(cut.size, pieces)
+    return Cut(cut.size, points, left) if left else whole_dim(cut.size)

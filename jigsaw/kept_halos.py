@@ -1,0 +1,95 @@
+"""Halo rows that activation checkpointing keeps, so that the forward pass which it runs again sends none.
+
+``torch.utils.checkpoint(use_reentrant=False)`` makes a frame for each call, which lives as long as the graph behind it.
+What a rank receives while the function runs for the first time is kept there, in the order of the messages, and taken
+from there when it runs again.  So a backward pass sends the gradients of halos once, and nothing else for halos,
+checkpointed or not.
+
+Kept are halos alone: at most one row in eight of what the ranks hold, by layouts, which all have alike; whoever
+receives more receives it again.  Savers of tensors within the function (``save_on_cpu``) are not looked behind: there
+it is sent again, too.
+
+Two ranks with 32 rows each of [1, 4, 64, 16] in float64, three 3 x 3 convolutions in a checkpoint: each rank keeps 3
+rows of 512 bytes, beside an input of 16384.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from jigsaw.cut import interval_overlap
+from jigsaw.layout import Layout
+
+_KEPT_SHARE = 8  # rows are kept while they are at most one in so many
+_PLACE = "_checkpoint_hook.__init__.<locals>.pack_hook"
+_PLACE_AGAIN = "_recomputation_hook.__init__.<locals>.pack_hook"
+
+
+class KeptMessages:
+    """What one checkpointed call has received, each with what it was the answer to, or None where it was too much."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[object, list[tuple[int, Tensor]]] | None] = []
+        self.taken: dict[Any, int] = {}  # how many a run of the backward pass has taken
+
+
+_kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
+
+
+def _current_frame() -> tuple[Any, Any]:
+    """The frame of the checkpoint that is being computed, and which of its runs again this is (None: the first)."""
+    # the innermost hooks that autograd has for tensors to save; torch has no other way to ask
+    saver: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    hooks: Any = saver._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None, None
+    place = getattr(hooks[0], "__qualname__", None)
+    if place not in (_PLACE, _PLACE_AGAIN):
+        return None, None
+    found = inspect.getclosurevars(inspect.unwrap(hooks[0])).nonlocals
+    if place == _PLACE:
+        return found.get("frame"), None
+    return (found["target_frame_ref"](), found["gid"]) if found.keys() >= {"target_frame_ref", "gid"} else (None, None)
+
+
+@lru_cache(maxsize=4096)
+def _is_small(source: Layout, target: Layout) -> bool:
+    """Whether what all ranks receive is little beside what they hold."""
+    if [c.axes for c in source.cuts] != [c.axes for c in target.cuts]:
+        return False
+    wanted = math.prod(sum(b - a for a, b in c.held) for c in target.cuts)
+    here = math.prod(sum(b - a for a, b in c.held) for c in source.cuts)
+    there = math.prod(
+        sum(end - start for start, end in map(interval_overlap, s.held, t.held))
+        for s, t in zip(source.cuts, target.cuts, strict=True)
+    )
+    return _KEPT_SHARE * (wanted - there) <= here
+
+
+def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
+    """What was received for `what` when the same call of a checkpoint ran for the first time; None where it has to be
+    sent (again).
+    """
+    frame, run = _current_frame()
+    if frame is None or run is None or frame not in _kept:
+        return None
+    kept = _kept[frame]
+    at = kept.taken[run] = kept.taken.get(run, -1) + 1
+    found = kept.messages[at] if at < len(kept.messages) else None
+    return found[1] if found is not None and found[0] is what else None
+
+
+def keep_messages(what: object, layouts: tuple[Layout, Layout], received: list[tuple[int, Tensor]]) -> None:
+    """Keep what is being received for `what`, an exchange between these layouts, if a checkpoint wants it again."""
+    frame, run = _current_frame()
+    if frame is None or run is not None:
+        return
+    kept = _kept.setdefault(frame, KeptMessages())
+    kept.messages.append((what, received) if _is_small(*layouts) else None)

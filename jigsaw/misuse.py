@@ -1,0 +1,114 @@
+"""What a person is likely to forget is said aloud: an error where the numbers would be wrong, one warning where ranks
+only do the same work twice or gradients stay in parts.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from jigsaw.cut import ShardingError
+from jigsaw.debug import is_of_packages
+from jigsaw.layout import AxisSizes
+from jigsaw.mesh import axes_of_mesh
+from jigsaw.tile import tiles_in
+
+REPLACED_MARK = "_jigsaw_replaced_by_parallelize"
+_warned: set[str] = set()
+
+
+def warn_once(about: str, text: str) -> None:
+    """A warning that a process gives once, however often it is the case, at the line of who called jigsaw or torch."""
+    if about not in _warned:
+        _warned.add(about)
+        frame, level = sys._getframe(), 1  # pyright: ignore[reportPrivateUsage]
+        while frame.f_back is not None and is_of_packages(frame.f_code.co_filename):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, UserWarning, stacklevel=level)
+
+
+@contextmanager
+def without_warning(about: str) -> Generator[None]:
+    """For who knows, as an oracle that sums the parts of gradients itself."""
+    known = about in _warned
+    _warned.add(about)
+    try:
+        yield
+    finally:
+        if not known:
+            _warned.discard(about)
+
+
+def calling_line() -> str:
+    """The file and line of who called jigsaw or torch."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and is_of_packages(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+UNREDUCED = "gradients that stay in parts"
+
+
+def warn_of_unreduced(parameter: nn.Parameter) -> None:
+    """A parameter that meets a cut tile, of a model that did not go through `jigsaw.parallelize`."""
+    warn_once(
+        UNREDUCED,
+        f"a parameter of shape {tuple(parameter.shape)} meets a tile that is cut, but its model did not go through "
+        "jigsaw.parallelize: each rank's gradient will be the part of its own rows; call jigsaw.parallelize(model, "
+        "mesh), or sum the gradients over the mesh yourself",
+    )
+
+
+def warn_of_idle_axes(mesh: DeviceMesh, also_cutting: Iterable[str]) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook before the forward pass that looks whether every axis of the mesh cuts an input, or is among those that
+    cut weights.
+    """
+    return partial(_look_at_inputs, axes_of_mesh(mesh), frozenset(also_cutting))
+
+
+def _look_at_inputs(axes: AxisSizes, working: frozenset[str], module: nn.Module, args: Any, kwargs: Any) -> None:
+    tiles = list(tiles_in((args, kwargs)))
+    cutting = working.union(*(t.layout.cut_axes for t in tiles))
+    idle = [f"{name!r} ({size} ranks)" for name, size in axes if size > 1 and name not in cutting]
+    if tiles and idle:
+        warn_once(
+            f"idle axes {idle}",
+            f"the mesh axes {', '.join(idle)} cut no input of {type(module).__name__} and no weight: their ranks do "
+            "the same work; name them in the spec of the inputs, or make the mesh without them",
+        )
+
+
+def mark_replaced(before: Iterable[nn.Parameter], after: Iterable[nn.Parameter]) -> None:
+    """Mark parameters that the model has no more, so that an optimizer that was made of them raises when it steps."""
+    kept = set(after)
+    for parameter in before:
+        if parameter not in kept:
+            setattr(parameter, REPLACED_MARK, True)
+    _watch_optimizers()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Look at the parameters before every step of any optimizer, once there are some to look for."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if hasattr(parameter, REPLACED_MARK):
+                raise ShardingError(
+                    f"{type(optimizer).__name__} was made before jigsaw.parallelize, which cut the parameter of shape "
+                    f"{tuple(parameter.shape)} that it holds: it would change nothing; make the optimizer from "
+                    "model.parameters() after parallelize"
+                )

@@ -1,0 +1,96 @@
+"""Activations that torch writes in Python, or that look at channels or along a dim: on tiles, whatever is cut.
+
+>>> tile = jigsaw.shard(torch.tensor([[-1.0, 2.0, 3.0, 4.0]]), jigsaw.init_mesh(lat=1), (None, "lat"))
+>>> torch.nn.functional.prelu(tile, torch.tensor([0.5])).local
+tensor([[-0.5000,  2.0000,  3.0000,  4.0000]])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from jigsaw.cut import Cut, cut_points
+from jigsaw.nn.weights import StoredWeight, gathered_weight
+from jigsaw.ops.indexing import check_can_change
+from jigsaw.ops.reductions import reduced_dims
+from jigsaw.ops.shapes import slice_dim
+from jigsaw.tile import Tile, implements_torch, refusal_error
+
+
+@implements_torch(F.softsign)
+def _softsign(input: Tile) -> Any:
+    return input / (input.abs() + 1)
+
+
+@implements_torch(F.tanhshrink)
+def _tanhshrink(input: Tile) -> Any:
+    return input - input.tanh()
+
+
+@implements_torch(F.softmin)
+def _softmin(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+    return F.softmax(-input, dim, dtype=dtype)
+
+
+def threshold_tile(input: Tile, threshold: float, value: float, inplace: bool = False) -> Any:
+    """y = x where x > threshold, else value."""
+    out = input.where(input > threshold, value)
+    if inplace:
+        check_can_change(torch.threshold_, input)
+        return input.copy_(out)
+    return out
+
+
+# F.threshold is the private function that dispatches
+implements_torch(F.threshold, torch.threshold)(threshold_tile)
+
+
+@implements_torch(torch.threshold_)
+def _threshold_in_place(input: Tile, threshold: float, value: float) -> Any:
+    return threshold_tile(input, threshold, value, True)
+
+
+@implements_torch(F.prelu, torch.prelu)
+def prelu(input: Any, weight: StoredWeight) -> Any:
+    """y = x where x > 0, else w x, with one w or one a channel (dim 1); *Sends*: a weight that is cut, to all ranks."""
+    if not isinstance(input, Tile):
+        raise (
+            refusal_error(
+                F.prelu, weight, "its weight is a Tile and its input is a plain tensor", "make the input a Tile"
+            )
+            if isinstance(weight, Tile)
+            else TypeError("prelu: input= must be a Tile")
+        )
+    w: Any = weight if isinstance(weight, Tile) else gathered_weight(weight, input)
+    if w.numel() != 1:
+        if input.ndim < 2 or w.numel() != input.shape[1]:
+            channels = input.shape[1] if input.ndim > 1 else 1
+            raise RuntimeError(f"prelu: a weight of {w.numel()} numbers for {channels} channels")
+        w = w.reshape(w.numel(), *(1,) * (input.ndim - 2))
+    return input.where(input > 0, input * w)
+
+
+@implements_torch(F.glu)
+def _glu(input: Tile, dim: int = -1) -> Any:
+    """y = a sigmoid(b) for the two halves of a dim, which may be cut.
+
+    *Sends*: along a cut dim the rows of both halves that another rank owns when each half is cut evenly; backward the
+    same.
+    """
+    (at,) = reduced_dims(input, dim)
+    size = input.shape[at]
+    if size % 2:
+        raise RuntimeError(f"glu: halving dim {at} of size {size}, which is odd; it must be even")
+    own = input.owned() if any(c.has_halo for c in input.layout.dim(at)) else input
+    if not own.layout.is_cut(at):
+        a, b = own.chunk(2, at)
+        return a * b.sigmoid()
+    own = own.owned()
+    half = size // 2
+    first, second = slice_dim(own, at, 0, half), slice_dim(own, at, half, size)
+    (cut,) = own.layout.dim(at)
+    layout = own.layout.replace_dim(at, Cut(half, cut_points(half, cut.pieces), cut.axes))
+    return first.with_layout(layout) * second.with_layout(layout).sigmoid()

@@ -1,0 +1,71 @@
+"""Complex tiles: as pairs of real numbers and back, and the marks of a conjugate that is not carried out yet.
+
+``abs``, ``angle``, ``conj``, ``torch.real``, ``torch.imag``, ``torch.polar`` and ``torch.complex`` are pointwise.
+
+>>> tile = jigsaw.shard(torch.ones(2, 9, dtype=torch.complex64), jigsaw.init_mesh(lat=1), (None, "lat"))
+>>> torch.view_as_real(tile).shape, torch.view_as_complex(torch.view_as_real(tile)).dtype
+(torch.Size([2, 9, 2]), torch.complex64)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.cut import whole_dim
+from jigsaw.tile import Tile, implements_torch, refusal_error
+
+
+@implements_torch(torch.view_as_real)
+def _view_as_real(input: Tile) -> Tile:
+    """[...] as [..., 2], which nothing cuts; a halo stays."""
+    if input.local.is_conj():
+        input = Tile(input.local.resolve_conj(), input.layout, input.mesh)
+    return Tile(torch.view_as_real(input.local), input.layout.insert(input.ndim, 2), input.mesh)
+
+
+@implements_torch(torch.view_as_complex)
+def _view_as_complex(input: Tile) -> Tile:
+    """[..., 2] as [...]."""
+    last = input.ndim - 1
+    if last < 0 or input.shape[last] != 2:
+        raise RuntimeError(
+            f"view_as_complex of a Tile of shape {tuple(input.shape)}: its last dim must have size 2, for the real and "
+            "the imaginary part"
+        )
+    if input.layout.dim(last) != (whole_dim(2),):
+        if input.layout.is_cut(last):
+            raise refusal_error(
+                torch.view_as_complex,
+                input,
+                "its last dim, the real and the imaginary part, is cut",
+                "redistribute the tile so that another dim is cut",
+            )
+        input = input.with_layout(input.layout.replace_dim(last, whole_dim(2)))
+    local = input.local
+    if local.stride(last) != 1 or any(n % 2 for n in (*local.stride()[:-1], local.storage_offset())):
+        local = local.contiguous()  # rows that came from other ranks have strides of their own
+    return Tile(torch.view_as_complex(local), input.layout.drop((last,)), input.mesh)
+
+
+@implements_torch(Tensor.resolve_conj, torch.resolve_conj)
+def _resolve_conj(input: Tile) -> Tile:
+    return Tile(input.local.resolve_conj(), input.layout, input.mesh)
+
+
+@implements_torch(Tensor.resolve_neg, torch.resolve_neg)
+def _resolve_neg(input: Tile) -> Tile:
+    return Tile(input.local.resolve_neg(), input.layout, input.mesh)
+
+
+def _says_of_local(function: Any) -> None:
+    def handler(input: Tile) -> bool:
+        return function(input.local)
+
+    implements_torch(function)(handler)
+
+
+for _mark in (torch.is_conj, torch.is_neg, Tensor.is_conj, Tensor.is_neg):
+    _says_of_local(_mark)

@@ -1,0 +1,80 @@
+"""Made of products of rows: cov and corrcoef; and of powers of each element: vander.
+
+>>> tile = jigsaw.shard(torch.tensor([[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]]), jigsaw.init_mesh(lat=1), (None, "lat"))
+>>> torch.cov(tile).local[0], torch.corrcoef(tile).local[0]
+(tensor([1., 2.]), tensor([1., 1.]))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.ops.whole_dims import held_whole
+from jigsaw.tile import Tile, implements_torch
+
+
+@implements_torch(torch.cov)
+def _covariance(input: Tile, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """*Sends*: the sums that a mean sends, and what the product of a tile with itself does."""
+    if input.ndim > 2:
+        raise RuntimeError(f"cov of a Tile of {input.ndim} dims: it needs 1 or 2")
+    x: Any = input.unsqueeze(0) if input.ndim < 2 else input
+    x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.to(torch.get_default_dtype())
+    weights = [w for w in (fweights, aweights) if w is not None]
+    if any(tuple(w.shape) != (x.shape[1],) for w in weights):
+        raise RuntimeError(f"cov: weights of shapes {[tuple(w.shape) for w in weights]} for {x.shape[1]} observations")
+    if not weights:
+        number: Any = x.shape[1]
+        total, w = number - correction, None
+        mean = x.mean(1, keepdim=True)
+    else:
+        w = weights[0] if len(weights) == 1 else weights[0] * weights[1]  # summed in their own dtype, as torch does
+        number = w.sum()
+        mean = (x * w).sum(1, keepdim=True) / number
+        total = number - correction * (number if aweights is None else (w * aweights).sum() / number)
+        if aweights is None:
+            total = number - correction
+    total = total.clamp_min(0) if isinstance(total, Tensor) else max(total, 0)
+    apart = x - mean
+    found = (apart if w is None else apart * w) @ apart.mH / total
+    return found.squeeze(1).squeeze(0) if x.shape[0] == 1 else found
+
+
+@implements_torch(torch.corrcoef)
+def _correlation(input: Tile) -> Any:
+    if input.ndim > 2:
+        raise RuntimeError(f"corrcoef of a Tile of {input.ndim} dims: it needs 1 or 2")
+    found = _covariance(input)
+    if found.ndim == 0:
+        return found / found
+    deviation = held_whole(found.diagonal()).real.sqrt()  # it meets both dims, of which the axes cut one
+    found = found / deviation[:, None] / deviation
+    if not found.dtype.is_complex:
+        return found.clamp(-1, 1)
+    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+
+
+def _powers(x: Tile, count: int) -> Any:
+    """1, x, x^2 and so on, along a new last dim, which is whole."""
+    ones = torch.ones_like(x).unsqueeze(-1)
+    if count < 2:
+        return ones[..., :count]
+    return torch.cat([ones, x.unsqueeze(-1).expand(*x.shape, count - 1).cumprod(-1)], -1)
+
+
+@implements_torch(torch.vander)
+def _vander(x: Tile, N: int | None = None, increasing: bool = False) -> Any:  # torch's own name
+    if x.ndim != 1 or (N is not None and N < 0):
+        raise RuntimeError(f"vander(N={N}) of a Tile of {x.ndim} dims: it needs 1, and N >= 0")
+    found = _powers(x, x.shape[0] if N is None else N)
+    return found if increasing else found.flip(-1)
+
+
+@implements_torch(torch.linalg.vander)
+def _vander_of_last_dim(x: Tile, *, N: int | None = None) -> Any:  # torch's own name
+    if x.ndim < 1 or (N is not None and N < 2):
+        raise RuntimeError(f"linalg.vander(N={N}) of a Tile of {x.ndim} dims: it needs 1 or more, and N >= 2")
+    return _powers(x, x.shape[-1] if N is None else N)

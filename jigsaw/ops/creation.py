@@ -1,0 +1,307 @@
+"""Tiles made like other tiles: of zeros, ones or a number, and of random numbers that are the same on every mesh.
+
+>>> tile = jigsaw.shard(torch.ones(2, 5), jigsaw.init_mesh(lat=1), (None, "lat"))
+>>> tile.new_zeros(3, 5).shape, torch.randn_like(tile).shape, torch.bernoulli(tile).sum().item()
+(torch.Size([3, 5]), torch.Size([2, 5]), 10.0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw.cut import whole_dim
+from jigsaw.layout import Layout
+from jigsaw.ops.indexing import check_can_change
+from jigsaw.ops.random_numbers import global_normal, global_uniform
+from jigsaw.ops.unknown_functions import run_unknown_function
+from jigsaw.tile import Tile, implements_torch, refusal_error, tiles_in
+
+# -- of a number ------------------------------------------------------------------------------------------------------
+
+
+def layout_like(tile: Tile, shape: Sequence[int]) -> Layout:
+    """How a new tensor of `shape` is cut: counted from the last dim, each that has the size of the tile's lies as the
+    tile's, without halo; all others are whole.
+    """
+    own = tile.layout.without_halo()
+    lead = own.ndim - len(shape)
+    alike = [lead + d >= 0 and n == own.shape[lead + d] for d, n in enumerate(shape)]
+    dims = [own.dim(lead + d) if same else (whole_dim(shape[d]),) for d, same in enumerate(alike)]
+    return Layout.from_dims(dims, own.axes)
+
+
+def _sizes(size: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+
+
+def _new_tile(tile: Tile, shape: Sequence[int], make: Callable[..., Tensor], named: dict[str, Any]) -> Tile:
+    named = {"dtype": tile.dtype, "device": tile.device} | {k: v for k, v in named.items() if v is not None}
+    named.pop("layout", None)
+    layout = layout_like(tile, shape)
+    return Tile(make(layout.local_shape(tile.coordinate), **named), layout, tile.mesh)
+
+
+def _answer_new(name: str, make: Callable[..., Tensor]) -> None:
+    def answer(self: Tile, *size: Any, **named: Any) -> Tile:
+        wanted = named.pop("size", None)
+        return _new_tile(self, _sizes(size if wanted is None else (wanted,)), make, named)
+
+    implements_torch(getattr(Tensor, name))(answer)
+
+
+_answer_new("new_zeros", torch.zeros)
+_answer_new("new_ones", torch.ones)
+_answer_new("new_empty", torch.empty)
+
+
+@implements_torch(Tensor.new_full)
+def _new_full(self: Tile, size: Sequence[int], fill_value: Any, **named: Any) -> Tile:
+    def make(shape: Sequence[int], **how: Any) -> Tensor:
+        return torch.full(tuple(shape), fill_value, **how)
+
+    return _new_tile(self, tuple(size), make, named)
+
+
+@implements_torch(Tensor.new_tensor)
+def _new_tensor(self: Any, data: Any, **named: Any) -> Any:
+    """Data is whole on every rank, so the result is a tile that nothing cuts."""
+    if not isinstance(self, Tile):
+        return run_unknown_function(Tensor.new_tensor, self, data, **named)
+    if isinstance(data, Tile):
+        made = data.clone().detach().to(named.get("dtype") or data.dtype)
+        return made.requires_grad_(bool(named.get("requires_grad")))
+    how: dict[str, Any] = {"dtype": None, "device": self.device, **named}
+    x = data.detach().clone().to(how["device"]) if isinstance(data, Tensor) else torch.tensor(data, **how)
+    return Tile(x, Layout.of(x.shape, (None,) * x.ndim, self.layout.axes), self.mesh)
+
+
+@implements_torch(Tensor.fill_, torch.fill_)
+def _fill_in_place(input: Any, value: Any) -> Any:
+    if not isinstance(input, Tile) or isinstance(value, (Tile, Tensor)):
+        input[...] = value  # the value is written as any other is, with its gradient
+        return input
+    check_can_fill(input)
+    input.local.fill_(value)
+    return input
+
+
+@implements_torch(Tensor.zero_, torch.zero_)
+def _zero_in_place(input: Tile) -> Tile:
+    return _fill_in_place(input, 0)
+
+
+def check_can_fill(tile: Tile) -> None:
+    """Raises: what autograd would raise on the ranks that have rows."""
+    if tile.requires_grad and tile.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation; use torch.no_grad()"
+        )
+
+
+# -- of random numbers ------------------------------------------------------------------------------------------------
+
+
+def _like(input: Tile, values: Tensor, named: dict[str, Any]) -> Tile:
+    made = values.to(named.get("dtype") or input.dtype)
+    if named.get("requires_grad"):
+        made.requires_grad_()
+    return Tile(made, input.layout, input.mesh)
+
+
+@implements_torch(torch.rand_like)
+def _rand_like(input: Tile, **named: Any) -> Tile:
+    """Uniform in [0, 1), a function of the global position.  *Sends*: one seed of 8 bytes."""
+    return _like(input, _below_one(global_uniform(input, input.ndim), named.get("dtype") or input.dtype), named)
+
+
+def _below_one(u: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to a narrower dtype none becomes 1."""
+    return u if dtype == torch.float64 else u.clamp_max(1 - torch.finfo(dtype).eps)
+
+
+@implements_torch(torch.randn_like)
+def _randn_like(input: Tile, **named: Any) -> Tile:
+    """Standard normal, as `torch.rand_like`."""
+    if (named.get("dtype") or input.dtype).is_complex:
+        parts = [global_normal(input, input.ndim) * math.sqrt(0.5) for _ in range(2)]
+        return _like(input, torch.complex(*parts), named)
+    return _like(input, global_normal(input, input.ndim), named)
+
+
+@implements_torch(torch.randint_like)
+def _randint_like(input: Tile, *bounds: int, low: int | None = None, high: int | None = None, **named: Any) -> Tile:
+    """Whole numbers from `low` to below `high`, as `torch.rand_like`."""
+    if len(bounds) == 2:
+        low, high = bounds
+    elif bounds:
+        low, high = (0, bounds[0]) if high is None else (bounds[0], high)
+    return _like(input, _whole_numbers(input, low or 0, high or 0), named)
+
+
+def _whole_numbers(input: Tile, low: int, high: int) -> Tensor:
+    if high <= low:
+        raise RuntimeError(f"random whole numbers from {low} to below {high}: there are none")
+    return (global_uniform(input, input.ndim) * (high - low)).floor().to(torch.int64) + low
+
+
+@implements_torch(torch.bernoulli)
+def _bernoulli(input: Tile, p: float | None = None, *, generator: Any = None) -> Tile:
+    """1 with the probability that `input` has there (or `p`), else 0, as `torch.rand_like`."""
+    _check_generator(torch.bernoulli, input, generator)
+    chance = input.local.detach() if p is None else p
+    return Tile((global_uniform(input, input.ndim) < chance).to(input.dtype), input.layout, input.mesh)
+
+
+def _check_generator(function: Any, tile: Tile, generator: Any) -> None:
+    if generator is not None:
+        raise refusal_error(
+            function, tile, "a generator of one device draws other numbers on every mesh", "use torch.manual_seed"
+        )
+
+
+@implements_torch(torch.normal)
+def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
+    first = next(tiles_in((mean, std)))
+    _check_generator(torch.normal, first, generator)
+    spread = mean * 0 + std if isinstance(mean, Tile) else std * 0 + mean
+    return mean + std * torch.randn_like(spread)
+
+
+def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:
+    method = getattr(Tensor, name)
+
+    def fill(self: Any, *args: Any, generator: Any = None, **named: Any) -> Any:
+        if not isinstance(self, Tile):
+            return run_unknown_function(method, self, *args, generator=generator, **named)
+        _check_generator(method, self, generator)
+        check_can_fill(self)
+        with torch.no_grad():
+            self.local.copy_(draw(self, *args, **named))
+        return self
+
+    implements_torch(method)(fill)
+
+
+def _draw_uniform(tile: Tile, a: float = 0.0, b: float = 1.0, **named: float) -> Tensor:
+    low, high = named.get("from", a), named.get("to", b)
+    return _below_one(global_uniform(tile, tile.ndim), tile.dtype) * (high - low) + low
+
+
+def _draw_normal(tile: Tile, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return global_normal(tile, tile.ndim) * std + mean
+
+
+def _draw_log_normal(tile: Tile, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    return _draw_normal(tile, mean, std).exp()
+
+
+def _draw_exponential(tile: Tile, lambd: float = 1.0) -> Tensor:
+    return -torch.log1p(-global_uniform(tile, tile.ndim)) / lambd
+
+
+def _draw_whole(tile: Tile, *bounds: int, to: int | None = None, **named: int) -> Tensor:
+    low = named.get("from", bounds[0] if len(bounds) == 2 else 0)
+    high = bounds[-1] if bounds else to
+    if high is None:  # all that the dtype can hold exactly
+        is_float = tile.dtype.is_floating_point
+        high = min(int(2 / torch.finfo(tile.dtype).eps), 2**53) if is_float else min(torch.iinfo(tile.dtype).max, 2**53)
+    return _whole_numbers(tile, low, high)
+
+
+def _draw_chance(tile: Tile, p: Any = 0.5) -> Tensor:
+    return global_uniform(tile, tile.ndim) < (p.local if isinstance(p, Tile) else p)
+
+
+_answer_random_fill("uniform_", _draw_uniform)
+_answer_random_fill("normal_", _draw_normal)
+_answer_random_fill("exponential_", _draw_exponential)
+_answer_random_fill("random_", _draw_whole)
+_answer_random_fill("bernoulli_", _draw_chance)
+_answer_random_fill("log_normal_", _draw_log_normal)
+
+
+# -- dropout that keeps mean and variance, and other noise ------------------------------------------------------------
+
+_ALPHA = 1.7580993408473766  # minus the value that selu goes to: what dropped elements become
+
+
+def _drop_alpha(input: Tile, p: float, training: bool, dims: int) -> Tile:
+    """Klambauer et al., arXiv 1706.02515."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training or p == 0:
+        return input
+    if p == 1:
+        return input * 0
+    kept = (global_uniform(input, dims) >= p).to(input.dtype)
+    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+    return Tile(input.local * (kept * scale) + (kept - 1 + p) * (_ALPHA * scale), input.layout, input.mesh)
+
+
+@implements_torch(F.alpha_dropout, torch.alpha_dropout)
+def _alpha_dropout(
+    input: Tile, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
+) -> Tile:
+    return _drop_alpha(input, p, training or train, input.ndim)
+
+
+@implements_torch(F.feature_alpha_dropout, torch.feature_alpha_dropout)
+def _feature_alpha_dropout(
+    input: Tile, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
+) -> Tile:
+    return _drop_alpha(input, p, training or train, 2)
+
+
+@implements_torch(F.rrelu, F.rrelu_, torch.rrelu)
+def _rrelu(
+    input: Tile, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Any:
+    """x where x >= 0, else x times a number from `lower` to `upper`; where `training`, random by global position."""
+    slope: Any = (lower + upper) / 2
+    if training:
+        slope = Tile(
+            (global_uniform(input, input.ndim) * (upper - lower) + lower).to(input.dtype), input.layout, input.mesh
+        )
+    out = input.where(input >= 0, input * slope)
+    if inplace:
+        check_can_change(F.rrelu, input)
+        return input.copy_(out)
+    return out
+
+
+@implements_torch(F.gumbel_softmax)
+def _gumbel_softmax(logits: Tile, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
+    """Softmax of logits with Gumbel noise by global position; with `hard`, the largest becomes 1 and the gradient stays
+    (Jang et al., arXiv 1611.01144).
+    """
+    noise = -torch.log(-torch.log(global_uniform(logits, logits.ndim).clamp_min(2.0**-54)))
+    noisy = Tile(noise.to(logits.dtype), logits.layout, logits.mesh)
+    soft = ((logits + noisy) / tau).softmax(dim)
+    if not hard:
+        return soft
+    still = soft.detach()
+    return (still == still.amax(dim, keepdim=True)).to(soft.dtype) - still + soft
+
+
+@implements_torch(torch.multinomial)
+def _multinomial(input: Tile, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+    """Places drawn by their weights along the last dim: those of the largest weights over exponential numbers, which
+    are drawn by global position, so that they are the same on every mesh.
+    """
+    if input.ndim not in (1, 2) or num_samples < 1 or (not replacement and num_samples > input.shape[-1]):
+        raise RuntimeError(
+            f"multinomial: {num_samples} samples (replacement={replacement}) of a Tile of shape {tuple(input.shape)}; "
+            "it takes 1 or 2 dims, and no more samples than places without replacement"
+        )
+    weights: Any = input.detach()
+    if replacement:
+        weights = weights.unsqueeze(-2).expand(*input.shape[:-1], num_samples, input.shape[-1])
+    waits = -torch.log1p(-global_uniform(weights, weights.ndim)) + 2.0**-60
+    raced = weights / Tile(waits.to(weights.dtype), weights.layout, weights.mesh)
+    return raced.argmax(-1) if replacement else raced.topk(num_samples, -1).indices

@@ -1,0 +1,148 @@
+"""Functions of the diagonal: tril, triu, diagonal, trace, diag, diag_embed, diagflat, diagonal_scatter.
+
+>>> tile = jigsaw.shard(torch.ones(2, 3), jigsaw.init_mesh(lat=1), ("lat", None))
+>>> tile.tril().local, tile.diagonal(1).local
+(tensor([[1., 0., 0.],
+        [1., 1., 0.]]), tensor([1., 1.]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.cut import Cut, whole_dim
+from jigsaw.layout import Layout
+from jigsaw.ops.joining import join_tiles
+from jigsaw.ops.meeting import mark_rows_moved
+from jigsaw.ops.reductions import reduced_dims
+from jigsaw.ops.whole_dims import rows_of_local, with_whole_dims
+from jigsaw.tile import Tile, implements_torch, in_own_memory, refusal_error
+
+
+def _kept_by_place(input: Tile, is_kept: Callable[[Tensor, Tensor], Tensor]) -> Tile:
+    """The tile with 0 where `is_kept`, asked for the rows and columns of the last two dims, is false."""
+    own = input.owned()
+    rows, columns = (rows_of_local(own.layout, own.coordinate, d, own.device) for d in (-2, -1))
+    local = torch.where(is_kept(rows[:, None], columns), own.local, own.local.new_zeros(()))
+    return Tile(local, own.layout, own.mesh)
+
+
+def _check_two_dims(function: Any, input: Tile) -> None:
+    if input.ndim < 2:
+        raise RuntimeError(f"{function.__name__} of a Tile of {input.ndim} dims: it needs 2 or more")
+
+
+@implements_torch(torch.tril)
+def _tril(input: Tile, diagonal: int = 0) -> Tile:
+    _check_two_dims(torch.tril, input)
+    return _kept_by_place(input, lambda row, column: column - row <= diagonal)
+
+
+@implements_torch(torch.triu)
+def _triu(input: Tile, diagonal: int = 0) -> Tile:
+    _check_two_dims(torch.triu, input)
+    return _kept_by_place(input, lambda row, column: column - row >= diagonal)
+
+
+@implements_torch(torch.diagonal)
+def _diagonal(input: Tile, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """y[..., k] = x[k, k + offset], cut where `dim1` or `dim2` is.
+
+    *Sends*: nothing where one of the two is cut; where both are, what bringing `dim2` whole does.
+    """
+    first, second = reduced_dims(input, (dim1, dim2))
+    tile, size = input.owned(), input.shape
+    moved = [d for d in (first, second) if len(tile.layout.dim(d)) > 1]
+    if not moved and tile.layout.is_cut(first) and tile.layout.is_cut(second):
+        moved = [second]
+    if moved:
+        tile = with_whole_dims(tile, moved)
+    # x[row + k, column + k] for k < length
+    row, column = max(-offset, 0), max(offset, 0)
+    length = max(min(size[first] - row, size[second] - column), 0)
+    along, skipped = (second, column) if tile.layout.is_cut(second) else (first, row)
+    (cut,) = tile.layout.dim(along)
+    made = Cut(length, tuple(min(max(p - skipped, 0), length) for p in cut.points[:-1]) + (length,), cut.axes)
+    piece = tile.layout.piece(cut, tile.coordinate)
+    (start, stop), low = made.owned(piece), cut.owned(piece)[0]
+    local = tile.local
+    for d, begin in ((first, row + start), (second, column + start)):
+        at = begin - low if d == along else begin
+        local = local.narrow(d, at if stop > start else 0, stop - start)
+    others = [group for d, group in enumerate(tile.layout.dims()) if d not in (first, second)]
+    layout = Layout.from_dims([*others, (made if cut.is_cut else whole_dim(length),)], tile.layout.axes)
+    local = local.diagonal(0, first, second)
+    made_of = Tile(local, layout, tile.mesh)
+    if moved or input.layout.has_halo:  # a copy, where torch's is a view, or one that leaves halo rows as they are
+        made_of = Tile(in_own_memory(local, input), layout, tile.mesh)
+        mark_rows_moved(made_of.local)
+    return made_of
+
+
+@implements_torch(torch.linalg.diagonal)
+def _diagonal_of_matrices(A: Tile, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    return _diagonal(A, offset, dim1, dim2)
+
+
+@implements_torch(torch.trace)
+def _trace(input: Tile) -> Any:
+    if input.ndim != 2:
+        raise RuntimeError(f"trace of a Tile of {input.ndim} dims: it needs a matrix, 2 dims")
+    return _diagonal(input).sum()
+
+
+@implements_torch(torch.diag_embed)
+def _diag_embed(input: Tile, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    """y[k, k + offset] = x[..., k] in matrices whose rows are cut as the last dim of x; nothing is sent."""
+    tile = input
+    if offset:
+        zeros = torch.zeros((), dtype=input.dtype, device=input.device).expand(*input.shape[:-1], abs(offset))
+        tile = join_tiles([input, zeros] if offset > 0 else [zeros, input], -1)
+    wide = tile.unsqueeze(-1).expand(*tile.shape, tile.shape[-1])
+    made = _kept_by_place(wide, lambda row, column: column - row == offset)
+    return made.movedim((-2, -1), (dim1, dim2))
+
+
+@implements_torch(torch.diag)
+def _diag(input: Tile, diagonal: int = 0) -> Any:
+    if input.ndim > 2:
+        raise RuntimeError(f"diag of a Tile of {input.ndim} dims: it needs 1 or 2; use tile.diagonal")
+    return _diag_embed(input, diagonal) if input.ndim == 1 else _diagonal(input, diagonal)
+
+
+@implements_torch(torch.diagflat)
+def _diagflat(input: Tile, offset: int = 0) -> Any:
+    return _diag_embed(input.flatten(), offset)
+
+
+@implements_torch(torch.diagonal_scatter)
+def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """A copy with `src` in a diagonal; *Sends*: of a tile `src` the rows that other ranks write."""
+    if not isinstance(input, Tile):
+        raise (
+            refusal_error(torch.diagonal_scatter, src, "its input is a plain tensor", "make the input a Tile")
+            if isinstance(src, Tile)
+            else TypeError("diagonal_scatter: input= must be a Tile")
+        )
+    x = input.owned().movedim((dim1, dim2), (-2, -1))
+    rows, columns = x.shape[-2:]
+    above = max(-offset, 0)
+    length = max(min(rows - above, columns - max(offset, 0)), 0)
+    if tuple(src.shape) != (*x.shape[:-2], length):
+        raise RuntimeError(
+            f"diagonal_scatter: src has shape {tuple(src.shape)}, but the diagonal {(*x.shape[:-2], length)}"
+        )
+    if isinstance(src, Tile) and src.layout.is_cut(src.ndim - 1):
+        src = src.owned().with_layout(src.layout.without_halo().replace_dim(src.ndim - 1, whole_dim(length)))
+    counts = (above, length, rows - above - length)
+    zeros = [x.local.new_zeros((*x.shape[:-2], n)) for n in counts]
+    parts: list[Any] = [src if k == 1 else zeros[k] for k, n in enumerate(counts) if n]
+    placed = torch.cat(parts, -1) if len(parts) > 1 else (parts or [zeros[1]])[0]
+    here = x.layout.drop(range(x.ndim - 2))
+    row, column = (rows_of_local(x.layout, x.coordinate, d, x.device) for d in (-2, -1))
+    mask = Tile(column - row[:, None] == offset, here, x.mesh)
+    return torch.where(mask, placed.unsqueeze(-1), x).movedim((-2, -1), (dim1, dim2))

@@ -1,0 +1,320 @@
+"""Plain tensors that a cut tile is written into: such a tensor becomes a tile itself, in place.
+
+``out = torch.zeros(...); out[:, :, :12] = tile`` is how nets keep the low modes of a spectrum, `scatter_` into zeros
+how they make labels one-hot.  The plain tensor is whole on every rank, so each keeps its rows of it, and nothing is
+sent.
+
+**Where it is then cut.**  As the tile that is written lies, seen through the index, so that no row of it travels:
+
+1. A dim to which a dim of the tile is written takes its axes.  Points between rows that are written are those of the
+   tile; those before the first row and behind the last one are the balanced ones, as far as they lie there.
+2. Pointwise functions, `copy_` and `masked_fill_`: dims from the right.  Of several tiles the first that cuts a dim.
+3. `scatter_` and its like take the index's cuts, and the source's; `index_add_` and its like the source's.  Along the
+   dim that the index runs over nothing cuts.  Dims of index tensors are whole, too; a mask's are those of the mask.
+
+Four ranks, 33 modes cut at 0, 9, 17, 25, 33, of which the lowest 12 are kept: the slice is cut at 0, 9, 12, 12, 12.
+Written to ``out[:12]`` of 33 rows, the points are 0, 9 (between written rows), 17, 25 (balanced) and 33: those of the
+spectrum again.  Of the highest 12, written to ``out[21:]``, the points are 0, 0, 0, 4, 12: 21 + 4 is 25, again.
+
+What is refused is found from facts that all ranks share, before the tensor is changed: where it requires grad as a
+leaf, is a view, or where another tensor, array or saved value of its memory would keep the old values
+(`_reason_to_stay_plain`).
+
+>>> tile = jigsaw.shard(torch.ones(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"))
+>>> out = torch.zeros(2, 9)
+>>> out += tile
+>>> out.sum().item()
+18.0
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from jigsaw.cut import Cut, cut_points, whole_dim
+from jigsaw.layout import Layout
+from jigsaw.ops.plain_operands import cut_whole_tensor
+from jigsaw.tensor_shell import make_shell
+from jigsaw.tile import Tile, refusal_error, tiles_in
+
+# A dim of the plain tensor, the cuts of what is written there, its first row and the step between rows.
+DimWish = tuple[int, Sequence[Cut], int, int]
+Wishes = Iterable[DimWish]
+
+
+def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_pointwise: bool = False) -> bool:
+    """Make the plain first argument of a function that changes it in place a tile, where a cut tile is among the
+    others; False where there is no rule for the function, or for these tiles.
+
+    *Sends*: nothing.
+    *Raises*: `ShardingError` for a tensor that cannot become a tile.
+    """
+    plain = args[0]
+    tiles = [t for t in tiles_in((args, kwargs)) if t.layout.cut_dims]
+    if not tiles or not isinstance(plain, Tensor):
+        return False
+    rule = _broadcast_wishes if is_pointwise else _RULES.get(function.__name__)
+    wishes = None if rule is None else rule(plain, *args[1:], **kwargs)
+    if wishes is None:
+        return False
+    layout = _layout_for(plain, wishes, tiles[0])
+    why = _reason_to_stay_plain(plain, tiles[0])
+    if why is not None:
+        raise refusal_error(
+            function,
+            tiles[0],
+            f"the plain tensor of shape {tuple(plain.shape)} that it changes would become a Tile, but {why[0]}",
+            why[1],
+        )
+    _become_tile(plain, layout, tiles[0])
+    return True
+
+
+# -- the tensor -------------------------------------------------------------------------------------------------------
+
+
+def _reason_to_stay_plain(plain: Tensor, like: Tile) -> tuple[str, str] | None:
+    """Why a tensor cannot become a tile, and what to write instead; alike on every rank."""
+    if type(plain) is not Tensor:
+        kind = "a parameter" if isinstance(plain, nn.Parameter) else f"of the class {type(plain).__name__}"
+        return f"it is {kind}", "write into a clone of it"
+    if plain.layout != torch.strided or plain.is_quantized:
+        return f"its layout is {plain.layout}", "use to_dense()"
+    if plain.device != like.device:
+        return f"it lies on {plain.device}, the Tile on {like.device}", "make it with device=tile.device"
+    if plain.requires_grad and plain.is_leaf:
+        return "it is a leaf that requires grad", "write into a clone of it"
+    if plain.requires_grad and not torch.is_grad_enabled():
+        return "its gradient would be lost without grad mode", "detach it first"
+    if plain.retains_grad or plain._backward_hooks:
+        return "a hook, or retain_grad(), waits for its gradient", "write into a clone of it"
+    if plain._base is not None:
+        return "it is a view", "write into the tensor that it is a view of, out[index] = tile, or clone() it first"
+    if not plain.untyped_storage().resizable():
+        return "its memory is shared with an array or another process", "clone() it first"
+    if _is_held_elsewhere(plain):
+        gc.collect()  # on one rank alone a view may lie in a circle that nobody reaches any more
+        if _is_held_elsewhere(plain):
+            return (
+                "a view, another tensor of its memory, or autograd holds it, and would keep the old values",
+                "fill it before, or clone() it first",
+            )
+    return None
+
+
+def _is_held_elsewhere(plain: Tensor) -> bool:
+    """Whether anything but the tensor's name has the tensor (a view, a saved value), or its memory (`detach()`)."""
+    memory = plain.untyped_storage()  # one user of the memory itself
+    users = torch._C._storage_Use_Count(memory._cdata)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return plain._use_count() > 1 or users > 2  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def _become_tile(plain: Tensor, layout: Layout, like: Tile) -> None:
+    """Give the object of a plain tensor the shell, the class and the facts of a tile, with this rank's part of it.
+
+    The two C++ tensors change places (as `torch.utils.swap_tensors` does it), so that all C++ code finds a shell, too.
+    """
+    part = cut_whole_tensor(plain, like, layout)
+    local = None if part is plain else part.clone()  # memory of its own: the whole one goes
+    del part
+    shell, state = make_shell(Tile, plain.shape, plain.dtype), vars(plain)
+    plain.__class__ = Tile
+    Tensor.__setattr__(shell, "__class__", Tensor)
+    torch._C._swap_tensor_impl(plain, shell)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    local = shell if local is None else local
+    state.update(local=local, layout=layout, mesh=like.mesh, shape=torch.Size(layout.shape))
+
+
+# -- the layout -------------------------------------------------------------------------------------------------------
+
+
+def _layout_for(plain: Tensor, wishes: Wishes, like: Tile) -> Layout:
+    """The layout that gives every dim what is wished of it first, by axes that cut no other."""
+    dims: list[Sequence[Cut]] = [(whole_dim(n),) for n in plain.shape]
+    used: set[str] = set()
+    for dim, group, start, step in wishes:
+        axes = {a for c in group for a in c.axes}
+        if not axes & used and not any(c.is_cut for c in dims[dim]):
+            dims[dim] = _cuts_around(plain.shape[dim], group, start, step)
+            used |= axes
+    return Layout.from_dims(dims, like.layout.axes)
+
+
+def _cuts_around(size: int, group: Sequence[Cut], start: int, step: int) -> Sequence[Cut]:
+    """The cuts of `size` rows of which start, start + step, ... are to be cut as `group`."""
+    rows = math.prod(c.size for c in group)
+    if (rows, start, step) == (size, 0, 1):
+        return tuple(c.bare() for c in group)
+    (cut,) = group
+    end = start + (rows - 1) * step + 1
+    even = cut_points(size, cut.pieces)
+
+    def place(piece: int) -> int:
+        point = cut.points[piece]
+        if point == 0:
+            return min(start, even[piece])
+        return max(end, even[piece]) if point == rows else start + point * step
+
+    inner = (place(piece) for piece in range(1, cut.pieces))
+    return (Cut(size, (0, *inner, size), cut.axes, source=cut.source),)
+
+
+def _wish_for(plain: Tensor, dim: int, tile: Tile, of: int, start: int = 0, step: int = 1) -> Wishes | None:
+    """That a dim of the plain tensor be cut as dim `of` of a tile; None where no cuts can do that."""
+    group = tile.layout.dim(of)
+    if not tile.layout.is_cut(of) or tile.shape[of] == 1:
+        return ()
+    if len(group) > 1 and (start, step, plain.shape[dim]) != (0, 1, tile.shape[of]):
+        return None  # rows of dims that were flattened together are no interval
+    return [(dim, group, start, step)]
+
+
+def _all_wishes(found: Iterable[Wishes | None]) -> Wishes | None:
+    each = list(found)
+    return None if any(w is None for w in each) else [wish for w in each for wish in w or ()]
+
+
+# -- the rules --------------------------------------------------------------------------------------------------------
+
+
+def _broadcast_wishes(plain: Tensor, *args: Any, **kwargs: Any) -> Wishes | None:
+    """Dims from the right, of tiles that broadcast to the plain tensor."""
+    tiles = list(tiles_in((args, kwargs)))
+    for t in tiles:
+        lead = plain.ndim - t.ndim
+        if lead < 0 or any(n not in (1, plain.shape[lead + d]) for d, n in enumerate(t.shape)):
+            return None
+    return _all_wishes(_wish_for(plain, plain.ndim - t.ndim + d, t, d) for t in tiles for d in range(t.ndim))
+
+
+def _element_wishes(plain: Tensor, dim: int, index: Any, src: Any = None, *_: Any, **named: Any) -> Wishes | None:
+    """`scatter_` and its like: index and source have a place along each dim but `dim` as they lie."""
+    at = dim % max(plain.ndim, 1)
+    return _along_others(plain, at, [t for t in (index, src) if isinstance(t, Tile) and t.ndim], index.shape)
+
+
+def _row_wishes(plain: Tensor, dim: int, index: Any, source: Any, *_: Any, **named: Any) -> Wishes | None:
+    """`index_add_` and its like: the source has a row for each index, and lies along the other dims as it is."""
+    if isinstance(index, Tile) and index.layout.cut_dims:
+        return None
+    at = dim % max(plain.ndim, 1)
+    return _along_others(plain, at, [source] if isinstance(source, Tile) and source.ndim else [], plain.shape)
+
+
+def _along_others(plain: Tensor, at: int, tiles: Sequence[Tile], shape: Sequence[int]) -> Wishes | None:
+    """Every dim but `at` as in the tiles, whose sizes are those of `shape`; None where they are cut along `at`: every
+    rank would need all of them.
+    """
+    for t in tiles:
+        others = [d for d in range(t.ndim) if d != at]
+        if (
+            t.ndim != plain.ndim
+            or t.layout.is_cut(at)
+            or any(not t.shape[d] == shape[d] <= plain.shape[d] for d in others)
+        ):
+            return None
+    return _all_wishes(_wish_for(plain, d, t, d) for t in tiles for d in range(t.ndim) if d != at)
+
+
+def _index_put_wishes(plain: Tensor, indices: Any, values: Any, *_: Any) -> Wishes | None:
+    return _index_wishes(plain, tuple(slice(None) if i is None else i for i in indices), values)
+
+
+def _index_wishes(plain: Tensor, index: Any, value: Any) -> Wishes | None:
+    """``plain[index] = value``: each dim of the value along the dim of the tensor that the index leaves there."""
+    items = _items_of_index(plain, index)
+    if items is None:
+        return None
+    masks = [(dim, item) for dim, item in items if isinstance(item, Tile) and item.layout.cut_dims]
+    if masks:
+        return _mask_wishes(plain, items, masks, value)
+    if not isinstance(value, Tile):
+        return ()
+    places = _value_dims(plain, items)
+    lead = len(places) - value.ndim
+    found: list[Wishes | None] = []
+    for d in range(value.ndim):
+        dim, rows = places[lead + d] if lead + d >= 0 else (None, range(1))
+        if dim is None:
+            # along the dims of index tensors every rank needs all values
+            found.append(None if value.layout.is_cut(d) and value.shape[d] > 1 else ())
+        elif value.shape[d] == len(rows):
+            found.append(_wish_for(plain, dim, value, d, rows.start, rows.step))
+    return _all_wishes(found)
+
+
+def _mask_wishes(plain: Tensor, items: Sequence[Any], masks: Sequence[Any], value: Any) -> Wishes | None:
+    """``plain[:, mask] = number``, of a cut mask: only this is written where the mask lies."""
+    ((dim, mask), *more) = masks
+    is_number = not isinstance(value, (Tile, list, tuple, np.ndarray)) and getattr(value, "ndim", 0) == 0
+    others = [item for _, item in items if item is not mask]
+    if more or not is_number or mask.dtype not in _MASK_DTYPES or any(item != slice(None) for item in others):
+        return None
+    if any(dim + d >= plain.ndim or n != plain.shape[dim + d] for d, n in enumerate(mask.shape)):
+        return None
+    return _all_wishes(_wish_for(plain, dim + d, mask, d) for d in range(mask.ndim))
+
+
+_MASK_DTYPES = (torch.bool, torch.uint8)
+
+
+def _items_of_index(plain: Tensor, index: Any) -> list[tuple[int, Any]] | None:
+    """The items of an index, each with the first dim that it names: None, ints, slices, tensors; None for others."""
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(i) if isinstance(i, (list, range, tuple, np.ndarray)) else i for i in items]
+    if any(isinstance(i, bool) for i in items):
+        return None
+    named = sum(_named_by(i) for i in items)
+    dots = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
+    items[dots : dots + 1] = [slice(None)] * (plain.ndim - named)
+    found, dim = list[tuple[int, Any]](), 0
+    for item in items:
+        found.append((dim, item))
+        dim += _named_by(item)
+    return found if dim == plain.ndim and not any(i is Ellipsis for i in items) else None
+
+
+def _named_by(item: Any) -> int:
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype in _MASK_DTYPES else 1
+
+
+def _value_dims(plain: Tensor, items: Sequence[tuple[int, Any]]) -> list[tuple[int | None, range]]:
+    """For each dim of what an index names the dim of the plain tensor and the rows there; None for a dim that index
+    tensors or None make.
+    """
+    made: list[tuple[int | None, range]] = []
+    picks, wide = list[int](), 0
+    for dim, item in items:
+        if item is None:
+            made.append((None, range(1)))
+        elif isinstance(item, slice):
+            made.append((dim, range(*item.indices(plain.shape[dim]))))
+        elif isinstance(item, Tensor) and item.ndim:
+            is_mask = item.dtype in _MASK_DTYPES
+            picks.extend(range(len(made), len(made) + _named_by(item)))
+            made.extend((None, range(1)) for _ in range(_named_by(item)))
+            wide = max(wide, 1 if is_mask else item.ndim)
+    if not picks:
+        return made
+    # the dims of index tensors stand in place of theirs, or in front where these are apart
+    first = picks[0] if picks == list(range(picks[0], picks[-1] + 1)) else 0
+    kept = [m for k, m in enumerate(made) if k not in picks]
+    return [*kept[:first], *[(None, range(1))] * wide, *kept[first:]]
+
+
+_RULES: dict[str, Callable[..., Wishes | None]] = {
+    "__setitem__": _index_wishes,
+    "index_put_": _index_put_wishes,
+    **dict.fromkeys(("copy_", "masked_fill_"), _broadcast_wishes),
+    **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), _element_wishes),
+    **dict.fromkeys(("index_add_", "index_copy_", "index_reduce_"), _row_wishes),
+}

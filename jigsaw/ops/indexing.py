@@ -1,0 +1,517 @@
+"""Indexing of tiles: ``tile[...]``, ``tile[...] = value``, and the functions that pick, write or add rows by indices.
+
+Ints, slices and None move no row but a picked one.  Index tensors and masks are whole on every rank (tiles become so,
+where they are cut), so that each rank picks or writes what lies in its own rows.
+
+Four ranks with 33 rows cut at 0, 9, 17, 25, 33, asked for the rows 30, 3, 12: rank 0 fills the second place of the
+result, rank 1 the third, rank 3 the first; each has zeros elsewhere, and the sum over the four is the answer.  Told to
+write at these rows, each writes the one that it owns, and nothing is sent.
+
+>>> tile = jigsaw.shard(torch.zeros(2, 5), jigsaw.init_mesh(lat=1), (None, "lat"))
+>>> tile[:, 1::2] = torch.tensor([1.0, 2.0])
+>>> tile[0, [3, 1]].local
+tensor([2., 1.])
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw import comm
+from jigsaw.cut import Cut, ShardingError, whole_dim
+from jigsaw.layout import Layout
+from jigsaw.ops.apart_copies import is_written_back, note_index_asked
+from jigsaw.ops.picking import pick_from_plain
+from jigsaw.ops.plain_operands import plain_operand
+from jigsaw.ops.reductions import reduced_dims, sum_parts_over
+from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
+from jigsaw.ops.unknown_functions import run_unknown_function
+from jigsaw.tile import Tile, implements_torch, refusal_error
+
+# -- operands ---------------------------------------------------------------------------------------------------------
+
+
+def check_can_change(function: Any, tile: Tile) -> None:
+    """Raises what would go wrong on some ranks alone: a leaf that is changed in place, a halo that would stay."""
+    if tile.requires_grad and tile.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{function.__name__}: a leaf Variable that requires grad is being used in an in-place operation; change "
+            "tile.clone(), or use torch.no_grad()"
+        )
+    if any(a < 0 or b > c.size for c in tile.layout.cuts for a, b in c.held):
+        why = "it would change the owned rows in place, and leave the halo as it was"
+        raise refusal_error(function, tile, why, "use tile.owned()")
+
+
+def operand_part(value: Any, tile: Tile, layout: Layout) -> Tensor:
+    """This rank's part of `value` (a whole plain tensor or a tile), which broadcasts to `layout`; each rank uses it in
+    its own part of what `tile` is.
+
+    *Sends*: the rows of a tile that this rank lacks; backward their gradients, added over the ranks that used a row.
+    *Raises*: `ShardingError` where it does not broadcast.
+    """
+    lead = layout.ndim - value.ndim
+    fits = lead >= 0 and all(n in (1, layout.shape[lead + d]) for d, n in enumerate(value.shape))
+    if not fits:
+        raise ShardingError(
+            f"values of shape {tuple(value.shape)} do not broadcast to the places, of shape {layout.shape}, that they "
+            "are written to; plain tensors are whole"
+        )
+    if isinstance(value, Tile):
+        dims = [layout.dim(lead + d) if n != 1 else (whole_dim(1),) for d, n in enumerate(value.shape)]
+        there = value.with_layout(Layout.from_dims(dims, layout.axes))
+        return comm.use_in_parts(there.local, tile.mesh, _missing_axes(tile.layout, there.layout))
+    return _box_of_whole(plain_operand(value, tile), layout, tile)
+
+
+def _missing_axes(layout: Layout, of: Layout) -> list[str]:
+    return [a for a in layout.cut_axes if a not in of.cut_axes]
+
+
+def _box_of_whole(x: Tensor, layout: Layout, tile: Tile) -> Tensor:
+    lead = layout.ndim - x.ndim
+    for d, n in enumerate(x.shape):
+        cuts = layout.dim(lead + d)
+        if n == 1 or not any(c.is_cut or c.has_halo for c in cuts):
+            continue
+        x = x.unflatten(d, [c.size for c in cuts]) if len(cuts) > 1 else x
+        for k, cut in enumerate(cuts):
+            start, stop = cut.held[layout.piece(cut, tile.coordinate)]
+            x = x.narrow(d + k, start, stop - start)
+        x = x.flatten(d, d + len(cuts) - 1) if len(cuts) > 1 else x
+    return x
+
+
+def whole_index(index: Any) -> Tensor:
+    """An index as a plain tensor, the same on every rank.  *Sends*: the rows of a cut tile, to every rank."""
+    return index.full_tensor() if isinstance(index, Tile) else index
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TilePlaces:
+    """What an index says: `view` after its ints, slices and new dims, and the index tensor of each dim in `picked`.
+
+    `dropped` are dims of `view`, of size 1, that an int made and that the answer lacks.
+    """
+
+    view: Tile
+    picked: dict[int, Any]
+    dropped: tuple[int, ...]
+
+    @property
+    def position(self) -> int:
+        """Where the dims of the index tensors stand in the answer: in place of theirs, or in front where these are
+        apart.
+        """
+        kept = [d for d in range(self.view.ndim) if d not in self.dropped]
+        at = [kept.index(d) for d in self.picked]
+        return at[0] if at == list(range(at[0], at[0] + len(at))) else 0
+
+
+def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces:
+    """The places that an index names; with `drop` rows that ints pick are taken, else they stay, so that `view` is a
+    view of the tile.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [i if type(i) in _SIMPLE else _as_item(i, tile) for i in items]
+    items = _without_ellipsis(function, tile, items)
+    dim, out, picked, dropped = 0, tile, dict[int, Any](), list[int]()
+    for item in items:
+        if item is None:
+            out = unsqueeze_tile(out, dim)
+            dim += 1
+        elif isinstance(item, slice):
+            start, stop, step = item.indices(out.layout.shape[dim])
+            if step < 1:
+                raise ValueError("step must be greater than zero")
+            out = slice_dim(out, dim, start, max(start, stop), step)
+            dim += 1
+        elif isinstance(item, (Tensor, Tile)):
+            for places in _places_of_tensor(item, out, dim):
+                picked[dim] = places
+                dim += 1
+        elif drop:
+            out = select_dim(out, dim, item)
+        else:
+            out = _row_view(out, dim, item)
+            dropped.append(dim)
+            dim += 1
+    return TilePlaces(out, picked, tuple(dropped))
+
+
+def _without_ellipsis(function: Any, tile: Tile, items: list[Any]) -> list[Any]:
+    if bool in map(type, items):
+        raise refusal_error(
+            function,
+            tile,
+            f"{next(i for i in items if isinstance(i, bool))!r} is a mask of no dims",
+            "use None, which adds a dim",
+        )
+    named = sum([1 if type(i) in (slice, int) else _dims_named(i) for i in items])
+    dots = [k for k, i in enumerate(items) if i is Ellipsis]
+    if len(dots) > 1:
+        raise refusal_error(function, tile, "an index has one ellipsis, not several", "write the slices out")
+    if named > tile.ndim:
+        raise IndexError(f"too many indices ({named}) for a Tile of {tile.ndim} dims")
+    return items if not dots else [*items[: dots[0]], *[slice(None)] * (tile.ndim - named), *items[dots[0] + 1 :]]
+
+
+_SIMPLE = frozenset((slice, int, type(None), type(...)))
+
+
+def _row_view(tile: Tile, dim: int, row: int) -> Tile:
+    size = tile.shape[dim]
+    if not -size <= row < size:
+        raise IndexError(f"index {row} is out of range for dim {dim} of size {size}")
+    return slice_dim(tile, dim, row % size, row % size + 1)
+
+
+def _as_item(item: Any, tile: Tile) -> Any:
+    """An item of an index as None, an ellipsis, a slice, an int, a bool or a tensor."""
+    if item is None or item is Ellipsis or isinstance(item, (slice, bool)):
+        return item
+    if isinstance(item, (list, range, tuple)):
+        entries: list[Any] = list(item)
+        found = torch.as_tensor(entries, device=tile.device, dtype=None if entries else torch.int64)
+    elif isinstance(item, (Tensor, Tile)):
+        found = item
+    else:
+        return operator.index(item)
+    if found.ndim == 0 and isinstance(found, Tensor) and found.dtype != torch.bool:
+        return int(found.item())
+    if found.dtype.is_floating_point or found.dtype.is_complex:
+        raise IndexError(f"tensors used as indices must be integers or bools, got {found.dtype}")
+    return found
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, (Tensor, Tile)) and item.dtype in (torch.bool, torch.uint8)
+
+
+def _dims_named(item: Any) -> int:
+    return 0 if item is None or item is Ellipsis else item.ndim if _is_mask(item) else 1
+
+
+def _places_of_tensor(item: Any, out: Tile, dim: int) -> Sequence[Any]:
+    """An index tensor, or those of the places of a mask, one a dim."""
+    if not _is_mask(item):
+        return (item,)
+    if tuple(item.shape) != tuple(out.shape[dim : dim + item.ndim]):
+        raise IndexError(
+            f"the shape of the mask {tuple(item.shape)} at dim {dim} does not match the shape of the indexed Tile "
+            f"{tuple(out.shape)}"
+        )
+    return whole_index(item).nonzero(as_tuple=True)
+
+
+def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
+    """One row-major index over the picked dims, for the index tensors of each; a tile where one of them is."""
+    flat: Any = None
+    for d, index in picked.items():
+        n = view.shape[d]
+        if isinstance(index, Tensor) and index.numel():
+            wrong = ((index < -n) | (index >= n)).any()
+            if index.is_cuda:
+                torch._assert_async(~wrong)  # pyright: ignore[reportPrivateUsage]
+            elif wrong:
+                raise IndexError(
+                    f"an index of dim {d} is out of range: {n} rows, indices {index.min()} to {index.max()}"
+                )
+        rows = torch.where(index < 0, index + n, index).long()
+        flat = rows if flat is None else flat * n + rows
+    if isinstance(flat, Tile):
+        flat = flat.owned()
+        return flat if flat.layout.cut_dims else flat.local
+    return flat
+
+
+def _cells_in_front(local: Tensor, tile: Tile, dims: Sequence[int]) -> tuple[Tensor, list[Cut]]:
+    """A view of a local tensor with the cuts of `dims` in front, each a dim of its own."""
+    cuts = [c for d in dims for c in tile.layout.dim(d)]
+    if any(len(tile.layout.dim(d)) > 1 for d in dims):
+        for d in sorted(dims, reverse=True):
+            group = tile.layout.dim(d)
+            held = [c.held[tile.layout.piece(c, tile.coordinate)] for c in group]
+            local = local.unflatten(d, [b - a for a, b in held])
+    lengths = [len(g) if d in dims else 1 for d, g in enumerate(tile.layout.dims())]
+    starts = [sum(lengths[:d]) for d in range(tile.ndim)]
+    front = [starts[d] + k for d in dims for k in range(lengths[d])]
+    return local.permute([*front, *(p for p in range(local.ndim) if p not in front)]), cuts
+
+
+def _rows_here(flat: Tensor, cuts: Sequence[Cut], tile: Tile) -> tuple[tuple[Tensor, ...], Tensor]:
+    """For flat places of the dims that `cuts` make up, the local row along each, and the places that are held here."""
+    rest, rows, here = flat.reshape(-1), list[Tensor](), None
+    for cut in reversed(cuts):
+        start, stop = cut.held[tile.layout.piece(cut, tile.coordinate)]
+        row = rest % max(cut.size, 1)
+        rest = rest // max(cut.size, 1)
+        inside = (row >= start) & (row < stop)
+        here = inside if here is None else here & inside
+        rows.insert(0, row - start)
+    assert here is not None
+    places = here.nonzero()[:, 0]
+    return tuple(row[places] for row in rows), places
+
+
+def _join_dims(index_dims: Sequence[Any], kept: Sequence[Any], at: int) -> list[Any]:
+    return [*kept[:at], *index_dims, *kept[at:]]
+
+
+# -- picking ----------------------------------------------------------------------------------------------------------
+
+
+def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
+    """The elements at index tensors, which broadcast against each other, of the dims that `picked` names.
+
+    *Shapes*: the dims of the index tensors stand at `position`; the others keep their cuts.
+    *Sends*: of dims that nothing cuts nothing.  Else, for plain indices, one all-reduce of the result over the axes
+    that cut the dims, and every rank has all that was picked; for cut tiles the rows of the tile along these axes,
+    backward their gradient, and the result is cut as the indices are.
+    """
+    x, dims = view.owned(), list(picked)
+    flat = _flat_places(picked, x)
+    kept = [d for d in range(x.ndim) if d not in dims]
+    if isinstance(flat, Tile) and any(a in x.layout.dim_axes(d) for d in kept for a in flat.layout.cut_axes):
+        flat = flat.full_tensor()  # one axis cannot cut two dims
+    if isinstance(flat, Tile):
+        for d in dims:
+            x = x.with_layout(x.layout.replace_dim(d, *(c.uncut() for c in x.layout.dim(d))))
+        local = comm.use_in_parts(x.local, x.mesh, _missing_axes(flat.layout, x.layout))
+        index_dims, places = flat.layout.dims(), flat.local
+    else:
+        local, places = x.local, flat
+        index_dims = [(whole_dim(n),) for n in flat.shape]
+    cells, cuts = _cells_in_front(local, x, dims)
+    rows, here = _rows_here(places, cuts, x)
+    found = cells[rows]
+    if any(x.layout.is_cut(d) for d in dims):
+        wide = found.to(torch.uint8) if found.dtype == torch.bool else found
+        spread = wide.new_zeros((places.numel(), *found.shape[1:])).index_copy(0, here, wide)
+        found = sum_parts_over(spread, x, dims).to(found.dtype)
+    found = found.reshape((*places.shape, *found.shape[1:]))
+    order = _join_dims(range(places.ndim), range(places.ndim, found.ndim), position)
+    layout = Layout.from_dims(_join_dims(index_dims, [x.layout.dim(d) for d in kept], position), x.layout.axes)
+    return Tile(found.permute(order), layout, x.mesh)
+
+
+@implements_torch(Tensor.__getitem__)
+def _getitem(tile: Any, index: Any) -> Any:
+    if not isinstance(tile, Tile):
+        return pick_from_plain(Tensor.__getitem__, tile, index)
+    places = _read_index(Tensor.__getitem__, tile, index, drop=True)
+    note_index_asked(places.view, tile, index)
+    return pick_places(places.view, places.picked, places.position) if places.picked else places.view
+
+
+@implements_torch(torch.index_select)
+def _index_select(input: Any, dim: int, index: Any) -> Any:
+    if index.ndim > 1 or index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(
+            f"index_select(): the index must be 1-d integers, got {index.dtype} of shape {tuple(index.shape)}"
+        )
+    if not isinstance(input, Tile):
+        if not input.ndim:
+            raise ShardingError("index_select(): a number has no dim that a Tile could index; use the number itself")
+        return pick_from_plain(torch.index_select, input, (slice(None),) * (dim % max(input.ndim, 1)) + (index,))
+    (at,) = reduced_dims(input, dim)
+    if isinstance(index, Tensor) and not index.is_cuda and (index < 0).any():
+        raise IndexError(
+            f"index_select(): index {int(index.min())} is out of range for dim {at}, of {input.shape[at]} rows"
+        )
+    return pick_places(input, {at: index.reshape(-1)}, at)
+
+
+@implements_torch(torch.take)
+def _take(input: Any, index: Any) -> Any:
+    if not isinstance(input, Tile):
+        return pick_from_plain(torch.take, input.reshape(-1), index)
+    return pick_places(input, _unravelled(index, input), 0)
+
+
+def _unravelled(index: Any, tile: Tile) -> dict[int, Any]:
+    """Positions in the flattened tensor as an index of each dim."""
+    rest, found = torch.where(index < 0, index + tile.numel(), index), dict[int, Any]()
+    for d in reversed(range(tile.ndim)):
+        # the first dim takes what is left, so that a position out of range is one of that dim
+        found[d] = rest % tile.shape[d] if d else torch.where(rest < 0, tile.shape[0], rest)
+        rest = torch.div(rest, max(tile.shape[d], 1), rounding_mode="floor")
+    return dict(sorted(found.items()))
+
+
+@implements_torch(torch.masked_select)
+def _masked_select(input: Any, mask: Any) -> Any:
+    """The elements where a mask is true, in the order of the whole tensor; whole on every rank.
+
+    *Sends*: a cut mask to every rank; one all-reduce of the result.
+    """
+    shape = torch.broadcast_shapes(tuple(input.shape), tuple(mask.shape))
+    if not isinstance(input, Tile):
+        if _is_cut(mask):
+            why = "it picks from a plain tensor by a cut mask"
+            raise refusal_error(torch.masked_select, mask, why, "use mask.full_tensor()")
+        return torch.masked_select(input, whole_index(mask))
+    return _getitem(input.expand(shape), whole_index(mask).expand(shape))
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, Tile) and bool(value.layout.cut_dims)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_places(tile: Tile, places: TilePlaces, value: Any, accumulate: bool = False) -> None:
+    """``view[picked] = value`` (or ``+=``), in place.
+
+    *Sends*: the rows of a tile `value` that are written here and lie elsewhere, and cut index tiles to every rank;
+    backward their gradients.
+    """
+    view, dropped = places.view, places.dropped
+    kept = [d for d in range(view.ndim) if d not in dropped]
+    if not places.picked:
+        shape, layout = [view.shape[d] for d in kept], view.layout
+        source = _shaped_value(value, shape, tile)
+        if isinstance(source, (Tensor, Tile)):
+            for d in reversed(dropped):
+                after = view.ndim - d - 1
+                source = source.unsqueeze(source.ndim - after) if source.ndim > after else source
+            # a unit dim that an int made is cut, but its row is written by whoever holds it
+            part = operand_part(source, tile, layout).expand(view.local.shape)
+            # in `tile[0] += 1` Python writes the row back that was changed where it lies
+            strides = zip(part.shape, part.stride(), view.local.stride(), strict=True)
+            if (
+                not part.numel()
+                or part.data_ptr() != view.local.data_ptr()
+                or any(n > 1 and a != b for n, a, b in strides)
+            ):
+                view.local.copy_(part)
+        else:
+            view.local.fill_(source)
+        return
+    # the row of an int is one more index
+    picked = {**places.picked, **{d: torch.zeros((), dtype=torch.int64, device=tile.device) for d in dropped}}
+    dims, position = list(picked), places.position
+    flat = whole_index(_flat_places(picked, view))
+    index_dims = [(whole_dim(n),) for n in flat.shape]
+    rest = [view.layout.dim(d) for d in range(view.ndim) if d not in dims]
+    layout = Layout.from_dims(_join_dims(index_dims, rest, position), view.layout.axes)
+    # halo rows are written too: each rank looks for the places among the rows that it holds
+    cells, cuts = _cells_in_front(view.local, view, dims)
+    rows, here = _rows_here(flat, cuts, view)
+    source = _shaped_value(value, layout.shape, tile)
+    if not isinstance(source, (Tensor, Tile)):
+        source = torch.tensor(source, dtype=tile.dtype, device=tile.device)
+    part = operand_part(source, tile, layout).to(tile.dtype)
+    local_shape = layout.local_shape(tile.coordinate)
+    part = part.expand(local_shape)
+    front = range(position, position + flat.ndim)
+    part = part.permute([*front, *(d for d in range(part.ndim) if d not in front)])
+    part = part.reshape(flat.numel(), *part.shape[flat.ndim :])
+    cells.index_put_(rows, part[here], accumulate)
+
+
+def _shaped_value(value: Any, shape: Sequence[int], tile: Tile) -> Any:
+    """What is written: a number, or a tensor or tile without dims of size 1 that the places lack."""
+    if isinstance(value, (list, tuple)):
+        value = torch.as_tensor(value, device=tile.device)
+    if not isinstance(value, (Tensor, Tile)):
+        return value
+    while value.ndim > len(shape) and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
+@implements_torch(Tensor.__setitem__)
+def _setitem(tile: Any, index: Any, value: Any) -> None:
+    """``tile[index] = value``, in place: every name of the tile sees it, and autograd's own rules hold.
+
+    *Sends*: the rows of a tile `value` that are written on another rank than they lie on; backward their gradients.
+    *Raises*: `ShardingError` for a value that does not broadcast, and where a halo would keep the old values.
+    """
+    if not isinstance(tile, Tile):
+        run_unknown_function(Tensor.__setitem__, tile, index, value)
+        return
+    if is_written_back(value, tile, index):
+        return
+    check_can_change(Tensor.__setitem__, tile)
+    items = index if isinstance(index, tuple) else (index,)
+    masks = [k for k, i in enumerate(items) if _is_mask(i)]
+    is_one = not isinstance(value, (Tile, list, tuple)) and (not isinstance(value, Tensor) or value.ndim == 0)
+    if (
+        len(masks) == 1
+        and is_one
+        and all(i is Ellipsis or i == slice(None) for k, i in enumerate(items) if k not in masks)
+    ):
+        _fill_masked(tile, items, masks[0], value)
+        return
+    write_places(tile, _read_index(Tensor.__setitem__, tile, index, drop=False), value)
+
+
+def _fill_masked(tile: Tile, items: Sequence[Any], at: int, value: Any) -> None:
+    """``tile[:, mask] = number``: nothing has to know how many places there are."""
+    mask = items[at]
+    others = [i for k, i in enumerate(items) if k != at]
+    named = mask.ndim + sum(i is not Ellipsis for i in others)
+    before = at if Ellipsis not in items[:at] else at - 1 + tile.ndim - named
+    shape = tile.shape[before : before + mask.ndim]
+    if tuple(mask.shape) != tuple(shape):
+        raise IndexError(
+            f"the shape of the mask {tuple(mask.shape)} at dim {before} does not match the Tile {tuple(tile.shape)}"
+        )
+    wide = mask.reshape((*mask.shape, *(1,) * (tile.ndim - before - mask.ndim)))
+    value = plain_operand(value, tile) if isinstance(value, Tensor) else value
+    tile.local.masked_fill_(operand_part(wide, tile, tile.layout).bool(), value)
+
+
+@implements_torch(Tensor.copy_)
+def _copy_in_place(input: Any, src: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(input, Tile):
+        return run_unknown_function(Tensor.copy_, input, src, non_blocking)
+    _setitem(input, (...,), src)
+    return input
+
+
+@implements_torch(Tensor.index_put_, torch.index_put_)
+def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    if not isinstance(input, Tile):
+        return run_unknown_function(Tensor.index_put_, input, indices, values, accumulate)
+    check_can_change(Tensor.index_put_, input)
+    index = tuple(slice(None) if i is None else i for i in indices)
+    write_places(input, _read_index(Tensor.index_put_, input, index, drop=False), values, accumulate)
+    return input
+
+
+@implements_torch(torch.index_put)
+def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    if not isinstance(input, Tile):
+        return run_unknown_function(torch.index_put, input, indices, values, accumulate)
+    return _index_put_in_place(input.clone(), indices, values, accumulate)
+
+
+@implements_torch(Tensor.put_)
+def _put_in_place(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    if not isinstance(input, Tile):
+        return run_unknown_function(Tensor.put_, input, index, source, accumulate)
+    check_can_change(Tensor.put_, input)
+    if index.numel() != source.numel():
+        raise RuntimeError(f"put_(): {index.numel()} places and {source.numel()} values, which must be as many")
+    places = TilePlaces(input, _unravelled(whole_index(index).reshape(-1), input), ())
+    write_places(input, places, source.reshape(-1), accumulate)
+    return input
+
+
+@implements_torch(torch.put)
+def _put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    if not isinstance(input, Tile):
+        return run_unknown_function(torch.put, input, index, source, accumulate)
+    return _put_in_place(input.clone(), index, source, accumulate)

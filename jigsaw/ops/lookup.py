@@ -1,0 +1,146 @@
+"""A tile as index into a plain table: embeddings, one-hot codes, and places among sorted boundaries.
+
+>>> tile = jigsaw.shard(torch.tensor([2, 0, 1]), jigsaw.init_mesh(lat=1), ("lat",))
+>>> torch.nn.functional.one_hot(tile, 3).local[0]
+tensor([0, 0, 1])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw.ops.plain_operands import plain_operand
+from jigsaw.ops.reductions import extreme_of_all
+from jigsaw.ops.unknown_functions import run_unknown_function
+from jigsaw.tile import Tile, implements_torch, refusal_error
+
+
+@implements_torch(F.embedding)
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """y = weight[input]; the result is cut as the index is, its last dim is whole.
+
+    *Sends*: nothing; backward nothing, for the gradient of a parameter is a part.
+    *Raises*: `ShardingError` for max_norm and scale_grad_by_freq, which depend on all indices.
+    """
+    if isinstance(weight, Tile):
+        return weight[(input,)]
+    if (max_norm is not None or scale_grad_by_freq) and input.layout.cut_dims:
+        raise refusal_error(
+            F.embedding, input, "max_norm and scale_grad_by_freq depend on the indices of all ranks", "leave them out"
+        )
+    own = input.owned()
+    out = own.layout.insert(own.ndim, weight.shape[1])
+    table = plain_operand(weight, own, out)
+    found = F.embedding(own.local, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return Tile(found, out, own.mesh)
+
+
+@implements_torch(F.embedding_bag)
+def _embedding_bag(
+    input: Any,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """The sum, mean or maximum of the rows of `weight` in each bag, a row of `input`; *Sends*: a reduction of bags that
+    are cut.
+
+    *Raises*: `ShardingError` for offsets, max_norm, scale_grad_by_freq and sparse.
+    """
+    if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):
+        raise ValueError(f"embedding_bag: mode={mode!r}, which is sum, mean or max; per_sample_weights go with sum")
+    if offsets is not None or max_norm is not None or scale_grad_by_freq or sparse or not isinstance(input, Tile):
+        like = next(x for x in (input, weight, offsets, per_sample_weights) if isinstance(x, Tile))
+        raise refusal_error(
+            F.embedding_bag,
+            like,
+            "offsets begin bags anywhere, and max_norm, scale_grad_by_freq and sparse depend on all indices",
+            "give it a bag for each row of a 2-d Tile input, and leave them out, or use input.full_tensor()",
+        )
+    if input.ndim != 2:
+        raise ValueError(f"embedding_bag: input has {input.ndim} dims; without offsets it has 2, a bag each row")
+    found = F.embedding(input, weight, padding_idx)
+    if per_sample_weights is not None:
+        found = found * per_sample_weights.unsqueeze(-1)
+    if padding_idx is None:
+        return found.sum(1) if mode == "sum" else found.mean(1) if mode == "mean" else found.amax(1)
+    kept: Any = (input != padding_idx % weight.shape[0]).unsqueeze(-1)
+    if mode == "max":
+        return torch.where(kept.any(1), found.masked_fill(~kept, -torch.inf).amax(1), 0.0)
+    total = (found * kept).sum(1)
+    return total if mode == "sum" else total / kept.sum(1).clamp_min(1)
+
+
+@implements_torch(F.one_hot)
+def _one_hot(tensor: Tile, num_classes: int = -1) -> Tile:
+    """*Sends*: without `num_classes` one all-reduce of a number, the largest class."""
+    own = tensor.owned()
+    if num_classes == -1:
+        num_classes = int(extreme_of_all(own, op="max")) + 1
+    return Tile(F.one_hot(own.local, num_classes), own.layout.insert(own.ndim, num_classes), own.mesh)
+
+
+def _whole_values(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, Tile) else value
+
+
+@implements_torch(torch.bucketize)
+def _bucketize(input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
+    """*Sends*: boundaries that are a cut tile, to every rank."""
+    bounds = _whole_values(boundaries)
+    if not isinstance(input, Tile):
+        return torch.bucketize(input, bounds, out_int32=out_int32, right=right)
+    return Tile(torch.bucketize(input.local, bounds, out_int32=out_int32, right=right), input.layout, input.mesh)
+
+
+@implements_torch(torch.searchsorted)
+def _searchsorted(
+    sorted_sequence: Any,
+    input: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """*Sends*: a sorted sequence that is a cut tile, to every rank."""
+    named: dict[str, Any] = {"out_int32": out_int32, "right": right, "side": side, "sorter": _whole_values(sorter)}
+    sequence = _whole_values(sorted_sequence)
+    if not isinstance(input, Tile):
+        return torch.searchsorted(sequence, input, **named)
+    if sequence.ndim != 1:
+        if input.layout.cut_dims:
+            raise refusal_error(
+                torch.searchsorted, input, "the sorted sequence has several dims", "pass a 1-d one, or cut nothing"
+            )
+        return run_unknown_function(torch.searchsorted, sequence, input, **named)
+    return Tile(torch.searchsorted(sequence, input.local, **named), input.layout, input.mesh)
+
+
+@implements_torch(torch.isin)
+def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
+    """*Sends*: test elements that are a cut tile, to every rank."""
+    tests = _whole_values(test_elements)
+    if not isinstance(elements, Tile):
+        return torch.isin(elements, tests, assume_unique=assume_unique, invert=invert)
+    found: Tensor = torch.isin(elements.local, tests, invert=invert)
+    return Tile(found, elements.layout, elements.mesh)

@@ -1,0 +1,217 @@
+"""What is made of all pairs of rows, or of vectors along a dim: kron, meshgrid, cartesian_prod, block_diag, cdist,
+cosine_similarity, pairwise_distance, cross, renorm.
+
+Of two operands that one axis cuts along dims that meet crosswise, the later one is made whole along its dim.
+
+>>> tile = jigsaw.shard(torch.tensor([[3.0, 4.0]]), jigsaw.init_mesh(lat=1), ("lat", None))
+>>> torch.cdist(tile, torch.zeros(1, 2)).local, torch.nn.functional.cosine_similarity(tile, tile).local
+(tensor([[5.]]), tensor([1.]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw.cut import whole_dim
+from jigsaw.layout import Layout
+from jigsaw.ops.joining import join_tiles
+from jigsaw.ops.plain_operands import cut_whole_tensor
+from jigsaw.ops.pointwise import align_tiles, held_by_all
+from jigsaw.ops.reductions import reduced_dims, vector_norm
+from jigsaw.ops.whole_dims import with_whole_dims
+from jigsaw.tile import Tile, implements_torch
+
+# -- crosswise --------------------------------------------------------------------------------------------------------
+
+
+def _without_axes(tile: Tile, dim: int, taken: Sequence[str]) -> Tile:
+    """The tile, held whole along `dim` where one of the axes `taken` cuts it.
+
+    *Sends*: then its rows to the ranks along the axes of `dim`; backward nothing.
+    """
+    if not set(taken) & set(tile.layout.dim_axes(dim)):
+        return tile
+    own = tile.owned()
+    whole = own.with_layout(own.layout.replace_dim(dim, *(c.uncut() for c in own.layout.dim(dim))))
+    return Tile(whole.local, whole.layout.replace_dim(dim, whole_dim(tile.shape[dim])), tile.mesh)
+
+
+def _without_crossing_axes(operands: Sequence[Any]) -> list[Any]:
+    """Operands of as many dims each, of which no axis cuts one dim in one and another dim in another; earlier ones keep
+    their cuts.
+    """
+    used: dict[str, int] = {}
+    ready: list[Any] = []
+    for x in operands:
+        if isinstance(x, Tile):
+            for d in range(x.ndim):
+                x = _without_axes(x, d, [a for a, at in used.items() if at != d])
+            used.update({a: d for d in range(x.ndim) for a in x.layout.dim_axes(d)})
+        ready.append(x)
+    return ready
+
+
+def _meet_locally(operands: Sequence[Any]) -> tuple[Layout, list[Tensor], Tile]:
+    """The layout of a broadcast of tiles and plain tensors of as many dims, and the local tensors of each."""
+    operands = _without_crossing_axes(operands)
+    tiles = [x for x in operands if isinstance(x, Tile)]
+    longer = [d for d in range(tiles[0].ndim) if any(not isinstance(x, Tile) and x.shape[d] != 1 for x in operands)]
+    held = [held_by_all(t.owned(), [d for d in longer if t.shape[d] == 1]) for t in tiles]
+    layout, locals_ = align_tiles(held)
+    for x in operands:
+        for d in range(layout.ndim):
+            if not isinstance(x, Tile) and layout.shape[d] == 1 and x.shape[d] != 1:
+                layout = layout.replace_dim(d, whole_dim(x.shape[d]))
+    ready = iter(locals_)
+    found = [next(ready) if isinstance(x, Tile) else cut_whole_tensor(x, tiles[0], layout) for x in operands]
+    return layout, found, tiles[0]
+
+
+@implements_torch(torch.kron)
+def _kron(input: Any, other: Any) -> Any:
+    """Every element of `input` times `other`, in blocks; *Sends*: nothing, where no axis cuts both."""
+    ndim = max(input.ndim, other.ndim)
+    first, second = (x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) for x in (input, other))
+    for d in range(ndim):
+        first, second = first.unsqueeze(2 * d + 1), second.unsqueeze(2 * d)
+    layout, (a, b), tile = _meet_locally([first, second])
+    sizes = [n * m for n, m in zip(layout.shape[::2], layout.shape[1::2], strict=True)]
+    return Tile(a * b, layout, tile.mesh).reshape(sizes)
+
+
+def _given_tensors(tensors: Sequence[Any]) -> list[Any]:
+    return list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else list(tensors)
+
+
+@implements_torch(torch.meshgrid)
+def _meshgrid(*tensors: Any, indexing: Any = None) -> tuple[Any, ...]:
+    """Each 1-d tensor along a dim of its own, repeated along those of the others; cut as the tensors are."""
+    given = _given_tensors(tensors)
+    if indexing not in (None, "ij", "xy") or any(t.ndim > 1 for t in given):
+        raise RuntimeError(
+            f"meshgrid of shapes {[tuple(t.shape) for t in given]}, indexing={indexing!r}: pass 1-d tensors, "
+            "and 'ij' or 'xy'"
+        )
+    count = len(given)
+    wide = [t.reshape([-1 if d == i else 1 for d in range(count)]) for i, t in enumerate(given)]
+    layout, found, tile = _meet_locally(wide)
+    shape = layout.local_shape(tile.coordinate)
+    grids = [Tile(x.expand(shape), layout, tile.mesh) for x in found]
+    return tuple(g.transpose(0, 1) if indexing == "xy" and count > 1 else g for g in grids)
+
+
+@implements_torch(torch.cartesian_prod)
+def _cartesian_prod(*tensors: Any) -> Any:
+    given = _given_tensors(tensors)
+    if len(given) == 1:
+        return given[0]
+    return torch.stack([g.flatten() for g in _meshgrid(*given)], -1)
+
+
+@implements_torch(torch.block_diag)
+def _block_diag(*tensors: Any) -> Any:
+    """Matrices along the diagonal of one; the rows of each lie as in a join, the columns are whole.
+
+    *Sends*: what makes columns whole, and what a join of the rows sends.
+    """
+    given = [t.reshape((1,) * (2 - t.ndim) + tuple(t.shape)) for t in tensors]
+    total, before, rows = sum(t.shape[1] for t in given), 0, list[Any]()
+    for t in given:
+        x = with_whole_dims(t, (1,)) if isinstance(t, Tile) else t
+        like = x.local if isinstance(x, Tile) else x
+        sides = (before, total - before - t.shape[1])
+        left, right = (like.new_zeros((1, n)).expand(t.shape[0], n) for n in sides)
+        rows.append(join_tiles([left, x, right], 1) if isinstance(x, Tile) else torch.cat([left, x, right], 1))
+        before += t.shape[1]
+    return join_tiles(rows, 0)
+
+
+@implements_torch(torch.cdist)
+def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) -> Any:
+    """The distance of every row of `x1` to every row of `x2`.
+
+    *Shapes*: [..., P, M] and [..., R, M] to [..., P, R]; P and R keep their cuts, M is brought whole.
+    *Sends*: where one axis cuts P and R, the rows of `x2` to every rank along it.
+    """
+    if x1.ndim < 2 or x2.ndim < 2 or x1.shape[-1] != x2.shape[-1]:
+        raise RuntimeError(f"cdist of shapes {tuple(x1.shape)} and {tuple(x2.shape)}: [..., P, M] and [..., R, M]")
+    ndim = max(x1.ndim, x2.ndim)
+    first, second = (x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) for x in (x1, x2))
+    first, second = (with_whole_dims(x, (ndim - 1,)) if isinstance(x, Tile) else x for x in (first, second))
+    layout, (a, b), tile = _meet_locally([first.unsqueeze(-2), second.unsqueeze(-3)])
+    local = torch.cdist(a.squeeze(-2), b.squeeze(-3), p, compute_mode or "use_mm_for_euclid_dist_if_necessary")
+    return Tile(local, layout.drop((-1,)), tile.mesh)
+
+
+# -- vectors along a dim ----------------------------------------------------------------------------------------------
+
+
+@implements_torch(F.cosine_similarity)
+def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """<x1, x2> / (|x1| |x2|) along `dim`; *Sends*: along a cut one, an all-gather and an all-reduce of the results."""
+    first, second = (_row_lengths(x, dim).clamp_min(eps) for x in (x1, x2))
+    return (x1 / first * (x2 / second)).sum(dim)
+
+
+def _row_lengths(x: Any, dim: int) -> Any:
+    return torch.linalg.vector_norm(x, 2, dim, True)
+
+
+@implements_torch(F.pairwise_distance)
+def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    return vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+@implements_torch(torch.dist)
+def _dist(input: Any, other: Any, p: float = 2) -> Any:
+    return vector_norm(input - other, p)
+
+
+@implements_torch(torch.linalg.vecdot)
+def _vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
+    return (x.conj() * y if x.dtype.is_complex else x * y).sum(dim)
+
+
+@implements_torch(torch.linalg.cross)
+def _cross_along(input: Any, other: Any, *, dim: int = -1) -> Any:
+    """The cross product of vectors of 3 along `dim`, which is whole in the result."""
+    ndim = max(input.ndim, other.ndim)
+    if input.ndim != other.ndim or input.shape[dim] != 3 or other.shape[dim] != 3:
+        raise RuntimeError(
+            f"cross of shapes {tuple(input.shape)} and {tuple(other.shape)}: both need as many dims, and 3 rows along "
+            f"dim {dim}"
+        )
+    at = dim % ndim
+    ready = [with_whole_dims(x, (at,)) if isinstance(x, Tile) and x.layout.is_cut(at) else x for x in (input, other)]
+    if all(isinstance(x, Tile) for x in ready) and ready[0].layout.cut_axes != ready[1].layout.cut_axes:
+        ready = [input, other]
+        ready = [_without_axes(x, at, x.layout.dim_axes(at)) if isinstance(x, Tile) else x for x in ready]
+    layout, (a, b), tile = _meet_locally(ready)
+    out = Tile(torch.linalg.cross(a, b, dim=at), layout, tile.mesh)
+    like = next(x for x in (input, other) if isinstance(x, Tile))
+    home = like.layout.without_halo()
+    return out.with_layout(home) if out.shape == like.shape and home.groups == layout.groups else out
+
+
+@implements_torch(torch.cross)
+def _cross(input: Any, other: Any, dim: int | None = None) -> Any:
+    threes = [d for d, n in enumerate(input.shape) if n == 3]
+    if dim is None and not threes:
+        raise RuntimeError(f"cross of shape {tuple(input.shape)}: no dim has 3 rows; name the dim")
+    return _cross_along(input, other, dim=threes[0] if dim is None else dim)
+
+
+@implements_torch(torch.renorm)
+def _renorm(input: Tile, p: float, dim: int, maxnorm: float) -> Any:
+    """Parts along `dim` whose norm is more than `maxnorm` are scaled down to it.
+
+    *Sends*: one all-gather of the ranks' norms, one number a part.
+    """
+    (at,) = reduced_dims(input, dim)
+    norms = vector_norm(input, p, [d for d in range(input.ndim) if d != at], True)
+    return input * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0)

@@ -1,0 +1,144 @@
+"""Plain tensors beside tiles: how they enter, and what becomes of their gradients.
+
+A plain tensor is the whole one, on every rank.
+
+>>> from jigsaw.ops.plain_operands import cut_whole_tensor
+>>> tile = jigsaw.shard(torch.ones(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"), halo={1: 1})
+>>> cut_whole_tensor(torch.arange(9.0), tile).shape
+torch.Size([9])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jigsaw import comm
+from jigsaw.cut import Cut, ShardingError
+from jigsaw.layout import Layout
+from jigsaw.mesh import mesh_size
+from jigsaw.misuse import warn_of_unreduced
+from jigsaw.tensor_shell import enters_functions
+from jigsaw.tile import LEAVE_NODE, Tile
+
+
+class _ScaledPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.scale, None
+
+
+AVERAGED_MARK = "_jigsaw_averaged_over"
+
+
+def averaged_over(leaf: Tensor) -> int:
+    """Over how many ranks the gradient of a leaf is going to be averaged (`jigsaw.parallelize` says so); 1: its parts
+    are summed.
+    """
+    return getattr(leaf, AVERAGED_MARK, 1)
+
+
+def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
+    """A plain tensor as an operand of an op whose result has `layout` (by default that of `tile`), on the mesh of
+    `tile`.
+
+    Its gradient on each rank becomes this rank's part: the parts sum to the gradient over the whole mesh, also where
+    the result is replicated.  Parts of a parameter that is going to be averaged over n ranks are n times as large, so
+    that their mean is the gradient.  A plain tensor that itself came out of a tile (a global statistic) has a whole
+    gradient instead, for which the parts are summed.
+
+    *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile.
+    *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()) or mesh_size(tile.mesh) == 1:
+        return x
+    mesh, layout = tile.mesh, layout or tile.layout
+    left, leaves = (False, [x]) if x.grad_fn is None else _graph_origins(x)
+    ranks = {averaged_over(leaf) for leaf in leaves}
+    if left and ranks <= {mesh.size()}:
+        # a whole gradient on every rank is right for what left a tile, and for parameters that are averaged
+        return comm.use_in_parts(x, mesh, layout.cut_axes)
+    if left or len(ranks) > 1:
+        raise ShardingError(
+            f"a plain tensor of shape {tuple(x.shape)} was computed from a parameter and from a tensor that left a "
+            "Tile, or from leaves that are "
+            "summed and leaves that are averaged over the ranks; its gradient would be counted wrongly; pass the "
+            "model through "
+            f"jigsaw.parallelize, or keep the reduction a Tile (keepdim=True) and multiply there"
+        )
+    if layout.cut_axes:
+        for leaf in leaves:
+            if isinstance(leaf, nn.Parameter) and not hasattr(leaf, AVERAGED_MARK):
+                warn_of_unreduced(leaf)
+    scale = max(ranks, default=1) / layout.replicas
+    return x if scale == 1 else _ScaledPart.apply(x, scale)
+
+
+@enters_functions
+def _enter_function(x: Tensor, tile: Tile) -> Tensor:
+    """A plain tensor that a custom ``autograd.Function`` took beside tiles: its gradient comes whole on every rank."""
+    return plain_operand(x, tile, Layout((), tile.layout.axes))
+
+
+def _graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
+    """Whether the graph of `x` reaches a tensor that left a tile, and the leaves that it reaches otherwise."""
+    left, leaves = False, list[Tensor]()
+    seen: set[Any] = set()
+    todo: list[Any] = [x.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == LEAVE_NODE:
+            left = True
+            continue
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return left, leaves
+
+
+def cut_whole_tensor(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
+    """A plain whole tensor, broadcast against `layout` from the right, cut to the box that this rank holds.
+
+    *Raises*: `ShardingError` when a dim is neither 1 nor the global size.
+    """
+    layout = layout or tile.layout
+    if x.layout != torch.strided:
+        raise ShardingError(f"a tensor of layout {x.layout} cannot meet a Tile: use to_dense(), or tile.full_tensor()")
+    x = plain_operand(x, tile, layout)
+    lead = layout.ndim - x.ndim
+    if lead < 0 or any(n not in (1, layout.shape[lead + d]) for d, n in enumerate(x.shape)):
+        raise ShardingError(
+            f"a plain tensor of shape {tuple(x.shape)} does not broadcast to the Tile's global shape {layout.shape}; "
+            f"plain tensors are whole: pass the whole tensor, or make a Tile of local parts with jigsaw.from_local"
+        )
+    for d in range(x.ndim):
+        cuts = layout.dim(lead + d)
+        if x.shape[d] == layout.shape[lead + d] and any(c.is_cut or c.has_halo for c in cuts):
+            x = _take_held_rows(x, d, cuts, tile, layout)
+    return x
+
+
+def _take_held_rows(x: Tensor, dim: int, cuts: Sequence[Cut], tile: Tile, layout: Layout) -> Tensor:
+    coord = tile.coordinate
+    sizes = [c.size for c in cuts]
+    x = x.unflatten(dim, sizes) if len(sizes) > 1 else x
+    for k, cut in enumerate(cuts):
+        start, stop = cut.held[layout.piece(cut, coord)]
+        if start < 0 or stop > cut.size:
+            rows = torch.arange(start, stop, device=x.device)
+            # beyond an end that does not wrap, a plain tensor has its last row again
+            x = x.index_select(dim + k, rows % cut.size if cut.wraps else rows.clamp(0, cut.size - 1))
+        else:
+            x = x.narrow(dim + k, start, stop - start)
+    return x.flatten(dim, dim + len(sizes) - 1) if len(sizes) > 1 else x

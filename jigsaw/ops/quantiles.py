@@ -1,0 +1,55 @@
+"""Quantiles along a dim, which is brought whole, or of all elements, which every rank then holds.
+
+>>> tile = jigsaw.shard(torch.arange(5.0), jigsaw.init_mesh(lat=1), ("lat",))
+>>> tile.quantile(0.25, 0).item()
+1.0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.layout import Layout
+from jigsaw.ops.reductions import reduced_dims
+from jigsaw.ops.whole_dims import brought_home, check_by_torch, run_held_whole, with_whole_dims
+from jigsaw.tile import Tile, implements_torch, leave_tile
+
+
+def _answer_quantile(function: Any) -> None:
+    def handler(
+        input: Tile, q: float | Tensor, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+    ) -> Any:
+        """[quantiles, *the other dims], or the other dims alone for one quantile.
+
+        *Sends*: where `dim` is cut, what `jigsaw.ops.whole_dims` says, and the quantiles back; without `dim`, the tile
+        to every rank.
+        """
+        if dim is None:
+            return run_held_whole(function, input, q, None, keepdim, interpolation=interpolation)
+        (at,) = reduced_dims(input, dim)
+        check_by_torch(function, input, at, q, at, keepdim, interpolation=interpolation)
+        there = with_whole_dims(input, (at,))
+        several = (len(q),) if isinstance(q, Tensor) and q.ndim else ()
+        if there.local.numel() or not input.numel():
+            out = function(there.local, q, at, keepdim, interpolation=interpolation)
+        else:  # torch refuses to answer a rank without rows, which has its part in the way back
+            none = there.local.sum(at, keepdim)
+            out = none.expand(*several, *none.shape)
+
+        def of_quantiles(layout: Layout) -> Layout:
+            kept = layout.without_halo().drop((at,), keepdim)
+            return kept.insert(0, *several) if several else kept
+
+        home = of_quantiles(input.layout)
+        if home.ndim == 0:
+            return leave_tile(out, input.mesh)
+        return brought_home(Tile(out, of_quantiles(there.layout), input.mesh), home)
+
+    implements_torch(function)(handler)
+
+
+_answer_quantile(torch.quantile)
+_answer_quantile(torch.nanquantile)

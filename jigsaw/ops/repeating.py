@@ -1,0 +1,202 @@
+"""Repeated and rearranged: repeat, tile, repeat_interleave, atleast_nd, splits and stacks by names of their own.
+
+>>> tile = jigsaw.shard(torch.tensor([1.0, 2.0]), jigsaw.init_mesh(lat=1), ("lat",))
+>>> tile.repeat(2).local, tile.repeat_interleave(2).local
+(tensor([1., 2., 1., 2.]), tensor([1., 1., 2., 2.]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.cut import Cut, ShardingError, whole_dim
+from jigsaw.ops.joining import join_tiles
+from jigsaw.ops.reductions import reduced_dims
+from jigsaw.ops.whole_dims import with_contiguous_dim
+from jigsaw.tile import Tile, implements_torch
+
+# -- repeated ---------------------------------------------------------------------------------------------------------
+
+
+def _numbers_of(first: Any, rest: Sequence[int]) -> tuple[int, ...]:
+    return (first, *rest) if isinstance(first, int) else tuple(first)
+
+
+@implements_torch(torch.tile)
+def _repeat_last_dims(input: Tile, dims: Any, *more: int) -> Any:
+    times = _numbers_of(dims, more)
+    return _repeat(input, (1,) * (input.ndim - len(times)) + times)
+
+
+@implements_torch(Tensor.repeat)
+def _repeat(input: Tile, repeats: Any, *more: int) -> Any:
+    """Copies side by side along each dim; *Sends*: along a cut dim what a join of them sends."""
+    times = _numbers_of(repeats, more)
+    if len(times) < input.ndim or min(times, default=0) < 0:
+        raise RuntimeError(
+            f"repeat{times} of a Tile of {input.ndim} dims: give a number, 0 or more, for each dim, or use tile.tile"
+        )
+    while input.ndim < len(times):
+        input = input.unsqueeze(0)
+    if any(n != 1 and any(c.has_halo for c in input.layout.dim(d)) for d, n in enumerate(times)):
+        input = input.owned()
+    cut = [d for d, n in enumerate(times) if n != 1 and input.layout.is_cut(d)]
+    layout = input.layout
+    for d, n in enumerate(times):
+        if n != 1 and d not in cut:
+            layout = layout.replace_dim(d, whole_dim(n * input.shape[d]))
+    tile = Tile(input.local.repeat([1 if d in cut else n for d, n in enumerate(times)]), layout, input.mesh)
+    for d in cut:
+        tile = join_tiles([tile] * times[d], d) if times[d] else tile.narrow(d, 0, 0)
+    return tile
+
+
+@implements_torch(torch.repeat_interleave)
+def _repeat_interleave(
+    input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> Any:
+    """Each row several times in a row, where it lies; nothing is sent (along flattened dims and by a tensor of numbers:
+    what `with_contiguous_dim` does).
+    """
+    if not isinstance(input, Tile) or isinstance(repeats, Tile) or repeats is None:
+        raise ShardingError("repeat_interleave: repeats= must be plain numbers; pass repeats.full_tensor()")
+    if dim is None:
+        input, dim = input.flatten(), 0
+    (at,) = reduced_dims(input, dim)
+    if not isinstance(repeats, Tensor) or repeats.numel() == 1:
+        times = int(repeats)
+        if times < 0:
+            raise RuntimeError(f"repeat_interleave: repeats={times} must be 0 or more")
+        if not times or not input.numel():
+            return join_tiles([input.narrow(at, 0, 0)] * 2, at) if not times else _repeat(input, [1] * input.ndim)
+        shape = list(input.shape)
+        wide = input.unsqueeze(at + 1).expand(*shape[: at + 1], times, *shape[at + 1 :])
+        return wide.flatten(at, at + 1)
+    if repeats.ndim != 1 or len(repeats) != input.shape[at]:
+        raise RuntimeError(
+            f"repeat_interleave: repeats of shape {tuple(repeats.shape)} for the {input.shape[at]} rows of dim {at}"
+        )
+    tile = with_contiguous_dim(input.owned(), at)
+    (cut,) = tile.layout.dim(at)
+    ends = [0, *repeats.cumsum(0).tolist()]
+    start, stop = cut.owned(tile.layout.piece(cut, tile.coordinate))
+    local = tile.local.repeat_interleave(repeats[start:stop].to(tile.device), at)
+    made = Cut(ends[-1], tuple(ends[p] for p in cut.points), cut.axes)
+    return Tile(local, tile.layout.replace_dim(at, made), tile.mesh)
+
+
+# -- dims that are there at least -------------------------------------------------------------------------------------
+
+
+def _for_each(function: Any, tensors: Sequence[Any]) -> Any:
+    """One tensor for one, a tuple for several (or for a list), as torch has it."""
+    if len(tensors) == 1 and not isinstance(tensors[0], (list, tuple)):
+        return function(tensors[0])
+    return tuple(map(function, tensors[0] if len(tensors) == 1 else tensors))
+
+
+def _with_1_dim(x: Any) -> Any:
+    return x.reshape(1) if x.ndim == 0 else x
+
+
+def _with_2_dims(x: Any) -> Any:
+    return x.reshape(1, 1) if x.ndim == 0 else x.unsqueeze(0) if x.ndim == 1 else x
+
+
+def _with_3_dims(x: Any) -> Any:
+    return _with_2_dims(x).unsqueeze(-1) if x.ndim < 3 else x
+
+
+@implements_torch(torch.atleast_1d)
+def _at_least_1_dim(*tensors: Any) -> Any:
+    return _for_each(_with_1_dim, tensors)
+
+
+@implements_torch(torch.atleast_2d)
+def _at_least_2_dims(*tensors: Any) -> Any:
+    return _for_each(_with_2_dims, tensors)
+
+
+@implements_torch(torch.atleast_3d)
+def _at_least_3_dims(*tensors: Any) -> Any:
+    return _for_each(_with_3_dims, tensors)
+
+
+@implements_torch(torch.ravel)
+def _ravel(input: Tile) -> Any:
+    return input.flatten()
+
+
+# -- stacks and splits ------------------------------------------------------------------------------------------------
+
+
+@implements_torch(torch.hstack)
+def _stack_columns_side_by_side(tensors: Sequence[Any]) -> Any:
+    ready = [_with_1_dim(t) for t in tensors]
+    return join_tiles(ready, 0 if ready[0].ndim == 1 else 1)
+
+
+@implements_torch(torch.vstack, torch.row_stack)
+def _stack_rows(tensors: Sequence[Any]) -> Any:
+    return join_tiles([_with_2_dims(t) for t in tensors], 0)
+
+
+@implements_torch(torch.dstack)
+def _stack_in_depth(tensors: Sequence[Any]) -> Any:
+    return join_tiles([_with_3_dims(t) for t in tensors], 2)
+
+
+@implements_torch(torch.column_stack)
+def _stack_columns(tensors: Sequence[Any]) -> Any:
+    return join_tiles([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
+
+
+@implements_torch(torch.split_with_sizes, torch.unsafe_split, torch.unsafe_split_with_sizes)
+def _split_by_sizes(input: Any, split_sizes: Any, dim: int = 0) -> Any:
+    return torch.split(input, split_sizes, dim)
+
+
+@implements_torch(torch.narrow_copy)
+def _narrow_copy(input: Any, dim: int, start: int, length: int) -> Any:
+    return input.narrow(dim, start, length).clone()
+
+
+@implements_torch(torch.tensor_split)
+def _split_in_sections(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    given = next((v for v in (indices_or_sections, *named.values()) if v is not None), None)
+    sections: Any = given.tolist() if isinstance(given, Tensor) and not isinstance(given, Tile) else given
+    (at,) = reduced_dims(input, dim)
+    size = input.shape[at]
+    if isinstance(sections, int):
+        if sections < 1:
+            raise RuntimeError(f"tensor_split: there is no way to make {sections} sections; pass 1 or more")
+        base, extra = divmod(size, sections)
+        starts = [i * base + min(i, extra) for i in range(sections + 1)]
+    else:
+        starts = [0, *(slice(None, i).indices(size)[1] for i in sections), size]
+    return tuple(input.narrow(at, a, max(b - a, 0)) for a, b in pairwise(starts))
+
+
+def _answer_split(function: Any, dim: int, least: int) -> None:
+    """Answer a split along a dim that its name says, in equal sections or at places."""
+
+    def handler(input: Tile, indices_or_sections: Any, *more: int, **named: Any) -> Any:
+        if input.ndim < least:
+            raise RuntimeError(f"{function.__name__} of a Tile of {input.ndim} dims: it needs {least} or more")
+        at = 0 if function is torch.hsplit and input.ndim == 1 else dim
+        given = (indices_or_sections, *more) if more else indices_or_sections
+        if isinstance(given, int) and (given < 1 or input.shape[at] % given):
+            raise RuntimeError(f"{function.__name__}: dim {at} of {input.shape[at]} rows has no {given} equal sections")
+        return _split_in_sections(input, given, at)
+
+    implements_torch(function)(handler)
+
+
+_answer_split(torch.hsplit, 1, 1)
+_answer_split(torch.vsplit, 0, 2)
+_answer_split(torch.dsplit, 2, 3)

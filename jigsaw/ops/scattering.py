@@ -1,0 +1,320 @@
+"""Rows and elements gathered from, and scattered to, places that an index names along one dim.
+
+The dim may be cut: each rank takes what the index finds in its own rows, or writes what the index sends there.
+
+>>> tile = jigsaw.shard(torch.zeros(5), jigsaw.init_mesh(lat=1), ("lat",))
+>>> torch.index_add(tile, 0, torch.tensor([1, 3, 3]), torch.ones(3)).local
+tensor([0., 1., 0., 2., 0.])
+>>> tile.scatter(0, torch.tensor([4]), 7.0).gather(0, torch.tensor([4, 4])).local
+tensor([7., 7.])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw import comm
+from jigsaw.cut import whole_dim
+from jigsaw.layout import Layout
+from jigsaw.ops.indexing import TilePlaces, check_can_change, operand_part, whole_index, write_places
+from jigsaw.ops.reductions import reduced_dims, sum_parts_over
+from jigsaw.ops.shapes import slice_dim
+from jigsaw.ops.unknown_functions import run_unknown_function
+from jigsaw.tile import Tile, implements_torch
+
+
+def _own_places(places: Tensor, tile: Tile, dim: int) -> tuple[Tensor, Tensor]:
+    """For places along a dim, the local row of each, and whether this rank holds it.
+
+    A flattened dim is local rows of several cuts, row-major: of 3 x 4 rows whose columns are cut at 2, the second rank
+    holds 2, 3, 6, 7, 10, 11, and place 6 is its row 2.
+    """
+    if not tile.layout.is_cut(dim) and not any(c.has_halo for c in tile.layout.dim(dim)):
+        return places, torch.ones_like(places, dtype=torch.bool)
+    rest, row, stride = places, torch.zeros_like(places), 1
+    here = torch.ones_like(places, dtype=torch.bool)
+    for cut in reversed(tile.layout.dim(dim)):
+        start, stop = cut.held[tile.layout.piece(cut, tile.coordinate)]
+        along, rest = rest % max(cut.size, 1), rest // max(cut.size, 1)
+        here = here & (along >= start) & (along < stop)
+        row, stride = row + (along - start) * stride, stride * (stop - start)
+    return row, here
+
+
+def _check_range(function: Any, index: Any, size: int) -> None:
+    """Raises: an index out of range, where every rank has it; torch itself looks only at what lies in a rank's rows."""
+    if isinstance(index, Tensor) and index.numel() and not index.is_cuda and ((index < 0) | (index >= size)).any():
+        raise IndexError(f"{function.__name__}: an index is out of range for a dim of size {size}")
+
+
+# -- whole rows -------------------------------------------------------------------------------------------------------
+
+
+def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, **named: Any) -> Tile:
+    """Write, add or fill the rows that a 1-d index names, in place.
+
+    *Sends*: the rows of a tile `source` along `dim`, to every rank along the axes that cut it; backward their gradient.
+    """
+    check_can_change(function, input)
+    (at,) = reduced_dims(input, dim)
+    index = whole_index(index).reshape(-1)
+    size = input.layout.shape[at]
+    index = torch.where(index < 0, index + size, index) if function is Tensor.index_fill_ else index
+    _check_range(function, index, size)
+    rows, held = _own_places(index, input, at)
+    here = held.nonzero()[:, 0]
+    if not isinstance(source, (Tensor, Tile)) or source.ndim == 0:
+        function(input.local, at, rows[here], source, **named)
+        return input
+    layout = input.layout.replace_dim(at, whole_dim(len(index)))
+    if tuple(source.shape) != layout.shape:
+        raise RuntimeError(f"{function.__name__}: values of shape {tuple(source.shape)} for places of {layout.shape}")
+    part = operand_part(source, input, layout).index_select(at, here)
+    function(input.local, at, rows[here], part.to(input.dtype), **named)
+    return input
+
+
+def _answer_rows(name: str) -> None:
+    in_place = getattr(Tensor, f"{name}_")
+
+    def change(
+        input: Any, dim: int, index: Any, source: Any = None, *args: Any, value: Any = None, **named: Any
+    ) -> Any:
+        source = value if source is None else source
+        if not isinstance(input, Tile):
+            return run_unknown_function(in_place, input, dim, index, source, *args, **named)
+        if args:  # index_reduce's reduce=
+            named["reduce"] = args[0]
+            return _reduce_rows(in_place, input, dim, index, source, **named)
+        if name == "index_reduce":
+            return _reduce_rows(in_place, input, dim, index, source, **named)
+        return _write_rows(in_place, input, dim, index, source, **named)
+
+    def make(input: Any, dim: int, index: Any, source: Any = None, *args: Any, value: Any = None, **named: Any) -> Any:
+        source = value if source is None else source
+        if not isinstance(input, Tile):
+            return run_unknown_function(getattr(torch, name), input, dim, index, source, *args, **named)
+        return change(input.clone(), dim, index, source, *args, **named)
+
+    implements_torch(in_place)(change)
+    implements_torch(getattr(torch, name))(make)
+
+
+def _reduce_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, reduce: str, **named: Any) -> Tile:
+    return _write_rows(function, input, dim, index, source, reduce=reduce, **named)
+
+
+for _name in ("index_add", "index_copy", "index_fill", "index_reduce"):
+    _answer_rows(_name)
+
+
+# -- elements ---------------------------------------------------------------------------------------------------------
+
+
+def _narrowed(tile: Tile, dim: int, index: Any) -> Tile:
+    """The tile as far as an index of as many dims reaches along the others."""
+    if index.ndim != tile.ndim:
+        raise RuntimeError(f"index of {index.ndim} dims and a Tile of {tile.ndim}: they must have as many")
+    for d in range(tile.ndim):
+        if d != dim and index.shape[d] != tile.shape[d]:
+            if index.shape[d] > tile.shape[d]:
+                raise RuntimeError(
+                    f"index of shape {tuple(index.shape)} is larger than the Tile, {tuple(tile.shape)}, apart from "
+                    f"dim {dim}"
+                )
+            tile = slice_dim(tile, d, 0, index.shape[d])
+    return tile
+
+
+@implements_torch(torch.gather)
+def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    """y[i, j] = input[index[i, j], j], for ``dim=0``.
+
+    *Shapes*: those of `index`; the other dims are cut as the input's are.
+    *Sends*: where nothing cuts `dim`, the rows of a tile `index` that lie elsewhere.  Else, for an index that is whole
+    along `dim`, one all-reduce of the result; for a cut one the input's rows along `dim`, backward their gradient.
+    """
+    if not isinstance(input, Tile):
+        return _gather_from_plain(input, dim, index)
+    (at,) = reduced_dims(input, dim)
+    _check_range(torch.gather, index, input.layout.shape[at])
+    x = _narrowed(input.owned(), at, index)
+    axes = {a for d in range(x.ndim) if d != at for a in x.layout.dim_axes(d)}
+    along = (whole_dim(index.shape[at]),)
+    if isinstance(index, Tile) and index.layout.is_cut(at) and not axes.intersection(index.layout.dim_axes(at)):
+        along = index.owned().layout.dim(at)
+        x = x.with_layout(x.layout.replace_dim(at, *(c.uncut() for c in x.layout.dim(at))))
+    layout = x.layout.replace_dim(at, *along)
+    local = comm.use_in_parts(x.local, x.mesh, [a for a in layout.cut_axes if a not in x.layout.cut_axes])
+    places = operand_part(index, x, layout).expand(layout.local_shape(x.coordinate))
+    if not x.layout.is_cut(at):
+        return Tile(local.gather(at, places), layout, x.mesh)
+    rows, here = _own_places(places, x, at)
+    if local.shape[at]:
+        found = local.gather(at, rows.clamp(0, local.shape[at] - 1))
+    else:  # a rank without rows adds nothing, but its gradient passes through the same messages
+        found = local.sum(at, keepdim=True).to(local.dtype).expand(places.shape)
+    wide = found.to(torch.uint8) if found.dtype == torch.bool else found
+    summed = sum_parts_over(torch.where(here, wide, torch.zeros((), dtype=wide.dtype, device=wide.device)), x, (at,))
+    return Tile(summed.to(found.dtype), layout, x.mesh)
+
+
+def _gather_from_plain(input: Tensor, dim: int, index: Tile) -> Any:
+    if not index.layout.cut_dims:
+        return run_unknown_function(torch.gather, input, dim, index)
+    at = dim % max(input.ndim, 1)
+    whole = Layout.of(input.shape, (None,) * input.ndim, index.layout.axes)
+    x = _narrowed(Tile(input, whole, index.mesh), at, index)
+    # a plain tensor is whole on every rank: along the others it is cut to the index
+    dims = [whole.dim(d) if d == at else index.owned().layout.dim(d) for d in range(input.ndim)]
+    part = operand_part(x.local, index, Layout.from_dims(dims, index.layout.axes))
+    return Tile(part.gather(at, index.owned().local), index.owned().layout, index.mesh)
+
+
+@implements_torch(torch.take_along_dim)
+def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
+    if dim is None:
+        return torch.take(input, indices.reshape(-1))
+    at = dim % max(input.ndim, 1)
+    sizes = [n if d == at else 1 for d, n in enumerate(input.shape)]
+    other = [1 if d == at else n for d, n in enumerate(input.shape)]
+    shape = torch.broadcast_shapes(torch.Size(1 if d == at else n for d, n in enumerate(indices.shape)), other)
+    wide = indices.expand([indices.shape[d] if d == at else n for d, n in enumerate(shape)])
+    from_shape = [sizes[d] if d == at else n for d, n in enumerate(shape)]
+    rows = torch.where(wide < 0, wide + input.shape[at], wide)
+    return torch.gather(input.expand(from_shape), at, rows)
+
+
+Scatter = Callable[[Tensor, int, Tensor, Any], Any]
+
+
+def _scatter_elements(function: Any, input: Tile, dim: int, index: Any, source: Any, write: Scatter) -> Tile:
+    """x[index[i, j], j] = source[i, j], or another way to combine them, in place, for ``dim=0``.
+
+    *Sends*: index and source tiles that lie elsewhere, along `dim` to every rank that cuts it; backward the gradient of
+    the source.
+    """
+    check_can_change(function, input)
+    (at,) = reduced_dims(input, dim)
+    _check_range(function, index, input.layout.shape[at])
+    view = _narrowed(input, at, index)
+    layout = view.layout.replace_dim(at, whole_dim(index.shape[at]))
+    places = operand_part(index, view, layout).expand(layout.local_shape(view.coordinate))
+    if isinstance(source, (Tensor, Tile)) and source.ndim:
+        for d, n in enumerate(index.shape):
+            source = source.narrow(d, 0, n) if source.shape[d] != n else source
+        source = operand_part(source, input, layout).to(input.dtype).expand(places.shape)
+    if not view.layout.is_cut(at) and not any(c.has_halo for c in view.layout.dim(at)):
+        write(view.local, at, places, source)
+        return input
+    # what belongs to other ranks is written to one more row, which is then left out
+    count = view.local.shape[at]
+    rows, here = _own_places(places, view, at)
+    rows = torch.where(here, rows, count)
+    one = [1 if d == at else n for d, n in enumerate(view.local.shape)]
+    longer = torch.cat([view.local, view.local.new_zeros(one)], at)
+    write(longer, at, rows, source)
+    view.local.copy_(longer.narrow(at, 0, count))
+    return input
+
+
+def _answer_scatter(name: str, takes_reduce: bool) -> None:
+    in_place = getattr(Tensor, f"{name}_")
+
+    def change(input: Any, dim: int, index: Any, src: Any = None, *args: Any, value: Any = None, **named: Any) -> Any:
+        source = value if src is None else src
+        if not isinstance(input, Tile):
+            return run_unknown_function(in_place, input, dim, index, source, *args, **named)
+        if args and takes_reduce:
+            named["reduce"], args = args[0], args[1:]
+
+        def write(x: Tensor, at: int, places: Tensor, values: Any) -> None:
+            in_place(x, at, places, values, **{k: v for k, v in named.items() if v is not None})
+
+        return _scatter_elements(in_place, input, dim, index, source, write)
+
+    def make(input: Any, dim: int, index: Any, src: Any = None, *args: Any, value: Any = None, **named: Any) -> Any:
+        source = value if src is None else src
+        if not isinstance(input, Tile):
+            return run_unknown_function(getattr(torch, name), input, dim, index, source, *args, **named)
+        return change(input.clone(), dim, index, source, *args, **named)
+
+    implements_torch(in_place)(change)
+    implements_torch(getattr(torch, name))(make)
+
+
+_answer_scatter("scatter", True)
+_answer_scatter("scatter_add", False)
+_answer_scatter("scatter_reduce", True)
+
+
+# -- rows and boxes written into a copy -------------------------------------------------------------------------------
+
+
+@implements_torch(torch.select_scatter)
+def _select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
+    return _written(torch.select_scatter, input, src, dim, index)
+
+
+@implements_torch(torch.slice_scatter)
+def _slice_scatter(
+    input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    return _written(torch.slice_scatter, input, src, dim, slice(start, end, step))
+
+
+def _written(function: Any, input: Any, src: Any, dim: int, item: Any) -> Any:
+    if not isinstance(input, Tile):
+        out: Any = input.clone()
+        out[_along(input.ndim, dim, item)] = src
+        return out
+    out = input.clone()
+    out[_along(input.ndim, reduced_dims(input, dim)[0], item)] = src
+    return out
+
+
+def _along(ndim: int, dim: int, item: Any) -> Sequence[Any]:
+    return (*(slice(None),) * (dim % max(ndim, 1)), item)
+
+
+# -- values written where a mask is true ------------------------------------------------------------------------------
+
+
+@implements_torch(Tensor.masked_scatter_)
+def _masked_scatter_in_place(input: Any, mask: Any, source: Any) -> Any:
+    """*Sends*: a cut mask and a cut source to every rank."""
+    if not isinstance(input, Tile):
+        return run_unknown_function(Tensor.masked_scatter_, input, mask, source)
+    check_can_change(Tensor.masked_scatter_, input)
+    places = whole_index(mask).expand(tuple(input.shape)).nonzero(as_tuple=True)
+    count = len(places[0]) if places else 1
+    if source.numel() < count:
+        raise RuntimeError(f"masked_scatter_(): {count} places, but {source.numel()} values")
+    whole = source
+    if isinstance(source, Tile):
+        whole = source.with_layout(Layout.of(source.shape, (None,) * source.ndim, source.layout.axes))
+    values = whole.reshape(-1)[:count]
+    write_places(input, TilePlaces(input, dict(enumerate(places)), ()), values)
+    return input
+
+
+@implements_torch(torch.masked_scatter)
+def _masked_scatter(input: Any, mask: Any, source: Any) -> Any:
+    if not isinstance(input, Tile):
+        return run_unknown_function(torch.masked_scatter, input, mask, source)
+    shape = torch.broadcast_shapes(tuple(input.shape), tuple(mask.shape))
+    return _masked_scatter_in_place(input.expand(shape).clone(), mask, source)
+
+
+@implements_torch(Tensor.masked_fill_)
+def _masked_fill_in_place(input: Any, mask: Any, value: Any) -> Any:
+    if not isinstance(input, Tile):
+        return run_unknown_function(Tensor.masked_fill_, input, mask, value)
+    check_can_change(Tensor.masked_fill_, input)
+    number = operand_part(value, input, input.layout) if isinstance(value, (Tensor, Tile)) else value
+    input.local.masked_fill_(operand_part(mask, input, input.layout), number)
+    return input

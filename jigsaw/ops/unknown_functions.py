@@ -1,0 +1,131 @@
+"""What no file of the table answers by name: pointwise functions, functions in place of which the table has those that
+make something new, and any function on tiles that nothing cuts.
+
+>>> tile = jigsaw.shard(torch.eye(2), jigsaw.init_mesh(lat=1), (None, None))
+>>> torch.linalg.matrix_exp(tile).shape
+torch.Size([2, 2])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.cut import ShardingError
+from jigsaw.layout import Layout
+from jigsaw.ops.filling import fill_from_tiles
+from jigsaw.ops.plain_operands import plain_operand
+from jigsaw.ops.pointwise import (
+    COPYING_NAMES,
+    changes_in_place,
+    changes_plain,
+    check_halo_of_target,
+    is_pointwise,
+    replace_tensors,
+    run_copy,
+    run_in_place,
+    run_into_plain,
+    run_on_tiles,
+)
+from jigsaw.tile import Tile, TileHandler, implements_rest, leave_tile, refusal_error, shared_mesh, tiles_in
+
+# -- tiles that nothing cuts ------------------------------------------------------------------------------------------
+
+
+def run_alike(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Tile) -> Any:
+    """Any function on tiles that nothing cuts: every rank computes the same whole answer."""
+    args, kwargs = replace_tensors(
+        (tuple(args), dict(kwargs)),
+        lambda t: t.owned().local,
+        lambda x: plain_operand(x, first, Layout((), first.layout.axes)),
+    )
+    return uncut_tiles(function(*args, **kwargs), first)
+
+
+def uncut_tiles(out: Any, first: Tile) -> Any:
+    """Results that every rank has alike, as tiles that nothing cuts; scalars as ordinary tensors."""
+    if isinstance(out, Tensor):
+        if out.ndim == 0:
+            return leave_tile(out, first.mesh)
+        return Tile(out, Layout.of(out.shape, (None,) * out.ndim, first.layout.axes), first.mesh)
+    if isinstance(out, (list, tuple)):
+        values = [uncut_tiles(o, first) for o in out]
+        return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
+    return out
+
+
+# -- what no file of ops implements -----------------------------------------------------------------------------------
+
+
+@implements_rest
+def _find_handler(function: Any) -> TileHandler:
+    if not is_pointwise(function):
+        new = _function_that_makes_new(function)
+        return partial(run_unknown_function, function) if new is None else partial(_write_what_is_new, function, new)
+    if getattr(function, "__name__", "") in COPYING_NAMES:
+        return partial(run_copy, function)
+    return partial(run_in_place if changes_in_place(function) else run_on_tiles, function)
+
+
+CHANGES_SHAPE = frozenset(
+    "t_ squeeze_ unsqueeze_ transpose_ swapdims_ swapaxes_ as_strided_ resize_ resize_as_ set_ sparse_resize_".split()
+)
+
+
+def _function_that_makes_new(function: Any) -> Any:
+    """For ``cumsum_`` and the like what makes a new tensor, ``cumsum``; None for other functions."""
+    name = getattr(function, "__name__", "")
+    is_method = name.endswith("_") and not name.endswith("__") and getattr(Tensor, name, None) is function
+    return getattr(Tensor, name[:-1], None) if is_method and name not in _RANDOM else None
+
+
+_RANDOM = frozenset("random_ uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_".split())
+
+
+def _write_what_is_new(function: Any, new: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a function of the table gives, written into its first argument."""
+    if not isinstance(input, Tile):
+        return run_unknown_function(function, input, *args, **kwargs)
+    if function.__name__ in CHANGES_SHAPE:
+        raise refusal_error(
+            function, input, "the shape and the cuts of a Tile stay as they are", f"write x = x.{new.__name__}(...)"
+        )
+    # of a copy: what the function keeps for its gradient is not what is then written over
+    out = new(input.clone() if input.requires_grad else input, *args, **kwargs)
+    if out.shape != input.shape or not torch.can_cast(out.dtype, input.dtype):
+        raise RuntimeError(
+            f"{function.__name__}: a result of {out.dtype} and shape {tuple(out.shape)} does not fit into a Tile of "
+            f"{input.dtype} and shape {tuple(input.shape)}"
+        )
+    return input.copy_(out)
+
+
+def run_unknown_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an unknown function where that is exact: on tiles that nothing cuts."""
+    tiles = list(tiles_in((args, kwargs)))
+    if not tiles:
+        raise ShardingError(
+            f"{getattr(function, '__name__', function)} was called on a Tile that none of its arguments is; pass plain "
+            "tensors, with tile.full_tensor(), or tile.local for a local answer"
+        )
+    if changes_in_place(function) and changes_plain(args) and fill_from_tiles(function, args, kwargs):
+        return function(*args, **kwargs)
+    for tile in tiles:
+        if tile.layout.cut_dims:
+            raise refusal_error(
+                function,
+                tile,
+                "jigsaw does not answer this function on a cut dim",
+                "use tile.full_tensor(), tile.local for a local answer, or cut nothing",
+                needs_whole=range(tile.ndim),
+            )
+    shared_mesh(tiles)
+    if changes_in_place(function):
+        if changes_plain(args):
+            return run_into_plain(function, args, kwargs)
+        check_halo_of_target(function, tiles[0])
+    return run_alike(function, args, kwargs, tiles[0])

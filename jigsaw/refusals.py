@@ -1,0 +1,61 @@
+"""What the closed table refuses by the kind of an argument, what becomes of a function that it refuses, and the line
+that a person can write instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jigsaw.cut import ShardingError
+from jigsaw.layout import Layout
+
+ArgumentKinds = tuple[tuple[int, str, bool], ...]
+
+
+def argument_kinds(handler: Callable[..., Any]) -> ArgumentKinds:
+    """What the annotations of a handler say of each argument (place, name): `Tile` (True), or something without one
+    (False); what may be either is left out.
+    """
+    found: list[tuple[int, str, bool]] = []
+    for place, (name, parameter) in enumerate(inspect.signature(handler).parameters.items()):
+        says = str(parameter.annotation)
+        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if not is_open and not any(word in says for word in ("Any", "Tile |", "Weight", "Values", "Mask")):
+            at = place if parameter.kind is not parameter.KEYWORD_ONLY else sys.maxsize
+            found.append((at, name, says == "Tile"))
+    return tuple(found)
+
+
+_answers: list[Callable[..., Any]] = []
+
+
+def answers_refusals(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `answer(refusal, function, args, kwargs)` have what the table refuses (jigsaw.ops.whole_tensor has the one):
+    it raises the refusal, or returns what the function gives.
+    """
+    _answers[:] = [answer]
+    return answer
+
+
+def answer_refusal(refusal: ShardingError, function: Any, args: Any, kwargs: Any) -> Any:
+    """What the function gives all the same; or the refusal is raised."""
+    return _answers[0](refusal, function, args, kwargs)
+
+
+def spec_without(layout: Layout, dims: Sequence[int]) -> tuple[str | tuple[str, ...] | None, ...]:
+    """The spec with the axes that cut `dims` moved to the longest other dim that nothing cuts, if there is one.
+
+    >>> from jigsaw.refusals import spec_without
+    >>> spec_without(jigsaw.Layout.of((4, 9, 7), (None, "lat", None), (("lat", 2),)), [1])
+    (None, None, 'lat')
+    """
+    axes = [layout.dim_axes(d) for d in range(layout.ndim)]
+    for d in dims:
+        free = [e for e in range(layout.ndim) if e not in dims and not axes[e] and layout.shape[e] > 1]
+        if axes[d] and free:
+            axes[max(free, key=lambda e: layout.shape[e])] = axes[d]
+        axes[d] = ()
+    return tuple(None if not names else names[0] if len(names) == 1 else tuple(names) for names in axes)

@@ -1,0 +1,228 @@
+"""Activations, adaptive pools, patches, sampling and statistics on tiles against the whole tensor."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.cut import ShardingError
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.testing.oracle import random_functional
+from jigsaw.tile import Tile
+from jigsaw.tile_making import shard
+
+SPACE = (None, None, "lat", "lon")
+MESHES = [{"lat": 1}, {"lat": 3}, {"lat": 2, "lon": 2}]
+
+
+def _loss(outputs):
+    return random_functional([y if y.is_floating_point() else y.to(torch.float64) for y in outputs.values()])
+
+
+def _unpooled(x, *args, **options):
+    y, places = F.max_pool2d(x, *args, return_indices=True, **options)
+    return F.max_unpool2d(y, places, *args, **options, output_size=x.shape[2:])
+
+
+FUNCTIONS = {
+    "softsign": F.softsign,
+    "tanhshrink": F.tanhshrink,
+    "softmin": lambda x: F.softmin(x, 2),
+    "threshold": lambda x: F.threshold(x, 0.1, 20.0),
+    "threshold_": lambda x: F.threshold_(x * 1, 0.1, 20.0),
+    "rrelu": F.rrelu,
+    "glu": lambda x: F.glu(x[:, :, :6], 2) * F.glu(x[:, :2], 1).mean((2, 3), keepdim=True),
+    "glu of columns": lambda x: F.glu(x, 3),
+    "aliases": lambda x: torch.subtract(torch.multiply(x, torch.absolute(x)), x.arctan()).negative_(),
+    "comparisons": lambda x: torch.not_equal(x, 0.0).double() * torch.greater(x, x * 0.5).byte() * x,
+    "special": lambda x: torch.special.erf(x) * torch.special.i1(x) + torch.special.softmax(x, 2),
+    "hardtanh and more": lambda x: F.hardtanh(x) * F.celu(x) * F.mish(x) * F.selu(x) * F.hardshrink(x),
+    "adaptive avg": lambda x: F.adaptive_avg_pool2d(x, (3, 4)),
+    "adaptive avg, more": lambda x: F.adaptive_avg_pool2d(x, (9, 1)),
+    "adaptive avg of one": lambda x: F.adaptive_avg_pool1d(x[0], 7),
+    "adaptive max": lambda x: F.adaptive_max_pool2d(x, (3, 4)),
+    "adaptive max of all": lambda x: F.adaptive_max_pool2d(F.relu(x - 1.5), 1),
+    "adaptive max along lon": lambda x: F.adaptive_max_pool2d(x.round(), (None, 7)),
+    "area": lambda x: F.interpolate(x, (5, 3), mode="area"),
+    "unfold": lambda x: F.unfold(x, 3, padding=1),
+    "unfold, strided": lambda x: F.unfold(x, (2, 3), stride=(2, 1), dilation=(1, 2)),
+    "fold": lambda x: F.fold(F.unfold(x, 3, padding=1, stride=2) * 2, (7, 10), 3, padding=1, stride=2),
+    "Tensor.unfold": lambda x: x.unfold(2, 3, 2).unfold(3, 2, 2),
+    "lp_pool": lambda x: F.lp_pool2d(x, 2, 2) + F.lp_pool2d(x.abs(), 3.0, 2, 2),
+    "unpool": lambda x: _unpooled(x, 2),
+    "unpool, overlapping": lambda x: _unpooled(x, 3, stride=2, padding=1),
+    "local_response_norm": lambda x: F.local_response_norm(x, 2) + F.local_response_norm(x.transpose(1, 2), 3).sum(),
+    "prelu": lambda x: F.prelu(x, torch.tensor([0.25, -0.5, 2.0], dtype=x.dtype)),
+    "one_hot": lambda x: F.one_hot((x.detach().sigmoid() * 4).long(), 4) * x[..., None],
+    "one_hot of all classes": lambda x: F.one_hot((x.detach().sigmoid() * 4).long()).sum(-1) * x,
+    "bucketize": lambda x: torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype)) * x,
+    "searchsorted": lambda x: torch.searchsorted(torch.linspace(-1, 1, 5, dtype=x.dtype), x, right=True) * x,
+    "isin": lambda x: torch.isin((x * 2).round(), torch.tensor([0.0, 2.0], dtype=x.dtype)) * x,
+    "new tiles": lambda x: (
+        (x.new_zeros(x.shape) + x.new_ones(3, 1, 10) * x + x.new_full((1,), 3.0)) * x.new_tensor(2.0)
+    ),
+    "grid_sample": lambda x: F.grid_sample(x, (x[:, :2] * 0.4).permute(0, 2, 3, 1), align_corners=False),
+    "grid_sample at plain places": lambda x: F.grid_sample(
+        x,
+        F.affine_grid(torch.eye(2, 3, dtype=x.dtype).expand(2, 2, 3) * 0.8, (2, 3, 5, 6), align_corners=True),
+        mode="bicubic",
+        padding_mode="border",
+        align_corners=True,
+    ),
+    "affine_grid": lambda x: F.affine_grid(x[:, :2, 0, :3], (2, 3, 4, 5), align_corners=False),
+    "pairwise_distance": lambda x: F.pairwise_distance(x, x.flip(1)),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x.square(), 2),
+}
+
+
+def _run(names, x):
+    found, failed = {}, []
+    for name in names:
+        try:
+            found[name] = FUNCTIONS[name](x)
+        except Exception as error:
+            failed.append(f"{name}: {error!r}")
+    assert not failed, "\n".join(failed)
+    return found
+
+
+def test_functions_are_answered_as_by_the_whole_tensor():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 7, 10)
+    assert_same_on_every_mesh(functools.partial(_run, list(FUNCTIONS)), x, MESHES, spec=SPACE, loss=_loss)
+
+
+class _Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.prelu = nn.PReLU(3)
+        self.norm = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
+        self.batch = nn.BatchNorm2d(3)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 3, 3, padding=1))
+        self.weighted = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1))
+        self.table = nn.Embedding(5, 3, padding_idx=1)
+
+    def __reduce__(self):  # parametrized modules are not pickled
+        return _remade, (self.state_dict(), self.training)
+
+    def forward(self, x):
+        y = self.weighted(self.spectral(self.prelu(self.norm(self.batch(x)))))
+        codes = (x.detach()[:, 0].sigmoid() * 5).long()
+        return y + self.table(codes).movedim(-1, 1)
+
+
+def _remade(state, training):
+    model = _Layers().double().train(training)
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_with_weights_and_statistics(training):
+    torch.manual_seed(0)
+    model = _Layers().train(training)
+    assert_same_on_every_mesh(model, torch.randn(2, 3, 7, 10), MESHES[1:], spec=SPACE)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(5), nn.InstanceNorm2d(5, track_running_stats=True)])
+def test_running_statistics_of_cut_channels_and_batches(norm):
+    torch.manual_seed(0)
+    assert_same_on_every_mesh(
+        norm.train(), torch.randn(3, 5, 4, 4), [{"lat": 2, "lon": 2}], spec=("lon", "lat", None, None)
+    )
+
+
+DRAWS = {
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 2, 9),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "uniform_": lambda x: torch.zeros_like(x).uniform_(-1, 2),
+    "normal_": lambda x: x.new_zeros(x.shape).normal_(1, 2),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "random_": lambda x: torch.empty_like(x).random_(3, 7),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "normal": lambda x: torch.normal(x, 0.1),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.4, True),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=2),
+    "hard gumbel_softmax": lambda x: F.gumbel_softmax(x, hard=True, dim=2),
+}
+
+
+def _drawn(**axes):
+    mesh = world_mesh(**axes)
+    torch.manual_seed(0)
+    tile = shard(torch.randn(2, 3, 7, 10, dtype=torch.float64), mesh, SPACE)
+    tile.local.requires_grad_()
+    torch.manual_seed(1)
+    found = {name: draw(tile) for name, draw in DRAWS.items()}
+    assert all(type(y) is Tile and y.layout == tile.layout for y in found.values())
+    sum(y.square().sum() for y in found.values() if y.requires_grad).backward()
+    return {name: y.detach().full_tensor() for name, y in {**found, "gradient": tile.grad}.items()}
+
+
+@on_ranks(1)
+def _drawn_alone():
+    return _drawn(lat=1)
+
+
+@on_ranks(4)
+def _drawn_in_parts():
+    return [_drawn(lat=4), _drawn(lat=2, lon=2)]
+
+
+def test_random_numbers_are_those_of_the_place_on_every_mesh():
+    (alone,) = _drawn_alone()
+    for by_mesh in _drawn_in_parts():
+        for found in by_mesh:
+            for name, y in found.items():
+                torch.testing.assert_close(y, alone[name], rtol=1e-12, atol=1e-12, msg=name)
+    one = torch.ones(2, 3, 10, dtype=torch.float64)
+    torch.testing.assert_close(alone["hard gumbel_softmax"].sum(2), one)
+    torch.testing.assert_close(alone["gumbel_softmax"].sum(2), one)
+    assert set(alone["randint_like"].unique().tolist()) == set(range(2, 9))
+    assert -1 <= alone["uniform_"].min() < 0 and 1 < alone["uniform_"].max() < 2
+    assert abs(alone["normal_"].mean() - 1) < 0.3 and abs(alone["normal_"].std() - 2) < 0.2
+    assert abs(alone["exponential_"].mean() - 0.5) < 0.1 and abs(alone["bernoulli_"].mean() - 0.3) < 0.08
+
+
+def test_random_numbers_of_an_empty_tile_are_none():
+    tile = shard(torch.rand(0, 3), jigsaw.init_mesh(lat=1), ("lat", None))
+    for draw in (torch.bernoulli, torch.rand_like, F.dropout):
+        assert draw(tile).shape == (0, 3)
+
+
+@on_ranks(2)
+def test_what_stays_refused():
+    mesh = world_mesh(lat=2)
+    tile = shard(torch.rand(2, 3, 6, 4), mesh, (None, None, "lat", None))
+    leaf = shard(torch.rand(6, 4), mesh, ("lat", None))
+    leaf.local.requires_grad_()
+    index = shard(torch.arange(6), mesh, ("lat",))
+    calls = (
+        (lambda: torch.bernoulli(tile, generator=torch.Generator()), ShardingError, "generator.*manual_seed"),
+        (lambda: F.embedding(index, torch.ones(6, 2), max_norm=1.0), ShardingError, "max_norm.*leave them out"),
+        (lambda: F.fractional_max_pool2d(tile, 2, output_size=2), ShardingError, "fractional.*random"),
+        (lambda: F.adaptive_max_pool2d(tile, 2, return_indices=True), ShardingError, "return_indices=True"),
+        (lambda: F.glu(tile, 1), RuntimeError, "must be even"),
+        (lambda: leaf.__setitem__(0, 1.0), RuntimeError, "leaf Variable"),
+        (lambda: leaf.detach().__setitem__(9, 1.0), IndexError, "out of range"),
+        (lambda: leaf.detach().__setitem__(0, torch.ones(3)), ShardingError, "do not broadcast"),
+        (lambda: tile[:, :, ::-1], ValueError, "greater than zero"),
+        (lambda: tile[:, :, [6]], IndexError, "out of range"),
+        (lambda: tile[torch.ones(2)], IndexError, "integers or bools"),
+        (lambda: tile.gather(2, torch.zeros(2, 3, 1, 5, dtype=torch.int64)), RuntimeError, "larger than the Tile"),
+    )
+    with comm.count() as counted:
+        for call, error, words in calls:
+            with pytest.raises(error, match=words):
+                call()
+    assert counted.calls == []

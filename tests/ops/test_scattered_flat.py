@@ -1,0 +1,29 @@
+"""Rows and elements at places of flattened dims, whose rows lie in several runs on a rank."""
+
+import torch
+
+from jigsaw.testing import assert_same_on_every_mesh
+
+SPACE = (None, "lat", "lon", None)
+ROWS = torch.tensor([0, 7, 7, 13, 39, 22])
+
+
+def places(x):
+    flat = x.reshape(-1, 3)
+    pairs = torch.stack([ROWS, ROWS.flip(0), (ROWS + 3) % 40], 1)
+    added = torch.zeros_like(flat).index_add_(0, ROWS, flat[ROWS] * 2)
+    written = flat.clone().index_copy_(0, ROWS[[0, 2, 3]], torch.ones(3, 3, dtype=x.dtype))
+    return [
+        added.reshape(x.shape),
+        written.index_fill(0, torch.tensor([-1, 4]), 5.0),
+        flat.gather(0, pairs),
+        flat.scatter_add(0, pairs, flat[ROWS] ** 2),
+        flat.scatter(0, pairs[:2], 3.0),
+        torch.special.expit(x) + torch.special.ndtr(x),
+    ]
+
+
+def test_places_of_flattened_dims_are_those_of_the_whole():
+    meshes = [{"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}]
+    assert_same_on_every_mesh(places, torch.randn(2, 5, 4, 3, dtype=torch.float64), meshes, spec=SPACE)
+    assert_same_on_every_mesh(places, torch.randn(4, 2, 5, 3, dtype=torch.float64), [{"lat": 4}], spec=SPACE)

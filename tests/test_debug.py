@@ -1,0 +1,160 @@
+"""``JIGSAW_DEBUG=1``: ranks that go different ways say so at the next message, with both places."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import jigsaw
+from jigsaw import ShardingError, comm, debug
+from jigsaw.testing import on_ranks, world_mesh
+
+SPEC = (None, None, "lat", None)
+
+
+@contextmanager
+def debugging():
+    with mock.patch.object(debug, "IS_DEBUGGING", True):
+        yield
+
+
+def tile_of(shape=(1, 2, 12, 6), seed=0, **axes):
+    torch.manual_seed(seed)
+    return jigsaw.shard(torch.randn(*shape), world_mesh(**axes), SPEC)
+
+
+class Branch(torch.nn.Module):
+    """Goes by the local values, as no module should."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x):
+        if dist.get_rank() == 1:
+            return x.mean(2)
+        return self.conv(x)
+
+
+@on_ranks(3)
+def test_a_branch_is_named_with_both_places():
+    x, model = tile_of(lat=3), Branch()
+    with debugging(), torch.no_grad(), pytest.raises(ShardingError, match="different things") as caught:
+        model(x)
+    said = str(caught.value)
+    assert "exchange" in said and "in conv2d" in said and "Branch > Conv2d" in said, said
+    assert "all_reduce" in said and "in mean" in said and "test_debug.py:" in said, said
+
+
+@on_ranks(2)
+def test_an_argument_by_rank_is_named():
+    x = tile_of((1, 2, 13, 6), lat=2)
+    with debugging(), pytest.raises(ShardingError, match=r"in interpolate.*test_debug\.py"):
+        F.interpolate(x, size=(8 + dist.get_rank(), 8), mode="bilinear")
+
+
+@on_ranks(2)
+def test_a_skipped_step_and_another_order():
+    x, y = tile_of(lat=2), tile_of(seed=1, lat=2)
+    with debugging(), pytest.raises(ShardingError, match=r"message \d+"):
+        if dist.get_rank():
+            x.sum(2)
+        y.amax(2)
+    calls = [lambda: x.sum(2), lambda: x.amax(2)]
+    with debugging(), pytest.raises(ShardingError, match="different things"):
+        for call in reversed(calls) if dist.get_rank() else calls:
+            call()
+
+
+def _where_a_rank_has_nothing():
+    """(what, function, shape, spec) of exchanges in which nothing moves, on three ranks."""
+    channels = (None, "lat", None)
+    return [
+        ("mean", lambda x: F.avg_pool1d(x, 2), (2, 4, 8), channels),
+        ("maximum", lambda x: F.max_pool1d(x, 2), (2, 4, 8), channels),
+        ("flip", torch.fliplr, (2, 5, 4), (None, None, "lat")),
+        ("channels", lambda x: F.local_response_norm(x, 2), (1, 4, 3), channels),
+        ("convolution", lambda x: F.conv1d(x, torch.ones(3, 4, 3)), (1, 4, 6), channels),
+        ("order", lambda x: x.quantile(0.5, dim=2), (2, 4, 3), channels),
+    ]
+
+
+@on_ranks(3)
+def test_ranks_that_have_nothing_say_what_the_others_say():
+    for what, function, shape, spec in _where_a_rank_has_nothing():
+        x = torch.randn(shape, requires_grad=True)
+        tile = jigsaw.shard(x.detach(), world_mesh(lat=3), spec, split={spec.index("lat"): (0, 2, 2, 4)})
+        tile.local.requires_grad_()
+        function(x).square().sum().backward()
+        with debugging():
+            y = function(tile)
+            y.square().sum().backward()
+        assert torch.allclose(y.full_tensor(), function(x), atol=1e-5), what
+        grad = jigsaw.Tile(tile.local.grad, tile.layout, tile.mesh).full_tensor()
+        assert torch.allclose(grad, x.grad, atol=1e-5), what
+
+
+@on_ranks(4)
+def test_training_is_as_it_was_and_nothing_else_is_counted():
+    def step(debugged):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(2, 4, 3, padding=1),
+            torch.nn.GroupNorm(2, 4),
+            torch.nn.Conv2d(4, 4, 3, stride=2, padding=1),
+            torch.nn.Upsample(size=(13, 6)),
+            torch.nn.Flatten(2),
+            torch.nn.Linear(78, 5),
+        ).double()
+        mesh = world_mesh(lat=2, lon=2)
+        with mock.patch.object(debug, "IS_DEBUGGING", debugged), comm.count() as counted:
+            jigsaw.parallelize(model, mesh)
+            x = jigsaw.shard(torch.randn(1, 2, 13, 6).double(), mesh, (None, None, "lat", "lon"))
+            loss = model(x).square().mean()
+            loss.backward()
+        return [loss.item(), *(p.grad for p in model.parameters())], counted.calls
+
+    (plain, calls), (debugged, same) = step(False), step(True)
+    torch.testing.assert_close(debugged, plain, rtol=0, atol=0)
+    assert [c for c in same if c.sent_bytes] == [c for c in calls if c.sent_bytes]
+
+
+@on_ranks(2)
+def test_parameters_that_drift_apart_are_found():
+    with debugging(), torch.no_grad(), mock.patch.dict(os.environ, {debug.EVERY_VARIABLE: "2"}):
+        model = jigsaw.parallelize(torch.nn.Conv2d(2, 2, 1), world_mesh(lat=2))
+        x = tile_of(lat=2)
+        model(x)
+        model.bias[1] += 1e-6 * dist.get_rank()
+        model(x)
+        with pytest.raises(ShardingError, match=r"parameter 'bias' differs between rank 0 and rank 1"):
+            model(x)
+
+
+SCRIPT = """
+import torch.distributed as dist, torch, jigsaw
+from jigsaw import debug
+mesh = jigsaw.init_mesh(lat=2)
+assert debug.IS_DEBUGGING
+x = jigsaw.shard(torch.ones(4), mesh, ("lat",))
+if dist.get_rank() == 0:
+    x = x.softmax(0)
+x.sum()
+"""
+
+
+@pytest.mark.slow
+def test_the_variable_turns_it_on(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    env = {**os.environ, "JIGSAW_DEBUG": "1"}
+    found = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert "the ranks do different things at message" in found.stderr, found.stderr
+    assert "in softmax" in found.stderr and "script.py:" in found.stderr

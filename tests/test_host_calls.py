@@ -1,0 +1,127 @@
+"""How many Python functions a torch function on tiles calls, which is what the host pays; and what is kept of it.
+
+Counts, not times: `benchmarks/host_time.py` has these.  A bound leaves room for a few calls more.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import jigsaw
+from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.tile_making import shard
+
+SPACE = (None, None, "lat", None)
+
+
+def _operands(mesh):
+    torch.manual_seed(0)
+    specs = {"x": SPACE, "y": SPACE, "z": SPACE, "tokens": (None, "lat", None), "heads": SPACE}
+    sizes = {"tokens": (1, 16, 4), "heads": (1, 2, 16, 4)}
+    tiles = {k: shard(torch.randn(sizes.get(k, (1, 4, 8, 8))), mesh, spec) for k, spec in specs.items()}
+    return tiles | {"labels": shard(torch.randint(4, (1, 8, 8)), mesh, (None, "lat", None))}
+
+
+W, W3, B, SCALE = torch.randn(4, 4), torch.randn(4, 4, 3, 3), torch.randn(4), torch.randn(4, 1, 1)
+
+# what is called, and how many Python functions it may call beyond those of the same call on plain tensors
+CALLS: dict[str, tuple[int, Callable[[dict[str, Any]], Any]]] = {
+    "x + y": (12, lambda t: t["x"] + t["y"]),
+    "x * scale": (27, lambda t: t["x"] * SCALE),
+    "z += y": (17, lambda t: t["z"].add_(t["y"])),
+    "gelu": (12, lambda t: F.gelu(t["x"])),
+    "mean": (15, lambda t: t["x"].mean(1)),
+    "slice": (27, lambda t: t["x"][:, :2]),
+    "flatten": (35, lambda t: t["x"].flatten(2)),
+    "cat": (27, lambda t: torch.cat([t["x"], t["y"]], 1)),
+    "stack": (36, lambda t: torch.stack([t["x"], t["y"]], 1)),
+    "linear": (30, lambda t: F.linear(t["tokens"], W, B)),
+    "layer_norm": (30, lambda t: F.layer_norm(t["tokens"], (4,), B, B)),
+    "conv2d 1x1": (33, lambda t: F.conv2d(t["x"], W[:, :, None, None], B)),
+}
+ALONE: dict[str, tuple[int, Callable[[dict[str, Any]], Any]]] = {
+    "conv2d 3x3": (33, lambda t: F.conv2d(t["x"], W3, B, padding=1)),
+    "attention": (45, lambda t: F.scaled_dot_product_attention(t["heads"], t["heads"], t["heads"])),
+    "einsum": (40, lambda t: torch.einsum("bchw,oc->bohw", t["x"], W)),
+    "mse_loss": (45, lambda t: F.mse_loss(t["x"], t["y"])),
+    "cross_entropy": (65, lambda t: F.cross_entropy(t["x"], t["labels"])),
+}
+
+
+def _calls_of(function: Callable[[], Any]) -> int:
+    """The Python functions that the third call of a function calls: what is planned once was planned."""
+    function()
+    function()
+    found = 0
+
+    def notice(frame, event, argument):
+        nonlocal found
+        found += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(notice)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def _too_many(mesh, cases):
+    tiles = _operands(mesh)
+    local = {k: tile.local for k, tile in tiles.items()}
+    found = {}
+    with torch.no_grad():
+        for name, (most, call) in cases.items():
+            added = _calls_of(lambda call=call: call(tiles)) - _calls_of(lambda call=call: call(local))
+            if added > most:
+                found[name] = f"{added} calls, at most {most}"
+    return found
+
+
+@on_ranks(1)
+def test_calls_on_one_rank():
+    assert not _too_many(world_mesh(lat=1), CALLS | ALONE)
+
+
+@on_ranks(2)
+def test_calls_of_what_sends_nothing_on_two_ranks():
+    assert not _too_many(world_mesh(lat=2), CALLS)
+
+
+@on_ranks(1)
+def test_what_is_kept_of_a_call_keeps_no_tensor():
+    tiles = _operands(world_mesh(lat=1))
+    for _, call in (CALLS | ALONE).values():
+        call(tiles)
+    left = [ref(tile.local) for tile in tiles.values()]
+    tiles.clear()
+    gc.collect()
+    assert [alive() for alive in left] == [None] * len(left)
+
+
+def _modules():
+    for found in pkgutil.walk_packages(jigsaw.__path__, "jigsaw."):
+        if not found.name.endswith("__main__"):
+            yield importlib.import_module(found.name)
+
+
+@pytest.mark.parametrize("room", ["jigsaw", "jigsaw.ops", "jigsaw.nn", "jigsaw.regrid"])
+def test_every_cache_is_bounded(room):
+    for module in _modules():
+        if module.__name__.rpartition(".")[0] != room:
+            continue
+        for name, value in vars(module).items():
+            if hasattr(value, "cache_parameters") and inspect.signature(value).parameters:
+                assert value.cache_parameters()["maxsize"] is not None, f"{module.__name__}.{name} grows for ever"

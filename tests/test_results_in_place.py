@@ -1,0 +1,66 @@
+"""Results of functions on tiles may be changed in place, as those of plain tensors may."""
+
+import torch
+import torch.nn.functional as F
+
+from jigsaw.testing import assert_same_on_every_mesh
+
+SPACE = (None, None, "lat", "lon")
+MESHES = [{"lat": 2}, {"lat": 3}]
+WEIGHT = torch.linspace(-1, 1, 81, dtype=torch.float64).view(3, 3, 3, 3)
+
+RESULTS = {
+    "sum": lambda x: x.sum(2),
+    "sum of all": lambda x: x.sum(),
+    "mean": lambda x: x.mean((2, 3), keepdim=True),
+    "var": lambda x: x.var(2),
+    "max": lambda x: x.max(2).values,
+    "cumsum": lambda x: x.cumsum(2),
+    "sort": lambda x: x.sort(2).values,
+    "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+    "l1_loss": lambda x: F.l1_loss(x, x.detach() * 2, reduction="none"),
+    "cross_entropy": lambda x: F.cross_entropy(x, (x[:, 0] > 0).long()),
+    "conv2d": lambda x: F.conv2d(x, WEIGHT, padding=1),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "group_norm": lambda x: F.group_norm(x, 3),
+    "layer_norm": lambda x: F.layer_norm(x, (7, 10)),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "circular": lambda x: F.pad(x, (1, 1, 1, 1), mode="circular"),
+    "reflect": lambda x: F.pad(x, (0, 0, 1, 1), mode="reflect"),
+    "roll": lambda x: x.roll(1, 2),
+    "flip": lambda x: x.flip(2),
+    "cat": lambda x: torch.cat([x, x], 2),
+    "pick": lambda x: x[:, :, [0, 5]],
+    "row": lambda x: x[:, :, 3] * 1,
+    "gather": lambda x: x.gather(2, torch.zeros(2, 3, 4, 10, dtype=torch.long)),
+    "flatten": lambda x: (x * 1).flatten(2),
+    "matmul": lambda x: x.flatten(2) @ x.flatten(2).mT,
+    "outer": lambda x: x.flatten(2).mT @ x.flatten(2),
+    "einsum": lambda x: torch.einsum("bchw,bdhw->bcd", x, x),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).mT] * 3),
+    "linear": lambda x: F.linear(x.movedim(1, -1), WEIGHT[0, 0]),
+    "linear over cut rows": lambda x: F.linear(x.movedim(2, -1), torch.ones(4, 7, dtype=x.dtype)),
+    "fft": lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=(7, 10)),
+    "unfold": lambda x: F.unfold(x, 3, padding=1),
+    "pixel": lambda x: F.pixel_shuffle(x.repeat(1, 4, 1, 1), 2),
+    "diff": lambda x: x.diff(dim=2),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "stack": lambda x: torch.stack([x, x]),
+    "reshape": lambda x: (x * 1).reshape(2, 3, 70),
+    "grid_sample": lambda x: F.grid_sample(x, torch.zeros(2, 4, 4, 2, dtype=x.dtype), align_corners=False),
+}
+
+
+def changed_in_place(x):
+    results = [make(x) for make in RESULTS.values()]
+    for y in results:
+        y += 1
+        y *= 2
+    return results
+
+
+def test_results_may_be_changed_in_place():
+    assert_same_on_every_mesh(changed_in_place, torch.randn(2, 3, 7, 10, dtype=torch.float64), MESHES, spec=SPACE)

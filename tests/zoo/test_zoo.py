@@ -1,0 +1,139 @@
+"""The zoo as tests: every published net, unmodified, is on tiles what it is in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from run import causes_table, final_verdict, mesh_name, models_page, run_one, run_zoo, short_cause
+from torch import Tensor, nn
+from zoo_net import ZooNet, image
+from zoo_table import KNOWN_REFUSALS, ZOO, installed_version
+from zoo_training import RankVerdict, right_norms
+
+FEW = ["by hand/UTransformer"]  # what `make test` runs
+
+
+def verdicts(key: str, meshes: list[str]) -> dict[str, dict]:
+    return run_zoo([ZOO[key]], meshes, {})[key]["meshes"]
+
+
+@pytest.mark.parametrize("key", FEW)
+def test_a_net_trains_on_tiles_as_in_one_process(key):
+    found = verdicts(key, ["2"])["2"]
+    assert found["verdict"] == "exact", found["cause"]
+    assert found["worst"] < 1e-9
+    assert sum(found["sent"].values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ZOO)
+def test_every_net_trains_on_every_mesh_as_in_one_process(key):
+    net = ZOO[key]
+    if installed_version(net) is None:
+        pytest.skip(f"{net.package} is not installed: make zoo")
+    found = verdicts(key, [mesh_name(m) for m in net.meshes])
+    mesh, last = list(found.items())[-1]
+    if last["verdict"] == "absent":
+        pytest.skip(f"{last['cause']}: make zoo")
+    if key in KNOWN_REFUSALS:
+        assert last["verdict"] == "refused", f"on {mesh}: {last['verdict']}; take it out of KNOWN_REFUSALS if exact"
+        assert KNOWN_REFUSALS[key] in (last["function"], last["cause"].split()[0].strip(":"))
+    else:
+        assert last["verdict"] == "exact", f"on {mesh}: {last['cause']} at {last['place']}\n{last['detail']}"
+
+
+def test_the_table_names_each_net_once_and_is_known():
+    assert len(ZOO) > 120
+    assert set(KNOWN_REFUSALS) <= set(ZOO)
+    for net in ZOO.values():
+        assert net.inputs
+        assert any(given.spec is not None for given in net.inputs)
+
+
+def test_the_oracle_of_batch_norm_is_right_at_batch_1():
+    """torch's own gradient is wrong where it comes back channels-last; the mended one is that of the formula."""
+    torch.manual_seed(0)
+    x, g = torch.randn(1, 3, 8, 6, dtype=torch.float64), torch.randn(1, 48, 3, dtype=torch.float64)
+
+    def gradient(norm) -> Tensor:
+        own = x.clone().requires_grad_()
+        norm(own).flatten(2).transpose(1, 2).backward(g)
+        return own.grad
+
+    def formula(own: Tensor) -> Tensor:
+        mean, var = own.mean((0, 2, 3), keepdim=True), own.var((0, 2, 3), unbiased=False, keepdim=True)
+        return (own - mean) / (var + 1e-5).sqrt()
+
+    want = gradient(formula)
+    with right_norms():
+        got = gradient(lambda own: F.batch_norm(own, None, None, training=True))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    assert F.batch_norm.__module__ == "torch.nn.functional"
+
+
+class RankAlone(nn.Module):
+    """Wrong on purpose on tiles: it adds what each rank has alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) + float(getattr(x, "local", x).detach().sum())
+
+
+class OwnError(RankAlone):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * {Tensor: 1.0}[type(x)]
+
+
+class Branching(RankAlone):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y if bool(y[0, 0, 0, 0] > y[0, 0, 1, 0]) or type(x) is Tensor else y if bool(x) else -y
+
+
+class OneSleeps(RankAlone):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            time.sleep(1000)
+        return self.conv(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "verdict", "cause"),
+    [
+        (RankAlone, "wrong", "off by"),
+        (OwnError, "untyped", "KeyError"),
+        (Branching, "refused", "ambiguous|bool|become"),
+        pytest.param(OneSleeps, "hang", "still running", marks=pytest.mark.slow),
+    ],
+)
+def test_the_runner_tells_how_a_net_ends(build, verdict, cause, tmp_path):
+    net = ZooNet("by test", "by hand", build, [image(1, 1, 8, 6)])
+    found = run_one(net, {"lat": 2}, {}, tmp_path / "net", seconds=5.0)
+    assert found.verdict == verdict, found
+    assert re.search(cause, found.cause)
+
+
+def test_causes_are_counted_without_their_numbers():
+    def row(verdict: str, cause: str) -> dict:
+        found = dataclasses.asdict(RankVerdict(verdict, cause, "cat", "net.py:3: x = cat(y)"))
+        return {"package": "p", "version": "1", "meshes": {"2": found}}
+
+    results = {"p/a": row("refused", "cat: [0, 3, 7] and (0, 4)"), "p/b": row("refused", "cat: [0, 9] and (1, 2)")}
+    results["p/c"] = row("exact", "")
+    told = causes_table(results)
+    assert "2 refused, 1 exact" in told
+    assert "**2** refused, `cat`: cat: (…) and (…)" in told
+    assert "net.py:3" in told
+    assert short_cause({"cause": "off by 3e-05"}) == "off by n"
+    page = models_page(results)
+    assert "| c | 2 | 0e+00 |" in page
+    assert "refused: `cat`" in page
+    assert final_verdict(results["p/c"])[1]["verdict"] == "exact"

@@ -1,0 +1,289 @@
+"""The two runs that are compared: a net trained in one process, and the same net on tiles on every rank."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from zoo_net import ZooNet
+from zoo_table import ZOO
+
+import jigsaw
+from jigsaw.testing import world_mesh
+
+STEPS = 3
+Record = dict[str, Tensor]
+
+
+# -- the oracle -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def right_norms() -> Iterator[None]:
+    """torch 2.13's batch and instance norm on CPU give wrong gradients at batch 1 when theirs comes back channels-last
+    (``norm(x).flatten(2).transpose(1, 2)``); with a contiguous one they are right.
+    """
+    kept = {name: getattr(F, name) for name in ("batch_norm", "instance_norm")}
+
+    def mended(norm: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            y = norm(*args, **kwargs)
+            if y.requires_grad:
+                y.register_hook(Tensor.contiguous)
+            return y
+
+        return call
+
+    for name, norm in kept.items():
+        setattr(F, name, mended(norm))
+    try:
+        yield
+    finally:
+        for name, norm in kept.items():
+            setattr(F, name, norm)
+
+
+def train_whole(net: ZooNet) -> Record:
+    """Three steps in this process, on whole tensors."""
+    with right_norms(), default_dtype(net.dtype), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs = net.draw_inputs()
+        for x, given in zip(inputs, net.inputs, strict=True):
+            x.requires_grad_(given.spec is not None and x.is_floating_point())
+        record, _ = _train(net, net.model(), inputs, net.draw_targets(), lambda i: inputs[i].grad)
+    return record
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What a net makes as it is built or run (positions, bases) is as wide as its weights."""
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kept)
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RankVerdict:
+    """What a rank has to say of a net: how it ended, and the first cause."""
+
+    verdict: str  # exact, refused, untyped, wrong
+    cause: str = ""
+    function: str = ""
+    place: str = ""
+    detail: str = ""
+    worst: float = 0.0
+    sent: dict[str, int] = field(default_factory=dict[str, int])
+    said: list[str] = field(default_factory=list[str])
+    seconds: float = 0.0
+
+
+def named_net(net: ZooNet | str) -> ZooNet:
+    """Nets reach the ranks by key: most are made by functions that do not pickle."""
+    return ZOO[net] if isinstance(net, str) else net
+
+
+def import_package(net: ZooNet | str) -> None:
+    """Import what a net needs, so that its own time is its own."""
+    named_net(net).model()
+
+
+def train_on_tiles(named: ZooNet | str, axes: dict[str, int], options: dict[str, Any], folder: str) -> RankVerdict:
+    """One rank's side; the verdict is also left in `folder`, in case another rank never answers."""
+    started = time.monotonic()
+    net = named_net(named)
+    with default_dtype(net.dtype), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = _compare_with_whole(net, axes, options, folder)
+        except Exception as error:
+            found = verdict_of_error(error)
+        found.said = sorted({str(w.message).split("\n")[0] for w in caught if "jigsaw" in w.filename + str(w.message)})
+    found.seconds = time.monotonic() - started
+    (Path(folder) / f"rank{torch.distributed.get_rank()}").write_text(json.dumps(found.__dict__))
+    return found
+
+
+def _compare_with_whole(net: ZooNet, axes: dict[str, int], options: dict[str, Any], folder: str) -> RankVerdict:
+    mesh = world_mesh(**axes)
+    expected: Record = torch.load(Path(folder) / "whole")
+    model = jigsaw.parallelize(net.model(), mesh, **options)
+    wholes = net.draw_inputs()
+    inputs: list[Any] = []
+    for x, given in zip(wholes, net.inputs, strict=True):
+        tile: Any = x if given.spec is None else jigsaw.shard(x, mesh, given.spec)
+        if given.spec is not None and x.is_floating_point():
+            tile.local.requires_grad_()
+        inputs.append(tile)
+    targets = [
+        y if given.spec is None else jigsaw.shard(y, mesh, given.spec)
+        for y, given in zip(net.draw_targets(), net.targets, strict=True)
+    ]
+
+    def input_gradient(i: int) -> Tensor | None:
+        spec = net.inputs[i].spec
+        if spec is None:  # what is passed whole (a time, a text) is not trained
+            return None
+        local = inputs[i].local
+        gradient = torch.zeros_like(local) if local.grad is None else local.grad
+        return jigsaw.from_local(gradient.contiguous(), mesh, spec, wholes[i].shape).full_tensor()
+
+    # a loss is called outside of the model
+    with jigsaw.strict_mode(options.get("strict", True)):
+        record, sent = _train(net, model, inputs, targets, input_gradient)
+    lines, worst = _differences(record, expected, net.rtol or (1e-9 if net.dtype == torch.float64 else 1e-3))
+    found = RankVerdict("wrong" if lines else "exact", detail="\n".join(lines), worst=worst, sent=sent)
+    if lines:
+        found.cause = f"{lines[0]} (and {len(lines) - 1} more tensors)"
+    return found
+
+
+def _train(
+    net: ZooNet, model: nn.Module, inputs: Sequence[Any], targets: Sequence[Any], input_gradient: Any
+) -> tuple[Record, dict[str, int]]:
+    """Three steps; what they give by name, and the bytes that the first one sends, by kind.
+
+    Adam for few weights in float64; else SGD, for Adam's first steps have the signs of gradients that are rounding.
+    """
+    record: Record = {}
+    few = sum(p.numel() for p in model.parameters()) < 500_000 and net.dtype == torch.float64
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.Adam(trained, lr=1e-3) if few else torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
+    )
+    sent: Counter[str] = Counter()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with ExitStack() as stack:
+            traffic = stack.enter_context(jigsaw.comm.count()) if step == 0 else None
+            output = model(*inputs) if net.call is None else net.call(model, *inputs)
+            leaves = list(_float_leaves(output))
+            loss = net.loss(output, *targets) if net.loss else sum_of_squares([leaf for _, leaf in leaves])
+            loss.backward()
+        record[f"loss {step}"] = loss.detach().clone()
+        if traffic is not None:
+            for call in traffic.calls:
+                sent[call.kind] += call.sent_bytes
+            for name, leaf in leaves:
+                record[name] = (leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf).detach().clone()
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    record[f"gradient of {name}"] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for i, given in enumerate(net.inputs):
+                gradient = None if given.spec is None or given.classes else input_gradient(i)
+                if gradient is not None:
+                    record[f"gradient of input {i}"] = gradient.detach().clone()
+        if not few:
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+    record |= {f"trained {name}": p.detach().clone() for name, p in model.named_parameters()}
+    record |= {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
+    return record, dict(sent)
+
+
+def sum_of_squares(leaves: Sequence[Any]) -> Any:
+    """The mean squared error of every tensor to a random target of its shape, added."""
+    total: Any = 0
+    for i, leaf in enumerate(leaves):
+        generator = torch.Generator().manual_seed(300 + i)
+        target = torch.randn(tuple(leaf.shape), generator=generator, dtype=leaf.dtype)
+        error = leaf - target
+        total = total + ((error * error.conj()).real if leaf.is_complex() else error * error).mean()
+    return total
+
+
+def _float_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
+    if isinstance(output, (Tensor, jigsaw.Tile)):
+        if (output.is_floating_point() or output.is_complex()) and output.requires_grad:
+            yield name, output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            yield from _float_leaves(value, f"{name}[{key!r}]")
+    elif isinstance(output, (list, tuple)):
+        for i, value in enumerate(output):
+            yield from _float_leaves(value, f"{name}[{i}]")
+
+
+def _differences(found: Record, expected: Record, rtol: float) -> tuple[list[str], float]:
+    """What differs, a line each, and the worst difference, relative to the greatest number of its tensor.
+
+    Gradients that are nothing but rounding (a bias before a norm) are compared with the greatest of all gradients,
+    and what was trained with the whole of itself: Adam takes the sign of such a gradient.
+    """
+    lines: list[str] = []
+    worst = 0.0
+    of_gradients = max((b.abs().max().item() for n, b in expected.items() if "gradient" in n and b.numel()), default=0)
+    lines += [f"{name}: is missing" for name in expected if name not in found]
+    for name, got in found.items():
+        want = expected.get(name)
+        if want is None:
+            lines.append(f"{name}: the run on whole tensors has none")
+        elif got.shape != want.shape or got.dtype != want.dtype:
+            lines.append(f"{name}: {got.dtype} {tuple(got.shape)} instead of {want.dtype} {tuple(want.shape)}")
+        elif got.numel():
+            wide = torch.complex128 if got.is_complex() else torch.float64
+            a, b = got.to(wide), want.to(wide)
+            error = (a - b).abs().nan_to_num(torch.inf).max().item()
+            scale = b.abs().max().item()
+            floor = of_gradients * 1e-3 if "gradient" in name else 1.0 if "trained" in name else 1e-3
+            relative = error / max(scale, floor, 1e-30)
+            worst = max(worst, relative)
+            # an optimizer's step magnifies rounding: g / (|g| + 1e-8)
+            if not relative <= (rtol if name.startswith(("output", "gradient", "loss 0")) else max(rtol, 1e-6)):
+                lines.append(f"{name}: off by {error:.3g} of {scale:.3g}")
+    return lines, worst
+
+
+# -- the first cause --------------------------------------------------------------------------------------------------
+
+
+def verdict_of_error(error: Exception) -> RankVerdict:
+    """Refused, when jigsaw raises a typed error; else untyped. With the function of torch, and the net's own line."""
+    function, place, last = "", "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        last = f"{file}:{line}"
+        if not function and frame.f_code.co_name in ("__torch_function__", "_call_handler"):
+            known = frame.f_locals.get("func", frame.f_locals.get("function"))
+            function = getattr(known, "__name__", str(known)) if known is not None else ""
+        if not any(part in file for part in ("/torch/", "/jigsaw/", "zoo_training", "zoo_net")) and not function:
+            place = f"{file.split('site-packages/')[-1]}:{line}: {linecache.getline(file, line).strip()}"
+    by_jigsaw = "/jigsaw/" in last and type(error).__name__ in (
+        "ShardingError",
+        "WaitError",
+        "TypeError",
+        "ValueError",
+        "IndexError",
+        "RuntimeError",
+    )
+    typed = isinstance(error, jigsaw.ShardingError) or (by_jigsaw and _raised_by_hand(error))
+    message = str(error).strip().split("\n")[0] or type(error).__name__
+    return RankVerdict(
+        "refused" if typed else "untyped",
+        cause=message if typed else f"{type(error).__name__}: {message}",
+        function=function,
+        place=place,
+        detail="".join(traceback.format_exception(error)[-12:]),
+    )
+
+
+def _raised_by_hand(error: Exception) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].line or "").lstrip().startswith("raise")
