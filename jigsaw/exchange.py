@@ -173,8 +173,8 @@ def _exchange_backward(
     kind: str,
     memory_format: torch.memory_format,
 ) -> Tensor:
-    """The gradient of what was exchanged, in the tensor's own `memory_format`, whatever that of `grad` is: torch's norms
-    are wrong about some.
+    """The gradient of what was exchanged, in the tensor's own `memory_format`, whatever that of `grad` is: torch's
+    norms are wrong about some.
     """
     debug.compare_calls(mesh, f"gradient of {kind}", plan.layouts)
     swap = _start_return(grad, plan, mesh, margins, kind)

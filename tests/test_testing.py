@@ -10,12 +10,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
 
 import pytest
 import scipy.stats
 import torch
 import torch.distributed as dist
 
+from jigsaw.mesh import init_mesh, mesh_patience
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 from jigsaw.testing.world import _live_world
 
@@ -155,6 +157,19 @@ def test_every_body_starts_with_the_same_global_states():
     first, second = _draws_from_global_states()
     assert first == second
     assert _draws_from_global_states()[0] == first
+
+
+@on_ranks(2)
+def _wait_before_and_after(minutes):
+    before = mesh_patience(world_mesh(lat=2))
+    init_mesh(device="cpu", lat=2, timeout=timedelta(minutes=minutes))
+    return before, mesh_patience(world_mesh(lat=2))
+
+
+def test_every_body_starts_with_the_same_time_out():
+    (before, after), _ = _wait_before_and_after(7)
+    assert (before, after) == (timedelta(hours=1), timedelta(minutes=7))
+    assert _wait_before_and_after(8)[0][0] == before
 
 
 def test_a_failing_rank_shows_its_own_traceback_first():

@@ -124,7 +124,9 @@ def _run_job(job: RankJob, rank: int) -> RankReport:
 
 
 def _same_start() -> None:
-    """Every rank starts every body alike, whatever ran before: one seed, float32, gradients on."""
+    """Every rank starts every body alike, whatever ran before: one seed, float32, gradients on, one time-out."""
+    world = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+    dist.distributed_c10d._set_pg_timeout(_GROUP_TIMEOUT, world)  # pyright: ignore[reportPrivateUsage]
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (scipy and others draw from the global state, which only this can seed)
     random.seed(0)
