@@ -197,6 +197,7 @@ def test_a_dying_rank_is_the_cause_whatever_its_neighbours_say(how, words):
 
 @pytest.mark.slow
 def test_a_hang_shows_every_ranks_stack():
+    _pid()  # the ranks import this file, which takes its time
     with pytest.raises(RankFailedError, match=r"still running after 4 s") as info:
         _hangs()
     assert "all_reduce" in str(info.value)

@@ -84,8 +84,13 @@ class RankReport:
     groups: int = 0
 
 
-def serve_jobs(connection: Connection, rank: int, size: int, folder: str) -> None:
-    """Join the world, then run what arrives on `connection`; the rank's whole life."""
+def serve_jobs(connection: Connection, rank: int, size: int, folder: str, environment: dict[str, str]) -> None:
+    """Join the world, then run what arrives on `connection`; the rank's whole life.
+
+    `environment` is the parent's at this moment: the process that this one was forked from may have an older one.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a world ends
     stacks = (Path(folder) / f"stack{rank}").open("w")

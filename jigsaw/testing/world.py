@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -81,12 +81,15 @@ class RankWorld:
         self.jobs = 0
         self._groups = 0
         self._folder = tempfile.mkdtemp(prefix="jigsaw-world-")
-        spawn = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and locks
-        pipes = [spawn.Pipe() for _ in range(size)]
+        start = _process_context()
+        pipes = [start.Pipe() for _ in range(size)]
         self._connections: list[Connection] = [ours for ours, _ in pipes]
-        self._processes: list[SpawnProcess] = [
-            spawn.Process(
-                target=rank_process.serve_jobs, args=(theirs, rank, size, self._folder), name=f"rank{rank}", daemon=True
+        self._processes: list[SpawnProcess | ForkServerProcess] = [
+            start.Process(
+                target=rank_process.serve_jobs,
+                args=(theirs, rank, size, self._folder, dict(os.environ)),
+                name=f"rank{rank}",
+                daemon=True,
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]
@@ -206,6 +209,18 @@ class RankWorld:
             time.sleep(0.05)
         time.sleep(0.1)  # a dump is several writes
         return {r: f.read_text() if f.exists() else "(no stack: it has not started)" for r, f in files.items()}
+
+
+def _process_context() -> ForkServerContext | SpawnContext:
+    """How ranks start: forked from a process that has imported torch and done nothing else, so in a tenth of a second.
+
+    A fork of this process would copy torch's threads and locks. Apple's libraries do not survive a fork at all.
+    """
+    if sys.platform == "darwin":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([rank_process.__name__])
+    return context
 
 
 def _live_world(size: int) -> RankWorld:
