@@ -114,7 +114,7 @@ def legendre_derivatives(
     """
     first, stop = orders
     out = np.zeros((2, stop - first, degrees, len(theta)), dtype)
-    l = np.arange(degrees, dtype=np.float64)
+    degree = np.arange(degrees, dtype=np.float64)
     for low in range(first, stop, _ORDERS_AT_ONCE):
         high = min(low + _ORDERS_AT_ONCE, stop)
         m = np.arange(low, high)[:, None]
@@ -126,10 +126,14 @@ def legendre_derivatives(
 
         part = out[:, low - first : high - first]
         part[0] = (
-            root((l + m) * (l - m + 1)) * below[:, :degrees] - root((l - m) * (l + m + 1)) * above[:, :degrees]
+            root((degree + m) * (degree - m + 1)) * below[:, :degrees]
+            - root((degree - m) * (degree + m + 1)) * above[:, :degrees]
         ) / 2
-        side = root((l - m + 1) * (l - m + 2)) * below[:, 1:] + root((l + m + 1) * (l + m + 2)) * above[:, 1:]
-        part[1] = root((2 * l + 1) / (2 * l + 3)) * side / 2
+        side = (
+            root((degree - m + 1) * (degree - m + 2)) * below[:, 1:]
+            + root((degree + m + 1) * (degree + m + 2)) * above[:, 1:]
+        )
+        part[1] = root((2 * degree + 1) / (2 * degree + 3)) * side / 2
     return _with_phase(out, first) if phase else out
 
 
@@ -144,22 +148,22 @@ def _some_orders(theta: Reals, degrees: int, orders: Interval) -> Reals:
     x, out, squares = np.cos(theta), np.zeros((len(m), degrees, len(theta))), (m[:, None] * 1.0) ** 2
     last, exponent = _sectoral_functions(np.sin(theta), m)
     before, counts = np.zeros_like(last), (exponent == 0) * 1.0
-    for l in range(degrees):
-        going = min(max(l - m[0], 0), len(m))  # orders below l; the next one begins here
+    for degree in range(degrees):
+        going = min(max(degree - m[0], 0), len(m))  # orders below l; the next one begins here
         if going:
             k = squares[:going]
-            a = np.sqrt((4.0 * l**2 - 1) / (l**2 - k))
-            b = a * np.sqrt(((l - 1.0) ** 2 - k) / (4.0 * (l - 1) ** 2 - 1))
+            a = np.sqrt((4.0 * degree**2 - 1) / (degree**2 - k))
+            b = a * np.sqrt(((degree - 1.0) ** 2 - k) / (4.0 * (degree - 1) ** 2 - 1))
             now = (a * x) * last[:going] - b * before[:going]
             before[:going], last[:going] = last[:going], now
-        if l % 16 == 0:  # they grow by far less than 1e150 in between
+        if degree % 16 == 0:  # they grow by far less than 1e150 in between
             risen = (np.abs(last) > 1) & (exponent < 0)
             last[risen] *= _TINY
             before[risen] *= _TINY
             exponent[risen] += 1
             counts = (exponent == 0) * 1.0
-        begun = min(max(l + 1 - m[0], 0), len(m))
-        np.multiply(last[:begun], counts[:begun], out=out[:begun, l])
+        begun = min(max(degree + 1 - m[0], 0), len(m))
+        np.multiply(last[:begun], counts[:begun], out=out[:begun, degree])
     return np.concatenate([-out[1:2], out]) if orders[0] < 0 else out
 
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jigsaw.cut import Cut, Interval, ShardingError
+from jigsaw.cut import Interval, ShardingError
 from jigsaw.exchange import exchange_rows
-from jigsaw.nn.stencil import DimStencil, StencilPlan, entry_per_dim, plan_stencil
+from jigsaw.nn.stencil import DimStencil, StencilPlan, entry_per_dim, is_cut_or_haloed, plan_stencil
 from jigsaw.ops.plain_operands import cut_whole_tensor
 from jigsaw.stencil_rules import DerivedCut, StencilWindow
 from jigsaw.tile import Tile
 
 
 class SpherePad(nn.Module):
-    """y = x with rows and columns around it: column j is column j mod nlon, and row -k beyond the north pole is row k - 1
-    (or k, where row 0 is the pole itself), turned: its column j is column j + nlon / 2.  So at the south pole.
+    """y = x with rows and columns around it: column j is column j mod nlon, and row -k beyond the north pole is row
+    k - 1 (or k, where row 0 is the pole itself), turned: its column j is column j + nlon / 2.  So at the south pole.
 
     `padding` is that of `torch.nn.CircularPad2d`: one number, or (left, right, top, bottom) of the last two dims,
     latitude and longitude, whichever way latitude runs.  `at_pole` says whether the first and last rows lie at the
@@ -76,14 +76,16 @@ class SpherePad(nn.Module):
         lat, lon = x.ndim - 2, x.ndim - 1
         along = (
             DimStencil(lat, StencilWindow(below=top, above=bottom), grow=(top, bottom), always=True),
-            DimStencil(lon, StencilWindow(below=left, above=right), wrap=True, grow=(left, right), always=True),
+            DimStencil(lon, StencilWindow(below=left, above=right), wrap=True, grow=(left, right)),
         )
         to = plan_stencil(x.layout, along, x.coordinate, "SpherePad")
         rows = exchange_rows(x.local, x.layout, to.target, x.mesh)
         if signs is not None:
             signs = cut_whole_tensor(signs, x)
-        ends = [_turned_rows(x, to, needs, signs) for needs in self._rows_beyond(x.layout.dim(lat)[0], to.derived[0][1])]
-        return Tile(torch.cat([ends[0], rows, ends[1]], lat), to.out, x.mesh)
+        ends = [_turned_rows(x, to, needs, signs) for needs in self._rows_beyond(x.shape[lat], to.derived[0][1])]
+        y = torch.cat([ends[0], rows, ends[1]], lat)
+        # where longitude is whole its columns of padding are at hand, also those of rows that came from others
+        return Tile(y if is_cut_or_haloed(x.layout, lon) else self._pad_columns(y), to.out, x.mesh)
 
     def _check(self, shape: tuple[int, ...]) -> None:
         left, right, top, bottom = self.padding
@@ -118,18 +120,24 @@ class SpherePad(nn.Module):
         return torch.tensor(values, dtype=x.dtype, device=x.device).view(shape)
 
     def _pad_plain(self, x: Tensor, signs: Tensor | None) -> Tensor:
-        left, right, top, bottom = self.padding
+        _, _, top, bottom = self.padding
         (first, last), (nlat, nlon) = map(int, self.at_pole), x.shape[-2:]
         ends = [x[..., first : first + top, :], x[..., nlat - last - bottom : nlat - last, :]]
         north, south = (rows.flip(-2).roll(nlon // 2, -1) for rows in ends)
         if signs is not None:
             north, south = north * signs, south * signs
-        columns = torch.arange(-left, nlon + right, device=x.device) % nlon
-        return torch.cat([north, x, south], -2).index_select(-1, columns)
+        return self._pad_columns(torch.cat([north, x, south], -2))
 
-    def _rows_beyond(self, cut: Cut, lat: DerivedCut) -> tuple[list[Interval], list[Interval]]:
+    def _pad_columns(self, x: Tensor) -> Tensor:
+        left, right, _, _ = self.padding
+        if not (left or right):
+            return x
+        nlon = x.shape[-1]
+        return x.index_select(-1, torch.arange(-left, nlon + right, device=x.device) % nlon)
+
+    def _rows_beyond(self, n: int, lat: DerivedCut) -> tuple[list[Interval], list[Interval]]:
         """The rows that show, turned, what each piece holds beyond the first pole, and beyond the last."""
-        n, top, (first, last) = cut.size, self.padding[2], map(int, self.at_pole)
+        top, (first, last) = self.padding[2], map(int, self.at_pole)
         held = [(start - top, stop - top) for start, stop in lat.out.held]
         north = [(first - min(stop, 0), first - start) if start < min(stop, 0) else (0, 0) for start, stop in held]
         south = [
@@ -141,10 +149,9 @@ class SpherePad(nn.Module):
 
 def _turned_rows(x: Tile, to: StencilPlan, needs: Sequence[Interval], signs: Tensor | None) -> Tensor:
     """This rank's rows beyond one pole, of the columns that it holds; no rows for most ranks."""
-    (_, _, _), (_, circle, _) = to.derived
     lat, lon = x.ndim - 2, x.ndim - 1
-    half = x.shape[lon] // 2
-    columns = [(start + half, stop + half) for start, stop in circle.needs]
+    needed = next((circle.needs for d, circle, _ in to.derived if d == lon), ((0, x.shape[lon]),))
+    columns = [(start + x.shape[lon] // 2, stop + x.shape[lon] // 2) for start, stop in needed]
     target = to.target.replace_dim(lat, x.layout.dim(lat)[0].holding(needs))
     target = target.replace_dim(lon, x.layout.dim(lon)[0].holding(columns))
     rows = exchange_rows(x.local, x.layout, target, x.mesh).flip(lat)

@@ -43,7 +43,7 @@ from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.matmul_grid import refine_cut
 from jigsaw.nn.legendre_tables import latitude_quadrature, legendre_derivatives, legendre_table
 from jigsaw.nn.sphere import stretched_cut
-from jigsaw.nn.stencil import single_cut
+from jigsaw.nn.stencil import empty_result, single_cut
 from jigsaw.tile import Tile
 
 _NAME = "a spherical harmonic transform"
@@ -203,9 +203,7 @@ class _SphereTransform(nn.Module):
 
     def _table(self, orders: Interval, like: Tensor) -> Tensor:
         dtype = torch.float32 if like.dtype in (torch.float32, torch.complex64) else torch.float64
-        key = TableKey(
-            self.grid, self.nlat, self.lmax, orders, self.csphase, self.of_vectors, dtype, like.device
-        )
+        key = TableKey(self.grid, self.nlat, self.lmax, orders, self.csphase, self.of_vectors, dtype, like.device)
         if key not in self._kept:
             table = _kept_tables.get(key)
             _kept_tables[key] = self._kept[key] = _make_table(key) if table is None else table
@@ -237,6 +235,8 @@ class _SphereTransform(nn.Module):
 
 def _legendre_product(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
     """Complex [..., lat, m] -> [..., l, m], or back, by a real table [m, l, lat]: one matrix for each order."""
+    if not x.numel():  # a rank without orders, or an empty batch
+        return empty_result((*x.shape[:-2], table.shape[2 if inverse else 1], x.shape[-1]), x)
     equation = "...lmr,mlk->...kmr" if inverse else "...kmr,mlk->...lmr"
     with torch.autocast(x.device.type, enabled=False):
         return torch.view_as_complex(torch.einsum(equation, torch.view_as_real(x.resolve_conj()), table).contiguous())
@@ -322,7 +322,7 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
         c = c if self.norm == "ortho" else c / self._constant("scale", c)
         modes = self._contract(c, self._table(orders, c))
         real = [m - orders[0] for m in (0, self.nlon / 2) if orders[0] <= m < orders[1]]
-        if real:  # what irfft takes for real numbers: the CPU's looks past the rest, a GPU's may not
+        if real and modes.numel():  # what irfft takes for real numbers: the CPU's looks past the rest, a GPU's may not
             keep = torch.ones(modes.shape[-1], 2, dtype=modes.real.dtype, device=modes.device)
             for m in real:
                 keep[int(m), 1] = 0
