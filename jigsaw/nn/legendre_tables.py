@@ -66,7 +66,7 @@ def _last_two_legendre(degree: int, x: Reals) -> tuple[Reals, Reals]:
 
 
 def _gauss_points(rows: int) -> tuple[Reals, Reals]:
-    theta = np.pi * (np.arange(1, rows + 1) - 0.25) / (rows + 0.5)
+    theta = np.linspace(0.75, rows - 0.25, rows) * np.pi / (rows + 0.5)
     slope = np.ones(rows)
     for _ in range(10):  # Newton's steps in the angle, which is exact where its cosine is nearly 1
         last, before = _last_two_legendre(rows, np.cos(theta))
