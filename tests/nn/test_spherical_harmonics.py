@@ -329,6 +329,7 @@ def test_spherical_convolution(operator_type):
     meshes = [{"lat": 3}, {"lat": 2, "lon": 2}, {"channel": 2, "lat": 2}]
     assert_same_on_every_mesh(layer, x, meshes[:2], spec=(None, None, "lat", "lon"))
     assert_same_on_every_mesh(layer, x, meshes[2:], spec=(None, "channel", "lat", None))
+    assert_same_on_every_mesh(layer, x, meshes[1:2], spec=(None, None, "lat", "lon"), build=jigsaw.parallelize)
 
 
 def test_spherical_convolution_refuses():
