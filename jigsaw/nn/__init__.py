@@ -28,6 +28,14 @@ from jigsaw.nn.heads import MultiheadAttention
 from jigsaw.nn.linear import Linear
 from jigsaw.nn.mixing import Mix
 from jigsaw.nn.norm import GroupNorm, LayerNorm, RMSNorm
+from jigsaw.nn.sphere_pad import SpherePad
+from jigsaw.nn.spherical_conv import SphericalConv
+from jigsaw.nn.spherical_harmonics import (
+    InverseSphericalHarmonicTransform,
+    InverseVectorSphericalHarmonicTransform,
+    SphericalHarmonicTransform,
+    VectorSphericalHarmonicTransform,
+)
 
 __all__ = [
     "AvgPool1d",
@@ -40,6 +48,8 @@ __all__ = [
     "ConvTranspose2d",
     "ConvTranspose3d",
     "GroupNorm",
+    "InverseSphericalHarmonicTransform",
+    "InverseVectorSphericalHarmonicTransform",
     "LayerNorm",
     "Linear",
     "MaxPool1d",
@@ -48,6 +58,10 @@ __all__ = [
     "Mix",
     "MultiheadAttention",
     "RMSNorm",
+    "SpherePad",
+    "SphericalConv",
+    "SphericalHarmonicTransform",
+    "VectorSphericalHarmonicTransform",
     "activation",
     "adaptive",
     "attention",

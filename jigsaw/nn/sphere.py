@@ -57,7 +57,7 @@ class SpherePlan:
     def source(self, layout: Layout, lat: int) -> Layout:
         """What an input of that layout is brought to: every rank holds the rows that it needs, and whole circles."""
         size = layout.shape[lat]
-        held = _stretched_cut(self.made, size).holding(self.needs)
+        held = stretched_cut(self.made, size).holding(self.needs)
         return layout.replace_dim(lat + 1, whole_dim(layout.shape[lat + 1])).replace_dim(lat, held)
 
 
@@ -68,12 +68,12 @@ def plan_sphere(layout: Layout, lat: int, bands: LatitudeBands, columns: int, na
     *Raises*: `ShardingError` for latitudes or longitudes that were flattened with other dims.
     """
     rows, circle = single_cut(layout, lat, name).bare(), single_cut(layout, lat + 1, name).bare()
-    made = _stretched_cut(refine_cut(rows, circle.axes, dict(layout.axes)), len(bands))
-    home = _stretched_cut(rows, len(bands)), _stretched_cut(circle, columns)
+    made = stretched_cut(refine_cut(rows, circle.axes, dict(layout.axes)), len(bands))
+    home = stretched_cut(rows, len(bands)), stretched_cut(circle, columns)
     return SpherePlan(made, tuple(_needed_rows(bands, made.owned(i)) for i in range(made.pieces)), home)
 
 
-def _stretched_cut(cut: Cut, size: int) -> Cut:
+def stretched_cut(cut: Cut, size: int) -> Cut:
     """The same cut of a dim that has another number of rows."""
     if cut.size == size:
         return cut
@@ -278,7 +278,7 @@ def _answer_attention(name: str) -> None:
             out = _operator(name)(k, v, q, weights, *psi, nh, nlon_in, made[1] - made[0], nlon_out)
         else:
             out = empty_result((*q.shape[:-1], vw.shape[-1]), q, k, v)
-        features = _stretched_cut(single_cut(qw.layout, 3, name), vw.shape[3])
+        features = stretched_cut(single_cut(qw.layout, 3, name), vw.shape[3])
         home = qw.layout.without_halo().replace_dim(3, features)  # queries lie on the grid of the result
         return Tile(out, there.replace_dim(3, whole_dim(vw.shape[3])), mesh).with_layout(home)
 
