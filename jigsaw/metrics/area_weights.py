@@ -25,7 +25,7 @@ def latitude_weights(latitudes: Any, dtype: torch.dtype | None = None) -> Tensor
     Raises: `GridError` for what is no latitude in degrees, north or south first.
 
     >>> jigsaw.metrics.latitude_weights([90, 45, 0, -45, -90]).flatten()
-    tensor([0.1903, 1.3253, 1.9134, 1.3253, 0.1903])
+    tensor([0.1903, 1.3530, 1.9134, 1.3530, 0.1903])
     """
     rows = latitude_rows(latitudes)
     areas = np.diff(np.sin(np.deg2rad(rows.edges)))

@@ -21,10 +21,10 @@ def crps(
     alpha: float = 1.0,
     skip_missing: bool = False,
 ) -> Any:
-    """The mean of the continuous ranked probability score along `dim` of the truth: `jigsaw.nn.crps_loss`, the fair one.
+    """The mean of the continuous ranked probability score along `dim` of the truth: the fair `jigsaw.nn.crps_loss`.
 
-    ``alpha=0`` is that of the ensemble as it is; `scores` calls them ``"fair"`` and ``"ecdf"``.  With `skip_missing` a place
-    that the truth or any member lacks is left out.
+    ``alpha=0`` is that of the ensemble as it is; the package scores calls them ``"fair"`` and ``"ecdf"``.  With
+    `skip_missing` a place that the truth or any member lacks is left out.
 
     *Shapes*: forecast ``[time, member, *space]`` or members along another `member_dim`, truth ``[time, *space]``.
     *Sends*: where P ranks cut the members, (P-1)/P of the forecast's bytes on a rank; then as `rmse`.

@@ -79,10 +79,11 @@ def acc(
     *,
     skip_missing: bool = False,
 ) -> Any:
-    """mean(f t) / sqrt(mean(f²) mean(t²)) along `dim`, where f and t are the anomalies: forecast and truth minus climatology.
+    """mean(f t) / sqrt(mean(f²) mean(t²)) along `dim` of the anomalies f and t: forecast, truth minus climatology.
 
-    The anomaly correlation of WeatherBench2, which does not subtract the anomalies' own means; it takes `dim` over space,
-    and averages over time afterwards.  With `skip_missing` a place that either lacks is left out of all three means.
+    The anomaly correlation of WeatherBench2, which does not subtract the anomalies' own means; it takes `dim` over
+    space, and averages over time afterwards.  With `skip_missing` a place that either lacks is left out of all three
+    means.
 
     *Shapes*: forecast and truth of one shape, to which climatology and weights broadcast.
     *Sends*: three all-reduces of the result, six with weights or `skip_missing`.

@@ -86,16 +86,16 @@ def focal_loss(
 ) -> Any:
     """y = -(1 - q)^gamma log q, where q is the probability given to what is true, then reduced.
 
-    The sigmoid focal loss (Lin et al., arXiv 1708.02002): `input` is logits, `target` 0 or 1 (or between) of each class;
-    with `alpha` what is true counts alpha times, what is not 1 - alpha.  `weight` of voxels or area broadcasts to the
-    input; ``"mean"`` is divided by its sum.  Missing values (NaN) make NaN.
+    The sigmoid focal loss (Lin et al., arXiv 1708.02002): `input` is logits, `target` 0 or 1 (or between) of each
+    class; with `alpha` what is true counts alpha times, what is not 1 - alpha.  `weight` of voxels or area broadcasts
+    to the input; ``"mean"`` is divided by its sum.  Missing values (NaN) make NaN.
 
     *Shapes*: input and target of one shape, any dim cut.
     *Sends*: the all-reduces of the mean; backward nothing.
     *Raises*: `ShardingError` for two shapes.
 
     >>> jigsaw.nn.focal_loss(torch.tensor([0.0, 4.0]), torch.tensor([1.0, 1.0]), reduction="none")
-    tensor([1.7329e-01, 5.8723e-06])
+    tensor([1.7329e-01, 5.8716e-06])
     """
     check_same_shape("focal_loss", input, target)
     logits = as_wide_floats(input)

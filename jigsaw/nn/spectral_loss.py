@@ -32,11 +32,12 @@ def spectral_loss(
     `quantity`: a is ``"amplitude"`` |F|, ``"power"`` |F|², or ``"log_power"`` log(|F|² + eps).  `dim` is longitude, or
     (-2, -1) for both dims of a plane.  Modes of a real field come in pairs; one of each is computed, and counted twice
     in the sum and the mean, which are those over the full spectrum.  `weight` (of latitudes, of modes) broadcasts to
-    the modes; the mean is divided by its sum.  Missing values (NaN) make NaN.
+    the modes that are computed; the mean is divided by its sum.  Missing values (NaN) make NaN.
 
     *Shapes*: real input and target of one shape, any dim cut; with ``reduction="none"`` the last of `dim` has
     n // 2 + 1 modes.
-    *Sends*: of input and target where `dim` is cut, what `torch.fft.rfftn` of a tile sends; the all-reduces of the mean.
+    *Sends*: of input and target where `dim` is cut, what `torch.fft.rfftn` of a tile sends; the all-reduces of the
+    mean.
     *Raises*: `ShardingError` for two shapes, `ValueError` for another quantity.
 
     >>> x = torch.tensor([0.0, 1.0, 0.0, -1.0])

@@ -106,7 +106,7 @@ def test_on_every_mesh():
 
 @on_ranks(2)
 def test_what_surfaces_send():
-    found, true, spacing = list(_cases())[0]
+    found, true, spacing = next(_cases())
     tiles = [shard(x.float(), world_mesh(z=2), ("z", None, None)) for x in (found, true)]
     with comm.count() as sent:
         metrics.hausdorff95(*tiles, spacing)
@@ -124,5 +124,7 @@ def test_what_is_refused():
     x = torch.ones(2, 3, 4)
     with pytest.raises(ShardingError, match=r"input \(2, 3, 4\) and target \(2, 3\) must have one shape"):
         metrics.hausdorff95(x, x[..., 0])
-    with pytest.raises(ShardingError, match=r"hausdorff95\(spacing=\(1, 1, 1, 1\)\): one to three numbers, one for each"):
+    with pytest.raises(
+        ShardingError, match=r"hausdorff95\(spacing=\(1, 1, 1, 1\)\): one to three numbers, one for each"
+    ):
         metrics.hausdorff95(x, x, (1, 1, 1, 1))

@@ -1,4 +1,4 @@
-"""How published nets condition a layer (adaLN, FiLM) and leave branches out (stochastic depth): plain torch, on tiles."""
+"""How published nets condition a layer (adaLN, FiLM) or leave a branch out (stochastic depth): plain torch, on tiles."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_conditional_norms_in_parallel(module):
 def test_stochastic_depth_leaves_out_the_same_samples_on_every_rank():
     torch.manual_seed(0)
     model, x = StochasticDepth().double(), torch.randn(8, 6, 7, 10, dtype=torch.float64)
-    branch = model.branch(x) * 2
+    branch, meshes = model.branch(x) * 2, []
     for axes in ({"lat": 4}, {"lat": 2, "lon": 2}, {"data": 2, "lon": 2}, {"data": 4}):
         torch.manual_seed(torch.distributed.get_rank())  # as in a job, where ranks differ
         tile = shard(x, world_mesh(**axes), ("data", None, "lat", "lon"))
@@ -84,3 +84,5 @@ def test_stochastic_depth_leaves_out_the_same_samples_on_every_rank():
         kept = (added.flatten(1).abs().sum(1) > 0).to(x.dtype)
         torch.testing.assert_close(added, branch * kept[:, None, None, None], rtol=1e-9, atol=1e-12)
         assert 0 < kept.sum() < 8
+        meshes.append(kept.tolist())
+    assert meshes == meshes[:1] * 4

@@ -105,7 +105,9 @@ def test_what_members_that_meet_send():
 
 
 def test_what_is_refused():
-    with pytest.raises(ShardingError, match=r"target \(2, 3\) must be the input's shape \(4, 2, 5\) without its members"):
+    with pytest.raises(
+        ShardingError, match=r"target \(2, 3\) must be the input's shape \(4, 2, 5\) without its members"
+    ):
         crps_loss(torch.ones(4, 2, 5), torch.ones(2, 3), 0)
     with pytest.raises(ShardingError, match=r"crps_loss\(alpha=0.95\): 1 member\(s\) have no spread to be fair about"):
         crps_loss(torch.ones(1, 2), torch.ones(2), 0)

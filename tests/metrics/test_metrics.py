@@ -1,4 +1,4 @@
-"""Metrics of fields and ensembles: the formulas of `scores` and WeatherBench2, alike on every mesh, missing values too."""
+"""Metrics of fields and ensembles: the formulas of WeatherBench2, alike on every mesh, missing values too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 
 from jigsaw import comm, metrics
 from jigsaw.cut import ShardingError
@@ -89,42 +88,6 @@ def test_latitude_weights_are_weatherbenchs():
     assert metrics.latitude_weights(LATS).dtype == torch.float32
     with pytest.raises(GridError, match="beyond a pole"):
         metrics.latitude_weights([100.0, 0.0])
-
-
-def _named(x, *names):
-    return xr.DataArray(x.numpy(), dims=names)
-
-
-@pytest.mark.parametrize("holes", [False, True])
-def test_fields_are_scored_as_by_scores(holes):
-    scores = pytest.importorskip("scores")
-    x, y = _fields()
-    y = _with_holes(y) if holes else y
-    truth = _named(y, "time", "lat", "lon")
-    weights = _named(AREA[:, 0], "lat")
-    for name, theirs in (
-        ("rmse", scores.continuous.rmse),
-        ("mae", scores.continuous.mae),
-        ("bias", scores.continuous.additive_bias),
-    ):
-        for dim, reduced in (((0, 1, 2), None), ((1, 2), ["lat", "lon"])):
-            expected = theirs(_named(x, "time", "lat", "lon"), truth, reduce_dims=reduced, weights=weights)
-            found = getattr(metrics, name)(x, y, dim=dim, weights=AREA, skip_missing=holes)
-            np.testing.assert_allclose(found, expected, rtol=1e-12, err_msg=name)
-
-
-@pytest.mark.parametrize("holes", [False, True])
-def test_ensembles_are_scored_as_by_scores(holes):
-    scores = pytest.importorskip("scores")
-    x, y = _fields(members=5)
-    y = _with_holes(y) if holes else y
-    names = (("time", "member", "lat", "lon"), ("time", "lat", "lon"))
-    for alpha, method in ((1.0, "fair"), (0.0, "ecdf")):
-        expected = scores.probability.crps_for_ensemble(
-            _named(x, *names[0]), _named(y, *names[1]), "member", method=method, preserve_dims="time"
-        )
-        found = metrics.crps(x, y, dim=(1, 2), alpha=alpha, skip_missing=holes)
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_the_formulas_of_weatherbench():
