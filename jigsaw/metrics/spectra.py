@@ -17,10 +17,10 @@ def spectrum(field: MetricValues, latitudes: Any = None, lat_dim: int = -2, lon_
     """S[0] = C |F[0]|², S[k] = 2 C |F[k]|² for k > 0: the zonal energy spectrum, by wavenumber and latitude.
 
     F is the Fourier transform along longitude divided by its n points, C the length of the circle of latitude in
-    metres, or 1 without `latitudes` (degrees).  The sum of S / C is the mean of squares along longitude, of an odd n:
-    it is WeatherBench2's `ZonalEnergySpectrum`, which counts the last mode of an even n twice, too.  Averages over time or
-    latitudes are the user's, e.g. ``spectrum(x, lats)[..., 30:60, :].mean((0, -2))``.  A missing value makes its circle
-    NaN.
+    metres, or 1 without `latitudes` (degrees).  It is WeatherBench2's `ZonalEnergySpectrum`: of an odd n the sum of
+    S / C is the mean of squares along longitude, of an even n the last mode counts twice, too.  Averages over time or
+    latitudes are the user's, e.g. ``spectrum(x, lats)[..., 30:60, :].mean((0, -2))``.  A missing value makes its
+    circle NaN.
 
     *Shapes*: any dims, [.., lat, lon] by default; the result has n // 2 + 1 wavenumbers in the place of `lon_dim`, and
     is cut as the field.

@@ -1,4 +1,4 @@
-"""How published nets condition a layer (adaLN, FiLM) or leave a branch out (stochastic depth): plain torch, on tiles."""
+"""How published nets condition a layer (adaLN, FiLM) or leave a branch out (stochastic depth): plain torch on tiles."""
 
 from __future__ import annotations
 
