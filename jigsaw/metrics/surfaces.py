@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +97,7 @@ def _surface_voxels(mask: MetricValues, space: int) -> SurfaceVoxels:
     if not isinstance(surface, Tile):
         places = surface.flatten().nonzero().flatten()
         return SurfaceVoxels(places, places, None)
-    own = cast(Tile, surface.owned())
+    own = surface.owned()
     places = torch.zeros((), dtype=torch.int64, device=own.local.device)
     for d, local in enumerate(own.local.nonzero(as_tuple=True)):
         places = places * own.shape[d] + rows_of_local(own.layout, own.coordinate, d, local.device)[local]

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from jigsaw.cut import ShardingError
 from jigsaw.nn.loss import LossValues, as_wide_floats, reduce_weighted
@@ -42,7 +41,7 @@ def crps_loss(
     depend on M; the fair one leaves one member free where all others are right, so a little less is trained with
     ("almost fair": Lang et al., AIFS-CRPS, arXiv 2412.15832).  `weight` (of area, of channels) broadcasts to the
     target; ``"mean"`` is divided by the sum of the weights.  Missing values (NaN) make NaN.  bfloat16 and float16 are
-    computed in float32.  It is differentiable once.
+    computed in float32.
 
     *Shapes*: input ``[batch, member, *rest]``, or members along another `member_dim`; target ``[batch, *rest]``; any
     dim may be cut.  With ``reduction="none"`` the result is the target's shape, cut finer by the axes of the members.
@@ -84,7 +83,6 @@ class _PairDistances(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,), dim = ctx.saved_tensors, ctx.dim
         signs = torch.zeros_like(x)

@@ -43,6 +43,13 @@ def test_the_score_is_that_of_all_pairs(alpha):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_the_gradient_has_a_gradient():
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.randn(3, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda x: crps_loss(x, y, 0), [x])
+    assert torch.autograd.gradcheck(lambda x: crps_loss(x, y, 0), [x])
+
+
 def test_without_fairness_the_score_is_the_integral_between_the_distributions():
     members, truth = np.array([0.3, 1.0, 2.5]), 1.4
     grid = np.linspace(-1, 4, 500_001)
