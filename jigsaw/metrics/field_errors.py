@@ -44,7 +44,7 @@ def mae(
     *,
     skip_missing: bool = False,
 ) -> Any:
-    """The mean of |forecast - truth| along `dim`; all else as in `rmse`.
+    """The mean of ``abs(forecast - truth)`` along `dim`; all else as in `rmse`.
 
     >>> jigsaw.metrics.mae(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
     tensor(1.5000)

@@ -14,7 +14,7 @@ from jigsaw.ops.reductions import ReducedDims
 def dice(
     prediction: MetricValues, truth: MetricValues, dim: ReducedDims = None, weights: MetricValues | None = None
 ) -> Any:
-    """2 |P and T| / (|P| + |T|) of two masks along `dim`, in float64; NaN where both are empty.
+    """``2 |P and T| / (|P| + |T|)`` of two masks along `dim`, in float64; NaN where both are empty.
 
     A mask is what is not zero; of label maps there is one for each class, ``dice(found == 2, truth == 2)``, or all by
     `one_hot`.  With `weights` voxels count for their weight.

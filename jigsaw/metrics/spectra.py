@@ -14,7 +14,7 @@ EARTH_RADIUS = 6_367_500.0
 
 
 def spectrum(field: MetricValues, latitudes: Any = None, lat_dim: int = -2, lon_dim: int = -1) -> Any:
-    """S[0] = C |F[0]|², S[k] = 2 C |F[k]|² for k > 0: the zonal energy spectrum, by wavenumber and latitude.
+    """``S[0] = C |F[0]|²``, ``S[k] = 2 C |F[k]|²`` for k > 0: the zonal energy spectrum, by wavenumber and latitude.
 
     F is the Fourier transform along longitude divided by its n points, C the length of the circle of latitude in
     metres, or 1 without `latitudes` (degrees).  It is WeatherBench2's `ZonalEnergySpectrum`: of an odd n the sum of

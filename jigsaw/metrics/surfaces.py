@@ -43,7 +43,7 @@ def hausdorff95(
     are empty, infinite where one is.
 
     *Shapes*: prediction and truth ``[*classes, *space]`` of one shape, any dim cut; `spacing` has a voxel's size along
-    each dim of space.  An ordinary tensor [*classes] in float64, on every rank.
+    each dim of space.  An ordinary tensor ``[*classes]`` in float64, on every rank.
     *Sends*: of each mask 16 bytes a surface voxel (as many as the rank with the most has) and 16 more to each other
     rank, and the rows beside the cuts in float32.
     *Raises*: `ShardingError` for two shapes, or a spacing of other than one to three dims of space.

@@ -35,13 +35,13 @@ def crps_loss(
     weight: LossValues | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """y = sum_j |x_j - t| / M - (1 - (1 - alpha) / M) sum_j<k |x_j - x_k| / (M (M - 1)) over M members, then reduced.
+    """``y = sum_j |x_j - t| / M - (1 - (1 - alpha) / M) sum_j<k |x_j - x_k| / (M (M - 1))``, then reduced.
 
-    `alpha` 0 is the CRPS of the ensemble as it is (biased by its size), 1 the fair one, whose expectation does not
-    depend on M; the fair one leaves one member free where all others are right, so a little less is trained with
-    ("almost fair": Lang et al., AIFS-CRPS, arXiv 2412.15832).  `weight` (of area, of channels) broadcasts to the
-    target; ``"mean"`` is divided by the sum of the weights.  Missing values (NaN) make NaN.  bfloat16 and float16 are
-    computed in float32.
+    The sums are over M members. `alpha` 0 is the CRPS of the ensemble as it is (biased by its size), 1 the fair one,
+    whose expectation does not depend on M; the fair one leaves one member free where all others are right, so a little
+    less is trained with ("almost fair": Lang et al., AIFS-CRPS, arXiv 2412.15832). `weight` (of area, of channels)
+    broadcasts to the target; ``"mean"`` is divided by the sum of the weights. Missing values (NaN) make NaN. bfloat16
+    and float16 are computed in float32.
 
     *Shapes*: input ``[batch, member, *rest]``, or members along another `member_dim`; target ``[batch, *rest]``; any
     dim may be cut.  With ``reduction="none"`` the result is the target's shape, cut finer by the axes of the members.
