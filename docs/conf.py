@@ -40,11 +40,11 @@ python_use_unqualified_type_names = True
 # The margin, in the order of reading. It is added to README.md here, so that README.md stays plain Markdown.
 PAGES = {
     "Guides": [
-        *(f"docs/{name}" for name in ("training", "local", "spheres", "sources", "statistics")),
+        *(f"docs/{name}" for name in ("training", "local", "spheres", "metrics", "sources", "statistics")),
         "examples/*/README",
         "examples/*/data/README",
     ],
-    "Reference": [f"docs/reference/{name}" for name in ("jigsaw", "nn", "ops", "io", "testing")],
+    "Reference": [f"docs/reference/{name}" for name in ("jigsaw", "nn", "metrics", "ops", "io", "testing")],
     "Measured": ["docs/benchmarks", "docs/reading"],
     "How it is built": ["docs/design", "docs/gradients", "docs/operators", "docs/models", "CONTRIBUTING", "CHANGELOG"],
 }

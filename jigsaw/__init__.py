@@ -17,7 +17,7 @@ from jigsaw.tile import Tile
 from jigsaw.tile_making import from_local, shard
 
 if TYPE_CHECKING:
-    from jigsaw import io, testing
+    from jigsaw import io, metrics, testing
     from jigsaw.checkpoint import CheckpointError, load, save
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 
@@ -36,6 +36,7 @@ __all__ = [
     "io",
     "load",
     "local",
+    "metrics",
     "nn",
     "no_sync",
     "ops",
@@ -49,6 +50,7 @@ __all__ = [
 # What loads more than torch (zarr, multiprocessing, FSDP) is loaded when it is first named.
 _LATER = {
     "io": "jigsaw.io",
+    "metrics": "jigsaw.metrics",
     "testing": "jigsaw.testing",
     "parallelize": "jigsaw.parallel",
     "no_sync": "jigsaw.parallel",

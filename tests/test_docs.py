@@ -18,12 +18,13 @@ import xarray as xr
 
 import jigsaw
 import jigsaw.io
+import jigsaw.metrics
 import jigsaw.nn
 import jigsaw.ops
 import jigsaw.testing
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = (jigsaw, jigsaw.nn, jigsaw.ops, jigsaw.io, jigsaw.testing)
+PACKAGES = (jigsaw, jigsaw.nn, jigsaw.metrics, jigsaw.ops, jigsaw.io, jigsaw.testing)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")])
 SOURCES = sorted((ROOT / "jigsaw").rglob("*.py"))
 PUBLIC = {f"{package.__name__}.{name}": getattr(package, name) for package in PACKAGES for name in package.__all__}

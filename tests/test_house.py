@@ -116,7 +116,7 @@ def test_a_name_that_is_not_there():
 
 def test_importing_jigsaw_reads_no_format_and_joins_no_group():
     heavy = ["zarr", "h5py", "netCDF4", "xarray", "dask", "matplotlib", "pytest", "sympy"]
-    heavy += ["jigsaw.io", "jigsaw.testing"]
+    heavy += ["jigsaw.io", "jigsaw.metrics", "jigsaw.testing"]
     code = (
         "import sys, jigsaw, torch.distributed as dist\n"
         f"print([m for m in {heavy!r} if m in sys.modules], dist.is_initialized())"
@@ -230,7 +230,7 @@ def _imported_names():
 
 
 def _public_names():
-    for package in ("", "io", "nn", "ops", "testing"):
+    for package in ("", "io", "metrics", "nn", "ops", "testing"):
         yield from _imported_names_of(ROOT / "jigsaw" / package / "__init__.py")
 
 

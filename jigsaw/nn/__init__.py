@@ -24,10 +24,13 @@ from jigsaw.nn import (
     sphere,
 )
 from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from jigsaw.nn.ensemble_loss import crps_loss
 from jigsaw.nn.heads import MultiheadAttention
 from jigsaw.nn.linear import Linear
 from jigsaw.nn.mixing import Mix
 from jigsaw.nn.norm import GroupNorm, LayerNorm, RMSNorm
+from jigsaw.nn.overlap_loss import dice_loss, focal_loss, tversky_loss
+from jigsaw.nn.spectral_loss import spectral_loss
 from jigsaw.nn.sphere_pad import SpherePad
 from jigsaw.nn.spherical_conv import SphericalConv
 from jigsaw.nn.spherical_harmonics import (
@@ -66,7 +69,10 @@ __all__ = [
     "adaptive",
     "attention",
     "conv",
+    "crps_loss",
+    "dice_loss",
     "dropout",
+    "focal_loss",
     "interpolate",
     "linear",
     "loss",
@@ -79,5 +85,7 @@ __all__ = [
     "product",
     "recurrent",
     "sampling",
+    "spectral_loss",
     "sphere",
+    "tversky_loss",
 ]

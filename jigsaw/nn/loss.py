@@ -22,7 +22,7 @@ from jigsaw.ops.along import log_softmax
 from jigsaw.ops.meeting import bring_together
 from jigsaw.ops.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles
-from jigsaw.ops.reductions import reduce_mean, reduce_sum
+from jigsaw.ops.reductions import ReducedDims, reduce_mean, reduce_sum
 from jigsaw.tile import Tile, implements_torch, leave_tile
 
 # A Tile or a plain whole Tensor: torch's stubs know only the latter, so this stays open.
@@ -40,11 +40,11 @@ def reduce_losses(values: Any, reduction: str) -> Any:
     raise ValueError(f"{reduction!r} is not a valid value for reduction: use 'none', 'mean' or 'sum'")
 
 
-def weighted_mean(values: Any, weight: LossValues) -> Tensor:
-    """sum(weight * values) / sum(weight), both over all elements of `values`: the area or voxel mean.
+def weighted_mean(values: Any, weight: LossValues, dim: ReducedDims = None) -> Any:
+    """sum(weight * values) / sum(weight), both over all elements of `values` or along `dim`: the area or voxel mean.
 
     *Shapes*: `weight` broadcasts to `values`, e.g. cos(latitude) as [lat, 1].
-    *Sends*: two all-reduces of one number; backward nothing.
+    *Sends*: two all-reduces of the result, of one number each without `dim`; backward nothing.
 
     >>> lat = torch.linspace(90, -90, 9)
     >>> error = jigsaw.shard(lat.abs()[:, None].expand(9, 16), jigsaw.init_mesh(lat=1), ("lat", None))
@@ -53,10 +53,23 @@ def weighted_mean(values: Any, weight: LossValues) -> Tensor:
     (50.0, 31.205)
     """
     spread = torch.ones_like(values) * weight
-    return (values * weight).sum() / spread.sum()
+    return (values * weight).sum(dim) / spread.sum(dim)
 
 
-def _check_same_shape(name: str, input: LossValues, target: LossValues) -> None:
+def reduce_weighted(values: Any, weight: LossValues | None, reduction: str) -> Any:
+    """Elementwise losses times their weights, as torch reduces them; the mean is divided by the sum of the weights."""
+    if weight is None:
+        return reduce_losses(values, reduction)
+    return weighted_mean(values, weight) if reduction == "mean" else reduce_losses(values * weight, reduction)
+
+
+def as_wide_floats(values: Any) -> Any:
+    """Narrow floats in float32: sums of many elements have no room in float16, and no digits in bfloat16."""
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+
+
+def check_same_shape(name: str, input: LossValues, target: LossValues) -> None:
+    """Raise where torch would broadcast one to the other."""
     if tuple(input.shape) != tuple(target.shape):
         raise ShardingError(
             f"{name}: input {tuple(input.shape)} and target {tuple(target.shape)} must have one shape; broadcast one "
@@ -86,7 +99,7 @@ def _answer_elementwise_loss(
         options = dict(zip(names, args, strict=False)) | kwargs if args else kwargs
         _refuse_old_arguments(function.__name__, options.pop("size_average", None), options.pop("reduce", None))
         reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
-        _check_same_shape(function.__name__, input, target)
+        check_same_shape(function.__name__, input, target)
         values = difference(input, target, **options)
         if weight is None:
             return reduced(values, reduction)
@@ -155,7 +168,7 @@ def binary_cross_entropy_with_logits(
 ) -> Any:
     """y = (1 - t) x - log sigmoid x, with `pos_weight` for the positive class, then reduced."""
     _refuse_old_arguments("binary_cross_entropy_with_logits", size_average, reduce)
-    _check_same_shape("binary_cross_entropy_with_logits", input, target)
+    check_same_shape("binary_cross_entropy_with_logits", input, target)
     input, target = _widened_input(input), _widened_input(target)
     log_weight: Any = 1.0 if pos_weight is None else 1 + (pos_weight - 1) * target
     losses = (1 - target) * input - log_weight * F.logsigmoid(input)
@@ -327,7 +340,7 @@ def _poisson_nll_loss(
 ) -> Any:
     """y = exp x - t x of logarithms, or x - t log x, then reduced; `full` adds Stirling's log t! where t > 1."""
     _refuse_old_arguments("poisson_nll_loss", size_average, reduce)
-    _check_same_shape("poisson_nll_loss", input, target)
+    check_same_shape("poisson_nll_loss", input, target)
     losses = torch.exp(input) - target * input if log_input else input - target * torch.log(input + eps)
     if full:
         factorial = target * torch.log(target) - target + 0.5 * torch.log(2 * torch.pi * target)

@@ -1,0 +1,160 @@
+"""Metrics of fields and ensembles: the formulas of WeatherBench2, alike on every mesh, missing values too."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from jigsaw import comm, metrics
+from jigsaw.cut import ShardingError
+from jigsaw.errors import GridError
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.tile_making import shard
+
+MESHES = [{"lat": 1}, {"lat": 3}, {"ensemble": 4}, {"ensemble": 2, "lat": 2}, {"lat": 2, "lon": 2}]
+LATS = np.linspace(90, -90, 7)
+AREA = metrics.latitude_weights(LATS, dtype=torch.float64)
+FIELD, MEMBERS = (None, "lat", "lon"), (None, "ensemble", "lat", "lon")
+
+
+def _fields(members=None):
+    torch.manual_seed(0)
+    shape = (3, 7, 10) if members is None else (3, members, 7, 10)
+    return torch.randn(shape, dtype=torch.float64), torch.randn(3, 7, 10, dtype=torch.float64)
+
+
+def _with_holes(x):
+    """Every fifth value is missing, and the first step throughout."""
+    holes = torch.arange(x.numel()).reshape(x.shape) % 5 == 0
+    holes[0] = True
+    return x.masked_fill(holes, torch.nan)
+
+
+def _metric(name, x, y, dim=None, holes=False, **options):
+    if holes:
+        y = _with_holes(torch.zeros(3, 7, 10, dtype=torch.float64)) + y
+        options["skip_missing"] = True
+    more = {"acc": [0.1 * AREA]}.get(name, [])
+    if name == "spread":
+        return metrics.spread(x, dim=dim, weights=AREA)
+    found = getattr(metrics, name)(x, y, *more, dim=dim, weights=AREA, **options)
+    return found.nan_to_num(7.0) if holes else found
+
+
+@pytest.mark.parametrize("name", ["rmse", "mae", "bias", "acc"])
+def test_fields_on_every_mesh(name):
+    x, y = _fields()
+    meshes = [mesh for mesh in MESHES if "ensemble" not in mesh]
+    for options in ({}, {"dim": (-2, -1), "holes": True}):
+        case = functools.partial(_metric, name, **options)
+        assert_same_on_every_mesh(case, [x, y], meshes, spec=[FIELD, FIELD])
+
+
+@pytest.mark.parametrize("name", ["crps", "spread", "spread_skill"])
+def test_ensembles_on_every_mesh(name):
+    x, y = _fields(members=5)
+    for options in ({}, {"dim": (-2, -1), "holes": True}, {"dim": 0}):
+        case = functools.partial(_metric, name, **options)
+        assert_same_on_every_mesh(case, [x, y], MESHES, spec=[MEMBERS, FIELD])
+
+
+def _spectrum(x, by_latitude):
+    return metrics.spectrum(x, LATS) if by_latitude else metrics.spectrum(x.movedim(-1, 0), lon_dim=0)
+
+
+@pytest.mark.parametrize("by_latitude", [True, False])
+def test_spectra_on_every_mesh(by_latitude):
+    meshes = [mesh for mesh in MESHES if "ensemble" not in mesh]
+    case = functools.partial(_spectrum, by_latitude=by_latitude)
+    assert_same_on_every_mesh(case, [_fields()[0]], meshes, spec=[FIELD], atol=1e-8)
+
+
+# -- oracles ----------------------------------------------------------------------------------------------------------
+
+
+def test_latitude_weights_are_weatherbenchs():
+    for lats in (LATS, LATS[::-1], np.linspace(-87.1875, 87.1875, 32)):
+        radians = np.deg2rad(np.sort(lats))
+        bounds = np.concatenate([[-np.pi / 2], (radians[:-1] + radians[1:]) / 2, [np.pi / 2]])
+        areas = np.diff(np.sin(bounds))
+        expected = (areas / areas.mean())[:: 1 if lats[0] < lats[-1] else -1]
+        np.testing.assert_allclose(metrics.latitude_weights(lats, torch.float64)[:, 0], expected, rtol=1e-12)
+    region = metrics.latitude_weights([50.0, 40.0], torch.float64)[:, 0]  # cells from 35 to 45 and 55, not to the poles
+    expected = np.diff(np.sin(np.deg2rad([35, 45, 55])))[::-1]
+    np.testing.assert_allclose(region / region.sum(), expected / expected.sum(), rtol=1e-12)
+    assert metrics.latitude_weights(LATS).dtype == torch.float32
+    with pytest.raises(GridError, match="beyond a pole"):
+        metrics.latitude_weights([100.0, 0.0])
+
+
+def test_the_formulas_of_weatherbench():
+    x, y = _fields()
+    climatology, w = np.linspace(-0.5, 0.5, 10), (AREA / AREA.mean()).numpy()
+    f, t = x.numpy() - climatology, y.numpy() - climatology
+    expected = (f * t * w).mean((1, 2)) / np.sqrt((f**2 * w).mean((1, 2)) * (t**2 * w).mean((1, 2)))
+    found = metrics.acc(x, y, torch.tensor(climatology), dim=(1, 2), weights=AREA)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    missing = y.clone()
+    missing[:, :, 3] = torch.nan  # as if that column were not there
+    kept = [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    found = metrics.acc(x, missing, torch.tensor(climatology), weights=AREA, skip_missing=True)
+    expected = metrics.acc(x[..., kept], y[..., kept], torch.tensor(climatology[kept]), weights=AREA)
+    torch.testing.assert_close(found, expected)
+
+    ensemble, y = _fields(members=5)
+    spread = np.sqrt((ensemble.numpy().var(1, ddof=1) * w).mean())
+    error = np.sqrt(((ensemble.numpy().mean(1) - y.numpy()) ** 2 * w).mean())
+    assert metrics.spread(ensemble, weights=AREA).item() == pytest.approx(spread, rel=1e-12)
+    found = metrics.spread_skill(ensemble, y, weights=AREA)
+    assert found.item() == pytest.approx(np.sqrt(6 / 5) * spread / error, rel=1e-12)
+
+
+def test_an_ensemble_from_which_the_truth_is_drawn_has_the_spread_of_its_error():
+    torch.manual_seed(0)
+    drawn = torch.randn(40_000, 4, dtype=torch.float64)
+    assert metrics.spread_skill(drawn[:, :3], drawn[:, 3]).item() == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("columns", [9, 10])
+def test_spectra_are_weatherbenchs(columns):
+    x = _fields()[0][..., :columns]
+    modes = np.fft.rfft(x.numpy(), norm="forward")
+    twins = np.array([1] + [2] * (modes.shape[-1] - 1))
+    circles = 2 * np.pi * 1000 * (6357 + 6378) / 2 * np.cos(np.deg2rad(LATS))
+    expected = np.abs(modes) ** 2 * twins * circles[:, None]
+    np.testing.assert_allclose(metrics.spectrum(x, LATS), expected, rtol=1e-10, atol=1e-8)
+    if columns % 2:  # Parseval's relation
+        torch.testing.assert_close(metrics.spectrum(x).sum(-1), x.square().mean(-1))
+
+
+def test_missing_values_make_nan_unless_they_are_skipped():
+    x, y = torch.tensor([1.0, torch.nan, 3.0]), torch.tensor([0.0, 0.0, 1.0])
+    assert metrics.rmse(x, y).isnan()
+    assert metrics.mae(x, y, skip_missing=True) == 1.5
+    assert metrics.mae(x, y, weights=torch.tensor([1.0, 5.0, 3.0]), skip_missing=True) == 7 / 4
+    assert metrics.mae(x[1:2], y[1:2], skip_missing=True).isnan()
+
+
+@on_ranks(4)
+def test_what_metrics_send():
+    mesh = world_mesh(lat=4)
+    x = shard(torch.randn(3, 8, 10), mesh, (None, "lat", None))
+    for weights, calls in ((None, 1), (AREA.new_ones(8, 1), 2)):
+        with comm.count() as sent:
+            metrics.rmse(x, x + 1, dim=(1, 2), weights=weights)
+        assert [c.kind for c in sent.calls] == ["all_reduce"] * calls
+        assert sent.sent_bytes < 200
+
+
+def test_what_is_refused():
+    x = torch.ones(2, 4)
+    for metric in (metrics.rmse, metrics.mae, metrics.bias, functools.partial(metrics.acc, climatology=0)):
+        with pytest.raises(ShardingError, match=r"input \(2, 4\) and target \(1, 4\) must have one shape"):
+            metric(x, x[:1])
+    with pytest.raises(ShardingError, match=r"crps\(alpha=1\): 1 member\(s\)"):
+        metrics.crps(x[:, :1], x[:, 0])
+    with pytest.raises(ValueError, match=r"spectrum\(latitudes=\(3,\)\): dim -2 has 2 rows"):
+        metrics.spectrum(x, [1, 2, 3])
