@@ -23,6 +23,8 @@ from jigsaw.nn import (
     sampling,
     sphere,
 )
+from jigsaw.nn.attention import explain_attention
+from jigsaw.nn.attention_ways import attention_way
 from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from jigsaw.nn.heads import MultiheadAttention
 from jigsaw.nn.linear import Linear
@@ -51,8 +53,10 @@ __all__ = [
     "activation",
     "adaptive",
     "attention",
+    "attention_way",
     "conv",
     "dropout",
+    "explain_attention",
     "interpolate",
     "linear",
     "loss",
