@@ -291,8 +291,8 @@ def _check_head_counts(query: Any, key: Any, value: Any) -> int:
     of_query, *of_others = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
     if of_others[0] != of_others[1] or not of_others[0] or of_query % of_others[0]:
         raise RuntimeError(
-            f"{ATTENTION_NAME}(enable_gqa=True): {of_query} heads of queries, {of_others[0]} of keys and {of_others[1]} of "
-            "values; keys and values need as many, a divisor of the queries'"
+            f"{ATTENTION_NAME}(enable_gqa=True): {of_query} heads of queries, {of_others[0]} of keys and "
+            f"{of_others[1]} of values; keys and values need as many, a divisor of the queries'"
         )
     return of_query // of_others[0]
 

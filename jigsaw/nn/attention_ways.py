@@ -1,14 +1,14 @@
 """Three ways of attention over cut tokens: what each sends and holds, and the rule that takes one.
 
 P ranks cut the tokens of queries and keys.  *gathered*: each gets all keys and values, one message from each of the
-others.  *ring*: keys and values go around the ranks block by block (`jigsaw.nn.ring_attention`).  *heads*: queries, keys
-and values are exchanged so that each rank has all tokens of its share of the heads, and y goes back (Jacobs et al.,
-"DeepSpeed Ulysses", arXiv 2309.14509).
+others.  *ring*: keys and values go around the ranks block by block (`jigsaw.nn.ring_attention`).  *heads*: queries,
+keys and values are exchanged so that each rank has all tokens of its share of the heads, and y goes back (Jacobs et
+al., "DeepSpeed Ulysses", arXiv 2309.14509).
 
 Four ranks, 1000 tokens of 8 heads of 64 features in bfloat16, 2 kB a token in k and v together.  Gathered, each rank
 sends its 250 tokens to three others, 1.5 MB, and holds 2 MB.  Around the ring it sends as much, in three steps, and
-holds three blocks, 1.5 MB.  By heads it sends 3/4 of its 250 tokens of q, k, v and y, 0.75 MB, and holds all tokens of
-two heads, 0.5 MB.
+holds three blocks, 1.5 MB.  By heads it sends 3/4 of its 250 tokens of q, k, v and y, 0.75 MB, and holds these and all
+tokens of two heads, 1 MB.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class AttentionChoice:
 
     def __str__(self) -> str:
         lines = [
-            f"{way}: {cost.forward:,} bytes sent forward, {cost.backward:,} backward, by all ranks that cut the tokens; "
-            f"{cost.held:,} bytes of keys and values on a rank"
+            f"{way}: {cost.forward:,} bytes sent forward, {cost.backward:,} backward, by all ranks that cut the "
+            f"tokens; {cost.held:,} bytes of keys and values on a rank"
             for way, cost in self.costs
         ]
         return "\n".join([f"{self.way}, {self.why}", *lines])
@@ -121,7 +121,7 @@ def choose_attention_way(
     >>> choice.way
     'heads'
     >>> [(way, cost.forward // 8, cost.backward // 8, cost.held) for way, cost in choice.costs]
-    []
+    [('gathered', 640442880, 640442880, 731934720), ('ring', 640442880, 1921328640, 274492416), ('heads', 160110592, 160110592, 191306752)]
     """
     costs = way_costs(sizes)
     ranks = len(sizes.keys)

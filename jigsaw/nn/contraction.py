@@ -217,6 +217,7 @@ def _output_cuts(
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
+    """What autocast makes of an operand of a product."""
     kind = x.device.type
     narrow = torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return x.to(torch.get_autocast_dtype(kind)) if narrow else x
