@@ -277,7 +277,7 @@ def _attend_by_heads(operands: Sequence[Any], call: _AttentionCall, plan: Attent
     y = _attend_to_gathered((query, key, value), call, by_heads)
     # queries may be flattened from several dims, which the result of whole ones has forgotten
     dim = y.ndim - 2
-    y = Tile(y.local, y.layout.replace_dim(dim, *query.layout.dim(dim)), y.mesh)
+    y = Tile(y.local, y.layout.replace_dim(dim, *by_heads.cuts.cuts[QUERY_LABEL]), y.mesh)
     there = plan.out.replace_dim(dim, *plan.cuts.cuts[QUERY_LABEL])
     return Tile(_exchanged_heads(y, there).local, plan.out, y.mesh)
 
