@@ -150,8 +150,8 @@ class _AttentionCall:
 
 def _attend(query: Any, key: Any, value: Any, call: _AttentionCall, enable_gqa: bool = False) -> Tile:
     """`scaled_dot_product_attention` with several masks, the way that is said or chosen."""
-    plan = _plan_of(query, key, value, call.masks, enable_gqa)
     shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
+    plan = _plan_of((query, key, value), call.masks, shared_by)
     if plan is None or (shared_by > 1 and (plan.keys_alone or call.dropout)):
         key, value = (_repeat_heads(x, shared_by) for x in (key, value))
         return _attend(query, key, value, call)
@@ -163,8 +163,7 @@ def _attend(query: Any, key: Any, value: Any, call: _AttentionCall, enable_gqa: 
     return _attend_to_gathered((query, key, value), call, plan)
 
 
-def _plan_of(query: Any, key: Any, value: Any, masks: Sequence[Any], enable_gqa: bool) -> AttentionPlan | None:
-    operands = query, key, value
+def _plan_of(operands: Sequence[Any], masks: Sequence[Any], shared_by: int) -> AttentionPlan | None:
     tiles = [x for x in operands if isinstance(x, Tile)]
     if not tiles:
         raise ShardingError(
@@ -172,7 +171,6 @@ def _plan_of(query: Any, key: Any, value: Any, masks: Sequence[Any], enable_gqa:
             "with jigsaw.shard (uncut, if every rank has it)"
         )
     shared_mesh([*tiles, *tiles_in(masks)] if masks else tiles)
-    shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
     return plan_attention(_layouts_of(operands), _shapes_of(operands), shared_by)
 
 
@@ -205,9 +203,9 @@ def explain_attention(
     gathered, as no axis cuts queries and keys both
     """
     masks = [] if attn_mask is None else [attn_mask]
-    plan = _plan_of(query, key, value, masks, enable_gqa)
+    shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
+    plan = _plan_of((query, key, value), masks, shared_by)
     if plan is None:
-        shared_by = _check_head_counts(query, key, value)
         return explain_attention(query, _repeat_heads(key, shared_by), _repeat_heads(value, shared_by), attn_mask)
     if plan.around is None:
         return AttentionChoice("gathered", "as no axis cuts queries and keys both")

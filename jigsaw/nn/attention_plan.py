@@ -178,7 +178,7 @@ def layouts_by_heads(plan: AttentionPlan, given: GivenLayouts, shapes: Shapes) -
 
 
 def _onto_heads(layout: Layout, heads: Cut, moving: Sequence[str]) -> Layout:
-    head, token = layout.ndim - 3, layout.ndim - 2
+    layout, head, token = layout.without_halo(), layout.ndim - 3, layout.ndim - 2
     elsewhere = {a for d in range(layout.ndim) if d not in (head, token) for a in layout.dim_axes(d)}
     if elsewhere.intersection(heads.axes) or len(layout.dim(head)) > 1:
         return layout

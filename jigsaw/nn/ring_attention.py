@@ -146,16 +146,17 @@ class _RingPass:
         places = self.ring.positions(member)
         step = max(1, SCORE_BYTES // max(1, math.prod(q.shape[:-2]) * keys * q.itemsize))
         at, order = places.to(q.device), self.options.query_positions
+        first, last = int(places.min()), int(places.max())
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
-            if order is not None and int(places.min()) > int(order[rows].max()):
+            if order is not None and first > int(order[rows].max()):
                 continue
             scores = torch.matmul(q[..., rows, :], k.mT)
             if mask is not None:
                 some = _rows_of(mask, rows)
                 some = some if mask.shape[-1] == 1 else some.index_select(-1, at)
                 scores = scores.masked_fill_(~some, -math.inf) if some.dtype == torch.bool else scores.add_(some)
-            if order is not None and int(places.max()) > int(order[rows].min()):
+            if order is not None and last > int(order[rows].min()):
                 scores = scores.masked_fill_(at > order[rows].to(q.device)[:, None], -math.inf)
             yield _ScoreRows(rows, scores, at, self._kept(rows, at, q.dtype))
 
@@ -204,7 +205,8 @@ class _RingAttention(torch.autograd.Function):
         way: _RingPass = ctx.way
         debug.compare_calls(way.mesh, "gradient of ring attention", way.ring.layout)
         with torch.autocast(grads[0].device.type, enabled=False):
-            return (*_RingGradients(ctx, grads[0]).all_of_them(), None)
+            dq, dk, dv, dmask = _RingGradients(ctx, grads[0]).all_of_them()
+        return dq, dk, dv, dmask, None
 
 
 def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _RingPass) -> tuple[Tensor, Tensor]:
@@ -248,7 +250,7 @@ class _RingGradients:
         self.dq = torch.zeros_like(self.q, dtype=wide) if self.for_q else None
         self.dmask = torch.zeros_like(self.mask, dtype=wide) if for_mask else None
 
-    def all_of_them(self) -> tuple[Tensor | None, ...]:
+    def all_of_them(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of q, k, v and the mask."""
         way, ring = self.way, self.way.ring
         own: Tensor | None = None

@@ -54,7 +54,7 @@ CASES = {
 
 
 def _check_ways(ways, names, **axes):
-    """Every case with tokens cut by all axes, the mask plain and cut by rows or by columns."""
+    """These cases with tokens cut by all axes, the mask plain and cut by rows or by columns."""
     mesh, cut = world_mesh(**axes), tuple(axes)
     torch.manual_seed(0)
     for way in ways:
@@ -77,15 +77,21 @@ def test_ways_on_two_ranks():
     _check_ways(("ring", "heads"), CASES, lat=2)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_ways_on_three_ranks():
     _check_ways(("ring", "heads"), CASES, lat=3)
 
 
+@on_ranks(1)
+def test_ways_on_one_rank():
+    _check_ways(("ring", "heads"), ["causal", "additive mask"], lat=1)
+
+
 @on_ranks(4)
 def test_ways_on_four_ranks():
-    _check_ways(("ring", "heads"), CASES, lat=4)
     _check_ways(("ring", "heads"), CASES, lat=2, lon=2)
+    _check_ways(("ring", "heads"), ["cross", "causal", "additive mask", "grouped", "fewer tokens than ranks"], lat=4)
 
 
 # -- tokens of a grid, other cuts, no tokens at all -------------------------------------------------------------------
@@ -253,27 +259,30 @@ def test_scores_of_few_queries_at_a_time():
         ring_attention.SCORE_BYTES = before
 
 
-def _dropped(axes, way, p):
-    torch.manual_seed(3)
-    mesh = world_mesh(**axes)
-    x = shard(torch.randn(2, 18, 7, 5, dtype=torch.float64), mesh, (None, None, "lat", "lon"))
-    x.local.requires_grad_()
-    with jigsaw.nn.attention_way(way):
-        y = _of_a_grid(x, dropout_p=p)
-        few = F.scaled_dot_product_attention(
-            *x.flatten(2).unflatten(1, (3, 6, 1)).transpose(-1, -2).unbind(1), dropout_p=p
-        )
-    (y.square().sum() + few.square().sum()).backward()
-    return [z.full_tensor().detach() for z in (y, few, x.grad)]
+def _dropped(axes, ways):
+    mesh, found = world_mesh(**axes), {}
+    for p in (0.4, 1.0):
+        for way in ways:
+            torch.manual_seed(3)
+            x = shard(torch.randn(2, 18, 7, 5, dtype=torch.float64), mesh, (None, None, "lat", "lon"))
+            x.local.requires_grad_()
+            grouped = x.flatten(2).unflatten(1, (9, 2)).transpose(-1, -2)
+            with jigsaw.nn.attention_way(way):
+                y = _of_a_grid(x, dropout_p=p)
+                z = F.scaled_dot_product_attention(
+                    grouped[:, :6], grouped[:, 6:8], grouped[:, 7:], dropout_p=p, enable_gqa=True
+                )
+            (y.square().sum() + z.square().sum()).backward()
+            found[way, p] = [t.full_tensor().detach() for t in (y, z, x.grad)]
+    return found
 
 
 def test_dropout_is_alike_on_every_mesh_and_way():
-    for p in (0.4, 1.0):
-        expected = run_on_ranks(1, _dropped, {"lat": 1}, None, p)[0]
-        for axes in ({"lat": 2}, {"lat": 2, "lon": 2}):
-            for way in ("gathered", "ring", "heads"):
-                found = run_on_ranks(2 ** len(axes), _dropped, axes, way, p)[0]
-                torch.testing.assert_close(found, expected, **EXACT)
+    expected = run_on_ranks(1, _dropped, {"lat": 1}, [None])[0]
+    assert 0 < (expected[None, 0.4][0] == 0).float().mean() < 0.2 and not expected[None, 1.0][0].any()
+    for axes in ({"lat": 2}, {"lat": 2, "lon": 2}):
+        for (_, p), found in run_on_ranks(2 ** len(axes), _dropped, axes, ["gathered", "ring", "heads"])[0].items():
+            torch.testing.assert_close(found, expected[None, p], **EXACT)
 
 
 # -- which way --------------------------------------------------------------------------------------------------------
@@ -310,9 +319,7 @@ def test_what_is_chosen_and_what_is_said():
         assert f"{dict(told.costs)[way].forward:,} bytes sent forward" in str(told)
     few = shard(torch.randn(9, 4), mesh, ("lat", None))
     with jigsaw.nn.attention_way("heads"):
-        with pytest.raises(
-            ShardingError, match=r"attention_way\('heads'\).*no dim of heads.*'ring'"
-        ):
+        with pytest.raises(ShardingError, match=r"attention_way\('heads'\).*no dim of heads.*'ring'"):
             F.scaled_dot_product_attention(few, few, few)
         with jigsaw.nn.attention_way(None):
             assert jigsaw.nn.explain_attention(few, few, few).way == "gathered"
