@@ -230,9 +230,10 @@ def _attend_to_gathered(operands: Sequence[Any], call: _AttentionCall, plan: Att
     )
     if out.numel() == 0:
         # where there are no rows torch's kernels broadcast nothing and leave no graph behind, but this rank's part in
-        # the way back of keys and values is awaited all the same
+        # the way back of keys and values is awaited all the same; relu saves its operand, as the kernels do, for a
+        # checkpoint runs again, and sends, only where something was saved
         out = out.new_zeros(plan.out.local_shape(like.coordinate))
-        out = out + sum(x.sum() for x in (q, k, v, mask) if x is not None and x.is_floating_point())
+        out = out + sum(x.relu().sum() for x in (q, k, v, mask) if x is not None and x.is_floating_point())
     return Tile(out, plan.out, like.mesh)
 
 
