@@ -23,6 +23,8 @@ from jigsaw.nn import (
     sampling,
     sphere,
 )
+from jigsaw.nn.attention import explain_attention
+from jigsaw.nn.attention_ways import attention_way
 from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from jigsaw.nn.ensemble_loss import crps_loss
 from jigsaw.nn.heads import MultiheadAttention
@@ -68,10 +70,12 @@ __all__ = [
     "activation",
     "adaptive",
     "attention",
+    "attention_way",
     "conv",
     "crps_loss",
     "dice_loss",
     "dropout",
+    "explain_attention",
     "focal_loss",
     "interpolate",
     "linear",

@@ -1,8 +1,9 @@
-"""Attention over cut tokens: every rank keeps its queries and sees all keys and values.
+"""Attention over cut tokens: every rank's queries meet all keys and values, one of three ways (`attention_ways`).
 
-The keys and values of the other ranks are a halo as wide as the dim, so the planner that fetches halos fetches them,
-and its adjoint brings their gradients back.  Where axes cut the keys alone (a few queries that every rank has, over the
-tokens of a globe), the keys stay too, and the softmax is taken over the ranks.
+*gathered*: the keys and values of the other ranks are a halo as wide as the dim, so the planner that fetches halos
+fetches them, and its adjoint brings their gradients back.  *ring*: they come by, block by block.  *heads*: each rank
+gets all tokens of some heads.  Where axes cut the keys alone (a few queries that every rank has, over the tokens of a
+globe), the keys stay too, and the softmax is taken over the ranks.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> q, k, v = (jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None)) for _ in range(3))
@@ -15,93 +16,41 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.cut import Cut, ShardingError
+from jigsaw.cut import ShardingError
+from jigsaw.exchange import redistribute_rows
 from jigsaw.layout import Layout
+from jigsaw.nn.attention_plan import (
+    ATTENTION_NAME,
+    FEATURE_LABEL,
+    KEY_LABEL,
+    QUERY_LABEL,
+    VALUE_FEATURE_LABEL,
+    AttentionPlan,
+    attention_sizes,
+    batch_labels,
+    labels_of_operand,
+    layout_of_weights,
+    layouts_by_heads,
+    plan_attention,
+)
+from jigsaw.nn.attention_ways import AttentionChoice, choose_attention_way, said_attention_way
+from jigsaw.nn.contraction import in_autocast_dtype
 from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out, weights_of_heads
-from jigsaw.nn.label_cuts import LabelCuts, choose_label_cuts, cuts_of_tile
+from jigsaw.nn.label_cuts import LabelCuts, cuts_of_tile
 from jigsaw.nn.product import contract_labels
 from jigsaw.nn.rank_order import take_owned_rows
+from jigsaw.nn.ring_attention import KeyRing, RingOptions, ring_attention
 from jigsaw.ops.plain_operands import plain_operand
+from jigsaw.ops.random_numbers import global_index, shared_seed
 from jigsaw.tile import Tile, implements_torch, shared_mesh, tiles_in
 
 AttentionMask = Tile | Tensor | None
-_NAME = "scaled_dot_product_attention"
-_QUERY, _KEY, _FEATURE, _VALUE_FEATURE = "query", "key", "feature", "value feature"
-
-
-def _labels_of(ndim: int, batch: tuple[str, ...], *last: str) -> tuple[str, ...]:
-    """The labels of an operand of `ndim` dims that ends in the dims `last` and has some of the batch dims or all of
-    them; the last of those are the heads.
-    """
-    return (*batch, *last)[len(batch) + len(last) - ndim :]
-
-
-def _batch_labels(*ndims: int) -> tuple[str, ...]:
-    return tuple([f"batch {d}" for d in range(max(ndims) - 2)])
-
-
-# -- what is cut how --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _AttentionPlan:
-    """How queries, keys and values are cut while they are worked on, and the labels of each."""
-
-    cuts: LabelCuts
-    labels: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-    out: Layout
-    keys_alone: bool  # an axis cuts the keys or values alone
-    is_grouped: bool = False  # several of a rank's query heads share one of its key heads
-
-
-@lru_cache(maxsize=1024)
-def _plan_attention(
-    given: tuple[Layout | None, ...], sizes: tuple[tuple[int, ...], ...], shared_by: int
-) -> _AttentionPlan | None:
-    """The plan for queries, keys and values of these layouts and shapes, whose heads of keys are shared by so many
-    queries' each, or None where a rank's query heads do not have key heads of their own.
-    """
-    ndims = [len(size) for size in sizes]
-    batch = _batch_labels(*ndims)
-    labels = (
-        _labels_of(ndims[0], batch, _QUERY, _FEATURE),
-        _labels_of(ndims[1], batch, _KEY, _FEATURE),
-        _labels_of(ndims[2], batch, _KEY, _VALUE_FEATURE),
-    )
-    layouts, shapes = list(given), list(sizes)
-    for i in (1, 2) if shared_by > 1 else ():
-        # planned as if each head were there for every query that shares it
-        shapes[i] = (*shapes[i][:-3], shapes[i][-3] * shared_by, *shapes[i][-2:])
-        layouts[i] = _with_longer_heads(layouts[i], shared_by)
-    out = (*batch, _QUERY, _VALUE_FEATURE)
-    plan = choose_label_cuts(_NAME, tuple(layouts), tuple(shapes), labels, out, (_KEY, _FEATURE))
-    axes = [a for layout in given[1:] if layout is not None for a in layout.dim_axes(layout.ndim - 2)]
-    result, keys_alone = plan.result_layout(out), any(a not in plan.work.cut_axes for a in axes)
-    if shared_by == 1:
-        return _AttentionPlan(plan, labels, result, keys_alone)
-    heads, *others = plan.cuts[batch[-1]]
-    if others or any(p % shared_by for p in heads.points):
-        return None
-    of_keys = Cut(heads.size // shared_by, tuple(p // shared_by for p in heads.points), heads.axes)
-    cuts = LabelCuts({**plan.cuts, "key head": (of_keys,)}, plan.work)
-    of_key, of_value = ((*by[:-3], "key head", *by[-2:]) for by in labels[1:])
-    return _AttentionPlan(cuts, (labels[0], of_key, of_value), result, keys_alone, is_grouped=True)
-
-
-def _with_longer_heads(layout: Layout | None, times: int) -> Layout | None:
-    if layout is None:
-        return None
-    group = [Cut(c.size, c.points, c.axes) for c in layout.dim(layout.ndim - 3)]
-    last = group.pop()
-    longer = Cut(last.size * times, tuple(p * times for p in last.points), last.axes)
-    return layout.replace_dim(layout.ndim - 3, *group, longer)
 
 
 def _repeat_heads(x: Any, times: int) -> Any:
@@ -130,17 +79,22 @@ def _local_mask(
     Each mask may be a tile, however it is cut, or plain; a causal one is made from the global positions.
     """
     batch = tuple(by for by in plan.cuts if by.startswith("batch"))
-    found = [plan.bring_operand(m, _labels_of(m.ndim, batch, _QUERY, _KEY), like) for m in masks]
+    found = [plan.bring_operand(m, labels_of_operand(m.ndim, batch, QUERY_LABEL, KEY_LABEL), like) for m in masks]
     if is_causal:
         rows, columns = (
-            take_owned_rows(torch.arange(n, device=like.device), 0, plan.cuts[by], plan.work, like.coordinate)
-            for n, by in zip(sizes, (_QUERY, _KEY), strict=True)
+            _places_along(by, n, plan, like).to(like.device)
+            for n, by in zip(sizes, (QUERY_LABEL, KEY_LABEL), strict=True)
         )
         found.append(columns <= rows[:, None])
     if len(found) < 2:
         return found[0] if found else None
     first, *others = (_additive_mask(m, like.dtype) for m in found)
     return sum(others, first)
+
+
+def _places_along(label: str, size: int, plan: LabelCuts, like: Tile) -> Tensor:
+    """The global places of this rank's rows."""
+    return take_owned_rows(torch.arange(size), 0, plan.cuts[label], plan.work, like.coordinate)
 
 
 def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,65 +121,171 @@ def scaled_dot_product_attention(
     Tile, cut in any dim, or plain and whole.  An axis keeps the first dim of y that it cuts in q, k or v
     (`jigsaw.nn.label_cuts`): where tokens are cut, y is cut as q is.  Along an axis that cuts no dim of y (S alone, or
     E), y is held alike.
-    *Sends*: forward this rank's keys and values to each rank that shares batch and heads; backward the same, reversed.
-    A rank holds all S keys and values of its batch and heads meanwhile, and scores as torch's own kernel does.  Where
-    axes cut S alone, keys and values stay: three all-reduces, of y, and of a maximum and a sum for each query and head.
-    A mask that is cut along S sends its rows.  With dropout the scores are made, [..., L, S], cut as y.
+    *Sends*: where axes cut L and S both, one of three ways (`jigsaw.nn.attention_ways`; `jigsaw.nn.explain_attention`
+    tells which).  Gathered: forward this rank's keys and values to each rank that shares batch and heads; backward the
+    same, reversed; a rank holds all S keys and values of its batch and heads meanwhile, and scores as torch's own
+    kernel does.  Ring: as many bytes forward, backward these again and their gradients.  Heads: the heads of q, k and v
+    that are another rank's, and y.  Where axes cut S alone, keys and values stay: three all-reduces, of y, and of a
+    maximum and a sum for each query and head.  A mask that is cut along S sends its rows.  With dropout the scores are
+    made, [..., L, S], cut as y; in a ring those of a block.
     *Raises*: `ShardingError` where the mask alone is a Tile.
 
     The dropout mask is that of `jigsaw.nn.dropout`, the same on every mesh, not that of plain torch.
     """
     if is_causal and attn_mask is not None:
-        raise RuntimeError(f"{_NAME}: attn_mask must not be set when is_causal=True")
+        raise RuntimeError(f"{ATTENTION_NAME}: attn_mask must not be set when is_causal=True")
     masks = [] if attn_mask is None else [attn_mask]
-    return _attend(query, key, value, masks, dropout_p, is_causal, scale, enable_gqa)
+    return _attend(query, key, value, _AttentionCall(masks, dropout_p, is_causal, scale), enable_gqa)
 
 
-def _attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    masks: Sequence[Any],
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tile:
-    """`scaled_dot_product_attention` with several masks."""
-    operands = query, key, value
+@dataclass(frozen=True)
+class _AttentionCall:
+    """What `scaled_dot_product_attention` was asked for, but for its tensors."""
+
+    masks: Sequence[Any]
+    dropout: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+
+
+def _attend(query: Any, key: Any, value: Any, call: _AttentionCall, enable_gqa: bool = False) -> Tile:
+    """`scaled_dot_product_attention` with several masks, the way that is said or chosen."""
+    shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
+    plan = _plan_of((query, key, value), call.masks, shared_by)
+    if plan is None or (shared_by > 1 and (plan.keys_alone or call.dropout)):
+        key, value = (_repeat_heads(x, shared_by) for x in (key, value))
+        return _attend(query, key, value, call)
+    if plan.around is not None:
+        way = _choose_way((query, key, value), call.masks, plan).way
+        if way != "gathered":
+            attend = _attend_around_ring if way == "ring" else _attend_by_heads
+            return attend((query, key, value), call, plan)
+    return _attend_to_gathered((query, key, value), call, plan)
+
+
+def _plan_of(operands: Sequence[Any], masks: Sequence[Any], shared_by: int) -> AttentionPlan | None:
     tiles = [x for x in operands if isinstance(x, Tile)]
     if not tiles:
         raise ShardingError(
-            f"{_NAME}: attn_mask is a Tile, but query, key and value are plain tensors; make the query a Tile with "
-            "jigsaw.shard (uncut, if every rank has it)"
+            f"{ATTENTION_NAME}: attn_mask is a Tile, but query, key and value are plain tensors; make the query a Tile "
+            "with jigsaw.shard (uncut, if every rank has it)"
         )
-    like = tiles[0]
     shared_mesh([*tiles, *tiles_in(masks)] if masks else tiles)
+    return plan_attention(_layouts_of(operands), _shapes_of(operands), shared_by)
+
+
+def _layouts_of(operands: Sequence[Any]) -> tuple[Layout | None, ...]:
+    return tuple([x.layout if isinstance(x, Tile) else None for x in operands])
+
+
+def _shapes_of(operands: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(x.shape) for x in operands])
+
+
+def _choose_way(operands: Sequence[Any], masks: Sequence[Any], plan: AttentionPlan) -> AttentionChoice:
+    itemsize = next(tiles_in(tuple(operands))).local.itemsize
+    is_mask_cut = any(not set(plan.moving).isdisjoint(m.layout.cut_axes) for m in tiles_in(tuple(masks)))
+    return choose_attention_way(
+        attention_sizes(plan, _shapes_of(operands), itemsize), said_attention_way(), is_mask_cut
+    )
+
+
+def explain_attention(
+    query: Any, key: Any, value: Any, attn_mask: AttentionMask = None, enable_gqa: bool = False
+) -> AttentionChoice:
+    """Which way `scaled_dot_product_attention` of these would go, why, and what each way would cost; print it.
+
+    Nothing is sent.
+
+    >>> mesh = jigsaw.init_mesh(lat=1)
+    >>> q = jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None))
+    >>> print(jigsaw.nn.explain_attention(q, q, q))
+    gathered, as no axis cuts queries and keys both
+    """
+    masks = [] if attn_mask is None else [attn_mask]
     shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
-    layouts = tuple([x.layout if isinstance(x, Tile) else None for x in operands])
-    plan = _plan_attention(layouts, tuple([tuple(x.shape) for x in operands]), shared_by)
-    keys_alone = plan is not None and plan.keys_alone
-    if plan is None or (shared_by > 1 and (keys_alone or dropout_p)):
-        key, value = (_repeat_heads(x, shared_by) for x in (key, value))
-        return _attend(query, key, value, masks, dropout_p, is_causal, scale)
-    if keys_alone or dropout_p:
-        weights = attention_weights(query, key, masks, is_causal, scale, like, without_nan=True)
-        return mix_values(cast(Any, F.dropout(cast(Any, weights), dropout_p)), value)
+    plan = _plan_of((query, key, value), masks, shared_by)
+    if plan is None:
+        return explain_attention(query, _repeat_heads(key, shared_by), _repeat_heads(value, shared_by), attn_mask)
+    if plan.around is None:
+        return AttentionChoice("gathered", "as no axis cuts queries and keys both")
+    return _choose_way((query, key, value), masks, plan)
+
+
+def _attend_to_gathered(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> Tile:
+    """Attention to keys that are brought whole, or, where axes cut them alone, stay."""
+    query, key, value = operands
+    like = next(tiles_in(tuple(operands)))
+    if plan.keys_alone or call.dropout:
+        weights = attention_weights(query, key, call.masks, call.is_causal, call.scale, like, without_nan=True)
+        return mix_values(cast(Any, F.dropout(cast(Any, weights), call.dropout)), value)
     q, k, v = [plan.cuts.bring_operand(x, by, like) for x, by in zip(operands, plan.labels, strict=True)]
     # torch's own flag is for whole queries: it has kernels that leave out what the mask hides
-    is_whole = not any(c.is_cut for c in plan.cuts.cuts[_QUERY])
-    makes_causal = is_causal and not (is_whole and not masks)
+    is_whole = not any(c.is_cut for c in plan.cuts.cuts[QUERY_LABEL])
+    makes_causal = call.is_causal and not (is_whole and not call.masks)
     sizes = query.shape[-2], key.shape[-2]
-    mask = _local_mask(masks, makes_causal, plan.cuts, sizes, like) if masks or makes_causal else None
+    mask = _local_mask(call.masks, makes_causal, plan.cuts, sizes, like) if call.masks or makes_causal else None
     out = F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=plan.is_grouped
+        q, k, v, mask, is_causal=call.is_causal and mask is None, scale=call.scale, enable_gqa=plan.shared_by > 1
     )
     if out.numel() == 0:
         # where there are no rows torch's kernels broadcast nothing and leave no graph behind, but this rank's part in
-        # the way back of keys and values is awaited all the same
+        # the way back of keys and values is awaited all the same; relu saves its operand, as the kernels do, for a
+        # checkpoint runs again, and sends, only where something was saved
         out = out.new_zeros(plan.out.local_shape(like.coordinate))
-        out = out + sum(x.sum() for x in (q, k, v, mask) if x is not None and x.is_floating_point())
+        out = out + sum(x.relu().sum() for x in (q, k, v, mask) if x is not None and x.is_floating_point())
     return Tile(out, plan.out, like.mesh)
+
+
+def _attend_around_ring(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> Tile:
+    """Attention to keys that come by in blocks; backward they do again."""
+    assert plan.around is not None
+    like, around, shared_by = next(tiles_in(tuple(operands))), plan.around, plan.shared_by
+    q, k, v = [
+        in_autocast_dtype(cuts.bring_operand(x, by, like))
+        for x, by, cuts in zip(operands, plan.labels, (plan.cuts, around, around), strict=True)
+    ]
+    if not q.dtype == k.dtype == v.dtype:
+        raise RuntimeError(f"{ATTENTION_NAME}: query is {q.dtype}, key {k.dtype}, value {v.dtype}; they must be alike")
+    sizes = operands[0].shape[-2], operands[1].shape[-2]
+    mask = _local_mask(call.masks, False, plan.cuts, sizes, like) if call.masks else None
+    ring = KeyRing.through(around.cuts[KEY_LABEL], Layout((), like.layout.axes), like.coordinate)
+    order = _places_along(QUERY_LABEL, sizes[0], plan.cuts, like) if call.is_causal else None
+    scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
+    options = RingOptions(scale, order)
+    if call.dropout:
+        layout = layout_of_weights(plan, _shapes_of(operands))
+        # a tile of these rows without memory: what is asked of it are their places
+        rows = Tile(q.new_empty(()).expand(layout.local_shape(like.coordinate)), layout, like.mesh)
+        options = RingOptions(scale, order, call.dropout, shared_seed(rows), global_index(rows, rows.ndim))
+    if shared_by == 1:
+        return Tile(ring_attention(q, k, v, mask, ring, like.mesh, options), plan.out, like.mesh)
+    if mask is not None and mask.ndim > 2:
+        mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, (k.shape[-3], shared_by))
+    q = q.unflatten(-3, (k.shape[-3], shared_by))
+    out = ring_attention(q, k.unsqueeze(-3), v.unsqueeze(-3), mask, ring, like.mesh, options)
+    return Tile(out.flatten(-4, -3), plan.out, like.mesh)
+
+
+def _attend_by_heads(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> Tile:
+    """Attention of all tokens of each rank's share of the heads: there by one exchange each, and back by one."""
+    layouts = layouts_by_heads(plan, _layouts_of(operands), _shapes_of(operands))
+    query, key, value = [
+        x if layout is None else _exchanged_heads(x.owned(), layout)
+        for x, layout in zip(operands, layouts, strict=True)
+    ]
+    by_heads = plan_attention(_layouts_of((query, key, value)), _shapes_of(operands), plan.shared_by)
+    assert by_heads is not None
+    y = _attend_to_gathered((query, key, value), call, by_heads)
+    # queries may be flattened from several dims, which the result of whole ones has forgotten
+    dim = y.ndim - 2
+    y = Tile(y.local, y.layout.replace_dim(dim, *by_heads.cuts.cuts[QUERY_LABEL]), y.mesh)
+    there = plan.out.replace_dim(dim, *plan.cuts.cuts[QUERY_LABEL])
+    return Tile(_exchanged_heads(y, there).local, plan.out, y.mesh)
+
+
+def _exchanged_heads(x: Tile, layout: Layout) -> Tile:
+    return Tile(redistribute_rows(x.local, x.layout, layout, x.mesh, "heads"), layout, x.mesh)
 
 
 def _check_head_counts(query: Any, key: Any, value: Any) -> int:
@@ -233,8 +293,8 @@ def _check_head_counts(query: Any, key: Any, value: Any) -> int:
     of_query, *of_others = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
     if of_others[0] != of_others[1] or not of_others[0] or of_query % of_others[0]:
         raise RuntimeError(
-            f"{_NAME}(enable_gqa=True): {of_query} heads of queries, {of_others[0]} of keys and {of_others[1]} of "
-            "values; keys and values need as many, a divisor of the queries'"
+            f"{ATTENTION_NAME}(enable_gqa=True): {of_query} heads of queries, {of_others[0]} of keys and "
+            f"{of_others[1]} of values; keys and values need as many, a divisor of the queries'"
         )
     return of_query // of_others[0]
 
@@ -255,9 +315,12 @@ def attention_weights(
     *Sends*: the keys, as attention; over a cut S a maximum and a sum for each query and head, and 1 byte more for each
     where `without_nan`.
     """
-    batch = _batch_labels(query.ndim, key.ndim)
-    out = (*batch, _QUERY, _KEY)
-    labels = [_labels_of(query.ndim, batch, _QUERY, _FEATURE), _labels_of(key.ndim, batch, _KEY, _FEATURE)]
+    batch = batch_labels(query.ndim, key.ndim)
+    out = (*batch, QUERY_LABEL, KEY_LABEL)
+    labels = [
+        labels_of_operand(query.ndim, batch, QUERY_LABEL, FEATURE_LABEL),
+        labels_of_operand(key.ndim, batch, KEY_LABEL, FEATURE_LABEL),
+    ]
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if not isinstance(query, Tile) and not isinstance(key, Tile):
         query = as_whole_tile(query, like)
@@ -265,7 +328,7 @@ def attention_weights(
     def multiply(q: Tensor, k: Tensor) -> Tensor:
         return torch.matmul(q * factor, k.mT)
 
-    scores = contract_labels(_NAME, multiply, (query, key), labels, out)
+    scores = contract_labels(ATTENTION_NAME, multiply, (query, key), labels, out)
     mask = _local_mask(masks, is_causal, cuts_of_tile(scores, out), scores.shape[-2:], scores)
     if mask is None:
         return scores.softmax(-1)
@@ -279,9 +342,14 @@ def attention_weights(
 
 def mix_values(weights: Tile, value: Any) -> Tile:
     """weights v: [..., L, Ev]. *Sends*: the values, where the weights are whole along S; else one all-reduce."""
-    batch = _batch_labels(weights.ndim, value.ndim)
-    labels = [_labels_of(weights.ndim, batch, _QUERY, _KEY), _labels_of(value.ndim, batch, _KEY, _VALUE_FEATURE)]
-    return contract_labels(_NAME, torch.matmul, (weights, value), labels, (*batch, _QUERY, _VALUE_FEATURE))
+    batch = batch_labels(weights.ndim, value.ndim)
+    labels = [
+        labels_of_operand(weights.ndim, batch, QUERY_LABEL, KEY_LABEL),
+        labels_of_operand(value.ndim, batch, KEY_LABEL, VALUE_FEATURE_LABEL),
+    ]
+    return contract_labels(
+        ATTENTION_NAME, torch.matmul, (weights, value), labels, (*batch, QUERY_LABEL, VALUE_FEATURE_LABEL)
+    )
 
 
 # -- nn.MultiheadAttention --------------------------------------------------------------------------------------------
@@ -398,7 +466,7 @@ def multi_head_attention_forward(
         weights = attention_weights(q, k, masks, False, None, q)
         mixed = mix_values(cast(Any, F.dropout(cast(Any, weights), rate, training)), v)
     else:
-        mixed = _attend(q, k, v, masks, rate, is_causal=hint)
+        mixed = _attend(q, k, v, _AttentionCall(masks, rate, is_causal=hint))
     mixed = mixed.permute(2, 0, 1, 3).flatten(2)
     out = (
         project_heads_out(mixed, out_proj_weight, out_proj_bias, query)

@@ -66,7 +66,7 @@ class LinearContraction:
         for dim, group, block in ((0, self.outer, grid.n), (1, self.inner, grid.k)):
             if not stored.is_cut(dim):
                 w = take_owned_rows(w, dim, group, stored, coord if block.is_cut else None)
-        rows, w = _in_autocast_dtype(rows), _in_autocast_dtype(w)
+        rows, w = in_autocast_dtype(rows), in_autocast_dtype(w)
         y = grid_matmul(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), w, grid, x.mesh)
         if stored.is_cut(0) and not any(c.is_cut for c in self.outer):
             y = put_in_dim_order(y, 1, stored.dim(0), x.layout)
@@ -216,7 +216,8 @@ def _output_cuts(
     return (Cut(of_n.size, points, axes, source=origin if set(axes_of_cuts(origin)) == set(axes) else ()),)
 
 
-def _in_autocast_dtype(x: Tensor) -> Tensor:
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """What autocast makes of an operand of a product."""
     kind = x.device.type
     narrow = torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return x.to(torch.get_autocast_dtype(kind)) if narrow else x

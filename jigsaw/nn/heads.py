@@ -98,7 +98,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     axis it is `torch.nn.MultiheadAttention`.
 
     *Shapes*: in_proj_weight [3 E, E] and out_proj.weight [E, E], per rank 1/P of their rows, E / P features of heads.
-    *Sends*: the rows of in_proj_weight whose heads lie elsewhere, at most its part; keys and values around the ranks
+    *Sends*: the rows of in_proj_weight whose heads lie elsewhere, at most its part; keys and values to the ranks
     that cut their tokens (`jigsaw.nn.attention`); heads' outputs and y along `axis`, ``(1-1/P)`` of each, forward,
     and their gradients, backward.
     *Raises*: `ShardingError` for kdim, vdim, add_bias_kv and add_zero_attn, and fewer heads than ranks along the axis.

@@ -44,7 +44,7 @@ def bare_cuts(group: Sequence[Cut]) -> CutGroup:
 def cut_in_rank_order(layout: Layout, dims: Sequence[int], axes: Sequence[str]) -> Cut:
     """Some dims as one, each rank's local rows after the other's; `axes` are those that cut them."""
     # pieces of a product of cuts are no intervals, but their counts give points all the same
-    counts = [0, *(math.prod(layout.local_shape(at)[d] for d in dims) for at in _coordinates_along(layout, axes))]
+    counts = [0, *(math.prod(layout.local_shape(at)[d] for d in dims) for at in coordinates_along(layout, axes))]
     points = tuple(accumulate(counts))
     return Cut(points[-1], points, tuple(axes)) if axes else whole_dim(points[-1])
 
@@ -54,7 +54,7 @@ def as_one_cut(group: CutGroup, layout: Layout) -> Cut:
     return cut_in_rank_order(Layout(group, layout.axes, (len(group),)), [0], axes_of_cuts(group))
 
 
-def _coordinates_along(
+def coordinates_along(
     layout: Layout, axes: Sequence[str], here: MeshCoordinate | None = None
 ) -> Iterator[MeshCoordinate]:
     """The coordinates along `axes`, major to minor, through `here` (by default the first rank)."""
@@ -87,7 +87,7 @@ def put_in_dim_order(w: Tensor, dim: int, group: CutGroup, layout: Layout) -> Te
 
 
 def _rows_in_rank_order(group: CutGroup, layout: Layout) -> Tensor:
-    return torch.cat([_global_rows(group, layout, at) for at in _coordinates_along(layout, axes_of_cuts(group))])
+    return torch.cat([_global_rows(group, layout, at) for at in coordinates_along(layout, axes_of_cuts(group))])
 
 
 def _global_rows(group: CutGroup, layout: Layout, coord: MeshCoordinate) -> Tensor:
@@ -110,7 +110,7 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCo
     mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
     gives: list[tuple[int, Tensor]] = []
     takes: list[tuple[int, Tensor]] = []
-    for there in _coordinates_along(layout, axes_of_cuts(target), here):
+    for there in coordinates_along(layout, axes_of_cuts(target), here):
         given, taken = (
             _shared_positions(mine, _global_rows(target, layout, there))[0],
             _shared_positions(wanted, _global_rows(source, layout, there))[0],

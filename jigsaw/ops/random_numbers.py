@@ -72,7 +72,8 @@ def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple
     return tuple(runs)
 
 
-def _shared_seed(tile: Tile) -> int:
+def shared_seed(tile: Tile) -> int:
+    """A seed from the first rank's generator. *Sends*: its 8 bytes."""
     # every rank draws, so that their generators stay in step, but the first rank's number is taken
     seed = torch.randint(1 << 62, (1,))
     if tile.mesh.device_type == "cuda":
@@ -87,15 +88,20 @@ def global_uniform(tile: Tile, dims: int) -> Tensor:
 
     *Sends*: one seed of 8 bytes from the first rank.
     """
-    mixed = _splitmix_bits(global_index(tile, dims), _shared_seed(tile))
+    mixed = _splitmix_bits(global_index(tile, dims), shared_seed(tile))
     return _shift_right(mixed, 11).to(torch.float64).mul_(2.0**-53)
 
 
 def global_chances(tile: Tile, dims: int, p: float) -> Tensor:
     """Whether each element has a number of at least `p`, as of `global_uniform`, without making the numbers."""
+    return chances_at(global_index(tile, dims), shared_seed(tile), p)
+
+
+def chances_at(index: Tensor, seed: int, p: float) -> Tensor:
+    """Whether the elements at these global indices, which are changed, have a number of at least `p`."""
     # the bits are integers from -2^63 to 2^63, all equally likely
     least = min(math.ceil(p * 2.0**64) + _SIGN, -_SIGN - 1)
-    return _splitmix_bits(global_index(tile, dims), _shared_seed(tile)) >= least
+    return _splitmix_bits(index, seed) >= least
 
 
 def global_normal(tile: Tile, dims: int) -> Tensor:

@@ -18,7 +18,7 @@ def any_spec(generator, shape, axes):
     return tuple(tuple(a for a, p in zip(axes, places, strict=True) if p == d) or None for d in range(len(shape)))
 
 
-def assert_as_the_whole(function, shapes, specs, mesh):
+def assert_as_the_whole(function, shapes, specs, mesh, **tolerances):
     """Call it on every rank: the value and all gradients of `function` of random tensors of these shapes."""
     wholes = [torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes]
     expected = function(*wholes)
@@ -31,10 +31,10 @@ def assert_as_the_whole(function, shapes, specs, mesh):
     (found * weights).sum().backward()
     case = f"{function} {shapes} {specs}"
     whole = found.full_tensor() if isinstance(found, Tile) else found
-    torch.testing.assert_close(whole, expected, msg=lambda m: f"{case}: {m}")
+    torch.testing.assert_close(whole, expected, **tolerances, msg=lambda m: f"{case}: {m}")
     for x, reference in zip(leaves, wholes, strict=True):
         if isinstance(x, Tile):
             gradient = Tile(x.local.grad, x.layout, mesh).full_tensor()
         else:  # each rank has its part
             gradient = comm.all_reduce(x.grad, mesh, [name for name, _ in axes_of_mesh(mesh)])
-        torch.testing.assert_close(gradient, reference.grad, msg=lambda m: f"gradient of {case}: {m}")
+        torch.testing.assert_close(gradient, reference.grad, **tolerances, msg=lambda m: f"gradient of {case}: {m}")
