@@ -11,6 +11,7 @@ torch.Size([9])
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def _average_others(leaves: Sequence[Tensor], ranks: int) -> set[int]:
     for leaf in leaves:
         if not (hasattr(leaf, AVERAGED_MARK) or hasattr(leaf, _SUMMED_MARK) or isinstance(leaf, nn.Parameter)):
             setattr(leaf, AVERAGED_MARK, ranks)
-            leaf.register_hook(lambda gradient: gradient / ranks)
+            leaf.register_hook(partial(torch.mul, other=1 / ranks))
     return {averaged_over(leaf) for leaf in leaves}
 
 
