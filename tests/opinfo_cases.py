@@ -51,8 +51,8 @@ RANDOM = frozenset(
     "nn.functional.scaled_dot_product_attention".split()
 )
 
-# Of a plain tensor and the shape of a tile: the answer is plain, and so is the gradient.
-SHAPE_ONLY = frozenset(("broadcast_tensors", "expand_as", "reshape_as", "view_as"))
+# Of a plain tensor and the shape (or dtype) of a tile: the answer is plain, and so is the gradient.
+SHAPE_ONLY = frozenset(("broadcast_tensors", "expand_as", "reshape_as", "to", "view_as"))
 
 
 @dataclass(frozen=True)

@@ -785,9 +785,43 @@ def _pickles():
     pickle.dumps(parallelize(nn.Linear(2, 2), world_mesh(lat=2)))
 
 
+class _Queries(nn.Module):
+    """Queries that begin as zeros which require grad, as in the decoders of DETR and MaskFormer."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(2, 3, 6, dtype=torch.float64))
+        self.mixed = nn.Linear(6, 6).double()
+
+    def forward(self, x, start=None):
+        start = torch.zeros_like(self.query, requires_grad=True) if start is None else start
+        tokens = x.flatten(2).transpose(1, 2)
+        asked = nn.functional.scaled_dot_product_attention(self.mixed(start + self.query), tokens, tokens)
+        return nn.functional.scaled_dot_product_attention(start + asked, tokens, tokens)
+
+
+@on_ranks(4)
+def test_tensors_that_require_grad_beside_parameters():
+    torch.manual_seed(0)
+    model, x = _Queries(), torch.randn(2, 6, 7, 5, dtype=torch.float64)
+    start = torch.randn(2, 3, 6, dtype=torch.float64)
+    for axes in ({"lat": 4}, {"lat": 2, "lon": 2}, {"data": 2, "lat": 2}):
+        for given in (None, start):
+            whole, tiled = copy.deepcopy(model), copy.deepcopy(model)
+            mine, own = (None if given is None else given.clone().requires_grad_() for _ in range(2))
+            whole(x, mine).square().mean().backward()
+            mesh = world_mesh(**axes)
+            tile = jigsaw.shard(x, mesh, ("data" if "data" in axes else None, None, "lat", "lon"))
+            parallelize(tiled, mesh)(tile, own).square().mean().backward()
+            for p, right in zip(tiled.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, right.grad)
+            if given is not None:  # the parts of what is no parameter are summed
+                torch.testing.assert_close(comm.all_reduce(own.grad, mesh, list(axes)), mine.grad)
+
+
 def _mixes_summed_and_averaged():
     model, _, mesh = _pair(Net, {"lat": 2})
-    stray = torch.ones(6, 1, 1, requires_grad=True)
+    stray = nn.Parameter(torch.ones(6, 1, 1))
     _ = jigsaw.shard(_batch()[0], mesh, SPEC) * (model.blocks[0].gain * stray)
 
 

@@ -39,6 +39,7 @@ from jigsaw.tile import Tile, implements_torch, in_own_memory, refusal_error
 
 _NEAREST = ("nearest", "nearest-exact")
 _LINEAR = ("linear", "bilinear", "trilinear")
+_ANTIALIASED = ("bilinear", "bicubic")
 _LARGEST_DENOMINATOR = (
     8  # the plain op runs on whole blocks of a ratio's denominator; rarer ratios are gathered row by row
 )
@@ -53,6 +54,7 @@ class ResampledDim(FrozenValue):
     mode: str
     align_corners: bool = False
     scale: float | None = None
+    antialias: bool = False
 
     @property
     def pace(self) -> float:
@@ -71,7 +73,8 @@ class ResampledDim(FrozenValue):
     def is_regular(self) -> bool:
         """Whether a block, cut out at a multiple of the ratio, interpolates by itself as it does in the whole."""
         p, _ = self.ratio
-        return self.scale is None and p <= _LARGEST_DENOMINATOR and not (self.align_corners and self.n != self.m)
+        has_ratio = self.scale is None and not self.antialias and p <= _LARGEST_DENOMINATOR
+        return has_ratio and not (self.align_corners and self.n != self.m)
 
 
 @lru_cache(maxsize=512)
@@ -83,6 +86,9 @@ def _input_rows_read(r: ResampledDim, dtype: torch.dtype) -> tuple[tuple[int, ..
         how: dict[str, Any] = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
         first = tuple(int(i) for i in F.interpolate(rows[None, None], mode=r.mode, **how)[0, 0])
         return first, first, (0.0,) * r.m
+    if r.antialias:
+        reads = [(taps[0][0], taps[-1][0]) for taps in _antialias_taps(r)]
+        return tuple(i for i, _ in reads), tuple(i for _, i in reads), (0.0,) * r.m
     source = [o * r.pace if r.align_corners else (o + 0.5) * r.pace - 0.5 for o in range(r.m)]
     if r.mode == "bicubic":
         at = [math.floor(s) for s in source]
@@ -129,8 +135,9 @@ def interpolate(
     dim.
 
     *Shapes*: ``[batch, channel, *space]``, global as torch; per rank the output is cut at ceil(point m / n).
-    *Sends*: forward the one or two rows a side that the ends of a piece read, backward their gradients.
-    *Raises*: `ShardingError` along cut dims for antialias.
+    *Sends*: forward the one or two rows a side that the ends of a piece read (with `antialias` once or twice n / m
+    rows), backward their gradients.
+    *Raises*: `ShardingError` along cut dims for other modes.
     """
     dims = input.ndim - 2
     if not any(is_cut_or_haloed(input.layout, d) for d in range(2, input.ndim)):
@@ -148,21 +155,28 @@ def interpolate(
     )
     if mode == "area":
         return adaptive_avg_pool(input, dims, sizes)
-    if antialias or mode not in (*_NEAREST, *_LINEAR, "bicubic"):
-        how = f"mode={mode!r}, antialias={antialias}"
+    if mode not in (*_NEAREST, *_LINEAR, "bicubic") or (antialias and (mode not in _ANTIALIASED or dims != 2)):
+        how = f"mode={mode!r}, antialias={antialias} along {dims} dims"
         raise refusal_error(
             interpolate, input, f"{how} is not answered on a cut dim", "redistribute so that the spatial dims are whole"
         )
-    resampled = _dims_to_resample(input.layout.shape[2:], tuple(sizes), tuple(scales), mode, bool(align_corners))
+    along = tuple(sizes), tuple(scales)
+    resampled = _dims_to_resample(input.layout.shape[2:], *along, mode, bool(align_corners), antialias)
     return _resample_tile(input, dict(enumerate(resampled, 2)))
 
 
 @lru_cache(maxsize=512)
 def _dims_to_resample(
-    rows: tuple[int, ...], sizes: tuple[int, ...], scales: tuple[float | None, ...], mode: str, align_corners: bool
+    rows: tuple[int, ...],
+    sizes: tuple[int, ...],
+    scales: tuple[float | None, ...],
+    mode: str,
+    align_corners: bool,
+    antialias: bool,
 ) -> tuple[ResampledDim, ...]:
     return tuple(
-        ResampledDim(n, m, mode, align_corners, scale) for n, m, scale in zip(rows, sizes, scales, strict=True)
+        ResampledDim(n, m, mode, align_corners, scale, antialias)
+        for n, m, scale in zip(rows, sizes, scales, strict=True)
     )
 
 
@@ -229,8 +243,9 @@ def _resample_local(x: Tensor, by_dim: dict[int, ResampledDim], to: StencilPlan)
         else:
             by_row.append(d)
     if sizes != list(x.shape[2:]):
-        mode, align = next((r.mode, r.align_corners) for r in by_dim.values())
-        x = F.interpolate(x, sizes, mode=mode, align_corners=None if mode in _NEAREST else align)
+        r = next(iter(by_dim.values()))
+        align = None if r.mode in _NEAREST else r.align_corners
+        x = F.interpolate(x, sizes, mode=r.mode, align_corners=align, antialias=r.antialias)
     for d, start, length in crops:
         x = x.narrow(d, start, length)
     for d in by_row:
@@ -240,9 +255,9 @@ def _resample_local(x: Tensor, by_dim: dict[int, ResampledDim], to: StencilPlan)
 
 
 def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:
-    """y[o] = x[first] + w (x[last] - x[first]) along one dim, or the sum of four rows."""
-    if r.mode == "bicubic":
-        return _interpolate_by_four_rows(x, dim, r, low, out)
+    """y[o] = x[first] + w (x[last] - x[first]) along one dim, or the sum of more rows."""
+    if r.mode == "bicubic" or r.antialias:
+        return _sum_weighted_rows(x, dim, r, low, out)
     first, last, weights = (values[out[0] : out[1]] for values in _input_rows_read(r, x.dtype))
     rows = torch.tensor(first, device=x.device) - low
     y = x.index_select(dim, rows)
@@ -267,10 +282,44 @@ def _cubic_taps(r: ResampledDim) -> tuple[tuple[tuple[int, float], ...], ...]:
     return tuple(taps)
 
 
-def _interpolate_by_four_rows(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:
-    taps = torch.tensor(_cubic_taps(r)[out[0] : out[1]], dtype=torch.float64, device=x.device)
+@lru_cache(maxsize=512)
+def _antialias_taps(r: ResampledDim) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """For every output row the input rows under the filter, which is as wide as an output row where that is the
+    wider, with their weights (Keys, a = -0.5, for bicubic), as in torch's ``_compute_indices_min_size_weights_aa``.
+    """
+    reach, weigh = (2, _keys_filter) if r.mode == "bicubic" else (1, _hat_filter)
+    width = max(r.pace, 1.0)
+    taps: list[tuple[tuple[int, float], ...]] = []
+    for o in range(r.m):
+        center = r.pace * (o + 0.5)
+        start = max(int(center - reach * width + 0.5), 0)
+        stop = min(int(center + reach * width + 0.5), r.n)
+        weights = [weigh((i - center + 0.5) / width) for i in range(start, stop)]
+        total = sum(weights) or 1.0
+        taps.append(tuple((i, w / total) for i, w in enumerate(weights, start)))
+    return tuple(taps)
+
+
+def _hat_filter(t: float) -> float:
+    return max(1 - abs(t), 0.0)
+
+
+def _keys_filter(t: float) -> float:
+    t = abs(t)
+    if t < 1:
+        return (1.5 * t - 2.5) * t * t + 1
+    return ((-0.5 * t + 2.5) * t - 4) * t + 2 if t < 2 else 0.0
+
+
+def _sum_weighted_rows(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:
+    """y[o] = the sum of its rows, each times its weight; a row that has fewer than others takes its first, times 0."""
+    reads = (_antialias_taps if r.antialias else _cubic_taps)(r)[out[0] : out[1]]
+    most = max(map(len, reads))
+    taps = torch.tensor([(*t, *((t[0][0], 0.0),) * (most - len(t))) for t in reads], dtype=torch.float64).to(x.device)
     shape = (-1, *(1,) * (x.ndim - dim - 1))
-    parts = [
-        x.index_select(dim, taps[:, k, 0].long() - low) * taps[:, k, 1].to(x.dtype).reshape(shape) for k in range(4)
-    ]
-    return parts[0] + parts[1] + parts[2] + parts[3]
+    y: Tensor | None = None
+    for k in range(most):
+        part = x.index_select(dim, taps[:, k, 0].long() - low) * taps[:, k, 1].to(x.dtype).reshape(shape)
+        y = part if y is None else y + part
+    assert y is not None  # an output row reads at least one
+    return y

@@ -173,9 +173,13 @@ def join_tiles(tensors: Sequence[Any], dim: int = 0) -> Tile:
         return Tile(torch.cat([t.local for t in tensors], dim), layout, tensors[0].mesh)
     # torch leaves out a 1-d tensor of no elements, which has no shape yet, but for its dtype
     shaped = [t for t in tensors if tuple(t.shape) != (0,) or all(other.ndim == 1 for other in tensors)]
-    parts, layout, first = _aligned_parts(
-        torch.cat, shaped if any(isinstance(t, Tile) for t in shaped) else tensors, dim
-    )
+    first = next((t for t in shaped if isinstance(t, Tile)), None)
+    if first is None:  # all that has a shape is plain, so whole on every rank
+        empty = next(t for t in tensors if isinstance(t, Tile))
+        whole = torch.cat([t.local if isinstance(t, Tile) else t for t in tensors], dim)
+        layout = Layout.of(whole.shape, (None,) * whole.ndim, empty.layout.axes)
+        return Tile(cut_whole_tensor(whole, empty, layout), layout, empty.mesh)
+    parts, layout, first = _aligned_parts(torch.cat, shaped, dim)
     parts += [t.local if isinstance(t, Tile) else t for t in tensors if not any(t is other for other in shaped)]
     return Tile(torch.cat(parts, dim % first.ndim), layout, first.mesh)
 

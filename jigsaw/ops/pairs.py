@@ -144,8 +144,14 @@ def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) ->
     first, second = (x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) for x in (x1, x2))
     first, second = (with_whole_dims(x, (ndim - 1,)) if isinstance(x, Tile) else x for x in (first, second))
     layout, (a, b), tile = _meet_locally([first.unsqueeze(-2), second.unsqueeze(-3)])
-    local = torch.cdist(a.squeeze(-2), b.squeeze(-3), p, compute_mode or "use_mm_for_euclid_dist_if_necessary")
+    a, b = _without_row(a, -2), _without_row(b, -3)
+    local = torch.cdist(a, b, p, compute_mode or "use_mm_for_euclid_dist_if_necessary")
     return Tile(local, layout.drop((-1,)), tile.mesh)
+
+
+def _without_row(x: Tensor, dim: int) -> Tensor:
+    """The tensor without a dim of one row; also where the row, cut as that of the other operand, is another rank's."""
+    return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
 
 
 # -- vectors along a dim ----------------------------------------------------------------------------------------------

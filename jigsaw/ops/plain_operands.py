@@ -11,6 +11,7 @@ torch.Size([9])
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class _ScaledPart(torch.autograd.Function):
 
 
 AVERAGED_MARK = "_jigsaw_averaged_over"
+_SUMMED_MARK = "_jigsaw_entered_summed"
 
 
 def averaged_over(leaf: Tensor) -> int:
@@ -63,6 +65,8 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor
     mesh, layout = tile.mesh, layout or tile.layout
     left, leaves = (False, [x]) if x.grad_fn is None else _graph_origins(x)
     ranks = {averaged_over(leaf) for leaf in leaves}
+    if len(ranks) == 2 and 1 in ranks:
+        ranks = _average_others(leaves, max(ranks))
     if left and ranks <= {mesh.size()}:
         # a whole gradient on every rank is right for what left a tile, and for parameters that are averaged
         return comm.use_in_parts(x, mesh, layout.cut_axes)
@@ -74,12 +78,27 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor
             "model through "
             f"jigsaw.parallelize, or keep the reduction a Tile (keepdim=True) and multiply there"
         )
+    for leaf in leaves:
+        if not hasattr(leaf, AVERAGED_MARK) and not isinstance(leaf, nn.Parameter):
+            setattr(leaf, _SUMMED_MARK, True)
     if layout.cut_axes:
         for leaf in leaves:
             if isinstance(leaf, nn.Parameter) and not hasattr(leaf, AVERAGED_MARK):
                 warn_of_unreduced(leaf)
     scale = max(ranks, default=1) / layout.replicas
     return x if scale == 1 else _ScaledPart.apply(x, scale)
+
+
+def _average_others(leaves: Sequence[Tensor], ranks: int) -> set[int]:
+    """Let the gradients of leaves that a model makes beside its parameters (zeros that require grad, as decoders of
+    DETR have them) come `ranks` times as large, too, and be scaled back where they arrive; over how many each leaf is
+    averaged then.  One that entered by itself before, and a parameter that nobody averages, stay as they are.
+    """
+    for leaf in leaves:
+        if not (hasattr(leaf, AVERAGED_MARK) or hasattr(leaf, _SUMMED_MARK) or isinstance(leaf, nn.Parameter)):
+            setattr(leaf, AVERAGED_MARK, ranks)
+            leaf.register_hook(partial(torch.mul, other=1 / ranks))
+    return {averaged_over(leaf) for leaf in leaves}
 
 
 @enters_functions

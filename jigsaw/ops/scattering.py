@@ -138,6 +138,8 @@ def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = Fal
     *Sends*: where nothing cuts `dim`, the rows of a tile `index` that lie elsewhere.  Else, for an index that is whole
     along `dim`, one all-reduce of the result; for a cut one the input's rows along `dim`, backward their gradient.
     """
+    if input.ndim == 0 and index.ndim == 1:  # a number is a row of one element, to torch
+        input = input.reshape(1)
     if not isinstance(input, Tile):
         return _gather_from_plain(input, dim, index)
     (at,) = reduced_dims(input, dim)

@@ -90,12 +90,13 @@ def _write_what_is_new(function: Any, new: Any, input: Any, *args: Any, **kwargs
     """What a function of the table gives, written into its first argument."""
     if not isinstance(input, Tile):
         return run_unknown_function(function, input, *args, **kwargs)
+    stays = "the shape and the cuts of a Tile stay as they are", f"write x = x.{new.__name__}(...)"
     if function.__name__ in CHANGES_SHAPE:
-        raise refusal_error(
-            function, input, "the shape and the cuts of a Tile stay as they are", f"write x = x.{new.__name__}(...)"
-        )
+        raise refusal_error(function, input, *stays)
     # of a copy: what the function keeps for its gradient is not what is then written over
     out = new(input.clone() if input.requires_grad else input, *args, **kwargs)
+    if out.shape != input.shape and function is Tensor.addbmm_:  # torch resizes a smaller target, of this one alone
+        raise refusal_error(function, input, *stays)
     if out.shape != input.shape or not torch.can_cast(out.dtype, input.dtype):
         raise RuntimeError(
             f"{function.__name__}: a result of {out.dtype} and shape {tuple(out.shape)} does not fit into a Tile of "

@@ -66,6 +66,20 @@ def test_bicubic_of_any_ratio():
     assert_same_on_every_mesh(cubics, torch.randn(1, 2, 13, 10), [{"lat": 2}], spec=SPACE, halo={2: 2})
 
 
+def antialiased(x):
+    ways = [{"size": (5, 7)}, {"scale_factor": (0.3, 1.7)}, {"size": (26, 3)}, {"size": (2, 10)}]
+    made = [F.interpolate(x, mode=m, antialias=True, **how) for how in ways for m in ("bilinear", "bicubic")]
+    return [*made, F.interpolate(x, (5, 20), mode="bicubic", antialias=True, align_corners=True)]
+
+
+def test_antialias_of_any_ratio():
+    assert_same_on_every_mesh(antialiased, torch.randn(1, 2, 13, 10), MESHES, spec=SPACE)
+    assert_same_on_every_mesh(
+        antialiased, torch.randn(1, 2, 13, 10), [{"lat": 4}], spec=SPACE, split={2: (0, 1, 1, 12, 13)}
+    )
+    assert_same_on_every_mesh(antialiased, torch.randn(1, 2, 13, 10), [{"lat": 2}], spec=SPACE, halo={2: 2})
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_one_and_three_dims(ranks):
     line, volume = torch.randn(2, 3, 33), torch.randn(1, 2, 10, 7, 5)
@@ -118,13 +132,16 @@ def test_bytes_of_doubling():
         y = F.interpolate(tile, scale_factor=2, mode="bilinear")
     assert sent.sent_bytes == 3 * 8 * 4 and sent.messages == 1
     assert y.layout.dim(2)[0].points == (0, 12, 24)
+    with comm.count() as sent:  # row 2 of 6 is the sum of rows 3 to 6, its neighbour's that of rows 5 to 8
+        F.interpolate(tile, (6, 8), mode="bilinear", antialias=True)
+    assert sent.sent_bytes == 3 * 8 * 4 and sent.messages == 1
 
 
 @on_ranks(2)
 def test_wrong_uses_name_the_rule():
     tile = shard(torch.randn(1, 2, 13, 8), world_mesh(lat=2), SPACE)
-    with pytest.raises(ShardingError, match="antialias=True is not answered on a cut dim"):
-        F.interpolate(tile, (7, 4), mode="bilinear", antialias=True)
+    with pytest.raises(ShardingError, match="mode='nearest', antialias=True along 2 dims is not answered on a cut dim"):
+        F.interpolate(tile, (7, 4), mode="nearest", antialias=True)
     with pytest.raises(ShardingError, match="needs one of size and scale_factor"):
         F.interpolate(tile)
     with pytest.raises(ShardingError, match="every size must be at least 1"):

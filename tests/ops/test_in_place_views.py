@@ -184,6 +184,8 @@ def test_what_a_changed_row_sends():
         leaf[:, 3].zero_()
     with pytest.raises(ShardingError, match=r"unsqueeze_ on a Tile .* write x = x.unsqueeze\(...\)"):
         tile.unsqueeze_(0)
+    with pytest.raises(ShardingError, match=r"addbmm_ on a Tile .* write x = x.addbmm\(...\)"):
+        shard(torch.ones(1), mesh, ("lat",)).addbmm_(torch.ones(2, 3, 3), torch.ones(2, 3, 4))
     with pytest.raises(RuntimeError, match="does not fit into a Tile"):
         (tile > 0).cumsum_(0)
     # a function that runs whole writes through, too; a view whose rows moved is refused all the same

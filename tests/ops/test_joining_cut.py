@@ -68,6 +68,16 @@ def test_a_class_token_has_its_whole_gradient():
         assert_same_on_every_mesh(_WithToken(), torch.randn(2, rows, 4), meshes, spec=("data", "lat", None))
 
 
+@on_ranks(2)
+def test_a_tensor_of_no_elements_and_one_dim_is_left_out():
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    empty = shard(torch.zeros(0), world_mesh(lat=2), ("lat",))
+    y = torch.cat([empty, x, x * 2], 1)
+    assert torch.equal(y.full_tensor(), torch.cat([x, x * 2], 1))
+    y.square().sum().backward()
+    torch.testing.assert_close(comm.all_reduce(x.grad, world_mesh(lat=2), ["lat"]), 10 * x.detach())
+
+
 def test_rows_stay_as_far_as_possible():
     assert joined_points([1, 196], 1, [0, 49, 98, 147, 196]) == (0, 50, 99, 148, 197)
     assert joined_points([196, 4], 0, [0, 49, 98, 147, 196]) == (0, 49, 98, 147, 200)

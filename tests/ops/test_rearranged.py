@@ -52,6 +52,7 @@ def _pairs(x):
     found += [*torch.meshgrid(column, row, indexing="ij"), *torch.meshgrid(row, PLAIN[0], row, indexing="ij")]
     found += [*torch.meshgrid(column, row, indexing="xy"), torch.cartesian_prod(column, row)]
     found += [torch.block_diag(plane, PLAIN, x[0, 1]), torch.cdist(x[0], x[1] * 2), torch.cdist(x[:, 0], PLAIN)]
+    found += [torch.cdist(x[0, :, :1], x[:, :, None, 3] * 2), torch.cdist(PLAIN[None, :1], x[:, :, :1])]
     return [*found, torch.cdist(x.transpose(2, 3), x.transpose(2, 3)[:1] + 1, 1.0), torch.cdist(PLAIN, plane)]
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from jigsaw.testing import assert_same_on_every_mesh
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.tile_making import shard
 
 SPACE = (None, "lat", "lon", None)
 ROWS = torch.tensor([0, 7, 7, 13, 39, 22])
@@ -27,3 +28,9 @@ def test_places_of_flattened_dims_are_those_of_the_whole():
     meshes = [{"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}]
     assert_same_on_every_mesh(places, torch.randn(2, 5, 4, 3, dtype=torch.float64), meshes, spec=SPACE)
     assert_same_on_every_mesh(places, torch.randn(4, 2, 5, 3, dtype=torch.float64), [{"lat": 4}], spec=SPACE)
+
+
+@on_ranks(2)
+def test_a_number_is_gathered_as_one_element():
+    index = shard(torch.zeros(3, dtype=torch.int64), world_mesh(lat=2), ("lat",))
+    assert torch.gather(torch.tensor(2.5), 0, index).full_tensor().tolist() == [2.5, 2.5, 2.5]
