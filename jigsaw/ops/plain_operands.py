@@ -61,7 +61,7 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor
     if not (x.requires_grad and torch.is_grad_enabled()) or mesh_size(tile.mesh) == 1:
         return x
     mesh, layout = tile.mesh, layout or tile.layout
-    left, leaves = (False, [x]) if x.grad_fn is None else _graph_origins(x)
+    left, leaves = (False, [x]) if x.grad_fn is None else graph_origins(x)
     ranks = {averaged_over(leaf) for leaf in leaves}
     if left and ranks <= {mesh.size()}:
         # a whole gradient on every rank is right for what left a tile, and for parameters that are averaged
@@ -88,7 +88,7 @@ def _enter_function(x: Tensor, tile: Tile) -> Tensor:
     return plain_operand(x, tile, Layout((), tile.layout.axes))
 
 
-def _graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
+def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
     """Whether the graph of `x` reaches a tensor that left a tile, and the leaves that it reaches otherwise."""
     left, leaves = False, list[Tensor]()
     seen: set[Any] = set()
