@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from jigsaw import debug
 from jigsaw.cut import ShardingError
-from jigsaw.graph_calls import is_making_graph, ordered_calls
+from jigsaw.graph_calls import is_making_graph, know_ranks, ordered_calls
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_size
 from jigsaw.ops.plain_operands import AVERAGED_MARK, averaged_over, graph_origins
@@ -97,6 +97,9 @@ class CompiledForward:
         graph = self._graphs.get(key)
         if graph is None:
             _check_module(self.module, names, tensors)
+            for value in values:
+                if isinstance(value, TensorPlace) and value.mesh is not None:
+                    know_ranks(value.mesh)
             graph = self._graphs[key] = TileGraph(self, names, marks, spec, values)
         return graph(tensors)
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from hashlib import sha256
+from itertools import combinations
 from typing import Any, NoReturn, ParamSpec, TypeVar
 from uuid import uuid4
 
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from jigsaw.cut import ShardingError
-from jigsaw.mesh import axes_of_mesh
+from jigsaw.mesh import axes_of_mesh, ranks_along
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,6 +94,14 @@ def is_making_graph() -> bool:
 def is_shape_run() -> bool:
     """Whether nothing is to be sent, for a function is asked for the shapes of its results alone."""
     return _state.is_shape_run
+
+
+def know_ranks(mesh: DeviceMesh) -> None:
+    """Read the ranks of a mesh, which are in a tensor: nothing can read one while a graph is made."""
+    axes = [name for name, _ in axes_of_mesh(mesh)]
+    for some in range(len(axes) + 1):
+        for names in combinations(axes, some):
+            ranks_along(mesh, names)
 
 
 @contextmanager
@@ -159,7 +168,8 @@ def _name_of_call(call: GraphCall) -> str:
 
 def _described(value: Any) -> str:
     if isinstance(value, DeviceMesh):
-        return repr((value.device_type, axes_of_mesh(value), value.mesh.flatten().tolist()))
+        axes = axes_of_mesh(value)
+        return repr((value.device_type, axes, ranks_along(value, [name for name, _ in axes])))
     return "tensor" if value is _TENSOR else repr(value)
 
 
