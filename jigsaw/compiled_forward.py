@@ -158,6 +158,32 @@ class _PlainModule(nn.Module):
         return self.call_plain(*args, **kwargs)
 
 
+class _GraphInput(torch.autograd.Function):
+    """A parameter or a plain tensor, as the leaf that `graph_origins` looks for: AOTAutograd puts nodes of its own
+    before the inputs of a graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor) -> Tensor:
+        ctx.variable = leaf
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _as_leaf(x: Tensor, mark: int | None) -> Tensor:
+    if not x.requires_grad:
+        return x
+    leaf = x.detach()
+    entered = _GraphInput.apply(x, leaf)
+    if mark is not None:
+        setattr(leaf, AVERAGED_MARK, mark)
+        setattr(entered, AVERAGED_MARK, mark)
+    return entered
+
+
 class TileGraph:
     """The compiled forward pass for one kind of arguments: layouts, numbers, training or not."""
 
@@ -195,10 +221,10 @@ class TileGraph:
 
     def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The forward pass from tensors without values to tensors without values, noting what the results are."""
-        weights = {f"module.{name}": x for name, x in zip(self.names, tensors, strict=False)}
-        for x, (_, mark) in zip(weights.values(), self.marks, strict=True):
-            if mark is not None:
-                setattr(x, AVERAGED_MARK, mark)
+        weights = {
+            f"module.{name}": _as_leaf(x, mark)
+            for name, x, (_, mark) in zip(self.names, tensors, self.marks, strict=False)
+        }
         left = iter(tensors[len(self.names) :])
         meshes = [v.mesh for v in self.values if isinstance(v, TensorPlace) and v.mesh is not None]
         leaves = [_entered(v, next(left), meshes) if isinstance(v, TensorPlace) else v[1] for v in self.values]
@@ -227,9 +253,9 @@ class TileGraph:
 def _entered(place: TensorPlace, x: Tensor, meshes: Sequence[DeviceMesh]) -> Tensor:
     if place.layout is not None and place.mesh is not None:
         return Tile(x, place.layout, place.mesh)
-    if place.averaged != 1:
-        setattr(x, AVERAGED_MARK, place.averaged)
-    return leave_tile(x, meshes[0]) if place.left and meshes else x
+    if place.left and meshes:
+        return leave_tile(x, meshes[0])
+    return _as_leaf(x, None if place.averaged == 1 else place.averaged)
 
 
 def _left(place: TensorPlace, x: Tensor) -> Tensor:

@@ -101,8 +101,9 @@ def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
         if node.name() == LEAVE_NODE:
             left = True
             continue
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable"):  # behind that of a graph that is being made is nothing to be known
             leaves.append(node.variable)
+            continue
         todo.extend(next_node for next_node, _ in node.next_functions)
     return left, leaves
 
