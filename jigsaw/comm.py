@@ -36,7 +36,6 @@ SameOnRanks = (
     tuple[Hashable, ...] | None
 )  # what ranks that combine values are to have alike, such as the layout of a tile
 T = TypeVar("T")
-_OUTSIDE = "compile the modules before and after it instead"
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ def swap_messages(
     """
     if is_shape_run():
         return PendingWork((), ())
-    refuse_in_graph(f"a message of the kind {kind!r}", _OUTSIDE)
+    refuse_in_graph(f"a message of the kind {kind!r}")
     connect_ranks(mesh)
     outgoing = [(at, _as_bytes(_plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
@@ -401,7 +400,7 @@ def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
 
     *Sends*: 8 bytes, then the pickled value (padded to the longest), to each of the other P-1 ranks.
     """
-    refuse_in_graph("what ranks agree on by values", _OUTSIDE)
+    refuse_in_graph("what ranks agree on by values")
     if mesh.size() == 1:
         return [value]
     compare_calls(mesh, "agreement")
@@ -422,7 +421,7 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
 
     *Sends*: 2 (P-1)/P of the bytes of `x`.
     """
-    refuse_in_graph("the sum of a bucket of gradients", _OUTSIDE)
+    refuse_in_graph("the sum of a bucket of gradients")
     compare_calls(mesh, "sum of gradients", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return PendingWork((), ())
@@ -442,7 +441,7 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
 
     *Sends*: the bytes of `x` once a rank (tree).
     """
-    refuse_in_graph("a broadcast", _OUTSIDE)
+    refuse_in_graph("a broadcast")
     compare_calls(mesh, "broadcast", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return

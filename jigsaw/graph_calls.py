@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import wraps
 from hashlib import sha256
 from itertools import combinations
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 
 import torch
@@ -46,6 +46,7 @@ class GraphCall:
     for_shapes: Callable[..., Any]
     values: tuple[Any, ...]
     spec: pytree.TreeSpec
+    autocast: tuple[str, bool, torch.dtype]  # what was set when the graph was made: off while it runs
     out_spec: pytree.TreeSpec | None = None
     out_places: tuple[bool, ...] = ()
 
@@ -53,7 +54,8 @@ class GraphCall:
         """The tensors among the results, each in memory of its own, as operators of a graph must return them."""
         left = iter(tensors)
         args, kwargs = pytree.tree_unflatten([next(left) if v is _TENSOR else v for v in self.values], self.spec)
-        with torch.no_grad():
+        device, enabled, dtype = self.autocast
+        with torch.no_grad(), torch.autocast(device, dtype, enabled, cache_enabled=False):
             leaves, self.out_spec = pytree.tree_flatten(function(*args, **kwargs))
         self.out_places = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         taken = {_memory_of(x) for x in tensors}
@@ -138,7 +140,9 @@ def _write_call(function: Callable[..., Any], for_shapes: Callable[..., Any], ar
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     values = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    name = _name_of_call(GraphCall(function, for_shapes, values, spec))
+    device = tensors[0].device.type
+    autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    name = _name_of_call(GraphCall(function, for_shapes, values, spec, autocast))
     task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  # -1 outside of a backward pass
     if task == -1:
         before = _state.forward
@@ -158,7 +162,7 @@ def _write_call(function: Callable[..., Any], for_shapes: Callable[..., Any], ar
 def _name_of_call(call: GraphCall) -> str:
     """A name that says all of it: compiled graphs are kept on disk, and read by other processes."""
     said = [_described(value) for value in call.values]
-    digest = sha256(repr((said, call.spec)).encode()).hexdigest()[:32]
+    digest = sha256(repr((said, call.spec, call.autocast)).encode()).hexdigest()[:32]
     name = f"{call.function.__module__}.{call.function.__qualname__}:{digest}"
     if name in _calls and _calls[name].values != call.values:
         name = f"{name}:{uuid4().hex}"  # what the description leaves out differs: never to be taken for another one
@@ -173,14 +177,18 @@ def _described(value: Any) -> str:
     return "tensor" if value is _TENSOR else repr(value)
 
 
-def refuse_in_graph(what: str, remedy: str) -> None:
+def refuse_in_graph(what: str) -> None:
     """*Raises*: `ShardingError` where a graph is made, for what cannot be in one."""
     if is_making_graph():
-        raise_not_in_graph(what, remedy)
+        raise refused_in_graph(what)
 
 
-def raise_not_in_graph(what: str, remedy: str) -> NoReturn:
-    raise ShardingError(f"jigsaw.compile: {what} cannot be in a graph; {remedy}")
+def refused_in_graph(what: str) -> ShardingError:
+    """The error for what cannot be in a graph."""
+    return ShardingError(
+        f"jigsaw.compile: {what} cannot be in a graph; compile the modules before and after it instead: "
+        "jigsaw.compile(block) for each"
+    )
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------

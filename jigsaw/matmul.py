@@ -90,7 +90,9 @@ class _GridMatmul(torch.autograd.Function):
         return *_gradients_on_grid(grads[0], x, w, needed, *how), None, None, None, None
 
 
-def _like_product(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int) -> Tensor:
+def _like_product(
+    x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int
+) -> Tensor:
     return x.new_empty(grid.y.local_shape(coord))
 
 
