@@ -101,9 +101,10 @@ def _assert_close(found, expected, what):
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
 
 
-def _check_nets(backend="aot_eager", **axes):
+def _check_nets(*names, backend="aot_eager", **axes):
     mesh = world_mesh(**axes)
-    for name, (kind, *size) in NETS.items():
+    for name in names:
+        kind, *size = NETS[name]
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
@@ -134,22 +135,234 @@ def _check_nets(backend="aot_eager", **axes):
 
 @on_ranks(2)
 def test_nets_are_exact_and_send_what_they_send_without_a_graph():
-    _check_nets(lat=2)
+    _check_nets("unet", "tokens", lat=2)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_more_nets_on_two_ranks():
+    _check_nets("convnext", "deep", lat=2)
 
 
 @pytest.mark.slow
 @on_ranks(1)
 def test_nets_on_one_rank():
-    _check_nets(lat=1)
+    _check_nets(*NETS, lat=1)
 
 
 @pytest.mark.slow
 @on_ranks(3)
 def test_nets_on_three_ranks():
-    _check_nets(lat=3)
+    _check_nets(*NETS, lat=3)
 
 
 @pytest.mark.slow
 @on_ranks(4)
 def test_nets_on_two_by_two_ranks():
-    _check_nets(lat=2, lon=2)
+    _check_nets(*NETS, lat=2, lon=2)
+
+
+# -- when a graph is made ---------------------------------------------------------------------------------------------
+
+
+def _graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@on_ranks(2)
+def test_another_layout_makes_another_graph_and_nothing_else_does():
+    mesh = world_mesh(lat=2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    net = TokenBlock().double()
+    names = list(net.state_dict())
+    assert jigsaw.compile(net, backend="aot_eager") is net and list(net.state_dict()) == names
+    plain = TokenBlock().double()
+    plain.load_state_dict(net.state_dict())
+    plain, net = jigsaw.parallelize(plain, mesh), jigsaw.parallelize(net, mesh)
+
+    def run(size, spec=(None, None, "lat", None), **options):
+        x = torch.randn(1, 3, *size, dtype=torch.float64)
+        tile = jigsaw.shard(x, mesh, spec)
+        found, expected = (m(tile, **options) for m in (net, plain))
+        assert found["gain"] == expected["gain"] and found["tokens"].layout == expected["tokens"].layout
+        _assert_close(found["tokens"], expected["tokens"].full_tensor(), "tokens")
+        _assert_close(found["mean"], expected["mean"], "mean")
+        return _graphs()
+
+    assert run((7, 10)) == 1
+    assert run((7, 10)) == 1  # other values
+    shift = torch.randn(8, dtype=torch.float64)
+    assert run((7, 10), shift=shift) == 2
+    assert run((7, 10), shift=shift + 1) == 2
+    assert run((10, 7)) == 3
+    assert run((7, 10), (None, None, None, "lat")) == 4
+    assert run((7, 10), gain=2.0) == 5
+    net.eval()
+    assert run((7, 10)) == 6
+    with torch.no_grad():
+        assert run((7, 10)) == 7
+        assert run((7, 10)) == 7
+    net.train()
+    assert run((7, 10)) == 7
+    assert run((10, 7)) == 7
+    assert not torch._dynamo.utils.counters["graph_break"]
+    # a result that left a tile is known as one afterwards
+    tile = jigsaw.shard(torch.randn(1, 3, 7, 10, dtype=torch.float64), mesh, (None, None, "lat", None))
+    grads = []
+    for model in (net, plain):
+        model.zero_grad()
+        (tile * model(tile)["mean"]).square().mean().backward()
+        grads.append(model.qkv.weight.grad)
+    _assert_close(*grads, "gradient by way of a mean")
+    # a copy makes graphs of its own, and one that goes to another process, too
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(TokenBlock().double()))):
+        other.load_state_dict(net.state_dict())
+        assert other(tile)["mean"] == net(tile)["mean"]
+    before = net(tile)["mean"].item()
+    with torch.no_grad():
+        net.patch.weight.mul_(2)
+    assert net(tile)["mean"].item() != before
+
+
+# -- what stands around it --------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_within_autocast_checkpoints_and_wrappers():
+    mesh = world_mesh(lat=2)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(SmallUNet(), Deep()).double(), torch.randn(2, 3, 64, 10, dtype=torch.float64)
+    compiled = partial(jigsaw.compile, backend="aot_eager")
+    tile = jigsaw.shard(x, mesh, (None, None, "lat", None))
+    expected = _step(whole, x.clone())
+
+    def check(model, what, run=None):
+        found = _step(run or model, tile)
+        _assert_close(found["out"], expected["out"], what)
+        grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        for p, g in zip(whole.parameters(), grads, strict=True):
+            _assert_close(g, p.grad, what)
+
+    def copied(each=False):
+        model = jigsaw.parallelize(copy.deepcopy(whole), mesh)
+        _ = [compiled(part) for part in model] if each else compiled(model)
+        return model
+
+    check(copied(each=True), "block by block")
+    model = copied(each=True)
+    with comm.count() as plain:
+        check(model, "a second step of blocks", lambda t: model[1](model[0](t)))
+    model = copied(each=True)
+    with comm.count() as again:
+        check(model, "a checkpoint of each block", lambda t: checkpoint(model[1], model[0](t), use_reentrant=False))
+    assert again.sent_bytes == plain.sent_bytes
+    wrapped = jigsaw.parallelize(copy.deepcopy(whole), mesh, reduce=False)
+    check(DistributedDataParallel(compiled(wrapped)), "DistributedDataParallel")
+    units = jigsaw.parallelize(copy.deepcopy(whole), mesh, shard_weights=True, units=None, unit_bytes=1)
+    assert all(compiled(part) is part for part in units)
+    check(units, "fully_shard of units")
+    # lower precision: what autocast does to the same tile without a graph
+    single = tile.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, eager = copied().float()(single), copy.deepcopy(whole).float()(single)
+    assert found.dtype == eager.dtype
+    torch.testing.assert_close(found.local, eager.local, rtol=0.05, atol=0.05)
+
+
+# -- what cannot be in a graph ----------------------------------------------------------------------------------------
+
+
+class Reads(nn.Module):
+    def forward(self, x):
+        return x * x.mean().item()
+
+
+class Cholesky(nn.Module):
+    def forward(self, x):
+        return torch.linalg.cholesky(x)
+
+
+class Replaces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        return x + self.seen
+
+
+class Holds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.grid = torch.ones(4)
+
+    def forward(self, x):
+        return x + self.grid
+
+
+@on_ranks(2)
+def test_what_cannot_be_in_a_graph_is_an_error_on_every_rank():
+    mesh = world_mesh(lat=2)
+    tile = jigsaw.shard(torch.randn(2, 3, 8, 4), mesh, (None, None, "lat", None))
+    compiled = partial(jigsaw.compile, backend="aot_eager")
+    with pytest.raises(ShardingError, match=r"random number that ranks share \(dropout"):
+        compiled(nn.Dropout(0.5))(tile)
+    assert compiled(nn.Dropout(0.5).eval())(tile).shape == tile.shape
+    with pytest.raises(ShardingError, match="a value or a size that is known only when it runs"):
+        compiled(Reads())(tile)
+    with pytest.raises(ShardingError, match="'seen' of Replaces is replaced in the forward pass"):
+        compiled(Replaces())(tile)
+    with pytest.raises(ShardingError, match="a tensor that is no argument, parameter or buffer"):
+        compiled(Holds())(tile)
+    with pytest.raises(ShardingError, match="an argument of Identity has a object, which a graph cannot"):
+        compiled(nn.Identity())(tile, object())
+    with pytest.raises(ShardingError, match=r"takes a torch.nn.Module, not a function"):
+        compiled(lambda x: x)
+    with pytest.raises(ShardingError, match="cholesky"):  # as without a graph
+        compiled(Cholesky())(tile)
+    units = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+    fully_shard(units[0], mesh=mesh)
+    with pytest.raises(ShardingError, match="'0' in Sequential is a unit of fully_shard"):
+        compiled(units)(tile)
+    wide = jigsaw.parallelize(nn.Linear(4, 4), world_mesh(channel=2))
+    with pytest.raises(ShardingError, match="'weight' of Linear is a DTensor; a module with cut weights"):
+        compiled(wide)(jigsaw.shard(torch.randn(4, 4), world_mesh(channel=2), (None, None)))
+
+
+# -- the operator -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_the_operator_passes_torchs_checks():
+    mesh = world_mesh(lat=2)
+    torch._dynamo.reset()
+    sizes, run = {}, graph_calls.GraphCall.run
+
+    def note(call, function, tensors):
+        name = next(n for n, c in graph_calls._calls.items() if c is call)
+        sizes[name] = [tuple(x.shape) for x in tensors]
+        return run(call, function, tensors)
+
+    graph_calls.GraphCall.run = note
+    tile = jigsaw.shard(torch.randn(1, 3, 64, 4), mesh, (None, None, "lat", None))
+    _step(jigsaw.compile(nn.Sequential(Deep(), nn.GroupNorm(1, 3)), backend="aot_eager"), tile)
+    _step(jigsaw.compile(nn.Conv2d(3, 3, 3, padding=1, stride=2), backend="aot_eager"), tile)
+    graph_calls.GraphCall.run = run
+    kinds = {name.split(":")[0].rpartition(".")[2] for name in sizes}
+    assert kinds == {
+        *("_fetch_rows", "_exchange_backward", "all_reduce", "_convolve_with_strips", "_gradients_with_strips")
+    }
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for name, shapes in sizes.items():
+        given = [torch.randn(shape) for shape in shapes], torch.empty(0), name
+        torch.library.opcheck(torch.ops.jigsaw.communicate.default, given, test_utils=tests)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_nets_are_exact_by_inductor():
+    _check_nets("unet", backend="inductor", lat=2)
