@@ -88,7 +88,8 @@ def _place_of(x: Tensor) -> TensorPlace:
     """*Raises*: `ShardingError` for a tensor whose gradient is neither a part nor whole."""
     if isinstance(x, Tile):
         x.check_no_history()
-        return TensorPlace(x.requires_grad, x.layout, x.mesh)
+        # of the local tensor: to ask the tile itself puts its shell into the graph of autograd
+        return TensorPlace(x.local.requires_grad, x.layout, x.mesh)
     if x.grad_fn is None:
         return TensorPlace(x.requires_grad, averaged=averaged_over(x))
     left, leaves = graph_origins(x)
@@ -332,11 +333,16 @@ def _told_failure(failure: Exception | None, error: Exception) -> Exception:
         if isinstance(each, ShardingError):
             return each
     for each in (failure, *_causes(error)):
-        if type(each).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        if any(name in f"{type(each).__name__}: {each}" for name in _NEEDS_VALUES):
             return refused_in_graph(f"a value or a size that is known only when it runs ({each})")
     if isinstance(failure, AssertionError) and "FakeTensor" in str(failure):
         return refused_in_graph(f"a tensor that is no argument, parameter or buffer of the module ({failure})")
     return error if failure is None or isinstance(failure, AssertionError) else failure
+
+
+# torch's errors for what a tensor without values cannot tell
+_NEEDS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "PendingUnbackedSymbolNotFound")
+_NEEDS_VALUES += ("GuardOnDataDependentSymNode",)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
