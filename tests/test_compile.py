@@ -229,47 +229,67 @@ def test_another_layout_makes_another_graph_and_nothing_else_does():
 # -- what stands around it --------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_within_autocast_checkpoints_and_wrappers():
-    mesh = world_mesh(lat=2)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    whole, x = nn.Sequential(SmallUNet(), Deep()).double(), torch.randn(2, 3, 64, 10, dtype=torch.float64)
-    compiled = partial(jigsaw.compile, backend="aot_eager")
-    tile = jigsaw.shard(x, mesh, (None, None, "lat", None))
-    expected = _step(whole, x.clone())
+class TwoBlocks:
+    """A net of two blocks on two ranks, the whole one's results, and how another one is compared with them."""
 
-    def check(model, what, run=None):
-        found = _step(run or model, tile)
-        _assert_close(found["out"], expected["out"], what)
-        grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-        for p, g in zip(whole.parameters(), grads, strict=True):
-            _assert_close(g, p.grad, what)
+    def __init__(self):
+        self.mesh = world_mesh(lat=2)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.whole, x = nn.Sequential(Deep(), Deep()).double(), torch.randn(2, 3, 64, 6, dtype=torch.float64)
+        self.tile = jigsaw.shard(x, self.mesh, (None, None, "lat", None))
+        self.expected = _step(self.whole, x.clone())
 
-    def copied(each=False):
-        model = jigsaw.parallelize(copy.deepcopy(whole), mesh)
-        _ = [compiled(part) for part in model] if each else compiled(model)
+    def copied(self, **options):
+        model = copy.deepcopy(self.whole)
+        return jigsaw.parallelize(model, self.mesh, **options, **({"units": list(model)} if options else {}))
+
+    def blocks(self, **options):
+        model = self.copied(**options)
+        for block in model:
+            assert jigsaw.compile(block, backend="aot_eager") is block
         return model
 
-    check(copied(each=True), "block by block")
-    model = copied(each=True)
+    def check(self, model, what, run=None):
+        found = _step(run or model, self.tile)
+        _assert_close(found["out"], self.expected["out"], what)
+        for p, q in zip(self.whole.parameters(), model.parameters(), strict=True):
+            _assert_close(q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad, p.grad, what)
+
+
+@on_ranks(2)
+def test_block_by_block_and_in_checkpoints():
+    blocks = TwoBlocks()
+    model, again = blocks.blocks(), blocks.blocks()
     with comm.count() as plain:
-        check(model, "a second step of blocks", lambda t: model[1](model[0](t)))
-    model = copied(each=True)
-    with comm.count() as again:
-        check(model, "a checkpoint of each block", lambda t: checkpoint(model[1], model[0](t), use_reentrant=False))
-    assert again.sent_bytes == plain.sent_bytes
-    wrapped = jigsaw.parallelize(copy.deepcopy(whole), mesh, reduce=False)
-    check(DistributedDataParallel(compiled(wrapped)), "DistributedDataParallel")
-    units = jigsaw.parallelize(copy.deepcopy(whole), mesh, shard_weights=True, units=None, unit_bytes=1)
-    assert all(compiled(part) is part for part in units)
-    check(units, "fully_shard of units")
-    # lower precision: what autocast does to the same tile without a graph
-    single = tile.float()
+        blocks.check(model, "block by block")
+    with comm.count() as kept:
+        blocks.check(again, "a checkpoint of a block", lambda t: checkpoint(again, t, use_reentrant=False))
+    assert kept.sent_bytes == plain.sent_bytes
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_in_wrappers_of_torch():
+    blocks = TwoBlocks()
+    wrapped = jigsaw.compile(blocks.copied(reduce=False), backend="aot_eager")
+    blocks.check(DistributedDataParallel(wrapped), "DistributedDataParallel")
+    blocks.check(blocks.blocks(shard_weights=True), "fully_shard")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_within_autocast():
+    blocks = TwoBlocks()
+    eager, compiled, single = blocks.copied().float(), blocks.copied().float(), blocks.tile.float()
+    jigsaw.compile(compiled, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
-        found, eager = copied().float()(single), copy.deepcopy(whole).float()(single)
-    assert found.dtype == eager.dtype
-    torch.testing.assert_close(found.local, eager.local, rtol=0.05, atol=0.05)
+        found, expected = compiled(single), eager(single)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found.local, expected.local, rtol=0.05, atol=0.05)
+    _ = [y.float().square().mean().backward() for y in (found, expected)]
+    for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.05)
 
 
 # -- what cannot be in a graph ----------------------------------------------------------------------------------------
