@@ -66,8 +66,10 @@ def compile(
 
 
 # What a value may be that is no tensor: it becomes part of the graph, which is made anew for another one.
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
-_CONSTANTS += (Layout, DeviceMesh, type(...))
+_CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.memory_format, Layout, DeviceMesh),
+)
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,8 @@ class ModuleWeights:
         for name in self.names:
             owner, _, last = name.rpartition(".")
             held = owners[owner]
-            found: Any = held._parameters if last in held._parameters else held._buffers
-            self._places.append((found, last))
+            parameters: dict[str, Any] = vars(held)["_parameters"]
+            self._places.append((parameters if last in parameters else vars(held)["_buffers"], last))
 
     def tensors(self) -> list[Tensor]:
         return [held[name] for held, name in self._places]
@@ -233,7 +235,8 @@ class TileGraph:
             return run_without_values(*tensors)
 
         # sizes are numbers in the layouts, so they are numbers in the graph, and other layouts are other graphs
-        self._compiled: Callable[..., Sequence[Tensor]] = torch.compile(
+        make_graph: Any = torch.compile
+        self._compiled: Callable[..., Sequence[Tensor]] = make_graph(
             forward_on_tiles, fullgraph=True, dynamic=False, isolate_recompiles=True, **forward.options
         )
 
@@ -341,8 +344,10 @@ def _told_failure(failure: Exception | None, error: Exception) -> Exception:
 
 
 # torch's errors for what a tensor without values cannot tell
-_NEEDS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "PendingUnbackedSymbolNotFound")
-_NEEDS_VALUES += ("GuardOnDataDependentSymNode",)
+_NEEDS_VALUES = (
+    *("DataDependentOutputException", "DynamicOutputShapeException"),
+    *("PendingUnbackedSymbolNotFound", "GuardOnDataDependentSymNode"),
+)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

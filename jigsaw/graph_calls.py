@@ -161,7 +161,7 @@ def _write_call(function: Callable[..., Any], for_shapes: Callable[..., Any], ar
 
 def _name_of_call(call: GraphCall) -> str:
     """A name that says all of it: compiled graphs are kept on disk, and read by other processes."""
-    said = [_described(value) for value in call.values]
+    said = [_described_value(value) for value in call.values]
     digest = sha256(repr((said, call.spec, call.autocast)).encode()).hexdigest()[:32]
     name = f"{call.function.__module__}.{call.function.__qualname__}:{digest}"
     if name in _calls and _calls[name].values != call.values:
@@ -170,7 +170,7 @@ def _name_of_call(call: GraphCall) -> str:
     return name
 
 
-def _described(value: Any) -> str:
+def _described_value(value: Any) -> str:
     if isinstance(value, DeviceMesh):
         axes = axes_of_mesh(value)
         return repr((value.device_type, axes, ranks_along(value, [name for name, _ in axes])))

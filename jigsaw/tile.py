@@ -453,10 +453,10 @@ def in_own_memory(y: Tensor, x: Tile) -> Tensor:
     """`y`, in memory of its own as torch's results are: where nothing had to move, on this rank alone perhaps, the rows
     of `x` themselves came back, and a change in place would reach them.
     """
-    return y.clone(memory_format=torch.contiguous_format) if share_memory(y, x.local) and y.numel() else y
+    return y.clone(memory_format=torch.contiguous_format) if lie_in_one_memory(y, x.local) and y.numel() else y
 
 
-def share_memory(x: Tensor, y: Tensor) -> bool:
+def lie_in_one_memory(x: Tensor, y: Tensor) -> bool:
     """Whether one is made of the other's memory; tensors without values, of a graph that is being made, have no address
     to compare.
     """

@@ -32,7 +32,7 @@ from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
 from jigsaw.ops.unknown_functions import run_unknown_function
-from jigsaw.tile import Tile, implements_torch, refusal_error, share_memory
+from jigsaw.tile import Tile, implements_torch, refusal_error, lie_in_one_memory
 
 # -- operands ---------------------------------------------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ def write_places(tile: Tile, places: TilePlaces, value: Any, accumulate: bool = 
             strides = zip(part.shape, part.stride(), view.local.stride(), strict=True)
             if (
                 not part.numel()
-                or not share_memory(part, view.local)
+                or not lie_in_one_memory(part, view.local)
                 or part.storage_offset() != view.local.storage_offset()
                 or any(n > 1 and a != b for n, a, b in strides)
             ):
