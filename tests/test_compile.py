@@ -383,6 +383,6 @@ def test_the_operator_passes_torchs_checks():
 
 
 @pytest.mark.slow
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 def test_nets_are_exact_by_inductor():
-    _check_nets("unet", backend="inductor", lat=2)
+    _check_nets("deep", backend="inductor", lat=2)

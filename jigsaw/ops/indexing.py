@@ -32,7 +32,7 @@ from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
 from jigsaw.ops.unknown_functions import run_unknown_function
-from jigsaw.tile import Tile, implements_torch, refusal_error, lie_in_one_memory
+from jigsaw.tile import Tile, implements_torch, lie_in_one_memory, refusal_error
 
 # -- operands ---------------------------------------------------------------------------------------------------------
 
