@@ -19,6 +19,7 @@ from jigsaw.tile_making import from_local, shard
 if TYPE_CHECKING:
     from jigsaw import io, metrics, testing
     from jigsaw.checkpoint import CheckpointError, load, save
+    from jigsaw.compiled_forward import compile
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "ShardingError",
     "Tile",
     "clip_grad_norm_",
+    "compile",
     "from_local",
     "init_mesh",
     "io",
@@ -55,6 +57,7 @@ _LATER = {
     "parallelize": "jigsaw.parallel",
     "no_sync": "jigsaw.parallel",
     "clip_grad_norm_": "jigsaw.parallel",
+    "compile": "jigsaw.compiled_forward",
     "CheckpointError": "jigsaw.checkpoint",
     "save": "jigsaw.checkpoint",
     "load": "jigsaw.checkpoint",

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import RanksDifferError, ShardingError
 from jigsaw.debug import compare_calls
+from jigsaw.graph_calls import graph_call, is_shape_run, refuse_in_graph
 from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_group, mesh_patience, rank_at, ranks_along
 
 AxisNames = str | Sequence[str]
@@ -190,6 +191,9 @@ def swap_messages(
 
     *Sends*: the bytes of `sends`, one message each.
     """
+    if is_shape_run():
+        return PendingWork((), ())
+    refuse_in_graph(f"a message of the kind {kind!r}")
     connect_ranks(mesh)
     outgoing = [(at, _as_bytes(_plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
@@ -291,6 +295,13 @@ _DIFFERENT = (
 )
 
 
+def _result_of_reduce(
+    x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", same: SameOnRanks = None
+) -> Tensor:
+    return _plain_copy(x)
+
+
+@graph_call(_result_of_reduce)
 def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", same: SameOnRanks = None) -> Tensor:
     """A new tensor: `x` combined over the ranks along `axes`, the same bits on each.  Not differentiable.
 
@@ -341,6 +352,11 @@ def _plain_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
 
 
+def _results_of_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> list[Tensor]:
+    return [_plain_copy(x) for _ in range(rank_count(mesh, axes))]
+
+
+@graph_call(_results_of_gather)
 def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> list[Tensor]:
     """The tensors of all ranks along `axes`, of one shape, in mesh order.  Not differentiable; `same` as in
     `all_reduce`.
@@ -384,6 +400,7 @@ def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
 
     *Sends*: 8 bytes, then the pickled value (padded to the longest), to each of the other P-1 ranks.
     """
+    refuse_in_graph("what ranks agree on by values")
     if mesh.size() == 1:
         return [value]
     compare_calls(mesh, "agreement")
@@ -404,6 +421,7 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
 
     *Sends*: 2 (P-1)/P of the bytes of `x`.
     """
+    refuse_in_graph("the sum of a bucket of gradients")
     compare_calls(mesh, "sum of gradients", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return PendingWork((), ())
@@ -423,6 +441,7 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
 
     *Sends*: the bytes of `x` once a rank (tree).
     """
+    refuse_in_graph("a broadcast")
     compare_calls(mesh, "broadcast", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm, debug
 from jigsaw.cut import Box, RanksDifferError, ShardingError, box_shape
+from jigsaw.graph_calls import graph_call, is_shape_run
 from jigsaw.kept_halos import keep_messages, kept_messages
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
@@ -93,9 +94,9 @@ def _boxes_in_order(by_peer: BoxesByPeer) -> list[Box]:
 def _start_fetch(cells: Tensor, plan: ExchangePlan, mesh: DeviceMesh, kind: str = "exchange") -> PackedSwap:
     """Source rows on their way to those that need them."""
     # checkpointing runs a forward pass again, on every rank: halos that came then need not come again
-    kept = kept_messages(plan)
+    kept = None if is_shape_run() else kept_messages(plan)
     swap = PackedSwap(mesh, _box_views(cells, plan.sends), _box_shapes(plan.receives), cells, kind, kept)
-    if kept is None:
+    if kept is None and not is_shape_run():
         keep_messages(plan, plan.layouts, swap.received)
     return swap
 
@@ -133,6 +134,13 @@ def _exchange_forward(
 ) -> Tensor:
     if plan.is_slice and margins is None:
         return _box_view(x, plan.kept[0].taken)
+    return _fetch_rows(x, plan, mesh, margins, kind, fill)
+
+
+@graph_call()
+def _fetch_rows(
+    x: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None, kind: str, fill: float
+) -> Tensor:
     # messages leave before the target is made: its allocation and the rows at hand are hidden behind them
     swap = _start_fetch(x, plan, mesh, kind)
     grown = margins or ((0, 0),) * len(plan.target_shape)
@@ -165,6 +173,7 @@ def _empty_of_format(x: Tensor, shape: Sequence[int], memory_format: torch.memor
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format if fits else None)
 
 
+@graph_call()
 def _exchange_backward(
     grad: Tensor,
     plan: ExchangePlan,

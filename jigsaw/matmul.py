@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm, debug
 from jigsaw.cut import Box, Interval, ShardingError, box_elements, box_shape, box_slices, cut_points, interval_overlap
+from jigsaw.graph_calls import graph_call
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.matmul_grid import OPERAND_DIMS, MatmulGrid, MatmulRing
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
@@ -73,8 +74,8 @@ class _GridMatmul(torch.autograd.Function):
     ) -> Tensor:
         debug.compare_calls(mesh, "matmul", grid.x, grid.w, grid.y)
         ctx.save_for_backward(x, w)
-        ctx.engine = engine = MatmulEngine(grid, mesh, coord, chunk)
-        return engine.product(engine.block("x", x), engine.block("w", w), "y")
+        ctx.engine = MatmulEngine(grid, mesh, coord, chunk)
+        return _product_on_grid(x, w, grid, mesh, coord, chunk)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -84,13 +85,50 @@ class _GridMatmul(torch.autograd.Function):
         x, w = ctx.saved_tensors
         engine: MatmulEngine = ctx.engine
         debug.compare_calls(engine.mesh, "gradient of a matmul", engine.grid.x, engine.grid.w, engine.grid.y)
-        # the gradient of Y is gathered once and kept where both products ask for it; X and W are gathered again, for
-        # keeping their blocks from the forward pass would be to hold them replicated
-        for_x, for_w = ctx.needs_input_grad[:2]
-        g = engine.block("y", grads[0], keep=for_x and for_w)
-        dx = engine.product(g, engine.block("w", _conjugate(w)), "x") if for_x else None
-        dw = engine.product(g, engine.block("x", _conjugate(x)), "w") if for_w else None
-        return dx, dw, None, None, None, None
+        needed = ctx.needs_input_grad[:2]
+        how = engine.grid, engine.mesh, engine.coord, engine.chunk
+        return *_gradients_on_grid(grads[0], x, w, needed, *how), None, None, None, None
+
+
+def _like_product(
+    x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int
+) -> Tensor:
+    return x.new_empty(grid.y.local_shape(coord))
+
+
+@graph_call(_like_product)
+def _product_on_grid(
+    x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int
+) -> Tensor:
+    engine = MatmulEngine(grid, mesh, coord, chunk)
+    return engine.product(engine.block("x", x), engine.block("w", w), "y").contiguous()
+
+
+def _like_operands(
+    grad: Tensor, x: Tensor, w: Tensor, needed: tuple[bool, bool], *how: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    return x.new_empty(x.shape) if needed[0] else None, w.new_empty(w.shape) if needed[1] else None
+
+
+@graph_call(_like_operands)
+def _gradients_on_grid(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    needed: tuple[bool, bool],
+    grid: MatmulGrid,
+    mesh: DeviceMesh,
+    coord: MeshCoordinate,
+    chunk: int,
+) -> tuple[Tensor | None, Tensor | None]:
+    engine = MatmulEngine(grid, mesh, coord, chunk)
+    # the gradient of Y is gathered once and kept where both products ask for it; X and W are gathered again, for
+    # keeping their blocks from the forward pass would be to hold them replicated
+    for_x, for_w = needed
+    g = engine.block("y", grad, keep=for_x and for_w)
+    dx = engine.product(g, engine.block("w", _conjugate(w)), "x").contiguous() if for_x else None
+    dw = engine.product(g, engine.block("x", _conjugate(x)), "w").contiguous() if for_w else None
+    return dx, dw
 
 
 def _conjugate(x: Tensor) -> Tensor:

@@ -453,5 +453,11 @@ def in_own_memory(y: Tensor, x: Tile) -> Tensor:
     """`y`, in memory of its own as torch's results are: where nothing had to move, on this rank alone perhaps, the rows
     of `x` themselves came back, and a change in place would reach them.
     """
-    shared = y.untyped_storage().data_ptr() == x.local.untyped_storage().data_ptr()
-    return y.clone(memory_format=torch.contiguous_format) if shared and y.numel() else y
+    return y.clone(memory_format=torch.contiguous_format) if lie_in_one_memory(y, x.local) and y.numel() else y
+
+
+def lie_in_one_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether one is made of the other's memory; tensors without values, of a graph that is being made, have no address
+    to compare.
+    """
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

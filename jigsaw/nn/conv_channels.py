@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import Cut, Interval, ShardingError, cut_points, whole_dim
 from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint
+from jigsaw.graph_calls import graph_call
 from jigsaw.layout import Layout
 from jigsaw.nn.stencil import single_cut
 from jigsaw.nn.weights import is_dtensor, local_weight, weight_layout
@@ -144,6 +145,18 @@ def channel_weight(
     return w, b, 1 if groups == 1 else (stop - start) // (ways.out.size // groups)
 
 
+@graph_call()
+def _added_sums(partial: Tensor, out: Layout, every: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
+    y = partial.new_zeros(tuple(shape))
+    AsyncExchangeAdjoint([partial], out, [every], mesh).wait(y)
+    return y
+
+
+@graph_call()
+def _spread_rows(y: Tensor, out: Layout, every: Layout, mesh: DeviceMesh) -> Tensor:
+    return AsyncExchange(y, out, [every], mesh).wait()[0]
+
+
 class _AddPartialSums(torch.autograd.Function):
     """Partial sums of all channels -> the sum of those that this rank owns."""
 
@@ -152,9 +165,7 @@ class _AddPartialSums(torch.autograd.Function):
         ctx: Any, partial: Tensor, out: Layout, every: Layout, mesh: DeviceMesh, shape: Sequence[int]
     ) -> Tensor:
         ctx.how = out, every, mesh
-        y = partial.new_zeros(tuple(shape))
-        AsyncExchangeAdjoint([partial], out, [every], mesh).wait(y)
-        return y
+        return _added_sums(partial, out, every, mesh, shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,7 +177,7 @@ class _SpreadGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, out: Layout, every: Layout, mesh: DeviceMesh) -> Tensor:
         ctx.how = out, every, mesh, y.shape
-        return AsyncExchange(y, out, [every], mesh).wait()[0]
+        return _spread_rows(y, out, every, mesh)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

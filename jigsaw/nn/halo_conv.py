@@ -9,7 +9,7 @@ convolved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import Cut, Interval
 from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint, memory_format_of
+from jigsaw.graph_calls import graph_call
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.nn.stencil import DimStencil, plan_stencil
 from jigsaw.stencil_rules import DerivedCut, StencilWindow, ceil_div
@@ -211,7 +212,7 @@ class PlainConvolution:
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    again: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    again: Callable[[Tensor, Tensor, Tensor | None], Tensor] = field(repr=False, compare=False)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
         none = (0,) * len(self.stride)
@@ -228,6 +229,60 @@ class PlainConvolution:
         )
 
 
+@graph_call()
+def _convolve_with_strips(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    op: PlainConvolution,
+    halo: HaloPlan,
+    layout: Layout,
+    mesh: DeviceMesh,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The op's output, and the padded strips, which the gradients need again."""
+    # started first: strips travel while the rows at hand, by far the most, are convolved
+    strips = AsyncExchange(x, layout, [s.target for s in halo.slabs], mesh)
+    out = op(x[halo.box], weight, bias, halo.padding)
+    padded: list[Tensor | None] = []
+    for slab, strip in zip(halo.slabs, strips.wait(), strict=True):
+        padded.append(F.pad(strip, slab.pads) if slab.adds else None)
+        if slab.adds:
+            out[slab.place].add_(op(cast(Tensor, padded[-1]), weight, None, halo.own))
+    return out, padded
+
+
+@graph_call()
+def _gradients_with_strips(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    padded: Sequence[Tensor | None],
+    mask: Sequence[bool],
+    op: PlainConvolution,
+    halo: HaloPlan,
+    layout: Layout,
+    mesh: DeviceMesh,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of the input, the weight and the bias, where `mask` asks for them."""
+    slabs = [
+        _strip_gradients(op, halo, slab, strip, grad, weight, mask)
+        for slab, strip in zip(halo.slabs, padded, strict=True)
+    ]
+    # the strips' gradients first, for others wait for them; the large one is computed while they travel
+    pending = None
+    if mask[0]:
+        pending = AsyncExchangeAdjoint(
+            [cast(Tensor, gx) for gx, _ in slabs], layout, [s.target for s in halo.slabs], mesh
+        )
+    gx, gw, gb = op.gradients(grad, x[halo.box], weight, halo.padding, mask)
+    if pending is not None:
+        gx = _into_local_rows(cast(Tensor, gx), x, halo)
+        pending.wait(gx)
+    for _, more in slabs:
+        gw = gw.add_(more) if gw is not None and more is not None else gw
+    return gx, gw, gb
+
+
 class _HaloConvolution(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -240,14 +295,7 @@ class _HaloConvolution(torch.autograd.Function):
         layout: Layout,
         mesh: DeviceMesh,
     ) -> Tensor:
-        # started first: strips travel while the rows at hand, by far the most, are convolved
-        strips = AsyncExchange(x, layout, [s.target for s in halo.slabs], mesh)
-        out = op(x[halo.box], weight, bias, halo.padding)
-        padded: list[Tensor | None] = []
-        for slab, strip in zip(halo.slabs, strips.wait(), strict=True):
-            padded.append(F.pad(strip, slab.pads) if slab.adds else None)
-            if slab.adds:
-                out[slab.place].add_(op(cast(Tensor, padded[-1]), weight, None, halo.own))
+        out, padded = _convolve_with_strips(x, weight, bias, op, halo, layout, mesh)
         ctx.save_for_backward(x, weight, bias, *padded)
         ctx.how = op, halo, layout, mesh
         return out
@@ -263,23 +311,8 @@ class _HaloConvolution(torch.autograd.Function):
                 torch.autograd.grad(op.again(x, weight, bias), wanted, grads[0][halo.wanted], create_graph=True)
             )
             return *(next(found) if needs else None for needs in mask), None, None, None, None
-        slabs = [
-            _strip_gradients(op, halo, slab, strip, grads[0], weight, mask)
-            for slab, strip in zip(halo.slabs, padded, strict=True)
-        ]
-        # the strips' gradients first, for others wait for them; the large one is computed while they travel
-        pending = None
-        if mask[0]:
-            pending = AsyncExchangeAdjoint(
-                [cast(Tensor, gx) for gx, _ in slabs], layout, [s.target for s in halo.slabs], mesh
-            )
-        gx, gw, gb = op.gradients(grads[0], x[halo.box], weight, halo.padding, mask)
-        if pending is not None:
-            gx = _into_local_rows(cast(Tensor, gx), x, halo)
-            pending.wait(gx)
-        for _, more in slabs:
-            gw = gw.add_(more) if gw is not None and more is not None else gw
-        return gx, gw, gb, None, None, None, None
+        found = _gradients_with_strips(grads[0], x, weight, padded, mask, op, halo, layout, mesh)
+        return *found, None, None, None, None
 
 
 def _strip_gradients(

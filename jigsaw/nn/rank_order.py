@@ -20,6 +20,7 @@ from torch import Tensor
 from jigsaw.cut import Cut, have_same_rows, whole_dim
 from jigsaw.debug import compare_calls
 from jigsaw.exchange import PackedSwap
+from jigsaw.graph_calls import refuse_in_graph
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.tile import Tile
 
@@ -161,5 +162,6 @@ def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) ->
     """
     if have_same_rows(source, target):
         return w
+    refuse_in_graph("a linear layer along flattened or cut tokens whose rows change their rank")
     gives, takes = _row_trades(source, target, Layout((), tile.layout.axes), tile.coordinate)
     return _RearrangedRows.apply(w, gives, takes, tile)

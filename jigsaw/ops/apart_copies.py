@@ -32,7 +32,7 @@ from jigsaw.cut import ShardingError
 from jigsaw.layout import Layout
 from jigsaw.ops.meeting import apart_mark, set_apart_mark
 from jigsaw.ops.pointwise import changes_in_place
-from jigsaw.tile import Tile, watches_changes
+from jigsaw.tile import Tile, lie_in_one_memory, watches_changes
 
 # How many functions have changed a tile in place: alike on every rank, for all of them call the same functions.  A
 # copy that has seen fewer may be out of date.
@@ -92,7 +92,7 @@ def copied_apart(moved: Tile, source: Tile) -> Tile:
         return moved
     local = moved.local
     root = local if local._base is None else local._base
-    shared = root.untyped_storage().data_ptr() == source.local.untyped_storage().data_ptr()
+    shared = lie_in_one_memory(root, source.local)
     if shared or root.numel() != local.numel() or not root.is_contiguous() or root.storage_offset():
         local = root = local.clone(memory_format=torch.contiguous_format)
     set_apart_mark(local, ApartCopy(source, moved.layout, weakref.ref(root), local.dtype))
@@ -116,7 +116,7 @@ def is_written_back(value: Any, tile: Tile, index: Any) -> bool:
 
 # -- what changes a tile in place -------------------------------------------------------------------------------------
 
-_WRITES_NOTHING = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
+_WRITES_NOTHING = frozenset("requires_grad_ detach_ rename_ lie_in_one_memory_".split())
 
 
 @watches_changes

@@ -32,7 +32,7 @@ from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
 from jigsaw.ops.unknown_functions import run_unknown_function
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.tile import Tile, implements_torch, lie_in_one_memory, refusal_error
 
 # -- operands ---------------------------------------------------------------------------------------------------------
 
@@ -391,7 +391,8 @@ def write_places(tile: Tile, places: TilePlaces, value: Any, accumulate: bool = 
             strides = zip(part.shape, part.stride(), view.local.stride(), strict=True)
             if (
                 not part.numel()
-                or part.data_ptr() != view.local.data_ptr()
+                or not lie_in_one_memory(part, view.local)
+                or part.storage_offset() != view.local.storage_offset()
                 or any(n > 1 and a != b for n, a, b in strides)
             ):
                 view.local.copy_(part)

@@ -63,7 +63,7 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor
     if not (x.requires_grad and torch.is_grad_enabled()) or mesh_size(tile.mesh) == 1:
         return x
     mesh, layout = tile.mesh, layout or tile.layout
-    left, leaves = (False, [x]) if x.grad_fn is None else _graph_origins(x)
+    left, leaves = (False, [x]) if x.grad_fn is None else graph_origins(x)
     ranks = {averaged_over(leaf) for leaf in leaves}
     if len(ranks) == 2 and 1 in ranks:
         ranks = _average_others(leaves, max(ranks))
@@ -107,7 +107,7 @@ def _enter_function(x: Tensor, tile: Tile) -> Tensor:
     return plain_operand(x, tile, Layout((), tile.layout.axes))
 
 
-def _graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
+def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
     """Whether the graph of `x` reaches a tensor that left a tile, and the leaves that it reaches otherwise."""
     left, leaves = False, list[Tensor]()
     seen: set[Any] = set()
@@ -120,8 +120,9 @@ def _graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
         if node.name() == LEAVE_NODE:
             left = True
             continue
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable"):  # behind that of a graph that is being made is nothing to be known
             leaves.append(node.variable)
+            continue
         todo.extend(next_node for next_node, _ in node.next_functions)
     return left, leaves
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
+from jigsaw.graph_calls import refuse_in_graph
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.tile import Tile
 
@@ -74,6 +75,7 @@ def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple
 
 def shared_seed(tile: Tile) -> int:
     """A seed from the first rank's generator. *Sends*: its 8 bytes."""
+    refuse_in_graph("a random number that ranks share (dropout in training, random tensors like a tile)")
     # every rank draws, so that their generators stay in step, but the first rank's number is taken
     seed = torch.randint(1 << 62, (1,))
     if tile.mesh.device_type == "cuda":

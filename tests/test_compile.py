@@ -1,0 +1,388 @@
+"""jigsaw.compile: one graph with the messages in it, exact, made anew for other layouts alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import jigsaw
+from jigsaw import comm, graph_calls
+from jigsaw.cut import ShardingError
+from jigsaw.testing import on_ranks, world_mesh
+
+SPACE = (None, None, "lat", "lon")
+
+
+class SmallUNet(nn.Module):
+    """Two levels, a skip, a stride and a transposed convolution; batch norm, which has buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GELU())
+        self.down = nn.Sequential(nn.Conv2d(6, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
+        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.leave = nn.Conv2d(12, 3, 3, padding=1, padding_mode="circular")
+
+    def forward(self, x):
+        high = self.enter(x)
+        return self.leave(torch.cat([high, self.up(self.down(high))[:, :, : x.shape[2], : x.shape[3]]], 1))
+
+
+class ConvNeXt(nn.Module):
+    """One block, with a large kernel and a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.far, self.norm = nn.Conv2d(3, 3, 7, padding=3, groups=3), nn.LayerNorm(3)
+        self.wide, self.narrow = nn.Linear(3, 12), nn.Linear(12, 3)
+        self.scale = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, x):
+        y = self.norm(self.far(x).permute(0, 2, 3, 1))
+        return x + (self.scale * self.narrow(F.gelu(self.wide(y)))).permute(0, 3, 1, 2)
+
+
+class TokenBlock(nn.Module):
+    """Patches, attention over all tokens, a mean over the globe: plain and tile results."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.norm = nn.Conv2d(3, 8, 1), nn.LayerNorm(8)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x, shift=None, *, gain=1.0):
+        tokens = self.patch(x).flatten(2).transpose(1, 2)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm(tokens)).chunk(3, -1))
+        y = tokens + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        y = y if shift is None else y + shift
+        return {"tokens": y * gain, "mean": y.square().mean(), "gain": gain}
+
+
+class Deep(nn.Module):
+    """Rows enough for halo strips beside the rows at hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x)))
+
+
+NETS = {
+    "unet": (SmallUNet, 13, 10),
+    "convnext": (ConvNeXt, 33, 10),
+    "tokens": (TokenBlock, 7, 10),
+    "deep": (Deep, 133, 6),
+}
+
+
+def _step(model, x):
+    """The results by name, and the gradients, of one step."""
+    out = model(x)
+    out = out if isinstance(out, dict) else {"out": out}
+    loss = sum(value.square().mean() for value in out.values() if isinstance(value, torch.Tensor))
+    loss.backward()
+    return {name: value for name, value in out.items() if isinstance(value, torch.Tensor)} | {"loss": loss}
+
+
+def _assert_close(found, expected, what):
+    found = found.full_tensor() if isinstance(found, jigsaw.Tile) else found
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
+
+
+def _check_nets(*names, backend="aot_eager", **axes):
+    mesh = world_mesh(**axes)
+    for name in names:
+        kind, *size = NETS[name]
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        whole, x = kind().double(), torch.randn(2, 3, *size, dtype=torch.float64)
+        eager, compiled = (jigsaw.parallelize(copy.deepcopy(whole), mesh) for _ in range(2))
+        compiled = jigsaw.compile(compiled, backend=backend)
+        leaf = x.clone().requires_grad_()
+        expected = _step(whole, leaf)
+        sent = []
+        for model in (eager, compiled):
+            tile = jigsaw.shard(x, mesh, SPACE[: 3 + ("lon" in axes)] + (None,) * ("lon" not in axes))
+            tile.local.requires_grad_()
+            with comm.count() as traffic:
+                found = _step(model, tile)
+            sent.append([(c.kind, c.sent_bytes) for c in traffic.calls])
+            for key, value in expected.items():
+                _assert_close(found[key], value, f"{name} {key}")
+            _assert_close(tile.grad, leaf.grad, f"{name} gradient of the input")
+            for (key, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+                _assert_close(q.grad, p.grad, f"{name} gradient of {key}")
+            for (key, b), c in zip(whole.named_buffers(), model.buffers(), strict=True):
+                _assert_close(c, b, f"{name} buffer {key}")
+        assert sum(b for _, b in sent[0]) == sum(b for _, b in sent[1]), name
+        assert sorted(sent[0]) == sorted(sent[1]), name
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@on_ranks(2)
+def test_nets_are_exact_and_send_what_they_send_without_a_graph():
+    _check_nets("unet", "tokens", lat=2)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_more_nets_on_two_ranks():
+    _check_nets("convnext", "deep", lat=2)
+
+
+@pytest.mark.slow
+@on_ranks(1)
+def test_nets_on_one_rank():
+    _check_nets(*NETS, lat=1)
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_nets_on_three_ranks():
+    _check_nets(*NETS, lat=3)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_nets_on_two_by_two_ranks():
+    _check_nets(*NETS, lat=2, lon=2)
+
+
+# -- when a graph is made ---------------------------------------------------------------------------------------------
+
+
+def _graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@on_ranks(2)
+def test_another_layout_makes_another_graph_and_nothing_else_does():
+    mesh = world_mesh(lat=2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    net = TokenBlock().double()
+    names = list(net.state_dict())
+    assert jigsaw.compile(net, backend="aot_eager") is net and list(net.state_dict()) == names
+    plain = TokenBlock().double()
+    plain.load_state_dict(net.state_dict())
+    plain, net = jigsaw.parallelize(plain, mesh), jigsaw.parallelize(net, mesh)
+
+    def run(size, spec=(None, None, "lat", None), **options):
+        x = torch.randn(1, 3, *size, dtype=torch.float64)
+        tile = jigsaw.shard(x, mesh, spec)
+        found, expected = (m(tile, **options) for m in (net, plain))
+        assert found["gain"] == expected["gain"] and found["tokens"].layout == expected["tokens"].layout
+        _assert_close(found["tokens"], expected["tokens"].full_tensor(), "tokens")
+        _assert_close(found["mean"], expected["mean"], "mean")
+        return _graphs()
+
+    assert run((7, 10)) == 1
+    assert run((7, 10)) == 1  # other values
+    shift = torch.randn(8, dtype=torch.float64)
+    assert run((7, 10), shift=shift) == 2
+    assert run((7, 10), shift=shift + 1) == 2
+    assert run((10, 7)) == 3
+    assert run((7, 10), (None, None, None, "lat")) == 4
+    assert run((7, 10), gain=2.0) == 5
+    net.eval()
+    assert run((7, 10)) == 6
+    with torch.no_grad():
+        assert run((7, 10)) == 7
+        assert run((7, 10)) == 7
+    net.train()
+    assert run((7, 10)) == 7
+    assert run((10, 7)) == 7
+    assert not torch._dynamo.utils.counters["graph_break"]
+    # a result that left a tile is known as one afterwards
+    tile = jigsaw.shard(torch.randn(1, 3, 7, 10, dtype=torch.float64), mesh, (None, None, "lat", None))
+    grads = []
+    for model in (net, plain):
+        model.zero_grad()
+        (tile * model(tile)["mean"]).square().mean().backward()
+        grads.append(model.qkv.weight.grad)
+    _assert_close(*grads, "gradient by way of a mean")
+    # a copy makes graphs of its own, and one that goes to another process, too
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(TokenBlock().double()))):
+        other.load_state_dict(net.state_dict())
+        assert other(tile)["mean"] == net(tile)["mean"]
+    before = net(tile)["mean"].item()
+    with torch.no_grad():
+        net.patch.weight.mul_(2)
+    assert net(tile)["mean"].item() != before
+
+
+# -- what stands around it --------------------------------------------------------------------------------------------
+
+
+class TwoBlocks:
+    """A net of two blocks on two ranks, the whole one's results, and how another one is compared with them."""
+
+    def __init__(self):
+        self.mesh = world_mesh(lat=2)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.whole, x = nn.Sequential(Deep(), Deep()).double(), torch.randn(2, 3, 64, 6, dtype=torch.float64)
+        self.tile = jigsaw.shard(x, self.mesh, (None, None, "lat", None))
+        self.expected = _step(self.whole, x.clone())
+
+    def copied(self, **options):
+        model = copy.deepcopy(self.whole)
+        return jigsaw.parallelize(model, self.mesh, **options, **({"units": list(model)} if options else {}))
+
+    def blocks(self, **options):
+        model = self.copied(**options)
+        for block in model:
+            assert jigsaw.compile(block, backend="aot_eager") is block
+        return model
+
+    def check(self, model, what, run=None):
+        found = _step(run or model, self.tile)
+        _assert_close(found["out"], self.expected["out"], what)
+        for p, q in zip(self.whole.parameters(), model.parameters(), strict=True):
+            _assert_close(q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad, p.grad, what)
+
+
+@on_ranks(2)
+def test_block_by_block_and_in_checkpoints():
+    blocks = TwoBlocks()
+    model, again = blocks.blocks(), blocks.blocks()
+    with comm.count() as plain:
+        blocks.check(model, "block by block")
+    with comm.count() as kept:
+        blocks.check(again, "a checkpoint of a block", lambda t: checkpoint(again, t, use_reentrant=False))
+    assert kept.sent_bytes == plain.sent_bytes
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_in_wrappers_of_torch():
+    blocks = TwoBlocks()
+    wrapped = jigsaw.compile(blocks.copied(reduce=False), backend="aot_eager")
+    blocks.check(DistributedDataParallel(wrapped), "DistributedDataParallel")
+    blocks.check(blocks.blocks(shard_weights=True), "fully_shard")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_within_autocast():
+    blocks = TwoBlocks()
+    eager, compiled, single = blocks.copied().float(), blocks.copied().float(), blocks.tile.float()
+    jigsaw.compile(compiled, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = compiled(single), eager(single)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found.local, expected.local, rtol=0.05, atol=0.05)
+    _ = [y.float().square().mean().backward() for y in (found, expected)]
+    for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.05)
+
+
+# -- what cannot be in a graph ----------------------------------------------------------------------------------------
+
+
+class Reads(nn.Module):
+    def forward(self, x):
+        return x * x.mean().item()
+
+
+class Cholesky(nn.Module):
+    def forward(self, x):
+        return torch.linalg.cholesky(x)
+
+
+class Replaces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        return x + self.seen
+
+
+class Holds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.grid = torch.ones(4)
+
+    def forward(self, x):
+        return x + self.grid
+
+
+@on_ranks(2)
+def test_what_cannot_be_in_a_graph_is_an_error_on_every_rank():
+    mesh = world_mesh(lat=2)
+    tile = jigsaw.shard(torch.randn(2, 3, 8, 4), mesh, (None, None, "lat", None))
+    compiled = partial(jigsaw.compile, backend="aot_eager")
+    with pytest.raises(ShardingError, match=r"random number that ranks share \(dropout"):
+        compiled(nn.Dropout(0.5))(tile)
+    assert compiled(nn.Dropout(0.5).eval())(tile).shape == tile.shape
+    with pytest.raises(ShardingError, match="a value or a size that is known only when it runs"):
+        compiled(Reads())(tile)
+    with pytest.raises(ShardingError, match="'seen' of Replaces is replaced in the forward pass"):
+        compiled(Replaces())(tile)
+    with pytest.raises(ShardingError, match="a tensor that is no argument, parameter or buffer"):
+        compiled(Holds())(tile)
+    with pytest.raises(ShardingError, match="an argument of Identity has a object, which a graph cannot"):
+        compiled(nn.Identity())(tile, object())
+    with pytest.raises(ShardingError, match=r"takes a torch.nn.Module, not a function"):
+        compiled(lambda x: x)
+    with pytest.raises(ShardingError, match="cholesky"):  # as without a graph
+        compiled(Cholesky())(tile)
+    units = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+    fully_shard(units[0], mesh=mesh)
+    with pytest.raises(ShardingError, match="'0' in Sequential is a unit of fully_shard"):
+        compiled(units)(tile)
+    wide = jigsaw.parallelize(nn.Linear(4, 4), world_mesh(channel=2))
+    with pytest.raises(ShardingError, match="'weight' of Linear is a DTensor; a module with cut weights"):
+        compiled(wide)(jigsaw.shard(torch.randn(4, 4), world_mesh(channel=2), (None, None)))
+
+
+# -- the operator -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_the_operator_passes_torchs_checks():
+    mesh = world_mesh(lat=2)
+    torch._dynamo.reset()
+    sizes, run = {}, graph_calls.GraphCall.run
+
+    def note(call, function, tensors):
+        name = next(n for n, c in graph_calls._calls.items() if c is call)
+        sizes[name] = [tuple(x.shape) for x in tensors]
+        return run(call, function, tensors)
+
+    graph_calls.GraphCall.run = note
+    tile = jigsaw.shard(torch.randn(1, 3, 64, 4), mesh, (None, None, "lat", None))
+    _step(jigsaw.compile(nn.Sequential(Deep(), nn.GroupNorm(1, 3)), backend="aot_eager"), tile)
+    few = jigsaw.shard(torch.randn(1, 3, 8, 4), mesh, (None, None, "lat", None))
+    _step(jigsaw.compile(nn.Conv2d(3, 3, 7, padding=3), backend="aot_eager"), few)
+    graph_calls.GraphCall.run = run
+    kinds = {name.split(":")[0].rpartition(".")[2] for name in sizes}
+    expected = "_fetch_rows", "all_reduce", "_convolve_with_strips", "_gradients_with_strips"
+    assert kinds == set(expected), kinds
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for name, shapes in sizes.items():
+        given = [torch.randn(shape) for shape in shapes], torch.empty(0), name
+        torch.library.opcheck(torch.ops.jigsaw.communicate.default, given, test_utils=tests)
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_nets_are_exact_by_inductor():
+    _check_nets("deep", backend="inductor", lat=2)
