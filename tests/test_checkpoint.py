@@ -120,11 +120,11 @@ def _ranks(axes):
 
 WAYS = [
     (({"lat": 2, "lon": 2}, "cut"), ({"data": 2}, "whole")),
-    (({"data": 2}, "whole"), ({"lat": 3}, "cut")),
-    (({"lat": 3}, "cut"), ({"lat": 1}, "whole")),
+    pytest.param(({"data": 2}, "whole"), ({"lat": 3}, "cut"), marks=pytest.mark.slow),
+    pytest.param(({"lat": 3}, "cut"), ({"lat": 1}, "whole"), marks=pytest.mark.slow),
     (({"lat": 2, "channel": 2}, "cut"), ({"lon": 2}, "cut")),
     (({"lat": 1}, "whole"), ({"channel": 2, "lon": 2}, "cut")),
-    (({"channel": 2}, "whole"), ({"data": 2, "channel": 2}, "whole")),
+    pytest.param(({"channel": 2}, "whole"), ({"data": 2, "channel": 2}, "whole"), marks=pytest.mark.slow),
 ]
 
 

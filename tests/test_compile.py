@@ -169,6 +169,7 @@ def _graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_another_layout_makes_another_graph_and_nothing_else_does():
     mesh = world_mesh(lat=2)

@@ -257,6 +257,7 @@ def test_a_skip_is_a_skip():
         _skips()
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_parent(tmp_path):
     """A parent killed without a chance to clean up leaves no process, even when its ranks hang in a collective."""
     (tmp_path / "bodies.py").write_text(

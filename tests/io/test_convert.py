@@ -222,6 +222,7 @@ sys.exit(main(["convert", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_goes_on(tmp_path, archive, capsys):
     made, journal = tmp_path / "made.zarr", tmp_path / "made.zarr.journal"
     argv = [str(archive), str(made), "--chunks", "time=1,lat=13,lon=16", "--shards", "time=1", "--workers", "1"]

@@ -91,7 +91,7 @@ def source():
     return data
 
 
-@pytest.mark.parametrize("size", [0, 60, 500, 1500, 3000])
+@pytest.mark.parametrize("size", [0, 1500, *(pytest.param(n, marks=pytest.mark.slow) for n in (60, 500, 3000))])
 def test_a_conversion_goes_on_once_there_is_room(tmp_path, source, size):
     made, chunks = tmp_path / "made.zarr", {"time": 1, "level": 1, "lat": 5, "lon": 8}
     with (

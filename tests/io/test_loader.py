@@ -448,6 +448,7 @@ def test_reading_a_local_store_loads_no_library_that_it_does_not_use(wb2):
     assert told.stdout.split("\n")[0] == "5 []"
 
 
+@pytest.mark.slow
 def test_a_process_may_end_in_the_midst_of_an_iteration(wb2):
     """A thread that comes back from a decoder while Python ends would abort the process, now and then."""
     code = (

@@ -37,6 +37,7 @@ os._exit(0)
     assert (near if where == "near" else far) in told, told
 
 
+@pytest.mark.slow
 def test_the_threads_of_a_readers_groups_end_before_python_does(tmp_path, wb2):
     """One that is left running may come back to a Python that has ended."""
     code = f"""

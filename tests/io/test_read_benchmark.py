@@ -78,6 +78,7 @@ def test_every_contender_crops_the_same(bench, folder, store):
     assert len({result["checksum"] for result in found}) == 1
 
 
+@pytest.mark.slow
 def test_every_store_holds_the_same(bench, folder):
     import h5py
     import zarr
@@ -129,6 +130,7 @@ def test_a_rank_that_fails_says_why(bench, folder):
         bench("team").Team(task)
 
 
+@pytest.mark.slow
 def test_the_command(folder, tmp_path):
     result = tmp_path / "read-toy.jsonl"
     command = [sys.executable, str(FOLDER / "read.py"), "--small", "--data", str(folder), "--case", "tiles"]

@@ -29,14 +29,11 @@ def counted(path, ranks):
     return found
 
 
-OTHERS = [(store, ranks) for ranks in (1, 2) for store in ("v2", "v3", "sharded") if (store, ranks) != ("sharded", 1)]
+CASES = [(store, ranks) for ranks in (1, 2) for store in ("v2", "v3", "sharded")]
 
 
-@pytest.mark.parametrize(
-    ("tiled", "ranks"),
-    [("sharded", 1), *(pytest.param(*o, marks=pytest.mark.slow) for o in OTHERS)],
-    indirect=["tiled"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tiled", "ranks"), CASES, indirect=["tiled"])
 def test_reopening_keeps_nothing(tiled, ranks):
     for found in run_on_ranks(ranks, counted, tiled, ranks):
         objects, descriptors, threads = zip(*found, strict=True)

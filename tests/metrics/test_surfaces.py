@@ -92,6 +92,7 @@ def _assert_alike(axes, spec):
     torch.testing.assert_close(metrics.dice(*tiles, dim=(2, 3, 4)).full_tensor(), dice, rtol=1e-15, atol=0)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_on_four_ranks():
     _assert_alike({"z": 4}, (None, None, "z", None, None))

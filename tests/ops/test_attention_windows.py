@@ -175,6 +175,7 @@ def test_swin(window, rows):
     assert_same_on_every_mesh(SmallSwin(window), x, MESHES, spec=(None, None, "lat", "lon"))
 
 
+@pytest.mark.slow
 def test_swin_v2_and_windows_of_all_rows():
     torch.manual_seed(0)
     space = (None, "lat", "lon", None)
