@@ -37,7 +37,8 @@ def run_apart(folder, ranks, code, *, before=(), seconds=150):
     (Path(folder) / "body.py").write_text(_JOIN + code)
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    # unbuffered, for bodies end by os._exit and are forked: what was said is told, and told once
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
     started = []
     for rank in range(ranks):
         starter = [word.format(rank=rank) for word in before]
