@@ -116,7 +116,7 @@ def is_written_back(value: Any, tile: Tile, index: Any) -> bool:
 
 # -- what changes a tile in place -------------------------------------------------------------------------------------
 
-_WRITES_NOTHING = frozenset("requires_grad_ detach_ rename_ lie_in_one_memory_".split())
+_WRITES_NOTHING = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
 
 
 @watches_changes

@@ -43,7 +43,7 @@ from jigsaw.ops.pointwise import changes_in_place, changes_plain, replace_tensor
 from jigsaw.ops.random_numbers import random_states
 from jigsaw.ops.unknown_functions import run_unknown_function
 from jigsaw.refusals import answers_refusals
-from jigsaw.tile import Tile, implements_torch, leave_tile, refusal_error, shared_mesh, tiles_in
+from jigsaw.tile import Tile, implements_torch, leave_tile, lie_in_one_memory, refusal_error, shared_mesh, tiles_in
 
 GATHERED = "gathered"
 
@@ -247,14 +247,10 @@ def _cut_tensor(out: Tensor, like: Tile, given: Sequence[tuple[Tile, Tensor]]) -
     source = Layout.from_dims([[c.uncut() for c in group] for group in alike], like.layout.axes)
     target = Layout.from_dims([[c.bare() for c in group] for group in alike], like.layout.axes)
     cut = Tile(redistribute_rows(out, source, target, like.mesh, kind=GATHERED), target, like.mesh)
-    if any(_share_memory(out, whole) and not _share_memory(whole, tile.local) for tile, whole in given):
+    if any(lie_in_one_memory(out, whole) and not lie_in_one_memory(whole, tile.local) for tile, whole in given):
         # of a view torch would change the tile with it; on every rank, also where the rows themselves came back
         mark_rows_moved(cut.local)
     return cut
-
-
-def _share_memory(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() != 0
 
 
 # -- torch.masked -----------------------------------------------------------------------------------------------------
