@@ -22,6 +22,7 @@ from jigsaw.layout import AxisSizes, MeshCoordinate
 # Weak, so that neither a mesh nor a job that ended is kept alive.
 _ranks_by_axes: WeakKeyDictionary[DeviceMesh, dict[tuple[str, ...], tuple[int, ...]]] = WeakKeyDictionary()
 _flat_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
+_split_by_axis: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 
 
 DEFAULT_PATIENCE = timedelta(minutes=5)
@@ -229,6 +230,26 @@ def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
     finally:
         for name in known.keys() - before.keys():
             del known[name]
+
+
+def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh:
+    """The same ranks in the same order, with `parts`, major to minor, in the place of an axis.
+
+    Making it is collective over all ranks of the job, which the mesh must have all.  It is made on the first call and
+    kept as long as the job.
+    """
+    made, key = _split_by_axis.setdefault(_world_group(), {}), (mesh, axis, parts)
+    if key not in made:
+        names, sizes = zip(*parts, strict=True)
+        made[key] = mesh._unflatten(axis, sizes, names)  # pyright: ignore[reportPrivateUsage]
+        for name in names:
+            _let_wait(made[key].get_group(name), mesh.device_type, mesh_patience(mesh))
+    return made[key]
+
+
+def has_every_rank(mesh: DeviceMesh) -> bool:
+    """Whether the mesh has all ranks of the job."""
+    return mesh_size(mesh) == (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:

@@ -1,9 +1,10 @@
-"""Attention over cut tokens: every rank's queries meet all keys and values, one of three ways (`attention_ways`).
+"""Attention over cut tokens: every rank's queries meet all keys and values, one of four ways (`attention_ways`).
 
 *gathered*: the keys and values of the other ranks are a halo as wide as the dim, so the planner that fetches halos
 fetches them, and its adjoint brings their gradients back.  *ring*: they come by, block by block.  *heads*: each rank
-gets all tokens of some heads.  Where axes cut the keys alone (a few queries that every rank has, over the tokens of a
-globe), the keys stay too, and the softmax is taken over the ranks.
+gets all tokens of some heads.  *heads+ring*: heads along some axes, a ring along the others.  Where axes cut the keys
+alone (a few queries that every rank has, over the tokens of a globe), the keys stay too, and the softmax is taken over
+the ranks.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> q, k, v = (jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None)) for _ in range(3))
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from jigsaw.cut import ShardingError
 from jigsaw.exchange import redistribute_rows
 from jigsaw.layout import Layout
+from jigsaw.mesh import has_every_rank
 from jigsaw.nn.attention_plan import (
     ATTENTION_NAME,
     FEATURE_LABEL,
@@ -37,15 +39,19 @@ from jigsaw.nn.attention_plan import (
     labels_of_operand,
     layout_of_weights,
     layouts_by_heads,
+    moving_cuts,
     plan_attention,
 )
 from jigsaw.nn.attention_ways import AttentionChoice, choose_attention_way, said_attention_way
 from jigsaw.nn.contraction import in_autocast_dtype
 from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out, weights_of_heads
+from jigsaw.nn.key_ring import KeyRing
 from jigsaw.nn.label_cuts import LabelCuts, cuts_of_tile
 from jigsaw.nn.product import contract_labels
 from jigsaw.nn.rank_order import take_owned_rows
-from jigsaw.nn.ring_attention import KeyRing, RingOptions, ring_attention
+from jigsaw.nn.rank_split import RankSplit, SplitAxes
+from jigsaw.nn.ring_attention import RingOptions, ring_attention
+from jigsaw.nn.ring_order import QueryMirror
 from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.random_numbers import global_index, shared_seed
 from jigsaw.tile import Tile, implements_torch, shared_mesh, tiles_in
@@ -147,6 +153,11 @@ class _AttentionCall:
     is_causal: bool = False
     scale: float | None = None
 
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether queries change ranks in a ring, so that all have as much to do."""
+        return self.is_causal and not self.masks and not self.dropout
+
 
 def _attend(query: Any, key: Any, value: Any, call: _AttentionCall, enable_gqa: bool = False) -> Tile:
     """`scaled_dot_product_attention` with several masks, the way that is said or chosen."""
@@ -156,10 +167,13 @@ def _attend(query: Any, key: Any, value: Any, call: _AttentionCall, enable_gqa: 
         key, value = (_repeat_heads(x, shared_by) for x in (key, value))
         return _attend(query, key, value, call)
     if plan.around is not None:
-        way = _choose_way((query, key, value), call.masks, plan).way
-        if way != "gathered":
-            attend = _attend_around_ring if way == "ring" else _attend_by_heads
-            return attend((query, key, value), call, plan)
+        choice = _choose_way((query, key, value), call, plan)
+        if choice.way == "ring":
+            return _attend_around_ring((query, key, value), call, plan)
+        if choice.way == "heads":
+            return _attend_by_heads((query, key, value), call, plan, plan.moving)
+        if choice.split is not None:
+            return _attend_both_ways((query, key, value), call, plan, choice.split)
     return _attend_to_gathered((query, key, value), call, plan)
 
 
@@ -182,16 +196,24 @@ def _shapes_of(operands: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     return tuple([tuple(x.shape) for x in operands])
 
 
-def _choose_way(operands: Sequence[Any], masks: Sequence[Any], plan: AttentionPlan) -> AttentionChoice:
-    itemsize = next(tiles_in(tuple(operands))).local.itemsize
-    is_mask_cut = any(not set(plan.moving).isdisjoint(m.layout.cut_axes) for m in tiles_in(tuple(masks)))
-    return choose_attention_way(
-        attention_sizes(plan, _shapes_of(operands), itemsize), said_attention_way(), is_mask_cut
+def _choose_way(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> AttentionChoice:
+    like = next(tiles_in(tuple(operands)))
+    is_mask_cut = any(not set(plan.moving).isdisjoint(m.layout.cut_axes) for m in tiles_in(tuple(call.masks)))
+    sizes = attention_sizes(
+        plan, _shapes_of(operands), like.local.itemsize, call.is_mirrored, within_axes=has_every_rank(like.mesh)
     )
+    return choose_attention_way(sizes, said_attention_way(), is_mask_cut)
 
 
 def explain_attention(
-    query: Any, key: Any, value: Any, attn_mask: AttentionMask = None, enable_gqa: bool = False
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: AttentionMask = None,
+    enable_gqa: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
 ) -> AttentionChoice:
     """Which way `scaled_dot_product_attention` of these would go, why, and what each way would cost; print it.
 
@@ -206,10 +228,11 @@ def explain_attention(
     shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
     plan = _plan_of((query, key, value), masks, shared_by)
     if plan is None:
-        return explain_attention(query, _repeat_heads(key, shared_by), _repeat_heads(value, shared_by), attn_mask)
+        key, value = (_repeat_heads(x, shared_by) for x in (key, value))
+        return explain_attention(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal)
     if plan.around is None:
         return AttentionChoice("gathered", "as no axis cuts queries and keys both")
-    return _choose_way((query, key, value), masks, plan)
+    return _choose_way((query, key, value), _AttentionCall(masks, dropout_p, is_causal), plan)
 
 
 def _attend_to_gathered(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> Tile:
@@ -250,38 +273,57 @@ def _attend_around_ring(operands: Sequence[Any], call: _AttentionCall, plan: Att
     sizes = operands[0].shape[-2], operands[1].shape[-2]
     mask = _local_mask(call.masks, False, plan.cuts, sizes, like) if call.masks else None
     ring = KeyRing.through(around.cuts[KEY_LABEL], Layout((), like.layout.axes), like.coordinate)
-    order = _places_along(QUERY_LABEL, sizes[0], plan.cuts, like) if call.is_causal else None
-    scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
-    options = RingOptions(scale, order)
+    order = (_places_along(QUERY_LABEL, sizes[0], plan.cuts, like),) if call.is_causal else ()
+    options = RingOptions(1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale, order)
     if call.dropout:
         layout = layout_of_weights(plan, _shapes_of(operands))
         # a tile of these rows without memory: what is asked of it are their places
         rows = Tile(q.new_empty(()).expand(layout.local_shape(like.coordinate)), layout, like.mesh)
-        options = RingOptions(scale, order, call.dropout, shared_seed(rows), global_index(rows, rows.ndim))
-    if shared_by == 1:
-        return Tile(ring_attention(q, k, v, mask, ring, like.mesh, options), plan.out, like.mesh)
-    if mask is not None and mask.ndim > 2:
-        mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, (k.shape[-3], shared_by))
-    q = q.unflatten(-3, (k.shape[-3], shared_by))
-    out = ring_attention(q, k.unsqueeze(-3), v.unsqueeze(-3), mask, ring, like.mesh, options)
-    return Tile(out.flatten(-4, -3), plan.out, like.mesh)
+        seed, index = shared_seed(rows), global_index(rows, rows.ndim)
+        options = replace(options, dropout=call.dropout, seed=seed, index=index)
+    mirror = None
+    if call.is_mirrored:
+        mirror = QueryMirror.through(plan.cuts.cuts[QUERY_LABEL], ring, like.mesh)
+        q, options = mirror.exchange(q), replace(options, query_places=mirror.places)
+    if shared_by > 1:
+        if mask is not None and mask.ndim > 2:
+            mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, (k.shape[-3], shared_by))
+        q, k, v = q.unflatten(-3, (k.shape[-3], shared_by)), k.unsqueeze(-3), v.unsqueeze(-3)
+    out = ring_attention(q, k, v, mask, ring, like.mesh, options)
+    out = out.flatten(-4, -3) if shared_by > 1 else out
+    return Tile(out if mirror is None else mirror.give_back(out), plan.out, like.mesh)
 
 
-def _attend_by_heads(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> Tile:
-    """Attention of all tokens of each rank's share of the heads: there by one exchange each, and back by one."""
-    layouts = layouts_by_heads(plan, _layouts_of(operands), _shapes_of(operands))
+def _attend_by_heads(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan, axes: tuple[str, ...]) -> Tile:
+    """Attention of each rank's share of the heads, there by one exchange each, and back by one: of all tokens, or,
+    where other axes than these cut the tokens too, of those that go around a ring of the others.
+    """
+    layouts = layouts_by_heads(plan, axes, _layouts_of(operands), _shapes_of(operands))
     query, key, value = [
         x if layout is None else _exchanged_heads(x.owned(), layout)
         for x, layout in zip(operands, layouts, strict=True)
     ]
     by_heads = plan_attention(_layouts_of((query, key, value)), _shapes_of(operands), plan.shared_by)
     assert by_heads is not None
-    y = _attend_to_gathered((query, key, value), call, by_heads)
+    is_ring = by_heads.around is not None and axes != plan.moving
+    y = (_attend_around_ring if is_ring else _attend_to_gathered)((query, key, value), call, by_heads)
     # queries may be flattened from several dims, which the result of whole ones has forgotten
     dim = y.ndim - 2
     y = Tile(y.local, y.layout.replace_dim(dim, *by_heads.cuts.cuts[QUERY_LABEL]), y.mesh)
     there = plan.out.replace_dim(dim, *plan.cuts.cuts[QUERY_LABEL])
     return Tile(_exchanged_heads(y, there).local, plan.out, y.mesh)
+
+
+def _attend_both_ways(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan, split: RankSplit) -> Tile:
+    """Attention by heads among neighbours, around a ring of those that have the same heads of other tokens."""
+    axes = SplitAxes.of(split, moving_cuts(plan), plan.out.axes)
+    mesh = next(tiles_in(tuple(operands))).mesh
+    parted = [axes.tile(x) if isinstance(x, Tile) else x for x in operands]
+    masks = [axes.tile(m) if isinstance(m, Tile) else m for m in call.masks]
+    by_axes = plan_attention(_layouts_of(parted), _shapes_of(parted), plan.shared_by)
+    assert by_axes is not None
+    y = _attend_by_heads(parted, replace(call, masks=masks), by_axes, axes.heads)
+    return Tile(y.local, plan.out, mesh)
 
 
 def _exchanged_heads(x: Tile, layout: Layout) -> Tile:

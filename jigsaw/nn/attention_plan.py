@@ -13,6 +13,7 @@ from jigsaw.matmul_grid import refine_cut
 from jigsaw.nn.attention_ways import AttentionSizes
 from jigsaw.nn.label_cuts import LabelCuts, choose_label_cuts
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, coordinates_along, size_of_cuts
+from jigsaw.nn.rank_split import splits_of_cuts
 from jigsaw.ops.reshaped_cuts import merge_cut_group
 
 ATTENTION_NAME = "scaled_dot_product_attention"
@@ -132,8 +133,12 @@ def heads_of_keys(plan: AttentionPlan, shapes: Shapes) -> Cut | None:
 
 
 @lru_cache(maxsize=1024)
-def attention_sizes(plan: AttentionPlan, shapes: Shapes, itemsize: int) -> AttentionSizes:
-    """What the first of the ranks along the axes that cut queries and keys both have."""
+def attention_sizes(
+    plan: AttentionPlan, shapes: Shapes, itemsize: int, is_mirrored: bool = False, within_axes: bool = True
+) -> AttentionSizes:
+    """What the first of the ranks along the axes that cut queries and keys both have; `is_mirrored` where queries
+    change ranks in a ring, `within_axes` where an axis may go to heads and to a ring.
+    """
     assert plan.around is not None
     first = (0,) * len(plan.out.axes)
     places = list(coordinates_along(plan.out, plan.moving))
@@ -153,7 +158,14 @@ def attention_sizes(plan: AttentionPlan, shapes: Shapes, itemsize: int) -> Atten
         of_operands[0] + of_result,
         of_operands[1] + of_operands[2],
         itemsize,
+        () if heads is None else splits_of_cuts(moving_cuts(plan), plan.out.axes, within_axes),
+        is_mirrored,
     )
+
+
+def moving_cuts(plan: AttentionPlan) -> CutGroup:
+    """The cuts of the keys by the axes along which they move."""
+    return () if plan.around is None else tuple([c for c in plan.around.cuts[KEY_LABEL] if c.axes])
 
 
 def _rows_at(group: Sequence[Cut], layout: Layout, at: MeshCoordinate) -> int:
@@ -163,21 +175,21 @@ def _rows_at(group: Sequence[Cut], layout: Layout, at: MeshCoordinate) -> int:
 
 
 @lru_cache(maxsize=1024)
-def layouts_by_heads(plan: AttentionPlan, given: GivenLayouts, shapes: Shapes) -> GivenLayouts:
-    """The layouts of queries, keys and values once the axes that cut the tokens of both cut their heads; operands that
+def layouts_by_heads(plan: AttentionPlan, axes: tuple[str, ...], given: GivenLayouts, shapes: Shapes) -> GivenLayouts:
+    """The layouts of queries, keys and values once `axes`, which cut the tokens of both, cut their heads; operands that
     are plain, or cannot be cut so, stay as they are.
     """
     heads = heads_of_keys(plan, shapes)
     assert heads is not None
-    fine = refine_cut(heads, plan.moving, dict(plan.out.axes))
+    fine = refine_cut(heads, axes, dict(plan.out.axes))
     found: list[Layout | None] = []
     for layout, times in zip(given, (plan.shared_by, 1, 1), strict=True):
         longer = Cut(fine.size * times, tuple(p * times for p in fine.points), fine.axes)
-        found.append(None if layout is None else _onto_heads(layout, longer, plan.moving))
+        found.append(None if layout is None else _onto_heads(layout, longer))
     return tuple(found)
 
 
-def _onto_heads(layout: Layout, heads: Cut, moving: Sequence[str]) -> Layout:
+def _onto_heads(layout: Layout, heads: Cut) -> Layout:
     layout, head, token = layout.without_halo(), layout.ndim - 3, layout.ndim - 2
     elsewhere = {a for d in range(layout.ndim) if d not in (head, token) for a in layout.dim_axes(d)}
     if elsewhere.intersection(heads.axes) or len(layout.dim(head)) > 1:

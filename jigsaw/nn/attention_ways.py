@@ -1,19 +1,22 @@
-"""Three ways of attention over cut tokens: what each sends and holds, and the rule that takes one.
+"""Four ways of attention over cut tokens: what each sends and holds, and the rule that takes one.
 
 P ranks cut the tokens of queries and keys.  *gathered*: each gets all keys and values, one message from each of the
 others.  *ring*: keys and values go around the ranks block by block (`jigsaw.nn.ring_attention`).  *heads*: queries,
 keys and values are exchanged so that each rank has all tokens of its share of the heads, and y goes back (Jacobs et
-al., "DeepSpeed Ulysses", arXiv 2309.14509).
+al., "DeepSpeed Ulysses", arXiv 2309.14509).  *heads+ring*: neighbours share out heads, so that each has their tokens of
+its share, which go around the ranks that have the same share of others (`jigsaw.nn.rank_split`; Fang and Zhao, "USP",
+arXiv 2405.07719; Gu et al., "LoongTrain", arXiv 2406.18485).
 
 Four ranks, 1000 tokens of 8 heads of 64 features in bfloat16, 2 kB a token in k and v together.  Gathered, each rank
 sends its 250 tokens to three others, 1.5 MB, and holds 2 MB.  Around the ring it sends as much, in three steps, and
 holds three blocks, 1.5 MB.  By heads it sends 3/4 of its 250 tokens of q, k, v and y, 0.75 MB, and holds these and all
-tokens of two heads, 1 MB.
+tokens of two heads, 1 MB.  By heads and rings of two it sends half of its 250 tokens of q, k, v and y, 0.5 MB, and then
+500 tokens of four heads in k and v, 0.5 MB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,9 +24,11 @@ from itertools import pairwise
 from typing import Literal
 
 from jigsaw.cut import ShardingError, cut_points
+from jigsaw.nn.rank_split import RankSplit, splits_of_pieces
+from jigsaw.nn.ring_order import mirrored_counts
 
-AttentionWay = Literal["gathered", "ring", "heads"]
-_WAYS: tuple[AttentionWay, ...] = ("gathered", "ring", "heads")
+AttentionWay = Literal["gathered", "ring", "heads", "heads+ring"]
+_WAYS: tuple[AttentionWay, ...] = ("gathered", "ring", "heads", "heads+ring")
 # keys and values of fewer bytes than this are gathered: what counts then is the number of messages
 SMALL_KEYS_BYTES = 1 << 20
 
@@ -38,12 +43,17 @@ class AttentionSizes:
     query_row: int  # elements of a token in q and y together, of all heads and all of the batch that a rank has
     key_row: int  # in k and v together
     itemsize: int
+    splits: tuple[RankSplit, ...] = ()  # of these ranks in those that share out heads and those that make rings
+    is_mirrored: bool = False  # whether ranks of a ring exchange queries (`jigsaw.nn.ring_order`)
 
     @classmethod
-    def of_tokens(cls, tokens: int, ranks: int, heads: int, features: int, itemsize: int = 2) -> AttentionSizes:
+    def of_tokens(
+        cls, tokens: int, ranks: int, heads: int, features: int, itemsize: int = 2, is_mirrored: bool = False
+    ) -> AttentionSizes:
         """Self-attention of so many heads of so many features, its tokens balanced."""
         rows = tuple([b - a for a, b in pairwise(cut_points(tokens, ranks))])
-        return cls(rows, rows, heads, 2 * heads * features, 2 * heads * features, itemsize)
+        row, splits = 2 * heads * features, splits_of_pieces((ranks,))
+        return cls(rows, rows, heads, row, row, itemsize, splits, is_mirrored)
 
 
 @dataclass(frozen=True)
@@ -56,14 +66,21 @@ class WayCost:
     backward: int
     held: int
 
+    @property
+    def sent(self) -> int:
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The way that was taken and why, and what each way costs; ways that cannot be gone are left out."""
+    """The way that was taken and why, and what each way costs; ways that cannot be gone are left out.  `split` says
+    which ranks share out heads where others make rings.
+    """
 
     way: AttentionWay
     why: str
     costs: tuple[tuple[AttentionWay, WayCost], ...] = ()
+    split: RankSplit | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -76,26 +93,64 @@ class AttentionChoice:
 
 def way_costs(sizes: AttentionSizes) -> dict[AttentionWay, WayCost]:
     """What each way costs: integers, as `jigsaw.comm.count` has them."""
+    return _costs_and_split(sizes)[0]
+
+
+@lru_cache(maxsize=1024)
+def _costs_and_split(sizes: AttentionSizes) -> tuple[dict[AttentionWay, WayCost], RankSplit | None]:
     ranks, every, largest = len(sizes.keys), sum(sizes.keys), max(sizes.keys)
     row = sizes.key_row * sizes.itemsize
     around = (ranks - 1) * every * row
-    # gradients of bfloat16 and float16 are summed in float32 on their way
-    returned = (ranks - 1) * every * sizes.key_row * max(sizes.itemsize, 4)
     costs: dict[AttentionWay, WayCost] = {
         "gathered": WayCost(around, around, every * row),
-        "ring": WayCost(around, around + returned, 3 * largest * row),
+        "ring": _ring_cost(sizes, sizes.queries, sizes.keys),
     }
-    if sizes.key_heads:
-        heads = [b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks))]
-        # each rank sends of its tokens the heads that are not its own, and gets y of those back
-        moved = sum(
-            (q * sizes.query_row + k * sizes.key_row) * (sizes.key_heads - own) // sizes.key_heads
-            for q, k, own in zip(sizes.queries, sizes.keys, heads, strict=True)
-        )
-        # y comes from the ranks of the other heads: the same sum, seen from the other side
-        sent = moved * sizes.itemsize
-        costs["heads"] = WayCost(sent, sent, largest * row + every * row * max(heads) // sizes.key_heads)
-    return costs
+    if not sizes.key_heads:
+        return costs, None
+    sent = _bytes_by_heads(sizes, range(ranks), ranks)
+    whole = every * row * _most_heads(sizes, ranks) // sizes.key_heads
+    costs["heads"] = WayCost(sent, sent, largest * row + whole)
+    if not sizes.splits:
+        return costs, None
+    both = {split: _split_cost(sizes, split) for split in sizes.splits}
+    # where no split has heads enough, the one that leaves the fewest ranks without
+    split = min(both, key=lambda s: (max(s.head_ranks - sizes.key_heads, 0), both[s].sent))
+    costs["heads+ring"] = both[split]
+    return costs, split
+
+
+def _ring_cost(sizes: AttentionSizes, queries: Sequence[int], keys: Sequence[int]) -> WayCost:
+    """What rings cost whose ranks have so many tokens, those of all shares of the heads together."""
+    around = (len(keys) - 1) * sum(keys) * sizes.key_row
+    # gradients of bfloat16 and float16 are summed in float32 on their way
+    returned = around * max(sizes.itemsize, 4)
+    given = sum(mirrored_counts(queries)) * sizes.query_row if sizes.is_mirrored else 0
+    forward = (around + given) * sizes.itemsize
+    return WayCost(forward, forward + returned, 3 * max(keys) * sizes.key_row * sizes.itemsize)
+
+
+def _most_heads(sizes: AttentionSizes, ranks: int) -> int:
+    return max(b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks)))
+
+
+def _bytes_by_heads(sizes: AttentionSizes, shares: Sequence[int], ranks: int) -> int:
+    """What is sent so that each rank has its share of the heads, of which there are as many as `ranks`, and back."""
+    heads = [b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks))]
+    # each rank sends of its tokens the heads that are not its own, and gets y of those back; y comes from the ranks of
+    # the other heads: the same sum, seen from the other side
+    moved = sum(
+        (q * sizes.query_row + k * sizes.key_row) * (sizes.key_heads - heads[share]) // sizes.key_heads
+        for q, k, share in zip(sizes.queries, sizes.keys, shares, strict=True)
+    )
+    return moved * sizes.itemsize
+
+
+def _split_cost(sizes: AttentionSizes, split: RankSplit) -> WayCost:
+    moved = _bytes_by_heads(sizes, [share for _, share in split.places], split.head_ranks)
+    rings = _ring_cost(sizes, split.summed_by_ring(sizes.queries), split.summed_by_ring(sizes.keys))
+    own = max(sizes.keys) * sizes.key_row * sizes.itemsize
+    held = own + rings.held * _most_heads(sizes, split.head_ranks) // sizes.key_heads
+    return WayCost(moved + rings.forward, moved + rings.backward, held)
 
 
 @lru_cache(maxsize=1024)
@@ -105,51 +160,70 @@ def choose_attention_way(
     """The way by the rule, or the one that was `said`.  The first that holds:
 
     1. *gathered* where all keys and values are at most a mebibyte: fewest messages;
-    2. *heads* where there is a head of keys for each rank and no other way sends less, forward and backward together,
-       and no axis cuts a mask, for whose rows all ranks would have to be asked;
-    3. *ring* where all keys and values are more than what a rank has of queries, keys, values and results;
+    2. *heads* or *heads+ring* where there is a head of keys for each rank that shares them out and no other way sends
+       less, forward and backward together, and no axis cuts a mask, for whose rows all ranks would have to be asked;
+    3. *ring* where all keys and values are more than what a rank has of queries, keys, values and results; *heads+ring*
+       where that sends less, under the conditions of 2;
     4. *gathered*.
 
-    *Raises*: `ShardingError` where heads were said and there is no dim of heads.
+    *Raises*: `ShardingError` where heads were said and there is no dim of heads, or heads+ring and the ranks cannot go
+    both ways.
 
     A vision transformer of 4 billion parameters (42 layers, 2816 features in 44 heads) on 64,980 tokens in bfloat16,
     P = 8.  A rank sends a layer, forward and backward: gathered 640 and 640 MB, ring 640 and 1,921 MB, heads 160 and
-    160 MB; it holds keys and values of 732, 274 and 191 MB.
+    160 MB, heads and rings of two 229 and 412 MB; it holds keys and values of 732, 274, 191 and 297 MB.
 
     >>> from jigsaw.nn.attention_ways import AttentionSizes, choose_attention_way
     >>> choice = choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=8, heads=44, features=64))
     >>> choice.way
     'heads'
-    >>> [(way, cost.forward // 8, cost.backward // 8) for way, cost in choice.costs]
-    [('gathered', 640442880, 640442880), ('ring', 640442880, 1921328640), ('heads', 160110592, 160110592)]
-    >>> [cost.held for _, cost in choice.costs]
-    [731934720, 274492416, 191306752]
+    >>> for way, cost in choice.costs:
+    ...     print(way, cost.forward // 8, cost.backward // 8, cost.held)
+    >>> print(choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=64, heads=44, features=64)))
     """
-    costs = way_costs(sizes)
+    costs, split = _costs_and_split(sizes)
     ranks = len(sizes.keys)
     whole = costs["gathered"].held
     own = (max(sizes.queries) * sizes.query_row + max(sizes.keys) * sizes.key_row) * sizes.itemsize
-    sent = {way: cost.forward + cost.backward for way, cost in costs.items()}
+    for_heads: dict[AttentionWay, int] = {"heads": ranks}
+    if split is not None:
+        for_heads["heads+ring"] = split.head_ranks
+    # those that leave no rank without a head
+    usable = [way for way, n in for_heads.items() if not is_mask_cut and way in costs and sizes.key_heads >= n]
+    best = min(usable, key=lambda way: costs[way].sent, default=None)
     way: AttentionWay
     if said is not None:
-        if said not in costs:
-            raise ShardingError(
-                "attention_way('heads'): queries, keys and values have no dim of heads, a third one from the end that "
-                "all have alike, for the ranks to share out; use attention_way('ring') or 'gathered'"
-            )
+        _check_said(said, costs, sizes)
         way, why = said, "as attention_way says"
     elif whole <= SMALL_KEYS_BYTES:
         way, why = "gathered", f"as all keys and values are {whole:,} bytes, at most {SMALL_KEYS_BYTES:,}"
-    elif not is_mask_cut and sizes.key_heads >= ranks and sent["heads"] == min(sent.values()):
-        way, why = "heads", f"as {sizes.key_heads} heads are enough for {ranks} ranks and no way sends less"
+    elif best is not None and costs[best].sent <= min(costs["gathered"].sent, costs["ring"].sent):
+        way = best
+        why = f"as {sizes.key_heads} heads are enough for {for_heads[best]} ranks and no way sends less"
     elif whole > own:
-        way, why = (
-            "ring",
-            f"as all keys and values, {whole:,} bytes, are more than a rank has in q, k, v and y, {own:,}",
-        )
+        is_less = split is not None and "heads+ring" in usable and costs["heads+ring"].sent < costs["ring"].sent
+        way = "heads+ring" if is_less else "ring"
+        why = f"as all keys and values, {whole:,} bytes, are more than a rank has in q, k, v and y, {own:,}"
     else:
         way, why = "gathered", f"as all keys and values, {whole:,} bytes, are no more than a rank has, {own:,}"
-    return AttentionChoice(way, why, tuple(costs.items()))
+    if way == "heads+ring":
+        why = f"{split}, {why}"
+    return AttentionChoice(way, why, tuple(costs.items()), split if way == "heads+ring" else None)
+
+
+def _check_said(said: AttentionWay, costs: dict[AttentionWay, WayCost], sizes: AttentionSizes) -> None:
+    if said in costs:
+        return
+    if not sizes.key_heads:
+        raise ShardingError(
+            f"attention_way({said!r}): queries, keys and values have no dim of heads, a third one from the end that "
+            "all have alike, for the ranks to share out; use attention_way('ring') or 'gathered'"
+        )
+    raise ShardingError(
+        f"attention_way({said!r}): the {len(sizes.keys)} ranks that cut the tokens cannot go both ways: their number "
+        "must have a divisor, and where the mesh leaves out ranks of the job an axis goes one way; use "
+        "attention_way('ring'), 'heads' or 'gathered'"
+    )
 
 
 # -- what a user says -------------------------------------------------------------------------------------------------
@@ -160,13 +234,14 @@ _said: list[AttentionWay | None] = [None]
 
 @contextmanager
 def attention_way(way: AttentionWay | None) -> Generator[None]:
-    """Within it, attention over cut tokens goes this way: ``"gathered"``, ``"ring"`` or ``"heads"``; None: by the rule
-    (`jigsaw.nn.explain_attention` tells which).  All three are exact.
+    """Within it, attention over cut tokens goes this way: ``"gathered"``, ``"ring"``, ``"heads"`` or ``"heads+ring"``;
+    None: by the rule (`jigsaw.nn.explain_attention` tells which).  All are exact.
 
     Attention whose queries and keys no axis cuts both goes as it does.  Layers that are checkpointed run again in the
     backward pass, which then belongs within it, too.
 
-    *Raises*: `ShardingError` for another word; where attention is called, for heads where there is no dim of heads.
+    *Raises*: `ShardingError` for another word; where attention is called, for heads where there is no dim of heads,
+    and for heads and rings where a prime number of ranks cuts the tokens.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> q = jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None))

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm, debug
-from jigsaw.layout import Layout, MeshCoordinate
-from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, coordinates_along, size_of_cuts, take_owned_rows
+from jigsaw.nn.key_ring import KeyRing
+from jigsaw.nn.rank_order import size_of_cuts
 from jigsaw.ops.random_numbers import chances_at
 
 # scores of a block are made for as many queries at a time as fit in here
@@ -38,45 +38,12 @@ SCORE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class KeyRing:
-    """The ranks that pass keys on to each other, as one of them sees it: how their tokens are cut, where each is."""
-
-    keys: CutGroup
-    layout: Layout
-    places: tuple[MeshCoordinate, ...]
-    me: int
-
-    @classmethod
-    def through(cls, keys: CutGroup, layout: Layout, here: MeshCoordinate) -> KeyRing:
-        """The ring through the rank `here`, along the axes that cut the keys."""
-        places = tuple(coordinates_along(layout, axes_of_cuts(keys), here))
-        return cls(keys, layout, places, places.index(here))
-
-    @property
-    def size(self) -> int:
-        return len(self.places)
-
-    def rows(self, member: int) -> int:
-        """How many keys a member has."""
-        owned = (c.owned(self.layout.piece(c, self.places[member])) for c in self.keys)
-        return math.prod(stop - start for start, stop in owned)
-
-    def positions(self, member: int) -> Tensor:
-        """The global places of its keys."""
-        return take_owned_rows(torch.arange(size_of_cuts(self.keys)), 0, self.keys, self.layout, self.places[member])
-
-    def pass_on(self, mesh: DeviceMesh, given: Tensor, taken: Tensor) -> comm.PendingWork:
-        """Start one step."""
-        after, before = (self.layout.index(self.places[(self.me + d) % self.size]) for d in (1, -1))
-        return comm.swap_messages(mesh, [(after, given)], [(before, taken)], "ring attention")
-
-
-@dataclass(frozen=True)
 class RingOptions:
     """What is alike in the forward and the backward pass."""
 
     scale: float
-    query_positions: Tensor | None = None  # where attention is causal
+    # where attention is causal the places of the queries, in runs: of each the blocks are left out that it does not see
+    query_places: tuple[Tensor, ...] = ()
     dropout: float = 0.0
     seed: int = 0
     # of each weight [..., L, S] without the place along S: [..., L], where weights are dropped
@@ -140,25 +107,33 @@ class _RingPass:
         """The masked scores of all queries and a member's keys, some queries at a time; those that the order of the
         tokens hides are left out.  `q` is scaled and, as `k`, wide.
         """
-        count, keys = q.shape[-2], k.shape[-2]
-        if not count or not keys:
+        keys = k.shape[-2]
+        if not keys:
             return
         places = self.ring.positions(member)
-        step = max(1, SCORE_BYTES // max(1, math.prod(q.shape[:-2]) * keys * q.itemsize))
-        at, order = places.to(q.device), self.options.query_positions
-        first, last = int(places.min()), int(places.max())
-        for start in range(0, count, step):
-            rows = slice(start, min(start + step, count))
-            if order is not None and first > int(order[rows].max()):
+        at, first, last = places.to(q.device), int(places.min()), int(places.max())
+        for rows, order in self._some_rows(q, keys):
+            if order is not None and first > int(order.max()):
                 continue
             scores = torch.matmul(q[..., rows, :], k.mT)
             if mask is not None:
                 some = _rows_of(mask, rows)
                 some = some if mask.shape[-1] == 1 else some.index_select(-1, at)
                 scores = scores.masked_fill_(~some, -math.inf) if some.dtype == torch.bool else scores.add_(some)
-            if order is not None and last > int(order[rows].min()):
-                scores = scores.masked_fill_(at > order[rows].to(q.device)[:, None], -math.inf)
+            if order is not None and last > int(order.min()):
+                scores = scores.masked_fill_(at > order.to(q.device)[:, None], -math.inf)
             yield _ScoreRows(rows, scores, at, self._kept(rows, at, q.dtype))
+
+    def _some_rows(self, q: Tensor, keys: int) -> Iterator[tuple[slice, Tensor | None]]:
+        """Rows of queries whose scores with so many keys fit, and where attention is causal their places."""
+        step = max(1, SCORE_BYTES // max(1, math.prod(q.shape[:-2]) * keys * q.itemsize))
+        start, order = 0, self.options.query_places
+        for places in order or (None,):
+            end = start + (q.shape[-2] if places is None else len(places))
+            for low in range(start, end, step):
+                rows = slice(low, min(low + step, end))
+                yield rows, None if places is None else places[rows.start - start : rows.stop - start]
+            start = end
 
     def _kept(self, rows: slice, at: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What the weights are multiplied by where some are dropped."""

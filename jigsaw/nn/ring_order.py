@@ -1,0 +1,89 @@
+"""Queries of causal attention around a ring: halves change ranks, so that all have as much to do.
+
+A query attends to what lies before it, so of P blocks of keys the ranks need 1, 2, ... P.  The rank r gives the second
+half of its queries to the rank P-1-r, and has the second half of that one's; y goes back.  Four ranks, by their halves
+of queries 0 to 7 and the blocks of keys that these need:
+
+    rank       0        1        2        3
+    its own    0, 1     2, 3     4, 5     6, 7
+    blocks     1 + 1    2 + 2    3 + 3    4 + 4
+    mirrored   0, 7     2, 5     4, 3     6, 1
+    blocks     1 + 4    2 + 3    3 + 2    4 + 1
+
+After the zigzag order of context parallel training (Dubey et al., "The Llama 3 herd of models", arXiv 2407.21783),
+whose keys and values lie in that order, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm, debug
+from jigsaw.nn.key_ring import KeyRing
+from jigsaw.nn.rank_order import CutGroup, size_of_cuts, take_owned_rows
+
+# a rank with fewer queries has less work than messages
+MIRRORED_QUERIES = 256
+
+
+def mirrored_counts(queries: Sequence[int]) -> tuple[int, ...]:
+    """How many queries each rank of a ring gives away, of so many."""
+    if max(queries) < MIRRORED_QUERIES:
+        return (0,) * len(queries)
+    # the rank in the middle of an odd number is its own mirror
+    return tuple([n // 2 if 2 * r + 1 != len(queries) else 0 for r, n in enumerate(queries)])
+
+
+@dataclass(frozen=True)
+class QueryMirror:
+    """The rank of a ring that this one exchanges queries with, by its position in the mesh, and the queries that this
+    one has then: its own first ones, and the last ones of the other.
+    """
+
+    mesh: DeviceMesh
+    peer: int
+    given: int
+    places: tuple[Tensor, Tensor]  # the global places of those kept and of those taken
+
+    @classmethod
+    def through(cls, queries: CutGroup, ring: KeyRing, mesh: DeviceMesh) -> QueryMirror:
+        """Of this rank of a ring."""
+        every = torch.arange(size_of_cuts(queries))
+        rows = [take_owned_rows(every, 0, queries, ring.layout, at) for at in ring.places]
+        counts, other = mirrored_counts([len(r) for r in rows]), ring.size - 1 - ring.me
+        kept, taken = len(rows[ring.me]) - counts[ring.me], len(rows[other]) - counts[other]
+        places = rows[ring.me][:kept], rows[other][taken:]
+        return cls(mesh, ring.layout.index(ring.places[other]), counts[ring.me], places)
+
+    def exchange(self, q: Tensor) -> Tensor:
+        """The queries [..., L, E] that this rank works on.
+
+        *Sends*: forward half of its own, backward the gradients of those that it took.
+        """
+        return _MirroredRows.apply(q, self, self.given, len(self.places[1]))
+
+    def give_back(self, y: Tensor) -> Tensor:
+        """The rows of the result where the queries came from."""
+        return _MirroredRows.apply(y, self, len(self.places[1]), self.given)
+
+
+class _MirroredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mirror: QueryMirror, given: int, taken: int) -> Tensor:
+        ctx.how = mirror, taken, given
+        debug.compare_calls(mirror.mesh, "mirrored queries")
+        arriving = x.new_empty((*x.shape[:-2], taken, x.shape[-1]))
+        kept, leaving = x.split([x.shape[-2] - given, given], -2)
+        comm.swap_messages(mirror.mesh, [(mirror.peer, leaving)], [(mirror.peer, arriving)], "ring attention").wait()
+        return torch.cat([kept, arriving], -2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # rows change their ranks and nothing else: the adjoint is the way back
+        return _MirroredRows.apply(grads[0], *ctx.how), None, None, None
