@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.nn import ring_attention
+from jigsaw.cut import Cut, ShardingError
+from jigsaw.nn import ring_attention, ring_order
 from jigsaw.nn.attention_ways import AttentionSizes, choose_attention_way, way_costs
+from jigsaw.nn.rank_split import RankSplit, SplitAxes, splits_of_cuts, splits_of_pieces
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.testing.world import run_on_ranks
 from jigsaw.tile_making import shard
@@ -110,12 +112,15 @@ def test_ways_of_flattened_tokens_and_other_cuts():
     mesh, grid = world_mesh(lat=2, lon=2), (None, None, "lat", "lon")
     order = torch.randn(35, 35, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     torch.manual_seed(0)
-    for way in ("ring", "heads"):
+    both, turned = ((None, None, axes, None) for axes in (("lat", "lon"), ("lon", "lat")))
+    for way in ("ring", "heads", "heads+ring"):
         with jigsaw.nn.attention_way(way):
             for options in ({"is_causal": True}, {"attn_mask": order}):
                 assert_as_the_whole(functools.partial(_of_a_grid, **options), [(2, 18, 7, 5)], [grid], mesh, **EXACT)
+            assert_as_the_whole(_attention, [Q, K, V], [both, turned, both], mesh, **EXACT)
+    for way in ("ring", "heads"):
+        with jigsaw.nn.attention_way(way):
             # lon cuts queries alone, lat heads or batch beside the tokens of lon
-            both = (None, None, ("lat", "lon"), None)
             for cut_q, cut_k in (
                 [both, (None, None, "lon", None)],
                 [(None, "lat", "lon", None), (None, "lat", "lon", None)],
@@ -125,7 +130,7 @@ def test_ways_of_flattened_tokens_and_other_cuts():
                 assert_as_the_whole(_attention, [Q, K, V], [cut_q, cut_k, None], mesh, **EXACT)
     queries, keys = torch.randn(Q), torch.randn(K)
     line = world_mesh(lat=4)
-    for way in ("ring", "heads"):
+    for way in ("ring", "heads", "heads+ring"):
         q = shard(queries, line, (None, None, "lat", None), split={2: (0, 6, 6, 6, 13)})
         k = shard(keys, line, (None, None, "lat", None), split={2: (0, 0, 30, 33, 33)})
         for x in (q, k):
@@ -142,7 +147,7 @@ def test_checkpointed_attention_of_ranks_without_heads_or_queries():
     mesh, whole = world_mesh(lat=2, lon=2), torch.randn(2, 18, 7, 5, dtype=torch.float64)
     few = torch.randn(1, 3, 2, 4, dtype=torch.float64)
     found = []
-    for way in ("gathered", "ring", "heads"):
+    for way in ("gathered", "ring", "heads", "heads+ring"):
         for run in (lambda f, *x: f(*x), functools.partial(checkpoint, use_reentrant=False)):
             x = shard(whole, mesh, (None, None, "lat", "lon"))
             q, k = (shard(t, mesh, (None, None, ("lat", "lon"), None)) for t in (few, few.repeat(1, 1, 4, 1)))
@@ -174,6 +179,7 @@ def _any_cuts(way, times, **axes):
 def test_ways_of_any_cuts():
     for way in ("ring", "heads"):
         _any_cuts(way, 10, lat=2, lon=2)
+    for way in ("ring", "heads", "heads+ring"):
         _any_cuts(way, 5, lat=4)
 
 
@@ -208,6 +214,14 @@ def _bytes_by_all(mesh, *counts):
     return [sum(comm.all_gather_object(mesh, count.sent_bytes)) for count in counts]
 
 
+WORDS = (
+    ("gathered", "exchange"),
+    ("ring", "ring attention"),
+    ("heads", "heads"),
+    ("heads+ring", "heads", "ring attention"),
+)
+
+
 @on_ranks(4)
 def test_every_way_sends_what_its_formula_says():
     for mesh in (world_mesh(lat=4), world_mesh(lat=2, lon=2)):
@@ -216,13 +230,13 @@ def test_every_way_sends_what_its_formula_says():
             for heads, tokens, others in ((4, 16, 32), (3, 13, 33)):
                 q, k = _tiles_of_tokens(mesh, (2, heads, tokens, 8), (2, heads, others, 8), dtype=dtype)
                 costs = dict(jigsaw.nn.explain_attention(q, k, k).costs)
-                for way, word in (("gathered", "exchange"), ("ring", "ring attention"), ("heads", "heads")):
+                for way, *words in WORDS:
                     with jigsaw.nn.attention_way(way), comm.count() as forward:
                         assert jigsaw.nn.explain_attention(q, k, k).way == way
                         y = F.scaled_dot_product_attention(q, k, k)
                     with comm.count() as backward:
                         y.local.backward(torch.ones_like(y.local))
-                    assert {c.kind for c in (*forward.calls, *backward.calls)} == {word}, (way, kind)
+                    assert {c.kind for c in (*forward.calls, *backward.calls)} == set(words), (way, kind)
                     cost = costs[way]
                     assert _bytes_by_all(mesh, forward, backward) == [cost.forward, cost.backward], (way, kind, heads)
 
@@ -243,10 +257,61 @@ def test_no_rank_of_a_ring_ever_holds_all_keys():
             assert max(c.received_bytes for c in (*forward.calls, *backward.calls)) <= block
             # keys and values that need no gradient come by again, and nothing goes back
             assert _bytes_by_all(mesh, forward, backward) == [3 * 2 * k.nbytes, factor * 3 * 2 * k.nbytes]
+            # by heads and rings of two a rank has half of the tokens of one head
+            with jigsaw.nn.attention_way("heads+ring"), _LargestTensor() as largest:
+                F.scaled_dot_product_attention(q, keys, values).local.sum().backward()
+            assert 0 < largest.nbytes <= 2 * block < k.nbytes + v.nbytes
     with jigsaw.nn.attention_way("ring"), _LargestTensor() as largest:
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # the scores and the sum of each block that the order of the tokens does not hide
     assert largest.products == 2 * (mesh.get_local_rank() + 1)
+
+
+@on_ranks(4)
+def test_ranks_of_a_causal_ring_have_as_much_to_do():
+    for mesh, way, ranks in (
+        (world_mesh(lat=4), "ring", 4),
+        (world_mesh(lat=4), "heads+ring", 2),
+        (world_mesh(lat=2, lon=2), "heads+ring", 2),
+    ):
+        q, k = _tiles_of_tokens(mesh, (1, 2, 1101, 4), (1, 2, 1101, 4))
+        expected = F.scaled_dot_product_attention(*(x.detach().full_tensor() for x in (q, k, k)), is_causal=True)
+        with jigsaw.nn.attention_way(way):
+            told = dict(jigsaw.nn.explain_attention(q, k, k, is_causal=True).costs)[way]
+            with comm.count() as forward, _LargestTensor() as largest:
+                y = F.scaled_dot_product_attention(q, k, k, is_causal=True)
+            with comm.count() as backward:
+                y.local.backward(torch.ones_like(y.local))
+        # of each half of the queries so many blocks; unmirrored the last rank has twice as many, all ranks
+        assert largest.products == 2 * (ranks + 1)
+        torch.testing.assert_close(y.full_tensor().detach(), expected, **EXACT)
+        assert _bytes_by_all(mesh, forward, backward) == [told.forward, told.backward]
+
+
+def _check_mirrored(*meshes):
+    """Causal cases, though their ranks have few queries."""
+    ring_order.MIRRORED_QUERIES, before = 0, ring_order.MIRRORED_QUERIES
+    try:
+        for axes, ways in meshes:
+            _check_ways(ways, ["causal", "causal cross", "grouped, causal", "fewer tokens than ranks"], **axes)
+            mesh, spec = world_mesh(**axes), (None, None, *(list(axes) if len(axes) == 2 else [None, *axes]))
+            for way in ways:
+                with jigsaw.nn.attention_way(way):
+                    causal = functools.partial(_of_a_grid, is_causal=True)
+                    assert_as_the_whole(causal, [(2, 18, 7, 5)], [spec], mesh, **EXACT)
+    finally:
+        ring_order.MIRRORED_QUERIES = before
+
+
+@on_ranks(4)
+def test_mirrored_queries():
+    _check_mirrored(({"lat": 4}, ["ring"]), ({"lat": 2, "lon": 2}, ["ring", "heads+ring"]))
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_mirrored_queries_of_a_rank_in_the_middle():
+    _check_mirrored(({"lat": 3}, ["ring"]))
 
 
 # -- numbers of other kinds -------------------------------------------------------------------------------------------
@@ -301,8 +366,9 @@ def _dropped(axes, ways):
 def test_dropout_is_alike_on_every_mesh_and_way():
     expected = run_on_ranks(1, _dropped, {"lat": 1}, [None])[0]
     assert expected[None, 0.4][0].all() and not expected[None, 1.0][0].any()
-    for axes in ({"lat": 2}, {"lat": 2, "lon": 2}):
-        for (_, p), found in run_on_ranks(2 ** len(axes), _dropped, axes, ["gathered", "ring", "heads"])[0].items():
+    for axes, more in (({"lat": 2}, []), ({"lat": 2, "lon": 2}, ["heads+ring"])):
+        ways = ["gathered", "ring", "heads", *more]
+        for (_, p), found in run_on_ranks(2 ** len(axes), _dropped, axes, ways)[0].items():
             torch.testing.assert_close(found, expected[None, p], **EXACT)
 
 
@@ -313,7 +379,8 @@ def test_the_rule():
     choices = {
         (256, 4, 8, 64): "gathered",  # a mebibyte of keys and values
         (1000, 4, 8, 64): "heads",
-        (1000, 8, 4, 128): "ring",  # fewer heads than ranks
+        (1000, 8, 4, 128): "heads+ring",  # fewer heads than ranks
+        (1000, 7, 4, 128): "ring",  # a prime number of them
         (1000, 2, 1, 512): "gathered",  # two ranks hold as much of q, k, v and y as all keys are
         (1000, 3, 1, 512): "ring",
     }
@@ -325,6 +392,25 @@ def test_the_rule():
     # a mask that is cut would have to be gathered for heads
     assert choose_attention_way(AttentionSizes.of_tokens(1000, 4, 8, 64, 4), is_mask_cut=True).way == "ring"
     assert "1,024,000" in choose_attention_way(AttentionSizes.of_tokens(1000, 8, 4, 64)).why
+    # eight queries share a head of keys: heads of queries would be more than the keys of a ring
+    grouped = AttentionSizes((2000,) * 4, (2000,) * 4, 2, 16 * 128, 2 * 128, 2, splits_of_pieces((4,)))
+    assert choose_attention_way(grouped).way == "gathered"
+    assert choose_attention_way(replace(grouped, keys=(20000,) * 4)).way == "heads+ring"
+
+
+def test_how_ranks_are_split():
+    cuts = Cut(24, tuple(range(25)), ("a", "b")), Cut(2, (0, 1, 2), ("c",))
+    sizes = (("a", 4), ("b", 6), ("c", 2))
+    found = splits_of_cuts(cuts, sizes, True)
+    assert {split.shares for split in found} == {(n, c) for n in (1, 2, 3, 6, 12, 24) for c in (1, 2) if 1 < n * c < 48}
+    assert {split.shares for split in splits_of_cuts(cuts, sizes, False)} == {
+        (n, c) for n in (1, 6, 24) for c in (1, 2) if 1 < n * c < 48
+    }
+    axes = SplitAxes.of(RankSplit((24, 2), (12, 2)), cuts, sizes)
+    assert axes.heads == ("a.heads", "b", "c") and axes.parted == (("a", (("a.ring", 2), ("a.heads", 2))),)
+    # each rank has a place of its own, and rings are of those with one share of the heads
+    for split in found:
+        assert sorted(split.places) == [(r, h) for r in range(split.ring_ranks) for h in range(split.head_ranks)]
 
 
 @on_ranks(4)
@@ -338,12 +424,24 @@ def test_what_is_chosen_and_what_is_said():
         told = jigsaw.nn.explain_attention(q, k, v)
         assert told.way == way and _bytes_by_all(mesh, traffic) == [dict(told.costs)[way].forward]
         assert f"{dict(told.costs)[way].forward:,} bytes sent forward" in str(told)
+    # fewer heads than ranks, and enough for half of them
+    q = _tiles_of_tokens(mesh, (1, 2, 1040, 128), dtype=torch.float32)[0]
+    told = jigsaw.nn.explain_attention(q, q, q)
+    assert told.way == "heads+ring" and "rings of 2 ranks, heads shared out by 2" in told.why
     few = shard(torch.randn(9, 4), mesh, ("lat", None))
     with jigsaw.nn.attention_way("heads"):
         with pytest.raises(ShardingError, match=r"attention_way\('heads'\).*no dim of heads.*'ring'"):
             F.scaled_dot_product_attention(few, few, few)
         with jigsaw.nn.attention_way(None):
             assert jigsaw.nn.explain_attention(few, few, few).way == "gathered"
+    line = shard(torch.randn(2, 9, 4), world_mesh(lat=2, lon=2), (None, "lat", None))
+    with (
+        jigsaw.nn.attention_way("heads+ring"),
+        pytest.raises(
+            ShardingError, match=r"the 2 ranks that cut the tokens cannot go both ways.*'heads' or 'gathered'"
+        ),
+    ):
+        F.scaled_dot_product_attention(line, line, line)
     with pytest.raises(ShardingError, match=r"attention_way\('rings'\): use one of"), jigsaw.nn.attention_way("rings"):
         pass
 
@@ -365,8 +463,8 @@ class _Block(torch.nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
-@pytest.mark.parametrize("way", ["ring", "heads"])
+@pytest.mark.parametrize("way", ["ring", "heads", "heads+ring"])
 def test_layers_of_others(way):
     torch.manual_seed(0)
-    meshes = [{"lat": 3}, {"lat": 2, "lon": 2}]
+    meshes = [{"lat": 4} if way == "heads+ring" else {"lat": 3}, {"lat": 2, "lon": 2}]
     assert_same_on_every_mesh(_Block(way), torch.randn(2, 12, 7, 5), meshes, spec=(None, None, "lat", "lon"))
