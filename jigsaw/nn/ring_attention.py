@@ -29,11 +29,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm, debug
+from jigsaw.nn.block_attention import BlockRows, block_gradients, has_fused_kernel, sum_block
 from jigsaw.nn.key_ring import KeyRing
 from jigsaw.nn.rank_order import size_of_cuts
 from jigsaw.ops.random_numbers import chances_at
 
-# scores of a block are made for as many queries at a time as fit in here
+# scores of a block, or its mask, are made for as many queries at a time as fit in here
 SCORE_BYTES = 64 << 20
 
 
@@ -63,7 +64,9 @@ def ring_attention(
     *Sends*: forward P-1 blocks of keys and values; backward these again, and P-1 blocks of their gradients (in float32
     for narrower types).
     """
-    return _RingAttention.apply(q, k, v, mask, _RingPass(ring, mesh, options, k.shape, v.shape))
+    makes_scores = options.index is not None or (mask is not None and mask.requires_grad)
+    is_fused = not makes_scores and has_fused_kernel(q, k, v, mask)
+    return _RingAttention.apply(q, k, v, mask, _RingPass(ring, mesh, options, k.shape, v.shape, is_fused))
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class _RingPass:
     options: RingOptions
     key_shape: torch.Size
     value_shape: torch.Size
+    is_fused: bool
 
     def unpack(self, packed: Tensor, member: int) -> tuple[Tensor, Tensor]:
         """The keys and values (or their gradients) of a member out of one message."""
@@ -103,31 +107,26 @@ class _RingPass:
                 block, pending = arriving
                 pending.wait()
 
-    def scores(self, q: Tensor, k: Tensor, mask: Tensor | None, member: int) -> Iterator[_ScoreRows]:
-        """The masked scores of all queries and a member's keys, some queries at a time; those that the order of the
-        tokens hides are left out.  `q` is scaled and, as `k`, wide.
-        """
-        keys = k.shape[-2]
+    def parts(self, q: Tensor, keys: int, mask: Tensor | None, member: int) -> Iterator[BlockRows]:
+        """All queries before a member's keys, some at a time; those that the order of the tokens hides are left out."""
         if not keys:
             return
         places = self.ring.positions(member)
         at, first, last = places.to(q.device), int(places.min()), int(places.max())
-        for rows, order in self._some_rows(q, keys):
+        for rows, order in self._some_rows(q, keys, mask):
             if order is not None and first > int(order.max()):
                 continue
-            scores = torch.matmul(q[..., rows, :], k.mT)
-            if mask is not None:
-                some = _rows_of(mask, rows)
-                some = some if mask.shape[-1] == 1 else some.index_select(-1, at)
-                scores = scores.masked_fill_(~some, -math.inf) if some.dtype == torch.bool else scores.add_(some)
-            if order is not None and last > int(order.min()):
-                scores = scores.masked_fill_(at > order.to(q.device)[:, None], -math.inf)
-            yield _ScoreRows(rows, scores, at, self._kept(rows, at, q.dtype))
+            some = None if mask is None else _rows_of(mask, rows)
+            some = some if some is None or some.shape[-1] == 1 else some.index_select(-1, at)
+            is_hidden = order is not None and last > int(order.min())
+            yield BlockRows(rows, at, some, order if is_hidden else None, self._kept(rows, at, q.dtype))
 
-    def _some_rows(self, q: Tensor, keys: int) -> Iterator[tuple[slice, Tensor | None]]:
+    def _some_rows(self, q: Tensor, keys: int, mask: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
         """Rows of queries whose scores with so many keys fit, and where attention is causal their places."""
-        step = max(1, SCORE_BYTES // max(1, math.prod(q.shape[:-2]) * keys * q.itemsize))
         start, order = 0, self.options.query_places
+        made = q.shape[:-2] if not self.is_fused else () if mask is None else mask.shape[:-2]
+        step = max(1, SCORE_BYTES // max(1, math.prod(made) * keys * q.itemsize))
+        step = max(1, q.shape[-2]) if self.is_fused and mask is None and not order else step
         for places in order or (None,):
             end = start + (q.shape[-2] if places is None else len(places))
             for low in range(start, end, step):
@@ -142,16 +141,6 @@ class _RingPass:
             return None
         places = index[..., rows, None] * size_of_cuts(self.ring.keys) + at
         return chances_at(places, self.options.seed, p).to(dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
-
-
-@dataclass(frozen=True)
-class _ScoreRows:
-    """Scores of some rows of queries and the keys of one member, at the global places `at`."""
-
-    rows: slice
-    scores: Tensor
-    at: Tensor
-    kept: Tensor | None
 
 
 def _rows_of(mask: Tensor, rows: slice) -> Tensor:
@@ -194,16 +183,15 @@ def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way:
     scaled = (q.to(wide) * way.options.scale).expand(*batch, *q.shape[-2:])
     for member, block in way.blocks(k, v):
         keys, values = (x.to(wide) for x in way.unpack(block, member))
-        for part in way.scores(scaled, keys, mask, member):
-            # what was summed so far is scaled to the new maximum; where that is -inf, there is nothing yet to scale
+        for part in way.parts(scaled, keys.shape[-2], mask, member):
+            found = sum_block(part, scaled[..., part.rows, :], keys, values, way.is_fused)
+            # what was summed so far and what is new are scaled to one maximum; where that is -inf, there is nothing yet
             before, total, y = highest[..., part.rows], totals[..., part.rows], sums[..., part.rows, :]
-            now = torch.maximum(before, part.scores.amax(-1))
+            now = torch.maximum(before, found.highest)
             shift = now.masked_fill(now == -math.inf, 0.0)
-            weights = part.scores.sub_(shift[..., None]).exp_()
-            factor = (before - shift).exp_()
-            total.mul_(factor).add_(weights.sum(-1))
-            kept = weights if part.kept is None else weights.mul_(part.kept)
-            y.mul_(factor[..., None]).add_(torch.matmul(kept, values))
+            factor, new = (before - shift).exp_(), (found.highest - shift).exp_()
+            total.mul_(factor).addcmul_(found.total, new)
+            y.mul_(factor[..., None]).addcmul_(found.mixed, new[..., None])
             before.copy_(now)
     is_dead = totals == 0
     out = sums.div_(totals.masked_fill(is_dead, 1.0)[..., None]).to(q.dtype)
@@ -211,7 +199,7 @@ def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way:
 
 
 class _RingGradients:
-    """The backward pass of one rank: dS = P * (dP - D), with dP = dY V^T and D the sum of dY * Y over features."""
+    """The backward pass of one rank."""
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         self.way: _RingPass = ctx.way
@@ -221,7 +209,7 @@ class _RingGradients:
         wide = _wide_dtype(self.q)
         self.grad = grad.to(wide)
         self.scaled = (self.q.to(wide) * self.way.options.scale).expand(*grad.shape[:-1], self.q.shape[-1])
-        self.along = (self.grad * out).sum(-1, keepdim=True)
+        self.out = out.to(wide)
         self.dq = torch.zeros_like(self.q, dtype=wide) if self.for_q else None
         self.dmask = torch.zeros_like(self.mask, dtype=wide) if for_mask else None
 
@@ -254,27 +242,22 @@ class _RingGradients:
         """Add what the keys and values of a member give to the gradients here; theirs, packed."""
         gradients = self.scaled.new_zeros(block.numel() if self.for_keys else 0)
         keys, values = (x.to(self.scaled.dtype) for x in self.way.unpack(block, member))
-        for part in self.way.scores(self.scaled, keys, self.mask, member):
+        for part in self.way.parts(self.scaled, keys.shape[-2], self.mask, member):
             rows = part.rows
-            grad, q = self.grad[..., rows, :], self.scaled[..., rows, :]
-            weights = part.scores.sub_(self.log_sum[..., rows, None]).exp_()
-            by_weights = torch.matmul(grad, values.mT)
-            if part.kept is not None:
-                by_weights *= part.kept
-            by_scores = by_weights.sub_(self.along[..., rows, :]).mul_(weights)
-            kept = weights if part.kept is None else weights.mul_(part.kept)
+            q, grad, out = (x[..., rows, :] for x in (self.scaled, self.grad, self.out))
+            found = block_gradients(part, q, keys, values, out, self.log_sum[..., rows], grad, self.way.is_fused)
             if self.dq is not None:
                 dq = self.dq[..., rows, :]
-                dq += torch.matmul(by_scores, keys).sum_to_size(dq.shape)
+                dq += found.q.sum_to_size(dq.shape)
             if self.for_keys:
                 dk, dv = self.way.unpack(gradients, member)
-                dk += torch.matmul(by_scores.mT, q).sum_to_size(dk.shape)
-                dv += torch.matmul(kept.mT, grad).sum_to_size(dv.shape)
-            if self.dmask is not None:
-                self._add_to_mask(part, by_scores)
+                dk += found.k.sum_to_size(dk.shape)
+                dv += found.v.sum_to_size(dv.shape)
+            if found.scores is not None and self.dmask is not None:
+                self._add_to_mask(part, found.scores)
         return gradients
 
-    def _add_to_mask(self, part: _ScoreRows, by_scores: Tensor) -> None:
+    def _add_to_mask(self, part: BlockRows, by_scores: Tensor) -> None:
         assert self.dmask is not None
         into = _rows_of(self.dmask, part.rows)
         columns = 1 if into.shape[-1] == 1 else len(part.at)
