@@ -331,6 +331,49 @@ def test_mirrored_queries_of_a_rank_in_the_middle():
     _check_mirrored(({"lat": 3}, ["ring"]))
 
 
+class _SmallTransformer(torch.nn.Module):
+    """Blocks as timm's, checkpointed or not."""
+
+    def __init__(self, features, heads, layers, checkpoints):
+        super().__init__()
+        self.heads, self.checkpoints = heads, checkpoints
+        self.qkv = torch.nn.ModuleList([torch.nn.Linear(features, 3 * features) for _ in range(layers)])
+        self.out = torch.nn.ModuleList([torch.nn.Linear(features, features) for _ in range(layers)])
+
+    def _block(self, x, qkv, out):
+        q, k, v = qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return x + out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            x = (
+                checkpoint(self._block, x, qkv, out, use_reentrant=False)
+                if self.checkpoints
+                else self._block(x, qkv, out)
+            )
+        return x
+
+
+@on_ranks(4)
+def test_a_step_of_a_vision_transformer_sends_what_its_layers_formulas_say():
+    mesh, features, layers = world_mesh(lat=2, lon=2), 176, 3
+    # tokens enough that they are not gathered: 11 heads as 44 on 8 ranks, and 2, fewer than ranks
+    for heads, way in ((11, "heads"), (2, "heads+ring")):
+        x = shard(torch.randn(1, features, 22, 38), mesh, (None, None, "lat", "lon")).flatten(2).transpose(1, 2)
+        for checkpoints in (False, True):
+            torch.manual_seed(0)
+            model = _SmallTransformer(features, heads, layers, checkpoints)
+            tokens = x.detach()
+            tokens.local.requires_grad_()
+            q = tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
+            told = jigsaw.nn.explain_attention(q, q, q)
+            assert told.way == way
+            with comm.count() as traffic:
+                model(tokens).square().local.sum().backward()
+            cost = dict(told.costs)[way]
+            assert _bytes_by_all(mesh, traffic) == [layers * (cost.forward * (1 + checkpoints) + cost.backward)]
+
+
 # -- numbers of other kinds -------------------------------------------------------------------------------------------
 
 
