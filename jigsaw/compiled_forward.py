@@ -47,9 +47,9 @@ def compile(
 
     *Shapes*: unchanged.
     *Sends*: what the module sends without it, in the same order.
-    *Raises*: `ShardingError` at the first call, for what cannot be in a graph: random numbers on tiles (dropout in
-    training), a value that Python reads (``.item()``), cut weights (DTensors, FSDP2 units within the module), buffers
-    that are replaced, arguments that are no tensors, numbers or strings.  docs/compile.md has the list.
+    *Raises*: `ShardingError` at the first call, for what cannot be in a graph: a value that Python reads (``.item()``),
+    FSDP2 units within the module, attention around a ring, buffers that are replaced, arguments that are no tensors,
+    numbers or strings.  docs/compile.md has the list.
 
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU())
     >>> mesh = jigsaw.init_mesh(lat=1)
@@ -141,6 +141,7 @@ class CompiledForward:
         _check_constants(self.module, leaves)
         weights = self._weights.tensors()
         state = self._weights.state(weights)
+        weights = [w.to_local() if is_dtensor(w) else w for w in weights]
         # all that the forward pass may look at beside values, and that is no guard of Dynamo's
         key = spec, tuple(values), state, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         graph = self._graphs.get(key)
@@ -150,6 +151,34 @@ class CompiledForward:
         return graph(
             [*weights, *(p.tensor_of(v) for p, v in zip(values, leaves, strict=True) if isinstance(p, TensorPlace))]
         )
+
+
+@dataclass(frozen=True)
+class StoredAs:
+    """What is known of a parameter or buffer without its values."""
+
+    kind: type[Tensor]
+    requires_grad: bool
+    averaged: int | None  # `AVERAGED_MARK`
+    cut: tuple[DeviceMesh, tuple[Any, ...], torch.Size, tuple[int, ...]] | None  # of a DTensor
+
+    def in_graph(self, x: Tensor) -> Tensor:
+        """`x`, the local part of a cut one, as the module is to see it."""
+        leaf = _as_leaf(x, self.averaged)
+        if self.cut is None:
+            return leaf
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = self.cut
+        whole = DTensor.from_local(leaf, mesh, placements, run_check=False, shape=shape, stride=stride)
+        if self.averaged is not None:
+            setattr(whole, AVERAGED_MARK, self.averaged)
+        return whole
+
+
+def _stored_as(x: Tensor) -> StoredAs:
+    cut = (x.device_mesh, x.placements, x.shape, x.stride()) if is_dtensor(x) else None
+    return StoredAs(type(x), x.requires_grad, getattr(x, AVERAGED_MARK, None), cut)
 
 
 class ModuleWeights:
@@ -169,10 +198,9 @@ class ModuleWeights:
     def tensors(self) -> list[Tensor]:
         return [held[name] for held, name in self._places]
 
-    def state(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+    def state(self, tensors: Sequence[Tensor]) -> tuple[tuple[StoredAs, ...], tuple[bool, ...]]:
         """What is known of the tensors without their values, and which modules are in training."""
-        marks = tuple((type(x), x.requires_grad, getattr(x, AVERAGED_MARK, None)) for x in tensors)
-        return marks, tuple(m.training for m in self.modules)
+        return tuple(map(_stored_as, tensors)), tuple(m.training for m in self.modules)
 
 
 def _check_constants(module: nn.Module, leaves: Sequence[Any]) -> None:
@@ -193,10 +221,10 @@ def _check_weights(module: nn.Module, names: Sequence[str], tensors: Sequence[Te
                 "gathered by hooks that cannot be in a graph; compile the units: jigsaw.compile(unit) for each"
             )
     for name, x in zip(names, tensors, strict=True):
-        if is_dtensor(x) or isinstance(x, Tile):
+        if isinstance(x, Tile):
             raise ShardingError(
-                f"jigsaw.compile: {name!r} of {type(module).__name__} is a {type(x).__name__}; a module with cut "
-                "weights cannot be one graph: compile modules in it whose weights are whole"
+                f"jigsaw.compile: {name!r} of {type(module).__name__} is a Tile, which a graph cannot be made with; "
+                "pass it as an argument, or compile modules without it"
             )
 
 
@@ -210,12 +238,11 @@ class TileGraph:
         self,
         forward: CompiledForward,
         names: Sequence[str],
-        marks: Sequence[tuple[type, bool, int | None]],
+        stored: Sequence[StoredAs],
         spec: pytree.TreeSpec,
         values: Sequence[Any],
     ) -> None:
-        self._names, self._spec, self._values = names, spec, values
-        self._marks = [mark for _, _, mark in marks]
+        self._names, self._stored, self._spec, self._values = names, stored, spec, values
         self._plain = _PlainModule(forward)
         self._meshes = [v.mesh for v in values if isinstance(v, TensorPlace) and v.mesh is not None]
         for mesh in self._meshes:
@@ -253,7 +280,7 @@ class TileGraph:
     def _run_without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The forward pass while the graph is made; what the results are is noted."""
         left = iter(tensors)
-        weights = {f"module.{n}": _as_leaf(next(left), mark) for n, mark in zip(self._names, self._marks, strict=True)}
+        weights = {f"module.{n}": how.in_graph(next(left)) for n, how in zip(self._names, self._stored, strict=True)}
         leaves = [self._as_argument(v, next(left)) if isinstance(v, TensorPlace) else v[1] for v in self._values]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         with ordered_calls() as last_call:

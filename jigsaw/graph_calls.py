@@ -140,7 +140,7 @@ def _write_call(function: Callable[..., Any], for_shapes: Callable[..., Any], ar
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     values = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    device = tensors[0].device.type
+    device = tensors[0].device.type if tensors else "cpu"
     autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     name = _name_of_call(GraphCall(function, for_shapes, values, spec, autocast))
     task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  # -1 outside of a backward pass

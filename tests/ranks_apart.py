@@ -3,15 +3,17 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
 _JOIN = """
-import os, sys, time
+import faulthandler, os, sys, time
+rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+faulthandler.dump_traceback_later(float(os.environ["TELL_WHERE_AFTER"]))  # where it hangs, if it does
 import torch, torch.distributed as dist
 from datetime import timedelta
-rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 import jigsaw
 
 def join(**how):
@@ -34,21 +36,28 @@ def run_apart(folder, ranks, code, *, before=(), seconds=150):
     meet.touch()
     meet.chmod(0o666)
     Path(folder).chmod(0o777)
+    told = [Path(folder) / f"told{rank}" for rank in range(ranks)]
     (Path(folder) / "body.py").write_text(_JOIN + code)
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     # unbuffered, for bodies end by os._exit and are forked: what was said is told, and told once
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+    environment["TELL_WHERE_AFTER"] = str(seconds - 10)
     started = []
     for rank in range(ranks):
         starter = [word.format(rank=rank) for word in before]
         command = [*starter, sys.executable, "-W", "ignore", f"{folder}/body.py", str(rank), str(ranks), str(folder)]
-        started.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        )
+        with open(told[rank], "w") as out:
+            started.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
+    until = time.monotonic() + seconds
     try:
-        told = [each.communicate(timeout=seconds)[0] for each in started]
+        for each in started:
+            each.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired as e:
+        every = "\n".join(f"rank {r}, status {each.poll()}:\n{told[r].read_text()}" for r, each in enumerate(started))
+        raise AssertionError(f"not all ranks ended within {seconds} s\n{every}") from e
     finally:
         for each in started:
             each.kill()
-    return [(each.returncode, text) for each, text in zip(started, told, strict=True)]
+            each.wait()
+    return [(each.returncode, path.read_text()) for each, path in zip(started, told, strict=True)]

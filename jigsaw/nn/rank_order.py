@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import Cut, have_same_rows, whole_dim
 from jigsaw.debug import compare_calls
 from jigsaw.exchange import PackedSwap
-from jigsaw.graph_calls import refuse_in_graph
+from jigsaw.graph_calls import graph_call
 from jigsaw.layout import Layout, MeshCoordinate
+from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
 
 CutGroup = tuple[Cut, ...]
@@ -131,27 +133,40 @@ def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return order_a[in_a], order_b[in_b]
 
 
+def _swapped_shape(w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, mesh: DeviceMesh) -> Tensor:
+    here = mesh_coordinate(mesh)
+    owned = (cut.owned(layout.piece(cut, here)) for cut in target)
+    return w.new_empty((math.prod(stop - start for start, stop in owned), *w.shape[1:]))
+
+
+@graph_call(_swapped_shape)
+def _swap_rows(w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, mesh: DeviceMesh) -> Tensor:
+    here = mesh_coordinate(mesh)
+    me = layout.index(here)
+    gives, takes = _row_trades(source, target, layout, here)
+    out = w.new_empty((sum(len(at) for _, at in takes), *w.shape[1:]))
+    given = [(peer, [w[at]]) for peer, at in gives if peer != me]
+    places = [(peer, at) for peer, at in takes if peer != me]
+    shapes = [(peer, [(len(at), *w.shape[1:])]) for peer, at in places]
+    swap = PackedSwap(mesh, given, shapes, w, "rows")
+    # what stays is copied while the messages travel
+    out[dict(takes)[me]] = w[dict(gives)[me]]
+    for (_, at), values in zip(places, swap.wait(), strict=True):
+        out[at] = values
+    return out
+
+
 class _RearrangedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, w: Tensor, gives: PeerRows, takes: PeerRows, tile: Tile) -> Tensor:
-        ctx.how = takes, gives, tile
-        compare_calls(tile.mesh, "rows", w.ndim)
-        me = tile.layout.index(tile.coordinate)
-        out = w.new_empty((sum(len(at) for _, at in takes), *w.shape[1:]))
-        given = [(peer, [w[at]]) for peer, at in gives if peer != me]
-        places = [(peer, at) for peer, at in takes if peer != me]
-        shapes = [(peer, [(len(at), *w.shape[1:])]) for peer, at in places]
-        swap = PackedSwap(tile.mesh, given, shapes, w, "rows")
-        # what stays is copied while the messages travel
-        out[dict(takes)[me]] = w[dict(gives)[me]]
-        for (_, at), values in zip(places, swap.wait(), strict=True):
-            out[at] = values
-        return out
+    def forward(ctx: Any, w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, mesh: DeviceMesh) -> Tensor:
+        ctx.how = target, source, layout, mesh
+        compare_calls(mesh, "rows", w.ndim)
+        return _swap_rows(w, source, target, layout, mesh)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         # a permutation of rows over ranks: its adjoint is its inverse, giving what was taken
-        return _RearrangedRows.apply(grads[0], *ctx.how), None, None, None
+        return _RearrangedRows.apply(grads[0], *ctx.how), None, None, None, None
 
 
 def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) -> Tensor:
@@ -162,6 +177,4 @@ def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) ->
     """
     if have_same_rows(source, target):
         return w
-    refuse_in_graph("a linear layer along flattened or cut tokens whose rows change their rank")
-    gives, takes = _row_trades(source, target, Layout((), tile.layout.axes), tile.coordinate)
-    return _RearrangedRows.apply(w, gives, takes, tile)
+    return _RearrangedRows.apply(w, source, target, Layout((), tile.layout.axes), tile.mesh)

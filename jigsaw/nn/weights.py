@@ -47,7 +47,7 @@ def weight_layout(weight: StoredWeight, tile: Tile) -> Layout:
 
         mesh = weight.device_mesh
         names = mesh.mesh_dim_names or ()
-        for name, size, placement in zip(names, mesh.mesh.shape, weight.placements, strict=True):
+        for name, size, placement in zip(names, mesh.shape, weight.placements, strict=True):
             if isinstance(placement, Replicate) or size == 1:
                 continue
             if type(placement) is not Shard:

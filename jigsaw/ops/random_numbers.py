@@ -14,9 +14,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.graph_calls import refuse_in_graph
+from jigsaw.graph_calls import graph_call, is_making_graph, refuse_in_graph
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.tile import Tile
 
@@ -75,7 +76,7 @@ def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple
 
 def shared_seed(tile: Tile) -> int:
     """A seed from the first rank's generator. *Sends*: its 8 bytes."""
-    refuse_in_graph("a random number that ranks share (dropout in training, random tensors like a tile)")
+    refuse_in_graph("a random number that ranks share (dropout of weights that go around a ring)")
     # every rank draws, so that their generators stay in step, but the first rank's number is taken
     seed = torch.randint(1 << 62, (1,))
     if tile.mesh.device_type == "cuda":
@@ -90,13 +91,43 @@ def global_uniform(tile: Tile, dims: int) -> Tensor:
 
     *Sends*: one seed of 8 bytes from the first rank.
     """
+    if is_making_graph():
+        return _uniform_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims)
     mixed = _splitmix_bits(global_index(tile, dims), shared_seed(tile))
     return _shift_right(mixed, 11).to(torch.float64).mul_(2.0**-53)
 
 
 def global_chances(tile: Tile, dims: int, p: float) -> Tensor:
     """Whether each element has a number of at least `p`, as of `global_uniform`, without making the numbers."""
+    if is_making_graph():
+        return _chances_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims, p)
     return chances_at(global_index(tile, dims), shared_seed(tile), p)
+
+
+# In a graph to draw is one call, like a message: the seed is drawn and read when the graph runs, and a compiler that
+# takes the global index for an index of memory finds it too large once it is hashed.
+
+
+def _uniform_shape(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], dims: int) -> Tensor:
+    return torch.empty((*shape[:dims], *(1,) * (len(shape) - dims)), dtype=torch.float64, device=mesh.device_type)
+
+
+def _chances_shape(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], dims: int, p: float) -> Tensor:
+    return _uniform_shape(mesh, layout, shape, dims).bool()
+
+
+@graph_call(_uniform_shape)
+def _uniform_in_graph(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], dims: int) -> Tensor:
+    return global_uniform(_tile_without_memory(mesh, layout, shape), dims)
+
+
+@graph_call(_chances_shape)
+def _chances_in_graph(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], dims: int, p: float) -> Tensor:
+    return global_chances(_tile_without_memory(mesh, layout, shape), dims, p)
+
+
+def _tile_without_memory(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...]) -> Tile:
+    return Tile(torch.empty((), device=mesh.device_type).expand(shape), layout, mesh)
 
 
 def chances_at(index: Tensor, seed: int, p: float) -> Tensor:
