@@ -280,11 +280,11 @@ def _attend_around_ring(operands: Sequence[Any], call: _AttentionCall, plan: Att
         # a tile of these rows without memory: what is asked of it are their places
         rows = Tile(q.new_empty(()).expand(layout.local_shape(like.coordinate)), layout, like.mesh)
         seed, index = shared_seed(rows), global_index(rows, rows.ndim)
-        options = replace(options, dropout=call.dropout, seed=seed, index=index)
+        options = options._replace(dropout=call.dropout, seed=seed, index=index)
     mirror = None
     if call.is_mirrored:
         mirror = QueryMirror.through(plan.cuts.cuts[QUERY_LABEL], ring, like.mesh)
-        q, options = mirror.exchange(q), replace(options, query_places=mirror.places)
+        q, options = mirror.exchange(q), options._replace(query_places=mirror.places)
     if shared_by > 1:
         if mask is not None and mask.ndim > 2:
             mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, (k.shape[-3], shared_by))

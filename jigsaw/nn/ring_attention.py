@@ -22,13 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm, debug
+from jigsaw.graph_calls import graph_call
 from jigsaw.nn.block_attention import BlockRows, block_gradients, has_fused_kernel, sum_block
 from jigsaw.nn.key_ring import KeyRing
 from jigsaw.nn.rank_order import size_of_cuts
@@ -38,15 +39,14 @@ from jigsaw.ops.random_numbers import chances_at
 SCORE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class RingOptions:
+class RingOptions(NamedTuple):
     """What is alike in the forward and the backward pass."""
 
     scale: float
     # where attention is causal the places of the queries, in runs: of each the blocks are left out that it does not see
     query_places: tuple[Tensor, ...] = ()
     dropout: float = 0.0
-    seed: int = 0
+    seed: int | Tensor = 0
     # of each weight [..., L, S] without the place along S: [..., L], where weights are dropped
     index: Tensor | None = None
 
@@ -66,19 +66,25 @@ def ring_attention(
     """
     makes_scores = options.index is not None or (mask is not None and mask.requires_grad)
     is_fused = not makes_scores and has_fused_kernel(q, k, v, mask)
-    return _RingAttention.apply(q, k, v, mask, _RingPass(ring, mesh, options, k.shape, v.shape, is_fused))
+    return _RingAttention.apply(q, k, v, mask, options, _RingKernel(ring, mesh, is_fused))
 
 
 @dataclass(frozen=True)
-class _RingPass:
-    """One rank's way through the blocks."""
+class _RingKernel:
+    """Who passes blocks on, and what is done with a block."""
 
     ring: KeyRing
     mesh: DeviceMesh
-    options: RingOptions
-    key_shape: torch.Size
-    value_shape: torch.Size
     is_fused: bool
+
+
+class _RingPass:
+    """One rank's way through the blocks."""
+
+    def __init__(self, kernel: _RingKernel, options: RingOptions, k: Tensor, v: Tensor) -> None:
+        self.ring, self.mesh, self.is_fused = kernel.ring, kernel.mesh, kernel.is_fused
+        self.options = options._replace(seed=int(options.seed))
+        self.key_shape, self.value_shape = k.shape, v.shape
 
     def unpack(self, packed: Tensor, member: int) -> tuple[Tensor, Tensor]:
         """The keys and values (or their gradients) of a member out of one message."""
@@ -140,7 +146,7 @@ class _RingPass:
         if index is None:
             return None
         places = index[..., rows, None] * size_of_cuts(self.ring.keys) + at
-        return chances_at(places, self.options.seed, p).to(dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
+        return chances_at(places, int(self.options.seed), p).to(dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
 
 
 def _rows_of(mask: Tensor, rows: slice) -> Tensor:
@@ -153,29 +159,54 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _RingPass) -> Tensor:
-        debug.compare_calls(way.mesh, "ring attention", way.ring.layout)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: RingOptions, kernel: _RingKernel
+    ) -> Tensor:
+        debug.compare_calls(kernel.mesh, "ring attention", kernel.ring.layout)
         with torch.autocast(q.device.type, enabled=False):
-            out, log_sum = _attend_to_blocks(q, k, v, mask, way)
+            out, log_sum = _attend_to_blocks(q, k, v, mask, options, kernel)
         ctx.save_for_backward(q, k, v, mask, out, log_sum)
-        ctx.way = way
+        ctx.how = options, kernel
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
-        way: _RingPass = ctx.way
-        debug.compare_calls(way.mesh, "gradient of ring attention", way.ring.layout)
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]:
+        options, kernel = ctx.how
+        debug.compare_calls(kernel.mesh, "gradient of ring attention", kernel.ring.layout)
         with torch.autocast(grads[0].device.type, enabled=False):
-            dq, dk, dv, dmask = _RingGradients(ctx, grads[0]).all_of_them()
-        return dq, dk, dv, dmask, None
+            saved = _SavedOperands(*ctx.saved_tensors)
+            found = _gradients_around(saved, grads[0], options, kernel, ctx.needs_input_grad[:4])
+        return *found, None, None
 
 
-def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _RingPass) -> tuple[Tensor, Tensor]:
+class _SavedOperands(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    out: Tensor
+    log_sum: Tensor
+
+
+def _result_of_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: RingOptions, kernel: _RingKernel
+) -> tuple[Tensor, Tensor]:
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    rows = *batch, q.shape[-2]
+    return q.new_empty((*rows, v.shape[-1])), q.new_empty(rows, dtype=_wide_dtype(q))
+
+
+@graph_call(_result_of_blocks)
+def _attend_to_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: RingOptions, kernel: _RingKernel
+) -> tuple[Tensor, Tensor]:
     """y, and the log-sum-exp of each query's scores: infinite for one that may attend to no key."""
-    wide = _wide_dtype(q)
+    way, wide = _RingPass(kernel, options, k, v), _wide_dtype(q)
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     sums = q.new_zeros((*batch, q.shape[-2], v.shape[-1]), dtype=wide)
     totals = q.new_zeros((*batch, q.shape[-2]), dtype=wide)
@@ -198,22 +229,42 @@ def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way:
     return out, (highest + totals.log()).masked_fill(is_dead, math.inf)
 
 
+RingGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _like_operands_of_ring(
+    saved: _SavedOperands, grad: Tensor, options: RingOptions, kernel: _RingKernel, needs: tuple[bool, ...]
+) -> RingGradients:
+    # the gradient of keys is a block that went around, so it is made where that of values is needed, too
+    needs = needs[0], needs[1] or needs[2], needs[1] or needs[2], needs[3]
+    kept = saved.q, saved.k.contiguous(), saved.v.contiguous(), saved.mask
+    made = [torch.empty_like(x) if x is not None and need else None for x, need in zip(kept, needs, strict=True)]
+    return made[0], made[1], made[2], made[3]
+
+
+@graph_call(_like_operands_of_ring)
+def _gradients_around(
+    saved: _SavedOperands, grad: Tensor, options: RingOptions, kernel: _RingKernel, needs: tuple[bool, ...]
+) -> RingGradients:
+    return _RingGradients(saved, grad, _RingPass(kernel, options, saved.k, saved.v), needs).all_of_them()
+
+
 class _RingGradients:
     """The backward pass of one rank."""
 
-    def __init__(self, ctx: Any, grad: Tensor) -> None:
-        self.way: _RingPass = ctx.way
-        self.q, self.k, self.v, self.mask, out, self.log_sum = ctx.saved_tensors
-        self.for_q, for_k, for_v, for_mask, _ = ctx.needs_input_grad
+    def __init__(self, saved: _SavedOperands, grad: Tensor, way: _RingPass, needs: tuple[bool, ...]) -> None:
+        self.way = way
+        self.q, self.k, self.v, self.mask, out, self.log_sum = saved
+        self.for_q, for_k, for_v, for_mask = needs
         self.for_keys = for_k or for_v
         wide = _wide_dtype(self.q)
         self.grad = grad.to(wide)
         self.scaled = (self.q.to(wide) * self.way.options.scale).expand(*grad.shape[:-1], self.q.shape[-1])
         self.out = out.to(wide)
         self.dq = torch.zeros_like(self.q, dtype=wide) if self.for_q else None
-        self.dmask = torch.zeros_like(self.mask, dtype=wide) if for_mask else None
+        self.dmask = torch.zeros_like(self.mask, dtype=wide) if for_mask and self.mask is not None else None
 
-    def all_of_them(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    def all_of_them(self) -> RingGradients:
         """The gradients of q, k, v and the mask."""
         way, ring = self.way, self.way.ring
         own: Tensor | None = None
@@ -236,7 +287,7 @@ class _RingGradients:
                 own += arriving[0]
             dk, dv = (x.to(self.k.dtype) for x in way.unpack(own, ring.me))
         dq = None if self.dq is None else self.dq.mul_(way.options.scale).to(self.q.dtype)
-        return dq, dk, dv, None if self.dmask is None else self.dmask.to(self.mask.dtype)
+        return dq, dk, dv, None if self.dmask is None or self.mask is None else self.dmask.to(self.mask.dtype)
 
     def _add_block(self, member: int, block: Tensor) -> Tensor:
         """Add what the keys and values of a member give to the gradients here; theirs, packed."""

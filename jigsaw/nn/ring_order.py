@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm, debug
+from jigsaw.graph_calls import graph_call
 from jigsaw.nn.key_ring import KeyRing
 from jigsaw.nn.rank_order import CutGroup, size_of_cuts, take_owned_rows
 
@@ -73,15 +74,20 @@ class QueryMirror:
         return _MirroredRows.apply(y, self, len(self.places[1]), self.given)
 
 
+@graph_call()
+def _swap_last_rows(x: Tensor, mesh: DeviceMesh, peer: int, given: int, taken: int) -> Tensor:
+    arriving = x.new_empty((*x.shape[:-2], taken, x.shape[-1]))
+    kept, leaving = x.split([x.shape[-2] - given, given], -2)
+    comm.swap_messages(mesh, [(peer, leaving)], [(peer, arriving)], "ring attention").wait()
+    return torch.cat([kept, arriving], -2)
+
+
 class _MirroredRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mirror: QueryMirror, given: int, taken: int) -> Tensor:
         ctx.how = mirror, taken, given
         debug.compare_calls(mirror.mesh, "mirrored queries")
-        arriving = x.new_empty((*x.shape[:-2], taken, x.shape[-1]))
-        kept, leaving = x.split([x.shape[-2] - given, given], -2)
-        comm.swap_messages(mirror.mesh, [(mirror.peer, leaving)], [(mirror.peer, arriving)], "ring attention").wait()
-        return torch.cat([kept, arriving], -2)
+        return _swap_last_rows(x, mirror.mesh, mirror.peer, given, taken)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.graph_calls import graph_call, is_making_graph, refuse_in_graph
+from jigsaw.graph_calls import graph_call, is_making_graph
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.tile import Tile
 
@@ -74,15 +74,22 @@ def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple
     return tuple(runs)
 
 
-def shared_seed(tile: Tile) -> int:
-    """A seed from the first rank's generator. *Sends*: its 8 bytes."""
-    refuse_in_graph("a random number that ranks share (dropout of weights that go around a ring)")
+def shared_seed(tile: Tile) -> int | Tensor:
+    """A seed from the first rank's generator: in a graph, where it has no value yet, a tensor. *Sends*: its 8 bytes."""
+    seed = _drawn_seed(tile.mesh, tuple([name for name, _ in tile.layout.axes]))
+    return seed if is_making_graph() else int(seed)
+
+
+def _seed_shape(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=mesh.device_type)
+
+
+@graph_call(_seed_shape)
+def _drawn_seed(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
     # every rank draws, so that their generators stay in step, but the first rank's number is taken
-    seed = torch.randint(1 << 62, (1,))
-    if tile.mesh.device_type == "cuda":
-        seed = seed.to(tile.device)
-    comm.broadcast_first(seed, tile.mesh, [name for name, _ in tile.layout.axes])
-    return int(seed)
+    seed = torch.randint(1 << 62, (1,)).to(mesh.device_type)
+    comm.broadcast_first(seed, mesh, axes)
+    return seed
 
 
 def global_uniform(tile: Tile, dims: int) -> Tensor:
@@ -93,7 +100,7 @@ def global_uniform(tile: Tile, dims: int) -> Tensor:
     """
     if is_making_graph():
         return _uniform_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims)
-    mixed = _splitmix_bits(global_index(tile, dims), shared_seed(tile))
+    mixed = _splitmix_bits(global_index(tile, dims), int(shared_seed(tile)))
     return _shift_right(mixed, 11).to(torch.float64).mul_(2.0**-53)
 
 
@@ -101,7 +108,7 @@ def global_chances(tile: Tile, dims: int, p: float) -> Tensor:
     """Whether each element has a number of at least `p`, as of `global_uniform`, without making the numbers."""
     if is_making_graph():
         return _chances_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims, p)
-    return chances_at(global_index(tile, dims), shared_seed(tile), p)
+    return chances_at(global_index(tile, dims), int(shared_seed(tile)), p)
 
 
 # In a graph to draw is one call, like a message: the seed is drawn and read when the graph runs, and a compiler that
