@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from jigsaw import debug
 from jigsaw.cut import ShardingError
-from jigsaw.graph_calls import is_making_graph, know_ranks, ordered_calls, refused_in_graph
+from jigsaw.graph_calls import is_making_graph, ordered_calls, refused_in_graph
 from jigsaw.layout import Layout
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK, averaged_over, graph_origins
@@ -48,8 +48,8 @@ def compile(
     *Shapes*: unchanged.
     *Sends*: what the module sends without it, in the same order.
     *Raises*: `ShardingError` at the first call, for what cannot be in a graph: a value that Python reads (``.item()``),
-    FSDP2 units within the module, attention around a ring, buffers that are replaced, arguments that are no tensors,
-    numbers or strings.  docs/compile.md has the list.
+    FSDP2 units within the module, buffers that are replaced, arguments that are no tensors, numbers or strings.
+    docs/compile.md has the list.
 
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU())
     >>> mesh = jigsaw.init_mesh(lat=1)
@@ -245,8 +245,6 @@ class TileGraph:
         self._names, self._stored, self._spec, self._values = names, stored, spec, values
         self._plain = _PlainModule(forward)
         self._meshes = [v.mesh for v in values if isinstance(v, TensorPlace) and v.mesh is not None]
-        for mesh in self._meshes:
-            know_ranks(mesh)
         self._failure: Exception | None = None
         self._results: tuple[pytree.TreeSpec, list[Any]] | None = None
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from hashlib import sha256
-from itertools import combinations
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 
@@ -96,14 +95,6 @@ def is_making_graph() -> bool:
 def is_shape_run() -> bool:
     """Whether nothing is to be sent, for a function is asked for the shapes of its results alone."""
     return _state.is_shape_run
-
-
-def know_ranks(mesh: DeviceMesh) -> None:
-    """Read the ranks of a mesh, which are in a tensor: nothing can read one while a graph is made."""
-    axes = [name for name, _ in axes_of_mesh(mesh)]
-    for some in range(len(axes) + 1):
-        for names in combinations(axes, some):
-            ranks_along(mesh, names)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.cut import ShardingError
 from jigsaw.launcher import torchrun_variables
@@ -186,7 +187,8 @@ def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
     if names not in lines:
         here = mesh_coordinate(mesh)
         line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of_mesh(mesh), here, strict=True))
-        lines[names] = tuple(mesh.mesh[line].flatten().tolist())
+        with _disable_current_modes():  # a mesh has its ranks in a tensor, which has values while others have none
+            lines[names] = tuple(mesh.mesh[line].flatten().tolist())
     return lines[names]
 
 
@@ -241,7 +243,8 @@ def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh
     made, key = _split_by_axis.setdefault(_world_group(), {}), (mesh, axis, parts)
     if key not in made:
         names, sizes = zip(*parts, strict=True)
-        made[key] = mesh._unflatten(axis, sizes, names)  # pyright: ignore[reportPrivateUsage]
+        with _disable_current_modes():
+            made[key] = mesh._unflatten(axis, sizes, names)  # pyright: ignore[reportPrivateUsage]
         for name in names:
             _let_wait(made[key].get_group(name), mesh.device_type, mesh_patience(mesh))
     return made[key]
