@@ -2,6 +2,7 @@
 
 from jigsaw.ops import (
     along,
+    closeness,
     complex_parts,
     covariances,
     creation,
@@ -29,6 +30,7 @@ from jigsaw.ops import (
 
 __all__ = [
     "along",
+    "closeness",
     "complex_parts",
     "covariances",
     "creation",
