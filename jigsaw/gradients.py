@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.mesh import axes_of_mesh, ranks_along
 from jigsaw.ops.plain_operands import AVERAGED_MARK
+from jigsaw.ops.reentrant import at_end_of_pass, outermost_pass
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 
@@ -179,11 +179,6 @@ def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_byte
 # -- the reducer ------------------------------------------------------------------------------------------------------
 
 
-def _current_task() -> int:
-    """Which backward pass is under way; -1 for none."""
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-
-
 class GradientReducer:
     """Averages gradients over the mesh in every backward pass: one all-reduce a bucket, begun as soon as it is full.
 
@@ -221,7 +216,7 @@ class GradientReducer:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Forget what a backward pass that raised has left; called before the forward pass."""
-        if _current_task() == -1 and self._task != -1:
+        if outermost_pass() == -1 and self._task != -1:
             for bucket in self._buckets:
                 bucket.settle()
                 bucket.forget()
@@ -232,10 +227,10 @@ class GradientReducer:
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ShardingError("a sparse gradient cannot be reduced in a bucket; use torch.nn.Embedding(sparse=False)")
-        task = _current_task()
+        task = outermost_pass()
         if task != self._task:
             self._task = task
-            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
+            at_end_of_pass(self._finish)
         # buckets leave in their order, so that two ranks that fill them in different orders still meet
         bucket.arrived.add(parameter)
         bucket.late = bucket.pending is not None

@@ -65,8 +65,9 @@ def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: boo
 _IDENTITIES = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
 _ENTER_NODE = "_EnterShellBackward"
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
-# Reentrant checkpointing runs a backward pass of its own, and DDP looks for unused parameters behind the shell.
-_UNFOLLOWED = ("CheckpointFunctionBackward", "_DDPSinkBackward")
+# Reentrant checkpointing (of what got no tile and made one) runs a backward pass of its own, and DDP looks for unused
+# parameters behind the shell.
+_UNFOLLOWED = ("CheckpointFunctionBackward", "_CheckpointTilesBackward", "_DDPSinkBackward")
 
 
 class _EnterShell(torch.autograd.Function):

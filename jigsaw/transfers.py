@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 
 from jigsaw.cut import Box, Cut, Interval, ShardingError, box_shape
@@ -35,7 +35,7 @@ class RowMove:
     placed: Box
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExchangePlan:
     """One rank's side of an exchange, in local rows.  Shapes have one entry a cut; those of tiles, one a tensor dim."""
 
@@ -48,16 +48,16 @@ class ExchangePlan:
     target_tile: tuple[int, ...]
     layouts: tuple[Layout, Layout]
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         return not self.sends and not self.receives
 
-    @property
+    @cached_property
     def is_slice(self) -> bool:
         """Whether the target is one box of what this rank holds, and nobody needs anything else from it."""
         return self.is_local and len(self.kept) == 1 and box_shape(self.kept[0].placed) == self.target_shape
 
-    @property
+    @cached_property
     def keeps_all(self) -> bool:
         """Whether the whole source is kept, as one box: the gradient can then start as a slice."""
         return len(self.kept) == 1 and box_shape(self.kept[0].taken) == self.source_shape

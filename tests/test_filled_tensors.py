@@ -44,6 +44,38 @@ def _augmented(out, x):
     return out
 
 
+def _views_augmented(x):
+    out = torch.ones(2, 3, 11, 9, dtype=F64)
+    out[:, :, 1:8, 2:7] += x
+    out[:, 1, 1:8, 2:7] *= x[:, 0]
+    out[1:, :, 4:, :5] -= x[:1]
+    return out
+
+
+def _rows_augmented(x):
+    out = torch.zeros(4, 7, 5, dtype=F64) + x.mean()
+    for k in range(3):
+        out[k + 1] += x[0, k] * x[1, k]
+    out[1:3, 2:5] += 2 * x[0, :2, 2:5]
+    return out
+
+
+def _filled_views(x):
+    every = _zeros(2, 3, 15, 5)
+    every[:, :, 1::2].copy_(x)
+    last = _zeros(6, 5, 7, 5)
+    last[4:, 1:4][:, ::2].add_(x[:, :2], alpha=2)
+    wide = _zeros(2, 3, 7, 5)
+    view = wide[:, :, 2:]
+    view[..., 1:] = x[:, :, 2:, 1:]  # both are tiles then, and one memory
+    wide += 1
+    lone = _zeros(1, 2, 1, 3, 7, 5)
+    lone[0, :, :, 1:, None] += x[:, None, 1:, None]
+    hot = _zeros(3, 4, 7, 5)
+    hot[1:].scatter_add_(1, (x > 0).long(), x)
+    return every * every.mean(), last.sum((0, 1)), wide * view.sum(), lone, hot, wide + x
+
+
 def _rows(x):
     out = _zeros(*x.shape)
     for k in range(x.shape[1]):
@@ -113,6 +145,9 @@ CASES = {
     "add_": lambda x, w: _zeros(2, 3, 7, 5).add_(x, alpha=2).mul_(x).clamp_(-1, 1) + x,
     "+=": lambda x, w: _augmented(torch.ones(2, 3, 7, 5, dtype=F64), x),
     "+= of rows": lambda x, w: _augmented(torch.ones(4, 2, 3, 7, 5, dtype=F64), x[:, :1]),
+    "+= of a view": lambda x, w: _views_augmented(x) * 2,
+    "+= of a row": lambda x, w: _rows_augmented(x).square(),
+    "views": lambda x, w: torch.cat([y.flatten() for y in _filled_views(x)]),
     "addcmul_": lambda x, w: _zeros(2, 3, 7, 5).addcmul_(x[:, :1], x.cos(), value=0.5).lerp_(x, 0.25),
     "scatter_": lambda x, w: _zeros(2, 4, 7, 5).scatter_(1, (x[:, :1] > 0).long() + 1, 1.0) * x[:, :1],
     "scatter_ src": lambda x, w: _zeros(2, 4, 7, 5).scatter_(1, (x > 0).long()[:, :1], x[:, :1] * x[:, 1:2]),
@@ -189,13 +224,24 @@ def test_a_filled_tensor_is_cut_as_what_was_written():
             assert tile.local.shape == tile.layout.local_shape(tile.coordinate)
             assert tile.local.untyped_storage().nbytes() == tile.local.numel() * 4, "the whole tensor is kept"
     assert counted.calls == []
+    with comm.count() as counted:
+        out, wider = torch.zeros(2, 40, 6), torch.zeros(33, 8)
+        out[1, 3:36] += modes
+        wider[:, 1:7] *= modes
+        view = out[0]
+        view[3:36] = modes
+    assert counted.calls == []
+    assert out.layout.cuts[1].points == (0, 12, 20, 28, 40) and wider.layout.spec == ("lat", None)
+    assert isinstance(view, Tile) and torch.equal(view.full_tensor(), out[1].full_tensor())
+    assert view.local.untyped_storage().data_ptr() == out.local.untyped_storage().data_ptr()
     # rows that lie elsewhere than the first value said: 12 of 33 rows change their rank, by one exchange
     with comm.count() as counted:
         out = _set(torch.zeros(33, 6), (slice(12), modes[:12]), (slice(12, 24), modes[:12]))
     assert out.layout == modes.layout and [c.kind for c in counted.calls] == ["exchange"]
 
 
-SENDS = {"last rows", "other cuts", "of a statistic", "sum in place", *(name for name in CASES if "spectrum" in name)}
+SENDS = {"last rows", "other cuts", "of a statistic", "sum in place", "+= of a view", "+= of a row", "views"}
+SENDS |= {name for name in CASES if "spectrum" in name}
 CHECKS_INDICES = {name for name in CASES if name.startswith("scatter_")} - {"scatter_ plain"}
 
 
@@ -310,9 +356,26 @@ def _from_array():
     return torch.from_numpy(array), array
 
 
-def _of_a_view():
+def _of_a_flat_view():
+    return _zeros(5, 7).view(7, 5), None
+
+
+def _of_a_turned_view():
+    return _zeros(5, 7).T, None
+
+
+def _of_two_views():
     out = _zeros(7, 10)
-    return out[:, ::2], out
+    return out[:, ::2], out[:2]
+
+
+def _of_a_view_of_a_leaf():
+    return _zeros(9, 5).requires_grad_()[2:], None
+
+
+def _of_a_saved_view():
+    out = _zeros(9, 5)[2:]
+    return out, torch.ones(7, 5, dtype=F64, requires_grad=True) * out
 
 
 def _not_with_grad_mode():
@@ -333,10 +396,13 @@ def _retaining():
 
 STAYS_PLAIN = {
     "a hook, or retain_grad": (_hooked, _retaining),
-    "a view, another tensor of its memory, or autograd holds it": (_with_view, _with_detached, _saved),
+    "another view, another tensor of its memory, or autograd holds it": (
+        *(_with_view, _with_detached, _saved),
+        *(_of_two_views, _of_a_saved_view),
+    ),
     "its memory is shared with an array": (_with_array, _from_array),
-    r"it is a view; write into the tensor that it is a view of": (_of_a_view,),
-    "it is a leaf that requires grad": (lambda: (_zeros(7, 5).requires_grad_(), None),),
+    r"what is changed is a view \(7, 5\) that ints and slices of it do not give": (_of_a_flat_view, _of_a_turned_view),
+    "it is a leaf that requires grad": (lambda: (_zeros(7, 5).requires_grad_(), None), _of_a_view_of_a_leaf),
     "it is a parameter": (lambda: (nn.Parameter(_zeros(7, 5)), None),),
 }
 
@@ -359,7 +425,7 @@ def test_what_cannot_become_a_tile_is_left_as_it_was():
                 # garbage is collected before what another name holds is refused, which takes its time
                 for write in writes[:2] if "another tensor" in why else writes:
                     out, other = make()
-                    with pytest.raises(ShardingError, match=rf"would become a Tile, but {why}.*(clone|view of)"):
+                    with pytest.raises(ShardingError, match=rf"would become a Tile, but {why}.*(clone|out.index)"):
                         write(out)
                     assert not isinstance(out, Tile) and not out.detach().any(), other
         out, _ = _not_with_grad_mode()

@@ -25,8 +25,8 @@ def _drop_random(tile: Tile, p: float, training: bool, dims: int) -> Tile:
     if not training or p == 0:
         return tile
     # halo rows are hashed by their global place too: a row that two ranks hold is dropped on both or on neither
-    kept = global_chances(tile, dims, p).to(tile.dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
-    return Tile(tile.local * kept, tile.layout, tile.mesh)
+    kept = global_chances(tile, dims, p)
+    return Tile((tile.local * kept).mul_(0.0 if p == 1 else 1 / (1 - p)), tile.layout, tile.mesh)
 
 
 def _answer_element_dropout(function: Any) -> None:

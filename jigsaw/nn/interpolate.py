@@ -21,7 +21,7 @@ from torch import Tensor
 
 from jigsaw.cut import FrozenValue, ShardingError, whole_dim
 from jigsaw.exchange import memory_format_of
-from jigsaw.layout import Layout
+from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.nn.pool import adaptive_avg_pool
 from jigsaw.nn.stencil import (
     DimStencil,
@@ -162,7 +162,11 @@ def interpolate(
         )
     along = tuple(sizes), tuple(scales)
     resampled = _dims_to_resample(input.layout.shape[2:], *along, mode, bool(align_corners), antialias)
-    return _resample_tile(input, dict(enumerate(resampled, 2)))
+    to = _plan_resampling(input.layout, resampled, input.dtype, input.coordinate)
+    x = gather_input_rows(input, to.rows)
+    if to.rows.is_empty:
+        return Tile(empty_result(to.rows.shape, x, again=False), to.rows.out, input.mesh)
+    return Tile(in_own_memory(_resample_local(x, to), input), to.rows.out, input.mesh)
 
 
 @lru_cache(maxsize=512)
@@ -178,11 +182,6 @@ def _dims_to_resample(
         ResampledDim(n, m, mode, align_corners, scale, antialias)
         for n, m, scale in zip(rows, sizes, scales, strict=True)
     )
-
-
-@lru_cache(maxsize=512)
-def _resampling_stencil(dim: int, r: ResampledDim, dtype: torch.dtype) -> DimStencil:
-    return DimStencil(dim, _interpolation_table(r, dtype))
 
 
 def _resized_layout(layout: Layout, sizes: Sequence[int]) -> Layout:
@@ -214,44 +213,62 @@ def _sizes_and_scales(
     return sizes, scales
 
 
-def _resample_tile(input: Tile, by_dim: dict[int, ResampledDim]) -> Tile:
-    along = tuple([_resampling_stencil(d, r, input.dtype) for d, r in by_dim.items()])
+@dataclass(frozen=True)
+class ResamplingPlan:
+    """One rank's side: the rows that it needs, then the sizes that the plain op makes of them (None: it is not called)
+    and the rows of that which are the result (dim, start, length), then dims that go row by row: how, the first input
+    row at hand, and which rows to make.
+    """
+
+    rows: StencilPlan
+    sizes: list[int] | None
+    how: dict[str, Any]
+    crops: list[tuple[int, int, int]]
+    by_row: list[tuple[int, ResampledDim, int, tuple[int, int]]]
+
+
+@lru_cache(maxsize=512)
+def _plan_resampling(
+    layout: Layout, resampled: tuple[ResampledDim, ...], dtype: torch.dtype, coord: MeshCoordinate
+) -> ResamplingPlan:
+    by_dim = dict(enumerate(resampled, 2))
     for d in by_dim:
-        single_cut(input.layout, d, "interpolate")
-    to = plan_stencil(input.layout, along, input.coordinate, "interpolate")
-    x = gather_input_rows(input, to)
-    if to.is_empty:
-        return Tile(empty_result(to.shape, x, again=False), to.out, input.mesh)
-    return Tile(in_own_memory(_resample_local(x, by_dim, to), input), to.out, input.mesh)
-
-
-def _resample_local(x: Tensor, by_dim: dict[int, ResampledDim], to: StencilPlan) -> Tensor:
-    """The gathered rows interpolated: by the plain op where that is exact, then row by row."""
-    given = memory_format_of(x)
+        single_cut(layout, d, "interpolate")
+    along = tuple(DimStencil(d, _interpolation_table(r, dtype)) for d, r in by_dim.items())
+    to = plan_stencil(layout, along, coord, "interpolate")
     touched_dims = {dim: (derived.needs[piece], derived.out.held[piece]) for dim, derived, piece in to.derived}
-    sizes = list(x.shape[2:])
-    crops: list[tuple[int, int, int]] = []
-    by_row: list[int] = []
+    rows = {d: touched_dims[d][0] if d in touched_dims else (0, r.n) for d, r in by_dim.items()}
+    given = [stop - start for start, stop in rows.values()]
+    sizes, crops = list(given), list[tuple[int, int, int]]()
+    by_row: list[tuple[int, ResampledDim, int, tuple[int, int]]] = []
     for d, r in by_dim.items():
         p, q = r.ratio
+        need, out = touched_dims.get(d, ((0, r.n), (0, r.m)))
         if d not in touched_dims and r.scale is None:
             sizes[d - 2] = r.m
-        elif d in touched_dims and _can_run_plain(r, x.dtype):
-            need, out = touched_dims[d]
+        elif d in touched_dims and _can_run_plain(r, dtype):
             sizes[d - 2] = (need[1] - need[0]) // p * q
             crops.append((d, out[0] - need[0] // p * q, out[1] - out[0]))
         else:
-            by_row.append(d)
-    if sizes != list(x.shape[2:]):
-        r = next(iter(by_dim.values()))
-        align = None if r.mode in _NEAREST else r.align_corners
-        x = F.interpolate(x, sizes, mode=r.mode, align_corners=align, antialias=r.antialias)
-    for d, start, length in crops:
-        x = x.narrow(d, start, length)
-    for d in by_row:
-        need, out = touched_dims.get(d, ((0, by_dim[d].n), (0, by_dim[d].m)))
-        x = _interpolate_by_row(x, d, by_dim[d], need[0], out)
-    return x.contiguous(memory_format=given) if by_row else x  # picked rows forget that channels came last
+            by_row.append((d, r, need[0], out))
+    first = resampled[0]
+    align = None if first.mode in _NEAREST else first.align_corners
+    how = {"mode": first.mode, "align_corners": align, "antialias": first.antialias}
+    return ResamplingPlan(to, None if sizes == given else sizes, how, crops, by_row)
+
+
+def _resample_local(x: Tensor, to: ResamplingPlan) -> Tensor:
+    """The gathered rows interpolated: by the plain op where that is exact, then row by row."""
+    given = memory_format_of(x) if to.by_row else None
+    if to.sizes is not None:
+        x = F.interpolate(x, to.sizes, **to.how)
+    for d, start, length in to.crops:
+        if x.shape[d] != length:
+            x = x.narrow(d, start, length)
+    for d, r, low, out in to.by_row:
+        x = _interpolate_by_row(x, d, r, low, out)
+    # picked rows forget that channels came last
+    return x if given is None else x.contiguous(memory_format=given)
 
 
 def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from jigsaw.ops import (
     along,
+    closeness,
     complex_parts,
     covariances,
     creation,
@@ -18,6 +19,7 @@ from jigsaw.ops import (
     pointwise,
     quantiles,
     reductions,
+    reentrant,
     repeating,
     scattering,
     shapes,
@@ -29,6 +31,7 @@ from jigsaw.ops import (
 
 __all__ = [
     "along",
+    "closeness",
     "complex_parts",
     "covariances",
     "creation",
@@ -45,6 +48,7 @@ __all__ = [
     "pointwise",
     "quantiles",
     "reductions",
+    "reentrant",
     "repeating",
     "scattering",
     "shapes",

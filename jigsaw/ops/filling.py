@@ -16,15 +16,19 @@ Four ranks, 33 modes cut at 0, 9, 17, 25, 33, of which the lowest 12 are kept: t
 Written to ``out[:12]`` of 33 rows, the points are 0, 9 (between written rows), 17, 25 (balanced) and 33: those of the
 spectrum again.  Of the highest 12, written to ``out[21:]``, the points are 0, 0, 0, 4, 12: 21 + 4 is 25, again.
 
+``out[:, :, :12] += tile`` is for Python three steps: a view of `out`, a change of the view, and ``out[...] = view``.
+Such a view that ints and slices give becomes a tile together with its base: that view of the tile.
+
 What is refused is found from facts that all ranks share, before the tensor is changed: where it requires grad as a
-leaf, is a view, or where another tensor, array or saved value of its memory would keep the old values
+leaf, or where another view, tensor, array or saved value of its memory would keep the old values
 (`_reason_to_stay_plain`).
 
 >>> tile = jigsaw.shard(torch.ones(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"))
 >>> out = torch.zeros(2, 9)
 >>> out += tile
+>>> out[:, 6:] += tile[:, 6:]
 >>> out.sum().item()
-18.0
+24.0
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,32 +60,37 @@ def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     *Sends*: nothing.
     *Raises*: `ShardingError` for a tensor that cannot become a tile.
     """
-    plain = args[0]
+    target = args[0]
     tiles = [t for t in tiles_in((args, kwargs)) if t.layout.cut_dims]
-    if not tiles or not isinstance(plain, Tensor):
+    if not tiles or not isinstance(target, Tensor):
         return False
     rule = _broadcast_wishes if is_pointwise else _RULES.get(function.__name__)
-    wishes = None if rule is None else rule(plain, *args[1:], **kwargs)
+    wishes = None if rule is None else rule(target, *args[1:], **kwargs)
+    base, places = (target, None) if target._base is None else (target._base, _places_in_base(target))
+    if wishes is not None and places is not None:
+        wishes = _wishes_of_base(base, places, wishes)
     if wishes is None:
         return False
-    layout = _layout_for(plain, wishes, tiles[0])
-    why = _reason_to_stay_plain(plain, tiles[0])
+    layout = _layout_for(base, wishes, tiles[0])
+    why = _reason_to_stay_plain(target, base, places, tiles[0])
     if why is not None:
         raise refusal_error(
             function,
             tiles[0],
-            f"the plain tensor of shape {tuple(plain.shape)} that it changes would become a Tile, but {why[0]}",
+            f"the plain tensor of shape {tuple(base.shape)} that it changes would become a Tile, but {why[0]}",
             why[1],
         )
-    _become_tile(plain, layout, tiles[0])
+    _become_tile(target, base, places, layout, tiles[0])
     return True
 
 
 # -- the tensor -------------------------------------------------------------------------------------------------------
 
 
-def _reason_to_stay_plain(plain: Tensor, like: Tile) -> tuple[str, str] | None:
-    """Why a tensor cannot become a tile, and what to write instead; alike on every rank."""
+def _reason_to_stay_plain(target: Tensor, plain: Tensor, places: _Places | None, like: Tile) -> tuple[str, str] | None:
+    """Why a tensor of which `target` is a view, or is itself, cannot become a tile, and what to write instead; alike on
+    every rank.
+    """
     if type(plain) is not Tensor:
         kind = "a parameter" if isinstance(plain, nn.Parameter) else f"of the class {type(plain).__name__}"
         return f"it is {kind}", "write into a clone of it"
@@ -95,41 +104,129 @@ def _reason_to_stay_plain(plain: Tensor, like: Tile) -> tuple[str, str] | None:
         return "its gradient would be lost without grad mode", "detach it first"
     if plain.retains_grad or plain._backward_hooks:
         return "a hook, or retain_grad(), waits for its gradient", "write into a clone of it"
-    if plain._base is not None:
-        return "it is a view", "write into the tensor that it is a view of, out[index] = tile, or clone() it first"
+    if target is not plain and places is None:
+        return (
+            f"what is changed is a view {tuple(target.shape)} that ints and slices of it do not give",
+            "write out[index] = tile, or into a clone of the view",
+        )
     if not plain.untyped_storage().resizable():
         return "its memory is shared with an array or another process", "clone() it first"
-    if _is_held_elsewhere(plain):
+    if _is_held_elsewhere(target, plain):
         gc.collect()  # on one rank alone a view may lie in a circle that nobody reaches any more
-        if _is_held_elsewhere(plain):
+        if _is_held_elsewhere(target, plain):
             return (
-                "a view, another tensor of its memory, or autograd holds it, and would keep the old values",
+                "another view, another tensor of its memory, or autograd holds it, and would keep the old values",
                 "fill it before, or clone() it first",
             )
     return None
 
 
-def _is_held_elsewhere(plain: Tensor) -> bool:
-    """Whether anything but the tensor's name has the tensor (a view, a saved value), or its memory (`detach()`)."""
+def _is_held_elsewhere(target: Tensor, plain: Tensor) -> bool:
+    """Whether anything but its name and the view `target` has the tensor (a view, a saved value), or its memory
+    (`detach()`), or anything but its name has that view.
+    """
+    views = int(target is not plain)
     memory = plain.untyped_storage()  # one user of the memory itself
     users = torch._C._storage_Use_Count(memory._cdata)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    return plain._use_count() > 1 or users > 2  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    of_tensor, of_view = (x._use_count() for x in (plain, target))  # pyright: ignore[reportAttributeAccessIssue]
+    return of_tensor > 1 + views or users > 2 + views or (views == 1 and of_view > 1)
 
 
-def _become_tile(plain: Tensor, layout: Layout, like: Tile) -> None:
-    """Give the object of a plain tensor the shell, the class and the facts of a tile, with this rank's part of it.
-
-    The two C++ tensors change places (as `torch.utils.swap_tensors` does it), so that all C++ code finds a shell, too.
-    """
+def _become_tile(target: Tensor, plain: Tensor, places: _Places | None, layout: Layout, like: Tile) -> None:
+    """Make a plain tensor a tile, with this rank's part of it, and the view of it `target` that view of the tile."""
     part = cut_whole_tensor(plain, like, layout)
     local = None if part is plain else part.clone()  # memory of its own: the whole one goes
     del part
-    shell, state = make_shell(Tile, plain.shape, plain.dtype), vars(plain)
+    if places is not None:
+        _change_places(target)  # the view goes first, which keeps its base
+    shell = _change_places(plain)
+    local = shell if local is None else local
+    vars(plain).update(local=local, layout=layout, mesh=like.mesh, shape=torch.Size(layout.shape))
+    if places is not None:
+        made: Any = plain[places.index]
+        vars(target).update(local=made.local, layout=made.layout, mesh=made.mesh, shape=made.shape)
+
+
+def _change_places(plain: Tensor) -> Tensor:
+    """Give the object of a plain tensor the shell and the class of a tile; returns one that has what was its own.
+
+    The two C++ tensors change places (as `torch.utils.swap_tensors` does it), so that all C++ code finds a shell, too.
+    """
+    shell = make_shell(Tile, plain.shape, plain.dtype)
     plain.__class__ = Tile
     Tensor.__setattr__(shell, "__class__", Tensor)
     torch._C._swap_tensor_impl(plain, shell)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    local = shell if local is None else local
-    state.update(local=local, layout=layout, mesh=like.mesh, shape=torch.Size(layout.shape))
+    return shell
+
+
+# -- a view of the tensor ---------------------------------------------------------------------------------------------
+
+
+class _Places(NamedTuple):
+    """What a view has of its base: the ints and slices that give it, and for each dim of the view the dim of the base,
+    its first row and the step between rows; None for a dim of one row.
+    """
+
+    index: tuple[Any, ...]
+    dims: tuple[tuple[int, int, int] | None, ...]
+
+
+def _places_in_base(view: Tensor) -> _Places | None:
+    """What a view has of its base, or None where ints and slices do not say it.
+
+    Of zeros [4, 6] the view ``[2, 1::2]`` starts at element 13, row 2 and column 1; its next element, 15, lies two
+    columns on and in the same row: these are columns 1, 3, 5.  A flattened view would go on in the next row.
+    """
+    base: Any = view._base
+    is_other = view.dtype != base.dtype or view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg()
+    if is_other or not base.is_contiguous() or not view.numel():
+        return None
+    start = view.storage_offset() - base.storage_offset()
+    first = [int(row) for row in np.unravel_index(start, base.shape)]
+    dims, last = list[tuple[int, int, int] | None](), -1
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            dims.append(None)
+            continue
+        second = np.unravel_index(start + stride, base.shape)
+        apart = [d for d in range(base.ndim) if second[d] != first[d]]
+        step = int(second[apart[0]]) - first[apart[0]] if len(apart) == 1 and apart[0] > last else 0
+        if step < 1 or first[apart[0]] + (size - 1) * step >= base.shape[apart[0]]:
+            return None
+        last = apart[0]
+        dims.append((last, first[last], step))
+    return _Places(_index_of_view(view, first, dims), tuple(dims))
+
+
+def _index_of_view(view: Tensor, first: Sequence[int], dims: Sequence[tuple[int, int, int] | None]) -> tuple[Any, ...]:
+    """The ints and slices for rows that start at `first`; dims of one row stand for dims of the base as long as there
+    are some between those of more rows.
+    """
+    items, at, lone = list[Any](), 0, 0
+    for size, place in (*zip(view.shape, dims, strict=True), (1, (len(first), 0, 1))):
+        if place is None:
+            lone += 1
+            continue
+        dim, row, step = place
+        for d in range(at, dim):
+            items.append(slice(first[d], first[d] + 1) if d - at < lone else first[d])
+        items.extend([None] * (lone - (dim - at)))
+        items.append(slice(row, row + (size - 1) * step + 1, step))
+        at, lone = dim + 1, 0
+    return tuple(items[:-1])
+
+
+def _wishes_of_base(base: Tensor, places: _Places, wishes: Wishes) -> Wishes | None:
+    """What is wished of dims of the view, of those of its base; None where no cuts can do that."""
+    found: list[DimWish] = []
+    for dim, group, start, step in wishes:
+        place = places.dims[dim]
+        if place is not None:
+            at, row, apart = place
+            found.append((at, group, row + start * apart, step * apart))
+            if len(group) > 1 and found[-1][2:] != (0, 1):
+                return None  # rows of dims that were flattened together are no interval
+    return found
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------

@@ -107,6 +107,18 @@ def _enter_function(x: Tensor, tile: Tile) -> Tensor:
     return plain_operand(x, tile, Layout((), tile.layout.axes))
 
 
+def averaged_operand(x: Tensor, tile: Tile) -> Tensor:
+    """A plain tensor that enters what gives it another gradient on each rank, of which the mean is the whole one.
+
+    *Sends*: backward one all-reduce.
+    """
+    ranks = mesh_size(tile.mesh)
+    if ranks == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    alike = _ScaledPart.apply(_enter_function(x, tile), 1 / ranks)
+    return comm.use_in_parts(alike, tile.mesh, [name for name, _ in tile.layout.axes])
+
+
 def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
     """Whether the graph of `x` reaches a tensor that left a tile, and the leaves that it reaches otherwise."""
     left, leaves = False, list[Tensor]()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.graph_calls import graph_call, is_making_graph
 from jigsaw.layout import Layout, MeshCoordinate
+from jigsaw.mesh import mesh_size
 from jigsaw.tile import Tile
 
 _SIGN = -(1 << 63)
@@ -28,34 +29,35 @@ def _signed_int64(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) + _SIGN
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical, where torch's shift of int64 is arithmetic."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
 _GOLDEN, _FIRST, _SECOND = map(_signed_int64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _splitmix_bits(x: Tensor, seed: int) -> Tensor:
-    """63 and more random bits for each counter in `x`, which is changed."""
-    x.mul_(_GOLDEN).add_(_signed_int64(seed))
-    x.bitwise_xor_(_shift_right(x, 30)).mul_(_FIRST).add_(_signed_int64(seed * 0xD1342543DE82EF95 + 1))
-    x.bitwise_xor_(_shift_right(x, 27)).mul_(_SECOND)
-    return x.bitwise_xor_(_shift_right(x, 31))
+_KEY_STEP = 0xD1342543DE82EF95
+_LOW_33, _LOW_34, _LOW_37 = ((1 << bits) - 1 for bits in (33, 34, 37))
+
+
+def _splitmix_bits(x: Tensor, seed: int, is_whole: bool = True) -> Tensor:
+    """63 and more random bits for each counter in `x`; where not `is_whole`, the lower 33 are not mixed any more."""
+    # `rsub` with an alpha is a - alpha x, a product and a sum in one pass; a shift of int64 is arithmetic in torch
+    x = torch.rsub(x, _signed_int64(seed), alpha=-_GOLDEN)
+    x.bitwise_xor_((x >> 30).bitwise_and_(_LOW_34))
+    x = torch.rsub(x, _signed_int64(seed * _KEY_STEP + 1), alpha=-_FIRST)
+    x.bitwise_xor_((x >> 27).bitwise_and_(_LOW_37)).mul_(_SECOND)
+    return x.bitwise_xor_((x >> 31).bitwise_and_(_LOW_33)) if is_whole else x
 
 
 def global_index(tile: Tile, dims: int) -> Tensor:
     """The row-major global index over the first `dims` dims of every local element, size 1 in the others."""
-    device, stride = tile.device, 1
+    local, stride = tile.local, 1
     index: Tensor | None = None
     for start, stop, size in reversed(_index_runs(tile.layout, dims, tile.coordinate)):
-        rows = torch.arange(start, stop, device=device)
+        rows = torch.arange(start, stop, device=local.device)
         rows = rows.remainder_(size) if start < 0 or stop > size else rows
         rows = rows.mul_(stride) if stride != 1 else rows
         index = rows if index is None else rows.reshape(-1, *(1,) * index.ndim) + index
         stride *= size
-    index = torch.zeros(1, dtype=torch.int64, device=device) if index is None else index
-    return index.reshape([n if d < dims else 1 for d, n in enumerate(tile.local.shape)])
+    index = torch.zeros(1, dtype=torch.int64, device=local.device) if index is None else index
+    return index.reshape((*local.shape[:dims], *(1,) * (local.ndim - dims)))
 
 
 @lru_cache(maxsize=1024)
@@ -81,14 +83,16 @@ def shared_seed(tile: Tile) -> int | Tensor:
 
 
 def _seed_shape(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device=mesh.device_type)
+    return torch.empty(1, dtype=torch.int64, device=mesh.device_type if mesh_size(mesh) > 1 else "cpu")
 
 
 @graph_call(_seed_shape)
 def _drawn_seed(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
     # every rank draws, so that their generators stay in step, but the first rank's number is taken
-    seed = torch.randint(1 << 62, (1,)).to(mesh.device_type)
-    comm.broadcast_first(seed, mesh, axes)
+    seed = torch.randint(1 << 62, (1,))
+    if mesh_size(mesh) > 1:
+        seed = seed.to(mesh.device_type)
+        comm.broadcast_first(seed, mesh, axes)
     return seed
 
 
@@ -101,11 +105,11 @@ def global_uniform(tile: Tile, dims: int) -> Tensor:
     if is_making_graph():
         return _uniform_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims)
     mixed = _splitmix_bits(global_index(tile, dims), int(shared_seed(tile)))
-    return _shift_right(mixed, 11).to(torch.float64).mul_(2.0**-53)
+    return (mixed >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).mul_(2.0**-53)
 
 
 def global_chances(tile: Tile, dims: int, p: float) -> Tensor:
-    """Whether each element has a number of at least `p`, as of `global_uniform`, without making the numbers."""
+    """Whether each element has a number of at least `p`, as of `global_uniform` but for 2^-31, without making them."""
     if is_making_graph():
         return _chances_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims, p)
     return chances_at(global_index(tile, dims), int(shared_seed(tile)), p)
@@ -138,10 +142,10 @@ def _tile_without_memory(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...
 
 
 def chances_at(index: Tensor, seed: int, p: float) -> Tensor:
-    """Whether the elements at these global indices, which are changed, have a number of at least `p`."""
+    """Whether the elements at these global indices have a number of at least `p`."""
     # the bits are integers from -2^63 to 2^63, all equally likely
     least = min(math.ceil(p * 2.0**64) + _SIGN, -_SIGN - 1)
-    return _splitmix_bits(index, seed) >= least
+    return _splitmix_bits(index, seed, is_whole=False) >= least
 
 
 def global_normal(tile: Tile, dims: int) -> Tensor:
