@@ -81,9 +81,6 @@ class ZooNet:
         torch.manual_seed(0)
         model = self.build()
         model = model.train()
-        for module in model.modules():
-            if any(word in type(module).__name__.lower() for word in ("dropout", "droppath", "stochasticdepth")):
-                module.eval()  # a mask by torch's own generator has no counterpart on tiles
         _to_width(model, self.dtype)
         _add_noise(model)
         return model

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo_net import ZooNet
+from zoo_random import drawn_by_place
 from zoo_table import ZOO
 
 import jigsaw
@@ -62,7 +63,9 @@ def train_whole(net: ZooNet) -> Record:
         inputs = net.draw_inputs()
         for x, given in zip(inputs, net.inputs, strict=True):
             x.requires_grad_(given.spec is not None and x.is_floating_point())
-        record, _ = _train(net, net.model(), inputs, net.draw_targets(), lambda i: inputs[i].grad)
+        model = net.model()
+        with drawn_by_place(world_mesh(alone=1)):
+            record, _ = _train(net, model, inputs, net.draw_targets(), lambda i: inputs[i].grad)
     return record
 
 
@@ -146,7 +149,7 @@ def _compare_with_whole(net: ZooNet, axes: dict[str, int], options: dict[str, An
         return jigsaw.from_local(gradient.contiguous(), mesh, spec, wholes[i].shape).full_tensor()
 
     # a loss is called outside of the model
-    with jigsaw.strict_mode(options.get("strict", True)):
+    with jigsaw.strict_mode(options.get("strict", True)), drawn_by_place(mesh):
         record, sent = _train(net, model, inputs, targets, input_gradient)
     lines, worst = _differences(record, expected, net.rtol or (1e-9 if net.dtype == torch.float64 else 1e-3))
     found = RankVerdict("wrong" if lines else "exact", detail="\n".join(lines), worst=worst, sent=sent)
@@ -162,6 +165,7 @@ def _train(
 
     Adam for few weights in float64; else SGD, for Adam's first steps have the signs of gradients that are rounding.
     """
+    torch.manual_seed(1)  # of what is drawn in training
     record: Record = {}
     few = sum(p.numel() for p in model.parameters()) < 500_000 and net.dtype == torch.float64
     trained = [p for p in model.parameters() if p.requires_grad]
