@@ -125,6 +125,20 @@ class Dropping(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3) * (0.1 + kept) + F.alpha_dropout(q, 0.1, True)
 
 
+class Casting(RankAlone):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y.float().var(1, keepdim=True).to(x.dtype) + y.to(torch.float32).mean().to(x.dtype)
+
+
+def test_casts_to_float32_are_left_out_in_both_runs(tmp_path):
+    net = ZooNet("by test", "by hand", Casting, [image(1, 1, 24, 16)], casts=True)
+    found = run_one(net, {"lat": 2}, {}, tmp_path / "net")
+    assert (found.verdict, found.cause) == ("exact", "")
+    assert found.worst < 1e-12  # their rounding is 1e-7
+    assert torch.float32 != torch.float64
+
+
 @pytest.mark.parametrize("axes", [{"lat": 2}, {"lat": 2, "lon": 2}])
 def test_what_a_net_draws_is_the_same_on_tiles(axes, tmp_path):
     net = ZooNet("by test", "by hand", Dropping, [image(2, 1, 8, 6)])

@@ -84,7 +84,7 @@ def train_whole(net: ZooNet) -> Record:
             x.requires_grad_(given.spec is not None and x.is_floating_point())
         model = net.model()
         with drawn_by_place(world_mesh(alone=1)):
-            record, _ = _train(net, model, inputs, net.draw_targets(), lambda i: inputs[i].grad)
+            record, _ = _train(net, model, inputs, net.draw_targets(), lambda i: _gradient_of(inputs[i]))
     return record
 
 
@@ -163,9 +163,8 @@ def _compare_with_whole(net: ZooNet, axes: dict[str, int], options: dict[str, An
         spec = net.inputs[i].spec
         if spec is None:  # what is passed whole (a time, a text) is not trained
             return None
-        local = inputs[i].local
-        gradient = torch.zeros_like(local) if local.grad is None else local.grad
-        return jigsaw.from_local(gradient.contiguous(), mesh, spec, wholes[i].shape).full_tensor()
+        gradient = _gradient_of(inputs[i].local).contiguous()
+        return jigsaw.from_local(gradient, mesh, spec, wholes[i].shape).full_tensor()
 
     # a loss is called outside of the model
     with jigsaw.strict_mode(options.get("strict", True)), drawn_by_place(mesh):
@@ -208,7 +207,7 @@ def _train(
                 record[name] = (leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf).detach().clone()
             for name, p in model.named_parameters():
                 if p.requires_grad:
-                    record[f"gradient of {name}"] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                    record[f"gradient of {name}"] = _gradient_of(p).clone()
             for i, given in enumerate(net.inputs):
                 gradient = None if given.spec is None or given.classes else input_gradient(i)
                 if gradient is not None:
@@ -219,6 +218,10 @@ def _train(
     record |= {f"trained {name}": p.detach().clone() for name, p in model.named_parameters()}
     record |= {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
     return record, dict(sent)
+
+
+def _gradient_of(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 def sum_of_squares(leaves: Sequence[Any]) -> Any:
