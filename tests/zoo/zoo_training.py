@@ -61,18 +61,24 @@ def without_casts(net: ZooNet) -> Iterator[None]:
     """What a net casts to float32 stays float64 where it says so (`ZooNet.casts`), in both runs: what is left of a
     difference is not its own rounding.
     """
-    if not net.casts:
-        yield
-        return
-    kept = [(torch, "float32"), (torch, "float"), (Tensor, "float"), (jigsaw.Tile, "float")]
-    found = [getattr(place, name) for place, name in kept]
+    kept = [(place, name, getattr(place, name)) for place in (Tensor, jigsaw.Tile) for name in ("to", "type", "float")]
+    for place, name, method in kept if net.casts else ():
+        setattr(place, name, place.double if name == "float" else _to_float64(method))
     try:
-        for place, name in kept:
-            setattr(place, name, torch.float64 if place is torch else place.double)
         yield
     finally:
-        for (place, name), value in zip(kept, found, strict=True):
-            setattr(place, name, value)
+        for place, name, method in kept:
+            setattr(place, name, method)
+
+
+def _to_float64(method: Any) -> Any:
+    def wide(dtype: Any) -> Any:
+        return torch.float64 if dtype is torch.float32 else dtype
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+
+    return call
 
 
 def train_whole(net: ZooNet) -> Record:
