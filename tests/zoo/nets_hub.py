@@ -225,6 +225,7 @@ TRANSFORMERS_NETS = [
         reassemble_factors=[2, 1],
         fusion_hidden_size=8,
         head_hidden_size=4,
+        depth_estimation_type="metric",  # the other one ends in a ReLU, behind which all is zero in so small a net
         **{f"of_{k}": v for k, v in NARROW.items()},
     ),
     _on_backbone(
