@@ -318,7 +318,6 @@ MEDICAL_NETS = [
         extract_levels=(0, 1, 2),
         out_channels=2,
     ),
-    _monai("FlexibleUNet", image(1, 3, 96, 64), in_channels=3, out_channels=2, backbone="resnet18"),
     _monai(
         "ControlNet",
         [image(1, 1, 32, 16), whole(1, classes=100), image(1, 1, 64, 32)],
