@@ -18,8 +18,9 @@ NEWEST_TOOLS := fsspec h5netcdf hypothesis icechunk kerchunk nibabel psutil pyte
 
 ZOO := .venv-zoo
 ZOO_STAMP := $(ZOO)/.jigsaw-installed
-# What PhysicsNeMo's nets import; its own list has CUDA packages.
-ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers tensordict termcolor treelib warp-lang
+# Their own lists have CUDA packages, and a newer torch than ours; what PhysicsNeMo's nets import by hand.
+ZOO_ALONE := nvidia-physicsnemo torch-harmonics
+ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termcolor treelib warp-lang
 
 # One thread a rank: the ranks are the parallelism, and more threads than cores make every rank wait.
 export OMP_NUM_THREADS ?= 1
@@ -90,9 +91,9 @@ zoo: $(ZOO_STAMP) ## published nets of eleven packages on tiles against one proc
 $(ZOO_STAMP): pyproject.toml
 	test -x $(ZOO)/bin/python || "$(PYTHON)" -m venv $(ZOO)
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)"
-	$(ZOO)/bin/python -m pip install --quiet --editable ".[zoo]"
-	$(ZOO)/bin/python -m pip install --quiet $(ZOO_NEMO)
-	$(ZOO)/bin/python -m pip install --quiet --no-deps nvidia-physicsnemo
+	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[zoo]"
+	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" $(ZOO_NEMO)
+	$(ZOO)/bin/python -m pip install --quiet --no-deps $(ZOO_ALONE)
 	@touch $@
 
 bench: setup ## every benchmark, one JSON object a case (an hour)

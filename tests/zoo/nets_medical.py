@@ -13,13 +13,13 @@ SMALL = (4, 4, 8, 8, 8, 4)
 
 def _monai(name: str, given: ZooInput | list[ZooInput], net: str = "", **kwargs: Any) -> ZooNet:
     inputs = given if isinstance(given, list) else [given]
-    call = kwargs.pop("call", None)
+    call, casts = kwargs.pop("call", None), kwargs.pop("casts", False)
     place = net if ":" in net else NETS + (net or name)
-    return ZooNet(name, "monai", make(place, **kwargs), inputs, call=call)
+    return ZooNet(name, "monai", make(place, **kwargs), inputs, call=call, casts=casts)
 
 
-def _loss(name: str, rtol: float | None = None, **kwargs: Any) -> ZooNet:
-    """A small net that is trained with one of MONAI's losses on labels; `rtol` where it computes in float32."""
+def _loss(name: str, casts: bool = False, **kwargs: Any) -> ZooNet:
+    """A small net that is trained with one of MONAI's losses on labels."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.GELU(), nn.Conv3d(4, 3, 1))
@@ -30,7 +30,16 @@ def _loss(name: str, rtol: float | None = None, **kwargs: Any) -> ZooNet:
         return getattr(monai.losses, name)(to_onehot_y=True, **kwargs)(y, target)
 
     shape = (2, 1, 13, 10, 6)
-    return ZooNet(name, "monai", build, [volume(*shape)], loss=loss, targets=[labels(3, *shape)], rtol=rtol)
+    return ZooNet(name, "monai", build, [volume(*shape)], loss=loss, targets=[labels(3, *shape)], casts=casts)
+
+
+def _voxelmorph() -> nn.Module:
+    from monai.networks.nets import VoxelMorph, VoxelMorphUNet
+
+    unet = VoxelMorphUNet(
+        spatial_dims=3, in_channels=2, unet_out_channels=4, channels=(4, 4, 4, 4), final_conv_channels=(4, 4)
+    )
+    return VoxelMorph(unet, integration_steps=3, half_res=True, spatial_dims=3)
 
 
 def _nnunet(name: str, place: str, size: ZooInput, dims: int, **kwargs: Any) -> ZooNet:
@@ -107,7 +116,6 @@ MEDICAL_NETS = [
         blocks_up=(1, 1),
         input_image_size=(24, 16, 8),
         vae_nz=4,
-        call=lambda model, x: model.eval()(x),
     ),
     _monai(
         "SegResNetDS",
@@ -258,7 +266,6 @@ MEDICAL_NETS = [
         channels=(8, 8),
         attention_levels=(False, True),
         norm_num_groups=4,
-        call=lambda model, x: model.decode(model.encode(x)[0]),
     ),
     _monai(
         "Restormer",
@@ -291,13 +298,79 @@ MEDICAL_NETS = [
         n_input_channels=1,
         num_classes=3,
     ),
+    ZooNet("VoxelMorph", "monai", _voxelmorph, [volume(1, 1, 32, 24, 16), volume(1, 1, 32, 24, 16)]),
+    _monai(
+        "GlobalNet",
+        image(1, 2, 32, 32),
+        casts=True,  # its reference grid
+        image_size=[32, 32],
+        spatial_dims=2,
+        in_channels=2,
+        num_channel_initial=4,
+        depth=2,
+    ),
+    _monai(
+        "LocalNet",
+        image(1, 2, 32, 32),
+        spatial_dims=2,
+        in_channels=2,
+        num_channel_initial=4,
+        extract_levels=(0, 1, 2),
+        out_channels=2,
+    ),
+    _monai(
+        "ControlNet",
+        [image(1, 1, 32, 16), whole(1, classes=100), image(1, 1, 64, 32)],
+        spatial_dims=2,
+        in_channels=1,
+        num_res_blocks=(1, 1),
+        channels=(8, 8),
+        attention_levels=(False, True),
+        norm_num_groups=4,
+        num_head_channels=4,
+        conditioning_embedding_in_channels=1,
+        conditioning_embedding_num_channels=(4, 4),
+    ),
+    _monai(
+        "SPADEAutoencoderKL",
+        [image(1, 1, 24, 16), image(1, 3, 24, 16)],
+        spatial_dims=2,
+        label_nc=3,
+        num_res_blocks=(1, 1),
+        channels=(8, 8),
+        attention_levels=(False, True),
+        norm_num_groups=4,
+        spade_intermediate_channels=4,
+    ),
+    _monai(
+        "ViTAutoEnc",
+        image(1, 1, 32, 32),
+        in_channels=1,
+        img_size=(32, 32),
+        patch_size=(4, 4),
+        hidden_size=12,
+        mlp_dim=16,
+        num_layers=2,
+        num_heads=2,
+        spatial_dims=2,
+    ),
+    _monai(
+        "VarAutoEncoder",
+        image(1, 1, 32, 24),
+        spatial_dims=2,
+        in_shape=(1, 32, 24),
+        out_channels=1,
+        latent_size=4,
+        channels=(4, 8),
+        strides=(2, 2),
+    ),
     _nnunet("PlainConvUNet", "PlainConvUNet", volume(2, 1, 24, 16, 8), 3, n_conv_per_stage=1, deep_supervision=True),
     _nnunet("ResidualEncoderUNet", "ResidualEncoderUNet", volume(2, 1, 24, 16, 8), 3, n_blocks_per_stage=1),
     _nnunet("ResidualEncoderUNet 2d", "ResidualEncoderUNet", image(2, 1, 36, 28), 2, n_blocks_per_stage=1),
     _loss("DiceLoss", softmax=True),
     _loss("DiceCELoss", softmax=True),
-    _loss("DiceFocalLoss", softmax=True, rtol=1e-6),
-    _loss("FocalLoss", use_softmax=True, rtol=1e-6),
+    _loss("DiceFocalLoss", softmax=True, casts=True),
+    _loss("FocalLoss", use_softmax=True, casts=True),
     _loss("TverskyLoss", softmax=True),
     _loss("GeneralizedDiceLoss", softmax=True),
 ]

@@ -93,7 +93,7 @@ def _of_failed_world(error: BaseException, folder: str, ranks: int) -> RankVerdi
     if ended and len(ended) < ranks:
         told = f"{ended[0].verdict} on {len(ended)} of {ranks} ranks, the others wait: {ended[0].cause}"
         return RankVerdict("hang", told, ended[0].function, ended[0].place, text)
-    kind = "hang" if "still running" in text else "untyped"
+    kind = "hang" if "still running" in summary else "untyped"  # one that died leaves others running, too
     places = re.findall(r'File "([^"]+)", line (\d+) in (\w+)', text)
     place = next((f"{f.split('site-packages/')[-1]}:{n} {w}" for f, n, w in places if "site-packages" in f
                   and "/torch/" not in f), "")  # fmt: skip

@@ -105,6 +105,48 @@ class OneSleeps(RankAlone):
         return self.conv(x)
 
 
+class Dropping(nn.Module):
+    """Every kind of dropout that nets have, switched on: as modules, by hand, by sample, in attention; and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop = nn.Conv2d(1, 8, 3, padding=1), nn.Sequential(nn.Dropout(0.2), nn.Dropout2d(0.3))
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.time = nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.conv(x))
+        y = y + F.dropout(self.time, 0.5)[:, :, None, None]
+        y = F.dropout(y, 0.1, training=True) + torch.randn_like(y) + torch.rand(2, 1, 1, 1)
+        tokens = y.flatten(2).transpose(1, 2)
+        tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        q = tokens.unflatten(2, (2, 4)).transpose(1, 2)
+        kept = q.new_empty(2, 1, 1, 1).bernoulli_(0.8) * torch.empty(2, 1, 1, 1).bernoulli_(0.5)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3) * (0.1 + kept) + F.alpha_dropout(q, 0.1, True)
+
+
+class Casting(RankAlone):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y.float().var(1, keepdim=True).to(x.dtype) + y.to(torch.float32).mean().to(x.dtype)
+
+
+def test_casts_to_float32_are_left_out_in_both_runs(tmp_path):
+    net = ZooNet("by test", "by hand", Casting, [image(1, 1, 24, 16)], casts=True)
+    found = run_one(net, {"lat": 2}, {}, tmp_path / "net")
+    assert (found.verdict, found.cause) == ("exact", "")
+    assert found.worst < 1e-12  # their rounding is 1e-7
+    assert torch.float32 != torch.float64
+
+
+@pytest.mark.parametrize("axes", [{"lat": 2}, {"lat": 2, "lon": 2}])
+def test_what_a_net_draws_is_the_same_on_tiles(axes, tmp_path):
+    net = ZooNet("by test", "by hand", Dropping, [image(2, 1, 8, 6)])
+    found = run_one(net, axes, {}, tmp_path / "net")
+    assert (found.verdict, found.cause) == ("exact", "")
+    assert found.worst < 1e-9
+
+
 @pytest.mark.parametrize(
     ("build", "verdict", "cause"),
     [

@@ -57,7 +57,8 @@ class ZooNet:
     - `build` makes it small, under one seed; every weight gets noise, so that no zero hides anything.
     - `call(model, *inputs)` is how a user calls it; by default ``model(*inputs)``.
     - `loss(output, *targets)` is a scalar; by default the mean squared error of every tensor of the output.
-    - `rtol` is for what computes in float32, whatever it is given.
+    - `casts` says that it computes in float32 in places, whatever it is given; both runs then leave out its casts.
+    - `rtol` is for what computes in float32 by other means.
     - `distributions` are packages whose versions are told.
     """
 
@@ -69,6 +70,7 @@ class ZooNet:
     targets: Sequence[ZooInput] = ()
     loss: Callable[..., Tensor] | None = None
     dtype: torch.dtype = torch.float64
+    casts: bool = False
     rtol: float | None = None
     meshes: Sequence[dict[str, int]] = MESHES
     heavy: bool = False
@@ -81,9 +83,6 @@ class ZooNet:
         torch.manual_seed(0)
         model = self.build()
         model = model.train()
-        for module in model.modules():
-            if any(word in type(module).__name__.lower() for word in ("dropout", "droppath", "stochasticdepth")):
-                module.eval()  # a mask by torch's own generator has no counterpart on tiles
         _to_width(model, self.dtype)
         _add_noise(model)
         return model

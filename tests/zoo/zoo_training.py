@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo_net import ZooNet
+from zoo_random import drawn_by_place
 from zoo_table import ZOO
 
 import jigsaw
@@ -55,14 +56,43 @@ def right_norms() -> Iterator[None]:
             setattr(F, name, norm)
 
 
+@contextmanager
+def without_casts(net: ZooNet) -> Iterator[None]:
+    """What a net casts to float32 stays float64 where it says so (`ZooNet.casts`), in both runs: what is left of a
+    difference is not its own rounding.
+    """
+    kept = [(place, name, getattr(place, name)) for place in (Tensor, jigsaw.Tile) for name in ("to", "type", "float")]
+    for place, name, method in kept if net.casts else ():
+        setattr(place, name, place.double if name == "float" else _to_float64(method))
+    try:
+        yield
+    finally:
+        for place, name, method in kept:
+            setattr(place, name, method)
+
+
+def _to_float64(method: Any) -> Any:
+    def wide(dtype: Any) -> Any:
+        return torch.float64 if dtype is torch.float32 else dtype
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+
+    return call
+
+
 def train_whole(net: ZooNet) -> Record:
     """Three steps in this process, on whole tensors."""
-    with right_norms(), default_dtype(net.dtype), warnings.catch_warnings():
+    with right_norms(), without_casts(net), default_dtype(net.dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inputs = net.draw_inputs()
         for x, given in zip(inputs, net.inputs, strict=True):
             x.requires_grad_(given.spec is not None and x.is_floating_point())
-        record, _ = _train(net, net.model(), inputs, net.draw_targets(), lambda i: inputs[i].grad)
+        model = net.model()
+        with drawn_by_place(world_mesh(alone=1)):
+            record, _ = _train(net, model, inputs, net.draw_targets(), lambda i: _gradient_of(inputs[i]))
+    if not any(found.any() for name, found in record.items() if name.startswith("gradient")):
+        raise ValueError("every gradient is zero, so any run would be exact; build the net otherwise")
     return record
 
 
@@ -109,7 +139,7 @@ def train_on_tiles(named: ZooNet | str, axes: dict[str, int], options: dict[str,
     """One rank's side; the verdict is also left in `folder`, in case another rank never answers."""
     started = time.monotonic()
     net = named_net(named)
-    with default_dtype(net.dtype), warnings.catch_warnings(record=True) as caught:
+    with without_casts(net), default_dtype(net.dtype), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             found = _compare_with_whole(net, axes, options, folder)
@@ -141,12 +171,11 @@ def _compare_with_whole(net: ZooNet, axes: dict[str, int], options: dict[str, An
         spec = net.inputs[i].spec
         if spec is None:  # what is passed whole (a time, a text) is not trained
             return None
-        local = inputs[i].local
-        gradient = torch.zeros_like(local) if local.grad is None else local.grad
-        return jigsaw.from_local(gradient.contiguous(), mesh, spec, wholes[i].shape).full_tensor()
+        gradient = _gradient_of(inputs[i].local).contiguous()
+        return jigsaw.from_local(gradient, mesh, spec, wholes[i].shape).full_tensor()
 
     # a loss is called outside of the model
-    with jigsaw.strict_mode(options.get("strict", True)):
+    with jigsaw.strict_mode(options.get("strict", True)), drawn_by_place(mesh):
         record, sent = _train(net, model, inputs, targets, input_gradient)
     lines, worst = _differences(record, expected, net.rtol or (1e-9 if net.dtype == torch.float64 else 1e-3))
     found = RankVerdict("wrong" if lines else "exact", detail="\n".join(lines), worst=worst, sent=sent)
@@ -162,6 +191,7 @@ def _train(
 
     Adam for few weights in float64; else SGD, for Adam's first steps have the signs of gradients that are rounding.
     """
+    torch.manual_seed(1)  # of what is drawn in training
     record: Record = {}
     few = sum(p.numel() for p in model.parameters()) < 500_000 and net.dtype == torch.float64
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -185,7 +215,7 @@ def _train(
                 record[name] = (leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf).detach().clone()
             for name, p in model.named_parameters():
                 if p.requires_grad:
-                    record[f"gradient of {name}"] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                    record[f"gradient of {name}"] = _gradient_of(p).clone()
             for i, given in enumerate(net.inputs):
                 gradient = None if given.spec is None or given.classes else input_gradient(i)
                 if gradient is not None:
@@ -196,6 +226,10 @@ def _train(
     record |= {f"trained {name}": p.detach().clone() for name, p in model.named_parameters()}
     record |= {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
     return record, dict(sent)
+
+
+def _gradient_of(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 def sum_of_squares(leaves: Sequence[Any]) -> Any:
