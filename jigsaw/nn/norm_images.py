@@ -1,9 +1,9 @@
 """The passes of a norm over its values, on the CPU, by the kernels of torch's own norms: as few, and as fast.
 
-A U-Net's groups [1, 4, 8, 360, 1440] are normalised over their last three dims.  They are 32 *images* of 360 x 1440
-values, each of one mean, one variance and one weight; those of a group, or of a batch, are combined afterwards, and then
-those of all ranks.  `torch.var_mean` takes 14 times as long as the statistics within torch's group norm, and a product
-with a factor an image, broadcast, twice as long as its batch norm.
+A U-Net's groups [1, 4, 4, 360, 1440] are normalised over their last three dims.  They are 16 *images* of 360 x 1440
+values, each of one mean, one variance and one weight; those of a group, or of a batch, are combined afterwards, and
+then those of all ranks.  `torch.var_mean` takes 14 times as long as the statistics within torch's group norm, and a
+product with a factor an image, broadcast, twice as long as its batch norm.
 """
 
 from __future__ import annotations
@@ -64,9 +64,14 @@ def as_norm_images(x: Tensor, dims: tuple[int, ...], *scales: Tensor | None) -> 
     are small or do not lie in order, and where another device, or a compiler, does better.
     """
     last = x.ndim
-    while last - 1 in dims and all(s is None or s.ndim <= x.ndim - last or s.shape[last - 1 - x.ndim] == 1 for s in scales):
+    while last - 1 in dims and all(s is None or _size_along(s, last - 1 - x.ndim) == 1 for s in scales):
         last -= 1
     size = math.prod(x.shape[last:])
     if size < _LEAST_VALUES or not x.numel() or x.device.type != "cpu" or is_making_graph() or not x.is_contiguous():
         return None
     return NormImages(x.view(1, -1, size), (*x.shape[:last], *(1,) * (x.ndim - last)), x.shape)
+
+
+def _size_along(x: Tensor, dim: int) -> int:
+    """The size along `dim`, counted from the last, as broadcasting sees it."""
+    return x.shape[dim] if -dim <= x.ndim else 1

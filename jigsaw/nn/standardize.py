@@ -94,6 +94,16 @@ def _global_statistics(
     return mean, comm.all_reduce((spread + (own - mean).square()) * rows, mesh, axes)
 
 
+def _are_near_zero(mean: Tensor, inverse: Tensor) -> bool:
+    """Whether x * scale + shift, one pass, has the digits of (x - mean) * scale, two: of large means it lacks some, in
+    plain torch too.
+    """
+    return bool((mean * inverse).abs().max() < _LARGEST_MEAN)
+
+
+_LARGEST_MEAN = 16  # in standard deviations
+
+
 class _Standardize(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -114,7 +124,7 @@ class _Standardize(torch.autograd.Function):
         ctx.how = mesh, axes, dims, eps, count
         ctx.mark_non_differentiable(mean, squares)
         scale = inverse if weight is None else inverse * weight
-        if images is not None:
+        if images is not None and _are_near_zero(mean, inverse):
             return images.scaled(scale, -mean * scale if bias is None else bias - mean * scale), mean, squares
         y = x - mean
         return (y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)), mean, squares
@@ -125,7 +135,7 @@ class _Standardize(torch.autograd.Function):
         if torch.is_grad_enabled():  # differentiable twice, from the pieces
             return *_differentiable_gradients(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), *(None,) * 5
         images = as_norm_images(x, ctx.how[2], weight, bias)
-        if images is not None:
+        if images is not None and _are_near_zero(mean, inverse):
             saved = images, weight, bias, mean, inverse
             return *_gradients_by_images(grads[0], *saved, ctx.how, ctx.needs_input_grad), *(None,) * 5
         mesh, axes, dims, _, count = ctx.how
