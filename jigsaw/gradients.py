@@ -195,8 +195,10 @@ class GradientReducer:
         self.enabled = True
         self._mesh, self._bytes = mesh, bucket_bytes
         self._parameters = dict(parameters)
+        # the gradients of a single rank are whole: a bucket would be a copy of them
+        averaged = self._parameters.values() if mesh.size() > 1 else ()
         self._buckets = make_buckets(
-            [p for p in self._parameters.values() if p.is_floating_point() or p.is_complex()], mesh, bucket_bytes
+            [p for p in averaged if p.is_floating_point() or p.is_complex()], mesh, bucket_bytes
         )
         self._next = 0
         self._task = -1
