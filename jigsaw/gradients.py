@@ -105,11 +105,11 @@ class GradientBucket:
         if self.pending is not None and self.flat is not None:
             self.pending.wait()
             sizes = [local_part(p).numel() for p in self.sent]
-            *means, flags = self.flat.div_(ranks).split([*sizes, len(sizes)])
+            *sums, flags = self.flat.split([*sizes, len(sizes)])
             has = flags.tolist() if any(p.grad is None for p in self.sent) else [1.0] * len(sizes)
-            for p, mean, there in zip(self.sent, means, has, strict=True):
+            for p, total, there in zip(self.sent, sums, has, strict=True):
                 if there:
-                    _write_mean(p, mean)
+                    _write_mean(p, total, ranks)
         self.forget()
 
     def settle(self) -> None:
@@ -131,11 +131,11 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     return local_part(grad).reshape(-1)
 
 
-def _write_mean(parameter: nn.Parameter, mean: Tensor) -> None:
+def _write_mean(parameter: nn.Parameter, total: Tensor, ranks: int) -> None:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     local = local_part(parameter.grad)
-    local.copy_(mean.view(local.shape))
+    torch.div(total.view(local.shape), ranks, out=local)  # divided on its way, not before: one pass less
 
 
 def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
@@ -190,8 +190,10 @@ class GradientReducer:
         self.enabled = True
         self._mesh, self._bytes = mesh, bucket_bytes
         self._parameters = dict(parameters)
+        # the gradients of a single rank are whole: a bucket would be a copy of them
+        averaged = self._parameters.values() if mesh.size() > 1 else ()
         self._buckets = make_buckets(
-            [p for p in self._parameters.values() if p.is_floating_point() or p.is_complex()], mesh, bucket_bytes
+            [p for p in averaged if p.is_floating_point() or p.is_complex()], mesh, bucket_bytes
         )
         self._next = 0
         self._task = -1

@@ -146,7 +146,9 @@ class MatmulEngine:
 
     def block(self, name: str, local: Tensor, keep: bool = False) -> ProductBlock:
         """The block of X, W or Y (or a gradient of that shape) that this rank's part belongs to."""
-        return ProductBlock(name, local.contiguous(), self.grid.ring(name, self.coord), self, keep)
+        ring = self.grid.ring(name, self.coord)
+        # what stays is multiplied as it lies: part of a whole weight, or tokens that were channels-last
+        return ProductBlock(name, local if ring.size == 1 else local.contiguous(), ring, self, keep)
 
     def product(self, a: ProductBlock, b: ProductBlock, out: str) -> Tensor:
         """out = a b, contracted over the dim that `out` lacks and reduced to this rank's part of `out`."""

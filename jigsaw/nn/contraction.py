@@ -49,8 +49,17 @@ class LinearContraction:
         """The layout of y."""
         return x.replace_dim(x.ndim - 1, *self.outer)
 
+    def rows_at_work(self, w: Tensor, x: Tile) -> Tensor:
+        """What this rank multiplies by, of its part of a weight that is cut as ``self.stored``."""
+        # a whole W is cut here without a message; a dim whose block is whole is only put in rank order, that of the
+        # rows of x and y that it meets
+        for dim, group, block in ((0, self.outer, self.grid.n), (1, self.inner, self.grid.k)):
+            if not self.stored.is_cut(dim):
+                w = take_owned_rows(w, dim, group, self.stored, x.coordinate if block.is_cut else None)
+        return w
+
     def run(self, x: Tile, w: Tensor) -> Tile:
-        """y = x Wᵀ; `w` is this rank's part of the weight, cut as ``self.stored``."""
+        """y = x Wᵀ; `w` is what `rows_at_work` gives."""
         grid, stored, coord, last = self.grid, self.stored, x.coordinate, x.ndim - 1
         # along these axes the ranks have x alike and use it for other columns of y (or of K): its gradient there is a
         # part on each, summed on the way back
@@ -61,11 +70,6 @@ class LinearContraction:
         elif stored.is_cut(1) and not x.layout.is_cut(last):
             # the pieces of W travel one after the other, and meet the features of x in that order
             rows = take_owned_rows(rows, last, stored.dim(1), x.layout, None)
-        # a whole W is cut here without a message; a dim whose block is whole is only put in rank order, that of the
-        # rows of x and y that it meets
-        for dim, group, block in ((0, self.outer, grid.n), (1, self.inner, grid.k)):
-            if not stored.is_cut(dim):
-                w = take_owned_rows(w, dim, group, stored, coord if block.is_cut else None)
         rows, w = in_autocast_dtype(rows), in_autocast_dtype(w)
         y = grid_matmul(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), w, grid, x.mesh)
         if stored.is_cut(0) and not any(c.is_cut for c in self.outer):

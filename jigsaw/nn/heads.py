@@ -70,7 +70,7 @@ def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWei
     job = plan_contraction(x.layout, stored.replace_dim(0, packed[1]), packed[1:])
     out = job.result(x.layout)
     w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), packed, x)
-    y = job.run(x, w.unflatten(0, (3, -1))[i])
+    y = job.run(x, job.rows_at_work(w.unflatten(0, (3, -1))[i], x))
     if bias is None:
         return y
     b = rearrange_rows(local_weight(bias, y, out), weight_layout(bias, y).dim(0), packed, y).unflatten(0, (3, -1))[i]

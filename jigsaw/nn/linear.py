@@ -74,8 +74,12 @@ def linear_onto_cuts(
     x = _without_halo_along_last(input)
     stored = weight_layout(weight, x)
     job = plan_contraction(x.layout, stored, last)
-    w = local_weight(weight, x, job.result(x.layout))
-    return add_bias(job.run(x, rearrange_rows(w, stored.dim(0), job.stored.dim(0), x)), bias)
+    out = job.result(x.layout)
+    if type(weight) is nn.Parameter:
+        # taken before it enters: then it is the gradient of this rank's rows that is scaled, not zeros beside it
+        return add_bias(job.run(x, local_weight(job.rows_at_work(weight, x), x, out)), bias)
+    w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), job.stored.dim(0), x)
+    return add_bias(job.run(x, job.rows_at_work(w, x)), bias)
 
 
 def _bring_contracted_dim_together(input: Tile, weight: Tile) -> list[Tile]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.nn.norm_images import NormImages, as_norm_images
 from jigsaw.ops.reductions import elements_per_value, global_moments, reducing_axes
 from jigsaw.tile import Tile
 
@@ -78,17 +79,29 @@ def _apply_statistics(
 
 
 def _global_statistics(
-    x: Tensor, mesh: DeviceMesh, axes: Sequence[str], dims: tuple[int, ...], count: int
+    x: Tensor, images: NormImages | None, mesh: DeviceMesh, axes: Sequence[str], dims: tuple[int, ...], count: int
 ) -> tuple[Tensor, Tensor]:
     """(mean, sum of squared deviations) over the rows of all ranks along `axes`."""
     rows = math.prod(x.shape[d] for d in dims)
-    if rows:
+    if images is not None:
+        spread, own = images.moments(dims)
+    elif rows:
         spread, own = torch.var_mean(x, dims, correction=0, keepdim=True)
     else:
         own = x.new_zeros([1 if d in dims else n for d, n in enumerate(x.shape)])
         spread = own
     mean = comm.all_reduce(own * rows, mesh, axes, same=(dims, count)) / count
     return mean, comm.all_reduce((spread + (own - mean).square()) * rows, mesh, axes)
+
+
+def _are_near_zero(mean: Tensor, inverse: Tensor) -> bool:
+    """Whether x * scale + shift, one pass, has the digits of (x - mean) * scale, two: of large means it lacks some, in
+    plain torch too.
+    """
+    return bool((mean * inverse).abs().max() < _LARGEST_MEAN)
+
+
+_LARGEST_MEAN = 16  # in standard deviations
 
 
 class _Standardize(torch.autograd.Function):
@@ -104,13 +117,16 @@ class _Standardize(torch.autograd.Function):
         eps: float,
         count: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, squares = _global_statistics(x, mesh, axes, dims, count)
+        images = as_norm_images(x, dims, weight, bias)
+        mean, squares = _global_statistics(x, images, mesh, axes, dims, count)
         inverse = torch.rsqrt(squares / count + eps)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         ctx.how = mesh, axes, dims, eps, count
         ctx.mark_non_differentiable(mean, squares)
-        y = x - mean
         scale = inverse if weight is None else inverse * weight
+        if images is not None and _are_near_zero(mean, inverse):
+            return images.scaled(scale, -mean * scale if bias is None else bias - mean * scale), mean, squares
+        y = x - mean
         return (y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)), mean, squares
 
     @staticmethod
@@ -118,6 +134,10 @@ class _Standardize(torch.autograd.Function):
         x, weight, bias, mean, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # differentiable twice, from the pieces
             return *_differentiable_gradients(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), *(None,) * 5
+        images = as_norm_images(x, ctx.how[2], weight, bias)
+        if images is not None and _are_near_zero(mean, inverse):
+            saved = images, weight, bias, mean, inverse
+            return *_gradients_by_images(grads[0], *saved, ctx.how, ctx.needs_input_grad), *(None,) * 5
         mesh, axes, dims, _, count = ctx.how
         unit = (x - mean).mul_(inverse)
         along = grads[0] * unit
@@ -134,6 +154,33 @@ class _Standardize(torch.autograd.Function):
         # (grad - shift - unit * tilt) / sqrt(var + eps), in the memory of `unit`
         of_x = torch.sub(grad, unit.mul_(tilt).add_(shift), out=unit).mul_(inverse)
         return of_x, of_weight, of_bias, *(None,) * 5
+
+
+def _gradients_by_images(
+    grad: Tensor,
+    images: NormImages,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    how: tuple[Any, ...],
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of the values, the weight and the bias."""
+    mesh, axes, dims, _, count = how
+    along, total = images.sums(grad, mean, inverse)
+    of_weight = along.sum_to_size(weight.shape) if weight is not None and needs[1] else None
+    of_bias = total.sum_to_size(bias.shape) if bias is not None and needs[2] else None
+    if not needs[0]:
+        return None, of_weight, of_bias
+    if weight is not None:
+        along, total = along * weight, total * weight
+    sums = torch.stack([along.sum(dims, keepdim=True), total.sum(dims, keepdim=True)])
+    tilt, shift = (comm.all_reduce(sums, mesh, axes) / count).unbind()
+    # (grad * weight - shift - (x - mean) * inverse * tilt) * inverse, in one pass over x and one over grad
+    slope = -tilt * inverse.square()
+    of_x = images.scaled(slope, -shift * inverse - slope * mean)
+    return of_x.addcmul_(grad, inverse if weight is None else inverse * weight), of_weight, of_bias
 
 
 def _differentiable_gradients(

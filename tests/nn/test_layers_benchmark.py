@@ -13,14 +13,19 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "layers.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["conv", "unet", "mixer", "linear"])
+@pytest.mark.parametrize("case", ["conv", "unet", "mixer", "attention", "linear"])
 def test_toy_run(case):
     command = [sys.executable, str(SCRIPT), "--ranks", "2", "--case", case, "--small", "--rounds", "1"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    plain, alone, both = (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{"))
-    assert [(c["system"], c["ranks"]) for c in (plain, alone, both)] == [("torch", 1), ("jigsaw", 1), ("jigsaw", 2)]
-    assert {"case", "step_s", "speedup", "sent_bytes", "peak_bytes_per_rank", "max_abs_err"} <= set(both)
-    assert plain["sent_bytes"] == alone["sent_bytes"] == 0 < both["sent_bytes"]
+    plain, alone, apart, both = (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{"))
+    assert [(c["system"], c["ranks"]) for c in (plain, alone, apart, both)] == [
+        ("torch", 1),
+        ("jigsaw", 1),
+        ("apart", 2),
+        ("jigsaw", 2),
+    ]
+    assert {"case", "step_s", "speedup", "of_limit", "sent_bytes", "peak_bytes_per_rank", "max_abs_err"} <= set(both)
+    assert plain["sent_bytes"] == alone["sent_bytes"] == apart["sent_bytes"] == 0 < both["sent_bytes"]
     assert both["max_abs_err"] < 1e-4
     if case == "conv":
         assert alone["max_abs_err"] == 0.0

@@ -10,6 +10,7 @@ from torch.distributed.tensor import distribute_tensor
 import jigsaw
 from jigsaw import comm
 from jigsaw.cut import ShardingError
+from jigsaw.nn.norm_images import as_norm_images
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile_making import shard
 
@@ -69,6 +70,56 @@ def test_norm_of_a_tile_with_halo(name):
     )
 
 
+class Turned(nn.Module):
+    """A norm whose gradient comes in another order of memory than its values."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x).transpose(1, 2)
+
+
+IMAGE_LAYERS = {
+    "group norm": nn.GroupNorm(2, 4),
+    "group norm without affine": nn.GroupNorm(1, 4, affine=False),
+    "instance norm, turned": Turned(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
+    "batch norm, turned": Turned(nn.BatchNorm2d(4)),
+}
+
+
+@pytest.mark.parametrize("mean", [5, 5000])
+@pytest.mark.parametrize("name", IMAGE_LAYERS)
+def test_norm_of_images(name, mean):
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 33, 46) * 3 + mean
+    layer = _randomised(IMAGE_LAYERS[name])
+    assert_same_on_every_mesh(layer, x, MESHES, spec=(None, None, "lat", "lon"), rtol=1e-8, atol=1e-8)
+
+
+def test_moments_of_images():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, 300, 301) * torch.rand(2, 3, 4, 1, 1) + 1e3  # several chunks of images
+    x[0, 1, 2] = 7.0
+    weight = torch.ones(3, 4, 1, 1)
+    for dims in ((2, 3, 4), (3, 4), (0, 3, 4)):
+        images = as_norm_images(x, dims, weight, None)
+        assert images.values.shape == (1, 24, 300 * 301)
+        for found, expected in zip(
+            images.moments(dims), torch.var_mean(x.double(), dims, correction=0, keepdim=True), strict=True
+        ):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+    assert as_norm_images(x, (2, 3, 4), None).shape == (2, 3, 1, 1, 1)  # without weights a group is one image
+    for y, dims, scale in (
+        (x[..., ::2], (3, 4), None),
+        (x, (3,), None),
+        (x, (3, 4), torch.ones(301)),
+        (x[:0], (3, 4), None),
+    ):
+        assert as_norm_images(y, dims, scale) is None
+
+
 @pytest.mark.parametrize("name", ["group norm", "batch norm", "layer norm over channels"])
 def test_norm_with_a_cut_batch(name):
     torch.manual_seed(0)
@@ -123,10 +174,11 @@ def test_an_empty_batch_has_no_statistics():
     assert torch.equal(norm.running_mean, whole.running_mean) and torch.equal(norm.running_var, whole.running_var)
 
 
+@pytest.mark.parametrize("rows", [7, 600])
 @on_ranks(2)
-def test_norms_are_differentiable_twice():
+def test_norms_are_differentiable_twice(rows):
     torch.manual_seed(0)
-    x = torch.randn(2, 4, 7, dtype=torch.float64)
+    x = torch.randn(2, 4, rows, dtype=torch.float64)
     norm = _randomised(nn.GroupNorm(2, 4)).double()
     tile = shard(x, world_mesh(lat=2), (None, None, "lat"))
     whole = x.clone().requires_grad_()

@@ -1,0 +1,77 @@
+"""The passes of a norm over its values, on the CPU, by the kernels of torch's own norms: as few, and as fast.
+
+A U-Net's groups [1, 4, 4, 360, 1440] are normalised over their last three dims.  They are 16 *images* of 360 x 1440
+values, each of one mean, one variance and one weight; those of a group, or of a batch, are combined afterwards, and
+then those of all ranks.  `torch.var_mean` goes value by value, many times slower than the statistics within torch's
+group norm; a product with a factor an image, broadcast, is slower than its batch norm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jigsaw.graph_calls import is_making_graph
+
+_LEAST_VALUES = 256
+_CHUNK_BYTES = 1 << 20  # what a kernel makes beside statistics is thrown away: it should not leave the cache
+
+
+@dataclass(frozen=True)
+class NormImages:
+    """A contiguous tensor as images: `values` [1, images, values of each]; a value an image has `shape`, which
+    broadcasts to the tensor's.
+    """
+
+    values: Tensor
+    shape: tuple[int, ...]
+    whole: torch.Size
+
+    def moments(self, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """(variance, mean) along `dims` of the tensor, as `torch.var_mean` with ``correction=0, keepdim=True``."""
+        size = self.values.shape[2]
+        parts: list[tuple[Tensor, Tensor]] = []
+        for some in self.values.split(max(_CHUNK_BYTES // (size * self.values.itemsize), 1), 1):
+            _, mean, inverse = torch.native_group_norm(some, None, None, 1, some.shape[1], size, some.shape[1], 0.0)
+            parts.append((inverse.pow(-2), mean))
+        spread, mean = (torch.cat(each, 1).view(self.shape) for each in zip(*parts, strict=True))
+        between, own = torch.var_mean(mean, dims, correction=0, keepdim=True)
+        return spread.mean(dims, keepdim=True) + between, own
+
+    def scaled(self, scale: Tensor, shift: Tensor) -> Tensor:
+        """The tensor times `scale` plus `shift`, which have a value an image."""
+        by, to = self._an_image(scale), self._an_image(shift)
+        y = torch.native_batch_norm(self.values, by, to, torch.zeros_like(by), torch.ones_like(by), False, 0.0, 0.0)
+        return y[0].view(self.whole)
+
+    def sums(self, grad: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of ``grad * (x - mean) * inverse`` and of `grad`, a value an image."""
+        like, center, scale = grad.reshape(self.values.shape), self._an_image(mean), self._an_image(inverse)
+        _, along, total = torch.ops.aten.native_batch_norm_backward(
+            like, self.values, None, None, None, center, scale, True, 0.0, [False, True, True]
+        )
+        return along.view(self.shape), total.view(self.shape)
+
+    def _an_image(self, value: Tensor) -> Tensor:
+        return value.expand(self.shape).reshape(-1)
+
+
+def as_norm_images(x: Tensor, dims: tuple[int, ...], *scales: Tensor | None) -> NormImages | None:
+    """The images of a tensor that is normalised over `dims` and has these `scales`, a value an image; None where images
+    are small or do not lie in order, and where another device, or a compiler, does better.
+    """
+    last = x.ndim
+    while last - 1 in dims and all(s is None or _size_along(s, last - 1 - x.ndim) == 1 for s in scales):
+        last -= 1
+    size = math.prod(x.shape[last:])
+    if size < _LEAST_VALUES or not x.numel() or x.device.type != "cpu" or is_making_graph() or not x.is_contiguous():
+        return None
+    return NormImages(x.view(1, -1, size), (*x.shape[:last], *(1,) * (x.ndim - last)), x.shape)
+
+
+def _size_along(x: Tensor, dim: int) -> int:
+    """The size along `dim`, counted from the last, as broadcasting sees it."""
+    return x.shape[dim] if -dim <= x.ndim else 1
