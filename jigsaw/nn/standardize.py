@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.nn.slab_statistics import standardize_slab
 from jigsaw.ops.reductions import elements_per_value, global_moments, reducing_axes
+from jigsaw.slab_mesh import SLAB_AXIS, SlabMesh
 from jigsaw.tile import Tile
 
 
@@ -45,6 +47,8 @@ def standardize_tile(
     *Sends*: forward two all-reduces of one value a statistic, backward one of two values.
     """
     dims = tuple(dims)
+    if isinstance(x.mesh, SlabMesh) and SLAB_AXIS in reducing_axes(x.layout, dims):
+        return standardize_slab(x, dims, eps, weight, bias)
     if any(c.has_halo for d in dims for c in x.layout.dim(d)):
         return _standardize_composed(x, dims, eps, weight, bias)
     axes = reducing_axes(x.layout, dims)
