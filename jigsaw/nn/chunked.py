@@ -294,8 +294,9 @@ class _SlabJob:
             rows = found[0].size if found else 0
             if min(low, high) >= rows or max(low, high) > rows:
                 raise ShardingError(
-                    f"{CHUNKED_NAME}: a function of {self.name} reads rows of the whole dim that {axes} cut; chunk the "
-                    "submodules before and after it instead, or cut another dim into slabs with dim="
+                    f"{CHUNKED_NAME}: a function of {self.name} reads rows of the whole dim that {axes} cut, or "
+                    "around a circle that a layer before it does not close; chunk the submodules before and after it, "
+                    "or cut another dim into slabs with dim="
                 )
             wide = low + ceil_div(below * rows, size), high + ceil_div(above * rows, size)
             widths[axes] = min(wide[0], rows), min(wide[1], rows), wrapped or wraps

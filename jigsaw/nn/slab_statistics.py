@@ -8,7 +8,7 @@ rows then get beside their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -76,7 +76,11 @@ class MomentsPart:
     def counted(self) -> tuple[int, Tensor, Tensor]:
         """(rows, mean, sum of squared deviations); the slab itself can be forgotten then."""
         rows = math.prod(self.x.local.shape[d] for d in self.dims)
-        spread, mean = torch.var_mean(self.x.local.detach(), self.dims, correction=0, keepdim=True)
+        x = self.x.local.detach()
+        if not rows:  # another dim leaves this rank without any
+            none = x.new_zeros([1 if d in self.dims else n for d, n in enumerate(x.shape)])
+            return 0, none, none
+        spread, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
         return rows, mean, spread * rows
 
     def merge(self, parts: Sequence[tuple[int, Tensor, Tensor]], mesh: DeviceMesh | None) -> SlabStatistic:
@@ -133,6 +137,11 @@ class _StandardizeSlab(torch.autograd.Function):
         if of_x is not None and of_all is not None:  # of halo rows others have the gradient of the statistics
             of_x[own].add_(unit[own].mul_(of_all[1] * 2 / inverse)).add_(of_all[0] / count)
         return of_x, of_weight, of_bias, of_mean, of_squares, None, None, None
+
+
+def slabs_cut(x: Tile, *dims: int) -> bool:
+    """Whether `x` is a slab's, and the slabs cut one of its `dims`."""
+    return isinstance(x.mesh, SlabMesh) and SLAB_AXIS in reducing_axes(x.layout, dims)
 
 
 def standardize_slab(
@@ -208,14 +217,15 @@ class _WithGradients(torch.autograd.Function):
         return grads[0], None, *ctx.gradients
 
 
-def keys_of_all_slabs(key: Tile, value: Tile) -> tuple[Tile, Tile, Any]:
-    """(keys, values, attach): all tokens, which no slab cuts; `attach` is called with the local result.
+def keys_of_all_slabs(key: Tile, value: Tile) -> tuple[list[tuple[Tensor, Layout]], Callable[[Tensor], Tensor]]:
+    """Keys and values with all tokens, each with its layout, and what the local result is to pass through.
 
-    *Sends*: keys and values as an all-reduce of all, over the ranks that cut tokens; backward their gradients likewise.
+    *Sends*: an all-reduce of all keys and values over the ranks that cut their tokens, in the pass that finds them;
+    backward one of their gradients.
     """
     key, value = key.owned(), value.owned()
     found = _run_of(key).statistic(KeysPart(key, value))
-    whole = [Tile(x, _token_box(t)[0], t.mesh) for x, t in zip(found.values, (key, value), strict=True)]
+    whole = [(x, _token_box(t)[0]) for x, t in zip(found.values, (key, value), strict=True)]
 
     def attach(y: Tensor) -> Tensor:
         if found.gradients is None:
@@ -226,4 +236,4 @@ def keys_of_all_slabs(key: Tile, value: Tile) -> tuple[Tile, Tile, Any]:
             mine.append(g.reshape(box_shape(layout.held(t.coordinate)))[box].reshape(t.local.shape))
         return cast(Tensor, _WithGradients.apply(y, tuple(mine), key.local, value.local))
 
-    return whole[0], whole[1], attach
+    return whole, attach

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.nn.slab_statistics import standardize_slab
+from jigsaw.nn.slab_statistics import slabs_cut, standardize_slab
 from jigsaw.ops.reductions import elements_per_value, global_moments, reducing_axes
-from jigsaw.slab_mesh import SLAB_AXIS, SlabMesh
 from jigsaw.tile import Tile
 
 
@@ -47,7 +46,7 @@ def standardize_tile(
     *Sends*: forward two all-reduces of one value a statistic, backward one of two values.
     """
     dims = tuple(dims)
-    if isinstance(x.mesh, SlabMesh) and SLAB_AXIS in reducing_axes(x.layout, dims):
+    if slabs_cut(x, *dims):
         return standardize_slab(x, dims, eps, weight, bias)
     if any(c.has_halo for d in dims for c in x.layout.dim(d)):
         return _standardize_composed(x, dims, eps, weight, bias)
