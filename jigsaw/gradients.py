@@ -22,6 +22,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
@@ -94,7 +95,7 @@ class GradientBucket:
     def is_full(self) -> bool:
         return all(p in self.arrived or not p.requires_grad for p in self.parameters)
 
-    def launch(self, mesh: DeviceMesh) -> None:
+    def launch(self, mesh: DeviceMesh, lends: bool) -> None:
         """Start the sum of all gradients, zeros where this rank has none, and of one flag each: whether there is one.
 
         bfloat16 and float16 are summed in float32; frozen parameters stay behind.
@@ -107,7 +108,7 @@ class GradientBucket:
             like = local_part(self.sent[0])
             wide = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
             self.flags = torch.tensor([p.grad is not None for p in self.sent], device=like.device).to(wide)
-            if len(self.sent) == 1 and like.nbytes >= _LENT_BYTES:
+            if lends and len(self.sent) == 1 and like.nbytes >= _LENT_BYTES:
                 self.flat = self._lend_gradient(self.sent[0], wide)
                 self.pending = [comm.start_sum(x, mesh, self.axes) for x in (self.flat, self.flags)]
             else:
@@ -231,7 +232,7 @@ class GradientReducer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, bucket_bytes: int) -> None:
-        self.enabled = True
+        self.enabled, self._lends = True, True
         self._mesh, self._bytes = mesh, bucket_bytes
         self._parameters = dict(parameters)
         self._buckets = make_buckets(
@@ -260,6 +261,8 @@ class GradientReducer:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Forget what a backward pass that raised has left; called before the forward pass."""
+        # DDP around the model reads every gradient where it lies, right when it has come
+        self._lends = getattr(DistributedDataParallel, "_active_ddp_module", None) is None
         if _current_task() == -1 and self._task != -1:
             for bucket in self._buckets:
                 bucket.settle(comm.rank_count(self._mesh, bucket.axes))
@@ -283,7 +286,7 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         with torch.no_grad():
-            self._buckets[self._next].launch(self._mesh)
+            self._buckets[self._next].launch(self._mesh, self._lends)
         self._next += 1
 
     def _finish(self) -> None:
@@ -296,7 +299,7 @@ class GradientReducer:
             for bucket in self._buckets:
                 if bucket.late:  # its own copy is out of date; the mean of means and further parts is exact
                     bucket.settle(comm.rank_count(self._mesh, bucket.axes))
-                    bucket.launch(self._mesh)
+                    bucket.launch(self._mesh, self._lends)
             for bucket in self._buckets:
                 bucket.finish(comm.rank_count(self._mesh, bucket.axes))
         self._next, self._task = 0, -1

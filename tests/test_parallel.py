@@ -170,10 +170,12 @@ def test_ten_steps_are_those_of_one_process(axes, mode):
 @pytest.mark.parametrize("reduce", [False, True], ids=["left to it", "twice"])
 @on_ranks(4)
 def test_ddp_around_it(reduce):
-    model, expected, mesh = _pair(Net, {"lat": 2, "lon": 2}, reduce=reduce)
+    model, expected, mesh = _pair(Net, {"lat": 2, "lon": 2}, reduce=reduce, bucket_bytes=1)
     wrapped = DistributedDataParallel(model)
     batch = _batch()
-    torch.testing.assert_close(_train(wrapped, _tiles(batch, mesh)), _train(expected, batch), rtol=1e-9, atol=0)
+    with pytest.MonkeyPatch.context() as patch:  # as if each gradient were large
+        patch.setattr("jigsaw.gradients._LENT_BYTES", 1)
+        torch.testing.assert_close(_train(wrapped, _tiles(batch, mesh)), _train(expected, batch), rtol=1e-9, atol=0)
     _assert_same_state(model, expected)
 
 
