@@ -30,6 +30,7 @@ from jigsaw.cut import RanksDifferError, ShardingError
 from jigsaw.debug import compare_calls
 from jigsaw.graph_calls import graph_call, is_shape_run, refuse_in_graph
 from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_group, mesh_patience, rank_at, ranks_along
+from jigsaw.slab_mesh import SlabMesh
 
 AxisNames = str | Sequence[str]
 SameOnRanks = (
@@ -164,7 +165,7 @@ def connect_ranks(mesh: DeviceMesh) -> None:
 
     Raises: `ShardingError` for a mesh of several axes on some of the ranks of a job that does not run on CPUs.
     """
-    if mesh.device_type == "cpu" or mesh.size() == 1:
+    if mesh.device_type == "cpu" or isinstance(mesh, SlabMesh) or mesh.size() == 1:
         return
     group = mesh_group(mesh)
     if group.size() > mesh.size():
@@ -442,6 +443,10 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
     *Sends*: the bytes of `x` once a rank (tree).
     """
     refuse_in_graph("a broadcast")
+    if isinstance(mesh, SlabMesh):  # all ranks run the same slab
+        if mesh.real is not None:
+            broadcast_first(x, mesh.real, axes)
+        return
     compare_calls(mesh, "broadcast", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return

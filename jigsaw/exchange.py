@@ -23,6 +23,7 @@ from jigsaw.graph_calls import graph_call, is_shape_run
 from jigsaw.kept_halos import keep_messages, kept_messages
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
+from jigsaw.slab_mesh import SlabMesh
 from jigsaw.transfers import BoxesByPeer, ExchangePlan, check_exchange, plan_exchange
 
 CutMargins = tuple[tuple[int, int], ...]
@@ -244,6 +245,8 @@ def _checked_plan(local: Tensor, source: Layout, target: Layout, mesh: DeviceMes
 
 
 def _check_layouts(source: Layout, target: Layout, mesh: DeviceMesh) -> None:
+    if isinstance(mesh, SlabMesh) and source is not target:
+        mesh.check_rows(source, target)
     if source.axes != axes_of_mesh(mesh):
         raise ShardingError(
             f"{source} is cut over mesh {dict(source.axes)}, but the mesh is {dict(axes_of_mesh(mesh))}"
@@ -288,6 +291,7 @@ def exchange_rows(
         return local
     # where an axis begins or ends to cut, copies become parts: the gradient is then no plain sum over who took a row
     if set(source.cut_axes) != set(target.cut_axes):
+        _check_layouts(source, target, mesh)
         raise ShardingError(f"exchange from {source} to {target} would change what is replicated; use redistribute")
     todo = _checked_plan(local, source, target, mesh)
     if source == target and margins is None:

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.mesh import axes_of_mesh, ranks_along
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.ops.reentrant import at_end_of_pass, outermost_pass
+from jigsaw.tile import lie_in_one_memory
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 
@@ -68,23 +70,32 @@ def local_part(x: Tensor) -> Tensor:
         return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
+_LENT_BYTES = 2**20  # of a gradient that is summed where it lies, at the price of one more message
+
+
 @dataclass(eq=False)
 class GradientBucket:
-    """Parameters whose gradients travel together, along `axes`; ``late`` when one changed after the bucket had left."""
+    """Parameters whose gradients travel together, along `axes`; ``late`` when one changed after the bucket had left.
+
+    A large gradient that is alone in its bucket is summed in its own memory, for a copy would cost as much again: it is
+    `lent` until then, and a part that comes late is a gradient of its own beside it.
+    """
 
     parameters: list[nn.Parameter]
     axes: tuple[str, ...]
     arrived: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
     sent: list[nn.Parameter] = field(default_factory=list[nn.Parameter])
     flat: Tensor | None = None
-    pending: comm.PendingWork | None = None
+    flags: Tensor | None = None
+    lent: Tensor | None = None
+    pending: Sequence[comm.PendingWork] | None = None
     late: bool = False
 
     @property
     def is_full(self) -> bool:
         return all(p in self.arrived or not p.requires_grad for p in self.parameters)
 
-    def launch(self, mesh: DeviceMesh) -> None:
+    def launch(self, mesh: DeviceMesh, lends: bool) -> None:
         """Start the sum of all gradients, zeros where this rank has none, and of one flag each: whether there is one.
 
         bfloat16 and float16 are summed in float32; frozen parameters stay behind.
@@ -92,33 +103,62 @@ class GradientBucket:
         # decided by requires_grad, which ranks have alike, never by whether there is a gradient: they must all sum the
         # same number of elements.  A flag tells apart a gradient of zeros and none.
         self.sent = [p for p in self.parameters if p.requires_grad]
-        self.pending, self.flat, self.late = comm.PendingWork((), ()), None, False
+        self.pending, self.flat, self.late = (), None, False
         if self.sent:
             like = local_part(self.sent[0])
             wide = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
-            flags = torch.tensor([p.grad is not None for p in self.sent], device=like.device)
-            self.flat = torch.cat([x.to(wide) for x in (*map(_flat_gradient, self.sent), flags)])
-            self.pending = comm.start_sum(self.flat, mesh, self.axes)
+            self.flags = torch.tensor([p.grad is not None for p in self.sent], device=like.device).to(wide)
+            if lends and len(self.sent) == 1 and like.nbytes >= _LENT_BYTES:
+                self.flat = self._lend_gradient(self.sent[0], wide)
+                self.pending = [comm.start_sum(x, mesh, self.axes) for x in (self.flat, self.flags)]
+            else:
+                self.flat = torch.cat([*(_flat_gradient(p).to(wide) for p in self.sent), self.flags])
+                self.flags = self.flat[-len(self.sent) :]
+                self.pending = [comm.start_sum(self.flat, mesh, self.axes)]
+
+    def _lend_gradient(self, parameter: nn.Parameter, wide: torch.dtype) -> Tensor:
+        """The gradient as it travels: its own memory, where that can be."""
+        flat = _flat_gradient(parameter).to(wide)
+        grad = parameter.grad
+        if grad is None or grad.requires_grad:  # of zeros that are nobody's, or wanted for a second derivative
+            return flat.clone()
+        if lie_in_one_memory(local_part(grad), flat):
+            self.lent, parameter.grad = grad, None
+        return flat
 
     def finish(self, ranks: int) -> None:
         """Wait for the sum and give every parameter its mean; one that no rank has a gradient for keeps none."""
-        if self.pending is not None and self.flat is not None:
-            self.pending.wait()
-            sizes = [local_part(p).numel() for p in self.sent]
-            *sums, flags = self.flat.split([*sizes, len(sizes)])
-            has = flags.tolist() if any(p.grad is None for p in self.sent) else [1.0] * len(sizes)
-            for p, total, there in zip(self.sent, sums, has, strict=True):
-                if there:
-                    _write_mean(p, total, ranks)
+        if self.pending is not None and self.flat is not None and self.flags is not None:
+            self._wait()
+            has = self.flags.tolist() if any(p.grad is None for p in self.sent) else [1.0] * len(self.sent)
+            means = self.flat.div_(ranks)
+            if self.lent is not None:
+                self.sent[0].grad = self.lent
+            else:
+                sizes = [local_part(p).numel() for p in self.sent]
+                for p, mean, there in zip(self.sent, means[: sum(sizes)].split(sizes), has, strict=True):
+                    if there:
+                        _write_mean(p, mean)
         self.forget()
 
-    def settle(self) -> None:
-        """Wait for what is under way, if anything."""
-        if self.pending is not None:
-            self.pending.wait()
+    def settle(self, ranks: int) -> None:
+        """Wait for what is under way, if anything.  A gradient that was lent comes back: the mean of what had left, and
+        what came later beside it, which is this rank's part.
+        """
+        self._wait()
+        if self.lent is not None and self.flat is not None:
+            self.flat.div_(ranks)
+            late = self.sent[0].grad
+            self.sent[0].grad = self.lent if late is None else self.lent.add_(late)
+            self.lent = None
+
+    def _wait(self) -> None:
+        for work in self.pending or ():
+            work.wait()
 
     def forget(self) -> None:
-        self.arrived, self.sent, self.flat, self.pending, self.late = set(), [], None, None, False
+        self.arrived, self.sent, self.pending, self.late = set(), [], None, False
+        self.flat = self.flags = self.lent = None
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
@@ -187,7 +227,7 @@ class GradientReducer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, bucket_bytes: int) -> None:
-        self.enabled = True
+        self.enabled, self._lends = True, True
         self._mesh, self._bytes = mesh, bucket_bytes
         self._parameters = dict(parameters)
         # the gradients of a single rank are whole: a bucket would be a copy of them
@@ -218,9 +258,11 @@ class GradientReducer:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Forget what a backward pass that raised has left; called before the forward pass."""
+        # DDP around the model reads every gradient where it lies, right when it has come
+        self._lends = getattr(DistributedDataParallel, "_active_ddp_module", None) is None
         if outermost_pass() == -1 and self._task != -1:
             for bucket in self._buckets:
-                bucket.settle()
+                bucket.settle(comm.rank_count(self._mesh, bucket.axes))
                 bucket.forget()
             self._next, self._task = 0, -1
 
@@ -241,7 +283,7 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         with torch.no_grad():
-            self._buckets[self._next].launch(self._mesh)
+            self._buckets[self._next].launch(self._mesh, self._lends)
         self._next += 1
 
     def _finish(self) -> None:
@@ -253,8 +295,8 @@ class GradientReducer:
         with torch.no_grad():
             for bucket in self._buckets:
                 if bucket.late:  # its own copy is out of date; the mean of means and further parts is exact
-                    bucket.settle()
-                    bucket.launch(self._mesh)
+                    bucket.settle(comm.rank_count(self._mesh, bucket.axes))
+                    bucket.launch(self._mesh, self._lends)
             for bucket in self._buckets:
                 bucket.finish(comm.rank_count(self._mesh, bucket.axes))
         self._next, self._task = 0, -1

@@ -170,10 +170,12 @@ def test_ten_steps_are_those_of_one_process(axes, mode):
 @pytest.mark.parametrize("reduce", [False, True], ids=["left to it", "twice"])
 @on_ranks(4)
 def test_ddp_around_it(reduce):
-    model, expected, mesh = _pair(Net, {"lat": 2, "lon": 2}, reduce=reduce)
+    model, expected, mesh = _pair(Net, {"lat": 2, "lon": 2}, reduce=reduce, bucket_bytes=1)
     wrapped = DistributedDataParallel(model)
     batch = _batch()
-    torch.testing.assert_close(_train(wrapped, _tiles(batch, mesh)), _train(expected, batch), rtol=1e-9, atol=0)
+    with pytest.MonkeyPatch.context() as patch:  # as if each gradient were large
+        patch.setattr("jigsaw.gradients._LENT_BYTES", 1)
+        torch.testing.assert_close(_train(wrapped, _tiles(batch, mesh)), _train(expected, batch), rtol=1e-9, atol=0)
     _assert_same_state(model, expected)
 
 
@@ -858,3 +860,44 @@ def _weights_elsewhere():
 def test_misuse_is_told(body, message):
     with pytest.raises((ShardingError, TypeError), match=f"(?s){message}"):
         body()
+
+
+class _BackwardWithin(torch.autograd.Function):
+    """The identity, whose gradient makes another backward pass to the same weight."""
+
+    @staticmethod
+    def forward(ctx, x, again):
+        ctx.again = again
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        with torch.enable_grad():
+            ctx.again().backward()
+        return grads[0], None
+
+
+@on_ranks(2)
+def test_a_large_gradient_is_summed_where_it_lies():
+    net = nn.Linear(400, 400).double()  # 1.28 MB, alone in its bucket
+    torch.manual_seed(0)
+    x = torch.randn(10, 400, dtype=torch.float64)
+    mesh = world_mesh(lat=2)
+    model = jigsaw.parallelize(copy.deepcopy(net), mesh, bucket_bytes=1)
+    tile = jigsaw.shard(x, mesh, ("lat", None))
+    model.weight.grad = mine = torch.zeros_like(model.weight)
+    for times in (1, 2):  # the second adds to the first
+        model(tile).square().mean().backward()
+        net(x).square().mean().backward()
+        assert model.weight.grad is mine
+        torch.testing.assert_close(mine, net.weight.grad)
+        torch.testing.assert_close(model.bias.grad, net.bias.grad, msg=f"after {times}")
+    # a part that comes when the sum is under way
+    model.zero_grad()
+    net.zero_grad()
+    tile.local.requires_grad_()
+    inside = _BackwardWithin.apply(tile.local * 1.0, lambda: model(tile).square().mean())
+    model(jigsaw.from_local(inside, mesh, ("lat", None), (10, 400))).square().mean().backward()
+    (2 * net(x).square().mean()).backward()
+    torch.testing.assert_close(model.weight.grad, net.weight.grad)
+    torch.testing.assert_close(model.bias.grad, net.bias.grad)

@@ -11,11 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import jigsaw
-from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.testing import assert_same_on_every_mesh
 
 F64 = torch.float64
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
@@ -63,8 +59,10 @@ class Net(nn.Module):
             level = level + 0.1 * some
         x, condition = reentrant(self.twice, x, condition)
         weighed = reentrant(lambda x, w, k: (x * w.sum() + k, k * w), x, self.scale, condition.mean())
-        return weighed[0] + x.amax(), weighed[1].sum() * level, checkpoint_sequential(
-            [nn.Tanh(), nn.Sigmoid()], 2, x, use_reentrant=True
+        return (
+            weighed[0] + x.amax(),
+            weighed[1].sum() * level,
+            checkpoint_sequential([nn.Tanh(), nn.Sigmoid()], 2, x, use_reentrant=True),
         )
 
 

@@ -25,6 +25,7 @@ from jigsaw.nn import (
 )
 from jigsaw.nn.attention import explain_attention
 from jigsaw.nn.attention_ways import attention_way
+from jigsaw.nn.chunked import chunked
 from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from jigsaw.nn.ensemble_loss import crps_loss
 from jigsaw.nn.heads import MultiheadAttention
@@ -71,6 +72,7 @@ __all__ = [
     "adaptive",
     "attention",
     "attention_way",
+    "chunked",
     "conv",
     "crps_loss",
     "dice_loss",

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.cut import ShardingError
+from jigsaw.cut import ShardingError, whole_dim
 from jigsaw.exchange import redistribute_rows
 from jigsaw.layout import Layout
 from jigsaw.mesh import has_every_rank
@@ -52,6 +52,7 @@ from jigsaw.nn.rank_order import take_owned_rows
 from jigsaw.nn.rank_split import RankSplit, SplitAxes
 from jigsaw.nn.ring_attention import RingOptions, ring_attention
 from jigsaw.nn.ring_order import QueryMirror
+from jigsaw.nn.slab_statistics import keys_of_all_slabs, slabs_cut
 from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.random_numbers import global_index, shared_seed
 from jigsaw.tile import Tile, implements_torch, shared_mesh, tiles_in
@@ -162,6 +163,8 @@ class _AttentionCall:
 def _attend(query: Any, key: Any, value: Any, call: _AttentionCall, enable_gqa: bool = False) -> Tile:
     """`scaled_dot_product_attention` with several masks, the way that is said or chosen."""
     shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
+    if any(isinstance(x, Tile) and slabs_cut(x, x.ndim - 2) for x in (key, value)):
+        return _attend_over_slabs((query, key, value), call, shared_by)
     plan = _plan_of((query, key, value), call.masks, shared_by)
     if plan is None or (shared_by > 1 and (plan.keys_alone or call.dropout)):
         key, value = (_repeat_heads(x, shared_by) for x in (key, value))
@@ -258,6 +261,28 @@ def _attend_to_gathered(operands: Sequence[Any], call: _AttentionCall, plan: Att
         out = out.new_zeros(plan.out.local_shape(like.coordinate))
         out = out + sum(x.relu().sum() for x in (q, k, v, mask) if x is not None and x.is_floating_point())
     return Tile(out, plan.out, like.mesh)
+
+
+def _attend_over_slabs(operands: Sequence[Any], call: _AttentionCall, shared_by: int) -> Tile:
+    """Attention of a slab's queries to the keys of all slabs (`jigsaw.nn.chunked`)."""
+    query, key, value = operands
+    alike = all(isinstance(x, Tile) and x.layout.dims()[:-2] == query.layout.dims()[:-2] for x in operands)
+    if not alike or call.dropout or any(not x.layout.complete_dims[-1] for x in operands):
+        raise ShardingError(
+            f"{ATTENTION_NAME} over slabs (jigsaw.nn.chunked): query, key and value are to be tiles with the same batch "
+            f"and heads, whole features, and dropout 0, not {call.dropout}; chunk the modules before and after it instead"
+        )
+    query = query.owned()
+    whole, attach = keys_of_all_slabs(key, value)
+    layouts = (query.layout, *(layout for _, layout in whole))
+    plan = plan_attention(layouts, _shapes_of(operands), shared_by)
+    assert plan is not None
+    sizes = query.shape[-2], key.shape[-2]
+    has_mask = bool(call.masks) or call.is_causal
+    mask = _local_mask(call.masks, call.is_causal, plan.cuts, sizes, query) if has_mask else None
+    k, v = (x for x, _ in whole)
+    y = F.scaled_dot_product_attention(query.local, k, v, mask, scale=call.scale, enable_gqa=shared_by > 1)
+    return Tile(attach(y), query.layout.replace_dim(query.ndim - 1, whole_dim(v.shape[-1])), query.mesh)
 
 
 def _attend_around_ring(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> Tile:

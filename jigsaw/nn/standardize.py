@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.nn.norm_images import NormImages, as_norm_images
+from jigsaw.nn.slab_statistics import slabs_cut, standardize_slab
 from jigsaw.ops.reductions import elements_per_value, global_moments, reducing_axes
 from jigsaw.tile import Tile
 
@@ -46,6 +47,8 @@ def standardize_tile(
     *Sends*: forward two all-reduces of one value a statistic, backward one of two values.
     """
     dims = tuple(dims)
+    if slabs_cut(x, *dims):
+        return standardize_slab(x, dims, eps, weight, bias)
     if any(c.has_halo for d in dims for c in x.layout.dim(d)):
         return _standardize_composed(x, dims, eps, weight, bias)
     axes = reducing_axes(x.layout, dims)

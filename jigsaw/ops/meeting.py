@@ -3,8 +3,9 @@
 **The rule.**  Where tiles meet along a dim, all take the cut points of one of them.  Where an axis cuts another dim in
 one of them, they first come to the cuts of one, which moves whole tiles: `jigsaw.ops.common_axes` has that rule.
 
-1. It is the one at whose points the fewest bytes have to travel, summed over all ranks; of equals the first argument's.
-   A row that a rank holds already, as its own or in its halo, does not travel.
+1. It is the one at whose points the fewest bytes have to travel, summed over all ranks; of equals the one at whose
+   points the most rows of a rank are the fewest, then the first argument's.  A row that a rank holds already, as its
+   own or in its halo, does not travel.
 2. In place the target stays, and the others come to it.
 3. A tile that nothing cuts along the dim is cut there: nothing is sent, for every rank has its rows.
 4. A halo stays as far as it reaches around the rows that a rank then owns; none is fetched.
@@ -161,7 +162,9 @@ def _winning_cuts(
         )
         for option in options
     ]
-    return groups[options[sent.index(min(sent))]]
+    # of equals the one at whose points the rank with the most rows has the fewest: it needs the most memory
+    most = [math.prod(max(b - a for a, b in pairwise(c.points)) for c in groups[option]) for option in options]
+    return groups[min(zip(sent, most, options, strict=True), key=lambda o: o[:2])[2]]
 
 
 def _is_cut_alike(group: _Group, other: _Group) -> bool:

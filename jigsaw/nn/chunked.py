@@ -1,0 +1,503 @@
+"""`jigsaw.nn.chunked`: a module run over slabs of the tile, one after the other, and again in the backward pass.
+
+A slab is what a rank of a finer mesh would have (`jigsaw.slab_mesh`), so the module is run on it as on any tile: the
+rows that it reads beyond a slab are slices of the tile, or come from neighbours, and each layer makes what they
+suffice for.  For the backward pass the inputs are kept; of what lies between there is one slab's at a time.
+
+Norms over positions need a value of all slabs: y = F(x, s), s = S(x), where s is a mean and a sum of squares.  The
+slabs are run up to the norm, which gives s, and then to the end, with s as if it were a weight.  Backward first the
+gradient of s is summed over the slabs; then x gets both, that of F with s fixed, and that of s: for a row x of n,
+
+    dL/dx = dF/dx + dL/dmean / n + 2 (x - mean) dL/dsquares.
+
+With a second norm it is y = F(x, s, t), t = T(x, s), and so on: each costs one pass more, forward and backward.  Keys
+and values of attention over the dim that slabs cut are such an s, too.
+
+>>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(4, 1, 3, padding=1))
+>>> net = jigsaw.nn.chunked(net, slabs=4)
+>>> net(torch.randn(1, 1, 16, 16)).shape
+torch.Size([1, 1, 16, 16])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call  # pyright: ignore[reportUnknownVariableType]
+
+from jigsaw.cut import Cut, ShardingError, box_shape, cut_points
+from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint
+from jigsaw.layout import Layout, MeshCoordinate
+from jigsaw.mesh import mesh_coordinate
+from jigsaw.nn.slab_statistics import SlabPaused, SlabRun, SlabStatistic
+from jigsaw.nn.weights import is_dtensor
+from jigsaw.ops.plain_operands import AVERAGED_MARK, plain_operand
+from jigsaw.ops.random_numbers import random_states
+from jigsaw.slab_mesh import CHUNKED_NAME, SLAB_AXIS, RowsMissing, SlabMesh
+from jigsaw.stencil_rules import ceil_div
+from jigsaw.tile import Tile, shared_mesh, tiles_in
+
+M = TypeVar("M", bound=nn.Module)
+
+# For the axes of a cut: rows below and above that a slab holds, and whether the dim is a circle.
+_HaloWidths = dict[tuple[str, ...], tuple[int, int, bool]]
+
+
+def chunked(module: M, slabs: int, dim: int = 2, align: int = 1) -> M:
+    """Let `module` compute over `slabs` slabs of its input along `dim`, recomputed in the backward pass: exactly.
+
+    Returns `module` itself, with the same parameters; what it takes and gives stays the same, on tiles and on plain
+    tensors.  Each rank cuts its own rows into slabs, at multiples of `align` (the strides within, for less overlap).
+    Submodules can be chunked one by one (``unet.encoder1``): between them tensors are whole.
+
+    Memory: for the backward pass the inputs are kept; the peak is the output, the gradients of inputs and outputs, and
+    what the module needs for 1 / `slabs` of the rows and the halo that they read.  Compute: a pass over all slabs for
+    each norm over positions (batch, instance, group norm in training) and each attention along `dim`, and one more; the
+    same again backward.  So a step without those costs 4/3 of an unchunked one, a convolution with a norm 2 times, two
+    of them 2.7 times: smaller modules cost less and keep more.
+
+    *Shapes*: unchanged.
+    *Sends*: in every pass the rows that the module's output rows need of neighbours, for all its layers at once;
+    backward their gradients.  A norm sends a mean and a sum of squares, backward their gradients; an attention all keys
+    and values, to every rank that cuts tokens, as an all-reduce.
+    *Raises*: `ShardingError` for fewer rows than slabs on a rank, tiles that are cut differently along `dim`, weights
+    that are cut (DTensors), results without slabs, and, when it runs, functions that need all slabs at once.
+
+    The method is that of activation checkpointing (Chen et al., arXiv 1604.06174), over slabs of space.
+
+    >>> block = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+    >>> mesh = jigsaw.init_mesh(lat=1)
+    >>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
+    >>> jigsaw.nn.chunked(block, slabs=3)(tile).shape
+    torch.Size([2, 8, 9, 16])
+    """
+    if isinstance(module.forward, ChunkedForward):
+        raise ShardingError(f"{CHUNKED_NAME}: this {type(module).__name__} is chunked already; call it once")
+    try:
+        wanted = index(slabs)
+    except TypeError:
+        wanted = 0
+    if wanted < 2:
+        raise ShardingError(f"{CHUNKED_NAME}: slabs={slabs!r} must be a whole number, 2 or more")
+    cut_points(0, wanted, align=align)  # raises: align
+    module.forward = ChunkedForward(module, wanted, dim, align)
+    return module
+
+
+@dataclass(frozen=True)
+class _TensorSlot:
+    """The place of a tile, or of a plain tensor, among those that were given or came out."""
+
+    place: int
+    is_tile: bool
+
+
+class ChunkedForward:
+    """The forward pass of a chunked module, in the place of its own."""
+
+    def __init__(self, module: nn.Module, slabs: int, dim: int, align: int) -> None:
+        self.module, self.slabs, self.dim, self.align = module, slabs, dim, align
+        self.inside: Callable[..., Any] = module.forward
+        self.widths: dict[Any, list[_HaloWidths]] = {}  # by the layouts of the inputs, for each pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tiles = list(tiles_in((args, kwargs)))
+        if any(isinstance(t.mesh, SlabMesh) for t in tiles):  # a chunked module within a chunked one
+            return self.inside(*args, **kwargs)
+        mesh = shared_mesh(tiles) if tiles else None
+        given, plain = list[Tile](), list[Tensor]()
+
+        def as_slot(x: Tensor) -> _TensorSlot:
+            is_tile = isinstance(x, Tile)
+            if not tiles and not given:  # plain tensors: the first is the one that is cut, as if one rank had it
+                is_tile = True
+                x = Tile(x, Layout.of(x.shape, (None,) * x.ndim, ()), cast(DeviceMesh, SlabMesh((), (), x.device.type)))
+            if isinstance(x, Tile):
+                given.append(x.owned())
+            else:
+                plain.append(x)
+            return _TensorSlot(len(given if is_tile else plain) - 1, is_tile)
+
+        structure = _replaced((args, kwargs), Tensor, as_slot)
+        if not given:
+            raise ShardingError(f"{CHUNKED_NAME}: {type(self.module).__name__} was given no tensor that could be cut")
+        named = dict(self.module.named_parameters())
+        cut = [name for name, p in named.items() if is_dtensor(p)]
+        if cut:
+            raise ShardingError(
+                f"{CHUNKED_NAME}: parameter {cut[0]!r} of {type(self.module).__name__} is cut (a DTensor), but slabs "
+                "are computed with whole weights; leave them whole, or let the module be gathered at once (units=)"
+            )
+        job = _SlabJob(self, structure, given, mesh, list(named))
+        operands = [*plain, *named.values()]
+        if mesh is not None:
+            operands = [plain_operand(x, given[0]) for x in operands]
+        found = _RunSlabs.apply(job, *(t.local for t in given), *operands)
+        assert job.result is not None
+
+        def finished(slot: _TensorSlot) -> Any:
+            y = cast(tuple[Tensor, ...], found)[slot.place]
+            return y if mesh is None else Tile(y, job.out_layouts[slot.place], mesh)
+
+        return _replaced(job.result[0], _TensorSlot, finished)
+
+
+def _replaced(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A structure of tuples, lists and dicts with all values of a kind changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        values = [_replaced(v, kind, change) for v in cast(Sequence[Any], value)]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    if isinstance(value, dict):
+        return type(value)((k, _replaced(v, kind, change)) for k, v in cast(dict[Any, Any], value).items())
+    return value
+
+
+class _RunSlabs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, job: _SlabJob, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found = job.run_forward(tensors)
+        ctx.job = job
+        ctx.save_for_backward(*tensors)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.job.run_backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
+
+
+class _InsideForward(nn.Module):
+    """The module's own forward pass, as a module whose weights `functional_call` can replace."""
+
+    def __init__(self, forward: ChunkedForward) -> None:
+        super().__init__()
+        self.inner = forward.module
+        self.inside = forward.inside
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inside(*args, **kwargs)
+
+
+class _SlabJob:
+    """One call of a chunked module: what it was given, how that lies in slabs, and what its statistics were."""
+
+    def __init__(
+        self, chunk: ChunkedForward, structure: Any, given: Sequence[Tile], mesh: DeviceMesh | None, names: list[str]
+    ) -> None:
+        self.slabs, self.structure, self.mesh, self.names = chunk.slabs, structure, mesh, names
+        self.dim, self.align = chunk.dim, chunk.align
+        self.name = type(chunk.module).__name__
+        self.runner = _InsideForward(chunk)
+        self.source_mesh = given[0].mesh
+        self.layouts = [t.layout for t in given]
+        self.coordinate: MeshCoordinate = () if mesh is None else mesh_coordinate(mesh)
+        self.device = given[0].local.device
+        self.points = self._slab_points()
+        self.widths = chunk.widths.setdefault((*self.layouts, chunk.module.training), [{}])
+        # what the module draws and changes must be alike for all slabs and in the backward pass
+        self.random = random_states(given[0])
+        self.buffers = {f"inner.{name}": b.clone() for name, b in chunk.module.named_buffers()}
+        self.autocast = (
+            torch.is_autocast_enabled(self.device.type),
+            torch.get_autocast_dtype(self.device.type),
+        )
+        self.statistics: list[SlabStatistic] = []
+        self.out_layouts: list[Layout] = []
+        self.result: tuple[Any] | None = None
+
+    # -- geometry -----------------------------------------------------------------------------------------------------
+
+    def _slab_points(self) -> tuple[int, ...]:
+        """Where the slabs of all ranks begin."""
+        first = self.layouts[0]
+        if not -first.ndim <= self.dim < first.ndim:
+            raise ShardingError(
+                f"{CHUNKED_NAME}: dim={self.dim} of a tensor of shape {first.shape}; say one that it has"
+            )
+        dim = self.dim % first.ndim
+        for layout in self.layouts:
+            if (
+                layout.ndim <= dim
+                or len(layout.dim(dim)) > 1
+                or not layout.dim(dim)[0].has_same_rows(first.dim(dim)[0])
+            ):
+                raise ShardingError(
+                    f"{CHUNKED_NAME}: {self.name} was given tiles {first} and {layout}, which have no one dim {dim} with "
+                    "the same cuts to part into slabs; pass what is not cut as plain tensors, unflatten dims, or say dim="
+                )
+        self.dim = dim
+        cut = first.dim(dim)[0]
+        points = [0]
+        for piece in range(cut.pieces):
+            start, stop = cut.owned(piece)
+            inner = cut_points(stop - start, self.slabs, align=self.align)
+            if any(a == b for a, b in zip(inner, inner[1:], strict=False)):
+                raise ShardingError(
+                    f"{CHUNKED_NAME}: slabs={self.slabs} of dim {dim}, of which a rank has {stop - start} rows in blocks "
+                    f"of align={self.align}: each slab needs a block; use fewer slabs, or another dim"
+                )
+            points += [start + p for p in inner[1:]]
+        return tuple(points)
+
+    def _slab_layout(self, layout: Layout, widths: _HaloWidths) -> Layout:
+        """How the finer mesh has an input: its slabs, with the halo that they were found to need."""
+        dims = [list(group) for group in layout.dims()]
+        cut = dims[self.dim][0]
+        dims[self.dim] = [Cut(cut.size, self.points, (*cut.axes, SLAB_AXIS))]
+        wide = [[_with_width(c, widths) for c in group] for group in dims]
+        return Layout.from_dims(wide, (*layout.axes, (SLAB_AXIS, self.slabs)))
+
+    def _source_target(self, layout: Layout, fine: Layout, slab: int) -> Layout:
+        """What the ranks fetch for their slab of that number."""
+        for d, group in enumerate(fine.dims()):
+            held = [c.held[slab :: self.slabs] if SLAB_AXIS in c.axes else c.held for c in group]
+            layout = layout.replace_dim(d, *(c.holding(h) for c, h in zip(layout.dim(d), held, strict=True)))
+        return layout
+
+    def _out_layout(self, fine: Layout) -> Layout:
+        """How the ranks have a result, whose slabs lie on the finer mesh as `fine`."""
+        if SLAB_AXIS not in fine.cut_axes:
+            raise ShardingError(
+                f"{CHUNKED_NAME}: {self.name} gives a result of shape {fine.shape} that has no slabs; chunk the modules "
+                "before it"
+            )
+
+        def merged(c: Cut) -> Cut:
+            if SLAB_AXIS not in c.axes:
+                return c.bare()
+            return Cut(c.size, c.points[:: self.slabs], tuple(a for a in c.axes if a != SLAB_AXIS))
+
+        return Layout.from_dims([[merged(c) for c in group] for group in fine.dims()], self.layouts[0].axes)
+
+    def _slab_box(self, tile: Tile, layout: Layout) -> tuple[list[int], tuple[slice, ...]]:
+        """A rank's shape of a result, an entry a cut, and the box of it that a slab without halo is."""
+        whole, mine = layout.owned(self.coordinate), tile.layout.owned(tile.coordinate)
+        return list(box_shape(whole)), tuple(
+            slice(a - low, b - low) for (a, b), (low, _) in zip(mine, whole, strict=True)
+        )
+
+    def _widen(self, missing: RowsMissing, widths: _HaloWidths) -> None:
+        """Let slabs hold the rows that were missing, counted in rows of the input."""
+        for axes, (below, above, size, wraps) in missing.lacking.items():
+            found = [c for layout in self.layouts for c in self._slab_layout(layout, {}).cuts if c.axes == axes]
+            low, high, wrapped = widths.get(axes, (0, 0, False))
+            rows = found[0].size if found else 0
+            if min(low, high) >= rows or max(low, high) > rows:
+                raise ShardingError(
+                    f"{CHUNKED_NAME}: a function of {self.name} reads rows of the whole dim that {axes} cut, or "
+                    "around a circle that a layer before it does not close; chunk the submodules before and after it, "
+                    "or cut another dim into slabs with dim="
+                )
+            wide = low + ceil_div(below * rows, size), high + ceil_div(above * rows, size)
+            widths[axes] = min(wide[0], rows), min(wide[1], rows), wrapped or wraps
+
+    # -- one slab -----------------------------------------------------------------------------------------------------
+
+    def _take_slab(self, locals_: Sequence[Tensor], fine: Sequence[Layout], slab: int) -> list[Tensor]:
+        found: list[Tensor] = []
+        for x, layout, wide in zip(locals_, self.layouts, fine, strict=True):
+            target = self._source_target(layout, wide, slab)
+            found += AsyncExchange(x, layout, [target], self.source_mesh).wait()
+        return found
+
+    def _run_slab(
+        self,
+        slab: int,
+        fine: Sequence[Layout],
+        inputs: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        known: Sequence[SlabStatistic],
+        buffers: dict[str, Tensor],
+    ) -> list[Tile]:
+        """The results of a slab, without halo."""
+        place = SlabMesh(fine[0].axes, (*self.coordinate, slab), self.device.type, self.mesh, SlabRun(known))
+        plain = operands[: len(operands) - len(self.names)]
+        tiles = [Tile(x, layout, cast(DeviceMesh, place)) for x, layout in zip(inputs, fine, strict=True)]
+
+        def given(slot: _TensorSlot) -> Tensor:
+            return tiles[slot.place] if slot.is_tile else plain[slot.place]
+
+        args, kwargs = _replaced(self.structure, _TensorSlot, given)
+        weights = {f"inner.{n}": p for n, p in zip(self.names, operands[len(plain) :], strict=True)}
+        self._set_random(self.random)
+        out = functional_call(self.runner, {**weights, **buffers}, args, kwargs)
+        found = list[Tile]()
+
+        def kept(y: Tensor) -> _TensorSlot:
+            if not isinstance(y, Tile):
+                raise ShardingError(
+                    f"{CHUNKED_NAME}: {self.name} gives a plain tensor of shape {tuple(y.shape)}, which has no slabs; "
+                    "chunk the modules before it"
+                )
+            found.append(y.owned())
+            return _TensorSlot(len(found) - 1, True)
+
+        self.result = (_replaced(out, Tensor, kept),)
+        return found
+
+    def _set_random(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], self.device)
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """As they were before the first slab: each slab changes its own."""
+        return {name: b.clone() for name, b in self.buffers.items()}
+
+    def _as_leaves(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+        replicas = self.layouts[0].replicas
+        leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
+        for leaf in leaves:
+            setattr(leaf, AVERAGED_MARK, replicas)  # it was scaled where it entered: within, once more by 1
+        return leaves
+
+    # -- all slabs ----------------------------------------------------------------------------------------------------
+
+    def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results, once as many passes have found the statistics as there are."""
+        operands = self._as_leaves(tensors[len(self.layouts) :], [False] * (len(tensors) - len(self.layouts)))
+        while True:
+            if len(self.widths) <= len(self.statistics):
+                self.widths.append(dict(self.widths[-1]))
+            try:
+                found = self._run_pass(tensors[: len(self.layouts)], operands)
+            except RowsMissing as missing:  # all ranks find the same, before they make anything of it
+                self._widen(missing, self.widths[len(self.statistics)])
+                continue
+            if found is not None:
+                return tuple(found)
+
+    def _run_pass(self, locals_: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor] | None:
+        fine = [self._slab_layout(layout, self.widths[len(self.statistics)]) for layout in self.layouts]
+        whole, parts = list[Tensor](), list[Any]()
+        last: SlabPaused | None = None
+        for slab in range(self.slabs):
+            buffers = self._own_buffers()
+            try:
+                found = self._run_slab(
+                    slab, fine, self._take_slab(locals_, fine, slab), operands, self.statistics, buffers
+                )
+            except SlabPaused as paused:
+                last = paused
+                parts.append(paused.part.counted())
+                continue
+            if slab == 0:
+                self.out_layouts = [self._out_layout(y.layout) for y in found]
+                whole = [
+                    y.local.new_empty(self._slab_box(y, o)[0]) for y, o in zip(found, self.out_layouts, strict=True)
+                ]
+                changed = buffers
+            for into, y, layout in zip(whole, found, self.out_layouts, strict=True):
+                part = into[self._slab_box(y, layout)[1]]
+                part.copy_(y.local.reshape(part.shape))
+        if last is not None:
+            self.statistics.append(last.part.merge(parts, self.mesh))
+            return None
+        self._keep_changes(changed)
+        return [y.reshape(o.local_shape(self.coordinate)) for y, o in zip(whole, self.out_layouts, strict=True)]
+
+    def _keep_changes(self, buffers: dict[str, Tensor]) -> None:
+        """Running statistics and the like, which each slab has changed alike."""
+        for name, mine in self.runner.named_buffers():
+            if buffers[name]._version:
+                mine.copy_(buffers[name])
+
+    def run_backward(
+        self, tensors: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of `tensors`: of statistics first, from the last to the first."""
+        inputs, operands = tensors[: len(self.layouts)], tensors[len(self.layouts) :]
+        before = random_states(Tile(inputs[0], self.layouts[0], self.source_mesh))
+        enabled, dtype = self.autocast
+        with torch.enable_grad(), torch.autocast(self.device.type, dtype, enabled, cache_enabled=False):
+            known = [SlabStatistic(s.values, s.axes) for s in self.statistics]
+            for at in reversed(range(len(known))):
+                parts = self._gradient_of_statistic(at, known, inputs, operands, grads)
+                known[at] = SlabStatistic(
+                    known[at].values, known[at].axes, known[at].summed_over_ranks(parts, self.mesh)
+                )
+            found = self._gradients_of_tensors(known, inputs, operands, grads, needs)
+        self._set_random(before)
+        return found
+
+    def _slab_gradients(
+        self, ys: Sequence[Tile], grads: Sequence[Tensor], wanted: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for y, g, layout in zip(ys, grads, self.out_layouts, strict=True):
+            shape, box = self._slab_box(y, layout)
+            if y.local.requires_grad:
+                pairs.append((y.local, g.reshape(shape)[box].reshape(y.local.shape)))
+        if not pairs or not wanted:
+            return [None] * len(wanted)
+        roots, given = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(roots, wanted, given, allow_unused=True))
+
+    def _gradient_of_statistic(
+        self,
+        at: int,
+        known: Sequence[SlabStatistic],
+        inputs: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        grads: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """This rank's part; nothing before the statistic is differentiated."""
+        totals = [torch.zeros_like(v) for v in known[at].values]
+        weights = self._as_leaves(operands, [False] * len(operands))
+        fine = [self._slab_layout(layout, self.widths[len(known)]) for layout in self.layouts]
+        for slab in range(self.slabs):
+            leaves = [v.detach().requires_grad_() for v in known[at].values]
+            mine = [*known[:at], SlabStatistic(tuple(leaves), known[at].axes), *known[at + 1 :]]
+            taken = self._take_slab(inputs, fine, slab)
+            ys = self._run_slab(slab, fine, taken, weights, mine, self._own_buffers())
+            for total, g in zip(totals, self._slab_gradients(ys, grads, leaves), strict=True):
+                if g is not None:
+                    total.add_(g)
+        return totals
+
+    def _gradients_of_tensors(
+        self,
+        known: Sequence[SlabStatistic],
+        inputs: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
+        fine = [self._slab_layout(layout, self.widths[len(known)]) for layout in self.layouts]
+        weights = self._as_leaves(operands, needs[len(inputs) :])
+        found = [torch.zeros_like(x) if needed else None for x, needed in zip((*inputs, *operands), needs, strict=True)]
+        for slab in range(self.slabs):
+            taken = [
+                x.requires_grad_(needed) for x, needed in zip(self._take_slab(inputs, fine, slab), needs, strict=False)
+            ]
+            ys = self._run_slab(slab, fine, taken, weights, known, self._own_buffers())
+            wanted = [x for x in (*taken, *weights) if x.requires_grad]
+            of_slab = iter(self._slab_gradients(ys, grads, wanted))
+            del ys
+            for place, total in enumerate(found):
+                if total is None:
+                    continue
+                g = next(of_slab)
+                if place >= len(inputs):
+                    if g is not None:
+                        total.add_(g)
+                    continue
+                # halos are fetched from neighbours, so their gradients go back, also where a rank has none to give
+                target = self._source_target(self.layouts[place], fine[place], slab)
+                back = torch.zeros_like(taken[place]) if g is None else g
+                AsyncExchangeAdjoint([back], self.layouts[place], [target], self.source_mesh).wait(total)
+        return found
+
+
+def _with_width(cut: Cut, widths: _HaloWidths) -> Cut:
+    below, above, wraps = widths.get(cut.axes, (0, 0, False))
+    return cut.with_halo(below, above, wraps) if below or above else cut.bare()

@@ -1,0 +1,239 @@
+"""What a slab needs of all slabs: the moments of a norm, the keys and values of an attention (`jigsaw.nn.chunked`).
+
+Each is a function s of the whole input that the rest of the module reads like a weight.  Slabs are run up to it and say
+their part (`SlabPaused`); then they are run with its values, and, backward, with its gradient, which the slab's own
+rows then get beside their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.cut import box_shape, box_slices
+from jigsaw.layout import Layout
+from jigsaw.ops.reductions import elements_per_value, reducing_axes
+from jigsaw.slab_mesh import SLAB_AXIS, SlabMesh
+from jigsaw.tile import Tile
+
+
+@dataclass
+class SlabStatistic:
+    """The values, alike on the ranks along `axes`, and, once they are known, their gradients, summed over these."""
+
+    values: tuple[Tensor, ...]
+    axes: tuple[str, ...]
+    gradients: tuple[Tensor, ...] | None = None
+
+    def summed_over_ranks(self, parts: Sequence[Tensor], mesh: DeviceMesh | None) -> tuple[Tensor, ...]:
+        return tuple(parts) if mesh is None else tuple(comm.all_reduce(x, mesh, self.axes) for x in parts)
+
+
+class SlabPaused(BaseException):
+    """A slab has come to a statistic that is not known yet; `part` is the slab's share in it."""
+
+    def __init__(self, part: MomentsPart | KeysPart) -> None:
+        super().__init__(part)
+        self.part = part
+
+
+class SlabRun:
+    """One run of a module over one slab: which statistics are known, in the order in which the module asks."""
+
+    def __init__(self, known: Sequence[SlabStatistic]) -> None:
+        self._known, self._next = known, 0
+
+    def statistic(self, part: MomentsPart | KeysPart) -> SlabStatistic:
+        """The next one, or `SlabPaused`."""
+        if self._next == len(self._known):
+            raise SlabPaused(part)
+        self._next += 1
+        return self._known[self._next - 1]
+
+
+def _axes_of_ranks(axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(a for a in axes if a != SLAB_AXIS)
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MomentsPart:
+    """The rows of a slab that a norm takes its statistics over: `x` without halo along `dims`."""
+
+    x: Tile
+    dims: tuple[int, ...]
+
+    def counted(self) -> tuple[int, Tensor, Tensor]:
+        """(rows, mean, sum of squared deviations); the slab itself can be forgotten then."""
+        rows = math.prod(self.x.local.shape[d] for d in self.dims)
+        x = self.x.local.detach()
+        if not rows:  # another dim leaves this rank without any
+            none = x.new_zeros([1 if d in self.dims else n for d, n in enumerate(x.shape)])
+            return 0, none, none
+        spread, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
+        return rows, mean, spread * rows
+
+    def merge(self, parts: Sequence[tuple[int, Tensor, Tensor]], mesh: DeviceMesh | None) -> SlabStatistic:
+        """The mean and the sum of squared deviations over all slabs of all ranks (Chan, Golub and LeVeque, 1979)."""
+        axes = _axes_of_ranks(reducing_axes(self.x.layout, self.dims))
+        count = elements_per_value(self.x, self.dims)
+
+        def over_ranks(value: Tensor) -> Tensor:
+            return value if mesh is None else comm.all_reduce(value, mesh, axes)
+
+        sums = torch.stack([rows * mean for rows, mean, _ in parts]).sum(0)
+        mean = over_ranks(sums) / count
+        squares = torch.stack([own + rows * (center - mean).square() for rows, center, own in parts]).sum(0)
+        return SlabStatistic((mean, over_ranks(squares)), axes)
+
+
+class _StandardizeSlab(torch.autograd.Function):
+    """y = (x - mean) / sqrt(squares / count + eps) * weight + bias, and the gradient of mean and squares for the rows
+    of x that they were made of.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        squares: Tensor,
+        how: tuple[tuple[int, ...], float, int],
+        own: tuple[slice, ...],
+        gradients: tuple[Tensor, ...] | None,
+    ) -> Tensor:
+        dims, eps, count = how
+        inverse = torch.rsqrt(squares / count + eps)
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        ctx.how, ctx.of_all = (dims, count), (own, gradients)
+        y = x - mean
+        scale = inverse if weight is None else inverse * weight
+        return y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, inverse = ctx.saved_tensors
+        (dims, count), (own, of_all), needs = ctx.how, ctx.of_all, ctx.needs_input_grad
+        g, unit = grads[0], (x - mean).mul_(inverse)
+        of_weight = (g * unit).sum_to_size(weight.shape) if weight is not None and needs[1] else None
+        of_bias = g.sum_to_size(bias.shape) if bias is not None and needs[2] else None
+        g = g if weight is None else g * weight
+        of_mean = (g * inverse).sum(dims, keepdim=True).neg_() if needs[3] else None
+        of_squares = (g * unit).sum(dims, keepdim=True) * inverse.square() * (-0.5 / count) if needs[4] else None
+        of_x = g * inverse if needs[0] else None
+        if of_x is not None and of_all is not None:  # of halo rows others have the gradient of the statistics
+            of_x[own].add_(unit[own].mul_(of_all[1] * 2 / inverse)).add_(of_all[0] / count)
+        return of_x, of_weight, of_bias, of_mean, of_squares, None, None, None
+
+
+def slabs_cut(x: Tile, *dims: int) -> bool:
+    """Whether `x` is a slab's, and the slabs cut one of its `dims`."""
+    return isinstance(x.mesh, SlabMesh) and SLAB_AXIS in reducing_axes(x.layout, dims)
+
+
+def standardize_slab(
+    x: Tile, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `jigsaw.nn.standardize.standardize_tile` gives, for a tile on a `SlabMesh` whose slabs cut `dims`."""
+    layout = x.layout
+    for d in dims:
+        layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))
+    found = _run_of(x).statistic(MomentsPart(x.with_layout(layout), dims))
+    held = layout.held(x.coordinate), x.layout.held(x.coordinate)
+    own = box_slices(*held) if len(layout.cuts) == x.ndim else (slice(None),) * x.ndim
+    how = dims, eps, elements_per_value(x, dims)
+    y = cast(Tensor, _StandardizeSlab.apply(x.local, weight, bias, *found.values, how, own, found.gradients))
+    return y, found.values[0].detach(), found.values[1].detach()
+
+
+def _run_of(x: Tile) -> SlabRun:
+    assert isinstance(x.mesh, SlabMesh) and isinstance(x.mesh.player, SlabRun)
+    return x.mesh.player
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeysPart:
+    """The keys and values of a slab, whose tokens, their last dim but one, the slabs cut."""
+
+    key: Tile
+    value: Tile
+
+    def counted(self) -> tuple[KeysPart]:
+        return (self,)
+
+    def merge(self, parts: Sequence[tuple[KeysPart]], mesh: DeviceMesh | None) -> SlabStatistic:
+        """All keys and values, in the order of the whole."""
+        keys, values = ([getattr(part, name) for (part,) in parts] for name in ("key", "value"))
+        axes = _axes_of_ranks(self.key.layout.dim_axes(self.key.ndim - 2))
+        return SlabStatistic((_tokens_of_all(keys, axes, mesh), _tokens_of_all(values, axes, mesh)), axes)
+
+
+def _token_box(tile: Tile) -> tuple[Layout, Any]:
+    """The layout with whole tokens, and the box of it, a slice a cut, that a tile without halo has."""
+    tokens = tile.ndim - 2
+    layout = tile.layout.replace_dim(tokens, *(c.uncut() for c in tile.layout.dim(tokens)))
+    return layout, box_slices(tile.layout.held(tile.coordinate), layout.held(tile.coordinate))
+
+
+def _tokens_of_all(slabs: Sequence[Tile], axes: Sequence[str], mesh: DeviceMesh | None) -> Tensor:
+    layout, _ = _token_box(slabs[0])
+    coord = slabs[0].coordinate
+    whole = slabs[0].local.new_zeros(box_shape(layout.held(coord)))
+    for tile in slabs:
+        box = _token_box(tile)[1]
+        whole[box] = tile.local.detach().reshape(whole[box].shape)
+    # zeros elsewhere: the sum has every token once
+    whole = whole if mesh is None else comm.all_reduce(whole, mesh, axes)
+    return whole.reshape(layout.local_shape(coord))
+
+
+class _WithGradients(torch.autograd.Function):
+    """`y` as it is; backward `others` get `gradients`, which come from elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gradients: tuple[Tensor, ...], *others: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, *ctx.gradients
+
+
+def keys_of_all_slabs(key: Tile, value: Tile) -> tuple[list[tuple[Tensor, Layout]], Callable[[Tensor], Tensor]]:
+    """Keys and values with all tokens, each with its layout, and what the local result is to pass through.
+
+    *Sends*: an all-reduce of all keys and values over the ranks that cut their tokens, in the pass that finds them;
+    backward one of their gradients.
+    """
+    key, value = key.owned(), value.owned()
+    found = _run_of(key).statistic(KeysPart(key, value))
+    whole = [(x, _token_box(t)[0]) for x, t in zip(found.values, (key, value), strict=True)]
+
+    def attach(y: Tensor) -> Tensor:
+        if found.gradients is None:
+            return y
+        mine: list[Tensor] = []
+        for g, t in zip(found.gradients, (key, value), strict=True):
+            layout, box = _token_box(t)
+            mine.append(g.reshape(box_shape(layout.held(t.coordinate)))[box].reshape(t.local.shape))
+        return cast(Tensor, _WithGradients.apply(y, tuple(mine), key.local, value.local))
+
+    return whole, attach
