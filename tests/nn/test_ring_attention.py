@@ -202,11 +202,12 @@ def test_ways_of_any_cuts():
 
 
 class _LargestTensor(TorchDispatchMode):
-    """The most bytes of any tensor that is made within it, and how many batches of matrices were multiplied."""
+    """The most bytes of any tensor that is made within it, how many batches of matrices were multiplied, and
+    the scores of fused kernels."""
 
     def __init__(self):
         super().__init__()
-        self.nbytes = self.products = 0
+        self.nbytes = self.products = self.scores = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
@@ -216,6 +217,7 @@ class _LargestTensor(TorchDispatchMode):
         # the fused kernel of a block multiplies for the scores and for the sum
         of_block = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         self.products += {torch.ops.aten.bmm.default: 1, of_block: 2}.get(func, 0)
+        self.scores += args[0].shape[:-1].numel() * args[1].shape[-2] if func is of_block else 0
         return made
 
 
@@ -299,8 +301,10 @@ def test_ranks_of_a_causal_ring_have_as_much_to_do():
                 y = F.scaled_dot_product_attention(q, k, k, is_causal=True)
             with comm.count() as backward:
                 y.local.backward(torch.ones_like(y.local))
-        # of each half of the queries so many blocks; unmirrored the last rank has twice as many, all ranks
-        assert largest.products == 2 * (ranks + 1)
+        # blocks before each half of its queries, and around them half a block, and a whole one in two
+        assert largest.products == 2 * (ranks - 1 + 1 + 2)
+        scores = comm.all_gather_object(mesh, largest.scores)
+        assert max(scores) <= 1.01 * min(scores) and sum(scores) <= 1.01 * 2 * 1101**2 * (2 * ranks + 1) / (4 * ranks)
         torch.testing.assert_close(y.full_tensor().detach(), expected, **EXACT)
         assert _bytes_by_all(mesh, forward, backward) == [told.forward, told.backward]
 
