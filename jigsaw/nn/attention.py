@@ -127,13 +127,13 @@ def scaled_dot_product_attention(
     Tile, cut in any dim, or plain and whole.  An axis keeps the first dim of y that it cuts in q, k or v
     (`jigsaw.nn.label_cuts`): where tokens are cut, y is cut as q is.  Along an axis that cuts no dim of y (S alone, or
     E), y is held alike.
-    *Sends*: where axes cut L and S both, one of three ways (`jigsaw.nn.attention_ways`; `jigsaw.nn.explain_attention`
+    *Sends*: where axes cut L and S both, one of four ways (`jigsaw.nn.attention_ways`; `jigsaw.nn.explain_attention`
     tells which).  Gathered: forward this rank's keys and values to each rank that shares batch and heads; backward the
-    same, reversed; a rank holds all S keys and values of its batch and heads meanwhile, and scores as torch's own
-    kernel does.  Ring: as many bytes forward, backward these again and their gradients.  Heads: the heads of q, k and v
-    that are another rank's, and y.  Where axes cut S alone, keys and values stay: three all-reduces, of y, and of a
-    maximum and a sum for each query and head.  A mask that is cut along S sends its rows.  With dropout the scores are
-    made, [..., L, S], cut as y; in a ring those of a block.
+    same, reversed; a rank holds all S keys and values of its batch and heads meanwhile.  Ring: as many bytes forward,
+    backward these again and their gradients.  Heads: the heads of q, k and v that are another rank's, and y; heads and
+    ring: those of neighbours, then as a ring of what they have.  Where axes cut S alone, keys and values stay: three
+    all-reduces, of y, and of a maximum and a sum for each query and head.  A mask that is cut along S sends its rows.
+    With dropout the scores are made, [..., L, S], cut as y; in a ring those of a block.
     *Raises*: `ShardingError` where the mask alone is a Tile.
 
     The dropout mask is that of `jigsaw.nn.dropout`, the same on every mesh, not that of plain torch.

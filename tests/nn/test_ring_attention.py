@@ -381,23 +381,24 @@ def test_a_step_of_a_vision_transformer_sends_what_its_layers_formulas_say():
 # -- numbers of other kinds -------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_narrow_numbers_are_summed_in_wide_ones():
-    mesh = world_mesh(lat=2)
+    mesh, spec = world_mesh(lat=4), (None, None, "lat", None)
     torch.manual_seed(0)
     whole = torch.randn(3, 2, 2, 40, 16, dtype=torch.bfloat16)
     expected = F.scaled_dot_product_attention(*whole.double())
-    with jigsaw.nn.attention_way("ring"):
-        found = F.scaled_dot_product_attention(*(shard(x, mesh, (None, None, "lat", None)) for x in whole))
-        tiles = [shard(x.float(), mesh, (None, None, "lat", None)) for x in whole]
-        with torch.autocast("cpu", torch.bfloat16):
-            cast = F.scaled_dot_product_attention(*tiles)
-        with pytest.raises(RuntimeError, match=r"query is torch.float32, key torch.bfloat16"):
-            F.scaled_dot_product_attention(tiles[0], *(shard(x, mesh, (None, None, "lat", None)) for x in whole[1:]))
-    for y in (found, cast):
-        assert y.dtype == torch.bfloat16
-        # no more than the last rounding
-        torch.testing.assert_close(y.full_tensor().double(), expected, rtol=2**-8, atol=1e-5)
+    tiles, wide = ([shard(x.to(dtype), mesh, spec) for x in whole] for dtype in (torch.bfloat16, torch.float32))
+    for way in ("ring", "heads+ring"):
+        with jigsaw.nn.attention_way(way):
+            found = F.scaled_dot_product_attention(*tiles)
+            with torch.autocast("cpu", torch.bfloat16):
+                cast = F.scaled_dot_product_attention(*wide)
+            with pytest.raises(RuntimeError, match=r"query is torch.float32, key torch.bfloat16"):
+                F.scaled_dot_product_attention(wide[0], *tiles[1:])
+        for y in (found, cast):
+            assert y.dtype == torch.bfloat16
+            # no more than the last rounding
+            torch.testing.assert_close(y.full_tensor().double(), expected, rtol=2**-8, atol=1e-5)
 
 
 @on_ranks(4)
