@@ -195,8 +195,10 @@ def choose_attention_way(
     if split is not None:
         for_heads["heads+ring"] = split.head_ranks
     # those that leave no rank without a head
-    usable = [way for way, n in for_heads.items() if not is_mask_cut and way in costs and sizes.key_heads >= n]
-    best = min(usable, key=lambda way: costs[way].sent, default=None)
+    usable: list[AttentionWay] = [
+        by for by, n in for_heads.items() if not is_mask_cut and by in costs and sizes.key_heads >= n
+    ]
+    best: AttentionWay | None = min(usable, key=lambda by: costs[by].sent, default=None)
     way: AttentionWay
     if said is not None:
         _check_said(said, costs, sizes)

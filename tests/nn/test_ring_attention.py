@@ -195,7 +195,7 @@ def test_ways_of_any_cuts():
     for way in ("ring", "heads"):
         _any_cuts(way, 10, lat=2, lon=2)
     for way in ("ring", "heads", "heads+ring"):
-        _any_cuts(way, 5, lat=4)
+        _any_cuts(way, 3, lat=4)
 
 
 # -- what is sent and held --------------------------------------------------------------------------------------------
@@ -320,6 +320,12 @@ def _check_mirrored(*meshes):
                 with jigsaw.nn.attention_way(way):
                     causal = functools.partial(_of_a_grid, is_causal=True)
                     assert_as_the_whole(causal, [(2, 18, 7, 5)], [spec], mesh, **EXACT)
+            # the last axis makes rings, the others cut queries alone
+            cut_q, cut_k = ((None, None, names, None) for names in (tuple(axes), (list(axes)[-1],)))
+            with jigsaw.nn.attention_way("ring"):
+                assert_as_the_whole(
+                    functools.partial(_attention, is_causal=True), [K, Q, Q], [cut_q, cut_k, cut_k], mesh, **EXACT
+                )
     finally:
         ring_order.MIRRORED_QUERIES = before
 
