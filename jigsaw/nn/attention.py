@@ -43,7 +43,7 @@ from jigsaw.nn.attention_plan import (
     plan_attention,
 )
 from jigsaw.nn.attention_ways import AttentionChoice, choose_attention_way, said_attention_way
-from jigsaw.nn.contraction import in_autocast_dtype
+from jigsaw.nn.contraction import in_autocast_dtype, tile_in_autocast_dtype
 from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out, weights_of_heads
 from jigsaw.nn.key_ring import KeyRing
 from jigsaw.nn.label_cuts import LabelCuts, cuts_of_tile
@@ -167,6 +167,7 @@ def _attend(query: Any, key: Any, value: Any, call: _AttentionCall, enable_gqa: 
         key, value = (_repeat_heads(x, shared_by) for x in (key, value))
         return _attend(query, key, value, call)
     if plan.around is not None:
+        query, key, value = (tile_in_autocast_dtype(x) for x in (query, key, value))
         choice = _choose_way((query, key, value), call, plan)
         if choice.way == "ring":
             return _attend_around_ring((query, key, value), call, plan)
@@ -198,10 +199,9 @@ def _shapes_of(operands: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 def _choose_way(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> AttentionChoice:
     like = next(tiles_in(tuple(operands)))
+    itemsize = in_autocast_dtype(like.local.new_empty(0)).itemsize
     is_mask_cut = any(not set(plan.moving).isdisjoint(m.layout.cut_axes) for m in tiles_in(tuple(call.masks)))
-    sizes = attention_sizes(
-        plan, _shapes_of(operands), like.local.itemsize, call.is_mirrored, within_axes=has_every_rank(like.mesh)
-    )
+    sizes = attention_sizes(plan, _shapes_of(operands), itemsize, call.is_mirrored, has_every_rank(like.mesh))
     return choose_attention_way(sizes, said_attention_way(), is_mask_cut)
 
 
