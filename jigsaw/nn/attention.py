@@ -43,7 +43,7 @@ from jigsaw.nn.attention_plan import (
     plan_attention,
 )
 from jigsaw.nn.attention_ways import AttentionChoice, choose_attention_way, said_attention_way
-from jigsaw.nn.contraction import in_autocast_dtype
+from jigsaw.nn.contraction import in_autocast_dtype, tile_in_autocast_dtype
 from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out, weights_of_heads
 from jigsaw.nn.key_ring import KeyRing
 from jigsaw.nn.label_cuts import LabelCuts, cuts_of_tile
@@ -128,13 +128,13 @@ def scaled_dot_product_attention(
     Tile, cut in any dim, or plain and whole.  An axis keeps the first dim of y that it cuts in q, k or v
     (`jigsaw.nn.label_cuts`): where tokens are cut, y is cut as q is.  Along an axis that cuts no dim of y (S alone, or
     E), y is held alike.
-    *Sends*: where axes cut L and S both, one of three ways (`jigsaw.nn.attention_ways`; `jigsaw.nn.explain_attention`
+    *Sends*: where axes cut L and S both, one of four ways (`jigsaw.nn.attention_ways`; `jigsaw.nn.explain_attention`
     tells which).  Gathered: forward this rank's keys and values to each rank that shares batch and heads; backward the
-    same, reversed; a rank holds all S keys and values of its batch and heads meanwhile, and scores as torch's own
-    kernel does.  Ring: as many bytes forward, backward these again and their gradients.  Heads: the heads of q, k and v
-    that are another rank's, and y.  Where axes cut S alone, keys and values stay: three all-reduces, of y, and of a
-    maximum and a sum for each query and head.  A mask that is cut along S sends its rows.  With dropout the scores are
-    made, [..., L, S], cut as y; in a ring those of a block.
+    same, reversed; a rank holds all S keys and values of its batch and heads meanwhile.  Ring: as many bytes forward,
+    backward these again and their gradients.  Heads: the heads of q, k and v that are another rank's, and y; heads and
+    ring: those of neighbours, then as a ring of what they have.  Where axes cut S alone, keys and values stay: three
+    all-reduces, of y, and of a maximum and a sum for each query and head.  A mask that is cut along S sends its rows.
+    With dropout the scores are made, [..., L, S], cut as y; in a ring those of a block.
     *Raises*: `ShardingError` where the mask alone is a Tile.
 
     The dropout mask is that of `jigsaw.nn.dropout`, the same on every mesh, not that of plain torch.
@@ -170,6 +170,7 @@ def _attend(query: Any, key: Any, value: Any, call: _AttentionCall, enable_gqa: 
         key, value = (_repeat_heads(x, shared_by) for x in (key, value))
         return _attend(query, key, value, call)
     if plan.around is not None:
+        query, key, value = (tile_in_autocast_dtype(x) for x in (query, key, value))
         choice = _choose_way((query, key, value), call, plan)
         if choice.way == "ring":
             return _attend_around_ring((query, key, value), call, plan)
@@ -201,10 +202,9 @@ def _shapes_of(operands: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 def _choose_way(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> AttentionChoice:
     like = next(tiles_in(tuple(operands)))
+    itemsize = in_autocast_dtype(like.local.new_empty(0)).itemsize
     is_mask_cut = any(not set(plan.moving).isdisjoint(m.layout.cut_axes) for m in tiles_in(tuple(call.masks)))
-    sizes = attention_sizes(
-        plan, _shapes_of(operands), like.local.itemsize, call.is_mirrored, within_axes=has_every_rank(like.mesh)
-    )
+    sizes = attention_sizes(plan, _shapes_of(operands), itemsize, call.is_mirrored, has_every_rank(like.mesh))
     return choose_attention_way(sizes, said_attention_way(), is_mask_cut)
 
 

@@ -171,7 +171,7 @@ def choose_attention_way(
 
     A vision transformer of 4 billion parameters (42 layers, 2816 features in 44 heads) on 64,980 tokens in bfloat16,
     P = 8.  A rank sends a layer, forward and backward: gathered 640 and 640 MB, ring 640 and 1,921 MB, heads 160 and
-    160 MB, heads and rings of two 229 and 412 MB; it holds keys and values of 732, 274, 191 and 297 MB.
+    160 MB, heads and rings of two 229 and 412 MB; it holds keys and values of 732, 274, 191 and 366 MB.
 
     >>> from jigsaw.nn.attention_ways import AttentionSizes, choose_attention_way
     >>> choice = choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=8, heads=44, features=64))
@@ -179,7 +179,13 @@ def choose_attention_way(
     'heads'
     >>> for way, cost in choice.costs:
     ...     print(way, cost.forward // 8, cost.backward // 8, cost.held)
-    >>> print(choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=64, heads=44, features=64)))
+    gathered 640442880 640442880 731934720
+    ring 640442880 1921328640 274492416
+    heads 160110592 160110592 191306752
+    heads+ring 228729600 411713280 365989888
+    >>> choice = choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=64, heads=44, features=64))
+    >>> choice.way, str(choice.split)
+    ('heads+ring', 'rings of 2 ranks, heads shared out by 32')
     """
     costs, split = _costs_and_split(sizes)
     ranks = len(sizes.keys)
@@ -189,8 +195,10 @@ def choose_attention_way(
     if split is not None:
         for_heads["heads+ring"] = split.head_ranks
     # those that leave no rank without a head
-    usable = [way for way, n in for_heads.items() if not is_mask_cut and way in costs and sizes.key_heads >= n]
-    best = min(usable, key=lambda way: costs[way].sent, default=None)
+    usable: list[AttentionWay] = [
+        by for by, n in for_heads.items() if not is_mask_cut and by in costs and sizes.key_heads >= n
+    ]
+    best: AttentionWay | None = min(usable, key=lambda by: costs[by].sent, default=None)
     way: AttentionWay
     if said is not None:
         _check_said(said, costs, sizes)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Some rows of queries, and what is done to their scores with the keys at the global places `at`."""
+    """Some rows of queries and columns of keys, those at the global places `at`, and what is done to their scores."""
 
     rows: slice
+    columns: slice
     at: Tensor
     mask: Tensor | None = None  # [..., 1 or rows, 1 or keys], True where a query may attend, or what is added
     places: Tensor | None = None  # of the queries, where some of the keys come later
+    is_triangle: bool = False  # whether these are the places of the keys
     kept: Tensor | None = None  # what weights are multiplied by, where some are dropped
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -32,9 +34,14 @@ class BlockRows:
             scores = scores.masked_fill_(~self.mask, -math.inf)
         return scores if self.places is None else scores.masked_fill_(self._later(), -math.inf)
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether torch's own flag says which scores are hidden."""
+        return self.is_triangle and self.mask is None
+
     def added(self, like: Tensor) -> Tensor | None:
         """What is added to the scores, in four dims, in the dtype of `like`."""
-        if self.mask is None and self.places is None:
+        if self.is_causal or (self.mask is None and self.places is None):
             return None
         added = like.new_zeros(self.rows.stop - self.rows.start, len(self.at))
         if self.mask is not None:
@@ -122,7 +129,7 @@ def _in_four_dims(x: Tensor, batch: torch.Size) -> Tensor:
 
 def _sum_block_fused(part: BlockRows, q: Tensor, k: Tensor, v: Tensor) -> BlockSums:
     batch, added = q.shape[:-2], part.added(q)
-    y, log_sum = _flash(*(_in_four_dims(x, batch) for x in (q, k, v)), 0.0, False, attn_mask=added, scale=1.0)
+    y, log_sum = _flash(*(_in_four_dims(x, batch) for x in (q, k, v)), 0.0, part.is_causal, attn_mask=added, scale=1.0)
     total = torch.ones_like(log_sum)
     if added is not None:
         # where all keys are hidden the kernel says nothing of use
@@ -139,5 +146,5 @@ def _block_gradients_fused(
     wide = [_in_four_dims(x, batch) for x in (grad, q, k, v, out)]
     # the kernel takes these as it leaves them, with heads behind queries
     log_sum = _in_four_dims(log_sum[..., None], batch)[..., 0].transpose(1, 2).contiguous().transpose(1, 2)
-    found = _flash_backward(*wide, log_sum, 0.0, False, attn_mask=part.added(q), scale=1.0)
+    found = _flash_backward(*wide, log_sum, 0.0, part.is_causal, attn_mask=part.added(q), scale=1.0)
     return BlockGradients(*(x.reshape(*batch, *x.shape[2:]) for x in found))

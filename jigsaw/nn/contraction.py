@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -225,3 +226,10 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     kind = x.device.type
     narrow = torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return x.to(torch.get_autocast_dtype(kind)) if narrow else x
+
+
+def tile_in_autocast_dtype(x: Any) -> Any:
+    """The same of a tile, before it moves; what is no tile stays."""
+    if not isinstance(x, Tile) or not torch.is_autocast_enabled(x.local.device.type):
+        return x
+    return Tile(in_autocast_dtype(x.local), x.layout, x.mesh)

@@ -113,19 +113,18 @@ class _RingPass:
                 block, pending = arriving
                 pending.wait()
 
-    def parts(self, q: Tensor, keys: int, mask: Tensor | None, member: int) -> Iterator[BlockRows]:
-        """All queries before a member's keys, some at a time; those that the order of the tokens hides are left out."""
-        if not keys:
-            return
+    def parts(self, q: Tensor, mask: Tensor | None, member: int) -> Iterator[BlockRows]:
+        """All queries before a member's keys, some at a time; keys that the order of the tokens hides are left out."""
         places = self.ring.positions(member)
-        at, first, last = places.to(q.device), int(places.min()), int(places.max())
-        for rows, order in self._some_rows(q, keys, mask):
-            if order is not None and first > int(order.max()):
-                continue
-            some = None if mask is None else _rows_of(mask, rows)
-            some = some if some is None or some.shape[-1] == 1 else some.index_select(-1, at)
-            is_hidden = order is not None and last > int(order.min())
-            yield BlockRows(rows, at, some, order if is_hidden else None, self._kept(rows, at, q.dtype))
+        for rows, order in self._some_rows(q, len(places), mask):
+            for columns, is_hidden in _seen_columns(places, order):
+                at = places[columns]
+                is_triangle = is_hidden and order is not None and torch.equal(at, order)
+                at = at.to(q.device)
+                some = None if mask is None else mask if mask.shape[-2] == 1 else mask[..., rows, :]
+                some = some if some is None or some.shape[-1] == 1 else some.index_select(-1, at)
+                kept = self._kept(rows, at, q.dtype)
+                yield BlockRows(rows, columns, at, some, order if is_hidden else None, is_triangle, kept)
 
     def _some_rows(self, q: Tensor, keys: int, mask: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
         """Rows of queries whose scores with so many keys fit, and where attention is causal their places."""
@@ -149,8 +148,15 @@ class _RingPass:
         return chances_at(places, int(self.options.seed), p).to(dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
 
 
-def _rows_of(mask: Tensor, rows: slice) -> Tensor:
-    return mask if mask.shape[-2] == 1 else mask[..., rows, :]
+def _seen_columns(places: Tensor, order: Tensor | None) -> Iterator[tuple[slice, bool]]:
+    """The keys at places that rise: those that all queries see, and those that the order hides from some."""
+    low = high = len(places)
+    if order is not None:
+        low, high = int((places < order.min()).sum()), int((places <= order.max()).sum())
+    if low:
+        yield slice(0, low), False
+    if high > low:
+        yield slice(low, high), True
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
@@ -214,8 +220,9 @@ def _attend_to_blocks(
     scaled = (q.to(wide) * way.options.scale).expand(*batch, *q.shape[-2:])
     for member, block in way.blocks(k, v):
         keys, values = (x.to(wide) for x in way.unpack(block, member))
-        for part in way.parts(scaled, keys.shape[-2], mask, member):
-            found = sum_block(part, scaled[..., part.rows, :], keys, values, way.is_fused)
+        for part in way.parts(scaled, mask, member):
+            some = keys[..., part.columns, :], values[..., part.columns, :]
+            found = sum_block(part, scaled[..., part.rows, :], *some, way.is_fused)
             # what was summed so far and what is new are scaled to one maximum; where that is -inf, there is nothing yet
             before, total, y = highest[..., part.rows], totals[..., part.rows], sums[..., part.rows, :]
             now = torch.maximum(before, found.highest)
@@ -293,15 +300,15 @@ class _RingGradients:
         """Add what the keys and values of a member give to the gradients here; theirs, packed."""
         gradients = self.scaled.new_zeros(block.numel() if self.for_keys else 0)
         keys, values = (x.to(self.scaled.dtype) for x in self.way.unpack(block, member))
-        for part in self.way.parts(self.scaled, keys.shape[-2], self.mask, member):
-            rows = part.rows
+        for part in self.way.parts(self.scaled, self.mask, member):
+            rows, k, v = part.rows, keys[..., part.columns, :], values[..., part.columns, :]
             q, grad, out = (x[..., rows, :] for x in (self.scaled, self.grad, self.out))
-            found = block_gradients(part, q, keys, values, out, self.log_sum[..., rows], grad, self.way.is_fused)
+            found = block_gradients(part, q, k, v, out, self.log_sum[..., rows], grad, self.way.is_fused)
             if self.dq is not None:
                 dq = self.dq[..., rows, :]
                 dq += found.q.sum_to_size(dq.shape)
             if self.for_keys:
-                dk, dv = self.way.unpack(gradients, member)
+                dk, dv = (x[..., part.columns, :] for x in self.way.unpack(gradients, member))
                 dk += found.k.sum_to_size(dk.shape)
                 dv += found.v.sum_to_size(dv.shape)
             if found.scores is not None and self.dmask is not None:
@@ -310,7 +317,7 @@ class _RingGradients:
 
     def _add_to_mask(self, part: BlockRows, by_scores: Tensor) -> None:
         assert self.dmask is not None
-        into = _rows_of(self.dmask, part.rows)
+        into = self.dmask if self.dmask.shape[-2] == 1 else self.dmask[..., part.rows, :]
         columns = 1 if into.shape[-1] == 1 else len(part.at)
         found = by_scores.sum_to_size((*into.shape[:-1], columns))
         if columns == into.shape[-1] == 1:

@@ -195,18 +195,19 @@ def test_ways_of_any_cuts():
     for way in ("ring", "heads"):
         _any_cuts(way, 10, lat=2, lon=2)
     for way in ("ring", "heads", "heads+ring"):
-        _any_cuts(way, 5, lat=4)
+        _any_cuts(way, 3, lat=4)
 
 
 # -- what is sent and held --------------------------------------------------------------------------------------------
 
 
 class _LargestTensor(TorchDispatchMode):
-    """The most bytes of any tensor that is made within it, and how many batches of matrices were multiplied."""
+    """The most bytes of any tensor that is made within it, how many batches of matrices were multiplied, and
+    the scores of fused kernels."""
 
     def __init__(self):
         super().__init__()
-        self.nbytes = self.products = 0
+        self.nbytes = self.products = self.scores = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
@@ -216,6 +217,7 @@ class _LargestTensor(TorchDispatchMode):
         # the fused kernel of a block multiplies for the scores and for the sum
         of_block = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         self.products += {torch.ops.aten.bmm.default: 1, of_block: 2}.get(func, 0)
+        self.scores += args[0].shape[:-1].numel() * args[1].shape[-2] if func is of_block else 0
         return made
 
 
@@ -299,8 +301,10 @@ def test_ranks_of_a_causal_ring_have_as_much_to_do():
                 y = F.scaled_dot_product_attention(q, k, k, is_causal=True)
             with comm.count() as backward:
                 y.local.backward(torch.ones_like(y.local))
-        # of each half of the queries so many blocks; unmirrored the last rank has twice as many, all ranks
-        assert largest.products == 2 * (ranks + 1)
+        # blocks before each half of its queries, and around them half a block, and a whole one in two
+        assert largest.products == 2 * (ranks - 1 + 1 + 2)
+        scores = comm.all_gather_object(mesh, largest.scores)
+        assert max(scores) <= 1.01 * min(scores) and sum(scores) <= 1.01 * 2 * 1101**2 * (2 * ranks + 1) / (4 * ranks)
         torch.testing.assert_close(y.full_tensor().detach(), expected, **EXACT)
         assert _bytes_by_all(mesh, forward, backward) == [told.forward, told.backward]
 
@@ -316,6 +320,12 @@ def _check_mirrored(*meshes):
                 with jigsaw.nn.attention_way(way):
                     causal = functools.partial(_of_a_grid, is_causal=True)
                     assert_as_the_whole(causal, [(2, 18, 7, 5)], [spec], mesh, **EXACT)
+            # the last axis makes rings, the others cut queries alone
+            cut_q, cut_k = ((None, None, names, None) for names in (tuple(axes), (list(axes)[-1],)))
+            with jigsaw.nn.attention_way("ring"):
+                assert_as_the_whole(
+                    functools.partial(_attention, is_causal=True), [K, Q, Q], [cut_q, cut_k, cut_k], mesh, **EXACT
+                )
     finally:
         ring_order.MIRRORED_QUERIES = before
 
@@ -377,23 +387,30 @@ def test_a_step_of_a_vision_transformer_sends_what_its_layers_formulas_say():
 # -- numbers of other kinds -------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_narrow_numbers_are_summed_in_wide_ones():
-    mesh = world_mesh(lat=2)
+    mesh, spec = world_mesh(lat=4), (None, None, "lat", None)
     torch.manual_seed(0)
     whole = torch.randn(3, 2, 2, 40, 16, dtype=torch.bfloat16)
     expected = F.scaled_dot_product_attention(*whole.double())
-    with jigsaw.nn.attention_way("ring"):
-        found = F.scaled_dot_product_attention(*(shard(x, mesh, (None, None, "lat", None)) for x in whole))
-        tiles = [shard(x.float(), mesh, (None, None, "lat", None)) for x in whole]
-        with torch.autocast("cpu", torch.bfloat16):
-            cast = F.scaled_dot_product_attention(*tiles)
-        with pytest.raises(RuntimeError, match=r"query is torch.float32, key torch.bfloat16"):
-            F.scaled_dot_product_attention(tiles[0], *(shard(x, mesh, (None, None, "lat", None)) for x in whole[1:]))
-    for y in (found, cast):
-        assert y.dtype == torch.bfloat16
-        # no more than the last rounding
-        torch.testing.assert_close(y.full_tensor().double(), expected, rtol=2**-8, atol=1e-5)
+    tiles, wide = ([shard(x.to(dtype), mesh, spec) for x in whole] for dtype in (torch.bfloat16, torch.float32))
+    for way in ("ring", "heads", "heads+ring", "gathered"):
+        with jigsaw.nn.attention_way(way):
+            found = F.scaled_dot_product_attention(*tiles)
+            # what autocast makes narrow travels narrow
+            with torch.autocast("cpu", torch.bfloat16), comm.count() as traffic:
+                cast = F.scaled_dot_product_attention(*wide)
+                told = dict(jigsaw.nn.explain_attention(*wide).costs)[way]
+            assert _bytes_by_all(mesh, traffic) == [told.forward]
+            assert told == dict(jigsaw.nn.explain_attention(*tiles).costs)[way]
+            if "ring" in way:
+                with pytest.raises(RuntimeError, match=r"query is torch.float32, key torch.bfloat16"):
+                    F.scaled_dot_product_attention(wide[0], *tiles[1:])
+        for y in (found, cast):
+            assert y.dtype == torch.bfloat16
+            # of a ring no more than the last rounding; torch's own kernel rounds weights, too
+            rtol, atol = (2**-8, 1e-5) if "ring" in way else (2**-6, 2**-8)
+            torch.testing.assert_close(y.full_tensor().double(), expected, rtol=rtol, atol=atol)
 
 
 @on_ranks(4)
