@@ -15,6 +15,7 @@ works on it, so that the next one is there when it has done.
 
 Backward the blocks go around again, and their gradients behind them, a step later, for each rank first adds its part:
 those of block 0 begin at rank 1 in step 1, and leave rank 3 for rank 0 after step 3, where the part of step 0 waited.
+That last message has no block behind it: so each rank keeps half of its queries of step 0 for then.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm, debug
+from jigsaw.cut import Interval
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, coordinates_along, size_of_cuts, take_owned_rows
 from jigsaw.ops.random_numbers import chances_at
@@ -136,19 +138,21 @@ class _RingPass:
                 block, pending = arriving
                 pending.wait()
 
-    def scores(self, q: Tensor, k: Tensor, mask: Tensor | None, member: int) -> Iterator[_ScoreRows]:
-        """The masked scores of all queries and a member's keys, some queries at a time; those that the order of the
-        tokens hides are left out.  `q` is scaled and, as `k`, wide.
+    def scores(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, member: int, queries: Interval | None = None
+    ) -> Iterator[_ScoreRows]:
+        """The masked scores of all queries, or of an interval of them, and a member's keys, some queries at a time;
+        those that the order of the tokens hides are left out.  `q` is scaled and, as `k`, wide.
         """
-        count, keys = q.shape[-2], k.shape[-2]
-        if not count or not keys:
+        (begin, end), keys = queries or (0, q.shape[-2]), k.shape[-2]
+        if begin == end or not keys:
             return
         places = self.ring.positions(member)
         step = max(1, SCORE_BYTES // max(1, math.prod(q.shape[:-2]) * keys * q.itemsize))
         at, order = places.to(q.device), self.options.query_positions
         first, last = int(places.min()), int(places.max())
-        for start in range(0, count, step):
-            rows = slice(start, min(start + step, count))
+        for start in range(begin, end, step):
+            rows = slice(start, min(start + step, end))
             if order is not None and first > int(order[rows].max()):
                 continue
             scores = torch.matmul(q[..., rows, :], k.mT)
@@ -253,21 +257,26 @@ class _RingGradients:
     def all_of_them(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of q, k, v and the mask."""
         way, ring = self.way, self.way.ring
-        own: Tensor | None = None
+        count = self.q.shape[-2]
+        own = self._zeros_like_block(ring.me)
         arriving: tuple[Tensor, comm.PendingWork] | None = None
         for member, block in way.blocks(self.k, self.v):
-            part = self._add_block(member, block)
+            keys, values = way.unpack(block, member)
             if member == ring.me:
-                own = part  # until those of the others come home
+                # the rest when there is nothing else to do but to wait for what the others add
+                self._add_block(member, keys, values, (0, count // 2), own)
                 continue
+            part = self._zeros_like_block(member)
+            self._add_block(member, keys, values, (0, count), part)
             if arriving is not None:
                 arriving[1].wait()
                 part += arriving[0]
             if self.for_keys:
                 buffer = part.new_empty(way.size_of((member - 1) % ring.size))
                 arriving = buffer, ring.pass_on(way.mesh, part, buffer)
+        self._add_block(ring.me, self.k, self.v, (count // 2, count), own)
         dk = dv = None
-        if own is not None and self.for_keys:
+        if self.for_keys:
             if arriving is not None:
                 arriving[1].wait()
                 own += arriving[0]
@@ -275,11 +284,15 @@ class _RingGradients:
         dq = None if self.dq is None else self.dq.mul_(way.options.scale).to(self.q.dtype)
         return dq, dk, dv, None if self.dmask is None else self.dmask.to(self.mask.dtype)
 
-    def _add_block(self, member: int, block: Tensor) -> Tensor:
-        """Add what the keys and values of a member give to the gradients here; theirs, packed."""
-        gradients = self.scaled.new_zeros(block.numel() if self.for_keys else 0)
-        keys, values = (x.to(self.scaled.dtype) for x in self.way.unpack(block, member))
-        for part in self.way.scores(self.scaled, keys, self.mask, member):
+    def _zeros_like_block(self, member: int) -> Tensor:
+        return self.scaled.new_zeros(self.way.size_of(member) if self.for_keys else 0)
+
+    def _add_block(self, member: int, keys: Tensor, values: Tensor, queries: Interval, into: Tensor) -> None:
+        """Add what some queries and the keys and values of a member give to the gradients here, and to those of these
+        keys and values, which are packed in `into`.
+        """
+        keys, values = (x.to(self.scaled.dtype) for x in (keys, values))
+        for part in self.way.scores(self.scaled, keys, self.mask, member, queries):
             rows = part.rows
             grad, q = self.grad[..., rows, :], self.scaled[..., rows, :]
             weights = part.scores.sub_(self.log_sum[..., rows, None]).exp_()
@@ -292,12 +305,11 @@ class _RingGradients:
                 dq = self.dq[..., rows, :]
                 dq += torch.matmul(by_scores, keys).sum_to_size(dq.shape)
             if self.for_keys:
-                dk, dv = self.way.unpack(gradients, member)
+                dk, dv = self.way.unpack(into, member)
                 dk += torch.matmul(by_scores.mT, q).sum_to_size(dk.shape)
                 dv += torch.matmul(kept.mT, grad).sum_to_size(dv.shape)
             if self.dmask is not None:
                 self._add_to_mask(part, by_scores)
-        return gradients
 
     def _add_to_mask(self, part: _ScoreRows, by_scores: Tensor) -> None:
         assert self.dmask is not None
