@@ -69,8 +69,8 @@ def _transforms(small: bool, is_vector: bool) -> Case:
 
 def cases(small: bool) -> dict[str, Case]:
     """All of them, at full or at toy size."""
-    width, tokens, heads = (32, 64, 4) if small else (512, 4096, 8)
-    lines, channels = (32, 8) if small else (360, 32)
+    width, tokens, heads = (32, 64, 4) if small else (512, 2048, 8)
+    lines, channels = (32, 8) if small else (240, 32)
     cut, cut_tokens = ("lat", None), (None, "lat", None)
     along_channel, keys = {"channel": RANKS}, (None, None, None, "lat", None)
     return {
@@ -87,7 +87,7 @@ def cases(small: bool) -> dict[str, Case]:
         ),
         "block": Case(
             lambda: sides.Block(width, heads),
-            (1, tokens // 4, width),
+            (1, tokens // 2, width),
             {
                 "jigsaw, tokens cut": (ONE, sides.on_tiles(cut_tokens)),
                 "DTensor, tensor parallel": (along_channel, sides.tensor_parallel(False)),
@@ -96,7 +96,7 @@ def cases(small: bool) -> dict[str, Case]:
         ),
         "attention": Case(
             sides.Attention,
-            (3, 1, heads, tokens // 2, width // heads),
+            (3, 1, heads, tokens, width // heads),
             {
                 "jigsaw, ring": (ONE, sides.on_tiles(keys, "ring")),
                 "jigsaw, heads": (ONE, sides.on_tiles(keys, "heads")),
@@ -134,11 +134,13 @@ def prepare(name: str, contender: str, small: bool) -> tuple[float, str]:
     expected.step()
     side = make(model, x, axes)
     side.step()
-    worst = 0.0
-    for got, right in zip(side.answer(), expected.answer(), strict=True):
+    worst, found = 0.0, list(expected.answer())
+    # a gradient that is none but for rounding, as that of a bias of keys, is measured by the others
+    least = 1e-3 * min(right.abs().max().item() for right in found[:2])
+    for got, right in zip(side.answer(), found, strict=True):
         if got.shape != right.shape:
             return float("inf"), f"a result of shape {tuple(got.shape)} in place of {tuple(right.shape)}"
-        worst = max(worst, ((got - right).abs().max() / right.abs().max()).item())
+        worst = max(worst, (got - right).abs().max().item() / max(right.abs().max().item(), least))
     side.step()
     _made[contender] = side
     return worst, ""

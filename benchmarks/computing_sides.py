@@ -9,8 +9,12 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -247,6 +251,19 @@ def shard_tensor(registered: bool) -> Callable[..., Side]:
 # -- torch-harmonics -------------------------------------------------------------------------------------------------
 
 
+class WithoutKernels(MetaPathFinder, Loader):
+    """Imports torch-harmonics without its attention and DISCO convolutions, whose compiled kernels are of one torch alone;
+    transforms do not use them.
+    """
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        left_out = ("torch_harmonics.attention", "torch_harmonics.disco")
+        return ModuleSpec(fullname, self, is_package=True) if fullname.startswith(left_out) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__getattr__"] = lambda name: type(name, (nn.Module,), {})
+
+
 class Transforms(nn.Module):
     """To coefficients and back; what a rank makes of `torch_harmonics` (distributed, or not) or of jigsaw."""
 
@@ -265,6 +282,8 @@ def harmonics(points: tuple[int, int], is_vector: bool, package: str) -> nn.Modu
         pair = (f"{v}SphericalHarmonicTransform", f"Inverse{v}SphericalHarmonicTransform")
         made = [getattr(jigsaw.nn, name)(*points, grid="legendre-gauss") for name in pair]
         return Transforms(*made)
+    if not any(isinstance(finder, WithoutKernels) for finder in sys.meta_path):
+        sys.meta_path.insert(0, WithoutKernels())
     import torch_harmonics
     import torch_harmonics.distributed
 
@@ -278,9 +297,9 @@ def distributed_harmonics(is_vector: bool) -> Callable[..., Side]:
     """`torch_harmonics.distributed`; the input is this rank's rows and columns, by its own rule."""
 
     def make(model: nn.Module, x: Tensor, axes: Axes) -> Side:
-        import torch_harmonics.distributed as thd
-
         mesh = _mesh(axes)
+        harmonics((x.shape[-2], x.shape[-1]), is_vector, "plain")
+        thd = importlib.import_module("torch_harmonics.distributed")
         groups = [mesh.get_group(name) if axes.get(name, 1) > 1 else None for name in ("lat", "lon")]
         thd.init(*groups)
         model = harmonics((x.shape[-2], x.shape[-1]), is_vector, "distributed")

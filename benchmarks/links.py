@@ -374,8 +374,8 @@ def main() -> None:
     parser.add_argument("--computing", choices=["sleep", "real"], default="sleep")
     parser.add_argument("--seconds", type=float, default=0.6, help="how long the simulated device computes in a step")
     parser.add_argument("--small", action="store_true", help="toy size")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--hardware", default="")
+    parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
+    parser.add_argument("--hardware", default="", help="what the result file says of the machine")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -385,8 +385,17 @@ def main() -> None:
     with linked_hosts(), tempfile.TemporaryDirectory() as folder:
         ranks = Ranks(folder)
         try:
+            command = " ".join(
+                ["python benchmarks/links.py", f"--rounds {chosen.rounds}", f"--share {chosen.share}"]
+                + [f"--seconds {chosen.seconds}", f"--computing {chosen.computing}"]
+            )
+            today = f"{datetime.date.today()}"
+            lines: list[Any] = [{"hardware": chosen.hardware or "?", "date": today, "command": command}]
             for name in chosen.case:
-                print(json.dumps(measure(name, ranks, chosen)), flush=True)
+                lines.append(measure(name, ranks, chosen))
+                print(json.dumps(lines[-1]), flush=True)
+            if chosen.output:
+                chosen.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
         finally:
             ranks.end()
 
