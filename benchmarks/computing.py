@@ -5,10 +5,10 @@
 
 A case is a model, an input, and contenders (`computing_sides.py`) on the same four ranks, one thread each.  The result
 and the gradients of the input and of all parameters are compared with plain torch on the whole input; `max_rel_err` is
-the largest difference, over the largest value.  One that is wrong or raises is told with what it said, and not timed.  Then
-they take turns: `cpu_s` is user and system time of all ranks for a step (forward and backward), `wall_s` that of the
-slowest, medians over `--rounds`.  `sent_bytes` is what went through the loopback device in one step, of all ranks, headers
-included: the ranks are in a network namespace of their own, so that the same counter counts everybody's.
+the largest difference, over the largest value.  One that is wrong or raises is told with what it said, and not timed.
+Then they take turns: `cpu_s` is user and system time of all ranks for a step (forward and backward), `wall_s` that of
+the slowest, medians over `--rounds`.  `sent_bytes` is what went through the loopback device in one step, of all ranks,
+headers included: the ranks are in a network namespace of their own, so that the same counter counts everybody's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import datetime
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -101,8 +100,7 @@ def cases(small: bool) -> dict[str, Case]:
                 "jigsaw, ring": (ONE, sides.on_tiles(keys, "ring")),
                 "jigsaw, heads": (ONE, sides.on_tiles(keys, "heads")),
                 "jigsaw, gathered": (ONE, sides.on_tiles(keys, "gathered")),
-                "context_parallel, flash": (ONE, sides.context_parallel("FLASH_ATTENTION")),
-                "context_parallel, math": (ONE, sides.context_parallel("MATH")),
+                "context_parallel": (ONE, sides.context_parallel("MATH")),
             },
         ),
         "convolutions": Case(
@@ -231,7 +229,7 @@ def _in_own_namespace() -> None:
     if os.environ.get(IN_NAMESPACE) or os.geteuid() != 0:
         return
     os.environ[IN_NAMESPACE] = "1"
-    inside = f'ip link set lo up && exec "$0" "$@"'
+    inside = 'ip link set lo up && exec "$0" "$@"'
     os.execvp("unshare", ["unshare", "--net", "sh", "-c", inside, sys.executable, *sys.argv])
 
 
@@ -252,10 +250,10 @@ def main() -> None:
         _in_own_namespace()
         lines: list[dict[str, Any]] = []
         if chosen.output:
-            command = f"python benchmarks/computing.py --case {' '.join(map(repr, chosen.case))} --rounds {chosen.rounds}"
-            lines.append(
-                {"hardware": chosen.hardware or "?", "date": f"{datetime.date.today()}", "command": command}
+            command = (
+                f"python benchmarks/computing.py --case {' '.join(map(repr, chosen.case))} --rounds {chosen.rounds}"
             )
+            lines.append({"hardware": chosen.hardware or "?", "date": f"{datetime.date.today()}", "command": command})
         for name in chosen.case:
             for result in compared(name, chosen):
                 lines.append(result | {"versions": _versions()})

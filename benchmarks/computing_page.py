@@ -1,7 +1,7 @@
-"""Makes the tables of `docs/computing.md` from the result files of `computing.py` and `links.py`; the first of them calls it.
+"""Makes the tables of `docs/computing.md` from the result files of `computing.py` and `links.py`.
 
-What stands between the markers of the page is replaced; the rest of it is left.  Rows in which another takes less processor
-time, or sends fewer bytes, than the best of jigsaw say so.
+What stands between the markers of the page is replaced; the rest of it is left.  Rows in which another takes less
+processor time, or sends fewer bytes, than the best of jigsaw on as many ranks say so.
 """
 
 from __future__ import annotations

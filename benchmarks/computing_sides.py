@@ -1,7 +1,7 @@
 """Who computes in `computing.py`: each contender makes a step on this rank, and what the step gave, whole.
 
-A contender is called with the plain model, its whole input and the axes of the mesh, and returns a `Side`.  What it needs
-beyond torch is imported when it is asked.
+A contender is called with the plain model, its whole input and the axes of the mesh, and returns a `Side`.  What it
+needs beyond torch is imported when it is asked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -40,7 +39,7 @@ Axes = dict[str, int]
 
 @dataclass(frozen=True)
 class Side:
-    """A step (forward and backward), and the whole result, gradients of the inputs and of the parameters of the last."""
+    """A step (forward and backward); the whole result and gradients of the input and the parameters in the last."""
 
     step: Callable[[], None]
     answer: Callable[[], Sequence[Tensor]]
@@ -224,7 +223,7 @@ def _undealt(part: Tensor) -> Tensor:
 
 
 def shard_tensor(registered: bool) -> Callable[..., Side]:
-    """`physicsnemo.domain_parallel.ShardTensor`, rows cut; its operations `registered`, which it does with CUDA alone."""
+    """`physicsnemo.domain_parallel.ShardTensor`, rows cut; its convolution `registered`, as it does with CUDA alone."""
 
     def make(model: nn.Module, x: Tensor, axes: Axes) -> Side:
         from physicsnemo import domain_parallel
@@ -252,8 +251,8 @@ def shard_tensor(registered: bool) -> Callable[..., Side]:
 
 
 class WithoutKernels(MetaPathFinder, Loader):
-    """Imports torch-harmonics without its attention and DISCO convolutions, whose compiled kernels are of one torch alone;
-    transforms do not use them.
+    """Imports torch-harmonics without its attention and DISCO convolutions, whose compiled kernels are of one torch
+    alone; transforms do not use them.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -261,7 +260,12 @@ class WithoutKernels(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if fullname.startswith(left_out) else None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["__getattr__"] = lambda name: type(name, (nn.Module,), {})
+        def stand_in(name: str) -> type[nn.Module]:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (nn.Module,), {})
+
+        module.__dict__["__getattr__"] = stand_in
 
 
 class Transforms(nn.Module):
@@ -309,7 +313,12 @@ def distributed_harmonics(is_vector: bool) -> Callable[..., Side]:
                 part = thd.split_tensor_along_dim(part, dim, axes[name])[dist.get_rank(group)]
         leaf = part.contiguous().clone().requires_grad_()
         side = _side(model, leaf, lambda: _joined(leaf.grad, axes))
-        return Side(side.step, lambda: [_joined(side.answer()[0], axes), _joined(leaf.grad, axes)])
+
+        def step() -> None:
+            thd.init(*groups)  # global, and another contender's mesh had its turn
+            side.step()
+
+        return Side(step, lambda: [_joined(side.answer()[0], axes), _joined(leaf.grad, axes)])
 
     return make
 
