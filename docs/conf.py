@@ -46,7 +46,7 @@ PAGES = {
         "examples/*/data/README",
     ],
     "Reference": [f"docs/reference/{name}" for name in ("jigsaw", "nn", "metrics", "ops", "io", "testing")],
-    "Measured": ["docs/benchmarks", "docs/reading"],
+    "Measured": ["docs/benchmarks", "docs/reading", "docs/computing"],
     "How it is built": ["docs/design", "docs/gradients", "docs/operators", "docs/models", "CONTRIBUTING", "CHANGELOG"],
 }
 

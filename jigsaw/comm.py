@@ -202,8 +202,10 @@ def swap_messages(
     if not outgoing and not incoming:
         return PendingWork((), ())
     group = mesh_group(mesh)
-    ops = [dist.P2POp(dist.isend, x, rank_at(mesh, at), group) for at, x in outgoing]
-    ops += [dist.P2POp(dist.irecv, x, rank_at(mesh, at), group) for at, x in incoming]
+    # gloo begins to send when it has heard that the other side receives: said after this rank's own message, on a slow
+    # link, that word would arrive behind it, and both would take twice as long
+    ops = [dist.P2POp(dist.irecv, x, rank_at(mesh, at), group) for at, x in incoming]
+    ops += [dist.P2POp(dist.isend, x, rank_at(mesh, at), group) for at, x in outgoing]
     others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
     with _name_who_waits(kind, others):
         works = dist.batch_isend_irecv(ops)

@@ -15,6 +15,7 @@ works on it, so that the next one is there when it has done.
 
 Backward the blocks go around again, and their gradients behind them, a step later, for each rank first adds its part:
 those of block 0 begin at rank 1 in step 1, and leave rank 3 for rank 0 after step 3, where the part of step 0 waited.
+That last message has no block behind it: so each rank keeps half of its queries of step 0 for then.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm, debug
+from jigsaw.cut import Interval
 from jigsaw.graph_calls import graph_call
 from jigsaw.nn.block_attention import BlockRows, block_gradients, has_fused_kernel, sum_block
 from jigsaw.nn.key_ring import KeyRing
@@ -113,10 +115,14 @@ class _RingPass:
                 block, pending = arriving
                 pending.wait()
 
-    def parts(self, q: Tensor, mask: Tensor | None, member: int) -> Iterator[BlockRows]:
-        """All queries before a member's keys, some at a time; keys that the order of the tokens hides are left out."""
+    def parts(
+        self, q: Tensor, mask: Tensor | None, member: int, queries: Interval | None = None
+    ) -> Iterator[BlockRows]:
+        """All queries, or an interval of them, before a member's keys, some at a time; keys that the order of the
+        tokens hides are left out.
+        """
         places = self.ring.positions(member)
-        for rows, order in self._some_rows(q, len(places), mask):
+        for rows, order in self._some_rows(q, len(places), mask, queries or (0, q.shape[-2])):
             for columns, is_hidden in _seen_columns(places, order):
                 at = places[columns]
                 is_triangle = is_hidden and order is not None and torch.equal(at, order)
@@ -126,7 +132,9 @@ class _RingPass:
                 kept = self._kept(rows, at, q.dtype)
                 yield BlockRows(rows, columns, at, some, order if is_hidden else None, is_triangle, kept)
 
-    def _some_rows(self, q: Tensor, keys: int, mask: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
+    def _some_rows(
+        self, q: Tensor, keys: int, mask: Tensor | None, queries: Interval
+    ) -> Iterator[tuple[slice, Tensor | None]]:
         """Rows of queries whose scores with so many keys fit, and where attention is causal their places."""
         start, order = 0, self.options.query_places
         made = q.shape[:-2] if not self.is_fused else () if mask is None else mask.shape[:-2]
@@ -134,8 +142,9 @@ class _RingPass:
         step = max(1, q.shape[-2]) if self.is_fused and mask is None and not order else step
         for places in order or (None,):
             end = start + (q.shape[-2] if places is None else len(places))
-            for low in range(start, end, step):
-                rows = slice(low, min(low + step, end))
+            stop = min(end, queries[1])
+            for low in range(max(start, queries[0]), stop, step):
+                rows = slice(low, min(low + step, stop))
                 yield rows, None if places is None else places[rows.start - start : rows.stop - start]
             start = end
 
@@ -274,21 +283,26 @@ class _RingGradients:
     def all_of_them(self) -> RingGradients:
         """The gradients of q, k, v and the mask."""
         way, ring = self.way, self.way.ring
-        own: Tensor | None = None
+        count = self.q.shape[-2]
+        own = self._zeros_like_block(ring.me)
         arriving: tuple[Tensor, comm.PendingWork] | None = None
         for member, block in way.blocks(self.k, self.v):
-            part = self._add_block(member, block)
+            keys, values = way.unpack(block, member)
             if member == ring.me:
-                own = part  # until those of the others come home
+                # the rest when there is nothing else to do but to wait for what the others add
+                self._add_block(member, keys, values, (0, count // 2), own)
                 continue
+            part = self._zeros_like_block(member)
+            self._add_block(member, keys, values, (0, count), part)
             if arriving is not None:
                 arriving[1].wait()
                 part += arriving[0]
             if self.for_keys:
                 buffer = part.new_empty(way.size_of((member - 1) % ring.size))
                 arriving = buffer, ring.pass_on(way.mesh, part, buffer)
+        self._add_block(ring.me, self.k, self.v, (count // 2, count), own)
         dk = dv = None
-        if own is not None and self.for_keys:
+        if self.for_keys:
             if arriving is not None:
                 arriving[1].wait()
                 own += arriving[0]
@@ -296,11 +310,15 @@ class _RingGradients:
         dq = None if self.dq is None else self.dq.mul_(way.options.scale).to(self.q.dtype)
         return dq, dk, dv, None if self.dmask is None or self.mask is None else self.dmask.to(self.mask.dtype)
 
-    def _add_block(self, member: int, block: Tensor) -> Tensor:
-        """Add what the keys and values of a member give to the gradients here; theirs, packed."""
-        gradients = self.scaled.new_zeros(block.numel() if self.for_keys else 0)
-        keys, values = (x.to(self.scaled.dtype) for x in self.way.unpack(block, member))
-        for part in self.way.parts(self.scaled, self.mask, member):
+    def _zeros_like_block(self, member: int) -> Tensor:
+        return self.scaled.new_zeros(self.way.size_of(member) if self.for_keys else 0)
+
+    def _add_block(self, member: int, keys: Tensor, values: Tensor, queries: Interval, into: Tensor) -> None:
+        """Add what some queries and the keys and values of a member give to the gradients here, and to those of these
+        keys and values, which are packed in `into`.
+        """
+        keys, values = (x.to(self.scaled.dtype) for x in (keys, values))
+        for part in self.way.parts(self.scaled, self.mask, member, queries):
             rows, k, v = part.rows, keys[..., part.columns, :], values[..., part.columns, :]
             q, grad, out = (x[..., rows, :] for x in (self.scaled, self.grad, self.out))
             found = block_gradients(part, q, k, v, out, self.log_sum[..., rows], grad, self.way.is_fused)
@@ -308,12 +326,11 @@ class _RingGradients:
                 dq = self.dq[..., rows, :]
                 dq += found.q.sum_to_size(dq.shape)
             if self.for_keys:
-                dk, dv = (x[..., part.columns, :] for x in self.way.unpack(gradients, member))
+                dk, dv = (x[..., part.columns, :] for x in self.way.unpack(into, member))
                 dk += found.k.sum_to_size(dk.shape)
                 dv += found.v.sum_to_size(dv.shape)
             if found.scores is not None and self.dmask is not None:
                 self._add_to_mask(part, found.scores)
-        return gradients
 
     def _add_to_mask(self, part: BlockRows, by_scores: Tensor) -> None:
         assert self.dmask is not None

@@ -1,0 +1,34 @@
+"""The benchmarks of computing and of links run at toy size; the first asserts that who is timed is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def lines_of(script: str, *words: str) -> list[dict]:
+    ran = subprocess.run([sys.executable, FOLDER / script, *words], capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_those_who_are_timed_are_right():
+    found = lines_of("computing.py", "--small", "--rounds", "1", "--case", "mlp")
+    assert [line["engine"] for line in found if "refused" not in line] == [line["engine"] for line in found]
+    assert all(line["max_rel_err"] < 1e-5 and line["cpu_s"] > 0 for line in found)
+
+
+@pytest.mark.slow
+def test_ranks_on_two_hosts_send_what_the_formula_says():
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--net", "true"], check=False).returncode:
+        pytest.skip("network namespaces need root")
+    (found,) = lines_of("links.py", "--small", "--rounds", "1", "--seconds", "0.05", "--case", "ring attention")
+    assert found["counted_over_formula"] == 1.0
+    assert 1.0 < found["link_over_formula"] < 1.2
