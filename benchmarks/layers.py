@@ -197,6 +197,8 @@ def prepare(name: str, small: bool, system: str, ranks: int) -> dict[str, float]
     for key in [k for k in _made if k[:2] != (name, small)]:
         del _made[key]
     _made[name, small, system] = mine
+    for other in _made.values():  # its gradients would count among this one's
+        other.model.zero_grad()
     mine.step()
     with comm.count() as sent:
         mine.step()
