@@ -200,9 +200,9 @@ def models_page(results: dict[str, dict[str, Any]]) -> str:
         "# Models",
         "",
         "Published nets, small, as they are installed: forward, loss, all gradients and three optimizer steps on tiles",
-        "are those of one process. Made by `tests/zoo/run.py`, as `make zoo` calls it. *Sent* are the bytes that the",
-        "busiest rank sends in the first step on the largest mesh, by kind; *said* is what the user had to say beyond",
-        "`parallelize`.",
+        "are those of one process, dropout and noise included. Made by `tests/zoo/run.py`, as `make zoo` calls it.",
+        "*Sent* are the bytes that the busiest rank sends in the first step on the largest mesh, by kind; *said* is",
+        "what the user had to say beyond `parallelize`.",
         "",
     ]
     for package in dict.fromkeys(row["package"] for row in results.values()):
