@@ -130,7 +130,8 @@ def prepare(name: str, small: bool, system: str, ranks: int, slabs: int) -> dict
     plain = make_contender(name, small, "torch", 1, slabs)
     got, expected = mine.step(), plain.step()
     whole = got.full_tensor() if ranks > 1 else got
-    pairs = [(whole, expected), *((a.grad, b.grad) for a, b in zip(mine.model.parameters(), plain.model.parameters()))]
+    weights = zip(mine.model.parameters(), plain.model.parameters(), strict=True)
+    pairs = [(whole, expected), *((a.grad, b.grad) for a, b in weights)]
     error = max((a - b).abs().max().item() for a, b in pairs)
     del got, expected, whole, pairs, plain
     _made[name, small, system] = mine

@@ -18,6 +18,7 @@ from torch import Tensor
 from jigsaw import comm
 from jigsaw.graph_calls import refuse_in_graph
 from jigsaw.layout import Layout, MeshCoordinate
+from jigsaw.slab_mesh import SlabMesh
 from jigsaw.tile import Tile
 
 _SIGN = -(1 << 63)
@@ -80,7 +81,10 @@ def shared_seed(tile: Tile) -> int:
     seed = torch.randint(1 << 62, (1,))
     if tile.mesh.device_type == "cuda":
         seed = seed.to(tile.device)
-    comm.broadcast_first(seed, tile.mesh, [name for name, _ in tile.layout.axes])
+    # slabs are run by all ranks in one order, and with the same states of their generators
+    mesh = tile.mesh.real if isinstance(tile.mesh, SlabMesh) else tile.mesh
+    if mesh is not None:
+        comm.broadcast_first(seed, mesh, [name for name, _ in tile.layout.axes])
     return int(seed)
 
 
