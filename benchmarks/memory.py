@@ -17,6 +17,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -71,14 +72,42 @@ class SmallUNet(nn.Module):
         return self.decoder1(torch.cat([self.up1(y), one], 1))
 
 
+class StridedUNet(nn.Module):
+    """Four levels by strided convolutions; how its rows are shared out is what this one is for."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+        def block(ins: int, outs: int, stride: int = 1) -> nn.Module:
+            conv = nn.Conv3d(ins, outs, 3, stride, 1)
+            return nn.Sequential(conv, nn.InstanceNorm3d(outs, affine=True), nn.LeakyReLU(0.01))
+
+        widths = [width, 2 * width, 4 * width, 4 * width]
+        self.first = block(1, width)
+        self.down = nn.ModuleList(block(a, b, 2) for a, b in pairwise(widths))
+        self.up = nn.ModuleList(nn.ConvTranspose3d(b, a, 2, 2) for b, a in pairwise(reversed(widths)))
+        self.merge = nn.ModuleList(block(2 * a, a) for a in reversed(widths[:-1]))
+        self.last = nn.Conv3d(width, 2, 1)
+
+    def forward(self, x: Any) -> Any:
+        skips = [self.first(x)]
+        for down in self.down:
+            skips.append(down(skips[-1]))
+        y = skips.pop()
+        for up, merge in zip(self.up, self.merge, strict=True):
+            y = merge(torch.cat([up(y), skips.pop()], 1))
+        return self.last(y)
+
+
 @dataclass(frozen=True)
 class MemoryCase:
-    """A net, its input, which of its modules are chunked and along which dim."""
+    """A net, its input, which of its modules are chunked and along which dim, and where ranks may be cut."""
 
     model: Callable[[], nn.Module]
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     dim: int
+    align: int = 4
 
 
 # The slabs of volumes are cut along their last dim: of a small product of the others torch takes another kernel on
@@ -87,12 +116,16 @@ OUTER = ("encoder1", "encoder2", "decoder2", "decoder1")
 CASES = {
     "blocks-2d": MemoryCase(lambda: TwoBlocks(2, 8, 16), (1, 8, 720, 720), ("body",), 2),
     "blocks-3d": MemoryCase(lambda: TwoBlocks(3, 8, 16), (1, 8, 64, 64, 96), ("body",), 4),
-    "unet-2d": MemoryCase(lambda: SmallUNet(2, 8, 16), (1, 8, 720, 720), OUTER, 2),
+    "unet-2d": MemoryCase(lambda: SmallUNet(2, 8, 16), (1, 8, 360, 480), OUTER, 2),
+    "strided-3d": MemoryCase(lambda: StridedUNet(16), (1, 1, 80, 256, 16), (), 2, align=1),
+    "strided-3d-by-8": MemoryCase(lambda: StridedUNet(16), (1, 1, 80, 256, 16), (), 2, align=8),
 }
 SMALL = {
     "blocks-2d": MemoryCase(lambda: TwoBlocks(2, 4, 8), (1, 4, 96, 48), ("body",), 2),
     "blocks-3d": MemoryCase(lambda: TwoBlocks(3, 2, 4), (1, 2, 24, 16, 32), ("body",), 4),
     "unet-2d": MemoryCase(lambda: SmallUNet(2, 4, 8), (1, 4, 96, 48), OUTER, 2),
+    "strided-3d": MemoryCase(lambda: StridedUNet(4), (1, 1, 40, 16, 16), (), 2, align=1),
+    "strided-3d-by-8": MemoryCase(lambda: StridedUNet(4), (1, 1, 40, 16, 16), (), 2, align=8),
 }
 
 
@@ -120,7 +153,7 @@ def make_contender(name: str, small: bool, system: str, ranks: int, slabs: int) 
     if ranks == 1:
         return layers.Contender(model, x)
     mesh = world_mesh(lat=ranks)
-    tile = jigsaw.shard(x, mesh, (None, None, "lat", *(None,) * (x.ndim - 3)), align=4)
+    tile = jigsaw.shard(x, mesh, (None, None, "lat", *(None,) * (x.ndim - 3)), align=case.align)
     return layers.Contender(jigsaw.parallelize(model, mesh), tile)
 
 
@@ -130,7 +163,8 @@ def prepare(name: str, small: bool, system: str, ranks: int, slabs: int) -> dict
     plain = make_contender(name, small, "torch", 1, slabs)
     got, expected = mine.step(), plain.step()
     whole = got.full_tensor() if ranks > 1 else got
-    pairs = [(whole, expected), *((a.grad, b.grad) for a, b in zip(mine.model.parameters(), plain.model.parameters()))]
+    weights = zip(mine.model.parameters(), plain.model.parameters(), strict=True)
+    pairs = [(whole, expected), *((a.grad, b.grad) for a, b in weights)]
     error = max((a - b).abs().max().item() for a, b in pairs)
     del got, expected, whole, pairs, plain
     _made[name, small, system] = mine
@@ -161,8 +195,9 @@ def timed(name: str, small: bool, system: str, ranks: int) -> tuple[float, float
 
 
 def run(name: str, ranks: int, slabs: int, rounds: int, small: bool) -> list[dict[str, Any]]:
-    systems = [("torch", 1), ("checkpoint", 1), ("chunked", 1)]
-    systems += [("jigsaw", ranks), ("chunked", ranks)] if ranks > 1 else []
+    systems = [("torch", 1), ("checkpoint", 1), ("chunked", 1), ("jigsaw", ranks), ("chunked", ranks)]
+    if not (SMALL if small else CASES)[name].parts:
+        systems = [("torch", 1), ("jigsaw", ranks)]
     found = [run_on_ranks(n, prepare, name, small, s, n, slabs, timeout=layers.TIMEOUT) for s, n in systems]
     times: list[list[tuple[float, float]]] = [[] for _ in systems]
     for _ in range(rounds):

@@ -121,9 +121,7 @@ def _name_who_waits(kind: str, ranks: Sequence[int]) -> Generator[None]:
 
 
 class PendingWork:
-    """Messages or an all-reduce under way; `wait()` returns once all have arrived.  What is sent is kept alive
-    until then; what is received into is the caller's.
-    """
+    """Messages or an all-reduce under way, which keeps alive what it sends; `wait()` returns once all have arrived."""
 
     def __init__(
         self,
@@ -445,10 +443,6 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
     *Sends*: the bytes of `x` once a rank (tree).
     """
     refuse_in_graph("a broadcast")
-    if isinstance(mesh, SlabMesh):  # all ranks run the same slab
-        if mesh.real is not None:
-            broadcast_first(x, mesh.real, axes)
-        return
     compare_calls(mesh, "broadcast", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return

@@ -58,9 +58,9 @@ class SlabMesh:
 
     def _refuse(self) -> NoReturn:
         raise ShardingError(
-            f"{CHUNKED_NAME}: a function of the module needs values of all slabs at once (a mean, a softmax, a transform, "
-            "a product along the dim that the slabs cut); chunk the submodules before and after it instead, or cut "
-            "another dim into slabs with dim="
+            f"{CHUNKED_NAME}: a function of the module needs values of all slabs at once (a mean, a softmax, a "
+            "transform, a product along the dim that the slabs cut); chunk the submodules before and after it "
+            "instead, or cut another dim into slabs with dim="
         )
 
     def size(self) -> int:

@@ -269,8 +269,8 @@ def _attend_over_slabs(operands: Sequence[Any], call: _AttentionCall, shared_by:
     alike = all(isinstance(x, Tile) and x.layout.dims()[:-2] == query.layout.dims()[:-2] for x in operands)
     if not alike or call.dropout or any(not x.layout.complete_dims[-1] for x in operands):
         raise ShardingError(
-            f"{ATTENTION_NAME} over slabs (jigsaw.nn.chunked): query, key and value are to be tiles with the same batch "
-            f"and heads, whole features, and dropout 0, not {call.dropout}; chunk the modules before and after it instead"
+            f"{ATTENTION_NAME} over slabs (jigsaw.nn.chunked): query, key and value are to be tiles with the same "
+            f"batch and heads, whole features, and dropout 0, not {call.dropout}; chunk the modules before and after it"
         )
     query = query.owned()
     whole, attach = keys_of_all_slabs(key, value)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import index
 from typing import Any, TypeVar, cast
 
@@ -231,8 +232,8 @@ class _SlabJob:
                 or not layout.dim(dim)[0].has_same_rows(first.dim(dim)[0])
             ):
                 raise ShardingError(
-                    f"{CHUNKED_NAME}: {self.name} was given tiles {first} and {layout}, which have no one dim {dim} with "
-                    "the same cuts to part into slabs; pass what is not cut as plain tensors, unflatten dims, or say dim="
+                    f"{CHUNKED_NAME}: {self.name} was given tiles {first} and {layout}, which have no one dim {dim} "
+                    "with the same cuts to part into slabs; pass what is not cut as plain tensors, or say dim="
                 )
         self.dim = dim
         cut = first.dim(dim)[0]
@@ -240,10 +241,10 @@ class _SlabJob:
         for piece in range(cut.pieces):
             start, stop = cut.owned(piece)
             inner = cut_points(stop - start, self.slabs, align=self.align)
-            if any(a == b for a, b in zip(inner, inner[1:], strict=False)):
+            if any(a == b for a, b in pairwise(inner)):
                 raise ShardingError(
-                    f"{CHUNKED_NAME}: slabs={self.slabs} of dim {dim}, of which a rank has {stop - start} rows in blocks "
-                    f"of align={self.align}: each slab needs a block; use fewer slabs, or another dim"
+                    f"{CHUNKED_NAME}: slabs={self.slabs} of dim {dim}, of which a rank has {stop - start} rows in "
+                    f"blocks of align={self.align}: each slab needs a block; use fewer slabs, or another dim"
                 )
             points += [start + p for p in inner[1:]]
         return tuple(points)
@@ -267,8 +268,8 @@ class _SlabJob:
         """How the ranks have a result, whose slabs lie on the finer mesh as `fine`."""
         if SLAB_AXIS not in fine.cut_axes:
             raise ShardingError(
-                f"{CHUNKED_NAME}: {self.name} gives a result of shape {fine.shape} that has no slabs; chunk the modules "
-                "before it"
+                f"{CHUNKED_NAME}: {self.name} gives a result of shape {fine.shape} that has no slabs; chunk the "
+                "modules before it"
             )
 
         def merged(c: Cut) -> Cut:

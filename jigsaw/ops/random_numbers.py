@@ -20,6 +20,7 @@ from jigsaw import comm
 from jigsaw.graph_calls import graph_call, is_making_graph
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.mesh import mesh_size
+from jigsaw.slab_mesh import SlabMesh
 from jigsaw.tile import Tile
 
 _SIGN = -(1 << 63)
@@ -90,9 +91,11 @@ def _seed_shape(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
 def _drawn_seed(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
     # every rank draws, so that their generators stay in step, but the first rank's number is taken
     seed = torch.randint(1 << 62, (1,))
-    if mesh_size(mesh) > 1:
-        seed = seed.to(mesh.device_type)
-        comm.broadcast_first(seed, mesh, axes)
+    # slabs are run by all ranks in one order, and with the same states of their generators
+    real = mesh.real if isinstance(mesh, SlabMesh) else mesh
+    if real is not None and mesh_size(real) > 1:
+        seed = seed.to(real.device_type)
+        comm.broadcast_first(seed, real, axes)
     return seed
 
 

@@ -30,3 +30,18 @@ def test_toy_run(case):
     if case == "conv":
         assert alone["max_abs_err"] == 0.0
         assert both["peak_bytes_per_rank"] < 0.55 * plain["peak_bytes_per_rank"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["blocks-2d", "blocks-3d", "unet-2d"])
+def test_toy_run_of_memory(case):
+    command = [sys.executable, str(SCRIPT.with_name("memory.py")), "--case", case, "--small", "--rounds", "1"]
+    ran = subprocess.run([*command, "--slabs", "6"], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    plain, _, alone, both, chunked = lines
+    assert all(c["max_abs_err"] < 1e-4 for c in lines)
+    assert alone["held_bytes"] < (0.5 if case == "unet-2d" else 0.01) * plain["held_bytes"]
+    assert chunked["held_bytes"] < (0.5 if case == "unet-2d" else 0.01) * both["held_bytes"]
+    if case == "blocks-2d":
+        assert alone["peak_bytes"] < 0.4 * plain["peak_bytes"]
+        assert chunked["peak_bytes"] < 0.4 * both["peak_bytes"]
