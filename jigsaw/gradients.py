@@ -27,7 +27,7 @@ from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.mesh import axes_of_mesh, ranks_along
 from jigsaw.ops.plain_operands import AVERAGED_MARK
-from jigsaw.ops.reentrant import at_end_of_pass, outermost_pass
+from jigsaw.ops.reentrant import at_end_of_pass, is_recomputing, outermost_pass
 from jigsaw.tile import lie_in_one_memory
 
 # -- marks ------------------------------------------------------------------------------------------------------------
@@ -43,6 +43,7 @@ def mark_averaged(model: nn.Module, ranks: int) -> None:
 
 def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
     if isinstance(module, FSDPModule):
+        _check_recomputed_once(module)
         # it has gathered the parameters of all modules in it, also of those whose forward is not called
         for parameter in module.parameters():
             _mark_parameter(parameter, ranks)
@@ -53,6 +54,21 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
                 f"parameter {name!r} of {type(module).__name__} was replaced or added after parallelize: nothing "
                 f"would reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
             )
+
+
+def _check_recomputed_once(unit: FSDPModule) -> None:
+    """Raise where a unit that was behind in a backward pass runs again in it.
+
+    FSDP2 (torch 2.13) takes it for being in that state still, and hooks nothing to its inputs: where reentrant
+    checkpointing runs it a second time, the gradients of that time would be lost.
+    """
+    state: Any = unit._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    if is_recomputing() and state._training_state.name == "PRE_BACKWARD":
+        raise ShardingError(
+            f"checkpoint(use_reentrant=True) runs {type(unit).__name__}, a unit of weights that are gathered at once, "
+            "a second time in one backward pass: FSDP2 would lose gradients; pass use_reentrant=False, or leave it out "
+            "of parallelize(units=...)"
+        )
 
 
 def _mark_parameter(parameter: nn.Parameter, ranks: int) -> None:

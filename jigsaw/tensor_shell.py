@@ -63,7 +63,7 @@ def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: boo
 # for `requires_grad` first: that puts the shell into the graph (`_EnterShell`).  What the Function returns has its
 # node, and the next who reads `local` leaves the shell behind that node (`_LeaveShell`): local, shell, node, local.
 _IDENTITIES = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
-_ENTER_NODE = "_EnterShellBackward"
+ENTER_NODE = "_EnterShellBackward"
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
 # Reentrant checkpointing (of what got no tile and made one) runs a backward pass of its own, and DDP looks for unused
 # parameters behind the shell.
@@ -196,6 +196,12 @@ def _node_of_shell(shell: TensorShell) -> Any:
         return _tensor_base.grad_fn.__get__(shell)
 
 
+def _has_entered(node: Any) -> bool:
+    """Whether an input of an identity is a tile that entered the graph, a plain leaf, or needs no gradient."""
+    is_leaf = node is not None and node.name() == _LEAF_NODE and not isinstance(node.variable, TensorShell)
+    return node is None or is_leaf or node.name() == ENTER_NODE
+
+
 class _LocalBehindNode:
     """`local` of a tile that autograd has made as a view of another one, until it is read for the first time."""
 
@@ -206,7 +212,7 @@ class _LocalBehindNode:
         node = _node_of_shell(shell)
         if node is None:
             local = state["_rows"]
-        elif node.name() in _IDENTITIES and all(n is None or n.name() == _ENTER_NODE for n, _ in node.next_functions):
+        elif node.name() in _IDENTITIES and all(_has_entered(n) for n, _ in node.next_functions):
             local = _LeaveShell.apply(shell)
         else:
             local = _local_through_function(shell, node, state["_rows"].detach())
@@ -258,7 +264,7 @@ class TensorShell(_TensorBase):
         # not `requires_grad`, which a view that a Function made of its input has without a way back
         if self.local.grad_fn is None and torch.is_grad_enabled():
             node = _node_of_shell(self)
-            if node is not None and node.name() != _ENTER_NODE:
+            if node is not None and node.name() != ENTER_NODE:
                 self.__dict__["local"] = _local_through_function(self, node, self.local.detach())
 
     def view_of_itself(self) -> Any:

@@ -156,11 +156,8 @@ def _told_together(of_ranks: list[_Mismatches], elements: int) -> dict[str, Any]
     for box, count, _, _ in of_ranks:
         counts[box] = max(count, counts.get(box, 0))
     total = sum(counts.values())
-    absolute, relative = (
-        # NaN is the greatest, as torch.max has it; of equal ones the first of the tensor
-        min((found[k] for found in of_ranks), key=lambda d: (0, 0, d[1]) if math.isnan(d[0]) else (1, -d[0], d[1]))
-        for k in (2, 3)
-    )
+    absolute = _greatest_of_ranks([found[2] for found in of_ranks])
+    relative = _greatest_of_ranks([found[3] for found in of_ranks])
     return {
         "extra": f"Mismatched elements: {total} / {elements} ({total / elements:.1%})",
         "abs_diff": absolute[0],
@@ -168,6 +165,15 @@ def _told_together(of_ranks: list[_Mismatches], elements: int) -> dict[str, Any]
         "rel_diff": relative[0],
         "rel_diff_idx": relative[1],
     }
+
+
+def _greatest_of_ranks(found: list[_Difference]) -> _Difference:
+    """NaN is the greatest, as `torch.max` has it; of equal ones that which stands first in the tensor."""
+
+    def order(one: _Difference) -> tuple[int, Any, tuple[int, ...]]:
+        return (0, 0, one[1]) if math.isnan(one[0]) else (1, -one[0], one[1])
+
+    return min(found, key=order)
 
 
 # `assert_close` looks the class up when it is called, so that who imported the function before has this one, too.

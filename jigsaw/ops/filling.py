@@ -143,7 +143,7 @@ def _become_tile(target: Tensor, plain: Tensor, places: _Places | None, layout: 
     local = shell if local is None else local
     vars(plain).update(local=local, layout=layout, mesh=like.mesh, shape=torch.Size(layout.shape))
     if places is not None:
-        made: Any = plain[places.index]
+        made: Any = plain[places.items]
         vars(target).update(local=made.local, layout=made.layout, mesh=made.mesh, shape=made.shape)
 
 
@@ -167,7 +167,7 @@ class _Places(NamedTuple):
     its first row and the step between rows; None for a dim of one row.
     """
 
-    index: tuple[Any, ...]
+    items: tuple[Any, ...]
     dims: tuple[tuple[int, int, int] | None, ...]
 
 

@@ -22,7 +22,7 @@ from jigsaw.cut import Cut, ShardingError
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_size
 from jigsaw.misuse import warn_of_unreduced
-from jigsaw.tensor_shell import enters_functions
+from jigsaw.tensor_shell import ENTER_NODE, enters_functions
 from jigsaw.tile import LEAVE_NODE, Tile
 
 
@@ -126,7 +126,8 @@ def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
     todo: list[Any] = [x.grad_fn]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        # a tile that FSDP2 passed on together with the plain tensor is none of its origins
+        if node is None or node in seen or node.name() == ENTER_NODE:
             continue
         seen.add(node)
         if node.name() == LEAVE_NODE:

@@ -9,7 +9,9 @@ as a model's parameters are: marked, so that the mean over the ranks is their gr
 tensors only.  That mean, which every rank then has alike, goes on.  A plain tensor that comes out has left a tile.
 
 **Inner passes** are part of the pass around them: what is to be done at the end of a backward pass waits for the end of
-the outermost one (`at_end_of_pass`), so that gradients are reduced once and not in every inner pass.
+the outermost one (`at_end_of_pass`), so that gradients are reduced once and not in every inner pass.  FSDP2 waits, too;
+but a unit that runs again once it was behind in the same backward pass loses gradients, also those of plain tensors
+(torch 2.13): `jigsaw.gradients` refuses that.
 
 >>> from torch.utils.checkpoint import checkpoint
 >>> tile = jigsaw.shard(torch.ones(2, 4), jigsaw.init_mesh(lat=1), (None, "lat"))
@@ -42,6 +44,7 @@ from jigsaw.tile import Tile, leave_tile, shared_mesh
 # the passes around the one that runs, outermost first, and what is to be done once the outermost one ends
 _outer_passes: list[int] = []
 _at_end: list[Callable[[], None]] = []
+_recomputing: list[object] = []  # the functions that run for the second time
 
 
 def outermost_pass() -> int:
@@ -59,6 +62,11 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
         _at_end.append(callback)
     else:
         Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportPrivateUsage]
+
+
+def is_recomputing() -> bool:
+    """Whether what was checkpointed runs again, with a graph."""
+    return bool(_recomputing) and torch.is_grad_enabled()
 
 
 # -- the function -----------------------------------------------------------------------------------------------------
@@ -119,14 +127,19 @@ class _OnLocals:
         self.results: list[Layout | None] = []  # of what came out, once it ran
 
     def __call__(self, *args: Any) -> Any:
+        again = torch.is_grad_enabled()
         given: list[Any] = []
         for x, layout in zip(args, self.layouts, strict=True):
-            if layout is None and isinstance(x, Tensor) and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+            if again and layout is None and isinstance(x, Tensor) and x.requires_grad:
                 setattr(x, AVERAGED_MARK, mesh_size(self.mesh))
             given.append(x if layout is None else Tile(x, layout, self.mesh))
-        out = self.function(*given)
+        _recomputing.extend([self] * again)
+        try:
+            out = self.function(*given)
+        finally:
+            del _recomputing[len(_recomputing) - again :]
         values = out if isinstance(out, tuple) else (out,)
-        if torch.is_grad_enabled():
+        if again:
             for x in values:
                 _check_plain_result(x, self.mesh)
         self.results = [x.layout if isinstance(x, Tile) else None for x in values]
