@@ -95,7 +95,7 @@ def cases(small: bool) -> dict[str, Case]:
         ),
         "attention": Case(
             sides.Attention,
-            (3, 1, heads, tokens, width // heads),
+            (3, 1, heads, tokens // 2, width // heads),
             {
                 "jigsaw, ring": (ONE, sides.on_tiles(keys, "ring")),
                 "jigsaw, heads": (ONE, sides.on_tiles(keys, "heads")),

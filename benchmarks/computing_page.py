@@ -32,8 +32,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield ""
 
 
-def _read(pattern: str) -> tuple[list[Result], list[str]]:
-    """The results of the newest files (each case of the last one that has it), and where they come from."""
+def _read(pattern: str, every: bool = False) -> tuple[list[Result], list[str]]:
+    """The results of the newest files (each case of the last one that has it, or of `every` one), and where they come
+    from.
+    """
     found: dict[str, list[Result]] = {}
     told: dict[str, str] = {}
     files = [(json.loads(file.open().readline())["date"], file) for file in (ROOT / "benchmarks/results").glob(pattern)]
@@ -41,8 +43,9 @@ def _read(pattern: str) -> tuple[list[Result], list[str]]:
         header, *results = [json.loads(line) for line in file.read_text().splitlines()]
         where = f"- [{file.name}](../benchmarks/results/{file.name})"
         for case in dict.fromkeys(r["case"] for r in results):
-            found[case] = [r for r in results if r["case"] == case]
-            told[case] = f"{where}: {header['hardware']}; {header['date']}; `{header['command']}`"
+            key = f"{case} {file.name}" if every else case
+            found[key] = [r for r in results if r["case"] == case]
+            told[key] = f"{where}: {header['hardware']}; {header['date']}; `{header['command']}`"
     return [r for results in found.values() for r in results], list(dict.fromkeys(told.values()))
 
 
@@ -86,7 +89,7 @@ def _links(results: Sequence[Result]) -> Iterator[str]:
             f"{100 * r['hidden']:.0f} %" + ("" if r["hidden"] >= 0.8 else " **misses 80 %**"),
             f"{r['counted_over_formula']:.3f}", f"{r['link_over_formula']:.3f}",
         ]
-        for r in results
+        for r in sorted(results, key=lambda r: r["case"])
     ]  # fmt: skip
     yield from _table(
         ("what travels", "computing s", "transfer s", "open link s", "slow link s", "hidden", "counted / formula",
@@ -99,7 +102,7 @@ def write() -> None:
     page = ROOT / "docs" / "computing.md"
     text = page.read_text()
     beside, where = _read("computing-*.jsonl")
-    slow, where_slow = _read("links-*.jsonl")
+    slow, where_slow = _read("links-*.jsonl", every=True)
     versions = beside[0]["versions"] if beside else {}
     lines = ["", "## Beside others", "", *_compared(beside), "## What a slow link costs", "", *_links(slow),
              "## Where the numbers come from", "", *where, *where_slow, "",

@@ -90,7 +90,6 @@ def _halos(mesh: DeviceMesh, scale: int) -> Step:
     """Convolutions 3 x 3; weights are not reduced, so that halos alone travel."""
     layers = [nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False) for _ in range(CONVOLUTIONS)]
     x = torch.randn(1, CHANNELS, RANKS * ROWS, WIDTH // scale)
-    warnings.filterwarnings("ignore", "a parameter of shape")
     return _trained(nn.Sequential(*layers), jigsaw.shard(x, mesh, (None, None, "lat", None)))
 
 
@@ -204,6 +203,7 @@ class SimulatedDevice(TorchDispatchMode):
 def serve(rank: int, folder: str) -> None:
     """The life of a rank: join, then answer what comes by standard input, a JSON value a line."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "a parameter of shape")  # not reduced, so that one kind of message travels alone
     answers, sys.stdout = sys.stdout, sys.stderr
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

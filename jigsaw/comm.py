@@ -200,10 +200,9 @@ def swap_messages(
     if not outgoing and not incoming:
         return PendingWork((), ())
     group = mesh_group(mesh)
-    # gloo begins to send when it has heard that the other side receives: said after this rank's own message, on a slow
-    # link, that word would arrive behind it, and both would take twice as long
-    ops = [dist.P2POp(dist.irecv, x, rank_at(mesh, at), group) for at, x in incoming]
-    ops += [dist.P2POp(dist.isend, x, rank_at(mesh, at), group) for at, x in outgoing]
+    # gloo sends once it hears that the other side receives, and must not hear it behind this rank's own message
+    ways = ((dist.irecv, incoming), (dist.isend, outgoing))
+    ops = [dist.P2POp(way, x, rank_at(mesh, at), group) for way, messages in ways for at, x in messages]
     others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
     with _name_who_waits(kind, others):
         works = dist.batch_isend_irecv(ops)

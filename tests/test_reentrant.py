@@ -11,7 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import jigsaw
-from jigsaw.testing import assert_same_on_every_mesh
+from jigsaw import comm
+from jigsaw.cut import ShardingError
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.tile import Tile
+from jigsaw.tile_making import shard
 
 F64 = torch.float64
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
