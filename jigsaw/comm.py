@@ -197,17 +197,16 @@ def swap_messages(
     outgoing = [(at, _as_bytes(_plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
     _record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
-    if not outgoing and not incoming:
+    if not (outgoing or incoming):
         return PendingWork((), ())
     group = mesh_group(mesh)
-    # gloo sends once it hears that the other side receives, and must not hear it behind this rank's own message
-    ways = ((dist.irecv, incoming), (dist.isend, outgoing))
+    # gloo sends once it hears that the other side receives: that word must not queue behind this rank's own message
+    ways = (dist.irecv, incoming), (dist.isend, outgoing)
     ops = [dist.P2POp(way, x, rank_at(mesh, at), group) for way, messages in ways for at, x in messages]
     others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
     with _name_who_waits(kind, others):
         works = dist.batch_isend_irecv(ops)
-    # gloo lets single messages wait as long as when their group was made; on a GPU a limit would block the host
-    limit = mesh_patience(mesh) if mesh.device_type == "cpu" else None
+    limit = mesh_patience(mesh) if mesh.device_type == "cpu" else None  # a gloo message's; a GPU's would block the host
     return PendingWork(works, [x for _, x in outgoing], kind, others, limit)
 
 

@@ -29,7 +29,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call  # pyright: ignore[reportUnknownVariableType]
 
@@ -69,7 +68,8 @@ def chunked(module: M, slabs: int, dim: int = 2, align: int = 1) -> M:
     backward their gradients.  A norm sends a mean and a sum of squares, backward their gradients; an attention all keys
     and values, to every rank that cuts tokens, as an all-reduce.
     *Raises*: `ShardingError` for fewer rows than slabs on a rank, tiles that are cut differently along `dim`, weights
-    that are cut (DTensors), results without slabs, and, when it runs, functions that need all slabs at once.
+    that are cut (DTensors), results without slabs, and, when it runs, functions that need all slabs at once,
+    and second derivatives.
 
     The method is that of activation checkpointing (Chen et al., arXiv 1604.06174), over slabs of space.
 
@@ -171,8 +171,12 @@ class _RunSlabs(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                f"{CHUNKED_NAME}: gradients of gradients (create_graph=True) are not made by slabs; leave the module as "
+                "it is for those"
+            )
         return None, *ctx.job.run_backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
 
 
@@ -379,7 +383,7 @@ class _SlabJob:
 
     def _run_pass(self, locals_: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor] | None:
         fine = [self._slab_layout(layout, self.widths[len(self.statistics)]) for layout in self.layouts]
-        whole, parts = list[Tensor](), list[Any]()
+        whole, parts, changed = list[Tensor](), list[Any](), dict[str, Tensor]()
         last: SlabPaused | None = None
         for slab in range(self.slabs):
             buffers = self._own_buffers()

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
@@ -123,7 +122,6 @@ class _StandardizeSlab(torch.autograd.Function):
         return y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, inverse = ctx.saved_tensors
         (dims, count), (own, of_all), needs = ctx.how, ctx.of_all, ctx.needs_input_grad
@@ -212,7 +210,6 @@ class _WithGradients(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, *ctx.gradients
 

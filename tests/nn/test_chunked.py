@@ -232,6 +232,9 @@ def test_unfit():
         jigsaw.nn.chunked(copy.deepcopy(conv), slabs=8)(x)
     with pytest.raises(ShardingError, match="dim=4 of a tensor of shape"):
         jigsaw.nn.chunked(copy.deepcopy(conv), slabs=2, dim=4)(x)
+    y = jigsaw.nn.chunked(copy.deepcopy(conv), slabs=2)(x.requires_grad_())
+    with pytest.raises(ShardingError, match="gradients of gradients"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
     for inner, why in [
         (Meaned(), "values of all slabs at once"),
         (Flipped(), "values of all slabs at once|rows of the whole dim"),
