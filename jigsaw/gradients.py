@@ -147,14 +147,14 @@ class GradientBucket:
         if self.pending is not None and self.flat is not None and self.flags is not None:
             self._wait()
             has = self.flags.tolist() if any(p.grad is None for p in self.sent) else [1.0] * len(self.sent)
-            means = self.flat.div_(ranks)
             if self.lent is not None:
+                self.flat.div_(ranks)
                 self.sent[0].grad = self.lent
             else:
                 sizes = [local_part(p).numel() for p in self.sent]
-                for p, mean, there in zip(self.sent, means[: sum(sizes)].split(sizes), has, strict=True):
+                for p, total, there in zip(self.sent, self.flat[: sum(sizes)].split(sizes), has, strict=True):
                     if there:
-                        _write_mean(p, mean)
+                        _write_mean(p, total, ranks)
         self.forget()
 
     def settle(self, ranks: int) -> None:

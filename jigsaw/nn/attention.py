@@ -305,7 +305,7 @@ def _attend_around_ring(operands: Sequence[Any], call: _AttentionCall, plan: Att
         # a tile of these rows without memory: what is asked of it are their places
         rows = Tile(q.new_empty(()).expand(layout.local_shape(like.coordinate)), layout, like.mesh)
         seed, index = shared_seed(rows), global_index(rows, rows.ndim)
-        options = options._replace(dropout=call.dropout, seed=seed, index=index)
+        options = options._replace(dropout=call.dropout, seed=seed, places_of_weights=index)
     mirror = None
     if call.is_mirrored:
         mirror = QueryMirror.through(plan.cuts.cuts[QUERY_LABEL], ring, like.mesh)

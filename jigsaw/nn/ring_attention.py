@@ -50,7 +50,7 @@ class RingOptions(NamedTuple):
     dropout: float = 0.0
     seed: int | Tensor = 0
     # of each weight [..., L, S] without the place along S: [..., L], where weights are dropped
-    index: Tensor | None = None
+    places_of_weights: Tensor | None = None
 
 
 def ring_attention(
@@ -66,7 +66,7 @@ def ring_attention(
     *Sends*: forward P-1 blocks of keys and values; backward these again, and P-1 blocks of their gradients (in float32
     for narrower types).
     """
-    makes_scores = options.index is not None or (mask is not None and mask.requires_grad)
+    makes_scores = options.places_of_weights is not None or (mask is not None and mask.requires_grad)
     is_fused = not makes_scores and has_fused_kernel(q, k, v, mask)
     return _RingAttention.apply(q, k, v, mask, options, _RingKernel(ring, mesh, is_fused))
 
@@ -150,7 +150,7 @@ class _RingPass:
 
     def _kept(self, rows: slice, at: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What the weights are multiplied by where some are dropped."""
-        p, index = self.options.dropout, self.options.index
+        p, index = self.options.dropout, self.options.places_of_weights
         if index is None:
             return None
         places = index[..., rows, None] * size_of_cuts(self.ring.keys) + at
