@@ -174,8 +174,8 @@ class _RunSlabs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ShardingError(
-                f"{CHUNKED_NAME}: gradients of gradients (create_graph=True) are not made by slabs; leave the module as "
-                "it is for those"
+                f"{CHUNKED_NAME}: gradients of gradients (create_graph=True) are not made by slabs; leave the module "
+                "as it is for those"
             )
         return None, *ctx.job.run_backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
 
