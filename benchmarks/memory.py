@@ -121,7 +121,7 @@ CASES = {
     "strided-3d-by-8": MemoryCase(lambda: StridedUNet(16), (1, 1, 80, 256, 16), (), 2, align=8),
 }
 SMALL = {
-    "blocks-2d": MemoryCase(lambda: TwoBlocks(2, 4, 8), (1, 4, 96, 48), ("body",), 2),
+    "blocks-2d": MemoryCase(lambda: TwoBlocks(2, 4, 8), (1, 4, 240, 64), ("body",), 2),
     "blocks-3d": MemoryCase(lambda: TwoBlocks(3, 2, 4), (1, 2, 24, 16, 32), ("body",), 4),
     "unet-2d": MemoryCase(lambda: SmallUNet(2, 4, 8), (1, 4, 96, 48), OUTER, 2),
     "strided-3d": MemoryCase(lambda: StridedUNet(4), (1, 1, 40, 16, 16), (), 2, align=1),

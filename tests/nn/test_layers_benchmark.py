@@ -44,4 +44,4 @@ def test_toy_run_of_memory(case):
     assert chunked["held_bytes"] < (0.5 if case == "unet-2d" else 0.01) * both["held_bytes"]
     if case == "blocks-2d":
         assert alone["peak_bytes"] < 0.4 * plain["peak_bytes"]
-        assert chunked["peak_bytes"] < 0.4 * both["peak_bytes"]
+        assert chunked["peak_bytes"] < 0.5 * both["peak_bytes"]
