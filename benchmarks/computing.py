@@ -178,7 +178,8 @@ def compared(name: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
             error, what = max(found)
             facts["max_rel_err"] = error if error < float("inf") else None
             if not error < CLOSE:
-                facts["refused"] = f"wrong: {what or f'an error of {error:.2g}'}"
+                # values that lie elsewhere are not known to be wrong
+                facts["refused"] = f"not compared: {what}" if what else f"wrong: an error of {error:.2g}"
         except RankFailedError as failed:
             facts["refused"] = _last_words(str(failed))
         fields[contender] = facts
