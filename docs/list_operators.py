@@ -69,6 +69,7 @@ ROOMS = {
     "ops.tensor_methods": ("any", "nothing, unless its words say so (`.tolist()`, `.numpy()`)"),
     "nn.product": ("any", "the operand, or the result, that is cheapest to move"),
     "nn.attention": ("any", "keys and values along a cut sequence"),
+    "nn.multi_head_attention": ("any", "keys and values along a cut sequence; what its projections send"),
     "nn.linear": ("any; a DTensor weight by outputs or by inputs", "nothing; all-reduces for channels that are cut"),
     "nn.conv": ("any", "the rows that a window of another rank's border needs"),
     "nn.pool": ("any; positions (`return_indices`) need whole spatial dims", "the rows that windows need"),

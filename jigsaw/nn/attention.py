@@ -44,7 +44,6 @@ from jigsaw.nn.attention_plan import (
 )
 from jigsaw.nn.attention_ways import AttentionChoice, choose_attention_way, said_attention_way
 from jigsaw.nn.contraction import in_autocast_dtype, tile_in_autocast_dtype
-from jigsaw.nn.heads import head_axes, project_heads_in, project_heads_out, weights_of_heads
 from jigsaw.nn.key_ring import KeyRing
 from jigsaw.nn.label_cuts import LabelCuts, cuts_of_tile
 from jigsaw.nn.product import contract_labels
@@ -55,6 +54,7 @@ from jigsaw.nn.ring_order import QueryMirror
 from jigsaw.nn.slab_statistics import keys_of_all_slabs, slabs_cut
 from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.random_numbers import global_index, shared_seed
+from jigsaw.slab_mesh import SlabMesh
 from jigsaw.tile import Tile, implements_torch, shared_mesh, tiles_in
 
 AttentionMask = Tile | Tensor | None
@@ -142,11 +142,11 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise RuntimeError(f"{ATTENTION_NAME}: attn_mask must not be set when is_causal=True")
     masks = [] if attn_mask is None else [attn_mask]
-    return _attend(query, key, value, _AttentionCall(masks, dropout_p, is_causal, scale), enable_gqa)
+    return attend_to_keys(query, key, value, AttentionCall(masks, dropout_p, is_causal, scale), enable_gqa)
 
 
 @dataclass(frozen=True)
-class _AttentionCall:
+class AttentionCall:
     """What `scaled_dot_product_attention` was asked for, but for its tensors."""
 
     masks: Sequence[Any]
@@ -160,15 +160,16 @@ class _AttentionCall:
         return self.is_causal and not self.masks and not self.dropout
 
 
-def _attend(query: Any, key: Any, value: Any, call: _AttentionCall, enable_gqa: bool = False) -> Tile:
+def attend_to_keys(query: Any, key: Any, value: Any, call: AttentionCall, enable_gqa: bool = False) -> Tile:
     """`scaled_dot_product_attention` with several masks, the way that is said or chosen."""
     shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
-    if any(isinstance(x, Tile) and slabs_cut(x, x.ndim - 2) for x in (key, value)):
+    slabs = [x for x in (key, value) if isinstance(x, Tile) and isinstance(x.mesh, SlabMesh)]
+    if slabs and any(slabs_cut(x, x.ndim - 2) for x in slabs):
         return _attend_over_slabs((query, key, value), call, shared_by)
     plan = _plan_of((query, key, value), call.masks, shared_by)
     if plan is None or (shared_by > 1 and (plan.keys_alone or call.dropout)):
         key, value = (_repeat_heads(x, shared_by) for x in (key, value))
-        return _attend(query, key, value, call)
+        return attend_to_keys(query, key, value, call)
     if plan.around is not None:
         query, key, value = (tile_in_autocast_dtype(x) for x in (query, key, value))
         choice = _choose_way((query, key, value), call, plan)
@@ -200,7 +201,7 @@ def _shapes_of(operands: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     return tuple([tuple(x.shape) for x in operands])
 
 
-def _choose_way(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> AttentionChoice:
+def _choose_way(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan) -> AttentionChoice:
     like = next(tiles_in(tuple(operands)))
     itemsize = in_autocast_dtype(like.local.new_empty(0)).itemsize
     is_mask_cut = any(not set(plan.moving).isdisjoint(m.layout.cut_axes) for m in tiles_in(tuple(call.masks)))
@@ -235,10 +236,10 @@ def explain_attention(
         return explain_attention(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal)
     if plan.around is None:
         return AttentionChoice("gathered", "as no axis cuts queries and keys both")
-    return _choose_way((query, key, value), _AttentionCall(masks, dropout_p, is_causal), plan)
+    return _choose_way((query, key, value), AttentionCall(masks, dropout_p, is_causal), plan)
 
 
-def _attend_to_gathered(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> Tile:
+def _attend_to_gathered(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan) -> Tile:
     """Attention to keys that are brought whole, or, where axes cut them alone, stay."""
     query, key, value = operands
     like = next(tiles_in(tuple(operands)))
@@ -263,7 +264,7 @@ def _attend_to_gathered(operands: Sequence[Any], call: _AttentionCall, plan: Att
     return Tile(out, plan.out, like.mesh)
 
 
-def _attend_over_slabs(operands: Sequence[Any], call: _AttentionCall, shared_by: int) -> Tile:
+def _attend_over_slabs(operands: Sequence[Any], call: AttentionCall, shared_by: int) -> Tile:
     """Attention of a slab's queries to the keys of all slabs (`jigsaw.nn.chunked`)."""
     query, key, value = operands
     alike = all(isinstance(x, Tile) and x.layout.dims()[:-2] == query.layout.dims()[:-2] for x in operands)
@@ -285,7 +286,7 @@ def _attend_over_slabs(operands: Sequence[Any], call: _AttentionCall, shared_by:
     return Tile(attach(y), query.layout.replace_dim(query.ndim - 1, whole_dim(v.shape[-1])), query.mesh)
 
 
-def _attend_around_ring(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan) -> Tile:
+def _attend_around_ring(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan) -> Tile:
     """Attention to keys that come by in blocks; backward they do again."""
     assert plan.around is not None
     like, around, shared_by = next(tiles_in(tuple(operands))), plan.around, plan.shared_by
@@ -319,7 +320,7 @@ def _attend_around_ring(operands: Sequence[Any], call: _AttentionCall, plan: Att
     return Tile(out if mirror is None else mirror.give_back(out), plan.out, like.mesh)
 
 
-def _attend_by_heads(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan, axes: tuple[str, ...]) -> Tile:
+def _attend_by_heads(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan, axes: tuple[str, ...]) -> Tile:
     """Attention of each rank's share of the heads, there by one exchange each, and back by one: of all tokens, or,
     where other axes than these cut the tokens too, of those that go around a ring of the others.
     """
@@ -339,7 +340,7 @@ def _attend_by_heads(operands: Sequence[Any], call: _AttentionCall, plan: Attent
     return Tile(_exchanged_heads(y, there).local, plan.out, y.mesh)
 
 
-def _attend_both_ways(operands: Sequence[Any], call: _AttentionCall, plan: AttentionPlan, split: RankSplit) -> Tile:
+def _attend_both_ways(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan, split: RankSplit) -> Tile:
     """Attention by heads among neighbours, around a ring of those that have the same heads of other tokens."""
     axes = SplitAxes.of(split, moving_cuts(plan), plan.out.axes)
     mesh = next(tiles_in(tuple(operands))).mesh
@@ -417,129 +418,3 @@ def mix_values(weights: Tile, value: Any) -> Tile:
     return contract_labels(
         ATTENTION_NAME, torch.matmul, (weights, value), labels, (*batch, QUERY_LABEL, VALUE_FEATURE_LABEL)
     )
-
-
-# -- nn.MultiheadAttention --------------------------------------------------------------------------------------------
-
-
-def _split_heads(x: Tile, heads: int) -> Tile:
-    """[tokens, batch, features] -> [batch, heads, tokens, features of a head]."""
-    return x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3)
-
-
-def _masks_of_scores(mask: Any, padding: Any, heads: int) -> list[Any]:
-    """torch's masks (True: may not attend) as those of scaled_dot_product_attention, [batch, heads, L, S]."""
-    found: list[Any] = []
-    if mask is not None:
-        found.append(mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask)
-    if padding is not None:
-        found.append(padding[..., None, None, :] if padding.ndim == 2 else padding[None, None, None, :])
-    return [~m if m.dtype == torch.bool else m for m in found]
-
-
-def _with_more_tokens(q: Any, k: Any, v: Any, bias_k: Any, bias_v: Any, zeros: bool) -> tuple[Any, Any, Any]:
-    """Projected keys and values [S, batch, E] with a learned token behind them, and one of zeros."""
-    rows: list[tuple[Any, Any]] = [] if bias_k is None else [(as_whole_tile(bias_k, k), as_whole_tile(bias_v, v))]
-    if zeros:
-        nothing = torch.zeros(1, 1, k.shape[-1], dtype=k.dtype, device=k.device)
-        rows.append((as_whole_tile(nothing, k), as_whole_tile(nothing, v)))
-    wide = [(a.expand(1, *k.shape[1:]).to(k.dtype), b.expand(1, *v.shape[1:]).to(v.dtype)) for a, b in rows]
-    return q, torch.cat([k, *(a for a, _ in wide)]), torch.cat([v, *(b for _, b in wide)])
-
-
-@implements_torch(F.multi_head_attention_forward)
-def multi_head_attention_forward(
-    query: Any,
-    key: Any,
-    value: Any,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Any, Any]:
-    """What `nn.MultiheadAttention` calls: projections, attention over cut tokens, output projection.
-
-    *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut, masks are tiles
-    or plain. Where E or the rows of the weights are cut, the heads are (`jigsaw.nn.heads`).
-    *Sends*: as `scaled_dot_product_attention`, and as the projections do; weights of fewer heads than ranks, and those
-    that are not packed, are gathered.
-    *Raises*: `ShardingError` for static_k and static_v.
-    """
-    if static_k is not None or static_v is not None:
-        raise ShardingError(
-            "MultiheadAttention on tiles has no static_k or static_v: pass key= and value=, which may be tiles"
-        )
-    like = next(tiles_in((query, key, value)))
-    # one tensor stays one: a packed projection is then made once
-    tiles = {id(x): as_whole_tile(x, like) for x in (query, key, value)}
-    query, key, value = (tiles[id(x)] for x in (query, key, value))
-    if query.ndim == 2:
-        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        out, weights = multi_head_attention_forward(
-            query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v,
-            add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask, need_weights,
-            attn_mask, use_separate_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, static_k,
-            static_v, average_attn_weights, is_causal,
-        )  # fmt: skip
-        return out.squeeze(1), None if weights is None else weights.squeeze(0)
-    if query.shape[-1] != embed_dim_to_check:
-        raise ShardingError(f"MultiheadAttention was made for {embed_dim_to_check} features, not {query.shape[-1]}")
-    in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, out_weight, out_proj_bias = (
-        weights_of_heads(query, num_heads, in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight,
-                         out_proj_weight, out_proj_bias)
-    )  # fmt: skip
-    out_proj_weight = cast(Tensor, out_weight)
-    axes = () if in_proj_weight is None else head_axes(query, in_proj_weight)
-    if in_proj_weight is not None and axes:
-        projected: Any = project_heads_in((query, key, value), in_proj_weight, in_proj_bias, num_heads, axes)
-    else:
-        weights_in: Any = (
-            in_proj_weight.chunk(3) if in_proj_weight is not None else (q_proj_weight, k_proj_weight, v_proj_weight)
-        )
-        biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-        projected = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights_in, biases, strict=True))
-    more = (bias_k is not None) + add_zero_attn
-    if more:
-        q, k, v = projected
-        projected = _with_more_tokens(q, k, v, bias_k, bias_v, add_zero_attn)
-        attn_mask, key_padding_mask = (
-            None if m is None else F.pad(m, (0, more)) for m in (attn_mask, key_padding_mask)
-        )
-    q, k, v = (_split_heads(x, num_heads) for x in projected)
-    rate = dropout_p if training else 0.0
-    weights = None
-    # torch passes is_causal as a hint beside the mask that it describes
-    hint = is_causal and not more and attn_mask is not None and key_padding_mask is None and not need_weights
-    masks = [] if hint else _masks_of_scores(attn_mask, key_padding_mask, num_heads)
-    if need_weights:
-        weights = attention_weights(q, k, masks, False, None, q)
-        mixed = mix_values(cast(Any, F.dropout(cast(Any, weights), rate, training)), v)
-    else:
-        mixed = _attend(q, k, v, _AttentionCall(masks, rate, is_causal=hint))
-    mixed = mixed.permute(2, 0, 1, 3).flatten(2)
-    out = (
-        project_heads_out(mixed, out_proj_weight, out_proj_bias, query)
-        if axes
-        else F.linear(mixed, out_proj_weight, out_proj_bias)
-    )
-    if weights is not None and need_weights and average_attn_weights:
-        weights = weights.mean(1)
-    return out, weights if need_weights else None
