@@ -1,6 +1,7 @@
 """Ranks that are processes of their own, for tests after which no group is whole: started, joined, and ended."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 _JOIN = """
 import faulthandler, os, sys, time
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-faulthandler.dump_traceback_later(float(os.environ["TELL_WHERE_AFTER"]))  # where it hangs, if it does
+faulthandler.enable()  # tells where it hangs, if it does: no timer, for a process forked beside one would wait for it
 import torch, torch.distributed as dist
 from datetime import timedelta
 import jigsaw
@@ -42,7 +43,6 @@ def run_apart(folder, ranks, code, *, before=(), seconds=150):
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     # unbuffered, for bodies end by os._exit and are forked: what was said is told, and told once
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
-    environment["TELL_WHERE_AFTER"] = str(seconds - 10)
     started = []
     for rank in range(ranks):
         starter = [word.format(rank=rank) for word in before]
@@ -54,6 +54,9 @@ def run_apart(folder, ranks, code, *, before=(), seconds=150):
         for each in started:
             each.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired as e:
+        for each in started:
+            each.send_signal(signal.SIGABRT)
+        time.sleep(2)
         every = "\n".join(f"rank {r}, status {each.poll()}:\n{told[r].read_text()}" for r, each in enumerate(started))
         raise AssertionError(f"not all ranks ended within {seconds} s\n{every}") from e
     finally:
