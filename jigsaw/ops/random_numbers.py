@@ -34,31 +34,46 @@ _GOLDEN, _FIRST, _SECOND = map(_signed_int64, (0x9E3779B97F4A7C15, 0xBF58476D1CE
 
 
 _KEY_STEP = 0xD1342543DE82EF95
-_LOW_33, _LOW_34, _LOW_37 = ((1 << bits) - 1 for bits in (33, 34, 37))
+_LOW_33 = (1 << 33) - 1
 
 
 def _splitmix_bits(x: Tensor, seed: int, is_whole: bool = True) -> Tensor:
     """63 and more random bits for each counter in `x`; where not `is_whole`, the lower 33 are not mixed any more."""
-    # `rsub` with an alpha is a - alpha x, a product and a sum in one pass; a shift of int64 is arithmetic in torch
+    # `rsub` with an alpha is a - alpha x, a product and a sum in one pass.  A shift of int64 is arithmetic in torch: it
+    # fills up with the sign, so that two counters in 2^64 become one; only at the end that would be seen, as a sign
     x = torch.rsub(x, _signed_int64(seed), alpha=-_GOLDEN)
-    x.bitwise_xor_((x >> 30).bitwise_and_(_LOW_34))
+    x.bitwise_xor_(x >> 30)
     x = torch.rsub(x, _signed_int64(seed * _KEY_STEP + 1), alpha=-_FIRST)
-    x.bitwise_xor_((x >> 27).bitwise_and_(_LOW_37)).mul_(_SECOND)
+    x.bitwise_xor_(x >> 27).mul_(_SECOND)
     return x.bitwise_xor_((x >> 31).bitwise_and_(_LOW_33)) if is_whole else x
 
 
 def global_index(tile: Tile, dims: int) -> Tensor:
-    """The row-major global index over the first `dims` dims of every local element, size 1 in the others."""
-    local, stride = tile.local, 1
+    """The row-major global index over the first `dims` dims of every local element, size 1 in the others: not to be
+    changed.
+    """
+    local = tile.local
+    # the index of a small tile takes longer to make than to keep; a tensor of another type may have no values
+    make = _small_index if local.numel() <= 4096 and type(local) is Tensor else _made_index
+    return make(tile.layout, dims, tile.coordinate, tuple(local.shape), local.device)
+
+
+def _made_index(
+    layout: Layout, dims: int, coord: MeshCoordinate, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    stride = 1
     index: Tensor | None = None
-    for start, stop, size in reversed(_index_runs(tile.layout, dims, tile.coordinate)):
-        rows = torch.arange(start, stop, device=local.device)
+    for start, stop, size in reversed(_index_runs(layout, dims, coord)):
+        rows = torch.arange(start, stop, device=device)
         rows = rows.remainder_(size) if start < 0 or stop > size else rows
         rows = rows.mul_(stride) if stride != 1 else rows
         index = rows if index is None else rows.reshape(-1, *(1,) * index.ndim) + index
         stride *= size
-    index = torch.zeros(1, dtype=torch.int64, device=local.device) if index is None else index
-    return index.reshape((*local.shape[:dims], *(1,) * (local.ndim - dims)))
+    index = torch.zeros(1, dtype=torch.int64, device=device) if index is None else index
+    return index.reshape((*shape[:dims], *(1,) * (len(shape) - dims)))
+
+
+_small_index = lru_cache(maxsize=64)(_made_index)
 
 
 @lru_cache(maxsize=1024)
@@ -79,15 +94,10 @@ def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple
 
 def shared_seed(tile: Tile) -> int | Tensor:
     """A seed from the first rank's generator: in a graph, where it has no value yet, a tensor. *Sends*: its 8 bytes."""
-    seed = _drawn_seed(tile.mesh, tuple([name for name, _ in tile.layout.axes]))
-    return seed if is_making_graph() else int(seed)
+    axes = tuple([name for name, _ in tile.layout.axes])
+    return _seed_in_graph(tile.mesh, axes) if is_making_graph() else int(_drawn_seed(tile.mesh, axes))
 
 
-def _seed_shape(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device=mesh.device_type if mesh_size(mesh) > 1 else "cpu")
-
-
-@graph_call(_seed_shape)
 def _drawn_seed(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
     # every rank draws, so that their generators stay in step, but the first rank's number is taken
     seed = torch.randint(1 << 62, (1,))
@@ -97,6 +107,13 @@ def _drawn_seed(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
         seed = seed.to(real.device_type)
         comm.broadcast_first(seed, real, axes)
     return seed
+
+
+def _seed_shape(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=mesh.device_type if mesh_size(mesh) > 1 else "cpu")
+
+
+_seed_in_graph = graph_call(_seed_shape)(_drawn_seed)
 
 
 def global_uniform(tile: Tile, dims: int) -> Tensor:
