@@ -45,7 +45,8 @@ class NormImages:
         """The tensor times `scale` plus `shift`, which have a value an image."""
         by, to = self._an_image(scale), self._an_image(shift)
         y = torch.native_batch_norm(self.values, by, to, torch.zeros_like(by), torch.ones_like(by), False, 0.0, 0.0)
-        return y[0].view(self.whole)
+        # no view to autograd, for the result of a Function that is one cannot be changed in place
+        return torch.ops.aten._unsafe_view(y[0], self.whole)
 
     def sums(self, grad: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of ``grad * (x - mean) * inverse`` and of `grad`, a value an image."""

@@ -86,6 +86,7 @@ IMAGE_LAYERS = {
     "group norm without affine": nn.GroupNorm(1, 4, affine=False),
     "instance norm, turned": Turned(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
     "batch norm, turned": Turned(nn.BatchNorm2d(4)),
+    "changed in place": nn.Sequential(nn.InstanceNorm2d(4), nn.LeakyReLU(inplace=True)),
 }
 
 
