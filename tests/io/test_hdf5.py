@@ -1,6 +1,7 @@
 """HDF5 and NetCDF-4 files of their own libraries, read without them: the same bits, and no more bytes than planned."""
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -391,6 +392,41 @@ def test_a_far_file_is_indexed_and_read_by_ranges(tmp_path):
     plan = plan_read(request({}, (130, 100)), store.arrays, "independent")
     np.testing.assert_array_equal(engine.read(plan), sample(stored))
     engine.close()
+
+
+class CollectingStore(MemoryStore):
+    """Collects garbage where Python may: in the thread that zarr's stores answer in.  Some of it are h5py's objects."""
+
+    garbage: list[list]
+
+    async def get(self, *args, **kwargs):
+        if self.garbage:
+            self.garbage.pop()
+        if gc.isenabled():
+            gc.collect()
+        return await super().get(*args, **kwargs)
+
+
+def body_collecting_store(path):
+    store = CollectingStore()
+    store.garbage = [[h5py.File(path)] for _ in range(50)]
+    for ring in store.garbage:
+        ring.append(ring)
+    sync(store.set("x.h5", default_buffer_prototype().buffer.from_bytes(path.read_bytes())))
+    far = open_hdf5_file("x.h5", ZarrKeyFiles(store))
+    near = open_hdf5_file(path)
+    for name in near.arrays:
+        np.testing.assert_array_equal(far.read_small(name), near.read_small(name))
+    assert gc.isenabled()
+    return len(store.garbage)
+
+
+def test_a_far_file_is_opened_while_another_thread_collects_garbage(tmp_path):
+    """h5py holds its lock around all that it reads, and its objects take it when they go: a thread that collects them
+    and is waited for under the lock would never answer."""
+    write_toy(tmp_path / "x.h5")
+    (garbage_left,) = run_on_ranks(1, body_collecting_store, tmp_path / "x.h5", timeout=60)
+    assert garbage_left < 50
 
 
 def test_a_far_object_reads_like_a_file(tmp_path):

@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from hashlib import blake2b
 from io import BytesIO
@@ -28,6 +28,7 @@ from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles, size_and_change
+from jigsaw.io.formats.paused_collections import paused_collections
 from jigsaw.io.formats.seekable import SeekableObject
 
 LIBHDF5_LOCK = threading.RLock()
@@ -84,7 +85,7 @@ class Hdf5File:
     @contextmanager
     def opened(self) -> Generator[h5py.File]:
         """The file in h5py, under the lock, closed afterwards."""
-        with LIBHDF5_LOCK:
+        with self._calls_libhdf5():
             file = self._open()
             try:
                 yield file
@@ -103,16 +104,16 @@ class Hdf5File:
 
     def slowly(self, name: str, box: tuple[Any, ...]) -> NDArray[Any]:
         """Values by libhdf5, one caller at a time; the file stays open for the next."""
-        with LIBHDF5_LOCK:
+        with self._calls_libhdf5():
             if self._slow is None:
-                self._slow = self._open()
+                self._slow = self._open()  # and closed by h5py when it goes: a finalizer must not wait for the lock
             self.check()
             return np.asarray(self._slow[name][box])
 
-    def __del__(self) -> None:
-        if getattr(self, "_slow", None):
-            with LIBHDF5_LOCK:
-                self._slow.close()
+    @contextmanager
+    def _calls_libhdf5(self) -> Generator[None]:
+        with nullcontext() if self.is_local else paused_collections(), LIBHDF5_LOCK:
+            yield
 
 
 # -- the index of one dataset ----------------------------------------------------------------------------------------
