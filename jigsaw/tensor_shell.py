@@ -196,10 +196,10 @@ def _node_of_shell(shell: TensorShell) -> Any:
         return _tensor_base.grad_fn.__get__(shell)
 
 
-def _has_entered(node: Any) -> bool:
-    """Whether an input of an identity is a tile that entered the graph, a plain leaf, or needs no gradient."""
-    is_leaf = node is not None and node.name() == _LEAF_NODE and not isinstance(node.variable, TensorShell)
-    return node is None or is_leaf or node.name() == ENTER_NODE
+def _has_entered(node: Any, output: int) -> bool:
+    """Whether an input of an identity is a tile that entered the graph, a plain tensor, or needs no gradient."""
+    # metadata do not tell of a subclass, but of tensors with values only shells are on the meta device
+    return node is None or node.name() == ENTER_NODE or node._input_metadata[output].device != _META
 
 
 class _LocalBehindNode:
@@ -212,7 +212,7 @@ class _LocalBehindNode:
         node = _node_of_shell(shell)
         if node is None:
             local = state["_rows"]
-        elif node.name() in _IDENTITIES and all(_has_entered(n) for n, _ in node.next_functions):
+        elif node.name() in _IDENTITIES and all(_has_entered(n, output) for n, output in node.next_functions):
             local = _LeaveShell.apply(shell)
         else:
             local = _local_through_function(shell, node, state["_rows"].detach())

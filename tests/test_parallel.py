@@ -802,6 +802,45 @@ class _Queries(nn.Module):
         return nn.functional.scaled_dot_product_attention(start + asked, tokens, tokens)
 
 
+class _TimeBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.shift = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(4, 3)
+
+    def forward(self, x, time):
+        return x + self.conv(x) * self.shift(time)[:, :, None, None]
+
+
+class _TimeNet(nn.Module):
+    """Every block takes what one layer made of the time, as in diffusion models."""
+
+    def __init__(self):
+        super().__init__()
+        self.time, self.blocks = nn.Linear(2, 4), nn.ModuleList([_TimeBlock(), _TimeBlock()])
+
+    def forward(self, x, time):
+        time = self.time(time)
+        for block in self.blocks:
+            x = block(x, time)
+        return x
+
+
+@on_ranks(4)
+def test_units_take_plain_tensors_with_a_gradient_beside_tiles():
+    torch.manual_seed(0)
+    model, x = _TimeNet().double(), torch.randn(1, 3, 9, 8, dtype=torch.float64)
+    time = torch.randn(1, 2, dtype=torch.float64)
+    for axes in ({"lat": 4}, {"lat": 2, "lon": 2}):
+        whole, tiled = copy.deepcopy(model), copy.deepcopy(model)
+        mesh = world_mesh(**axes)
+        parallelize(tiled, mesh, shard_weights=True, units=list(tiled.blocks))
+        spec = (None, None, "lat", "lon" if "lon" in axes else None)
+        tiled(jigsaw.shard(x, mesh, spec), time).square().mean().backward()
+        whole(x, time).square().mean().backward()
+        for (name, ours), theirs in zip(tiled.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
 @on_ranks(4)
 def test_tensors_that_require_grad_beside_parameters():
     torch.manual_seed(0)
