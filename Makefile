@@ -26,7 +26,7 @@ ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termco
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 medical nginx test check docs test-newest with-newest bench zoo clean
+.PHONY: help setup weather weather-025 medical nginx test test-cuda check docs test-newest with-newest bench zoo clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ nginx:
 
 test: setup ## the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow"
+
+test-cuda: setup ## the tests of a GPU, the slow ones too; JIGSAW_TEST_DEVICE=cpu tries them without one
+	$(BIN)/python -m pytest tests/cuda
 
 check: setup $(if $(CI),nginx) ## lint, types, layers and all tests; a part of them with the newest packages too
 	$(BIN)/ruff check .

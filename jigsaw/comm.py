@@ -15,7 +15,6 @@ import time
 import zlib
 from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -29,66 +28,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.cut import RanksDifferError, ShardingError
 from jigsaw.debug import compare_calls
 from jigsaw.graph_calls import graph_call, is_shape_run, refuse_in_graph
-from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_group, mesh_patience, rank_at, ranks_along
+from jigsaw.mesh import (
+    axes_in_mesh_order,
+    axes_of_mesh,
+    groups_along,
+    mesh_group,
+    mesh_patience,
+    rank_at,
+    ranks_along,
+    sends_through_host,
+)
 from jigsaw.slab_mesh import SlabMesh
+from jigsaw.traffic import TrafficCall as TrafficCall
+from jigsaw.traffic import TrafficCount as TrafficCount
+from jigsaw.traffic import count as count
+from jigsaw.traffic import record_call
 
 AxisNames = str | Sequence[str]
 SameOnRanks = (
     tuple[Hashable, ...] | None
 )  # what ranks that combine values are to have alike, such as the layout of a tile
 T = TypeVar("T")
-
-
-# -- counting ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrafficCall:
-    """One communication of this rank: what, and how many payload bytes and messages."""
-
-    kind: str
-    sent_bytes: int
-    received_bytes: int
-    messages: int
-
-
-@dataclass
-class TrafficCount:
-    """What this rank communicated while the count was open; `messages` are those it sent."""
-
-    calls: list[TrafficCall] = field(default_factory=list[TrafficCall])
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(c.sent_bytes for c in self.calls)
-
-    @property
-    def received_bytes(self) -> int:
-        return sum(c.received_bytes for c in self.calls)
-
-    @property
-    def messages(self) -> int:
-        return sum(c.messages for c in self.calls)
-
-
-_open_counts: list[TrafficCount] = []
-
-
-@contextmanager
-def count() -> Generator[TrafficCount]:
-    """Count every byte and message that this rank sends and receives inside the block, in all threads."""
-    mine = TrafficCount()
-    _open_counts.append(mine)
-    try:
-        yield mine
-    finally:
-        # by identity: two counts with the same calls compare equal
-        _open_counts[:] = [c for c in _open_counts if c is not mine]
-
-
-def _record_call(kind: str, sent: int, received: int, messages: int) -> None:
-    for each in _open_counts:
-        each.calls.append(TrafficCall(kind, sent, received, messages))
 
 
 # -- ranks that do not answer -----------------------------------------------------------------------------------------
@@ -130,14 +90,18 @@ class PendingWork:
         kind: str = "",
         others: Sequence[int] = (),
         limit: timedelta | None = None,
+        landed: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self._works, self._buffers, self._kind, self._others, self._limit = works, buffers, kind, others, limit
+        self._landed = landed  # (where it belongs, memory of the host that it arrives in)
 
     def wait(self) -> None:
         with _name_who_waits(self._kind, self._others):
             for work in self._works:
                 _ = work.wait() if self._limit is None else work.wait(self._limit)
-        self._works, self._buffers = (), ()
+        for memory, host in self._landed:
+            memory.copy_(host)
+        self._works, self._buffers, self._landed = (), (), ()
 
 
 def _as_bytes(x: Tensor) -> Tensor:
@@ -196,18 +160,22 @@ def swap_messages(
     connect_ranks(mesh)
     outgoing = [(at, _as_bytes(_plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
-    _record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
+    record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
     if not (outgoing or incoming):
         return PendingWork((), ())
-    group = mesh_group(mesh)
+    group, on_host, landed = mesh_group(mesh), sends_through_host(mesh), list[tuple[Tensor, Tensor]]()
+    if on_host and mesh.device_type != "cpu":
+        outgoing = [(at, x.cpu()) for at, x in outgoing]
+        landed = [(x, torch.empty_like(x, device="cpu")) for _, x in incoming]
+        incoming = [(at, host) for (at, _), (_, host) in zip(incoming, landed, strict=True)]
     # gloo sends once it hears that the other side receives: that word must not queue behind this rank's own message
     ways = (dist.irecv, incoming), (dist.isend, outgoing)
     ops = [dist.P2POp(way, x, rank_at(mesh, at), group) for way, messages in ways for at, x in messages]
     others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
     with _name_who_waits(kind, others):
         works = dist.batch_isend_irecv(ops)
-    limit = mesh_patience(mesh) if mesh.device_type == "cpu" else None  # a gloo message's; a GPU's would block the host
-    return PendingWork(works, [x for _, x in outgoing], kind, others, limit)
+    limit = mesh_patience(mesh) if on_host else None  # a gloo message's; NCCL's would block the host
+    return PendingWork(works, [x for _, x in outgoing], kind, others, limit, landed)
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -253,7 +221,7 @@ def _floats_from_order(bits: Tensor, dtype: torch.dtype) -> Tensor:
 def _record_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     ranks = group.size()
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
-    _record_call("all_reduce", moved, moved, 2 * (ranks - 1))
+    record_call("all_reduce", moved, moved, 2 * (ranks - 1))
 
 
 @lru_cache(maxsize=4096)
@@ -387,7 +355,7 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
         with _name_who_waits(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
-        _record_call(kind, moved, moved, len(ranks) - 1)
+        record_call(kind, moved, moved, len(ranks) - 1)
         # torch sorts the ranks of a group; a mesh may list them in another order
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         found = torch.cat([by_rank[r] for r in ranks])
@@ -446,7 +414,7 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
         return
     for group, ranks in groups_along(mesh, axes):
         mine = ranks[0] == dist.get_rank()
-        _record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
+        record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
         with _name_who_waits("broadcast", ranks):
             dist.broadcast(_as_bytes(x), ranks[0], group=group)
 

@@ -35,9 +35,10 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
 
     Under ``torchrun``, Slurm's ``srun`` and, with ``MASTER_ADDR`` and ``MASTER_PORT`` set, ``mpirun`` it joins the
     process group (or uses the one that exists); else the mesh has one rank.  One axis may be -1: the rest of the ranks.
-    `device` defaults to ``"cuda"`` where there is a GPU for each local rank, else ``"cpu"``.  A rank waits for others
-    for `timeout` (a `timedelta`, or seconds), in the mesh's groups and in those that reading makes; by default 5
-    minutes, or as long as in the process group that exists.
+    `device` defaults to ``"cuda"`` where there is a GPU for each local rank, else ``"cpu"``; with ``device="cuda"``
+    more ranks than GPUs share them, and talk through the host (gloo): for tests, not for speed.  A rank waits for
+    others for `timeout` (a `timedelta`, or seconds), in the mesh's groups and in those that reading makes; by default
+    5 minutes, or as long as in the process group that exists.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, or `timeout` no time above 0.
 
@@ -76,6 +77,14 @@ def mesh_patience(mesh: DeviceMesh) -> timedelta:
     return _patience_of(mesh_group(mesh), mesh.device_type)
 
 
+def sends_through_host(mesh: DeviceMesh) -> bool:
+    """Whether messages leave from memory of the host: gloo's do, also those of ranks that share one GPU."""
+    if mesh.device_type == "cpu":
+        return True
+    backend: Any = mesh_group(mesh)._get_backend(torch.device(mesh.device_type))  # pyright: ignore[reportPrivateUsage]
+    return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+
+
 def _patience_of(group: dist.ProcessGroup, device: str) -> timedelta:
     try:
         backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
@@ -112,13 +121,17 @@ def _axes_as_arguments(axes: dict[str, int]) -> str:
 
 
 def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() and _has_a_gpu_each() else "cpu"
+
+
+def _has_a_gpu_each() -> bool:
     own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task its own alone
-    local_ranks = 1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks else "cpu"
+    return torch.cuda.device_count() >= (1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _init_process_group(device: str, limit: timedelta) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    # NCCL refuses ranks that share a GPU
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" and _has_a_gpu_each() else "gloo"
     atexit.register(_leave_process_group, os.getpid())
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -82,7 +82,7 @@ def _seed_all(seed):
     np.random.seed(seed % 2**32)  # noqa: NPY002 - torch draws some samples from it
 
 
-def _samples(info, most, generator):
+def _samples(info, most, generator, device):
     """At most so many of (made, arguments, parameters), any of what torch has: `made` is how a module is made, or
     whether the function is the one in place.
     """
@@ -91,13 +91,13 @@ def _samples(info, most, generator):
         return
     if hasattr(info, "module_cls"):
         needs = dtype.is_floating_point
-        for given in _some_of(info.module_inputs_func(info, "cpu", dtype, needs, training=True), most, generator):
+        for given in _some_of(info.module_inputs_func(info, device, dtype, needs, training=True), most, generator):
             made, forward = given.constructor_input, given.forward_input
             if forward is not None:
-                yield (made.args, made.kwargs, dtype), (forward.args, forward.kwargs)
+                yield (made.args, made.kwargs, dtype, device), (forward.args, forward.kwargs)
         return
     needs = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    for given in _some_of(info.sample_inputs("cpu", dtype, needs), most, generator):
+    for given in _some_of(info.sample_inputs(device, dtype, needs), most, generator):
         arguments = (given.input, *given.args), dict(given.kwargs)
         yield False, arguments
         if info.inplace_variant is not None and isinstance(given.input, torch.Tensor):
@@ -107,9 +107,9 @@ def _samples(info, most, generator):
 def _function_of(info, made):
     if isinstance(made, bool):
         return functools.partial(_in_place, info.inplace_variant) if made else info.op
-    args, kwargs, dtype = made
+    args, kwargs, dtype, device = made
     _seed_all(0)
-    return info.module_cls(*args, **kwargs).to(dtype)
+    return info.module_cls(*args, **kwargs).to(device, dtype)
 
 
 def _in_place(variant, input, *args, **kwargs):
@@ -126,14 +126,14 @@ def _some_of(samples, most, generator):
 
 
 @cache
-def _mesh(ranks):
-    return jigsaw.init_mesh(device="cpu", timeout=_WAIT, **AXES[ranks])
+def _mesh(ranks, device):
+    return jigsaw.init_mesh(device=device, timeout=_WAIT, **AXES[ranks])
 
 
-def answer_samples(ranks, names, most, seed, path):
+def answer_samples(ranks, names, most, seed, path, device="cpu"):
     """The findings of these functions, on this rank; `path` is where it says which one is under way."""
     warnings.simplefilter("ignore")
-    mesh = _mesh(ranks)
+    mesh = _mesh(ranks, device)
     infos = dict(all_infos())
     findings = []
     for name in names:
@@ -142,7 +142,7 @@ def answer_samples(ranks, names, most, seed, path):
             file.write(name)
         _seed_all(seed)
         try:
-            samples = list(_samples(infos[name], most, generator))
+            samples = list(_samples(infos[name], most, generator, device))
         except Exception as error:  # of torch's own samples
             findings.append(Finding(name, 0, "no sample", repr(error)[:200]))
             continue
@@ -249,7 +249,7 @@ def _run_sample(function, leaves, tree, seed):
     total = 0
     for y in outputs:
         if isinstance(y, (torch.Tensor, Tile)) and y.requires_grad:
-            weights = torch.randn(tuple(y.shape), generator=generator, dtype=torch.float64).to(y.dtype)
+            weights = torch.randn(tuple(y.shape), generator=generator, dtype=torch.float64).to(y.device, y.dtype)
             part = (y * weights).sum()
             total = total + (part.real if y.dtype.is_complex else part)
     if isinstance(total, torch.Tensor):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.cut import FrozenValue, ShardingError, whole_dim
 from jigsaw.exchange import memory_format_of
@@ -82,9 +83,10 @@ def _input_rows_read(r: ResampledDim, dtype: torch.dtype) -> tuple[tuple[int, ..
     """For every output row the first and last input row that it reads, and the weight of the second of two."""
     if r.mode in _NEAREST:
         # torch's own rounding decides: it finds the row in floating point
-        rows = torch.arange(r.n, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float32)
         how: dict[str, Any] = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
-        first = tuple(int(i) for i in F.interpolate(rows[None, None], mode=r.mode, **how)[0, 0])
+        with _disable_current_modes():  # of a graph that is made, whose tensors have no values
+            rows = torch.arange(r.n, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float32)
+            first = tuple(int(i) for i in F.interpolate(rows[None, None], mode=r.mode, **how)[0, 0])
         return first, first, (0.0,) * r.m
     if r.antialias:
         reads = [(taps[0][0], taps[-1][0]) for taps in _antialias_taps(r)]

@@ -1,0 +1,24 @@
+"""The device that these tests run on: a GPU.  JIGSAW_TEST_DEVICE=cpu tries the tests themselves, without one."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+import jigsaw
+
+DEVICE = os.environ.get("JIGSAW_TEST_DEVICE", "cuda")
+
+
+@cache
+def device_mesh(**axes):
+    """The mesh of a body: several ranks share a GPU where there are fewer, over gloo."""
+    return jigsaw.init_mesh(device=DEVICE, **axes)
+
+
+def settle():
+    """Wait for the GPU, so that what it finds wrong is told here."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
