@@ -227,6 +227,18 @@ def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     return made[key]
 
 
+def hybrid_submesh(mesh: DeviceMesh, axes: Sequence[str], replicate: Sequence[str]) -> DeviceMesh:
+    """The ranks along `axes` as a mesh of two axes, those of `replicate` and the others: FSDP2's hybrid.
+
+    Making it is collective over all ranks of the job, as making a `flat_submesh` is.
+    """
+    copies = axes_in_mesh_order(mesh, [name for name in axes if name in replicate])
+    others = axes_in_mesh_order(mesh, [name for name in axes if name not in replicate])
+    parts = [flat_submesh(mesh, copies), flat_submesh(mesh, others)]
+    with _disable_current_modes():
+        return DeviceMesh._concatenate(parts)  # pyright: ignore[reportPrivateUsage]
+
+
 def _root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()  # pyright: ignore[reportPrivateUsage]
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from jigsaw import comm, debug
@@ -20,8 +20,8 @@ from jigsaw.cut import ShardingError
 from jigsaw.gradients import GradientReducer, axes_not_cutting, local_part, mark_averaged
 from jigsaw.misuse import mark_replaced, warn_of_idle_axes
 from jigsaw.ops.whole_tensor import run_forward_whole
+from jigsaw.sharding import ShardingOptions, WeightSharding, sharding_units
 from jigsaw.sharding import shard_model_weights as cut_weights
-from jigsaw.sharding import sharding_units
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,7 +34,10 @@ def parallelize(
     model: M,
     mesh: DeviceMesh,
     *,
-    shard_weights: bool = False,
+    shard_weights: WeightSharding = False,
+    replicate: str | Sequence[str] = (),
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     reduce: bool = True,
     channel: str = "channel",
     units: Sequence[nn.Module] | None = None,
@@ -52,7 +55,11 @@ def parallelize(
       backward pass goes on, into ordinary ``.grad``.
     - ``shard_weights=True`` cuts weights, gradients and optimizer state into 1/P a rank by `fully_shard` over the
       flattened mesh, in `units` (modules that are gathered at once; by default elements of ``Sequential`` and
-      ``ModuleList`` of at least `unit_bytes`, and the rest).  Parameters are then DTensors; scalars stay whole.
+      ``ModuleList`` of at least `unit_bytes`, and the rest).  Parameters are then DTensors; scalars stay whole.  A
+      unit's weights are freed after its forward pass and gathered again for its backward pass; with
+      ``shard_weights="keep"`` they stay.  Along the axes `replicate` every rank keeps the same part (hybrid sharding:
+      gathered within a node, say, and only gradients cross the network).  `mp_policy` and `offload_policy` are those of
+      `fully_shard`.
     - Where the mesh has the axis `channel`, linear, convolution and attention layers have their weights cut along it,
       and compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks:
@@ -67,10 +74,10 @@ def parallelize(
 
     *Shapes*: unchanged; with ``shard_weights``, per rank ``ceil(shape[0] / P)`` of each parameter's first dim.
     *Sends*: once, the parameters and buffers of the first rank.  A backward pass: one all-reduce a bucket, 2 (P-1)/P of
-    the bytes of all parameters; with ``shard_weights`` one all-gather a unit (two, but for the rest) and one
-    reduce-scatter.
+    the bytes of all parameters; with ``shard_weights`` one all-gather a unit (two, but for the rest; one with
+    ``"keep"``) and one reduce-scatter, along `replicate` one all-reduce of the part.
     *Raises*: `ShardingError` when the model differs between ranks in names, shapes or dtypes, lies on another device
-    than the mesh, has sparse embeddings, or was parallelized before.
+    than the mesh, has sparse embeddings, or was parallelized before; for axes that the mesh does not have.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> model = jigsaw.parallelize(torch.nn.Conv2d(3, 8, 3, padding=1), mesh)
@@ -80,6 +87,7 @@ def parallelize(
     torch.Size([8, 3, 3, 3])
     """
     ranks = mesh.size()
+    options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
     _check_model(model, mesh)
     setattr(model, _DONE, True)
     if not strict:
@@ -91,8 +99,8 @@ def parallelize(
     cut_channels(model, mesh, channel)
     model.register_forward_pre_hook(warn_of_idle_axes(mesh, _axes_of_weights(model)), with_kwargs=True)
     rest = dict(model.named_parameters())
-    if shard_weights:
-        rest = cut_weights(model, mesh, sharding_units(model, unit_bytes) if units is None else units)
+    if options is not None:
+        rest = cut_weights(model, mesh, sharding_units(model, unit_bytes) if units is None else units, options)
     mark_replaced(made_before, model.parameters())
     mark_averaged(model, ranks)
     if rest and reduce:

@@ -1,20 +1,80 @@
-"""Weights, gradients and optimizer state in 1/P a rank: `fully_shard` over the flattened mesh, a unit at a time."""
+"""Weights, gradients and optimizer state in 1/P a rank: `fully_shard` over the flattened mesh, a unit at a time.
+
+Hybrid: cut over some axes, and held alike along the others (`ShardingOptions.replicate`).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from jigsaw import comm
+from jigsaw.cut import ShardingError
 from jigsaw.gradients import axes_not_cutting
-from jigsaw.mesh import axes_of_mesh, flat_submesh
+from jigsaw.mesh import axes_of_mesh, flat_submesh, has_every_rank, hybrid_submesh
+
+WeightSharding = bool | Literal["after_forward", "keep"]
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """How weights are cut, as `jigsaw.parallelize` takes it."""
+
+    keeps: bool
+    """Whether a unit stays gathered from its forward to its backward pass."""
+    replicate: tuple[str, ...]
+    """Axes along which every rank has the same part."""
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+
+    @classmethod
+    def checked(
+        cls,
+        mesh: DeviceMesh,
+        shard_weights: WeightSharding,
+        replicate: str | Sequence[str],
+        mp_policy: MixedPrecisionPolicy | None,
+        offload_policy: OffloadPolicy | None,
+    ) -> ShardingOptions | None:
+        """None where weights stay whole.
+
+        Raises: `ShardingError` for what does not fit the mesh, or has no meaning for whole weights.
+        """
+        if not (isinstance(shard_weights, bool) or shard_weights in ("after_forward", "keep")):
+            raise ShardingError(
+                f"shard_weights={shard_weights!r} must be True or 'after_forward' (a unit's weights are freed between "
+                "its forward and its backward pass), 'keep' (they stay), or False"
+            )
+        copies = (replicate,) if isinstance(replicate, str) else tuple(replicate)
+        given = {"replicate": copies, "mp_policy": mp_policy, "offload_policy": offload_policy}
+        if not shard_weights:
+            for name, value in given.items():
+                if value:
+                    raise ShardingError(
+                        f"{name}={value!r} is about weights that are cut: pass shard_weights=True with it"
+                    )
+            return None
+        sizes = dict(axes_of_mesh(mesh))
+        if copies and not has_every_rank(mesh):
+            raise ShardingError(f"replicate={copies} needs a mesh of all ranks of the job; {mesh} leaves out some")
+        if not set(copies) <= set(sizes) or (copies and set(copies) == set(sizes)):
+            raise ShardingError(
+                f"replicate={copies} must be some, not all, of the mesh's axes {tuple(sizes)}: weights are cut along "
+                "the others"
+            )
+        return cls(shard_weights == "keep", copies, mp_policy, offload_policy)
+
+    def mesh_along(self, mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+        """The mesh of one or two axes that `fully_shard` takes, over the ranks along `axes`."""
+        return hybrid_submesh(mesh, axes, self.replicate) if self.replicate else flat_submesh(mesh, axes)
 
 
 def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
@@ -45,7 +105,9 @@ def _parameter_uses(model: nn.Module) -> Counter[nn.Parameter]:
     return Counter(p for module in model.modules() for p in module.parameters(recurse=False))
 
 
-def shard_model_weights(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+def shard_model_weights(
+    model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module], options: ShardingOptions
+) -> dict[str, nn.Parameter]:
     """Cut the weights of `model` over the flattened mesh, each of `units` gathered at once; returns what stays whole.
 
     That are scalars, and dtypes other than that of most bytes, as a unit has one.  A weight that another axis has cut
@@ -58,16 +120,21 @@ def shard_model_weights(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.M
     for p in named.values():
         if isinstance(p, DTensor):
             others[p] = axes_not_cutting(p, mesh)
-            dims[p] = _dim_to_shard(p, comm.rank_count(mesh, others[p]))
+            dims[p] = _dim_to_shard(p, comm.rank_count(mesh, [a for a in others[p] if a not in options.replicate]))
     rest = {name: p for name, p in named.items() if p.ndim == 0 or p.dtype != main or dims.get(p, 0) is None}
     for p in named.values():
         if not isinstance(p, DTensor):
             p.data = p.data.contiguous()
-    place = _shard_placement({p: d for p, d in dims.items() if d is not None}, others, mesh)
-    flat = flat_submesh(mesh, [name for name, _ in axes_of_mesh(mesh)])
+    where = {p: options.mesh_along(mesh, others[p]) for p, d in dims.items() if d is not None}
+    place = _shard_placement({p: d for p, d in dims.items() if d is not None}, where)
+    over = options.mesh_along(mesh, [name for name, _ in axes_of_mesh(mesh)])
+    policies = {"mp_policy": options.mp_policy, "offload_policy": options.offload_policy}
+    given: dict[str, Any] = {name: policy for name, policy in policies.items() if policy is not None}
+    if options.keeps:
+        given["reshard_after_forward"] = False
     for unit in [*units, model]:
         if not isinstance(unit, FSDPModule):
-            fully_shard(unit, mesh=flat, ignored_params=set(rest.values()), shard_placement_fn=place)
+            fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **given)
         if isinstance(unit, FSDPModule) and mesh.device_type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     return rest
@@ -88,16 +155,15 @@ def _dim_to_shard(p: DTensor, ranks: int) -> int | None:
     return next((d for d in order if ranks > 1 and shape[d] % ranks == 0), None)
 
 
-def _shard_placement(
-    dims: Mapping[Any, int], axes: Mapping[Any, tuple[str, ...]], mesh: DeviceMesh
-) -> Callable[[nn.Parameter], Any] | None:
+def _shard_placement(dims: Mapping[Any, int], where: Mapping[Any, DeviceMesh]) -> Callable[[nn.Parameter], Any] | None:
     """What tells `fully_shard` where to cut the parameters in `dims`: groups of ranks are made in one order."""
     if not dims:
         return None
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
-    where = {
-        left: FSDPMeshInfo(flat_submesh(mesh, left), shard_mesh_dim=0) for left in dict.fromkeys(axes[p] for p in dims)
-    }
-    results = {p: ShardPlacementResult(Shard(d), where[axes[p]]) for p, d in dims.items()}
+    def info(mesh: DeviceMesh) -> FSDPMeshInfo:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+
+    infos = {mesh: info(mesh) for mesh in dict.fromkeys(where.values())}
+    results = {p: ShardPlacementResult(Shard(d), infos[where[p]]) for p, d in dims.items()}
     return results.get

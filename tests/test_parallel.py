@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -167,6 +167,62 @@ def test_ten_steps_are_those_of_one_process(axes, mode):
     run_on_ranks(_ranks(axes), _ten_steps, axes, mode, torch.float64, 1e-9)
 
 
+HYBRIDS = [
+    ({"data": 2, "lat": 2}, {"replicate": "data"}),
+    ({"data": 2, "lat": 2}, {"replicate": "lat", "shard_weights": "keep"}),
+    ({"lat": 2, "spare": 1, "channel": 2}, {"shard_weights": "keep", "replicate": ["spare"]}),
+    ({"lat": 3}, {"shard_weights": "keep"}),
+]
+
+
+@pytest.mark.parametrize(("axes", "options"), HYBRIDS, ids=["copies of data", "kept copies", "channel", "kept"])
+def test_ten_steps_with_hybrid_sharding(axes, options, tmp_path):
+    run_on_ranks(_ranks(axes), _ten_hybrid_steps, axes, options, tmp_path / "saved")
+    run_on_ranks(2, _loads_whole, tmp_path / "saved")
+
+
+def _ten_hybrid_steps(axes, options, path):
+    options = {"shard_weights": True, "unit_bytes": 1} | options
+    model, expected, mesh = _pair(Net, axes, "whole", **options)
+    batch = _batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+    found = _train(model, _tiles(batch, mesh), optimizer=optimizer)
+    torch.testing.assert_close(found, _train(expected, batch), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected, 1e-9)
+    parts = _ranks(axes) // (2 if options.get("replicate") in ("data", "lat") else 1)
+    assert model.blocks[0].position.to_local().shape[0] <= -(-7 // parts)
+    jigsaw.save(path, model=model, optimizer=optimizer)
+
+
+def _loads_whole(path):
+    model, _, mesh = _pair(Net, {"lat": 2})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+    jigsaw.load(path, model=model, optimizer=optimizer)
+    torch.manual_seed(3)
+    expected, batch = Net(), _batch()
+    theirs = torch.optim.AdamW(expected.parameters(), lr=3e-3, eps=1e-4)
+    _train(expected, batch, optimizer=theirs)
+    _assert_same_state(model, expected)
+    more = _train(model, _tiles(batch, mesh), steps=2, optimizer=optimizer)
+    torch.testing.assert_close(more, _train(expected, batch, steps=2, optimizer=theirs), rtol=1e-9, atol=0)
+
+
+@on_ranks(4)
+def test_policies_of_cut_weights_are_torchs():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    options = {"shard_weights": True, "unit_bytes": 1, "replicate": "data", "mp_policy": policy}
+    options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    model, expected, mesh = _pair(Net, {"data": 2, "lat": 2}, "whole", torch.float32, **options)
+    seen = []
+    model.blocks[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    batch = _batch(torch.float32)
+    loss, right = plain_loss(model, *_tiles(batch, mesh)), plain_loss(expected, *batch)
+    loss.backward(), right.backward()
+    assert seen == [torch.bfloat16] and abs(loss.item() - right.item()) < 0.02 * right.item()
+    grad, wanted = model.blocks[0].gain.grad, expected.blocks[0].gain.grad
+    assert grad.dtype == torch.float32 and (grad.full_tensor() - wanted).norm() < 0.05 * wanted.norm()
+
+
 @pytest.mark.parametrize("reduce", [False, True], ids=["left to it", "twice"])
 @on_ranks(4)
 def test_ddp_around_it(reduce):
@@ -259,6 +315,24 @@ def test_ten_steps_of_a_forecast(axes, mode):
 @on_meshes([axes for axes in [*MESHES, *CHANNEL_MESHES] if axes not in FIRST])
 def test_ten_steps_of_a_forecast_on_other_meshes(axes, mode):
     run_on_ranks(_ranks(axes), _forecast, axes, mode, torch.float64, 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicate", ["data", "lat"])
+def test_hybrid_sharding_of_weights_that_channel_cuts(replicate):
+    run_on_ranks(8, _hybrid_forecast, replicate, timeout=120)
+
+
+def _hybrid_forecast(replicate):
+    options = {"shard_weights": True, "unit_bytes": 1, "replicate": replicate}
+    model, expected, mesh = _pair(Forecast, {"data": 2, "lat": 2, "channel": 2}, "whole", **options)
+    wide = model.get_parameter("mixer.0.weight")
+    assert wide.to_local().numel() * 4 == wide.numel()  # by channel, and by the axis that is left
+    x = torch.randn(4, 6, 12, 8)
+    y = torch.randn(4, 7, 12, 8)
+    found = _train(model, _tiles((x, y), mesh, ("data", None, "lat", None)), plain_loss)
+    torch.testing.assert_close(found, _train(expected, (x, y), plain_loss), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected)
 
 
 @pytest.mark.slow
@@ -779,6 +853,18 @@ def _twice():
     parallelize(parallelize(nn.Linear(2, 2), mesh), mesh)
 
 
+def _copies_of_whole_weights():
+    parallelize(nn.Linear(2, 2), world_mesh(lat=2), replicate="lat")
+
+
+def _copies_of_everything():
+    parallelize(nn.Linear(2, 2), world_mesh(lat=2), shard_weights=True, replicate="lat")
+
+
+def _another_sharding():
+    parallelize(nn.Linear(2, 2), world_mesh(lat=2), shard_weights="always")
+
+
 def _sparse():
     parallelize(nn.Sequential(nn.Embedding(3, 2, sparse=True)), world_mesh(lat=2))
 
@@ -889,6 +975,9 @@ def _weights_elsewhere():
         (_different_models, r"same model on every rank, but rank \d of the mesh.*weight"),
         (_twice, "Linear went through jigsaw.parallelize before; call it once"),
         (_sparse, "module '0' makes sparse gradients.*sparse=False"),
+        (_copies_of_whole_weights, "replicate=.*pass shard_weights=True"),
+        (_copies_of_everything, "some, not all, of the mesh.s axes"),
+        (_another_sharding, "shard_weights=.always. must be"),
         (_pickles, "cannot be pickled.*state_dict"),
         (_cuts_channels_by_two_axes, "weights are cut along 'channel' takes channels .dim 1.*use tile.redistribute"),
         (_weights_elsewhere, "lies on ranks .*, which are no axes of the mesh"),
