@@ -43,6 +43,7 @@ _DIFFERENTIABLE = frozenset(
 _META = torch.device("meta")  # where no kernel runs, and whose memory no other tensor takes over by `x.data = tile`
 _make_wrapper = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
 _tensor_base: Any = torch._C.TensorBase  # pyright: ignore[reportPrivateUsage]
+_set_versions: Any = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
 
 
 def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: bool = True) -> Any:
@@ -285,7 +286,10 @@ class TensorShell(_TensorBase):
                 with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                     if _tensor_base.grad_fn.__get__(self) is None:
                         _tensor_base.requires_grad.__set__(self, False)
+                    version = _tensor_base._version.__get__(self)
                 _EnterShell.apply(self, local)
+                # no value has changed: whoever has saved the shell before, as checkpointing does, goes on with it
+                _set_versions((self,), (version,))
                 state["_entered"] = node
         return local.requires_grad
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import jigsaw
 from jigsaw import comm
@@ -725,11 +726,19 @@ def test_after_a_backward_pass_that_raised():
 # -- with the rest of torch -------------------------------------------------------------------------------------------
 
 
+def _saves_products(context, op, *args, **kwargs):
+    saves = op in (torch.ops.aten.mul.Tensor, torch.ops.aten.native_layer_norm.default)
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Checkpointed(Net):
     def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.batch_norm(x)
+        # an input that is also used beside the block, where it is saved twice; then by torch's policies
+        x = x + checkpoint(self.blocks[0], x, use_reentrant=False)
+        contexts = functools.partial(create_selective_checkpoint_contexts, _saves_products)
+        x = x + checkpoint(self.blocks[1], x, use_reentrant=False, context_fn=contexts)
+        with torch.autograd.graph.save_on_cpu(pin_memory=False):
+            return self.batch_norm(x)
 
 
 @on_modes()
