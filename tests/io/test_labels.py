@@ -6,6 +6,7 @@ import pytest
 import torch
 from volume_store import AFFINE, image, label, write
 
+from jigsaw import misuse
 from jigsaw.errors import FieldError
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
@@ -113,3 +114,26 @@ def test_a_fill_that_no_voxel_can_hold_is_refused(tmp_path):
     ]:
         with pytest.raises(FieldError, match=why):
             open_volumes(*paths, mesh={}, crop=(12, 8, 8), **more)
+
+
+def test_labels_between_integers_are_told_of_once(tmp_path, recwarn):
+    images = [write(tmp_path / "i.zarr", image(SHAPE))]
+    near = write(tmp_path / "near.zarr", label(SHAPE).astype("f4") - 1e-3)
+    values = label(SHAPE).astype("f4")
+    values[3, 2, 1] = 0.25
+    values[0] = np.nan
+    soft = write(tmp_path / "soft.zarr", values, chunks=(4, 4, 4))
+    misuse._warned.clear()
+    open_volumes(images, [near], mesh=world_mesh(z=1), **WHOLE)[0]
+    assert not [w for w in recwarn if "no integers" in str(w.message)]
+    ds = open_volumes(images, [soft], mesh=world_mesh(z=1), crop=SHAPE)
+    with pytest.warns(
+        UserWarning, match=r"has labels that are no integers, such as 0.25, .*resample it by the nearest"
+    ):
+        np.testing.assert_array_equal(ds[0].label.local[0], np.rint(np.nan_to_num(values)))
+    recwarn.clear()
+    ds[0]
+    assert not [w for w in recwarn if "no integers" in str(w.message)]
+    misuse._warned.clear()
+    with pytest.warns(UserWarning, match=r"array 'image' of .*soft.zarr has labels that are no integers"):
+        open_volumes(images, [soft], mesh={}, **WHOLE)

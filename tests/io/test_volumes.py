@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import warnings
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from volume_store import AFFINE, image, label, ome, pairs, write
 
 import jigsaw
+from jigsaw import misuse
 from jigsaw.errors import (
     CorruptChunkError,
     FieldError,
@@ -434,6 +436,31 @@ def test_a_damaged_chunk_is_told_to_every_rank(tmp_path):
     ds = open_volumes([str(path)], mesh=mesh, crop=(16, 8, 8))
     with pytest.raises((CorruptChunkError, ReadError), match="'image'"):
         next(iter(VolumeLoader(ds)))
+
+
+@on_ranks(2)
+def test_an_axis_that_cuts_nothing_is_told_of_once(toy, wb2):
+    """Each rank then holds the whole; who names what is cut knows."""
+    misuse._warned.clear()
+    images, _, _ = toy
+    for axes, dims, opened in [
+        ({"depth": 2}, "z, y, x", lambda **how: open_volumes(images, crop=(8, 8, 8), **how)),
+        ({"height": 2}, "lat, lon", lambda **how: jigsaw.io.open(wb2, **how)),
+    ]:
+        (name,) = axes
+        told = (
+            rf"mesh axes {{'{name}': 2}} cut none of the dims {dims}, .* like spec={{'{dims.split(',')[0]}': '{name}'}}"
+        )
+        with pytest.warns(UserWarning, match=told) as seen:
+            opened(mesh=world_mesh(**axes))
+        assert seen[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opened(mesh=world_mesh(**axes))
+            misuse._warned.clear()
+            opened(mesh=world_mesh(**axes), spec={dims.split(",")[0]: name})
+            opened(mesh=world_mesh(**axes), spec={})
+            opened(mesh=world_mesh(data=2))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -25,9 +25,11 @@ from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.drafts import draft_of
 from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
+from jigsaw.io.reading.placing import warn_of_rounding
 from jigsaw.io.volumes.volume import StoredVolume, VolumeArray
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
+from jigsaw.misuse import warn_once
 
 _VOXELS_AT_ONCE = 1 << 20
 """Voxels that are hashed at a time."""
@@ -99,17 +101,21 @@ class KeptVoxels:
 
 @dataclass(frozen=True)
 class FoundVoxels:
-    """Of one label map: the background, and each class of its foreground."""
+    """Of one label map: the background, and each class of its foreground; `labels` are some of those that it has, 0
+    and others, known where classes were asked for.
+    """
 
     background: KeptVoxels = field(default_factory=KeptVoxels)
     classes: Mapping[int, KeptVoxels] = field(default_factory=dict[int, KeptVoxels])
+    labels: frozenset[int] = frozenset()
 
     def merged(self, other: FoundVoxels, kept: int) -> FoundVoxels:
         classes = dict(self.classes)
         for label, more in other.classes.items():
             classes[label] = classes.get(label, KeptVoxels()).merged(more, kept)
         classes = dict(sorted(classes.items()))  # the order in which `crop_origin` draws a class
-        return FoundVoxels(self.background.merged(other.background, kept), classes)
+        labels = frozenset(sorted(self.labels | other.labels)[:_MOST_CLASSES])
+        return FoundVoxels(self.background.merged(other.background, kept), classes, labels)
 
 
 def find_foreground(
@@ -119,8 +125,8 @@ def find_foreground(
 
     *Sends*: one agreement on what the cache has, one a label map that it has not, and one more where that is kept.
 
-    Raises: `GridError` for label maps of several channels, `FieldError` for too many classes, or for a cache that
-    cannot be written, or the `ReadError` of a chunk, alike on every rank.
+    Raises: `GridError` for label maps of several channels, `FieldError` for too many classes, where no label map has
+    any foreground, or for a cache that cannot be written, or the `ReadError` of a chunk, alike on every rank.
     """
     for volume in labels:
         if (n := volume.channels) != 1:
@@ -139,7 +145,25 @@ def find_foreground(
         found.append(_search_volume(volume, how, mesh, me, ranks, number) if cached is None else cached)
         if cached is None and how.cache:
             result_of_first_rank(mesh, me == 0, partial(_write_foreground, volume, how, found[-1]))
+    if how.pos:
+        _check_foreground_found(found, how)
     return tuple(found)
+
+
+def _check_foreground_found(found: Sequence[FoundVoxels], how: Foreground) -> None:
+    """Warn of classes that no label map has; where none has any foreground, all crops would lie in the background."""
+    there = frozenset[int]().union(*(each.labels for each in found))
+    lacking = [label for label in how.classes or () if label not in there]
+    asked = f"Foreground(classes={how.classes})"
+    known = f"the labels there are: {', '.join(map(str, sorted(there)))}"
+    if not any(kept.count for each in found for kept in each.classes.values()):
+        what = f"{asked}: no label map has any of these; {known}" if how.classes else "no label map has any but label 0"
+        raise FieldError(f"there is no foreground to weight crops by, {what}; see that labels= are the label maps")
+    if lacking:
+        warn_once(
+            f"{asked} lacks {lacking}",
+            f"{asked}: no label map has {', '.join(map(str, lacking))}, so no crop is drawn to it; {known}",
+        )
 
 
 def _search_volume(
@@ -185,6 +209,13 @@ def _search_chunk(
         missing = np.isin(values, table.masks)
         values = values * np.float64(table.scale) + table.offset
         values[missing] = np.nan
+    if values.dtype.kind == "f":
+        warn_of_rounding(values, f"{table.name!r} of {volume.url}")
+    box = tuple(
+        (n - b, n - a) if d in stored.flip else (a, b)
+        for d, (n, (a, b)) in enumerate(zip(table.shape, box, strict=True))
+    )
+    values = np.flip(values, stored.flip)
     order = [stored.roles.index(d) for d in volume.dims]
     rest = [d for d in range(table.grid.ndim) if d not in order]
     values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
@@ -210,6 +241,7 @@ def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground,
     if values.dtype.kind == "f":  # as they are read: rounded; what is missing is neither foreground nor background
         known = np.isfinite(values)
         values, flat = np.rint(values[known]), flat[known]
+    labels = frozenset[int]() if how.classes is None else frozenset(map(int, np.unique(values).tolist()))
     hashes, found = _hash_indices(flat), dict[int | None, KeptVoxels]()
     front = values != 0 if how.classes is None else np.isin(values, how.classes)
     for label, mask in _class_masks(values, front, how):
@@ -217,7 +249,7 @@ def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground,
         near = mask & (hashes < old.bound(how.kept))  # of the others no hash is small enough
         found[label] = KeptVoxels(int(mask.sum()), flat[near], hashes[near])
     classes = {label: more for label, more in found.items() if label is not None}
-    return so_far.merged(FoundVoxels(found.get(None, KeptVoxels()), classes), how.kept)
+    return so_far.merged(FoundVoxels(found.get(None, KeptVoxels()), classes, labels), how.kept)
 
 
 def _class_masks(
@@ -250,7 +282,7 @@ def _hash_indices(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
 def _foreground_file(volume: StoredVolume, how: Foreground) -> Path:
     """Named by what was looked for and by the files that it was found in, as they are now."""
     table = volume.stored[0].table
-    about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept)
+    about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept, volume.turn)
     digest = blake2b(repr(about).encode(), digest_size=16)
     for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
         if (now := size_and_change(path)) is not None:  # not in a far store
@@ -265,14 +297,16 @@ def _read_foreground(volume: StoredVolume, how: Foreground) -> FoundVoxels | Non
         with np.load(_foreground_file(volume, how), allow_pickle=False) as held:
             labels, counts = held["labels"].tolist(), held["counts"].tolist()
             parts = [KeptVoxels(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
+            there = frozenset(map(int, held["there"].tolist()))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
-    return FoundVoxels(parts[0], dict(zip(labels, parts[1:], strict=True)))
+    return FoundVoxels(parts[0], dict(zip(labels, parts[1:], strict=True)), there)
 
 
 def _write_foreground(volume: StoredVolume, how: Foreground, found: FoundVoxels) -> None:
     file, parts = _foreground_file(volume, how), [found.background, *found.classes.values()]
     arrays: dict[str, Any] = {"labels": np.array(list(found.classes), np.int64)}
+    arrays["there"] = np.array(sorted(found.labels), np.int64)
     arrays["counts"] = np.array([p.count for p in parts], np.int64)
     for i, p in enumerate(parts):
         arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}

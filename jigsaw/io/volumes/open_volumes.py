@@ -15,14 +15,16 @@ from jigsaw.cut import SplitRule
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.dtypes import checked_dtype
-from jigsaw.io.datasets.samples import mesh_and_axes
+from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
+from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
 from jigsaw.io.volumes.volume_dataset import Volumes
 from jigsaw.layout import DimSpec
+from jigsaw.misuse import warn_once
 
 _LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
 _VOLUME_MODES = ("auto", "cooperative", "independent")
@@ -38,6 +40,7 @@ def open_volumes(
     mesh: DeviceMesh | Mapping[str, int],
     crop: Sequence[int],
     crops: int = 1,
+    orientation: str | None = None,
     foreground: Foreground | None = None,
     spec: Mapping[str, DimSpec] | None = None,
     halo: HaloWidth | Mapping[str, HaloWidth] | None = None,
@@ -64,6 +67,9 @@ def open_volumes(
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side;
     - `crops`: how many of each volume make an epoch;
+    - `orientation`: towards which end of the world x, y and z run, like ``"RAS"``: axes are permuted and flipped while
+      they are read, each volume by its own affine (a label map without one as its image), as MONAI's ``Orientation``
+      and, for RAS, nibabel's ``as_closest_canonical`` do; by default they stay as stored;
     - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`); without it every place is alike;
     - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels have no halo;
     - `boundary`: what the halo holds beyond the ends of a crop, by dim: with ``"reflect"``, ``"replicate"`` or
@@ -89,13 +95,17 @@ def open_volumes(
     """
     pictures = _given_volumes("images", images, image_array, level)
     maps = () if labels is None else _given_volumes("labels", labels, label_array, level)
+    pictures, maps = _turn_volumes(pictures, maps, checked_orientation(orientation))
     _check_volumes_match(pictures, maps, labels is not None)
+    _warn_of_orientations(pictures)
     if foreground is not None and not maps:
         raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
     sizes = _crop_sizes(crop, pictures[0].dims)
     if not is_whole_number(crops) or crops < 1:
         raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
     device_mesh, device, axes = mesh_and_axes(mesh)
+    if device_mesh is not None and spec is None:
+        warn_of_idle_readers(axes, pictures[0].dims)
     scale, offset = _image_scales(normalize, pictures[0].channels)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
     made = Volumes(
@@ -136,6 +146,39 @@ def _given_volumes(name: str, given: Sequence[GivenVolume], array: str | None, l
         raise FieldError(f"{name}={given!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))")
     stores = (tuple(each) if isinstance(each, list | tuple) else (each,) for each in given)
     return tuple(StoredVolume(each, array, level) for each in stores)
+
+
+def _turn_volumes(
+    images: Sequence[StoredVolume], labels: Sequence[StoredVolume], codes: str | None
+) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume, ...]]:
+    """Images and label maps whose axes run as `codes` say.  Raises: `GridError` for an image without an affine."""
+    if codes is None:
+        return tuple(images), tuple(labels)
+    turns = [_turn_of(image, codes) for image in images]
+    found = [
+        label.turned(AxisTurn.of(label.affine, codes) if label.affines or n >= len(turns) else turns[n])
+        for n, label in enumerate(labels)
+    ]
+    return tuple(image.turned(turn) for image, turn in zip(images, turns, strict=True)), tuple(found)
+
+
+def _turn_of(image: StoredVolume, codes: str) -> AxisTurn:
+    if not image.affines:
+        raise GridError(
+            f"orientation={codes!r}: {image.url} has no affine, so nobody knows how it lies; write one into its "
+            "attribute 'affine' (4 x 4, from x, y, z to the world), or leave orientation= out"
+        )
+    return AxisTurn.of(image.affine, codes)
+
+
+def _warn_of_orientations(images: Sequence[StoredVolume]) -> None:
+    named = [(image.url, orientation_codes(image.affine)[: len(image.dims)]) for image in images if image.affines]
+    if differ := differing_orientations(named):
+        warn_once(
+            f"orientations {differ}",
+            f"{differ}: one batch would show bodies turned to different sides; give orientation='RAS' to "
+            "open_volumes, which turns each as it is read",
+        )
 
 
 def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[StoredVolume], labelled: bool) -> None:

@@ -172,7 +172,8 @@ class Volumes(MeshSamples):
 
     def _plan_volume(self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, **how: Any) -> ReadPlan:
         window, first = _crop_layout(layout, crop.origin, volume.shape)
-        return plan_read(ReadRequest(window, volume.parts(first), **how), volume.tables, self.mode)
+        rows = [(a, a + cut.size) for a, cut in zip(first, window.cuts[2:], strict=True)]
+        return plan_read(ReadRequest(window, volume.parts(rows), **how), volume.tables, self.mode)
 
     def read(
         self, engine: ReadEngine, crops: Sequence[VolumeCrop], frame: SampleSpace | None = None
