@@ -507,6 +507,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (FieldError, "crops=0 must be at least 1", [a], None, {**crop, "crops": 0}),
         (FieldError, "crops=2.0 must be at least 1", [a], None, {**crop, "crops": 2.0}),
         (FieldError, "normalize=.* standard deviations above 0", [a], None, {**crop, "normalize": (0.0, 0.0)}),
+        (FieldError, r"normalize=3.0 must be \(mean, std\)", [a], None, {**crop, "normalize": 3.0}),
+        (FieldError, r"normalize=\(1, 2, 3\) must be", [a], None, {**crop, "normalize": (1, 2, 3)}),
         (FieldError, "label_dtype='float32' must be one of", [a], None, {**crop, "label_dtype": "float32"}),
         (GridError, "spec=.* names 'lat'", [a], None, {**crop, "spec": {"lat": "z"}}),
     ]:
@@ -517,3 +519,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         ds[0]
     with pytest.raises(IndexError, match="sample 1 of a dataset of 1"):
         ds.crop(1)
+    for volume in (1, -2):
+        with pytest.raises(IndexError, match=f"volume {volume} of 1 volumes: they count from 0 to 0"):
+            ds.whole(volume)
+    with pytest.raises(TypeError, match="volume 'a' of 1 volumes must be an integer"):
+        ds.whole("a")

@@ -115,9 +115,9 @@ def open(
     ``valid_range`` change nothing, as in xarray.  The `fill_value` of a Zarr v2 array names them too, but not a 0 where
     values are not packed: stored zeros stay zeros, and chunks that were never written are zeros (xarray makes NaN of
     both).  Who means them as missing gives the array the attribute ``_FillValue``, 0, and says by `nan` what stands
-    there; chunks of Zarr v3 that were never written are its `fill_value`, whatever that is.  What NetCDF-4 lacks at the end of an unlimited dim is missing.  A
-    coordinate that is there is taken as it is, or refused; a dim without one is counted, 0, 1, 2…, and named by the
-    dataset's `counted` where it is one of space.
+    there; chunks of Zarr v3 that were never written are its `fill_value`, whatever that is.  What NetCDF-4 lacks at the
+    end of an unlimited dim is missing.  A coordinate that is there is taken as it is, or refused; a dim without one is
+    counted, 0, 1, 2…, and named by the dataset's `counted` where it is one of space.
 
     *Sends*: nothing.
 

@@ -222,7 +222,7 @@ def _image_scales(normalize: tuple[Any, Any] | None, channels: int) -> tuple[tup
         return (1.0,) * channels, (0.0,) * channels
     try:
         mean, std = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in normalize)
-    except ValueError as e:
+    except (TypeError, ValueError) as e:  # no pair, no numbers, or not one for each channel
         raise FieldError(
             f"normalize={normalize!r} must be (mean, std), a number each or one for {channels} channels"
         ) from e

@@ -134,7 +134,7 @@ class StoredVolume:
     @cached_property
     def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:
         """The name and affine of each of its stores that has an affine."""
-        given = [(st.url, _given_affine(st, s.table), s) for st, s in zip(self._stores, self.stored, strict=True)]
+        given = [(st.url, affine_of_array(st, s.table), s) for st, s in zip(self._stores, self.stored, strict=True)]
         return tuple((url, self._turned_affine(affine, s)) for url, affine, s in given if affine is not None)
 
     def _turned_affine(self, affine: AffineMatrix, stored: VolumeArray) -> AffineMatrix:
@@ -220,7 +220,8 @@ def _with_channel_role(store: ArrayStore, table: ArrayTable, roles: tuple[str, .
     return tuple(CHANNEL_ROLE if d in chosen else role for d, role in enumerate(roles))
 
 
-def _given_affine(store: ArrayStore, table: ArrayTable) -> AffineMatrix | None:
+def affine_of_array(store: ArrayStore, table: ArrayTable) -> AffineMatrix | None:
+    """The affine that an array, or its store, has among its attributes.  Raises: `GridError` for what is none."""
     value = table.attrs.get("affine", store.attrs.get("affine"))
     if value is None:
         return None

@@ -22,6 +22,7 @@ from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.sample_space import SampleSpace
+from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.crops import RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
@@ -202,13 +203,26 @@ class Volumes(MeshSamples):
         return self._sample(index, self.crop(index), self.frame)
 
     def whole(self, volume: int) -> VolumeSample:
-        """A whole volume, cut like crops are: no rank holds more than its tile, without halo.  For inference."""
-        image = self.images[volume]
+        """A whole volume, cut like crops are: no rank holds more than its tile, without halo.  For inference.
+
+        Raises: `IndexError` for a volume that there is not.
+        """
+        number = self._volume_number(volume)
+        image = self.images[number]
         sizes = dict(zip(image.dims, image.shape, strict=True))
         spec = dict(zip(self.frame.dims, self.frame.spec, strict=True))
         align = dict(zip(self.frame.dims, self.frame.align, strict=True))
         frame = SampleSpace.of(sizes, self.frame.axes, spec, None, None, "balanced", align)
-        return self._sample(-1, VolumeCrop(volume % len(self.images), (0,) * len(sizes)), frame)
+        return self._sample(-1, VolumeCrop(number, (0,) * len(sizes)), frame)
+
+    def _volume_number(self, volume: int) -> int:
+        """The number of a volume, of which a negative one counts from the end."""
+        count = len(self.images)
+        if not is_whole_number(volume):
+            raise TypeError(f"volume {volume!r} of {count} volumes must be an integer, its place among images=")
+        if not -count <= volume < count:
+            raise IndexError(f"volume {volume} of {count} volumes: they count from 0 to {count - 1}")
+        return volume % count
 
     def _sample(self, index: int, crop: VolumeCrop, frame: SampleSpace) -> VolumeSample:
         mesh, image = self.device_mesh(), self.images[crop.volume]
