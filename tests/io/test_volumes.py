@@ -259,6 +259,53 @@ def test_the_affine_of_an_hdf5_file(tmp_path):
             open_volumes([path], mesh=world_mesh(z=1), crop=(4, 4, 4))
 
 
+def read_whole(images, labels, axes, halo):
+    """Whole volumes one by one, and of a batch of both."""
+    options = {"crop": None, "align": {"z": 4, "y": 8}, "halo": {"z": halo}, "fill": -7.0, "label_fill": 9}
+    ds = open_volumes(images, labels, mesh=world_mesh(**axes), **options)
+    alone = [ds[i] for i in range(len(ds))]
+    loaders = [VolumeLoader(ds, batch_size=size, shuffle=True, seed=1) for size in (1, 2)]
+    batches = [b for loader in loaders for b in loader]
+    again = next(iter(VolumeLoader(pickle.loads(pickle.dumps(ds)), batch_size=1)))
+    np.testing.assert_array_equal(again.image.full_tensor()[0], alone[0].image.full_tensor())
+    shapes = [tuple(b.image.local.shape[2:]) for b in batches]
+    found = [(s.volume, s.origin, s.image.full_tensor(), s.label.full_tensor(), s.affine) for s in alone]
+    for b in batches:
+        values, classes = b.image.full_tensor(), b.label.full_tensor()
+        found += [(v, tuple(b.origins[i]), values[i], classes[i], b.affines[i]) for i, v in enumerate(b.volumes)]
+    return found, shapes
+
+
+@pytest.mark.parametrize(("axes", "halo"), [({"z": 1}, 0), ({"z": 2}, 1), ({"data": 2, "y": 2}, 0)], ids=str)
+def test_whole_volumes_are_filled_up_to_align_and_a_batch_to_its_largest(toy, axes, halo):
+    """Of (20, 18, 17) and (9, 33, 16)."""
+    images, labels, values = toy
+    alone = [(20, 24, 17), (12, 40, 16)]
+    for found, shapes in run_on_ranks(int(np.prod(list(axes.values()))), read_whole, images, labels, axes, halo):
+        assert len(found) == 6
+        for n, (volume, origin, got, got_label, affine) in enumerate(found):
+            sizes = alone[volume] if n < 4 else (20, 40, 17)
+            assert origin == tuple(-((m - size) // 2) for m, size in zip(sizes, SHAPES[volume], strict=True))
+            np.testing.assert_array_equal(got[0], box(values[volume][0], origin, sizes, -7.0))
+            np.testing.assert_array_equal(got_label[0], box(values[volume][1], origin, sizes, 9))
+            z, y, x = origin
+            np.testing.assert_allclose(affine @ [0, 0, 0, 1], AFFINE @ [x, y, z, 1], rtol=1e-12)
+        if axes == {"z": 2}:  # no rank holds more than its rows and their halo
+            assert max(rows for rows, _, _ in shapes) in (12 + 1, 8 + 1)
+
+
+def test_whole_volumes_that_cannot_be(toy):
+    images, labels, _ = toy
+    for more in ({"crops": 2}, {"foreground": Foreground()}):
+        with pytest.raises(FieldError, match="crop=None: each sample is a whole volume, and crops="):
+            open_volumes(images, labels, mesh={}, crop=None, **more)
+    with pytest.raises(HaloError, match="use at most 9"):
+        open_volumes(images, mesh={"z": 2}, crop=None, halo={"z": 12})
+    ds = open_volumes(images, mesh={"z": 2}, crop=None)
+    assert repr(ds).startswith("Volumes(2 volumes, whole, up to z 20 x y 33 x x 17; ")
+    assert [len(ds.plan(i)) for i in range(2)] == [1, 1]
+
+
 # -- OME-Zarr --------------------------------------------------------------------------------------------------------
 
 

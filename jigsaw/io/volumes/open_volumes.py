@@ -22,7 +22,7 @@ from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
-from jigsaw.io.volumes.volume_dataset import Volumes
+from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
 from jigsaw.layout import DimSpec
 from jigsaw.misuse import warn_once
 
@@ -38,7 +38,7 @@ def open_volumes(
     labels: Sequence[GivenVolume] | None = None,
     *,
     mesh: DeviceMesh | Mapping[str, int],
-    crop: Sequence[int],
+    crop: Sequence[int] | None,
     crops: int = 1,
     orientation: str | None = None,
     foreground: Foreground | None = None,
@@ -65,7 +65,8 @@ def open_volumes(
 
     - `images`, `labels`: a path or URL each, or an opened store; a list of them where channels have files of their own;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
-    - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side;
+    - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side; None
+      for whole volumes, each filled up to a multiple of `align`, and of a batch to the largest in it;
     - `crops`: how many of each volume make an epoch;
     - `orientation`: towards which end of the world x, y and z run, like ``"RAS"``: axes are permuted and flipped while
       they are read, each volume by its own affine (a label map without one as its image), as MONAI's ``Orientation``
@@ -100,9 +101,13 @@ def open_volumes(
     _warn_of_orientations(pictures)
     if foreground is not None and not maps:
         raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
-    sizes = _crop_sizes(crop, pictures[0].dims)
     if not is_whole_number(crops) or crops < 1:
         raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
+    if crop is None and (crops != 1 or foreground is not None):
+        raise FieldError(
+            f"crop=None: each sample is a whole volume, and crops={crops}, foreground={foreground} choose among crops; "
+            "give a crop, or leave them out"
+        )
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, pictures[0].dims)
@@ -113,7 +118,7 @@ def open_volumes(
         labels=maps,
         mesh=device_mesh,
         device=device,
-        frame=_crop_space(sizes, axes, spec, halo, boundary, split, align),
+        frame=_volume_space(pictures, crop, axes, spec, halo, boundary, split, align),
         crops=crops,
         foreground=foreground,
         found=(),
@@ -124,11 +129,24 @@ def open_volumes(
         fill=_image_fill(fill),
         label_fill=_label_fill(label_fill, label_type),
         mode=checked_choice("mode", mode, _VOLUME_MODES),
+        is_whole=crop is None,
         seed=seed,
     )
     for index in range(0, len(made), crops):
-        made.plans_of(made.crop(index), made.frame)  # what cannot be planned is refused here, not at the first batch
+        made.plans_of(
+            made.crop(index), made.frame_of([index])
+        )  # what cannot be planned is refused here, not at the first batch
     return replace(made, found=find_foreground(maps, foreground, device_mesh)) if foreground else made
+
+
+def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *how: Any) -> SampleSpace:
+    """How crops are cut; of whole volumes the largest, once each of them can be."""
+    dims = images[0].dims
+    if crop is not None:
+        return _crop_space(_crop_sizes(crop, dims), *how)
+    spaces = {shape: _crop_space(dict(zip(dims, shape, strict=True)), *how) for shape in {i.shape for i in images}}
+    rows = [whole_volume_sizes(shape, space.align) for shape, space in spaces.items()]
+    return _crop_space(dict(zip(dims, map(max, zip(*rows, strict=True)), strict=True)), *how)
 
 
 def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -65,11 +65,12 @@ class VolumeCrop:
 
 @dataclass(frozen=True, eq=False)
 class Volumes(MeshSamples):
-    """Random crops of volumes; made by `jigsaw.io.open_volumes`.
+    """Random crops of volumes, or whole ones; made by `jigsaw.io.open_volumes`.
 
-    ``len(ds)`` samples, `crops` of each volume.  ``ds[i]`` reads one (every rank of the mesh must ask for it, in the
-    same order), a `jigsaw.io.VolumeLoader` reads batches in the background.  Where a crop lies follows from (`seed`,
-    `epoch`, i) alone; `at` gives the dataset of another epoch.
+    ``len(ds)`` samples, `crops` of each volume, or each volume where it `is_whole` (`frame` is that of the largest).
+    ``ds[i]`` reads one (every rank of the mesh must ask for it, in the same order), a `jigsaw.io.VolumeLoader` reads
+    batches in the background.  Where a crop lies follows from (`seed`, `epoch`, i) alone; `at` gives the dataset of
+    another epoch.
 
     It pickles as what it describes: unpickled in another process, it joins the mesh when it first reads.
 
@@ -97,6 +98,7 @@ class Volumes(MeshSamples):
     fill: float
     label_fill: int
     mode: str
+    is_whole: bool = False
     seed: int = 0
     epoch: int = 0
 
@@ -105,7 +107,8 @@ class Volumes(MeshSamples):
 
     def __repr__(self) -> str:
         box = " x ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))
-        return f"Volumes({len(self.images)} volumes, {self.crops} crops of {box} each; {self.layout})"
+        what = f"whole, up to {box}" if self.is_whole else f"{self.crops} crops of {box} each"
+        return f"Volumes({len(self.images)} volumes, {what}; {self.layout})"
 
     @property
     def store(self) -> ArrayStore:
@@ -116,7 +119,7 @@ class Volumes(MeshSamples):
 
     @cached_property
     def layout(self) -> Layout:
-        r"""The layout of a sample's image [C, \*space], halo included."""
+        r"""The layout of a sample's image [C, \*space], halo included; of whole volumes that of the largest."""
         return self.frame.layout((self.images[0].channels,), (None,))
 
     @cached_property
@@ -142,12 +145,23 @@ class Volumes(MeshSamples):
 
     def crop(self, sample: int) -> VolumeCrop:
         """Which box of which volume a sample is: O(1), the same on every rank."""
+        return self.crop_within(sample, self.frame_of([sample]))
+
+    def crop_within(self, sample: int, frame: SampleSpace) -> VolumeCrop:
+        """The box that a sample is in a batch of this frame."""
         index = self._index(sample)
         volume = index // self.crops
         draws = RandomDraws(self.seed, self.epoch, index)
         found = self.found[volume] if self.found else None
         shape = self.images[volume].shape
-        return VolumeCrop(volume, crop_origin(shape, self.frame.sizes, draws, self.foreground, found))
+        return VolumeCrop(volume, crop_origin(shape, frame.sizes, draws, self.foreground, found))
+
+    def frame_of(self, samples: Sequence[int]) -> SampleSpace:
+        """The frame of a batch: that of crops, or of whole volumes the smallest that holds each of them."""
+        if not self.is_whole:
+            return self.frame
+        each = (whole_volume_sizes(self.images[self._index(i)].shape, self.frame.align) for i in samples)
+        return replace(self.frame, sizes=tuple(map(max, zip(*each, strict=True))))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -156,7 +170,7 @@ class Volumes(MeshSamples):
 
         Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
         """
-        return tuple(plan.ask_sizes() for plan in self.plans_of(self.crop(sample), self.frame))
+        return tuple(plan.ask_sizes() for plan in self.plans_of(self.crop(sample), self.frame_of([sample])))
 
     def plans_of(self, crop: VolumeCrop, frame: SampleSpace) -> tuple[ReadPlan, ...]:
         image = self.images[crop.volume]
@@ -200,7 +214,7 @@ class Volumes(MeshSamples):
 
     def __getitem__(self, sample: int) -> VolumeSample:
         index = self._index(sample)
-        return self._sample(index, self.crop(index), self.frame)
+        return self._sample(index, self.crop(index), self.frame_of([index]))
 
     def whole(self, volume: int) -> VolumeSample:
         """A whole volume, cut like crops are: no rank holds more than its tile, without halo.  For inference.
@@ -239,6 +253,11 @@ class Volumes(MeshSamples):
             affine,
             voxel_spacing(affine, frame.dims),
         )
+
+
+def whole_volume_sizes(shape: Sequence[int], align: Sequence[int]) -> tuple[int, ...]:
+    """The rows of a sample that is a whole volume: up to a multiple of `align` along each dim."""
+    return tuple(-(-n // rows) * rows for n, rows in zip(shape, align, strict=True))
 
 
 # -- windows ---------------------------------------------------------------------------------------------------------
