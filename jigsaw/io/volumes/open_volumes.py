@@ -21,6 +21,7 @@ from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
+from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
 from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
 from jigsaw.layout import DimSpec
@@ -35,7 +36,7 @@ GivenVolume = Any
 
 def open_volumes(
     images: Sequence[GivenVolume],
-    labels: Sequence[GivenVolume] | None = None,
+    labels: Sequence[GivenVolume | None] | None = None,
     *,
     mesh: DeviceMesh | Mapping[str, int],
     crop: Sequence[int] | None,
@@ -50,6 +51,7 @@ def open_volumes(
     normalize: tuple[Any, Any] | None = None,
     fill: float = 0.0,
     label_fill: int = 0,
+    label_map: Mapping[int, int] | None = None,
     dtype: str | torch.dtype = "float32",
     label_dtype: str | torch.dtype = "int64",
     image_array: str | None = None,
@@ -64,6 +66,7 @@ def open_volumes(
     ``z, y, x`` (or ``y, x``) in whatever order it is stored.  A dim beyond space holds the channels.
 
     - `images`, `labels`: a path or URL each, or an opened store; a list of them where channels have files of their own;
+      None among `labels` for an image that has none, whose labels are `label_fill` everywhere;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side; None
       for whole volumes, each filled up to a multiple of `align`, and of a batch to the largest in it;
@@ -78,6 +81,8 @@ def open_volumes(
       `jigsaw.io.series.boundary`), but for `fill` where the volume is smaller than the crop; by default, ``"clip"``,
       it ends with the crop;
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
+    - `label_map`: which stored label becomes which, like ``{2: 1, 3: 1}``, before `foreground` looks for classes; the
+      others stay;
     - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
     - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
@@ -95,9 +100,13 @@ def open_volumes(
     (4, torch.Size([1, 16, 16, 16]), torch.int64)
     """
     pictures = _given_volumes("images", images, image_array, level)
-    maps = () if labels is None else _given_volumes("labels", labels, label_array, level)
+    maps = () if labels is None else _given_labels(labels, label_array, level)
+    if labels is not None and len(pictures) != len(maps):
+        raise FieldError(
+            f"{len(pictures)} images and {len(maps)} labels: each image needs its label map, or None in its place"
+        )
     pictures, maps = _turn_volumes(pictures, maps, checked_orientation(orientation))
-    _check_volumes_match(pictures, maps, labels is not None)
+    _check_volumes_match(pictures, maps)
     _warn_of_orientations(pictures)
     if foreground is not None and not maps:
         raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
@@ -113,6 +122,8 @@ def open_volumes(
         warn_of_idle_readers(axes, pictures[0].dims)
     scale, offset = _image_scales(normalize, pictures[0].channels)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
+    filled = _label_fill(label_fill, label_type)
+    renamed = RenamedLabels.of(label_map, label_type, filled)
     made = Volumes(
         images=pictures,
         labels=maps,
@@ -127,7 +138,8 @@ def open_volumes(
         dtype=checked_dtype("dtype", dtype),
         label_dtype=label_type,
         fill=_image_fill(fill),
-        label_fill=_label_fill(label_fill, label_type),
+        label_fill=filled,
+        renamed=renamed,
         mode=checked_choice("mode", mode, _VOLUME_MODES),
         is_whole=crop is None,
         seed=seed,
@@ -136,7 +148,7 @@ def open_volumes(
         made.plans_of(
             made.crop(index), made.frame_of([index])
         )  # what cannot be planned is refused here, not at the first batch
-    return replace(made, found=find_foreground(maps, foreground, device_mesh)) if foreground else made
+    return replace(made, found=find_foreground(maps, foreground, device_mesh, renamed)) if foreground else made
 
 
 def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *how: Any) -> SampleSpace:
@@ -166,16 +178,28 @@ def _given_volumes(name: str, given: Sequence[GivenVolume], array: str | None, l
     return tuple(StoredVolume(each, array, level) for each in stores)
 
 
+def _given_labels(
+    given: Sequence[GivenVolume | None], array: str | None, level: int
+) -> tuple[StoredVolume | None, ...]:
+    if isinstance(given, str | os.PathLike) or not any(each is None for each in given):
+        return _given_volumes("labels", given, array, level)
+    there = [each for each in given if each is not None]
+    if not there:
+        raise FieldError(f"labels={given!r} names no label map; give labels=None where no image has one")
+    found = iter(_given_volumes("labels", there, array, level))
+    return tuple(None if each is None else next(found) for each in given)
+
+
 def _turn_volumes(
-    images: Sequence[StoredVolume], labels: Sequence[StoredVolume], codes: str | None
-) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume, ...]]:
+    images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], codes: str | None
+) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
     """Images and label maps whose axes run as `codes` say.  Raises: `GridError` for an image without an affine."""
     if codes is None:
         return tuple(images), tuple(labels)
     turns = [_turn_of(image, codes) for image in images]
     found = [
-        label.turned(AxisTurn.of(label.affine, codes) if label.affines or n >= len(turns) else turns[n])
-        for n, label in enumerate(labels)
+        label and label.turned(AxisTurn.of(label.affine, codes) if label.affines else turn)
+        for label, turn in zip(labels, turns, strict=False)
     ]
     return tuple(image.turned(turn) for image, turn in zip(images, turns, strict=True)), tuple(found)
 
@@ -199,11 +223,10 @@ def _warn_of_orientations(images: Sequence[StoredVolume]) -> None:
         )
 
 
-def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[StoredVolume], labelled: bool) -> None:
-    """Raises: `GridError` or `FieldError` naming the two that do not fit together."""
-    if labelled and len(images) != len(labels):
-        raise FieldError(f"{len(images)} images and {len(labels)} labels: each image needs its label map")
-    for kind, volumes in (("channels", images), ("channels", labels), ("dims", [*images, *labels])):
+def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None]) -> None:
+    """Raises: `GridError` naming the two that do not fit together."""
+    maps = [label for label in labels if label is not None]
+    for kind, volumes in (("channels", images), ("channels", maps), ("dims", [*images, *maps])):
         for other in volumes[1:]:
             mine, theirs = getattr(volumes[0], kind), getattr(other, kind)
             if mine != theirs:
@@ -211,6 +234,8 @@ def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[Stored
     for each in images:
         _check_affines_match(each, "the channels of one image", each.affines)
     for image, label in zip(images, labels, strict=False):
+        if label is None:
+            continue
         if image.shape != label.shape:
             raise GridError(f"image {image.url} has shape {image.shape} and its label map {label.url} {label.shape}")
         _check_affines_match(image, "an image and its label map", (*image.affines[:1], *label.affines))

@@ -25,6 +25,7 @@ from jigsaw.io.series.sample_space import SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.crops import RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
+from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
@@ -87,7 +88,7 @@ class Volumes(MeshSamples):
     """
 
     images: tuple[StoredVolume, ...]
-    labels: tuple[StoredVolume, ...]
+    labels: tuple[StoredVolume | None, ...]
     crops: int
     foreground: Foreground | None
     found: tuple[FoundVoxels, ...]
@@ -97,6 +98,7 @@ class Volumes(MeshSamples):
     label_dtype: torch.dtype
     fill: float
     label_fill: int
+    renamed: RenamedLabels
     mode: str
     is_whole: bool = False
     seed: int = 0
@@ -130,7 +132,7 @@ class Volumes(MeshSamples):
     @property
     def label_channels(self) -> int:
         """How many channels a label has; 0 without labels."""
-        return self.labels[0].channels if self.labels else 0
+        return next((label.channels for label in self.labels if label is not None), 0)
 
     def sample_bytes(self) -> int:
         """The most bytes that any rank holds of one sample, image and label."""
@@ -177,8 +179,8 @@ class Volumes(MeshSamples):
         how: dict[str, Any] = {"scale": self.scale, "offset": self.offset, "boundary": frame.boundary}
         layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
         plans = [self._plan_volume(image, crop, layout, dtype=numpy_dtype_name(self.dtype), **how)]
-        if self.labels:
-            label = self.labels[crop.volume]
+        label = self.labels[crop.volume] if self.labels else None
+        if label is not None:
             bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
             lacks = any(table.masks or np.dtype(table.dtype).kind == "f" for table in label.tables.values())
             nan = self.label_fill if lacks else "keep"
@@ -209,6 +211,10 @@ class Volumes(MeshSamples):
         for i, crop in enumerate(crops):
             for (block, layout, fill), plan in zip(kinds, self.plans_of(crop, frame), strict=False):  # labels or none
                 _read_crop(engine, plan, block[i : i + 1], layout.held(here)[2:], crop.origin, fill)
+            if self.labels and self.labels[crop.volume] is None:
+                blocks[1][i] = self.label_fill
+        if self.renamed.old:
+            blocks[1][...] = self.renamed.applied(blocks[1])
         image, label = (torch.from_numpy(block) for block in blocks)
         return image.to(self.dtype), label
 
