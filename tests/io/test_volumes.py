@@ -510,6 +510,39 @@ def test_an_axis_that_cuts_nothing_is_told_of_once(toy, wb2):
             opened(mesh=world_mesh(data=2))
 
 
+@on_ranks(2)
+def test_random_transforms_draw_alike_once_they_are_seeded_by_the_sample(toy):
+    """The trap and the remedy of the medical example's page, along a dim that is cut and one that is not."""
+    transforms, data = pytest.importorskip("monai.transforms"), pytest.importorskip("monai.data")
+    images, _, _ = toy
+    mesh = world_mesh(z=2)
+    data.set_track_meta(False)
+    ds = open_volumes(images, mesh=mesh, crop=(8, 8, 8), crops=4)
+    free = transforms.RandFlip(prob=0.5, spatial_axis=1).set_random_state(mesh.get_rank())  # as without a seed
+    drawn = [None] * 2
+    decisions = []
+    for _ in range(8):
+        free(torch.zeros(1, 2, 2, 2))
+        decisions.append(bool(free._do_transform))
+    torch.distributed.all_gather_object(drawn, decisions)
+    assert drawn[0] != drawn[1]
+    flipped, pairs_of_flips = 0, []
+    for axis in (0, 1):
+        flip = transforms.RandFlip(prob=0.5, spatial_axis=axis)
+        for i in range(len(ds)):
+            whole = ds[i].image
+            flip.set_random_state(seed=i)
+            got = flip(whole).full_tensor()
+            flip.set_random_state(seed=i)
+            want = flip(whole.full_tensor())
+            flipped += bool(flip._do_transform)
+            pairs_of_flips.append((got, want))
+    data.set_track_meta(True)
+    for got, want in pairs_of_flips:
+        np.testing.assert_array_equal(got, want)
+    assert 0 < flipped < 16
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
