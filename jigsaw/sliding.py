@@ -116,6 +116,17 @@ class _WindowGrid:
         cls, shape: Sequence[int], roi: Sequence[int | None], overlap: float, windows: str, align: int
     ) -> _WindowGrid:
         space = shape[2:]
+        if not isinstance(roi, Sequence):
+            raise FieldError(
+                f"roi={roi!r} must have a size for each dim of space, like roi=({roi!r}, {roi!r}, {roi!r})"
+            )
+        if len(roi) < 4 and len(roi) in (len(shape), len(shape) - 1):
+            lacking = "batch dim; give volume.unsqueeze(0)"
+            if len(roi) == len(shape):
+                lacking = "batch and no channel dim; give volume[None, None]"
+            raise FieldError(
+                f"volume of shape {list(shape)} has no {lacking}: it must be [B, C, *space], roi={tuple(roi)}"
+            )
         if not space or len(roi) != len(space):
             raise FieldError(f"roi={tuple(roi)} must have a size for each dim of space of a volume [B, C, *{space}]")
         if not 0 <= overlap < 1:

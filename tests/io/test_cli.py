@@ -1,10 +1,12 @@
 """``python -m jigsaw plan``: the table, the picture, and what it says to wrong arguments."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 
+import nibabel
 import numpy as np
 import pytest
 from globe_store import globe, write
@@ -54,6 +56,30 @@ def test_an_axis_that_cuts_nothing_is_said(wb2, capsys):
     assert told in planned(capsys, wb2, "--mesh", "latitude=2,lon=2")
     assert "cuts none" not in planned(capsys, wb2, "--mesh", "latitude=2,lon=2", "--spec", "lat=latitude,lon=lon")
     assert "cuts none" not in planned(capsys, wb2, "--mesh", "data=2,lat=2,lon=1")
+
+
+@pytest.mark.parametrize("ending", [".nii", ".nii.gz"])
+def test_a_scan_is_planned_and_inspected(tmp_path, capsys, monkeypatch, ending):
+    """It has one step, so none is a target; its affine is told in words."""
+    monkeypatch.setenv("JIGSAW_CACHE", str(tmp_path / "cache"))
+    path = str(tmp_path / f"scan{ending}")
+    affine = np.array([[-2.0, 0, 0, 90], [0, 0, -1.5, 40], [0, 3, 0, -72], [0, 0, 0, 1]])
+    scan = nibabel.Nifti1Image(np.arange(30 * 16 * 21, dtype="i2").reshape(30, 16, 21), affine)
+    scan.header.set_slope_inter(0.5, -1024)
+    scan.header.set_xyzt_units("mm")
+    nibabel.save(scan, path)
+    out = planned(capsys, path, "--mesh", "z=4", "--halo", "2")
+    assert "reads 1 steps of 1 channels (image), z 21 x y 16 x x 30\nmesh z=4; halo z 2, y 2, x 2" in out
+    assert main(["inspect", path]) == 0
+    told = capsys.readouterr().out
+    assert f"{path}\nNIfTI{', gzip' if ending == '.nii.gz' else ''}: 1 variables" in told
+    assert "image: 30 x 16 x 21 voxels (x, y, z) of int16, 2 x 3 x 1.5 mm apart" in told
+    assert "  LSP: x to the left, y to the head, z to the back; the first voxel is at 90, 40, -72" in told
+    assert "image: value = stored * 0.5 + -1024" in told
+    assert "affine" not in told
+    assert main(["inspect", path, "--json"]) == 0
+    (volume,) = json.loads(capsys.readouterr().out)["volumes"]
+    assert (volume["orientation"], volume["spacing"], volume["shape"]) == ("LSP", [2, 3, 1.5], [30, 16, 21])
 
 
 def test_a_region_does_not_wrap(tmp_path, capsys):

@@ -209,3 +209,25 @@ def test_targets_of_other_fields(wb2, fields, targets, long):
 def test_target_fields_without_targets(wb2):
     with pytest.raises(FieldError, match=r"target_fields=\['t2m'\] needs targets"):
         one_rank(wb2, fields=["z500"], target_fields=["t2m"])
+
+
+def test_zeros_of_zarr_v2_stay_and_are_missing_for_who_says_so(tmp_path):
+    """As `jigsaw.io.open` tells: a `fill_value` of 0 is none of the missing values, unless an attribute says it."""
+    values = np.arange(16.0, dtype="f4").reshape(1, 4, 4) % 4
+
+    def read(fill, nan="keep", form=2, **attrs):
+        group = zarr.open_group(str(tmp_path / "z.zarr"), mode="w", zarr_format=form)
+        names = {"dimension_names": ("time", "lat", "lon")} if form == 3 else {}
+        made = group.create_array("t2m", shape=(2, 4, 4), chunks=(1, 4, 4), dtype="f4", fill_value=fill, **names)
+        made[:1] = values  # of the second step no chunk is written
+        made.attrs.update({"_ARRAY_DIMENSIONS": ["time", "lat", "lon"], **attrs})
+        ds = jigsaw.io.open(str(tmp_path / "z.zarr"), mesh=world_mesh(lat=1), nan=nan)
+        return np.stack([ds[i].input.local[0, 0].numpy() for i in range(2)])
+
+    both = np.concatenate([values, np.zeros_like(values)])
+    np.testing.assert_array_equal(read(0), both)
+    np.testing.assert_array_equal(read(0, nan=-1.0), both)
+    np.testing.assert_array_equal(read(0, _FillValue=0.0), np.where(both == 0, np.nan, both))
+    np.testing.assert_array_equal(read(0, nan=-1.0, _FillValue=0.0), np.where(both == 0, -1, both))
+    np.testing.assert_array_equal(read(2, nan=-1.0), np.where(np.concatenate([values, values * 0 + 2]) == 2, -1, both))
+    np.testing.assert_array_equal(read(2, form=3), np.concatenate([values, values * 0 + 2]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from volume_store import AFFINE, image, label, pairs, write
 
+from jigsaw import misuse
 from jigsaw.errors import CorruptChunkError, FieldError, GridError
 from jigsaw.io.volumes.crops import RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels, KeptVoxels, find_foreground
@@ -227,3 +228,27 @@ def test_what_says_nothing_is_refused(tmp_path):
     two = write(tmp_path / "two.zarr", label((2, 8, 8, 8)), ("c", "z", "y", "x"), (1, 8, 8, 8))
     with pytest.raises(GridError, match="has 2 channels; foreground is found in label maps of one channel"):
         find_foreground([StoredVolume((two,))], Foreground(), None)
+
+
+@pytest.mark.parametrize("by", ["voxels", "classes"])
+def test_classes_that_no_label_map_has_are_told_of(tmp_path, by, recwarn):
+    """Each of two maps has some of them."""
+    values = label((9, 8, 7))
+    two, three = np.where(values == 3, 0, values), np.where(values == 2, 0, values)
+    volumes = [
+        StoredVolume((write(tmp_path / f"{i}.zarr", v, name="label"),)) for i, v in enumerate((two, three, values * 0))
+    ]
+    cached = Foreground(classes=(2, 3, 7, 9), by=by, cache=str(tmp_path / "cache"))
+    for _ in range(2):  # found, and as the cache has it
+        misuse._warned.clear()
+        with pytest.warns(UserWarning, match="no label map has 7, 9, so no crop.*labels there are: 0, 1, 2, 3"):
+            find_foreground(volumes, cached, None)
+    recwarn.clear()
+    find_foreground(volumes, Foreground(classes=(2, 3), by=by), None)
+    find_foreground(volumes, Foreground(by=by), None)
+    find_foreground(volumes[2:], Foreground(pos=0, by=by), None)
+    assert not [w for w in recwarn if "no label map" in str(w.message)]
+    with pytest.raises(FieldError, match=r"no label map has any of these; the labels there are: 0, 1, 2; see that"):
+        find_foreground(volumes[:1], Foreground(classes=(3,), by=by), None)
+    with pytest.raises(FieldError, match="no foreground to weight crops by, no label map has any but label 0"):
+        find_foreground(volumes[2:], Foreground(by=by), None)

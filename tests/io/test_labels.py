@@ -6,10 +6,12 @@ import pytest
 import torch
 from volume_store import AFFINE, image, label, write
 
+from jigsaw import misuse
 from jigsaw.errors import FieldError
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume import StoredVolume
+from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 SHAPE = (9, 8, 7)
@@ -113,3 +115,80 @@ def test_a_fill_that_no_voxel_can_hold_is_refused(tmp_path):
     ]:
         with pytest.raises(FieldError, match=why):
             open_volumes(*paths, mesh={}, crop=(12, 8, 8), **more)
+
+
+def test_labels_between_integers_are_told_of_once(tmp_path, recwarn):
+    images = [write(tmp_path / "i.zarr", image(SHAPE))]
+    near = write(tmp_path / "near.zarr", label(SHAPE).astype("f4") - 1e-3)
+    values = label(SHAPE).astype("f4")
+    values[3, 2, 1] = 0.25
+    values[0] = np.nan
+    soft = write(tmp_path / "soft.zarr", values, chunks=(4, 4, 4))
+    misuse._warned.clear()
+    open_volumes(images, [near], mesh=world_mesh(z=1), **WHOLE)[0]
+    assert not [w for w in recwarn if "no integers" in str(w.message)]
+    ds = open_volumes(images, [soft], mesh=world_mesh(z=1), crop=SHAPE)
+    with pytest.warns(
+        UserWarning, match=r"has labels that are no integers, such as 0.25, .*resample it by the nearest"
+    ):
+        np.testing.assert_array_equal(ds[0].label.local[0], np.rint(np.nan_to_num(values)))
+    recwarn.clear()
+    ds[0]
+    assert not [w for w in recwarn if "no integers" in str(w.message)]
+    misuse._warned.clear()
+    with pytest.warns(UserWarning, match=r"array 'image' of .*soft.zarr has labels that are no integers"):
+        open_volumes(images, [soft], mesh={}, **WHOLE)
+
+
+def read_renamed(images, labels, axes, options):
+    ds = open_volumes(images, labels, mesh=world_mesh(**axes), **options)
+    batches = [*VolumeLoader(ds, batch_size=2), *VolumeLoader(ds, batch_size=1)]
+    found = [(s.volume, s.origin, s.label.full_tensor()[0].numpy()) for s in map(ds.__getitem__, range(len(ds)))]
+    for b in batches:
+        whole = b.label.full_tensor().numpy()
+        found += [(v, tuple(b.origins[i]), whole[i, 0]) for i, v in enumerate(b.volumes)]
+    return (
+        found,
+        [{k: kept.count for k, kept in f.classes.items()} for f in ds.found],
+        [len(ds.plan(i)) for i in (0, 2)],
+    )
+
+
+@pytest.mark.parametrize("axes", [{"z": 1}, {"z": 2}, {"data": 2, "y": 2}], ids=str)
+def test_labels_become_others_and_an_image_may_have_none(tmp_path_factory, axes):
+    """Two images, of which the second has no labels; floats are rounded before, and missing ones are none of them."""
+    folder = tmp_path_factory.mktemp("renamed")
+    values = label(SHAPE).astype("f4") - 1e-4
+    values[4] = np.nan
+    images = [write(folder / f"i{n}.zarr", image(SHAPE)) for n in range(2)]
+    labels = [write(folder / "l.zarr", values, chunks=(4, 4, 4)), None]
+    how = Foreground(by="classes", classes=(1, 5), cache=str(folder / "cache"))
+    options = {"crop": (6, 12, 5), "crops": 2, "foreground": how, "label_fill": 9, "label_dtype": "uint8"}
+    want = np.rint(np.where(np.isnan(values), 9, values))
+    want = np.select([want == 2, want == 3], [5, 1], want)
+    for _ in range(2):  # searched, and from the cache
+        for found, classes, plans in run_on_ranks(
+            int(np.prod(list(axes.values()))), read_renamed, images, labels, axes, options | {"label_map": {2: 5, 3: 1}}
+        ):
+            assert (classes, plans) == ([{1: (want == 1).sum(), 5: (want == 5).sum()}, {}], [2, 1])
+            assert len(found) == 12
+            for volume, (z, y, x), got in found:
+                assert y == -2  # it is smaller than the crop
+                shown = np.pad(want, ((0, 0), (2, 2), (0, 0)), constant_values=9)[z : z + 6, :, x : x + 5]
+                np.testing.assert_array_equal(got, np.full_like(shown, 9) if volume else shown)
+
+
+def test_names_of_labels_that_cannot_be(tmp_path):
+    paths = [write(tmp_path / "i.zarr", image(SHAPE))], [write(tmp_path / "l.zarr", label(SHAPE))]
+    for given in ([2, 1], {1: "a"}, {1.5: 2}, {1: 300}, {1: -1}):
+        with pytest.raises(
+            FieldError, match=r"label_map=.* must say which label becomes which, in integers that torch"
+        ):
+            open_volumes(*paths, mesh={}, crop=SHAPE, label_map=given, label_dtype="uint8")
+    with pytest.raises(FieldError, match=r"renames 0, which is also label_fill, .* give another label_fill"):
+        open_volumes(*paths, mesh={}, crop=SHAPE, label_map={0: 1})
+    for labels in ([None], [None, None]):
+        with pytest.raises(FieldError, match=r"labels=\[None.* names no label map; give labels=None"):
+            open_volumes(paths[0] * len(labels), labels, mesh={}, crop=SHAPE)
+    with pytest.raises(FieldError, match="2 images and 1 labels: each image needs its label map, or None in its place"):
+        open_volumes(paths[0] * 2, paths[1], mesh={}, crop=SHAPE)

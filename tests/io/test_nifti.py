@@ -362,6 +362,16 @@ def test_what_is_no_nifti_is_refused(tmp_path):
         open_nifti(tmp_path / "none.nii.gz")
 
 
+@pytest.mark.parametrize("name", ["v.nii", "v.nii.gz", "v.NII.GZ", "v.nc", "v.npy"])
+def test_a_file_that_is_not_there_or_empty_is_told_so(tmp_path, name):
+    path = tmp_path / name
+    with pytest.raises(UnsupportedStoreError, match=f"there is no file '.*{name}'; the working folder is '/"):
+        open_store(str(path))
+    path.touch()
+    with pytest.raises(UnsupportedStoreError, match=f"{name}' is empty: a file of 0 bytes"):
+        open_store(path)
+
+
 @pytest.mark.parametrize("ending", [".NII", ".NII.GZ"])
 def test_endings_in_capitals(tmp_path, ending):
     path = Path(write(tmp_path / f"v{ending.lower()}"))

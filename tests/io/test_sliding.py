@@ -129,6 +129,9 @@ def refusals():
     x = volume((6, 6, 6))
     return [
         (r"roi=\(4, 4\) must have a size for each dim of space", {"roi": (4, 4)}, x, model()),
+        (r"roi=4 must have a size for each dim of space, like roi=\(4, 4, 4\)", {"roi": 4}, x, model()),
+        (r"volume of shape .* has no batch dim; give volume.unsqueeze\(0\)", {"roi": (4, 4, 4)}, x[0], model()),
+        (r"has no batch and no channel dim; give volume\[None, None\]", {"roi": (4, 4, 4)}, x[0, 0], model()),
         (r"overlap=1.0 must be a share in \[0, 1\)", {"roi": (4, 4, 4), "overlap": 1.0}, x, model()),
         (
             "blend='mean', sigma=0.125 must be 'constant', or 'gaussian'",
@@ -147,7 +150,7 @@ def refusals():
     ]
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(9))
 def test_what_does_not_fit_is_refused(number):
     why, options, x, net = refusals()[number]
     with pytest.raises(FieldError, match=why):

@@ -205,6 +205,20 @@ def test_read_is_called_by_several_threads():
             "dim 'y' has 1 rows and 2 in array 'b'",
         ),
         ({"coords": {"lat": np.arange(4)}}, GridError, r"coords\['lat'\] of source Memory has shape \(4,\)"),
+        (
+            {"arrays": [SourceArray((3,), "f4", ("x",))]},
+            UnsupportedStoreError,
+            "Memory: arrays is a list, .* by name, like",
+        ),
+        ({"arrays": dict}, UnsupportedStoreError, "arrays is a method, and an attribute or property is asked for"),
+        ({"coords": [1, 2]}, UnsupportedStoreError, "coords is a list"),
+        ({"attrs": "mine"}, UnsupportedStoreError, "attrs is a str"),
+        (
+            {"chunks": (1, 2)},
+            UnsupportedStoreError,
+            r"chunks is \(1, 2\), and a method is asked for .* def chunks\(self",
+        ),
+        ({"chunks": lambda name: 3}, GridError, r"chunks\('temperature'\) gave 3; it gives the rows of a chunk"),
         ({"_chunks": dict.fromkeys(CHUNKS, 0)}, GridError, r"chunks\('temperature'\) gave \(0, 0, 0, 0\)"),
     ],
 )
@@ -217,6 +231,8 @@ def test_descriptions_that_do_not_fit(change, kind, match):
 
 def test_what_is_no_source():
     assert not any(claims(x) for x in ("path", Memory, 3, {"arrays": 1}, os.sep))
+    with pytest.raises(UnsupportedStoreError, match=r"Memory is a class, and its instances can be opened: Memory\("):
+        jigsaw.io.open(Memory, mesh={})
 
 
 # -- the tutorial ------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_calendar_months_are_equal_steps_and_a_missing_one_is_a_gap():
 
 
 def test_a_gap_and_a_double_step_break_the_series():
-    six = np.array([0, 6, 12, 24, 30, 30, 36, 42])
+    six = np.array([0, 6, 12, 24, 30, 33, 39, 45])
     assert decode_times(six, {"units": "hours since 2000-01-01"}).breaks == (2, 4)
     assert decode_times(np.array([0, 1, 2, 5, 6]), {}).breaks == (2,)
     four_weeks = np.array([0, 28, 56, 112, 140, 168, 196])
@@ -70,6 +70,20 @@ def test_times_that_fall_are_refused():
         decode_times(np.array([12, 6, 0]), {"units": "hours since 2000-01-01"})
     with pytest.raises(GridError, match=r"does not rise: 2000-01-01T18.* is followed by 2000-01-01T12"):
         decode_times(np.array([0, 6, 12, 18, 12, 18, 24]), {"units": "hours since 2000-01-01"})
+
+
+def test_times_that_are_there_twice_are_named():
+    twice = np.array([0, 6, 12, 12, 18, 24, 24])
+    told = r"has times twice: 2000-01-01T12\S* \(steps 2 and 3\), 2000-01-02T00\S* \(steps 5 and 6\); .*drop_duplicates"
+    with pytest.raises(GridError, match=told):
+        decode_times(twice, {"units": "hours since 2000-01-01"})
+    with pytest.raises(GridError, match=r"twice: 2000-01-01 00:00:00 \(steps 0 and 1\), .* and 1 more; keep one step"):
+        decode_times(np.repeat(np.arange(4), 2), {"units": "hours since 2000-01-01", "calendar": "noleap"})
+    with pytest.raises(GridError, match=r"twice: 1\.5 \(steps 1 and 2\)"):
+        decode_times(np.array([0, 1.5, 1.5, 3]), {})
+    months = np.array(["2000-01", "2000-02", "2000-02", "2000-03"], "datetime64[ns]")
+    with pytest.raises(GridError, match="twice: 2000-02-01"):
+        decode_times(months, {})
 
 
 @pytest.mark.parametrize("attrs", [{}, {"units": "hours"}, {"units": "days since 2000-01-01"}])

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import warnings
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from volume_store import AFFINE, image, label, ome, pairs, write
 
 import jigsaw
+from jigsaw import misuse
 from jigsaw.errors import (
     CorruptChunkError,
     FieldError,
@@ -257,6 +259,53 @@ def test_the_affine_of_an_hdf5_file(tmp_path):
             open_volumes([path], mesh=world_mesh(z=1), crop=(4, 4, 4))
 
 
+def read_whole(images, labels, axes, halo):
+    """Whole volumes one by one, and of a batch of both."""
+    options = {"crop": None, "align": {"z": 4, "y": 8}, "halo": {"z": halo}, "fill": -7.0, "label_fill": 9}
+    ds = open_volumes(images, labels, mesh=world_mesh(**axes), **options)
+    alone = [ds[i] for i in range(len(ds))]
+    loaders = [VolumeLoader(ds, batch_size=size, shuffle=True, seed=1) for size in (1, 2)]
+    batches = [b for loader in loaders for b in loader]
+    again = next(iter(VolumeLoader(pickle.loads(pickle.dumps(ds)), batch_size=1)))
+    np.testing.assert_array_equal(again.image.full_tensor()[0], alone[0].image.full_tensor())
+    shapes = [tuple(b.image.local.shape[2:]) for b in batches]
+    found = [(s.volume, s.origin, s.image.full_tensor(), s.label.full_tensor(), s.affine) for s in alone]
+    for b in batches:
+        values, classes = b.image.full_tensor(), b.label.full_tensor()
+        found += [(v, tuple(b.origins[i]), values[i], classes[i], b.affines[i]) for i, v in enumerate(b.volumes)]
+    return found, shapes
+
+
+@pytest.mark.parametrize(("axes", "halo"), [({"z": 1}, 0), ({"z": 2}, 1), ({"data": 2, "y": 2}, 0)], ids=str)
+def test_whole_volumes_are_filled_up_to_align_and_a_batch_to_its_largest(toy, axes, halo):
+    """Of (20, 18, 17) and (9, 33, 16)."""
+    images, labels, values = toy
+    alone = [(20, 24, 17), (12, 40, 16)]
+    for found, shapes in run_on_ranks(int(np.prod(list(axes.values()))), read_whole, images, labels, axes, halo):
+        assert len(found) == 6
+        for n, (volume, origin, got, got_label, affine) in enumerate(found):
+            sizes = alone[volume] if n < 4 else (20, 40, 17)
+            assert origin == tuple(-((m - size) // 2) for m, size in zip(sizes, SHAPES[volume], strict=True))
+            np.testing.assert_array_equal(got[0], box(values[volume][0], origin, sizes, -7.0))
+            np.testing.assert_array_equal(got_label[0], box(values[volume][1], origin, sizes, 9))
+            z, y, x = origin
+            np.testing.assert_allclose(affine @ [0, 0, 0, 1], AFFINE @ [x, y, z, 1], rtol=1e-12)
+        if axes == {"z": 2}:  # no rank holds more than its rows and their halo
+            assert max(rows for rows, _, _ in shapes) in (12 + 1, 8 + 1)
+
+
+def test_whole_volumes_that_cannot_be(toy):
+    images, labels, _ = toy
+    for more in ({"crops": 2}, {"foreground": Foreground()}):
+        with pytest.raises(FieldError, match="crop=None: each sample is a whole volume, and crops="):
+            open_volumes(images, labels, mesh={}, crop=None, **more)
+    with pytest.raises(HaloError, match="use at most 9"):
+        open_volumes(images, mesh={"z": 2}, crop=None, halo={"z": 12})
+    ds = open_volumes(images, mesh={"z": 2}, crop=None)
+    assert repr(ds).startswith("Volumes(2 volumes, whole, up to z 20 x y 33 x x 17; ")
+    assert [len(ds.plan(i)) for i in range(2)] == [1, 1]
+
+
 # -- OME-Zarr --------------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +485,64 @@ def test_a_damaged_chunk_is_told_to_every_rank(tmp_path):
         next(iter(VolumeLoader(ds)))
 
 
+@on_ranks(2)
+def test_an_axis_that_cuts_nothing_is_told_of_once(toy, wb2):
+    """Each rank then holds the whole; who names what is cut knows."""
+    misuse._warned.clear()
+    images, _, _ = toy
+    for axes, dims, opened in [
+        ({"depth": 2}, "z, y, x", lambda **how: open_volumes(images, crop=(8, 8, 8), **how)),
+        ({"height": 2}, "lat, lon", lambda **how: jigsaw.io.open(wb2, **how)),
+    ]:
+        (name,) = axes
+        told = (
+            rf"mesh axes {{'{name}': 2}} cut none of the dims {dims}, .* like spec={{'{dims.split(',')[0]}': '{name}'}}"
+        )
+        with pytest.warns(UserWarning, match=told) as seen:
+            opened(mesh=world_mesh(**axes))
+        assert seen[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opened(mesh=world_mesh(**axes))
+            misuse._warned.clear()
+            opened(mesh=world_mesh(**axes), spec={dims.split(",")[0]: name})
+            opened(mesh=world_mesh(**axes), spec={})
+            opened(mesh=world_mesh(data=2))
+
+
+@on_ranks(2)
+def test_random_transforms_draw_alike_once_they_are_seeded_by_the_sample(toy):
+    """The trap and the remedy of the medical example's page, along a dim that is cut and one that is not."""
+    transforms, data = pytest.importorskip("monai.transforms"), pytest.importorskip("monai.data")
+    images, _, _ = toy
+    mesh = world_mesh(z=2)
+    data.set_track_meta(False)
+    ds = open_volumes(images, mesh=mesh, crop=(8, 8, 8), crops=4)
+    free = transforms.RandFlip(prob=0.5, spatial_axis=1).set_random_state(mesh.get_rank())  # as without a seed
+    drawn = [None] * 2
+    decisions = []
+    for _ in range(8):
+        free(torch.zeros(1, 2, 2, 2))
+        decisions.append(bool(free._do_transform))
+    torch.distributed.all_gather_object(drawn, decisions)
+    assert drawn[0] != drawn[1]
+    flipped, pairs_of_flips = 0, []
+    for axis in (0, 1):
+        flip = transforms.RandFlip(prob=0.5, spatial_axis=axis)
+        for i in range(len(ds)):
+            whole = ds[i].image
+            flip.set_random_state(seed=i)
+            got = flip(whole).full_tensor()
+            flip.set_random_state(seed=i)
+            want = flip(whole.full_tensor())
+            flipped += bool(flip._do_transform)
+            pairs_of_flips.append((got, want))
+    data.set_track_meta(True)
+    for got, want in pairs_of_flips:
+        np.testing.assert_array_equal(got, want)
+    assert 0 < flipped < 16
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -480,6 +587,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (FieldError, "crops=0 must be at least 1", [a], None, {**crop, "crops": 0}),
         (FieldError, "crops=2.0 must be at least 1", [a], None, {**crop, "crops": 2.0}),
         (FieldError, "normalize=.* standard deviations above 0", [a], None, {**crop, "normalize": (0.0, 0.0)}),
+        (FieldError, r"normalize=3.0 must be \(mean, std\)", [a], None, {**crop, "normalize": 3.0}),
+        (FieldError, r"normalize=\(1, 2, 3\) must be", [a], None, {**crop, "normalize": (1, 2, 3)}),
         (FieldError, "label_dtype='float32' must be one of", [a], None, {**crop, "label_dtype": "float32"}),
         (GridError, "spec=.* names 'lat'", [a], None, {**crop, "spec": {"lat": "z"}}),
     ]:
@@ -490,3 +599,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         ds[0]
     with pytest.raises(IndexError, match="sample 1 of a dataset of 1"):
         ds.crop(1)
+    for volume in (1, -2):
+        with pytest.raises(IndexError, match=f"volume {volume} of 1 volumes: they count from 0 to 0"):
+            ds.whole(volume)
+    with pytest.raises(TypeError, match="volume 'a' of 1 volumes must be an integer"):
+        ds.whole("a")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
 from jigsaw.io.commands import parse_options as options
@@ -16,6 +16,9 @@ from jigsaw.io.reports.summary import DimSummary, StoreSummary, TimeSummary, sum
 
 _TEXT_WIDTH = 70
 _ATTRIBUTES_SHOWN = 12
+_PLACE_ATTRIBUTES = ("affine", "zooms", "space_units")
+"""Told in words where there is an affine."""
+_WORLD_WORDS = {"L": "left", "R": "right", "P": "back", "A": "front", "I": "feet", "S": "head"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +42,15 @@ def run(args: argparse.Namespace) -> int:
 
 def inspection_report(found: StoreSummary) -> str:
     """The summary as text: the store, its grids, times and variables, how they are stored, attributes."""
-    parts = (_summary_lines, _variable_table, _storage_table, _packing_lines, _level_lines, _other_lines)
+    parts: tuple[Callable[[StoreSummary], Iterable[str]], ...] = (
+        _summary_lines,
+        _volume_lines,
+        _variable_table,
+        _storage_table,
+        _packing_lines,
+        _level_lines,
+        _other_lines,
+    )
     return "\n\n".join("\n".join(lines) for lines in (part(found) for part in parts) if lines)
 
 
@@ -58,6 +69,15 @@ def _summary_lines(found: StoreSummary) -> list[str]:
     for i, times in enumerate(found.times):
         lines += _time_lines(f"time {i}" if len(found.times) > 1 else "time", times)
     return lines
+
+
+def _volume_lines(found: StoreSummary) -> Iterator[str]:
+    for v in found.volumes:
+        count, dtype = " x ".join(map(str, v.shape)), next(a.dtype for a in found.variables if a.name == v.name)
+        sizes = " x ".join(f"{step:g}" for step in v.spacing)
+        ends = ", ".join(f"{d} to the {_WORLD_WORDS[code]}" for d, code in zip("xyz", v.orientation, strict=False))
+        yield f"{v.name}: {count} voxels (x, y, z) of {dtype}, {sizes} {v.units or 'units of the file'} apart"
+        yield f"  {v.orientation}: {ends}; the first voxel is at {', '.join(f'{at:g}' for at in v.origin)}"
 
 
 def _axis_text(axis: DimSummary) -> str:
@@ -129,9 +149,10 @@ def _level_lines(found: StoreSummary) -> list[str]:
 
 def _other_lines(found: StoreSummary) -> list[str]:
     lines = [f"also: {', '.join(f'{name} {shape}' for name, shape in found.others.items())}"] if found.others else []
-    shown = list(found.attrs.items())[:_ATTRIBUTES_SHOWN]
+    attrs = {k: v for k, v in found.attrs.items() if not (found.volumes and k in _PLACE_ATTRIBUTES)}
+    shown = list(attrs.items())[:_ATTRIBUTES_SHOWN]
     lines += [f"{key}: {_shorten_text(str(value))}" for key, value in shown]
-    more = len(found.attrs) - len(shown)
+    more = len(attrs) - len(shown)
     return lines + ([f"and {more} more attributes"] if more else [])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from jigsaw.cut import ShardingError
@@ -10,6 +11,7 @@ from jigsaw.errors import GridError
 from jigsaw.io.commands import parse_options as options
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
+from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reports.plan_picture import draw_plan
@@ -31,7 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--boundary", type=options.parse_boundary, metavar="lon=periodic,lat=fill:0", help=beyond)
     steps: dict[str, Any] = {"type": options.parse_offsets}
     parser.add_argument("--inputs", **steps, default=[0], metavar="-1,0", help="input steps (write --inputs=-1,0)")
-    parser.add_argument("--targets", **steps, default=[1], metavar="1", help="target steps")
+    ahead = "target steps; by default 1, and none where there is one step, as in a scan"
+    parser.add_argument("--targets", **steps, metavar="1", help=ahead)
     together = "the samples that are read together"
     parser.add_argument("--samples", type=options.parse_samples, default=[0], metavar="0", help=together)
     parser.add_argument("--mode", choices=("auto", *PLAN_MODES), default="auto")
@@ -64,13 +67,18 @@ def _advice_lines(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) ->
 
 
 def _open_for_plan(args: argparse.Namespace) -> Dataset:
-    def attempt(boundary: dict[str, Any]) -> Dataset:
-        how = ("mesh", "fields", "spec", "halo", "inputs", "targets", "select", "mode")
-        return open(args.store, boundary=boundary, **{name: getattr(args, name) for name in how})
+    store = open_store(args.store)
 
-    clipped = attempt(args.boundary or {})
+    def attempt(boundary: dict[str, Any], targets: Sequence[int]) -> Dataset:
+        how = ("mesh", "fields", "spec", "halo", "inputs", "select", "mode")
+        return open(store, boundary=boundary, targets=targets, **{name: getattr(args, name) for name in how})
+
+    clipped = attempt(args.boundary or {}, args.targets or [])
+    if args.targets is None and len(clipped.times) > 1:
+        args.targets = [1]
+        clipped = attempt(args.boundary or {}, args.targets)
     if args.boundary is None and "lon" in clipped.frame.dims and _is_lon_periodic(clipped):
-        return attempt({"lon": "periodic"})
+        return attempt({"lon": "periodic"}, args.targets or [])
     return clipped
 
 

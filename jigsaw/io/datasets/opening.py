@@ -15,7 +15,7 @@ from jigsaw.errors import FieldError, GridError, WindowError
 from jigsaw.io.arguments import checked_choice, checked_mapping
 from jigsaw.io.chunks.dtypes import checked_dtype
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.datasets.samples import mesh_and_axes
+from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.store_source import StoreSource
 from jigsaw.io.reading.read_modes import PLAN_MODES
@@ -112,9 +112,12 @@ def open(
     - `level`: of an OME-Zarr image, 0 the finest and the default.
 
     Missing values are those that ``_FillValue`` and ``missing_value`` name; ``valid_min``, ``valid_max`` and
-    ``valid_range`` change nothing, as in xarray.  What NetCDF-4 lacks at the end of an unlimited dim is missing.  A
-    coordinate that is there is taken as it is, or refused; a dim without one is counted, 0, 1, 2…, and named by the
-    dataset's `counted` where it is one of space.
+    ``valid_range`` change nothing, as in xarray.  The `fill_value` of a Zarr v2 array names them too, but not a 0 where
+    values are not packed: stored zeros stay zeros, and chunks that were never written are zeros (xarray makes NaN of
+    both).  Who means them as missing gives the array the attribute ``_FillValue``, 0, and says by `nan` what stands
+    there; chunks of Zarr v3 that were never written are its `fill_value`, whatever that is.  What NetCDF-4 lacks at the
+    end of an unlimited dim is missing.  A coordinate that is there is taken as it is, or refused; a dim without one is
+    counted, 0, 1, 2…, and named by the dataset's `counted` where it is one of space.
 
     *Sends*: nothing.
 
@@ -140,6 +143,8 @@ def open(
     grid = found.grid(variables)
     axis = _selected_steps(found.time(variables), time, every)
     device_mesh, device, axes = mesh_and_axes(mesh)
+    if device_mesh is not None and spec is None:
+        warn_of_idle_readers(axes, tuple(grid))
     _check_orders(found, variables[0], grid, {"lat": lat_order, "lon": lon})
     frame = SampleSpace.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _make_row_order(grid, lat_order, lon)

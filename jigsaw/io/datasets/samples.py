@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
@@ -20,6 +20,7 @@ from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.layout import AxisSizes
 from jigsaw.mesh import axes_of_mesh, init_mesh
+from jigsaw.misuse import warn_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,3 +110,15 @@ def mesh_and_axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | No
     if not all(isinstance(name, str) and is_whole_number(size) and size >= 1 for name, size in mesh.items()):
         raise ShardingError(f"mesh={dict(mesh)} must have axes of at least one rank each, as whole numbers by name")
     return None, None, tuple(mesh.items())
+
+
+def warn_of_idle_readers(axes: AxisSizes, dims: Sequence[str]) -> None:
+    """Warn once of mesh axes that, without a `spec`, cut none of these dims: their ranks read and hold the same."""
+    idle = {name: size for name, size in axes if size > 1 and name not in (DATA_AXIS, *dims)}
+    if idle:
+        name = next(iter(idle))
+        warn_once(
+            f"axes {idle} of {dims}",
+            f"the mesh axes {idle} cut none of the dims {', '.join(dims)}, so their ranks all read and hold the same; "
+            f"say what they cut, like spec={{{dims[0]!r}: {name!r}}}, or give a spec without them if they cut weights",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -17,6 +17,7 @@ from jigsaw.io.chunks.files import LocalFiles
 from jigsaw.io.chunks.packing import missing_values_of
 from jigsaw.io.formats.in_memory import FilelessPlaces, tables_of_coordinates
 from jigsaw.io.formats.slab_arrays import slab_places
+from jigsaw.io.series.times import is_whole_number
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,13 @@ def claims(url: Any) -> bool:
 def open_array_source(source: ArraySource) -> ArrayStore:
     """The arrays of a source as chunk tables; a description that does not fit together is refused."""
     label = f"source {type(source).__qualname__}"
-    described = {name: _describe_array(name, array, label) for name, array in source.arrays.items()}
+    arrays = _mapping_of_source(source, "arrays", "{'t2m': jigsaw.io.SourceArray(shape, dtype, dims)}", label)
+    described = {name: _describe_array(name, array, label) for name, array in arrays.items()}
     if not described:
         raise UnsupportedStoreError(f"{label} describes no array: its arrays are empty")
     sizes = _sizes_by_dim(described, label)
-    coords, values = tables_of_coordinates(getattr(source, "coords", {}), sizes, label)
+    given = _mapping_of_source(source, "coords", "{'lat': values}", label)
+    coords, values = tables_of_coordinates(given, sizes, label)
     tables = {name: _table_of_source(source, name, array, label) for name, array in described.items()}
 
     def read_small(name: str) -> NDArray[Any]:
@@ -86,7 +89,20 @@ def open_array_source(source: ArraySource) -> ArrayStore:
             return values[name]
         return _read_from_source(source, name, described[name], tuple((0, n) for n in described[name].shape))
 
-    return ArrayStore(label, {**tables, **coords}, dict(getattr(source, "attrs", {})), read_small)
+    attrs = _mapping_of_source(source, "attrs", "{'title': 'mine'}", label)
+    return ArrayStore(label, {**tables, **coords}, dict(attrs), read_small)
+
+
+def _mapping_of_source(source: ArraySource, member: str, example: str, label: str) -> Mapping[str, Any]:
+    """What a source says by name; empty where it says nothing."""
+    found = getattr(source, member, {})
+    if not isinstance(found, Mapping):
+        what = "a method" if callable(found) else f"a {type(found).__name__}"
+        raise UnsupportedStoreError(
+            f"{label}: {member} is {what}, and an attribute or property is asked for that says it by name, like "
+            f"{example}"
+        )
+    return cast(Mapping[str, Any], found)
 
 
 def _describe_array(name: str, array: Any, label: str) -> SourceArray:
@@ -135,14 +151,20 @@ def _table_of_source(source: ArraySource, name: str, array: SourceArray, label: 
 
 def _chunks_of_source(source: ArraySource, name: str, array: SourceArray, label: str) -> tuple[int, ...] | None:
     ask = getattr(source, "chunks", None)
-    given = None if ask is None else ask(name)
+    if ask is not None and not callable(ask):
+        raise UnsupportedStoreError(
+            f"{label}: chunks is {ask!r}, and a method is asked for that gives the chunks of an array by its name: "
+            "def chunks(self, array): return …"
+        )
+    given: Any = None if ask is None else ask(name)
     if given is None:
         return None
-    if len(given) != len(array.shape) or any(c < 1 for c in given):
+    rows = tuple(given) if isinstance(given, tuple | list) else ()
+    if len(rows) != len(array.shape) or not all(is_whole_number(c) and c >= 1 for c in rows):
         raise GridError(
             f"{label}: chunks({name!r}) gave {given!r}; it gives the rows of a chunk for each of {array.dims}"
         )
-    return tuple(min(int(c), n) for c, n in zip(given, array.shape, strict=True))
+    return tuple(min(int(c), n) for c, n in zip(rows, array.shape, strict=True))
 
 
 def _read_from_source(source: ArraySource, name: str, array: SourceArray, box: Box) -> NDArray[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
+from glob import has_magic
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -46,6 +47,8 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
     options = checked_mapping("options", options, "{'region': 'eu-west-1'}", UnsupportedStoreError)
     if isinstance(url, ArrayStore):
         return url
+    if isinstance(url, type):
+        raise UnsupportedStoreError(f"{url.__name__} is a class, and its instances can be opened: {url.__name__}(…)")
     if isinstance(url, str) and "://" in url and not url.startswith("file://"):
         return _open_by_url(str(url), options)
     if options:
@@ -58,6 +61,7 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
             raise UnsupportedStoreError(f"an xarray {kind} is no Dataset: give .to_dataset(name='t2m') of it")
         return _format_function("formats.xarray_dataset", "open_xarray")(url)
     is_file = isinstance(url, str | os.PathLike) and os.path.isfile(os.fspath(url))
+    _check_there_is_a_file(url, is_file)
     for module, opener, extra in _FORMAT_OPENERS:
         if extra and not is_file:
             continue
@@ -69,6 +73,16 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
             "or convert it: python -m jigsaw convert"
         )
     return _format_function("formats.zarr_group", "open_zarr", "zarr")(url)
+
+
+def _check_there_is_a_file(url: Any, is_file: bool) -> None:
+    """Raises: `UnsupportedStoreError` for a file without a byte, and for one that is named like a file and is none."""
+    if is_file and not os.path.getsize(os.fspath(url)):
+        raise UnsupportedStoreError(f"{str(url)!r} is empty: a file of 0 bytes; copy or download it again")
+    name = str(url).lower() if isinstance(url, str | os.PathLike) else ""
+    named = name.endswith((".nii", ".nii.gz", *_FILE_URL_SUFFIXES)) and not has_magic(name)
+    if named and not os.path.exists(os.fspath(url)):
+        raise UnsupportedStoreError(f"there is no file {str(url)!r}; the working folder is {os.getcwd()!r}")
 
 
 def open_hdf5(url: Any, *, outside: bool = False, cache: str | os.PathLike[str] | None = None) -> ArrayStore:

@@ -19,9 +19,12 @@ from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.files import ByteArray
 from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest
+from jigsaw.misuse import warn_once
 
 AnyArray = NDArray[Any]
 
+_ROUNDED_OFF = 0.01
+"""How far from an integer a label may lie that a scale of the file, or its dtype, has moved."""
 CONVERTED_BYTES = 1 << 19
 """Bytes that are converted at a time: they stay in the second-level cache between decoding, scaling and adding."""
 
@@ -40,6 +43,19 @@ class RefusedValueError(Exception):
         return FieldError(f"array {array!r} has values at {where} that {dtype} cannot hold; read it as a wider dtype")
 
 
+def warn_of_rounding(labels: AnyArray, name: str) -> None:
+    """Warn once of values that are to become integers and lie between them, which rounding changes."""
+    with np.errstate(invalid="ignore"):  # infinite ones are refused later
+        off = np.abs(labels - np.rint(labels)) > _ROUNDED_OFF
+    if off.any():
+        warn_once(
+            "labels between integers",
+            f"array {name} has labels that are no integers, such as {labels[off][0]:g}, and they are rounded to the "
+            "nearest: a label map that was resampled linearly, or holds probabilities; resample it by the nearest "
+            "voxel, or open probabilities as images (told once, other label maps may have such values too)",
+        )
+
+
 def _strided_slice(start: int, step: int, count: int) -> slice:
     stop = start + step * count
     return slice(start, None if stop < 0 else stop, step)
@@ -52,7 +68,7 @@ class PartPlacing:
         kept = [d for d, to in enumerate(part.to) if to != DROPPED_DIM]
         self.order = tuple(sorted(kept, key=lambda d: part.to[d]))
         self.dropped = tuple(d for d, to in enumerate(part.to) if to == DROPPED_DIM)
-        self.to, self.masks, self.nan = part.to, table.masks, request.nan
+        self.to, self.masks, self.nan, self.name = part.to, table.masks, request.nan, part.array
         # y = (raw * own_scale + own_offset) * s + o: what the file says and the channel's normalisation, as one a and b
         scale, offset = request.scale[slice(*channels)], request.offset[slice(*channels)]
         own = [(table.offset * s, o) for s, o in zip(scale, offset, strict=True)]
@@ -229,6 +245,7 @@ class PartPlacing:
         if not isinstance(self.nan, str):
             np.copyto(y, self.nan, where=np.isnan(y))
         if self.dtype.kind in "iu":  # a scale makes 0.99999 of a label 1
+            warn_of_rounding(y, repr(self.name))
             np.rint(y, out=y)
         self._check(y)
         if not direct:

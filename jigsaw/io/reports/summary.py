@@ -19,6 +19,8 @@ from jigsaw.io.series import coords
 from jigsaw.io.series.fields import SHORT_NAMES, channels_of_fields
 from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 from jigsaw.io.series.times import TimeAxis, decode_times
+from jigsaw.io.volumes.orientation import orientation_codes
+from jigsaw.io.volumes.volume import affine_of_array, voxel_spacing
 from jigsaw.io.writing.cf import plain_attribute
 from jigsaw.io.writing.sink import completeness_from_attrs
 
@@ -71,6 +73,18 @@ class TimeSummary:
 
 
 @dataclass(frozen=True)
+class VolumeSummary:
+    """How an image lies in the world, by its affine; all along x, y, z."""
+
+    name: str
+    shape: tuple[int, ...]
+    spacing: tuple[float, ...]
+    units: str
+    orientation: str
+    origin: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class VariableSummary:
     """One variable; `stored_bytes` is estimated from some of its chunks, None where the store does not tell."""
 
@@ -106,6 +120,7 @@ class StoreSummary:
     grids: tuple[GridSummary, ...]
     times: tuple[TimeSummary, ...]
     variables: tuple[VariableSummary, ...]
+    volumes: tuple[VolumeSummary, ...]
     others: dict[str, str]
     attrs: dict[str, Any]
     notes: tuple[str, ...]
@@ -147,6 +162,7 @@ def summarize_store(
         grids=tuple(grids),
         times=tuple(times),
         variables=tuple(described),
+        volumes=tuple(v for v in (_summarize_volume(opened, found.variables[name]) for name in wanted) if v),
         others=others,
         attrs=attrs,
         notes=opened.notes,
@@ -184,6 +200,23 @@ def _summarize_variable(
         attrs={str(k): v for k, v in attrs.items() if k not in _SHOWN_ELSEWHERE},
         grid=grids.setdefault(grid, len(grids)),
         times=None if time is None else times.setdefault(time, len(times)),
+    )
+
+
+def _summarize_volume(store: ArrayStore, variable: StoreVariable) -> VolumeSummary | None:
+    affine = affine_of_array(store, variable.table)
+    dims = [d for d in "xyz" if d in variable.space]
+    if affine is None or not dims:
+        return None
+    units = variable.table.attrs.get("space_units", store.attrs.get("space_units", ""))
+    codes = orientation_codes(affine)
+    return VolumeSummary(
+        variable.table.name,
+        tuple(variable.size(d) for d in dims),
+        tuple(float(f"{step:.6g}") for step in voxel_spacing(affine, dims)),
+        str(units),
+        "".join(codes["xyz".index(d)] for d in dims),
+        tuple(float(f"{x:.6g}") for x in affine[:3, 3]),
     )
 
 
@@ -334,6 +367,8 @@ def _format_name(given: Any, store: ArrayStore) -> str:
     if path.is_file():
         with path.open("rb") as file:
             head = file.read(8)
+        if path.name.lower().endswith((".nii", ".nii.gz")):
+            return "NIfTI, gzip" if path.suffix.lower() == ".gz" else "NIfTI"
         known = (name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic))
         return next(known, path.suffix.lstrip(".") or "raw")
     return "a remote store" if "://" in str(given) else "a store of many files"

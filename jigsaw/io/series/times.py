@@ -71,6 +71,7 @@ class TimeAxis:
         ticks = elapsed if months is None else months
         steps, counts = np.unique(np.diff(ticks), return_counts=True)
         usual = int(steps[np.argmax(counts)]) if len(steps) else 0
+        _check_distinct_times(stamps, elapsed)
         falls = np.flatnonzero(elapsed[1:] < elapsed[:-1])
         if len(steps) and (usual <= 0 or len(falls)):
             i = int(falls[0]) if len(falls) else 0
@@ -253,7 +254,8 @@ def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
     numbers with units alone ("hours"), or of timedelta64.
 
     A step that differs from the usual one is a gap; steps of calendar months or years are equal steps.  Refused are
-    texts, time zones, units that have no fixed length on their calendar, and times that fall or are missing.
+    texts, time zones, units that have no fixed length on their calendar, and times that fall, are missing or are there
+    twice.
     """
     units, calendar = str(attrs.get("units", "")), str(attrs.get("calendar", "standard")).lower()
     _check_time_values(raw)
@@ -284,6 +286,18 @@ def _check_present(there: NDArray[np.bool_]) -> None:
         raise GridError(
             f"the time coordinate has no time at step {step}, or one beyond all dates; leave such steps out of the "
             "store, or open those that have times: xarray.open_dataset(path).isel(time=…) is read in its place"
+        )
+
+
+def _check_distinct_times(stamps: NDArray[Any], elapsed: NDArray[np.int64]) -> None:
+    """Raises: `GridError` naming times that the store has twice: which of the steps is meant, nobody can say."""
+    again = np.flatnonzero(elapsed[1:] == elapsed[:-1])
+    if len(again):
+        shown = ", ".join(f"{stamps[i]} (steps {i} and {i + 1})" for i in again[:3])
+        more = f" and {len(again) - 3} more" if len(again) > 3 else ""
+        raise GridError(
+            f"the time coordinate has times twice: {shown}{more}; keep one step of each: "
+            "xarray.open_dataset(path).drop_duplicates('time') is read in its place"
         )
 
 

@@ -25,9 +25,12 @@ from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.drafts import draft_of
 from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
+from jigsaw.io.reading.placing import warn_of_rounding
+from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.volume import StoredVolume, VolumeArray
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
+from jigsaw.misuse import warn_once
 
 _VOXELS_AT_ONCE = 1 << 20
 """Voxels that are hashed at a time."""
@@ -99,51 +102,88 @@ class KeptVoxels:
 
 @dataclass(frozen=True)
 class FoundVoxels:
-    """Of one label map: the background, and each class of its foreground."""
+    """Of one label map: the background, and each class of its foreground; `labels` are some of those that it has, 0
+    and others, known where classes were asked for.
+    """
 
     background: KeptVoxels = field(default_factory=KeptVoxels)
     classes: Mapping[int, KeptVoxels] = field(default_factory=dict[int, KeptVoxels])
+    labels: frozenset[int] = frozenset()
 
     def merged(self, other: FoundVoxels, kept: int) -> FoundVoxels:
         classes = dict(self.classes)
         for label, more in other.classes.items():
             classes[label] = classes.get(label, KeptVoxels()).merged(more, kept)
         classes = dict(sorted(classes.items()))  # the order in which `crop_origin` draws a class
-        return FoundVoxels(self.background.merged(other.background, kept), classes)
+        labels = frozenset(sorted(self.labels | other.labels)[:_MOST_CLASSES])
+        return FoundVoxels(self.background.merged(other.background, kept), classes, labels)
+
+
+@dataclass(frozen=True)
+class _LabelSearch:
+    """What is looked for, and what labels become before."""
+
+    how: Foreground
+    renamed: RenamedLabels
 
 
 def find_foreground(
-    labels: Sequence[StoredVolume], how: Foreground, mesh: DeviceMesh | None
+    labels: Sequence[StoredVolume | None],
+    how: Foreground,
+    mesh: DeviceMesh | None,
+    renamed: RenamedLabels = RenamedLabels(),  # noqa: B008 (it is frozen)
 ) -> tuple[FoundVoxels, ...]:
-    """The foreground of every label map; collective over `mesh`, whose ranks share out the chunks.
+    """The foreground of every label map, once labels are `renamed`; an image without one has none.
+
+    Collective over `mesh`, whose ranks share out the chunks.
 
     *Sends*: one agreement on what the cache has, one a label map that it has not, and one more where that is kept.
 
-    Raises: `GridError` for label maps of several channels, `FieldError` for too many classes, or for a cache that
-    cannot be written, or the `ReadError` of a chunk, alike on every rank.
+    Raises: `GridError` for label maps of several channels, `FieldError` for too many classes, where no label map has
+    any foreground, or for a cache that cannot be written, or the `ReadError` of a chunk, alike on every rank.
     """
+    search = _LabelSearch(how, renamed)
     for volume in labels:
-        if (n := volume.channels) != 1:
+        if volume is not None and (n := volume.channels) != 1:
             raise GridError(f"{volume.url} has {n} channels; foreground is found in label maps of one channel")
     me, ranks = 0, 1
     if mesh is not None:
         layout = Layout.of((), (), axes_of_mesh(mesh))
         me, ranks = layout.index(mesh_coordinate(mesh)), mesh.size()
     # what the first rank's cache has counts for all: ranks that see other folders would search other label maps
+    given = {i: volume for i, volume in enumerate(labels) if volume is not None}
     known = result_of_first_rank(
-        mesh, me == 0, lambda: {i: _read_foreground(v, how) for i, v in enumerate(labels)} if how.cache else {}
+        mesh, me == 0, lambda: {i: _read_foreground(v, search) for i, v in given.items()} if how.cache else {}
     )
-    found: list[FoundVoxels] = []
-    for number, volume in enumerate(labels):
+    found = [FoundVoxels() for _ in labels]
+    for number, volume in given.items():
         cached = known.get(number)
-        found.append(_search_volume(volume, how, mesh, me, ranks, number) if cached is None else cached)
+        found[number] = _search_volume(volume, search, mesh, me, ranks, number) if cached is None else cached
         if cached is None and how.cache:
-            result_of_first_rank(mesh, me == 0, partial(_write_foreground, volume, how, found[-1]))
+            result_of_first_rank(mesh, me == 0, partial(_write_foreground, volume, search, found[number]))
+    if how.pos:
+        _check_foreground_found(found, how)
     return tuple(found)
 
 
+def _check_foreground_found(found: Sequence[FoundVoxels], how: Foreground) -> None:
+    """Warn of classes that no label map has; where none has any foreground, all crops would lie in the background."""
+    there = frozenset[int]().union(*(each.labels for each in found))
+    lacking = [label for label in how.classes or () if label not in there]
+    asked = f"Foreground(classes={how.classes})"
+    known = f"the labels there are: {', '.join(map(str, sorted(there)))}"
+    if not any(kept.count for each in found for kept in each.classes.values()):
+        what = f"{asked}: no label map has any of these; {known}" if how.classes else "no label map has any but label 0"
+        raise FieldError(f"there is no foreground to weight crops by, {what}; see that labels= are the label maps")
+    if lacking:
+        warn_once(
+            f"{asked} lacks {lacking}",
+            f"{asked}: no label map has {', '.join(map(str, lacking))}, so no crop is drawn to it; {known}",
+        )
+
+
 def _search_volume(
-    volume: StoredVolume, how: Foreground, mesh: DeviceMesh | None, me: int, ranks: int, number: int
+    volume: StoredVolume, asked: _LabelSearch, mesh: DeviceMesh | None, me: int, ranks: int, number: int
 ) -> FoundVoxels:
     """Every rank looks through its chunks; all hear of what each found, or failed with."""
 
@@ -151,12 +191,12 @@ def _search_volume(
         stored, mine = volume.stored[0], FoundVoxels()
         for at, index in enumerate(stored.table.grid.indices()):
             if (number + at) % ranks == me:  # label maps of one chunk each are shared out too
-                mine = _search_chunk(volume, stored, index, how, mine)
+                mine = _search_chunk(volume, stored, index, asked, mine)
         return mine
 
     whole = FoundVoxels()
     for each in results_of_ranks(mesh, search, ReadError):
-        whole = whole.merged(each, how.kept)
+        whole = whole.merged(each, asked.how.kept)
     _check_class_count(len(whole.classes), volume.url)
     return whole
 
@@ -173,7 +213,7 @@ def _check_class_count(classes: int, url: str) -> None:
 
 
 def _search_chunk(
-    volume: StoredVolume, stored: VolumeArray, index: ChunkIndex, how: Foreground, so_far: FoundVoxels
+    volume: StoredVolume, stored: VolumeArray, index: ChunkIndex, asked: _LabelSearch, so_far: FoundVoxels
 ) -> FoundVoxels:
     table = stored.table
     room = _label_scratch(table.grid.bytes_of(index))
@@ -185,10 +225,19 @@ def _search_chunk(
         missing = np.isin(values, table.masks)
         values = values * np.float64(table.scale) + table.offset
         values[missing] = np.nan
+    if values.dtype.kind == "f":
+        warn_of_rounding(values, f"{table.name!r} of {volume.url}")
+        values = np.rint(values)
+    values = asked.renamed.applied(values)
+    box = tuple(
+        (n - b, n - a) if d in stored.flip else (a, b)
+        for d, (n, (a, b)) in enumerate(zip(table.shape, box, strict=True))
+    )
+    values = np.flip(values, stored.flip)
     order = [stored.roles.index(d) for d in volume.dims]
     rest = [d for d in range(table.grid.ndim) if d not in order]
     values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
-    return _search_values(values, [box[d][0] for d in order], volume.shape, how, so_far)
+    return _search_values(values, [box[d][0] for d in order], volume.shape, asked.how, so_far)
 
 
 def _search_values(
@@ -210,6 +259,7 @@ def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground,
     if values.dtype.kind == "f":  # as they are read: rounded; what is missing is neither foreground nor background
         known = np.isfinite(values)
         values, flat = np.rint(values[known]), flat[known]
+    labels = frozenset[int]() if how.classes is None else frozenset(map(int, np.unique(values).tolist()))
     hashes, found = _hash_indices(flat), dict[int | None, KeptVoxels]()
     front = values != 0 if how.classes is None else np.isin(values, how.classes)
     for label, mask in _class_masks(values, front, how):
@@ -217,7 +267,7 @@ def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground,
         near = mask & (hashes < old.bound(how.kept))  # of the others no hash is small enough
         found[label] = KeptVoxels(int(mask.sum()), flat[near], hashes[near])
     classes = {label: more for label, more in found.items() if label is not None}
-    return so_far.merged(FoundVoxels(found.get(None, KeptVoxels()), classes), how.kept)
+    return so_far.merged(FoundVoxels(found.get(None, KeptVoxels()), classes, labels), how.kept)
 
 
 def _class_masks(
@@ -247,10 +297,11 @@ def _hash_indices(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
 # -- the cache -------------------------------------------------------------------------------------------------------
 
 
-def _foreground_file(volume: StoredVolume, how: Foreground) -> Path:
+def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> Path:
     """Named by what was looked for and by the files that it was found in, as they are now."""
-    table = volume.stored[0].table
+    table, how = volume.stored[0].table, asked.how
     about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept)
+    about = (*about, volume.turn, asked.renamed)
     digest = blake2b(repr(about).encode(), digest_size=16)
     for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
         if (now := size_and_change(path)) is not None:  # not in a far store
@@ -259,20 +310,22 @@ def _foreground_file(volume: StoredVolume, how: Foreground) -> Path:
     return Path(how.cache) / f"foreground-{digest.hexdigest()}.npz"
 
 
-def _read_foreground(volume: StoredVolume, how: Foreground) -> FoundVoxels | None:
+def _read_foreground(volume: StoredVolume, asked: _LabelSearch) -> FoundVoxels | None:
     """What the cache has; None where there is none, or a torn file, which is then written again."""
     try:
-        with np.load(_foreground_file(volume, how), allow_pickle=False) as held:
+        with np.load(_foreground_file(volume, asked), allow_pickle=False) as held:
             labels, counts = held["labels"].tolist(), held["counts"].tolist()
             parts = [KeptVoxels(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
+            there = frozenset(map(int, held["there"].tolist()))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
-    return FoundVoxels(parts[0], dict(zip(labels, parts[1:], strict=True)))
+    return FoundVoxels(parts[0], dict(zip(labels, parts[1:], strict=True)), there)
 
 
-def _write_foreground(volume: StoredVolume, how: Foreground, found: FoundVoxels) -> None:
-    file, parts = _foreground_file(volume, how), [found.background, *found.classes.values()]
+def _write_foreground(volume: StoredVolume, asked: _LabelSearch, found: FoundVoxels) -> None:
+    file, parts = _foreground_file(volume, asked), [found.background, *found.classes.values()]
     arrays: dict[str, Any] = {"labels": np.array(list(found.classes), np.int64)}
+    arrays["there"] = np.array(sorted(found.labels), np.int64)
     arrays["counts"] = np.array([p.count for p in parts], np.int64)
     for i, p in enumerate(parts):
         arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}
@@ -281,4 +334,4 @@ def _write_foreground(volume: StoredVolume, how: Foreground, found: FoundVoxels)
         with draft_of(file) as draft:
             np.savez(draft, **arrays)
     except OSError as e:
-        raise FieldError(f"cache={how.cache!r} of a Foreground cannot be written: {e}") from e
+        raise FieldError(f"cache={asked.how.cache!r} of a Foreground cannot be written: {e}") from e

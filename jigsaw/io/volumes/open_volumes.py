@@ -15,14 +15,17 @@ from jigsaw.cut import SplitRule
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.dtypes import checked_dtype
-from jigsaw.io.datasets.samples import mesh_and_axes
+from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
+from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
+from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
-from jigsaw.io.volumes.volume_dataset import Volumes
+from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
 from jigsaw.layout import DimSpec
+from jigsaw.misuse import warn_once
 
 _LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
 _VOLUME_MODES = ("auto", "cooperative", "independent")
@@ -33,11 +36,12 @@ GivenVolume = Any
 
 def open_volumes(
     images: Sequence[GivenVolume],
-    labels: Sequence[GivenVolume] | None = None,
+    labels: Sequence[GivenVolume | None] | None = None,
     *,
     mesh: DeviceMesh | Mapping[str, int],
-    crop: Sequence[int],
+    crop: Sequence[int] | None,
     crops: int = 1,
+    orientation: str | None = None,
     foreground: Foreground | None = None,
     spec: Mapping[str, DimSpec] | None = None,
     halo: HaloWidth | Mapping[str, HaloWidth] | None = None,
@@ -47,6 +51,7 @@ def open_volumes(
     normalize: tuple[Any, Any] | None = None,
     fill: float = 0.0,
     label_fill: int = 0,
+    label_map: Mapping[int, int] | None = None,
     dtype: str | torch.dtype = "float32",
     label_dtype: str | torch.dtype = "int64",
     image_array: str | None = None,
@@ -61,9 +66,14 @@ def open_volumes(
     ``z, y, x`` (or ``y, x``) in whatever order it is stored.  A dim beyond space holds the channels.
 
     - `images`, `labels`: a path or URL each, or an opened store; a list of them where channels have files of their own;
+      None among `labels` for an image that has none, whose labels are `label_fill` everywhere;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
-    - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side;
+    - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side; None
+      for whole volumes, each filled up to a multiple of `align`, and of a batch to the largest in it;
     - `crops`: how many of each volume make an epoch;
+    - `orientation`: towards which end of the world x, y and z run, like ``"RAS"``: axes are permuted and flipped while
+      they are read, each volume by its own affine (a label map without one as its image), as MONAI's ``Orientation``
+      and, for RAS, nibabel's ``as_closest_canonical`` do; by default they stay as stored;
     - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`); without it every place is alike;
     - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels have no halo;
     - `boundary`: what the halo holds beyond the ends of a crop, by dim: with ``"reflect"``, ``"replicate"`` or
@@ -71,6 +81,8 @@ def open_volumes(
       `jigsaw.io.series.boundary`), but for `fill` where the volume is smaller than the crop; by default, ``"clip"``,
       it ends with the crop;
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
+    - `label_map`: which stored label becomes which, like ``{2: 1, 3: 1}``, before `foreground` looks for classes; the
+      others stay;
     - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
     - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
@@ -88,22 +100,36 @@ def open_volumes(
     (4, torch.Size([1, 16, 16, 16]), torch.int64)
     """
     pictures = _given_volumes("images", images, image_array, level)
-    maps = () if labels is None else _given_volumes("labels", labels, label_array, level)
-    _check_volumes_match(pictures, maps, labels is not None)
+    maps = () if labels is None else _given_labels(labels, label_array, level)
+    if labels is not None and len(pictures) != len(maps):
+        raise FieldError(
+            f"{len(pictures)} images and {len(maps)} labels: each image needs its label map, or None in its place"
+        )
+    pictures, maps = _turn_volumes(pictures, maps, checked_orientation(orientation))
+    _check_volumes_match(pictures, maps)
+    _warn_of_orientations(pictures)
     if foreground is not None and not maps:
         raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
-    sizes = _crop_sizes(crop, pictures[0].dims)
     if not is_whole_number(crops) or crops < 1:
         raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
+    if crop is None and (crops != 1 or foreground is not None):
+        raise FieldError(
+            f"crop=None: each sample is a whole volume, and crops={crops}, foreground={foreground} choose among crops; "
+            "give a crop, or leave them out"
+        )
     device_mesh, device, axes = mesh_and_axes(mesh)
+    if device_mesh is not None and spec is None:
+        warn_of_idle_readers(axes, pictures[0].dims)
     scale, offset = _image_scales(normalize, pictures[0].channels)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
+    filled = _label_fill(label_fill, label_type)
+    renamed = RenamedLabels.of(label_map, label_type, filled)
     made = Volumes(
         images=pictures,
         labels=maps,
         mesh=device_mesh,
         device=device,
-        frame=_crop_space(sizes, axes, spec, halo, boundary, split, align),
+        frame=_volume_space(pictures, crop, axes, spec, halo, boundary, split, align),
         crops=crops,
         foreground=foreground,
         found=(),
@@ -112,13 +138,27 @@ def open_volumes(
         dtype=checked_dtype("dtype", dtype),
         label_dtype=label_type,
         fill=_image_fill(fill),
-        label_fill=_label_fill(label_fill, label_type),
+        label_fill=filled,
+        renamed=renamed,
         mode=checked_choice("mode", mode, _VOLUME_MODES),
+        is_whole=crop is None,
         seed=seed,
     )
     for index in range(0, len(made), crops):
-        made.plans_of(made.crop(index), made.frame)  # what cannot be planned is refused here, not at the first batch
-    return replace(made, found=find_foreground(maps, foreground, device_mesh)) if foreground else made
+        made.plans_of(
+            made.crop(index), made.frame_of([index])
+        )  # what cannot be planned is refused here, not at the first batch
+    return replace(made, found=find_foreground(maps, foreground, device_mesh, renamed)) if foreground else made
+
+
+def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *how: Any) -> SampleSpace:
+    """How crops are cut; of whole volumes the largest, once each of them can be."""
+    dims = images[0].dims
+    if crop is not None:
+        return _crop_space(_crop_sizes(crop, dims), *how)
+    spaces = {shape: _crop_space(dict(zip(dims, shape, strict=True)), *how) for shape in {i.shape for i in images}}
+    rows = [whole_volume_sizes(shape, space.align) for shape, space in spaces.items()]
+    return _crop_space(dict(zip(dims, map(max, zip(*rows, strict=True)), strict=True)), *how)
 
 
 def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:
@@ -138,11 +178,55 @@ def _given_volumes(name: str, given: Sequence[GivenVolume], array: str | None, l
     return tuple(StoredVolume(each, array, level) for each in stores)
 
 
-def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[StoredVolume], labelled: bool) -> None:
-    """Raises: `GridError` or `FieldError` naming the two that do not fit together."""
-    if labelled and len(images) != len(labels):
-        raise FieldError(f"{len(images)} images and {len(labels)} labels: each image needs its label map")
-    for kind, volumes in (("channels", images), ("channels", labels), ("dims", [*images, *labels])):
+def _given_labels(
+    given: Sequence[GivenVolume | None], array: str | None, level: int
+) -> tuple[StoredVolume | None, ...]:
+    if isinstance(given, str | os.PathLike) or not any(each is None for each in given):
+        return _given_volumes("labels", given, array, level)
+    there = [each for each in given if each is not None]
+    if not there:
+        raise FieldError(f"labels={given!r} names no label map; give labels=None where no image has one")
+    found = iter(_given_volumes("labels", there, array, level))
+    return tuple(None if each is None else next(found) for each in given)
+
+
+def _turn_volumes(
+    images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], codes: str | None
+) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
+    """Images and label maps whose axes run as `codes` say.  Raises: `GridError` for an image without an affine."""
+    if codes is None:
+        return tuple(images), tuple(labels)
+    turns = [_turn_of(image, codes) for image in images]
+    found = [
+        label and label.turned(AxisTurn.of(label.affine, codes) if label.affines else turn)
+        for label, turn in zip(labels, turns, strict=False)
+    ]
+    return tuple(image.turned(turn) for image, turn in zip(images, turns, strict=True)), tuple(found)
+
+
+def _turn_of(image: StoredVolume, codes: str) -> AxisTurn:
+    if not image.affines:
+        raise GridError(
+            f"orientation={codes!r}: {image.url} has no affine, so nobody knows how it lies; write one into its "
+            "attribute 'affine' (4 x 4, from x, y, z to the world), or leave orientation= out"
+        )
+    return AxisTurn.of(image.affine, codes)
+
+
+def _warn_of_orientations(images: Sequence[StoredVolume]) -> None:
+    named = [(image.url, orientation_codes(image.affine)[: len(image.dims)]) for image in images if image.affines]
+    if differ := differing_orientations(named):
+        warn_once(
+            f"orientations {differ}",
+            f"{differ}: one batch would show bodies turned to different sides; give orientation='RAS' to "
+            "open_volumes, which turns each as it is read",
+        )
+
+
+def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None]) -> None:
+    """Raises: `GridError` naming the two that do not fit together."""
+    maps = [label for label in labels if label is not None]
+    for kind, volumes in (("channels", images), ("channels", maps), ("dims", [*images, *maps])):
         for other in volumes[1:]:
             mine, theirs = getattr(volumes[0], kind), getattr(other, kind)
             if mine != theirs:
@@ -150,6 +234,8 @@ def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[Stored
     for each in images:
         _check_affines_match(each, "the channels of one image", each.affines)
     for image, label in zip(images, labels, strict=False):
+        if label is None:
+            continue
         if image.shape != label.shape:
             raise GridError(f"image {image.url} has shape {image.shape} and its label map {label.url} {label.shape}")
         _check_affines_match(image, "an image and its label map", (*image.affines[:1], *label.affines))
@@ -179,7 +265,7 @@ def _image_scales(normalize: tuple[Any, Any] | None, channels: int) -> tuple[tup
         return (1.0,) * channels, (0.0,) * channels
     try:
         mean, std = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in normalize)
-    except ValueError as e:
+    except (TypeError, ValueError) as e:  # no pair, no numbers, or not one for each channel
         raise FieldError(
             f"normalize={normalize!r} must be (mean, std), a number each or one for {channels} channels"
         ) from e

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.cut import Interval
 from jigsaw.errors import GridError, MissingArrayError, MissingLevelError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.formats.ome import is_multiscale_group, multiscale_level
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
+from jigsaw.io.volumes.orientation import AxisTurn
 from jigsaw.redacted import redacted_text
 
 VOLUME_DIMS = ("z", "y", "x")
@@ -26,10 +28,14 @@ AffineMatrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class VolumeArray:
-    """One array of a volume: the role of each stored dim (`z`, `y`, `x`, `channel`, or "" for one of size 1)."""
+    """One array of a volume: the role of each stored dim (`z`, `y`, `x`, `channel`, or "" for one of size 1).
+
+    `flip` lists the stored dims that are read from their end on.
+    """
 
     table: ArrayTable
     roles: tuple[str, ...]
+    flip: tuple[int, ...] = ()
 
     @property
     def channels(self) -> int:
@@ -38,31 +44,44 @@ class VolumeArray:
     def size(self, dim: str) -> int:
         return self.table.shape[self.roles.index(dim)]
 
-    def part(self, name: str, first: Mapping[str, int], channel: int, space: Sequence[str]) -> ReadPart:
-        """What is read of it for a window that begins at `first`; its channels become those from `channel` on."""
+    def part(self, name: str, window: Mapping[str, Interval], channel: int, space: Sequence[str]) -> ReadPart:
+        """What is read of it for a window, from and to which row; its channels become those from `channel` on."""
         channels: IndexPicks = tuple((c, channel + c) for c in range(self.channels))
         taken = {CHANNEL_ROLE: (channels, 1), "": (((0, 0),), DROPPED_DIM)}
         picks, to = zip(*(taken.get(role) or (None, 2 + space.index(role)) for role in self.roles), strict=True)
         at = ((0, 0),) if CHANNEL_ROLE in self.roles else ((0, 0), (1, channel))
-        return ReadPart(name, picks, to, at, first=tuple(first.get(role, 0) for role in self.roles))
+        first = tuple(
+            self.size(role) - window[role][1] if d in self.flip else window.get(role, (0, 0))[0]
+            for d, role in enumerate(self.roles)
+        )
+        return ReadPart(name, picks, to, at, self.flip, first)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredVolume:
     r"""An image [C, \*space] in the order ``z, y, x`` (or ``y, x``), whatever the order in which it is stored.
 
-    `given` are its stores, whose channels follow each other.  It pickles as those, and is opened when it is asked for.
+    `given` are its stores, whose channels follow each other, `turn` what its stored axes become.  It pickles as those,
+    and is opened when it is asked for.
     """
 
     given: tuple[Any, ...]
     array: str | None = None
     level: int = 0
+    turn: AxisTurn | None = None
 
     def __repr__(self) -> str:
         return f"Volume({redacted_text(repr(self.given))}, array={self.array!r}, level={self.level})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.given, "array": self.array, "level": self.level}
+        return {"given": self.given, "array": self.array, "level": self.level, "turn": self.turn}
+
+    def turned(self, turn: AxisTurn) -> StoredVolume:
+        """The same stores, with their axes turned.  Raises: `GridError` for a plane that would be none of y and x."""
+        turn.check_dims(self.url, self.stored[0].roles)
+        made = replace(self, turn=turn)
+        vars(made)["_stores"] = self._stores  # opened already
+        return made
 
     @property
     def url(self) -> str:
@@ -76,7 +95,7 @@ class StoredVolume:
     @cached_property
     def stored(self) -> tuple[VolumeArray, ...]:
         """Its arrays.  Raises: `GridError` when they lie on different grids."""
-        found = tuple(_find_array(store, self.array) for store in self._stores)
+        found = tuple(_turn_array(_find_array(store, self.array), self.turn) for store in self._stores)
         first = found[0]
         for store, other in zip(self._stores, found, strict=True):
             mine, theirs = ({d: s.size(d) for d in VOLUME_DIMS if d in s.roles} for s in (first, other))
@@ -101,9 +120,9 @@ class StoredVolume:
         """Its chunk tables, by the names that plans use."""
         return {_plan_name(i, s): s.table for i, s in enumerate(self.stored)}
 
-    def parts(self, first: Sequence[int]) -> tuple[ReadPart, ...]:
-        """What a window that begins at `first` takes of each array."""
-        at, channel = dict(zip(self.dims, first, strict=True)), 0
+    def parts(self, window: Sequence[Interval]) -> tuple[ReadPart, ...]:
+        """What a window, from and to which row along each dim, takes of each array."""
+        at, channel = dict(zip(self.dims, window, strict=True)), 0
         found: list[ReadPart] = []
         for i, stored in enumerate(self.stored):
             found.append(stored.part(_plan_name(i, stored), at, channel, self.dims))
@@ -115,8 +134,14 @@ class StoredVolume:
     @cached_property
     def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:
         """The name and affine of each of its stores that has an affine."""
-        given = [(st.url, _given_affine(st, s.table)) for st, s in zip(self._stores, self.stored, strict=True)]
-        return tuple((url, affine) for url, affine in given if affine is not None)
+        given = [(st.url, affine_of_array(st, s.table), s) for st, s in zip(self._stores, self.stored, strict=True)]
+        return tuple((url, self._turned_affine(affine, s)) for url, affine, s in given if affine is not None)
+
+    def _turned_affine(self, affine: AffineMatrix, stored: VolumeArray) -> AffineMatrix:
+        turn = self.turn
+        if turn is None:
+            return affine
+        return turn.turned_affine(affine, {d: stored.size(turn.role(d)) for d in "xyz" if turn.role(d) in stored.roles})
 
     @property
     def affine(self) -> AffineMatrix:
@@ -155,6 +180,13 @@ def _open_level(given: Any, level: int) -> ArrayStore:
     return store
 
 
+def _turn_array(found: VolumeArray, turn: AxisTurn | None) -> VolumeArray:
+    if turn is None:
+        return found
+    flip = tuple(d for d, role in enumerate(found.roles) if turn.flips(role))
+    return VolumeArray(found.table, tuple(map(turn.role, found.roles)), flip)
+
+
 def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:
     found = {name: _space_roles(table) for name, table in store.arrays.items() if table.dtype[1] in "biuf"}
     fitting = [name for name, roles in found.items() if {"y", "x"} <= set(roles)]
@@ -188,7 +220,8 @@ def _with_channel_role(store: ArrayStore, table: ArrayTable, roles: tuple[str, .
     return tuple(CHANNEL_ROLE if d in chosen else role for d, role in enumerate(roles))
 
 
-def _given_affine(store: ArrayStore, table: ArrayTable) -> AffineMatrix | None:
+def affine_of_array(store: ArrayStore, table: ArrayTable) -> AffineMatrix | None:
+    """The affine that an array, or its store, has among its attributes.  Raises: `GridError` for what is none."""
     value = table.attrs.get("affine", store.attrs.get("affine"))
     if value is None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -22,8 +22,10 @@ from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.sample_space import SampleSpace
+from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.crops import RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
+from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
@@ -64,11 +66,12 @@ class VolumeCrop:
 
 @dataclass(frozen=True, eq=False)
 class Volumes(MeshSamples):
-    """Random crops of volumes; made by `jigsaw.io.open_volumes`.
+    """Random crops of volumes, or whole ones; made by `jigsaw.io.open_volumes`.
 
-    ``len(ds)`` samples, `crops` of each volume.  ``ds[i]`` reads one (every rank of the mesh must ask for it, in the
-    same order), a `jigsaw.io.VolumeLoader` reads batches in the background.  Where a crop lies follows from (`seed`,
-    `epoch`, i) alone; `at` gives the dataset of another epoch.
+    ``len(ds)`` samples, `crops` of each volume, or each volume where it `is_whole` (`frame` is that of the largest).
+    ``ds[i]`` reads one (every rank of the mesh must ask for it, in the same order), a `jigsaw.io.VolumeLoader` reads
+    batches in the background.  Where a crop lies follows from (`seed`, `epoch`, i) alone; `at` gives the dataset of
+    another epoch.
 
     It pickles as what it describes: unpickled in another process, it joins the mesh when it first reads.
 
@@ -85,7 +88,7 @@ class Volumes(MeshSamples):
     """
 
     images: tuple[StoredVolume, ...]
-    labels: tuple[StoredVolume, ...]
+    labels: tuple[StoredVolume | None, ...]
     crops: int
     foreground: Foreground | None
     found: tuple[FoundVoxels, ...]
@@ -95,7 +98,9 @@ class Volumes(MeshSamples):
     label_dtype: torch.dtype
     fill: float
     label_fill: int
+    renamed: RenamedLabels
     mode: str
+    is_whole: bool = False
     seed: int = 0
     epoch: int = 0
 
@@ -104,7 +109,8 @@ class Volumes(MeshSamples):
 
     def __repr__(self) -> str:
         box = " x ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))
-        return f"Volumes({len(self.images)} volumes, {self.crops} crops of {box} each; {self.layout})"
+        what = f"whole, up to {box}" if self.is_whole else f"{self.crops} crops of {box} each"
+        return f"Volumes({len(self.images)} volumes, {what}; {self.layout})"
 
     @property
     def store(self) -> ArrayStore:
@@ -115,7 +121,7 @@ class Volumes(MeshSamples):
 
     @cached_property
     def layout(self) -> Layout:
-        r"""The layout of a sample's image [C, \*space], halo included."""
+        r"""The layout of a sample's image [C, \*space], halo included; of whole volumes that of the largest."""
         return self.frame.layout((self.images[0].channels,), (None,))
 
     @cached_property
@@ -126,7 +132,7 @@ class Volumes(MeshSamples):
     @property
     def label_channels(self) -> int:
         """How many channels a label has; 0 without labels."""
-        return self.labels[0].channels if self.labels else 0
+        return next((label.channels for label in self.labels if label is not None), 0)
 
     def sample_bytes(self) -> int:
         """The most bytes that any rank holds of one sample, image and label."""
@@ -141,12 +147,23 @@ class Volumes(MeshSamples):
 
     def crop(self, sample: int) -> VolumeCrop:
         """Which box of which volume a sample is: O(1), the same on every rank."""
+        return self.crop_within(sample, self.frame_of([sample]))
+
+    def crop_within(self, sample: int, frame: SampleSpace) -> VolumeCrop:
+        """The box that a sample is in a batch of this frame."""
         index = self._index(sample)
         volume = index // self.crops
         draws = RandomDraws(self.seed, self.epoch, index)
         found = self.found[volume] if self.found else None
         shape = self.images[volume].shape
-        return VolumeCrop(volume, crop_origin(shape, self.frame.sizes, draws, self.foreground, found))
+        return VolumeCrop(volume, crop_origin(shape, frame.sizes, draws, self.foreground, found))
+
+    def frame_of(self, samples: Sequence[int]) -> SampleSpace:
+        """The frame of a batch: that of crops, or of whole volumes the smallest that holds each of them."""
+        if not self.is_whole:
+            return self.frame
+        each = (whole_volume_sizes(self.images[self._index(i)].shape, self.frame.align) for i in samples)
+        return replace(self.frame, sizes=tuple(map(max, zip(*each, strict=True))))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -155,15 +172,15 @@ class Volumes(MeshSamples):
 
         Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
         """
-        return tuple(plan.ask_sizes() for plan in self.plans_of(self.crop(sample), self.frame))
+        return tuple(plan.ask_sizes() for plan in self.plans_of(self.crop(sample), self.frame_of([sample])))
 
     def plans_of(self, crop: VolumeCrop, frame: SampleSpace) -> tuple[ReadPlan, ...]:
         image = self.images[crop.volume]
         how: dict[str, Any] = {"scale": self.scale, "offset": self.offset, "boundary": frame.boundary}
         layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
         plans = [self._plan_volume(image, crop, layout, dtype=numpy_dtype_name(self.dtype), **how)]
-        if self.labels:
-            label = self.labels[crop.volume]
+        label = self.labels[crop.volume] if self.labels else None
+        if label is not None:
             bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
             lacks = any(table.masks or np.dtype(table.dtype).kind == "f" for table in label.tables.values())
             nan = self.label_fill if lacks else "keep"
@@ -172,7 +189,8 @@ class Volumes(MeshSamples):
 
     def _plan_volume(self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, **how: Any) -> ReadPlan:
         window, first = _crop_layout(layout, crop.origin, volume.shape)
-        return plan_read(ReadRequest(window, volume.parts(first), **how), volume.tables, self.mode)
+        rows = [(a, a + cut.size) for a, cut in zip(first, window.cuts[2:], strict=True)]
+        return plan_read(ReadRequest(window, volume.parts(rows), **how), volume.tables, self.mode)
 
     def read(
         self, engine: ReadEngine, crops: Sequence[VolumeCrop], frame: SampleSpace | None = None
@@ -193,21 +211,38 @@ class Volumes(MeshSamples):
         for i, crop in enumerate(crops):
             for (block, layout, fill), plan in zip(kinds, self.plans_of(crop, frame), strict=False):  # labels or none
                 _read_crop(engine, plan, block[i : i + 1], layout.held(here)[2:], crop.origin, fill)
+            if self.labels and self.labels[crop.volume] is None:
+                blocks[1][i] = self.label_fill
+        if self.renamed.old:
+            blocks[1][...] = self.renamed.applied(blocks[1])
         image, label = (torch.from_numpy(block) for block in blocks)
         return image.to(self.dtype), label
 
     def __getitem__(self, sample: int) -> VolumeSample:
         index = self._index(sample)
-        return self._sample(index, self.crop(index), self.frame)
+        return self._sample(index, self.crop(index), self.frame_of([index]))
 
     def whole(self, volume: int) -> VolumeSample:
-        """A whole volume, cut like crops are: no rank holds more than its tile, without halo.  For inference."""
-        image = self.images[volume]
+        """A whole volume, cut like crops are: no rank holds more than its tile, without halo.  For inference.
+
+        Raises: `IndexError` for a volume that there is not.
+        """
+        number = self._volume_number(volume)
+        image = self.images[number]
         sizes = dict(zip(image.dims, image.shape, strict=True))
         spec = dict(zip(self.frame.dims, self.frame.spec, strict=True))
         align = dict(zip(self.frame.dims, self.frame.align, strict=True))
         frame = SampleSpace.of(sizes, self.frame.axes, spec, None, None, "balanced", align)
-        return self._sample(-1, VolumeCrop(volume % len(self.images), (0,) * len(sizes)), frame)
+        return self._sample(-1, VolumeCrop(number, (0,) * len(sizes)), frame)
+
+    def _volume_number(self, volume: int) -> int:
+        """The number of a volume, of which a negative one counts from the end."""
+        count = len(self.images)
+        if not is_whole_number(volume):
+            raise TypeError(f"volume {volume!r} of {count} volumes must be an integer, its place among images=")
+        if not -count <= volume < count:
+            raise IndexError(f"volume {volume} of {count} volumes: they count from 0 to {count - 1}")
+        return volume % count
 
     def _sample(self, index: int, crop: VolumeCrop, frame: SampleSpace) -> VolumeSample:
         mesh, image = self.device_mesh(), self.images[crop.volume]
@@ -224,6 +259,11 @@ class Volumes(MeshSamples):
             affine,
             voxel_spacing(affine, frame.dims),
         )
+
+
+def whole_volume_sizes(shape: Sequence[int], align: Sequence[int]) -> tuple[int, ...]:
+    """The rows of a sample that is a whole volume: up to a multiple of `align` along each dim."""
+    return tuple(-(-n // rows) * rows for n, rows in zip(shape, align, strict=True))
 
 
 # -- windows ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from jigsaw.tile import Tile
 class VolumeBatch:
     r"""`image` and `label` tiles [B, C, \*space] (`label` None without labels), and of each sample where it lies.
 
-    Values are in the units of the file, unless `normalize` says otherwise; labels have no halo.
+    Values are in the units of the file, unless `normalize` says otherwise; labels have no halo.  Whole volumes of
+    several sizes (``crop=None``) each lie in the middle of a batch as large as the largest of them.
 
     `volumes` [B], `origins` [B, dims], `affines` [B, 4, 4] and `spacings` [B, dims]: as in `VolumeSample`.
 
@@ -74,20 +75,20 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
     _kind, _opener = Volumes, "jigsaw.io.open_volumes"
 
     def _crops(self, turn: BatchTurn, samples: tuple[int, ...]) -> list[VolumeCrop]:
-        dataset = self.dataset.at(turn.at.seed, turn.at.epoch)
-        return [dataset.crop(sample) for sample in samples]
+        dataset, frame = self.dataset.at(turn.at.seed, turn.at.epoch), self.dataset.frame_of(turn.samples)
+        return [dataset.crop_within(sample, frame) for sample in samples]
 
     def _layouts(self, turn: BatchTurn) -> tuple[Layout, Layout]:
-        ds, count = self.dataset, len(turn.samples)
+        ds, count, frame = self.dataset, len(turn.samples), self.dataset.frame_of(turn.samples)
         return (
-            ds.frame.layout((count, ds.images[0].channels), (DATA_AXIS, None)),
-            ds.frame.layout((count, ds.label_channels), (DATA_AXIS, None), halo=False),
+            frame.layout((count, ds.images[0].channels), (DATA_AXIS, None)),
+            frame.layout((count, ds.label_channels), (DATA_AXIS, None), halo=False),
         )
 
     def _read(self, turn: BatchTurn) -> _LocalCrops:
         first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]
         crops = self._crops(turn, turn.samples[first:stop])
-        image, label = self._carrier.bring(self.dataset.read(self._engine, crops))
+        image, label = self._carrier.bring(self.dataset.read(self._engine, crops, self.dataset.frame_of(turn.samples)))
         return image, label
 
     def _batch(self, turn: BatchTurn, block: _LocalCrops) -> VolumeBatch:

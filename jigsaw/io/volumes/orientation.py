@@ -1,0 +1,102 @@
+"""How the axes of a scan lie in the world, and how they are turned: in nibabel's words, and with its answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import FieldError, GridError
+
+_VOXEL_AXES = "xyz"
+_WORLD_ENDS = ("LR", "PA", "IS")
+"""The low and the high end of each axis of the world."""
+
+
+def orientation_codes(affine: NDArray[np.float64]) -> str:
+    """Towards which end of the world x, y and z run, as ``"RAS"`` or ``"LPS"``: nibabel's ``aff2axcodes``."""
+    return "".join(_WORLD_ENDS[axis][sign > 0] for axis, sign in _world_axes(affine))
+
+
+def _world_axes(affine: NDArray[np.float64]) -> tuple[tuple[int, int], ...]:
+    """For x, y and z the axis of the world that each runs along most, and which way: nibabel's ``io_orientation``."""
+    columns = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
+    u, _, v = np.linalg.svd(columns)
+    turned = u @ v  # the closest rotation: shears are out
+    found = dict[int, tuple[int, int]]()
+    # the surest first, so that an axis that lies between two takes what the others leave
+    for voxel in np.argsort(np.min(-(turned**2), axis=0), kind="stable").tolist():
+        world = int(np.argmax(np.abs(turned[:, voxel])))
+        found[voxel] = world, 1 if turned[world, voxel] > 0 else -1
+        turned[world] = 0
+    return tuple(found[voxel] for voxel in range(3))
+
+
+@dataclass(frozen=True)
+class AxisTurn:
+    """What the stored x, y and z become: the axis that each is afterwards, and whether it runs the other way then."""
+
+    to: tuple[int, ...]
+    flipped: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, affine: NDArray[np.float64], codes: str) -> AxisTurn:
+        """What makes axes that `affine` places run towards the ends that `codes` name."""
+        asked = [next(w for w, ends in enumerate(_WORLD_ENDS) if code in ends) for code in codes]
+        have = _world_axes(affine)
+        to = tuple(asked.index(world) for world, _ in have)
+        signs = [1 if code == _WORLD_ENDS[world][1] else -1 for code, world in zip(codes, asked, strict=True)]
+        return cls(to, tuple(sign != signs[axis] for axis, (_, sign) in zip(to, have, strict=True)))
+
+    def role(self, role: str) -> str:
+        """What a stored dim of this role becomes; any but x, y, z stays what it is."""
+        return _VOXEL_AXES[self.to[_VOXEL_AXES.index(role)]] if role and role in _VOXEL_AXES else role
+
+    def flips(self, role: str) -> bool:
+        """Whether the stored dim of this role is read from its end on."""
+        return bool(role) and role in _VOXEL_AXES and self.flipped[_VOXEL_AXES.index(role)]
+
+    def check_dims(self, url: str, roles: tuple[str, ...]) -> None:
+        """Raises: `GridError` for a plane whose dims would no longer be y and x."""
+        space = {role for role in roles if role and role in _VOXEL_AXES}
+        if {self.role(role) for role in space} != space:
+            raise GridError(
+                f"{url} is a plane of {', '.join(sorted(space))}, and orientation= would make another dim of one; give "
+                "the orientation that it has, leave orientation= out, or store it as a volume"
+            )
+
+    def turned_affine(self, affine: NDArray[np.float64], sizes: dict[str, int]) -> NDArray[np.float64]:
+        """The affine of the turned voxels, of a volume that is stored with these sizes."""
+        back = np.zeros((4, 4))
+        back[3, 3] = 1
+        for stored, (to, flipped) in enumerate(zip(self.to, self.flipped, strict=True)):
+            back[stored, to] = -1 if flipped else 1
+            back[stored, 3] = sizes.get(_VOXEL_AXES[stored], 1) - 1 if flipped else 0
+        return affine @ back
+
+
+def checked_orientation(orientation: Any) -> str | None:
+    """Raises: `FieldError` for what is no orientation."""
+    if orientation is None:
+        return None
+    codes = orientation.upper() if isinstance(orientation, str) else ""
+    if (
+        sorted(w for code in codes for w, ends in enumerate(_WORLD_ENDS) if code in ends) != [0, 1, 2]
+        or len(codes) != 3
+    ):
+        raise FieldError(
+            f"orientation={orientation!r} must say towards which end x, y and z run, by one letter each of L or R, "
+            "P or A, I or S, like 'RAS'"
+        )
+    return codes
+
+
+def differing_orientations(named: list[tuple[str, str]]) -> str:
+    """The first two of (name, orientation) that differ, in words; nothing where all are alike."""
+    for (one, mine), (other, theirs) in pairwise(named):
+        if mine != theirs:
+            return f"{one} is stored {mine} and {other} {theirs}"
+    return ""
