@@ -218,6 +218,14 @@ class Layout(FrozenValue):
             flat = flat * size + c
         return flat
 
+    def coord(self, position: int) -> MeshCoordinate:
+        """The coordinate at a row-major position: the inverse of `index`."""
+        found: list[int] = []
+        for _, size in reversed(self.axes):
+            position, at = divmod(position, size)
+            found.append(at)
+        return tuple(reversed(found))
+
     def piece(self, cut: Cut, coord: MeshCoordinate) -> int:
         """Which piece of `cut` a coordinate has."""
         # mixed radix, major axis first: of (lat, lon) = 2 x 3 the rank at (1, 2) has piece 1 * 3 + 2

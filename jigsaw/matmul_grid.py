@@ -196,7 +196,7 @@ class MatmulGrid:
 
     def coord(self, position: int) -> MeshCoordinate:
         """The grid coordinate of a row-major mesh position."""
-        return _unravel_position(position, tuple(size for _, size in self.x.axes))
+        return self.x.coord(position)
 
     def ring(self, name: str, coord: MeshCoordinate) -> MatmulRing:
         """Who holds the parts of the block of X, W or Y that the rank at `coord` works on."""
@@ -298,14 +298,6 @@ def _check_rest(rest: str) -> None:
         raise ShardingError(
             f"rest={rest!r} must name a dim of X ('m' or 'k'), of W ('n' or 'k') and of Y ('m' or 'n'), as in 'mnm'"
         )
-
-
-def _unravel_position(position: int, sizes: Sequence[int]) -> MeshCoordinate:
-    coord: list[int] = []
-    for size in reversed(sizes):
-        position, at = divmod(position, size)
-        coord.append(at)
-    return tuple(reversed(coord))
 
 
 def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: str = "balanced") -> Cut:

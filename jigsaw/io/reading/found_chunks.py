@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_finder import ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.concurrent_requests import ask_at_once
 from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
-from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ChunkPortion
-from jigsaw.io.reading.chunk_jobs import ReadCounts, ReaderRanks
+from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ChunkPortion, blosc_blocks_of_rows
+from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, CountsTable, ReadCounts, ReaderRanks
+from jigsaw.io.reading.chunk_readers import ChunkLoads, ReaderGroup
 from jigsaw.io.reading.needed_chunks import NeededChunks
 
 ArrayTables = Mapping[str, ArrayTable]
+
+
+class PartsAlone(NamedTuple):
+    """The readers of a chunk, by their places, that would load less than all of it for themselves, and what it takes."""
+
+    places: NDArray[np.intp]
+    requests: NDArray[np.int64]
+    stored: NDArray[np.int64]
+    decoded: NDArray[np.int64]
+
+
+_COSTLY_COUNTS = ("requests", "decoded_bytes", "stored_bytes", "unsized")
+_NO_PARTS = PartsAlone(np.empty(0, np.intp), *np.empty((3, 0), np.int64))
 
 
 class FoundChunks:
@@ -27,7 +46,9 @@ class FoundChunks:
     def __init__(self, needed: NeededChunks, tables: ArrayTables) -> None:
         self.needed, self.tables = needed, tables
         self._refs: dict[tuple[str, ChunkIndex], ChunkRef | None] = {}
-        self._portions: dict[tuple[str, ChunkIndex, ReaderRanks], ChunkPortion | None] = {}
+        self._portions: dict[Hashable, ChunkPortion | None] = {}
+        self._alone: dict[tuple[str, ChunkIndex], CountsTable] = {}
+        self._asked: set[tuple[str, ChunkIndex]] = set()
 
     def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
         """Where a chunk lies, looked up once; None when it is missing."""
@@ -36,17 +57,26 @@ class FoundChunks:
             self._refs[key] = self.tables[array].finder.locate(chunk)
         return self._refs[key]
 
+    def has_own_objects(self, array: str) -> bool:
+        """Whether each needed chunk of an array lies in another object, so that no request brings two of them."""
+        paths = [ref.path for chunk in self.needed.readers[array] if (ref := self.ref(array, chunk)) is not None]
+        return len(set(paths)) == len(paths)
+
     def portion(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ChunkPortion | None:
         """What of a chunk is loaded for these ranks; None for all of it."""
-        if not self.tables[array].finder.is_divisible:
+        finder = self.tables[array].finder
+        if not finder.is_divisible:
             return None
-        # asked before the finder is: from geometry alone, it spares reading the chunk's table of blocks
-        if self.needed.takes_more(MOST_PORTION_SHARE, array, chunk, readers):
+        group = self.needed.readers[array][chunk].group(readers)
+        if not _may_part(finder, chunk, group):
             return None
-        key = array, chunk, readers
-        if key not in self._portions:
-            self._portions[key] = self.tables[array].finder.portion(chunk, self.needed.rects(array, chunk, readers))
-        return self._portions[key]
+        kept, key = group.portions, finder.portion_key(chunk, self.ref(array, chunk))
+        if key is None:  # the stored bytes have a say in it, so it is of this store alone
+            kept, key = self._portions, (array, chunk, readers)
+            self._asked.add((array, chunk))
+        if key not in kept:
+            kept[key] = finder.portion(chunk, group.rects)
+        return kept[key]
 
     def load_counts(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
         """What loading a chunk for these ranks takes of the one that does it."""
@@ -59,16 +89,85 @@ class FoundChunks:
         unsized = int(ref.length is None and not slow)
         return ReadCounts(1, 1, slow, ref.length or 0, table.grid.bytes_of(chunk), unsized=unsized)
 
+    def counts_alone(self, array: str, chunk: ChunkIndex) -> CountsTable:
+        """`load_counts` of each reader of a chunk by itself, a row a reader."""
+        key = array, chunk
+        if key not in self._alone:
+            self._alone[key] = self._count_alone(array, chunk)
+        return self._alone[key]
+
+    def counts_of_loads(self, array: str, chunk: ChunkIndex, loads: ChunkLoads) -> tuple[int, int, int]:
+        """The requests, and the bytes decoded and stored, that all loads of a chunk take; an unknown size counts as
+        the decoded one.
+        """
+        table, ref = self.tables[array], self.ref(array, chunk)
+        if ref is None:
+            return 0, 0, 0
+        if table.finder.is_divisible:
+            rows = self.counts_alone(array, chunk)[loads.alone]
+            if loads.served:
+                rows = np.vstack([rows, self.load_counts(array, chunk, loads.served).row])
+            requests, decoded, stored, unsized = (rows[:, COUNT_COLUMN[name]] for name in _COSTLY_COUNTS)
+            return int(requests.sum()), int(decoded.sum()), int((stored + unsized * decoded).sum())
+        count, size = len(loads.alone) + bool(loads.served), table.grid.bytes_of(chunk)
+        stored = size if ref.length is None and table.decoder is not None else ref.length or 0
+        return count, count * size, count * stored
+
+    def _count_alone(self, array: str, chunk: ChunkIndex) -> CountsTable:
+        ref, readers, table = self.ref(array, chunk), self.needed.readers[array][chunk], self.tables[array]
+        slow, length = int(table.decoder is None), (ref and ref.length) or 0
+        unsized = int(ref is not None and ref.length is None and not slow)
+        whole = ReadCounts(1, 1, slow, length, table.grid.bytes_of(chunk), unsized=unsized) if ref else ReadCounts()
+        rows = np.tile(whole.row, (len(readers), 1))
+        if ref is not None and table.finder.is_divisible:
+            parts = self._parts_alone(array, chunk, ref)
+            rows[parts.places, COUNT_COLUMN["requests"]] = parts.requests
+            rows[parts.places, COUNT_COLUMN["decoded_bytes"]] = parts.decoded
+            rows[parts.places, COUNT_COLUMN["unsized"]] = 0
+            if not slow:
+                rows[parts.places, COUNT_COLUMN["stored_bytes"]] = parts.stored
+        return rows
+
+    def _parts_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> PartsAlone:
+        readers, table = self.needed.readers[array][chunk], self.tables[array]
+        able, key = self._able_alone(array, chunk), table.finder.portion_key(chunk, ref)
+        if key is not None:
+            if key not in readers.memo:
+                found = [(i, self.portion(array, chunk, (readers.ranks[i],))) for i in able]
+                made = [(i, max(len(part.ranges), 1), part.stored, part.decoded) for i, part in found if part is not None]
+                readers.memo[key] = PartsAlone(*np.array(made, np.int64).reshape(-1, 4).T)
+            return readers.memo[key]
+        if not able or ref.mask or table.decoder is None:
+            return _NO_PARTS
+        self._asked.add((array, chunk))
+        frame = table.finder.blosc_frame_of(chunk, ref)
+        if frame is None:
+            return _NO_PARTS
+        # frames have tables of their own, but the blocks that readers need are the same in all of them
+        how = readers.shape, tuple(table.decoder.order), table.grid.itemsize, frame.block
+        key = table.finder.least_left_out, how
+        if key not in readers.memo:
+            wanted = [blosc_blocks_of_rows(tuple(readers.group((readers.ranks[i],)).rects), *how) for i in able]
+            firsts = np.cumsum([0, *map(len, wanted[:-1])])
+            readers.memo[key] = np.concatenate(wanted), firsts
+        made = frame.count_parts(*readers.memo[key], table.places.files.gap)
+        divided = made[2] <= MOST_PORTION_SHARE * table.grid.bytes_of(chunk)
+        return PartsAlone(np.array(able)[divided], *(column[divided] for column in made))
+
+    def _able_alone(self, array: str, chunk: ChunkIndex) -> tuple[int, ...]:
+        """The readers, by their places, for which a part of a chunk may do, as far as geometry says."""
+        readers, finder = self.needed.readers[array][chunk], self.tables[array].finder
+        key = "able", finder.least_left_out
+        if key not in readers.memo:
+            groups = [readers.group((rank,)) for rank in readers.ranks]
+            readers.memo[key] = tuple(i for i, group in enumerate(groups) if _may_part(finder, chunk, group))
+        return readers.memo[key]
+
     def lookups(self) -> LookupCounts:
         """What finding these took of one rank that knew nothing yet: the indices of shards, and Blosc's tables."""
         chunks = [(self.tables[name], chunk) for name, chunks in self.needed.readers.items() for chunk in chunks]
         indices = dict(found for table, chunk in chunks if (found := table.finder.index_of(chunk)) is not None)
-        tables = {
-            (name, chunk): took
-            for name, chunk, readers in self._portions
-            if (took := self.tables[name].finder.table_of(chunk, self.needed.rects(name, chunk, readers))).requests
-        }
-        return total_lookups((*indices.values(), *tables.values()))
+        return total_lookups((*indices.values(), *(self.tables[name].finder.table_of(at) for name, at in self._asked)))
 
 
 def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
@@ -84,5 +183,10 @@ def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
     ask_at_once(lambda each: tables[each[0]].finder.locate(each[1]), list(one_an_object.values()))
     parts = [(name, chunk) for name, chunks in far if tables[name].finder.is_divisible for chunk in chunks]
     # each reader by itself, for its table of blocks: what they share in any mode is then found without another request
-    ask_at_once(lambda each: [found.portion(*each, (m,)) for m in needed.readers[each[0]][each[1]]], parts)
+    ask_at_once(lambda each: found.counts_alone(*each), parts)
     return found
+
+
+def _may_part(finder: ChunkFinder, chunk: ChunkIndex, group: ReaderGroup) -> bool:
+    """Whether a part of a chunk may do for some readers: asked of geometry alone, before a table of blocks is read."""
+    return group.largest_share <= MOST_PORTION_SHARE and finder.may_part(chunk, group.share)
