@@ -72,7 +72,7 @@ class DimShares:
         return self._over_mesh([each.owns for each in self.shares], False)
 
     def _over_mesh(self, values: Sequence[Any], nothing: Any) -> NDArray[Any]:
-        """Each rank's value, as an array [\*mesh] that has one place along the axes that do not cut."""
+        """Each rank's value, as an array over the mesh that has one place along the axes that do not cut."""
         sizes = dict(self.axes)
         cutting = [axis for axis in self.cutting if axis in sizes]
         by_piece = np.full(prod(sizes[axis] for axis in cutting), nothing, object if nothing is None else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,23 +16,37 @@ from jigsaw.io.chunks.concurrent_requests import ask_at_once
 from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
 from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ChunkPortion, blosc_blocks_of_rows
 from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, CountsTable, ReadCounts, ReaderRanks
-from jigsaw.io.reading.chunk_readers import ChunkLoads, ReaderGroup
+from jigsaw.io.reading.chunk_readers import ReaderGroup
 from jigsaw.io.reading.needed_chunks import NeededChunks
 
 ArrayTables = Mapping[str, ArrayTable]
 
 
-class PartsAlone(NamedTuple):
-    """The readers of a chunk, by their places, that would load less than all of it for themselves, and what it takes."""
+class LoadsAlone(NamedTuple):
+    """What each reader of a chunk would load for itself: whether a part of it, in how many requests, and the bytes.
 
-    places: NDArray[np.intp]
+    The stored bytes of those that load all of it are left out, because the same rows of other chunks have others.
+    """
+
+    parts: NDArray[np.bool_]
     requests: NDArray[np.int64]
     stored: NDArray[np.int64]
     decoded: NDArray[np.int64]
 
+    @classmethod
+    def of(cls, readers: int, size: int, places: Sequence[int], made: Sequence[Sequence[int]]) -> LoadsAlone:
+        """Of chunks of `size` bytes; `made` are requests, stored and decoded bytes of the parts at some places."""
+        found = cls(np.zeros(readers, bool), np.ones(readers, np.int64), *np.zeros((2, readers), np.int64))
+        found.decoded[:] = size
+        at = np.array(places, np.intp)
+        found.parts[at] = True
+        found.requests[at], found.stored[at], found.decoded[at] = np.array(made, np.int64).reshape(3, -1)
+        return found
 
-_COSTLY_COUNTS = ("requests", "decoded_bytes", "stored_bytes", "unsized")
-_NO_PARTS = PartsAlone(np.empty(0, np.intp), *np.empty((3, 0), np.int64))
+    def total(self, places: NDArray[np.intp]) -> tuple[int, int, int, int]:
+        """The loads of whole chunks, requests, stored and decoded bytes of some readers."""
+        parts, *others = (int(column[places].sum()) for column in self)
+        return (len(places) - parts, *others)
 
 
 class FoundChunks:
@@ -47,7 +61,7 @@ class FoundChunks:
         self.needed, self.tables = needed, tables
         self._refs: dict[tuple[str, ChunkIndex], ChunkRef | None] = {}
         self._portions: dict[Hashable, ChunkPortion | None] = {}
-        self._alone: dict[tuple[str, ChunkIndex], CountsTable] = {}
+        self._alone: dict[Hashable, LoadsAlone] = {}
         self._asked: set[tuple[str, ChunkIndex]] = set()
 
     def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
@@ -96,63 +110,88 @@ class FoundChunks:
             self._alone[key] = self._count_alone(array, chunk)
         return self._alone[key]
 
-    def counts_of_loads(self, array: str, chunk: ChunkIndex, loads: ChunkLoads) -> tuple[int, int, int]:
-        """The requests, and the bytes decoded and stored, that all loads of a chunk take; an unknown size counts as
-        the decoded one.
+    def counts_of_loads(self, array: str, chunk: ChunkIndex, mode: str) -> tuple[int, int, int]:
+        """The requests, and the bytes decoded and stored, that all loads of a chunk take in a mode; an unknown size
+        counts as the decoded one.
         """
-        table, ref = self.tables[array], self.ref(array, chunk)
+        table, ref, readers = self.tables[array], self.ref(array, chunk), self.needed.readers[array][chunk]
         if ref is None:
             return 0, 0, 0
-        if table.finder.is_divisible:
-            rows = self.counts_alone(array, chunk)[loads.alone]
-            if loads.served:
-                rows = np.vstack([rows, self.load_counts(array, chunk, loads.served).row])
-            requests, decoded, stored, unsized = (rows[:, COUNT_COLUMN[name]] for name in _COSTLY_COUNTS)
-            return int(requests.sum()), int(decoded.sum()), int((stored + unsized * decoded).sum())
-        count, size = len(loads.alone) + bool(loads.served), table.grid.bytes_of(chunk)
-        stored = size if ref.length is None and table.decoder is not None else ref.length or 0
-        return count, count * size, count * stored
+        loads, size = readers.loads(mode), table.grid.bytes_of(chunk)
+        length = size if ref.length is None and table.decoder is not None else ref.length or 0
+        if not table.finder.is_divisible:
+            count = len(loads.alone) + bool(loads.served)
+            return count, count * size, count * length
+        whole = requests = stored = decoded = 0
+        if len(loads.alone):
+            whole, requests, stored, decoded = self._total_alone(array, chunk, ref, mode)
+        if loads.served:
+            row = self.load_counts(array, chunk, loads.served)
+            requests, decoded = requests + row.requests, decoded + row.decoded_bytes
+            stored += row.decoded_bytes if row.unsized else row.stored_bytes
+        return requests, decoded, stored + whole * length
 
-    def _count_alone(self, array: str, chunk: ChunkIndex) -> CountsTable:
+    def _total_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef, mode: str) -> tuple[int, int, int, int]:
+        readers, key = self.needed.readers[array][chunk], self.tables[array].finder.portion_key(chunk, ref)
+        if key is None or (key, mode) not in readers.memo:
+            total = self._loads_alone(array, chunk, ref).total(readers.loads(mode).alone)
+            if key is None:
+                return total
+            readers.memo[key, mode] = total
+        return readers.memo[key, mode]
+
+    def counts_alone(self, array: str, chunk: ChunkIndex) -> CountsTable:
+        """`load_counts` of each reader of a chunk by itself, a row a reader."""
         ref, readers, table = self.ref(array, chunk), self.needed.readers[array][chunk], self.tables[array]
-        slow, length = int(table.decoder is None), (ref and ref.length) or 0
-        unsized = int(ref is not None and ref.length is None and not slow)
-        whole = ReadCounts(1, 1, slow, length, table.grid.bytes_of(chunk), unsized=unsized) if ref else ReadCounts()
-        rows = np.tile(whole.row, (len(readers), 1))
-        if ref is not None and table.finder.is_divisible:
-            parts = self._parts_alone(array, chunk, ref)
-            rows[parts.places, COUNT_COLUMN["requests"]] = parts.requests
-            rows[parts.places, COUNT_COLUMN["decoded_bytes"]] = parts.decoded
-            rows[parts.places, COUNT_COLUMN["unsized"]] = 0
-            if not slow:
-                rows[parts.places, COUNT_COLUMN["stored_bytes"]] = parts.stored
+        rows = np.zeros((len(readers), len(COUNT_COLUMN)), np.int64)
+        if ref is None:
+            return rows
+        slow, size = table.decoder is None, table.grid.bytes_of(chunk)
+        found = self._loads_alone(array, chunk, ref) if table.finder.is_divisible else None
+        known = not slow and found is not None
+        counts = {
+            "requests": 1 if found is None else found.requests,
+            "chunks": 1,
+            "fallback": slow,
+            "stored_bytes": np.where(found.parts, found.stored, ref.length or 0) if known else ref.length or 0,
+            "decoded_bytes": size if found is None else found.decoded,
+            "unsized": 0 if ref.length is not None or slow else 1 if found is None else ~found.parts,
+        }
+        for name, column in counts.items():
+            rows[:, COUNT_COLUMN[name]] = column
         return rows
 
-    def _parts_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> PartsAlone:
+    def _loads_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
+        """For chunks of which a part may do."""
+        readers, key = self.needed.readers[array][chunk], self.tables[array].finder.portion_key(chunk, ref)
+        kept: dict[Hashable, LoadsAlone] = self._alone if key is None else readers.memo
+        key = (array, chunk) if key is None else key
+        if key not in kept:
+            kept[key] = self._make_loads_alone(array, chunk, ref)
+        return kept[key]
+
+    def _make_loads_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
         readers, table = self.needed.readers[array][chunk], self.tables[array]
-        able, key = self._able_alone(array, chunk), table.finder.portion_key(chunk, ref)
-        if key is not None:
-            if key not in readers.memo:
-                found = [(i, self.portion(array, chunk, (readers.ranks[i],))) for i in able]
-                made = [(i, max(len(part.ranges), 1), part.stored, part.decoded) for i, part in found if part is not None]
-                readers.memo[key] = PartsAlone(*np.array(made, np.int64).reshape(-1, 4).T)
-            return readers.memo[key]
-        if not able or ref.mask or table.decoder is None:
-            return _NO_PARTS
-        self._asked.add((array, chunk))
-        frame = table.finder.blosc_frame_of(chunk, ref)
-        if frame is None:
-            return _NO_PARTS
+        able, size = self._able_alone(array, chunk), table.grid.bytes_of(chunk)
+        if table.finder.portion_key(chunk, ref) is not None:
+            found = [(i, part) for i in able if (part := self.portion(array, chunk, (readers.ranks[i],))) is not None]
+            made = [(max(len(part.ranges), 1), part.stored, part.decoded) for _, part in found]
+            return LoadsAlone.of(len(readers), size, [i for i, _ in found], list(zip(*made, strict=True)))
+        frame = None
+        if able and table.decoder is not None and not ref.mask:
+            self._asked.add((array, chunk))
+            frame = table.finder.blosc_frame_of(chunk, ref)
+        if frame is None or table.decoder is None:
+            return LoadsAlone.of(len(readers), size, (), ())
         # frames have tables of their own, but the blocks that readers need are the same in all of them
         how = readers.shape, tuple(table.decoder.order), table.grid.itemsize, frame.block
         key = table.finder.least_left_out, how
         if key not in readers.memo:
             wanted = [blosc_blocks_of_rows(tuple(readers.group((readers.ranks[i],)).rects), *how) for i in able]
-            firsts = np.cumsum([0, *map(len, wanted[:-1])])
-            readers.memo[key] = np.concatenate(wanted), firsts
+            readers.memo[key] = np.concatenate(wanted), np.cumsum([0, *map(len, wanted[:-1])])
         made = frame.count_parts(*readers.memo[key], table.places.files.gap)
-        divided = made[2] <= MOST_PORTION_SHARE * table.grid.bytes_of(chunk)
-        return PartsAlone(np.array(able)[divided], *(column[divided] for column in made))
+        divided = made[2] <= MOST_PORTION_SHARE * size
+        return LoadsAlone.of(len(readers), size, np.array(able)[divided].tolist(), made[:, divided])
 
     def _able_alone(self, array: str, chunk: ChunkIndex) -> tuple[int, ...]:
         """The readers, by their places, for which a part of a chunk may do, as far as geometry says."""

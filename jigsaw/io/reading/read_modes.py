@@ -33,9 +33,8 @@ def cost_of_mode(found: FoundChunks, array: str, mode: str) -> float:
     table = found.tables[array]
     stored = decoded = sent = shared = requests = 0
     for chunk, readers in found.needed.readers[array].items():
-        loads = readers.loads(mode)
-        row = found.counts_of_loads(array, chunk, loads)
-        requests, decoded, stored = requests + row[0], decoded + row[1], stored + row[2]
+        loads, counts = readers.loads(mode), found.counts_of_loads(array, chunk, mode)
+        requests, decoded, stored = requests + counts[0], decoded + counts[1], stored + counts[2]
         shared += bool(loads.served)
         sent += loads.sent
     if table.far:
