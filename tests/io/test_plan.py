@@ -201,8 +201,8 @@ def test_what_ranks_need_follows_from_grids_alone(tiles, axes):
             readers = readers_of[chunk].ranks if chunk in readers_of else ()
             assert [*readers] == [m for m in range(needed.ranks) if needed.boxes(name, chunk, m)]
     plan = plan_read(asked, tiles, "cooperative")
-    assert {(job.array, job.chunk): [*job.readers] for job in plan.jobs} == {
-        (name, chunk): [*each.ranks] for name, readers_of in needed.readers.items() for chunk, each in readers_of.items()
+    assert {(job.array, job.chunk): job.readers for job in plan.jobs} == {
+        (name, chunk): readers.ranks for name, of in needed.readers.items() for chunk, readers in of.items()
     }
 
 

@@ -134,13 +134,18 @@ def _runs_of_picks(picks: IndexPicks, held: Interval, along: DimChunks) -> RunsB
 
 
 class DimPieces:
-    """How a stored dim is cut: the runs that each piece holds, by chunk, and for each chunk, rising, who takes how much.
+    """How a stored dim is cut: the runs that each piece holds, by chunk, and for each chunk who takes how much of it.
 
     Compared by identity: `_pieces_of_space` and `_pieces_of_picks` make one object of those that are equal.
     """
 
     def __init__(
-        self, axes: AxisSizes, cut: Cut | None, along: DimChunks, held: Sequence[RunsByChunk], owned: Sequence[RunsByChunk]
+        self,
+        axes: AxisSizes,
+        cut: Cut | None,
+        along: DimChunks,
+        held: Sequence[RunsByChunk],
+        owned: Sequence[RunsByChunk],
     ) -> None:
         self.cut, self.held = cut, held
         found: dict[int, list[PieceShare]] = {}

@@ -24,7 +24,7 @@ from jigsaw.cut import Interval
 from jigsaw.io.chunks.chunk_grid import ChunkRows
 from jigsaw.io.chunks.portion import ChunkPortion, needed_share
 from jigsaw.io.reading.chunk_jobs import ReaderRanks
-from jigsaw.layout import AxisSizes
+from jigsaw.layout import AxisSizes, values_over_mesh
 
 ByReader = NDArray[np.int64]
 """A number for each reader of a chunk, in the order of their ranks."""
@@ -73,21 +73,15 @@ class DimShares:
 
     def _over_mesh(self, values: Sequence[Any], nothing: Any) -> NDArray[Any]:
         """Each rank's value, as an array over the mesh that has one place along the axes that do not cut."""
-        sizes = dict(self.axes)
-        cutting = [axis for axis in self.cutting if axis in sizes]
-        by_piece = np.full(prod(sizes[axis] for axis in cutting), nothing, object if nothing is None else None)
+        pieces = prod(size for axis, size in self.axes if axis in self.cutting)
+        by_piece = np.full(pieces, nothing, object if nothing is None else None)
         for each, value in zip(self.shares, values, strict=True):
             by_piece[each.piece] = value
-        # pieces count the places along their axes major to minor: of (lon, lat) = 3 x 2 piece 4 is at lon 2, lat 0
-        placed = by_piece.reshape([sizes[axis] for axis in cutting])
-        placed = placed.transpose([cutting.index(axis) for axis in sizes if axis in cutting])
-        return placed.reshape([size if axis in cutting else 1 for axis, size in self.axes])
+        return values_over_mesh(self.axes, self.cutting, by_piece)
 
 
 @lru_cache(maxsize=1 << 14)
-def shares_of_dim(
-    axes: AxisSizes, cutting: tuple[str, ...], length: int, shares: tuple[PieceShare, ...]
-) -> DimShares:
+def shares_of_dim(axes: AxisSizes, cutting: tuple[str, ...], length: int, shares: tuple[PieceShare, ...]) -> DimShares:
     """One object for those that are equal, so that chunks that lie alike are found by what they are made of."""
     return DimShares(axes, cutting, length, shares)
 
@@ -132,7 +126,8 @@ class ChunkLoads(NamedTuple):
 class ChunkReaders:
     """The ranks that take rows of a chunk, and how many `values` each takes.
 
-    `at` are the ranks as an array; `largest_share` is what the largest of a reader's boxes takes of the chunk, `owning` whether it owns rows of it.
+    `at` are the ranks as an array; `largest_share` is what the largest of a reader's boxes takes of the chunk, `owning`
+    whether it owns rows of it.
     """
 
     def __init__(self, parts: Sequence[PartShares]) -> None:

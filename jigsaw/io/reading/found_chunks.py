@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
@@ -34,13 +34,13 @@ class LoadsAlone(NamedTuple):
     decoded: NDArray[np.int64]
 
     @classmethod
-    def of(cls, readers: int, size: int, places: Sequence[int], made: Sequence[Sequence[int]]) -> LoadsAlone:
-        """Of chunks of `size` bytes; `made` are requests, stored and decoded bytes of the parts at some places."""
+    def of(cls, readers: int, size: int, at: ArrayLike = (), made: ArrayLike = ()) -> LoadsAlone:
+        """Of chunks of `size` bytes; `made` are the requests, stored and decoded bytes [3, part] of those `at` places."""
         found = cls(np.zeros(readers, bool), np.ones(readers, np.int64), *np.zeros((2, readers), np.int64))
         found.decoded[:] = size
-        at = np.array(places, np.intp)
+        at = np.asarray(at, np.intp)
         found.parts[at] = True
-        found.requests[at], found.stored[at], found.decoded[at] = np.array(made, np.int64).reshape(3, -1)
+        found.requests[at], found.stored[at], found.decoded[at] = np.asarray(made, np.int64).reshape(3, -1)
         return found
 
     def total(self, places: NDArray[np.intp]) -> tuple[int, int, int, int]:
@@ -61,7 +61,7 @@ class FoundChunks:
         self.needed, self.tables = needed, tables
         self._refs: dict[tuple[str, ChunkIndex], ChunkRef | None] = {}
         self._portions: dict[Hashable, ChunkPortion | None] = {}
-        self._alone: dict[Hashable, LoadsAlone] = {}
+        self._alone: dict[tuple[str, ChunkIndex], LoadsAlone] = {}
         self._asked: set[tuple[str, ChunkIndex]] = set()
 
     def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
@@ -102,13 +102,6 @@ class FoundChunks:
             return ReadCounts(max(len(part.ranges), 1), 1, slow, ref.length or 0 if slow else part.stored, part.decoded)
         unsized = int(ref.length is None and not slow)
         return ReadCounts(1, 1, slow, ref.length or 0, table.grid.bytes_of(chunk), unsized=unsized)
-
-    def counts_alone(self, array: str, chunk: ChunkIndex) -> CountsTable:
-        """`load_counts` of each reader of a chunk by itself, a row a reader."""
-        key = array, chunk
-        if key not in self._alone:
-            self._alone[key] = self._count_alone(array, chunk)
-        return self._alone[key]
 
     def counts_of_loads(self, array: str, chunk: ChunkIndex, mode: str) -> tuple[int, int, int]:
         """The requests, and the bytes decoded and stored, that all loads of a chunk take in a mode; an unknown size
@@ -164,42 +157,51 @@ class FoundChunks:
     def _loads_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
         """For chunks of which a part may do."""
         readers, key = self.needed.readers[array][chunk], self.tables[array].finder.portion_key(chunk, ref)
-        kept: dict[Hashable, LoadsAlone] = self._alone if key is None else readers.memo
-        key = (array, chunk) if key is None else key
-        if key not in kept:
-            kept[key] = self._make_loads_alone(array, chunk, ref)
-        return kept[key]
-
-    def _make_loads_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
-        readers, table = self.needed.readers[array][chunk], self.tables[array]
-        able, size = self._able_alone(array, chunk), table.grid.bytes_of(chunk)
-        if table.finder.portion_key(chunk, ref) is not None:
-            found = [(i, part) for i in able if (part := self.portion(array, chunk, (readers.ranks[i],))) is not None]
+        if key is None:
+            if (array, chunk) not in self._alone:
+                self._alone[array, chunk] = self._divided_frame(array, chunk, ref)
+            return self._alone[array, chunk]
+        if key not in readers.memo:
+            able = [(i, (readers.ranks[i],)) for i in self._able_alone(array, chunk).tolist()]
+            found = [(i, part) for i, mine in able if (part := self.portion(array, chunk, mine)) is not None]
             made = [(max(len(part.ranges), 1), part.stored, part.decoded) for _, part in found]
-            return LoadsAlone.of(len(readers), size, [i for i, _ in found], list(zip(*made, strict=True)))
-        frame = None
-        if able and table.decoder is not None and not ref.mask:
+            size, at = self.tables[array].grid.bytes_of(chunk), [i for i, _ in found]
+            readers.memo[key] = LoadsAlone.of(len(readers), size, at, list(zip(*made, strict=True)))
+        return readers.memo[key]
+
+    def _divided_frame(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
+        """What readers would load of a chunk that is stored as a Blosc frame; all of it where it is none."""
+        readers, table = self.needed.readers[array][chunk], self.tables[array]
+        able, size, frame = self._able_alone(array, chunk), table.grid.bytes_of(chunk), None
+        if len(able) and not ref.mask:
             self._asked.add((array, chunk))
             frame = table.finder.blosc_frame_of(chunk, ref)
         if frame is None or table.decoder is None:
-            return LoadsAlone.of(len(readers), size, (), ())
+            return LoadsAlone.of(len(readers), size)
         # frames have tables of their own, but the blocks that readers need are the same in all of them
         how = readers.shape, tuple(table.decoder.order), table.grid.itemsize, frame.block
         key = table.finder.least_left_out, how
         if key not in readers.memo:
-            wanted = [blosc_blocks_of_rows(tuple(readers.group((readers.ranks[i],)).rects), *how) for i in able]
-            readers.memo[key] = np.concatenate(wanted), np.cumsum([0, *map(len, wanted[:-1])])
-        made = frame.count_parts(*readers.memo[key], table.places.files.gap)
+            rects = (tuple(readers.group((rank,)).rects) for rank in readers.at[able].tolist())
+            wanted = [blosc_blocks_of_rows(each, *how) for each in rects]
+            # readers side by side share most blocks: of 64 x 64 ranks few need others than their neighbours
+            apart = {runs.tobytes(): runs for runs in wanted}
+            number = {each: n for n, each in enumerate(apart)}
+            which = np.array([number[runs.tobytes()] for runs in wanted])
+            firsts = np.cumsum([0, *map(len, apart.values())])[:-1]
+            readers.memo[key] = np.concatenate([*apart.values()]), firsts, which
+        runs, firsts, which = readers.memo[key]
+        made = frame.count_parts(runs, firsts, table.places.files.gap)[:, which]
         divided = made[2] <= MOST_PORTION_SHARE * size
-        return LoadsAlone.of(len(readers), size, np.array(able)[divided].tolist(), made[:, divided])
+        return LoadsAlone.of(len(readers), size, able[divided], made[:, divided])
 
-    def _able_alone(self, array: str, chunk: ChunkIndex) -> tuple[int, ...]:
+    def _able_alone(self, array: str, chunk: ChunkIndex) -> NDArray[np.intp]:
         """The readers, by their places, for which a part of a chunk may do, as far as geometry says."""
         readers, finder = self.needed.readers[array][chunk], self.tables[array].finder
         key = "able", finder.least_left_out
         if key not in readers.memo:
             groups = [readers.group((rank,)) for rank in readers.ranks]
-            readers.memo[key] = tuple(i for i, group in enumerate(groups) if _may_part(finder, chunk, group))
+            readers.memo[key] = np.flatnonzero([_may_part(finder, chunk, group) for group in groups])
         return readers.memo[key]
 
     def lookups(self) -> LookupCounts:
