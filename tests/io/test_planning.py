@@ -12,15 +12,17 @@ from numcodecs import Blosc, Zstd
 
 from jigsaw.io.chunks import chunk_finder
 from jigsaw.io.chunks.byte_ranges import merge_ranges
-from jigsaw.io.chunks.portion import MOST_PORTION_SHARE
+from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, needed_share
 from jigsaw.io.chunks.read_cost import read_cost
 from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.chunk_boxes import RowRun
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
-from jigsaw.io.series.request import ReadPart, ReadRequest
+from jigsaw.io.series.request import ReadPart, ReadRequest, runs_of_pairs
 from jigsaw.layout import Layout
 
+MESHES = [{}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}, {"lon": 3, "lat": 2}, {"ens": 2, "lat": 2}]
 STEPS, ROWS = 4, (37, 40)
 FORMS = {
     "blosc": ((1, 37, 40), Blosc("lz4", 5, 1, blocksize=512)),
@@ -66,14 +68,14 @@ class Enumerated:
         self.shared = self.balanced([ChunkJob(*job) for job in jobs if len(job[3]) > 1])
 
     def dims(self, name, chunk, rank, box):
-        """Of one chunk, for each part, the stored rows along each dim that a rank's box shows."""
+        """Of one chunk, for each part, the stored rows along each dim that a rank's box shows, and where."""
         for part in (p for p in self.asked.parts if p.array == name):
             rows = []
             for d, (picks, to) in enumerate(zip(part.picks, part.to, strict=True)):
                 size, (a, b) = self.tables[name].shape[d], box[to]
-                taken = [s for s, t in picks if a <= t < b] if picks else [row % size for row in range(a, b)]
+                taken = [(s, t) for s, t in picks if a <= t < b] if picks else [(x % size, x) for x in range(a, b)]
                 low, high = self.tables[name].grid.box_of(chunk)[d]
-                rows.append([row - low for row in taken if low <= row < high])
+                rows.append([(row - low, target - a) for row, target in taken if low <= row < high])
             yield rows
 
     def held(self, name, chunk, rank):
@@ -96,8 +98,11 @@ class Enumerated:
         if ref is None:
             return ReadCounts()
         boxes = [rows for m in served for rows in self.held(name, chunk, m)]
-        rects = [tuple(tuple(merge_ranges((x, x + 1) for x in dim)) for dim in rows) for rows in boxes]
-        shares = [prod(len(set(dim)) for dim in rows) / prod(table.grid.shape_of(chunk)) for rows in boxes]
+        rects = [
+            tuple(tuple(merge_ranges(RowRun(*run).rows for run in runs_of_pairs(dim))) for dim in rows)
+            for rows in boxes
+        ]
+        shares = [needed_share([rect], table.grid.shape_of(chunk)) for rect in rects]
         part = table.finder.portion(chunk, rects) if max(shares) <= MOST_PORTION_SHARE else None
         if part is None or not table.finder.is_divisible:
             return ReadCounts(1, 1, 0, ref.length, size)
@@ -152,7 +157,7 @@ class Enumerated:
 def requests(draw):
     names = draw(st.lists(st.sampled_from(list(FORMS)), min_size=1, max_size=3))
     steps = draw(st.lists(st.integers(0, STEPS - 1), min_size=1, max_size=3, unique=True))
-    axes = draw(st.sampled_from([{}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}, {"lon": 3, "lat": 2}, {"ens": 2, "lat": 2}]))
+    axes = draw(st.sampled_from(MESHES))
     spec = draw(st.sampled_from([("lat", "lon"), ("lat", "lon"), (("lon", "lat"), None), ("lon", "lat")]))
     halo = {2: draw(st.integers(0, 5)), 3: draw(st.integers(0, 22))}
     layout = Layout.of((len(steps), len(names), *ROWS), (None, None, *spec), axes, halo=halo, periodic=(3,))
@@ -162,7 +167,7 @@ def requests(draw):
 
 
 @given(requests(), st.sampled_from(["auto", *PLAN_MODES]))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 def test_plans_equal_an_enumeration(tables, asked, mode):
     plan, expected = plan_read(asked, tables, mode), Enumerated(asked, tables, mode)
     assert plan.modes == expected.modes
@@ -172,3 +177,22 @@ def test_plans_equal_an_enumeration(tables, asked, mode):
     assert plan.rows == expected.rows()
     for name, each in product(expected.names, PLAN_MODES):
         assert plan.cost(name, each) == expected.costs_of(name)(each)
+
+
+def test_what_ranks_take_of_a_chunk_is_worked_out_once(tables):
+    """Of thousands of ranks: for chunks of every step, array and sample that lie alike."""
+    layout = Layout.of(
+        (1, 2, *ROWS), (None, None, "lat", "lon"), {"lat": 37, "lon": 40}, halo={2: 1, 3: 1}, periodic=(3,)
+    )
+
+    def plan(step):
+        parts = [
+            ReadPart(name, (((step, 0),), None, None), (0, 2, 3), ((1, c),)) for c, name in enumerate(("zstd", "blosc"))
+        ]
+        return plan_read(ReadRequest(layout, tuple(parts)), tables)
+
+    first, later = plan(0), plan(3)
+    assert len(first.needed.readers["blosc"][0, 0, 0]) == first.ranks == 37 * 40
+    for name, at in (("zstd", (0, 1)), ("blosc", (0, 0))):
+        assert first.needed.readers[name][0, *at] is later.needed.readers[name][3, *at]
+    assert [job.readers for job in first.shared] == [job.readers for job in later.shared] != []
