@@ -16,6 +16,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
 from typing import Any, TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jigsaw.cut import (
     Box,
     Cut,
@@ -218,6 +221,14 @@ class Layout(FrozenValue):
             flat = flat * size + c
         return flat
 
+    def coord(self, position: int) -> MeshCoordinate:
+        """The coordinate at a row-major position: the inverse of `index`."""
+        found: list[int] = []
+        for _, size in reversed(self.axes):
+            position, at = divmod(position, size)
+            found.append(at)
+        return tuple(reversed(found))
+
     def piece(self, cut: Cut, coord: MeshCoordinate) -> int:
         """Which piece of `cut` a coordinate has."""
         # mixed radix, major axis first: of (lat, lon) = 2 x 3 the rank at (1, 2) has piece 1 * 3 + 2
@@ -302,6 +313,23 @@ def _with_dim_inserted(layout: Layout, dim: int, size: int) -> Layout:
 def _local_shape(layout: Layout, coord: MeshCoordinate) -> tuple[int, ...]:
     extents = iter(box_shape(layout.held(coord)))
     return tuple(math.prod(next(extents) for _ in range(count)) for count in layout.groups)
+
+
+def values_over_mesh(axes: AxisSizes, cutting: Sequence[str], by_piece: NDArray[Any]) -> NDArray[Any]:
+    """A value for each piece of a dim that the axes `cutting` cut, as an array over the mesh: each rank's, in one place
+    along the axes that do not cut it.
+
+    >>> import numpy as np
+    >>> from jigsaw.layout import values_over_mesh
+    >>> values_over_mesh((("data", 2), ("lat", 3)), ("lat",), np.array([5, 4, 4]))
+    array([[5, 4, 4]])
+    """
+    sizes = dict(axes)
+    named = [axis for axis in cutting if axis in sizes]
+    # pieces count the places along their axes major to minor: of (lon, lat) = 3 x 2 piece 4 is at lon 2, lat 0
+    placed = by_piece.reshape([sizes[axis] for axis in named])
+    placed = placed.transpose([named.index(axis) for axis in sizes if axis in named])
+    return placed.reshape([size if axis in named else 1 for axis, size in axes])
 
 
 def _cut_dim(size: int, axes: tuple[str, ...], sizes: Mapping[str, int], split: SplitRule, align: int) -> Cut:

@@ -25,10 +25,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import pairwise, product
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jigsaw.cut import Box, Cut, ShardingError, SplitRule, box_elements, cut_points, whole_dim
-from jigsaw.layout import AxisSizes, Layout, MeshCoordinate
+from jigsaw.layout import AxisSizes, Layout, MeshCoordinate, values_over_mesh
 
 OPERAND_DIMS = {"x": "mk", "w": "nk", "y": "mn"}
 
@@ -52,18 +55,29 @@ class MatmulRing:
         """The shape of the block that the parts make up."""
         return max(b[0][1] for b in self.boxes), max(b[1][1] for b in self.boxes)
 
-    @property
-    def gathered(self) -> int:
-        """Elements that this rank receives when the block is gathered."""
-        return sum(map(box_elements, self.boxes)) - box_elements(self.boxes[self.me])
+
+@dataclass(frozen=True, eq=False)
+class RingElements:
+    """Elements of one operand, each an array over the mesh: a rank's `own` part, that of the rank `before` it in its
+    ring of so many ranks, those of the whole `block`, and of its `largest` part.
+    """
+
+    size: int
+    own: NDArray[np.int64]
+    before: NDArray[np.int64]
+    block: NDArray[np.int64]
+    largest: NDArray[np.int64]
 
     @property
-    def scattered(self) -> int:
-        """Elements that this rank receives when the block is reduce-scattered: every part but the one that it
-        starts.
-        """
+    def gathered(self) -> NDArray[np.int64]:
+        """What a rank receives when the block is gathered."""
+        return self.block - self.own
+
+    @property
+    def scattered(self) -> NDArray[np.int64]:
+        """What a rank receives when the block is reduce-scattered: every part but the one that it starts."""
         # the sum that this rank starts is the one that ends at the rank before it, so that it goes all the way round
-        return sum(map(box_elements, self.boxes)) - box_elements(self.boxes[(self.me - 1) % self.size])
+        return self.block - self.before
 
 
 @dataclass(frozen=True)
@@ -196,7 +210,7 @@ class MatmulGrid:
 
     def coord(self, position: int) -> MeshCoordinate:
         """The grid coordinate of a row-major mesh position."""
-        return _unravel_position(position, tuple(size for _, size in self.x.axes))
+        return self.x.coord(position)
 
     def ring(self, name: str, coord: MeshCoordinate) -> MatmulRing:
         """Who holds the parts of the block of X, W or Y that the rank at `coord` works on."""
@@ -206,28 +220,67 @@ class MatmulGrid:
 
     def received(self, coord: MeshCoordinate) -> dict[str, int]:
         """Elements of X, W and Y that a rank receives in the forward pass, exactly."""
-        return {
-            "x": self.ring("x", coord).gathered,
-            "w": self.ring("w", coord).gathered,
-            "y": self.ring("y", coord).scattered,
-        }
+        return {name: int(self._received[name][coord]) for name in OPERAND_DIMS}
 
     def received_backward(self, coord: MeshCoordinate) -> dict[str, int]:
         """Elements of X, W and Y (or their gradients) that a rank receives in the backward pass, exactly.
 
         X and W are gathered again and their gradients reduce-scattered; the gradient of Y is gathered once for both.
         """
-        x, w, y = (self.ring(name, coord) for name in OPERAND_DIMS)
+        return {name: int(self._received_backward[name][coord]) for name in OPERAND_DIMS}
+
+    @cached_property
+    def _received(self) -> dict[str, NDArray[np.int64]]:
+        rings = self._elements
+        return {"x": rings["x"].gathered, "w": rings["w"].gathered, "y": rings["y"].scattered}
+
+    @cached_property
+    def _received_backward(self) -> dict[str, NDArray[np.int64]]:
+        x, w, y = (self._elements[name] for name in OPERAND_DIMS)
         return {"x": x.gathered + x.scattered, "w": w.gathered + w.scattered, "y": y.gathered}
+
+    @cached_property
+    def _elements(self) -> dict[str, RingElements]:
+        return {name: self._count_elements(name) for name in OPERAND_DIMS}
+
+    def _count_elements(self, name: str) -> RingElements:
+        layout: Layout = getattr(self, name)
+        axes = [axis for axis, _ in layout.axes]
+        rows, columns = (_lengths_over_mesh(layout, cut) for cut in layout.cuts)
+        own = np.broadcast_to(rows * columns, tuple(size for _, size in layout.axes))
+        around = tuple(axes.index(axis) for axis in self.ring_axes(name))
+        # the ring's axes last, as one: the rank before is one place down along them, the last one before the first
+        turned = np.moveaxis(own, around, range(-len(around), 0))
+        before = np.roll(turned.reshape(*turned.shape[: len(axes) - len(around)], -1), 1, -1).reshape(turned.shape)
+        return RingElements(
+            math.prod(own.shape[axis] for axis in around),
+            own,
+            np.moveaxis(before, range(-len(around), 0), around),
+            own.sum(around, keepdims=True),
+            own.max(around, keepdims=True),
+        )
+
+    def ring_axes(self, name: str) -> list[str]:
+        """The axes along which the parts of a block lie, major to minor."""
+        # those of the dim that the operand lacks (X has no N), as far as they refine it at rest; along the others it is
+        # held alike, and nobody has anything to pass on
+        layout: Layout = getattr(self, name)
+        return [axis for axis in self.spare(name).axes if axis in layout.cut_axes]
 
     def work(self, coord: MeshCoordinate) -> int:
         """Multiply-adds of one of the three products on a rank."""
         return math.prod(b - a for a, b in (c.owned(self.x.piece(c, coord)) for c in (self.m, self.k, self.n)))
 
     @cached_property
+    def most_work(self) -> int:
+        """The most multiply-adds of one of the three products on any rank."""
+        # each axis cuts one of M, K and N, so some rank has the longest piece of all three
+        return math.prod(max(b - a for a, b in pairwise(cut.points)) for cut in (self.m, self.k, self.n))
+
+    @cached_property
     def worst(self) -> int:
         """The most elements that a rank receives, forward and backward."""
-        return max(sum(self.received(c).values()) + sum(self.received_backward(c).values()) for c in self.coords())
+        return int(sum((*self._received.values(), *self._received_backward.values()), np.zeros((), np.int64)).max())
 
     def products(self, coord: MeshCoordinate) -> int:
         """How many pairs of non-empty parts of X and W a rank multiplies in the forward pass."""
@@ -251,25 +304,30 @@ class MatmulGrid:
 
         A gathered block that is kept, two parts of what streams through, two of what is being reduced.
         """
+        return int(np.broadcast_to(self._transient, self._elements["x"].own.shape)[coord])
+
+    @cached_property
+    def _transient(self) -> NDArray[np.int64]:
         # forward, then the gradients of X and of W: both need that of Y, which is gathered once and kept
         plans = (("x", "w", "y", ()), ("y", "w", "x", ("y",)), ("y", "x", "w", ("y",)))
-        return max(self._transient(coord, a, b, out, kept) for a, b, out, kept in plans)
+        found = [self._transient_of(a, b, out, kept) for a, b, out, kept in plans]
+        return np.maximum(np.maximum(*found[:2]), found[2])
 
-    def _transient(self, coord: MeshCoordinate, a: str, b: str, out: str, kept: Sequence[str]) -> int:
+    def _transient_of(self, a: str, b: str, out: str, kept: Sequence[str]) -> NDArray[np.int64]:
         # while a result is reduced, its parts are asked for one by one, so both operands must be whole by then
         reducing = self._moves(out)
-        held = 2 * _largest_part(self.ring(out, coord)) if reducing else 0
+        held = 2 * self._elements[out].largest if reducing else np.zeros((), np.int64)
         for name in (a, b):
-            ring = self.ring(name, coord)
+            ring = self._elements[name]
             keeps = reducing or name in kept or name != self.stream(a, b)
             if ring.size > 1:
-                held += math.prod(ring.block) + _largest_part(ring) if keeps else 2 * _largest_part(ring)
+                held = held + (ring.block + ring.largest if keeps else 2 * ring.largest)
         return held
 
     @cached_property
     def most_transient(self) -> int:
         """The most transient elements on any rank."""
-        return max(self.transient(c) for c in self.coords())
+        return int(self._transient.max())
 
     def explain(self, itemsize: int = 4) -> str:
         """The grid, bytes, work and transient memory that it predicts for each rank, as a table."""
@@ -289,8 +347,9 @@ class MatmulGrid:
         return "\n".join([head, *("  ".join(v.rjust(w) for v, w in zip(row, widths, strict=True)) for row in rows)])
 
 
-def _largest_part(ring: MatmulRing) -> int:
-    return max(map(box_elements, ring.boxes))
+def _lengths_over_mesh(layout: Layout, cut: Cut) -> NDArray[np.int64]:
+    """The rows of a cut that each rank owns."""
+    return values_over_mesh(layout.axes, cut.axes, np.diff(np.array(cut.points, np.int64)))
 
 
 def _check_rest(rest: str) -> None:
@@ -298,14 +357,6 @@ def _check_rest(rest: str) -> None:
         raise ShardingError(
             f"rest={rest!r} must name a dim of X ('m' or 'k'), of W ('n' or 'k') and of Y ('m' or 'n'), as in 'mnm'"
         )
-
-
-def _unravel_position(position: int, sizes: Sequence[int]) -> MeshCoordinate:
-    coord: list[int] = []
-    for size in reversed(sizes):
-        position, at = divmod(position, size)
-        coord.append(at)
-    return tuple(reversed(coord))
 
 
 def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: str = "balanced") -> Cut:
@@ -323,9 +374,7 @@ def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: s
 @lru_cache(maxsize=4096)
 def _matmul_ring(grid: MatmulGrid, name: str, coord: MeshCoordinate) -> MatmulRing:
     layout: Layout = getattr(grid, name)
-    # the parts of a block lie along the axes of the dim that the operand lacks (X has no N): only those that refine it
-    # at rest; along the others it is held alike, and nobody has anything to pass on
-    axes = [a for a in grid.spare(name).axes if a in layout.cut_axes]
+    axes = grid.ring_axes(name)
     corner = [block.owned(layout.piece(block, coord))[0] for block in grid.blocks(name)]
     names = [axis for axis, _ in layout.axes]
     at = dict(zip(names, coord, strict=True))
@@ -384,7 +433,7 @@ def _work_imbalance(grid: MatmulGrid) -> int:
     traffic.
     """
     mean = math.prod(grid.shape) / max(grid.x.ranks, 1)
-    return int(max(grid.work(c) for c in grid.coords()) / mean) if mean else 0
+    return int(grid.most_work / mean) if mean else 0
 
 
 def _is_largest_moved(grid: MatmulGrid) -> bool:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from jigsaw import comm
-from jigsaw.cut import Cut, ShardingError
+from jigsaw.cut import Cut, ShardingError, box_elements
 from jigsaw.layout import Layout
 from jigsaw.matmul import grid_matmul
 from jigsaw.matmul_grid import MatmulGrid, candidate_grids, choose_grid
@@ -288,6 +288,26 @@ def test_the_best_grid_is_never_beaten_on_bytes():
             best = choose_grid(every)
             balanced = [g for g in every if max(map(g.work, g.coords())) < 2 * math.prod(shape) / ranks]
             assert not balanced or best.worst == min(g.worst for g in balanced)
+
+
+@pytest.mark.parametrize("rest", ["mnm", "knn", "mkn"])
+def test_all_ranks_at_once_are_counted_as_their_rings_are(rest):
+    grids = [(("m", "k"), "n"), ("k", ("n", "m")), ((), ("m", "n")), (("n", "m", "k"), ())]  # which axes cut M and K
+    for m, k in grids:
+        used = {*m, *k}
+        grid = MatmulGrid.by((13, 7, 10), {"m": 2, "k": 3, "n": 4}, m, k, [a for a in "mkn" if a not in used], rest)
+        for coord in grid.coords():
+            rings = {name: grid.ring(name, coord) for name in "xwy"}
+            parts = {name: [box_elements(box) for box in ring.boxes] for name, ring in rings.items()}
+            gathered = {name: sum(parts[name]) - parts[name][rings[name].me] for name in "xwy"}
+            scattered = {name: sum(parts[name]) - parts[name][rings[name].me - 1] for name in "xwy"}
+            assert grid.received(coord) == {**gathered, "y": scattered["y"]}
+            both = {name: gathered[name] + scattered[name] for name in "xw"}
+            assert grid.received_backward(coord) == {**both, "y": gathered["y"]}
+        totals = [sum((*grid.received(c).values(), *grid.received_backward(c).values())) for c in grid.coords()]
+        assert grid.worst == max(totals)
+        assert grid.most_work == max(map(grid.work, grid.coords()))
+        assert grid.most_transient == max(map(grid.transient, grid.coords()))
 
 
 def test_memory_bounds_the_choice():

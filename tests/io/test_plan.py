@@ -198,10 +198,11 @@ def test_what_ranks_need_follows_from_grids_alone(tiles, axes):
     needed = NeededChunks(asked, {name: ChunkGrid(t.shape, 4, t.chunks) for name, t in tiles.items()})
     for name, readers_of in needed.readers.items():
         for chunk in needed.grids[name].indices():
-            assert readers_of.get(chunk, []) == [m for m in range(needed.ranks) if needed.boxes(name, chunk, m)]
+            readers = readers_of[chunk].ranks if chunk in readers_of else ()
+            assert [*readers] == [m for m in range(needed.ranks) if needed.boxes(name, chunk, m)]
     plan = plan_read(asked, tiles, "cooperative")
-    assert {(job.array, job.chunk): [*job.readers] for job in plan.jobs} == {
-        (name, chunk): readers for name, readers_of in needed.readers.items() for chunk, readers in readers_of.items()
+    assert {(job.array, job.chunk): job.readers for job in plan.jobs} == {
+        (name, chunk): readers.ranks for name, of in needed.readers.items() for chunk, readers in of.items()
     }
 
 

@@ -147,13 +147,13 @@ def test_a_changed_header_or_table_is_refused_or_stays_within_the_chunk(at, valu
 def test_the_share_that_a_rank_takes_of_a_chunk_is_that_of_its_box(tmp_path, axes, halo):
     path, _ = write_toy(tmp_path)
     plan = plan_read(request(axes, halo=halo), open_store(path).arrays)
-    for name in plan.needed.readers:
-        for geometry in plan.needed.geometries[name]:
-            for member in range(plan.ranks):
-                for chunk in geometry.chunks(member):
-                    box = geometry.box(chunk, member)
-                    of_box = needed_share([box.rect], plan.tables[name].grid.shape_of(chunk))
-                    assert geometry.share(chunk, member) == pytest.approx(of_box)
+    for name, readers_of in plan.needed.readers.items():
+        for chunk, readers in readers_of.items():
+            for member in readers.ranks:
+                group, boxes = readers.group((member,)), plan.needed.boxes(name, chunk, member)
+                assert group.rects == [box.rect for box in boxes]
+                shares = [needed_share([box.rect], plan.tables[name].grid.shape_of(chunk)) for box in boxes]
+                assert group.largest_share == pytest.approx(max(shares))
 
 
 # -- through the reader ----------------------------------------------------------------------------------------------

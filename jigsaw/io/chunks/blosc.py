@@ -56,6 +56,22 @@ class BloscFrame:
         ranges, spans = tuple((a, b - a) for a, b in stored), tuple((a, b) for a, b in valid)
         return ChunkPortion(ranges, spans, decoded=sum(b - a for a, b in spans))
 
+    def count_parts(self, runs: ByteSpans, firsts: NDArray[np.int64], gap: int) -> NDArray[np.int64]:
+        """Of many parts at once the requests, stored and decoded bytes [3, part]; their runs of blocks begin at `firsts`.
+
+        What `part` says of each.
+        """
+        if not self._is_rising:
+            parts = [self.part(each, gap) for each in np.split(runs, firsts[1:])]
+            return np.array([(len(part.ranges), part.stored, part.decoded) for part in parts], np.int64).T
+        valid, (start, stop) = np.minimum(runs * self.block, self.size), self._stored(runs).T
+        before = np.append(0, stop[:-1])
+        apart = start > before + gap
+        apart[firsts] = True
+        # what is not apart begins, as a request, where the run before it ends
+        each = apart, stop - np.where(apart, start, before), valid[:, 1] - valid[:, 0]
+        return np.add.reduceat(np.array(each, np.int64), firsts, axis=1)
+
     def _stored(self, runs: ByteSpans) -> ByteSpans:
         """Where the blocks of each run are stored."""
         if self._is_rising:

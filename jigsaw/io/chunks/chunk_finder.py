@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from math import prod
 from typing import TypeVar
@@ -74,7 +74,7 @@ class ChunkFinder:
         return self._slices if self._decoder is None else self._decoder.splits
 
     @cached_property
-    def _least_left_out(self) -> int:
+    def least_left_out(self) -> int:
         """The bytes that a part must leave out at least."""
         is_plain = self._decoder is not None and self._decoder.is_plain
         # the table of a Blosc frame far away takes a request of its own, which is worth those of four gaps
@@ -82,7 +82,7 @@ class ChunkFinder:
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
         """What to fetch and decode of a chunk of which these boxes are needed; None for all of it."""
-        if not self._may_part(index, rects):
+        if not self.may_part(index, portion.needed_share(rects, self.grid.shape_of(index))):
             return None
         if self._decoder is None:
             rows = portion.bounding_rows(rects)
@@ -90,13 +90,20 @@ class ChunkFinder:
         ref = self.locate(index)
         return None if ref is None or ref.mask else self._portion(index, ref, rects, self._decoder)
 
-    def _may_part(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> bool:
-        """Whether a part may do, as far as geometry says."""
-        needed = portion.needed_share(rects, self.grid.shape_of(index))
+    def portion_key(self, index: ChunkIndex, ref: ChunkRef | None) -> Hashable:
+        """Of chunks with one key the same boxes have one portion; None where the stored bytes have a say in it."""
+        if self._decoder is None:
+            return self.grid.shape_of(index), self.grid.itemsize
+        if ref is None or ref.mask or not self._decoder.is_plain:
+            return None
+        return self.grid.shape_of(index), self.grid.itemsize, self._decoder.order, self.places.files.gap, self.far
+
+    def may_part(self, index: ChunkIndex, needed: float) -> bool:
+        """Whether a part of so much of a chunk may do, as far as geometry says."""
         return (
             self.is_divisible
             and needed <= portion.MOST_PORTION_SHARE
-            and (1 - needed) * self.grid.bytes_of(index) >= self._least_left_out
+            and (1 - needed) * self.grid.bytes_of(index) >= self.least_left_out
         )
 
     def _portion(
@@ -106,7 +113,7 @@ class ChunkFinder:
         if decoder.is_plain:
             found = portion.plain_portion(portion.needed_byte_spans(rects, shape, order, self.grid.itemsize, gap))
         else:
-            frame = self.naming_chunk(index, lambda: self.blosc_frame(index, ref))
+            frame = self.blosc_frame_of(index, ref)
             if frame is None:
                 return None
             found = frame.part(
@@ -117,6 +124,10 @@ class ChunkFinder:
     def blosc_frame(self, index: ChunkIndex, ref: ChunkRef) -> BloscFrame | None:
         """The Blosc frame that a chunk is stored as, its table read once; None when it is missing."""
         return self._tables.frame(index, ref, self.grid.bytes_of(index), self.places.files)
+
+    def blosc_frame_of(self, index: ChunkIndex, ref: ChunkRef) -> BloscFrame | None:
+        """What `blosc_frame` gives; its errors name the chunk."""
+        return self.naming_chunk(index, lambda: self.blosc_frame(index, ref))
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
         """Where so many chunks lie that follow each other along the last dim; the errors do not name them."""
@@ -144,9 +155,9 @@ class ChunkFinder:
         """The object whose index says where a chunk lies, and what reading it takes; None where there is none."""
         return self.places.index_of(index) if isinstance(self.places, IndexedPlaces) else None
 
-    def table_of(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> LookupCounts:
-        """What reading the table of blocks took, for the part of a chunk that these boxes need."""
-        return self._tables.took(index) if self._may_part(index, rects) else LookupCounts()
+    def table_of(self, index: ChunkIndex) -> LookupCounts:
+        """What reading the table of blocks of a chunk took."""
+        return self._tables.took(index)
 
     # -- errors --------------------------------------------------------------------------------------------------------
 

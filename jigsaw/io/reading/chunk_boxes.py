@@ -18,14 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
-from math import prod
 from typing import NamedTuple
 
 from jigsaw.cut import Cut, Interval
 from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows, DimChunks
+from jigsaw.io.reading.chunk_readers import DimShares, PieceShare, shares_of_dim
 from jigsaw.io.series.boundary import PERIODIC_BOUNDARY, DimBoundary
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, runs_of_pairs
+from jigsaw.layout import AxisSizes, Layout
 
 
 class RowRun(NamedTuple):
@@ -115,7 +116,7 @@ class BoundaryRows(NamedTuple):
     shift: int = 0
 
 
-def _boundary_rows(request: ReadRequest, turned: bool) -> tuple[BoundaryRows, ...]:
+def boundary_rows(request: ReadRequest, turned: bool) -> tuple[BoundaryRows, ...]:
     """For each spatial dim; `turned` for the rows beyond a pole."""
     space = request.layout.cuts[2:]
     boundary = request.boundary or (PERIODIC_BOUNDARY,) * len(space)
@@ -132,82 +133,117 @@ def _runs_of_picks(picks: IndexPicks, held: Interval, along: DimChunks) -> RunsB
     return _split_by_chunk([(source, target - start) for source, target in picks if start <= target < stop], along)
 
 
+class DimPieces:
+    """How a stored dim is cut: the runs that each piece holds, by chunk, and for each chunk who takes how much of it.
+
+    Compared by identity: `_pieces_of_space` and `_pieces_of_picks` make one object of those that are equal.
+    """
+
+    def __init__(
+        self,
+        axes: AxisSizes,
+        cut: Cut | None,
+        along: DimChunks,
+        held: Sequence[RunsByChunk],
+        owned: Sequence[RunsByChunk],
+    ) -> None:
+        self.cut, self.held = cut, held
+        found: dict[int, list[PieceShare]] = {}
+        for piece, (runs_of, own) in enumerate(zip(held, owned, strict=True)):
+            for chunk, runs in runs_of.items():
+                # merged, because rows that are taken twice, as beyond an edge, are decoded once
+                rows = tuple(merge_ranges(run.rows for run in runs))
+                share = PieceShare(piece, rows, sum(run.length for run in runs), chunk in own)
+                found.setdefault(chunk, []).append(share)
+        cutting = cut.axes if cut else ()
+        self.shares = {c: shares_of_dim(axes, cutting, along.length(c), tuple(found[c])) for c in sorted(found)}
+
+
+@lru_cache(maxsize=256)
+def _pieces_of_space(
+    axes: AxisSizes, cut: Cut, first: int, along: DimChunks, flip: bool, way: BoundaryRows
+) -> DimPieces:
+    how = cut.size, first, along, flip, way
+    held = [_runs_of_space_dim(rows, *how) for rows in cut.held]
+    return DimPieces(axes, cut, along, held, [_runs_of_space_dim(cut.owned(i), *how) for i in range(cut.pieces)])
+
+
+@lru_cache(maxsize=256)
+def _pieces_of_picks(axes: AxisSizes, cut: Cut | None, picks: IndexPicks, along: DimChunks) -> DimPieces:
+    """Along times and channels, where nobody has a halo; a dropped dim has no cut, and is one piece that all take."""
+    runs = [_runs_of_picks(picks, held, along) for held in (cut.held if cut else ((0, 1),))]
+    return DimPieces(axes, cut, along, runs, runs)
+
+
+@lru_cache(maxsize=1024)
+def _shares_of_place(axes: AxisSizes, cut: Cut, index: int) -> DimShares:
+    """Who holds one place along a dim that an array lacks."""
+    there = (i for i, (start, stop) in enumerate(cut.held) if start <= index < stop)
+    return shares_of_dim(axes, cut.axes, 1, tuple(PieceShare(i, ((0, 1),), 1) for i in there))
+
+
 class PartGeometry:
     """Of one part: for each rank and stored dim the chunks that it needs, and which rows of them.
 
     Runs are worked out for each piece of a cut, not for each rank: of 64 ranks on 8 x 8 pieces 8 for latitude and 8
-    for longitude, of which rank 13, at (1, 5), has the second and the sixth.
+    for longitude, of which rank 13, at (1, 5), has the second and the sixth.  They are kept, for most arrays and
+    samples ask for the same.
     """
 
     def __init__(
-        self, number: int, part: ReadPart, grid: ChunkGrid, request: ReadRequest, turned: bool = False
+        self, number: int, part: ReadPart, grid: ChunkGrid, request: ReadRequest, ways: Sequence[BoundaryRows]
     ) -> None:
-        self._number, self._turned, self._along = number, turned, grid.along
+        self._number, self._part, self._layout = number, part, request.layout
+        self._turned = any(way.turned for way in ways)
         self.ends_in_space = bool(part.to) and part.to[-1] >= 2
-        self._shares: dict[int, list[dict[int, float]]] = {}
-        layout, ways = request.layout, _boundary_rows(request, turned)
-        dims = [_runs_by_piece(part, d, grid, request, ways) for d in range(len(part.to))]
-        # a dropped dim has no cut, and is one piece that all ranks take
-        pieces = [[layout.piece(cut, coord) if cut else 0 for cut, _, _ in dims] for coord in layout.coords()]
-        self._held = [[held[i] for (_, held, _), i in zip(dims, mine, strict=True)] for mine in pieces]
-        self._owned = [[owned[i] for (_, _, owned), i in zip(dims, mine, strict=True)] for mine in pieces]
-        self._fixed_at = [_fixed_targets(part, request, coord) for coord in layout.coords()]
+        cuts, axes = request.layout.cuts, request.layout.axes
+        self.dims = tuple(_pieces_along(part, d, grid.along[d], request, ways) for d in range(len(part.to)))
+        self.fixed = tuple(_shares_of_place(axes, cuts[dim], index) for dim, index in part.at)
+        self._by_member: dict[int, tuple[list[RunsByChunk], tuple[tuple[int, int], ...] | None]] = {}
+
+    def _of_member(self, member: int) -> tuple[list[RunsByChunk], tuple[tuple[int, int], ...] | None]:
+        """What a rank takes along each stored dim, and where it lands along those that the array lacks."""
+        if member not in self._by_member:
+            layout, coord = self._layout, self._layout.coord(member)
+            runs = [dim.held[layout.piece(dim.cut, coord) if dim.cut else 0] for dim in self.dims]
+            self._by_member[member] = runs, _fixed_targets(self._part, layout, coord)
+        return self._by_member[member]
 
     def chunks(self, member: int) -> Iterator[ChunkIndex]:
-        return iter(()) if self._fixed_at[member] is None else product(*self._held[member])
-
-    def owns(self, chunk: ChunkIndex, member: int) -> bool:
-        """Whether a rank owns rows of a chunk, rather than only holding some as its halo."""
-        return all(c in rows for rows, c in zip(self._owned[member], chunk, strict=True))
+        held, at = self._of_member(member)
+        return iter(()) if at is None else product(*held)
 
     def last(self, member: int) -> RunsByChunk:
         """What a rank takes along the last stored dim, for each of the chunks there."""
-        return self._held[member][-1]
-
-    def share(self, chunk: ChunkIndex, member: int) -> float:
-        if member not in self._shares:
-            # merged, because rows that are taken twice, as beyond an edge, are decoded once
-            self._shares[member] = [
-                {
-                    c: sum(b - a for a, b in merge_ranges(run.rows for run in runs)) / along.length(c)
-                    for c, runs in rows.items()
-                }
-                for rows, along in zip(self._held[member], self._along, strict=True)
-            ]
-        return prod(shares.get(c, 0.0) for shares, c in zip(self._shares[member], chunk, strict=True))
+        return self._of_member(member)[0][-1]
 
     def box(self, chunk: ChunkIndex, member: int) -> ChunkBox | None:
         """What a rank takes of a chunk; None for nothing."""
-        at = self._fixed_at[member]
-        runs = tuple(row.get(c, ()) for row, c in zip(self._held[member], chunk, strict=True))
+        held, at = self._of_member(member)
+        runs = tuple(row.get(c, ()) for row, c in zip(held, chunk, strict=True))
         return None if at is None or not all(runs) else ChunkBox(self._number, runs, at, self._turned)
 
 
-def _runs_by_piece(
-    part: ReadPart, d: int, grid: ChunkGrid, request: ReadRequest, ways: Sequence[BoundaryRows]
-) -> tuple[Cut | None, list[RunsByChunk], list[RunsByChunk]]:
-    """How a stored dim is cut, and what each piece holds of its chunks, and owns of them."""
-    picks, to, along = part.picks[d], part.to[d], grid.along[d]
+def _pieces_along(
+    part: ReadPart, d: int, along: DimChunks, request: ReadRequest, ways: Sequence[BoundaryRows]
+) -> DimPieces:
+    picks, to, axes = part.picks[d], part.to[d], request.layout.axes
     if to == DROPPED_DIM:
         assert picks is not None
-        runs = [_runs_of_picks(((picks[0][0], 0),), (0, 1), along)]
-        return None, runs, runs
+        return _pieces_of_picks(axes, None, ((picks[0][0], 0),), along)
     cut = request.layout.cuts[to]
-    if picks is not None:  # along times and channels, where nobody has a halo
-        runs = [_runs_of_picks(picks, held, along) for held in cut.held]
-        return cut, runs, runs
+    if picks is not None:
+        return _pieces_of_picks(axes, cut, picks, along)
     # space begins at dim 2 of the sample
-    how = cut.size, part.first[d] if part.first else 0, along, d in part.flip, ways[to - 2]
-    held = [_runs_of_space_dim(rows, *how) for rows in cut.held]
-    return cut, held, [_runs_of_space_dim(cut.owned(i), *how) for i in range(cut.pieces)]
+    return _pieces_of_space(axes, cut, part.first[d] if part.first else 0, along, d in part.flip, ways[to - 2])
 
 
-def _fixed_targets(part: ReadPart, request: ReadRequest, coord: ChunkIndex) -> tuple[tuple[int, int], ...] | None:
+def _fixed_targets(part: ReadPart, layout: Layout, coord: ChunkIndex) -> tuple[tuple[int, int], ...] | None:
     """Where a part lands along dims that its array lacks: None for a rank that does not hold that place."""
     found: list[tuple[int, int]] = []
     for dim, index in part.at:
-        cut = request.layout.cuts[dim]
-        start, stop = cut.held[request.layout.piece(cut, coord)]
+        cut = layout.cuts[dim]
+        start, stop = cut.held[layout.piece(cut, coord)]
         if not start <= index < stop:
             return None
         found.append((dim, index - start))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, fields
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 
@@ -21,6 +25,10 @@ class ChunkJob(NamedTuple):
     @property
     def is_private(self) -> bool:
         return self.readers == (self.owner,)
+
+    def is_read_by(self, rank: int) -> bool:
+        at = bisect_left(self.readers, rank)  # they rise
+        return at < len(self.readers) and self.readers[at] == rank
 
 
 NO_OWNER = -1
@@ -46,8 +54,19 @@ class ReadCounts:
     unsized: int = 0
 
     @property
+    def row(self) -> NDArray[np.int64]:
+        """The row of a `CountsTable`."""
+        return np.array(list(vars(self).values()), np.int64)
+
+    @property
     def stored(self) -> int | None:
         return None if self.unsized else self.stored_bytes
 
     def __add__(self, other: ReadCounts) -> ReadCounts:
         return ReadCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+CountsTable = NDArray[np.int64]
+"""`ReadCounts` of many ranks, a row each."""
+COUNT_COLUMN = {field.name: number for number, field in enumerate(fields(ReadCounts))}
+"""Which column of a `CountsTable` counts what."""

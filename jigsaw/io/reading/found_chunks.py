@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_finder import ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.concurrent_requests import ask_at_once
 from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
-from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ChunkPortion
-from jigsaw.io.reading.chunk_jobs import ReadCounts, ReaderRanks
+from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ChunkPortion, blosc_blocks_of_rows
+from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, CountsTable, ReadCounts, ReaderRanks
+from jigsaw.io.reading.chunk_readers import ReaderGroup
 from jigsaw.io.reading.needed_chunks import NeededChunks
 
 ArrayTables = Mapping[str, ArrayTable]
+
+
+class LoadsAlone(NamedTuple):
+    """What each reader of a chunk would load for itself: whether a part of it, in how many requests, and the bytes.
+
+    The stored bytes of those that load all of it are left out, because the same rows of other chunks have others.
+    """
+
+    parts: NDArray[np.bool_]
+    requests: NDArray[np.int64]
+    stored: NDArray[np.int64]
+    decoded: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, readers: int, size: int, at: ArrayLike = (), made: ArrayLike = ()) -> LoadsAlone:
+        """Of chunks of `size` bytes; `made` are the requests, stored and decoded bytes [3, part] of those `at` places."""
+        found = cls(np.zeros(readers, bool), np.ones(readers, np.int64), *np.zeros((2, readers), np.int64))
+        found.decoded[:] = size
+        at = np.asarray(at, np.intp)
+        found.parts[at] = True
+        found.requests[at], found.stored[at], found.decoded[at] = np.asarray(made, np.int64).reshape(3, -1)
+        return found
+
+    def total(self, places: NDArray[np.intp]) -> tuple[int, int, int, int]:
+        """The loads of whole chunks, requests, stored and decoded bytes of some readers."""
+        parts, *others = (int(column[places].sum()) for column in self)
+        return (len(places) - parts, *others)
 
 
 class FoundChunks:
@@ -27,7 +60,9 @@ class FoundChunks:
     def __init__(self, needed: NeededChunks, tables: ArrayTables) -> None:
         self.needed, self.tables = needed, tables
         self._refs: dict[tuple[str, ChunkIndex], ChunkRef | None] = {}
-        self._portions: dict[tuple[str, ChunkIndex, ReaderRanks], ChunkPortion | None] = {}
+        self._portions: dict[Hashable, ChunkPortion | None] = {}
+        self._alone: dict[tuple[str, ChunkIndex], LoadsAlone] = {}
+        self._asked: set[tuple[str, ChunkIndex]] = set()
 
     def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
         """Where a chunk lies, looked up once; None when it is missing."""
@@ -36,17 +71,26 @@ class FoundChunks:
             self._refs[key] = self.tables[array].finder.locate(chunk)
         return self._refs[key]
 
+    def has_own_objects(self, array: str) -> bool:
+        """Whether each needed chunk of an array lies in another object, so that no request brings two of them."""
+        paths = [ref.path for chunk in self.needed.readers[array] if (ref := self.ref(array, chunk)) is not None]
+        return len(set(paths)) == len(paths)
+
     def portion(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ChunkPortion | None:
         """What of a chunk is loaded for these ranks; None for all of it."""
-        if not self.tables[array].finder.is_divisible:
+        finder = self.tables[array].finder
+        if not finder.is_divisible:
             return None
-        # asked before the finder is: from geometry alone, it spares reading the chunk's table of blocks
-        if self.needed.takes_more(MOST_PORTION_SHARE, array, chunk, readers):
+        group = self.needed.readers[array][chunk].group(readers)
+        if not _may_part(finder, chunk, group):
             return None
-        key = array, chunk, readers
-        if key not in self._portions:
-            self._portions[key] = self.tables[array].finder.portion(chunk, self.needed.rects(array, chunk, readers))
-        return self._portions[key]
+        kept, key = group.portions, finder.portion_key(chunk, self.ref(array, chunk))
+        if key is None:  # the stored bytes have a say in it, so it is of this store alone
+            kept, key = self._portions, (array, chunk, readers)
+            self._asked.add((array, chunk))
+        if key not in kept:
+            kept[key] = finder.portion(chunk, group.rects)
+        return kept[key]
 
     def load_counts(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
         """What loading a chunk for these ranks takes of the one that does it."""
@@ -59,16 +103,112 @@ class FoundChunks:
         unsized = int(ref.length is None and not slow)
         return ReadCounts(1, 1, slow, ref.length or 0, table.grid.bytes_of(chunk), unsized=unsized)
 
+    def counts_of_loads(self, array: str, chunk: ChunkIndex, mode: str) -> tuple[int, int, int]:
+        """The requests, and the bytes decoded and stored, that all loads of a chunk take in a mode; an unknown size
+        counts as the decoded one.
+        """
+        table, ref, readers = self.tables[array], self.ref(array, chunk), self.needed.readers[array][chunk]
+        if ref is None:
+            return 0, 0, 0
+        loads, size = readers.loads(mode), table.grid.bytes_of(chunk)
+        length = size if ref.length is None and table.decoder is not None else ref.length or 0
+        if not table.finder.is_divisible:
+            count = len(loads.alone) + bool(loads.served)
+            return count, count * size, count * length
+        whole = requests = stored = decoded = 0
+        if len(loads.alone):
+            whole, requests, stored, decoded = self._total_alone(array, chunk, ref, mode)
+        if loads.served:
+            row = self.load_counts(array, chunk, loads.served)
+            requests, decoded = requests + row.requests, decoded + row.decoded_bytes
+            stored += row.decoded_bytes if row.unsized else row.stored_bytes
+        return requests, decoded, stored + whole * length
+
+    def _total_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef, mode: str) -> tuple[int, int, int, int]:
+        readers, key = self.needed.readers[array][chunk], self.tables[array].finder.portion_key(chunk, ref)
+        if key is None or (key, mode) not in readers.memo:
+            total = self._loads_alone(array, chunk, ref).total(readers.loads(mode).alone)
+            if key is None:
+                return total
+            readers.memo[key, mode] = total
+        return readers.memo[key, mode]
+
+    def counts_alone(self, array: str, chunk: ChunkIndex) -> CountsTable:
+        """`load_counts` of each reader of a chunk by itself, a row a reader."""
+        ref, readers, table = self.ref(array, chunk), self.needed.readers[array][chunk], self.tables[array]
+        rows = np.zeros((len(readers), len(COUNT_COLUMN)), np.int64)
+        if ref is None:
+            return rows
+        slow, size = table.decoder is None, table.grid.bytes_of(chunk)
+        found = self._loads_alone(array, chunk, ref) if table.finder.is_divisible else None
+        known = not slow and found is not None
+        counts = {
+            "requests": 1 if found is None else found.requests,
+            "chunks": 1,
+            "fallback": slow,
+            "stored_bytes": np.where(found.parts, found.stored, ref.length or 0) if known else ref.length or 0,
+            "decoded_bytes": size if found is None else found.decoded,
+            "unsized": 0 if ref.length is not None or slow else 1 if found is None else ~found.parts,
+        }
+        for name, column in counts.items():
+            rows[:, COUNT_COLUMN[name]] = column
+        return rows
+
+    def _loads_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
+        """For chunks of which a part may do."""
+        readers, key = self.needed.readers[array][chunk], self.tables[array].finder.portion_key(chunk, ref)
+        if key is None:
+            if (array, chunk) not in self._alone:
+                self._alone[array, chunk] = self._divided_frame(array, chunk, ref)
+            return self._alone[array, chunk]
+        if key not in readers.memo:
+            able = [(i, (readers.ranks[i],)) for i in self._able_alone(array, chunk).tolist()]
+            found = [(i, part) for i, mine in able if (part := self.portion(array, chunk, mine)) is not None]
+            made = [(max(len(part.ranges), 1), part.stored, part.decoded) for _, part in found]
+            size, at = self.tables[array].grid.bytes_of(chunk), [i for i, _ in found]
+            readers.memo[key] = LoadsAlone.of(len(readers), size, at, list(zip(*made, strict=True)))
+        return readers.memo[key]
+
+    def _divided_frame(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
+        """What readers would load of a chunk that is stored as a Blosc frame; all of it where it is none."""
+        readers, table = self.needed.readers[array][chunk], self.tables[array]
+        able, size, frame = self._able_alone(array, chunk), table.grid.bytes_of(chunk), None
+        if len(able) and not ref.mask:
+            self._asked.add((array, chunk))
+            frame = table.finder.blosc_frame_of(chunk, ref)
+        if frame is None or table.decoder is None:
+            return LoadsAlone.of(len(readers), size)
+        # frames have tables of their own, but the blocks that readers need are the same in all of them
+        how = readers.shape, tuple(table.decoder.order), table.grid.itemsize, frame.block
+        key = table.finder.least_left_out, how
+        if key not in readers.memo:
+            rects = (tuple(readers.group((rank,)).rects) for rank in readers.at[able].tolist())
+            wanted = [blosc_blocks_of_rows(each, *how) for each in rects]
+            # readers side by side share most blocks: of 64 x 64 ranks few need others than their neighbours
+            apart = {runs.tobytes(): runs for runs in wanted}
+            number = {each: n for n, each in enumerate(apart)}
+            which = np.array([number[runs.tobytes()] for runs in wanted])
+            firsts = np.cumsum([0, *map(len, apart.values())])[:-1]
+            readers.memo[key] = np.concatenate([*apart.values()]), firsts, which
+        runs, firsts, which = readers.memo[key]
+        made = frame.count_parts(runs, firsts, table.places.files.gap)[:, which]
+        divided = made[2] <= MOST_PORTION_SHARE * size
+        return LoadsAlone.of(len(readers), size, able[divided], made[:, divided])
+
+    def _able_alone(self, array: str, chunk: ChunkIndex) -> NDArray[np.intp]:
+        """The readers, by their places, for which a part of a chunk may do, as far as geometry says."""
+        readers, finder = self.needed.readers[array][chunk], self.tables[array].finder
+        key = "able", finder.least_left_out
+        if key not in readers.memo:
+            groups = [readers.group((rank,)) for rank in readers.ranks]
+            readers.memo[key] = np.flatnonzero([_may_part(finder, chunk, group) for group in groups])
+        return readers.memo[key]
+
     def lookups(self) -> LookupCounts:
         """What finding these took of one rank that knew nothing yet: the indices of shards, and Blosc's tables."""
         chunks = [(self.tables[name], chunk) for name, chunks in self.needed.readers.items() for chunk in chunks]
         indices = dict(found for table, chunk in chunks if (found := table.finder.index_of(chunk)) is not None)
-        tables = {
-            (name, chunk): took
-            for name, chunk, readers in self._portions
-            if (took := self.tables[name].finder.table_of(chunk, self.needed.rects(name, chunk, readers))).requests
-        }
-        return total_lookups((*indices.values(), *tables.values()))
+        return total_lookups((*indices.values(), *(self.tables[name].finder.table_of(at) for name, at in self._asked)))
 
 
 def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
@@ -84,5 +224,10 @@ def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
     ask_at_once(lambda each: tables[each[0]].finder.locate(each[1]), list(one_an_object.values()))
     parts = [(name, chunk) for name, chunks in far if tables[name].finder.is_divisible for chunk in chunks]
     # each reader by itself, for its table of blocks: what they share in any mode is then found without another request
-    ask_at_once(lambda each: [found.portion(*each, (m,)) for m in needed.readers[each[0]][each[1]]], parts)
+    ask_at_once(lambda each: found.counts_alone(*each), parts)
     return found
+
+
+def _may_part(finder: ChunkFinder, chunk: ChunkIndex, group: ReaderGroup) -> bool:
+    """Whether a part of a chunk may do for some readers: asked of geometry alone, before a table of blocks is read."""
+    return group.largest_share <= MOST_PORTION_SHARE and finder.may_part(chunk, group.share)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from math import prod
 
-from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows
-from jigsaw.io.reading.chunk_boxes import ChunkBox, PartGeometry
-from jigsaw.io.reading.chunk_jobs import ReaderRanks
+from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex
+from jigsaw.io.reading.chunk_boxes import ChunkBox, DimPieces, PartGeometry, boundary_rows
+from jigsaw.io.reading.chunk_readers import ChunkReaders, DimShares, PartShares, readers_of_chunk
 from jigsaw.io.series.request import ReadRequest
+
+ReadersByChunk = Mapping[ChunkIndex, ChunkReaders]
+_PartDims = tuple[tuple[DimPieces, ...], tuple[DimShares, ...]]
 
 
 class NeededChunks:
@@ -22,28 +26,20 @@ class NeededChunks:
         self.request, self.grids, self.ranks = request, grids, request.layout.ranks
         self.geometries: dict[str, list[PartGeometry]] = {}
         both = (False, True) if any(b.rule == "pole" for b in request.boundary) else (False,)
+        ways = [boundary_rows(request, turned) for turned in both]
         for number, part in enumerate(request.parts):
-            made = [PartGeometry(number, part, grids[part.array], request, turned) for turned in both]
+            made = [PartGeometry(number, part, grids[part.array], request, way) for way in ways]
             self.geometries.setdefault(part.array, []).extend(made)
-        self.readers = {name: self._readers_of(name) for name in self.geometries}
+        # one mapping for all arrays whose parts take the same rows
+        alike = {name: tuple((each.dims, each.fixed) for each in parts) for name, parts in self.geometries.items()}
+        made = {parts: _readers_by_chunk(parts) for parts in set(alike.values())}
+        self.readers: dict[str, ReadersByChunk] = {name: made[parts] for name, parts in alike.items()}
         self._taken: dict[tuple[str, ChunkIndex, int], tuple[ChunkBox, ...]] = {}
 
-    def _readers_of(self, name: str) -> dict[ChunkIndex, list[int]]:
-        found: dict[ChunkIndex, list[int]] = {}
-        for member in range(self.ranks):
-            needed = [chunk for each in self.geometries[name] for chunk in each.chunks(member)]
-            # one geometry names a chunk once, of the product of its dims; two, such as of two levels, may name one each
-            for chunk in needed if len(self.geometries[name]) == 1 else dict.fromkeys(needed):
-                found.setdefault(chunk, []).append(member)
-        # sorted, because ranks meet chunks in an order of their own, and the plan's order must be everybody's
-        return {chunk: found[chunk] for chunk in sorted(found)}
-
-    def owns(self, array: str, chunk: ChunkIndex, member: int) -> bool:
-        return any(each.owns(chunk, member) for each in self.geometries[array])
-
-    def takes_more(self, share: float, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> bool:
-        """Whether one box alone takes more than this share of a chunk."""
-        return any(each.share(chunk, m) > share for each in self.geometries[array] for m in readers)
+    def chunks(self, array: str, member: int) -> list[ChunkIndex]:
+        """The chunks of an array that a rank needs, in C order."""
+        # two geometries, such as of two levels, may name a chunk each; a rolled dim ends with its first chunk
+        return sorted({chunk for each in self.geometries[array] for chunk in each.chunks(member)})
 
     def boxes(self, array: str, chunk: ChunkIndex, member: int) -> tuple[ChunkBox, ...]:
         """What a rank takes of a chunk: a box a part, and one of its rows beyond a pole."""
@@ -56,5 +52,13 @@ class NeededChunks:
     def box_bytes(self, array: str, chunk: ChunkIndex, member: int) -> int:
         return sum(prod(box.extents) for box in self.boxes(array, chunk, member)) * self.grids[array].itemsize
 
-    def rects(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> list[ChunkRows]:
-        return [box.rect for m in readers for box in self.boxes(array, chunk, m)]
+
+def _readers_by_chunk(parts: Sequence[_PartDims]) -> ReadersByChunk:
+    """The chunks of which parts take rows, in C order, and who needs them."""
+    found: dict[ChunkIndex, list[PartShares]] = {}
+    for dims, fixed in parts:
+        for along in product(*(dim.shares.items() for dim in dims)):
+            chunk, shares = zip(*along, strict=True)
+            found.setdefault(chunk, []).append(PartShares(shares, fixed))
+    every = {chunk: readers_of_chunk(tuple(found[chunk])) for chunk in sorted(found)}
+    return {chunk: readers for chunk, readers in every.items() if readers.ranks}

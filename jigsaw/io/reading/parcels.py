@@ -47,14 +47,16 @@ class BoxParcels:
         # Sorted by (reader, number): threads have packed in any order, and an all-to-all wants what goes to rank 0
         # first.  The receiver walks `plan.shared`, by owner, in the same order of numbers, and both take the boxes of a
         # job as `plan.boxes` has them.
-        plan, me, everybody = self._plan, self._peers.me, range(self._peers.size)
+        plan, me = self._plan, self._peers.me
         packed = [(to, part) for to, number in sorted(self._packed) for part in self._packed.pop((to, number))]
-        self._counts = [sum(part.size for to, part in packed if to == m) for m in everybody]
+        self._counts = [0] * self._peers.size
+        for to, part in packed:
+            self._counts[to] += part.size
         self._going = np.concatenate([np.empty(0, np.uint8), *(part for _, part in packed)])
-        self._wanted = [
-            [job for job in plan.shared if job.owner == m and me in job.readers and m not in self._near]
-            for m in everybody
-        ]
+        self._wanted: list[list[ChunkJob]] = [[] for _ in self._counts]
+        for job in plan.shared:
+            if job.owner != NO_OWNER and job.owner not in self._near and job.is_read_by(me):
+                self._wanted[job.owner].append(job)
         self._sizes = [sum(plan.box_bytes(job, me) for job in jobs) for jobs in self._wanted]
         self._coming = np.empty(sum(self._sizes), np.uint8)
 

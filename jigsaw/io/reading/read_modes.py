@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
+from heapq import heapify, heapreplace
 
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
+import numpy as np
+
 from jigsaw.io.chunks.read_cost import read_cost
-from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReaderRanks
+from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, NO_OWNER, ChunkJob
+from jigsaw.io.reading.chunk_readers import ByReader
 from jigsaw.io.reading.fetch_batches import fetch_batches
 from jigsaw.io.reading.found_chunks import FoundChunks
-from jigsaw.io.reading.needed_chunks import NeededChunks
 
 PLAN_MODES = ("independent", "neighbours", "cooperative")
 
@@ -27,78 +30,100 @@ def cost_of_mode(found: FoundChunks, array: str, mode: str) -> float:
     """What reading an array costs in a mode, in CPU seconds over all ranks."""
     # An unknown size counts as decoded: ranks that read do not ask for it, and all must find the same cost.  A shared
     # job costs as such, whatever its bytes: every rank that reads it is woken, and decoding a small one again is less.
-    table, needed, jobs = found.tables[array], found.needed, _jobs_of_array(found, array, mode)
+    table = found.tables[array]
     stored = decoded = sent = shared = requests = 0
-    for job in jobs:
-        row = found.load_counts(array, job.chunk, job.readers)
-        requests, decoded = requests + row.requests, decoded + row.decoded_bytes
-        stored += row.decoded_bytes if row.unsized else row.stored_bytes
-        shared += len(job.readers) > 1
-        sent += sum(needed.box_bytes(array, job.chunk, m) for m in job.readers if m != job.owner)
+    for chunk, readers in found.needed.readers[array].items():
+        loads, counts = readers.loads(mode), found.counts_of_loads(array, chunk, mode)
+        requests, decoded, stored = requests + counts[0], decoded + counts[1], stored + counts[2]
+        shared += bool(loads.served)
+        sent += loads.sent
     if table.far:
-        # near chunks of an object are one request only for the rank that owns both: so owners count, batch by batch
-        mine = ([job for job in jobs if job.owner == m] for m in range(needed.ranks))
-        requests = sum(batch.requests for some in mine for batch in fetch_batches(found, some))
-    return read_cost(table, requests, stored, decoded, sent, shared)
+        jobs = shared_jobs(found, {array: mode})
+        if mode == "cooperative":  # who owns a chunk changes what is sent, and the requests for objects of many chunks
+            sent = sum(sent_values(found, job) for job in jobs)
+        requests = _far_requests(found, array, mode, jobs, requests)
+    return read_cost(table, requests, stored, decoded, sent * table.grid.itemsize, shared)
 
 
-def loads_of_chunk(
-    needed: NeededChunks, array: str, chunk: ChunkIndex, readers: Sequence[int], mode: str
-) -> list[tuple[int, ReaderRanks]]:
-    """(owner, readers) of every load of a chunk; an owner that is still to be chosen is the first reader.
-
-    Say ranks 0 to 3 need a chunk, of which 1 and 2 own rows and 0 and 3 hold some as their halo.  Independent: each
-    loads it for itself.  Cooperative: one of them loads it for all.  Neighbours: rank 1 loads it for 0, 1 and 3, and
-    rank 2 for itself.
-    """
-    if mode == "cooperative" or len(readers) == 1:
-        return [(readers[0], tuple(readers))]
-    owning = readers
-    if mode == "neighbours":
-        # all readers may hold a chunk as their halo alone: of a crop whose halo reaches beyond its own rows
-        owning = [m for m in readers if needed.owns(array, chunk, m)] or readers[:1]
-    borrowing = tuple(m for m in readers if m not in owning)
-    first = (owning[0], tuple(sorted((owning[0], *borrowing))))
-    return [first, *((m, (m,)) for m in owning[1:])]
+def sent_values(found: FoundChunks, job: ChunkJob) -> int:
+    """The values of a chunk that are handed to others than its owner."""
+    readers = found.needed.readers[job.array][job.chunk]
+    total = int(readers.values_of(job.readers).sum())
+    return total - int(readers.values_of((job.owner,)).sum()) if job.is_read_by(job.owner) else total
 
 
-def balance_shared_jobs(
-    found: FoundChunks, todo: Sequence[ChunkJob], load: list[int], modes: Mapping[str, str]
-) -> list[ChunkJob]:
-    """Shared jobs with their owners: the largest first, each to the rank with the least so far, by bytes.
+def _far_requests(found: FoundChunks, array: str, mode: str, shared: list[ChunkJob], requests: int) -> int:
+    """The requests for an array of a far store: `requests`, were each of its chunks an object of its own."""
+    readers_of = found.needed.readers[array]
+    if found.has_own_objects(array):
+        return requests
+    # chunks of an object are one request only for the rank that loads both: so ranks count, batch by batch
+    mine: defaultdict[int, list[ChunkJob]] = defaultdict(list)
+    by_chunk = {job.chunk: job for job in shared}
+    if mode == "cooperative":
+        for job in shared:
+            mine[job.owner].append(job)
+    for chunk, readers in readers_of.items():
+        if mode != "cooperative" and chunk in by_chunk:
+            mine[by_chunk[chunk].owner].append(by_chunk[chunk])
+        for rank in readers.at[readers.loads(mode).alone].tolist():
+            mine[rank].append(ChunkJob(array, chunk, rank, (rank,)))
+    return sum(batch.requests for some in mine.values() for batch in fetch_batches(found, some))
 
+
+def shared_jobs(found: FoundChunks, modes: Mapping[str, str]) -> list[ChunkJob]:
+    """The jobs whose chunk several ranks read, with their owners, in the order in which all ranks take them.
+
+    Of a cooperative one the owner is chosen: the largest first, each to the rank with the least so far, by bytes.
     Ranks that have 5, 0, 0 and 9 to load for themselves share jobs of 8, 4, 4 and 2: 8 goes to rank 1, 4 to rank 2,
     which then has 4, the least, and gets the other 4; 2 goes to rank 0, with 5.  Of equals the lower rank and the
     earlier job come first, so that all ranks find the same.
     """
-    owners = [NO_OWNER] * len(todo)
+    todo = [
+        ChunkJob(name, chunk, loads.owner, loads.served)
+        for name, mode in modes.items()
+        if mode != "independent"
+        for chunk, readers in found.needed.readers[name].items()
+        if (loads := readers.loads(mode)).served
+    ]
+    if not todo:  # near stores need not be asked for the sizes of private chunks then
+        return []
     weights = [bytes_of_job(found, job) for job in todo]
+    # Every rank works out the load of all, not its own alone: who owns what must come out alike everywhere, and the
+    # order of the jobs, with which slots and parcels are numbered, as well.
+    load = _private_bytes(found, modes).tolist()
+    least = [(each, rank) for rank, each in enumerate(load)]
+    heapify(least)
     # Largest first, because a large one that comes last finds no rank that is behind by so much.  In whole bytes, with
     # ties broken by number: a float's rounding, or a set's order, would make other owners on another machine.
     for i in sorted(range(len(todo)), key=lambda i: (-weights[i], i)):
-        if weights[i]:  # a missing chunk has nobody to load it: its readers fill their boxes by themselves
-            fixed = modes[todo[i].array] == "neighbours"
-            owners[i] = todo[i].owner if fixed else min(range(found.needed.ranks), key=lambda m: (load[m], m))
-            load[owners[i]] += weights[i]
-    return [ChunkJob(job.array, job.chunk, owner, job.readers) for job, owner in zip(todo, owners, strict=True)]
+        if not weights[i]:  # a missing chunk has nobody to load it: its readers fill their boxes by themselves
+            todo[i] = todo[i]._replace(owner=NO_OWNER)
+            continue
+        owner = todo[i].owner
+        if modes[todo[i].array] == "cooperative":
+            while least[0][0] < load[least[0][1]]:  # it was given more since it was entered
+                heapreplace(least, (load[least[0][1]], least[0][1]))
+            owner = least[0][1]
+            todo[i] = todo[i]._replace(owner=owner)
+        load[owner] += weights[i]
+    return todo
+
+
+def _private_bytes(found: FoundChunks, modes: Mapping[str, str]) -> ByReader:
+    """The bytes that each rank fetches for itself alone, of chunks of unknown size those that it decodes."""
+    load = np.zeros(found.needed.ranks, np.int64)
+    for name, mode in modes.items():
+        for chunk, readers in found.needed.readers[name].items():
+            alone = readers.loads(mode).alone
+            if len(alone):
+                counts = found.counts_alone(name, chunk)[alone]
+                stored, decoded = counts[:, COUNT_COLUMN["stored_bytes"]], counts[:, COUNT_COLUMN["decoded_bytes"]]
+                load[readers.at[alone]] += np.where(stored, stored, decoded)
+    return load
 
 
 def bytes_of_job(found: FoundChunks, job: ChunkJob) -> int:
     """The bytes that a job fetches, or decodes where that is not known; 0 of a missing chunk."""
     row = found.load_counts(job.array, job.chunk, job.readers)
     return row.stored_bytes or row.decoded_bytes
-
-
-def _jobs_of_array(found: FoundChunks, array: str, mode: str) -> list[ChunkJob]:
-    """The jobs of an array, were it read in this mode and alone."""
-    needed = found.needed
-    jobs = [
-        ChunkJob(array, chunk, owner, served)
-        for chunk, readers in needed.readers[array].items()
-        for owner, served in loads_of_chunk(needed, array, chunk, readers, mode)
-    ]
-    if mode != "cooperative" or not found.tables[array].far:
-        return jobs  # who owns a chunk changes the requests for objects of many chunks, and little else
-    private, shared = [job for job in jobs if job.is_private], [job for job in jobs if not job.is_private]
-    load = [sum(bytes_of_job(found, job) for job in private if job.owner == m) for m in range(needed.ranks)]
-    return [*balance_shared_jobs(found, shared, load, {array: mode}), *private]

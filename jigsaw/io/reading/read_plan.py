@@ -10,9 +10,12 @@ to the ranks that own none.  What a single rank needs it always loads for itself
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import numpy as np
 
 from jigsaw.cut import ShardingError
 from jigsaw.io.chunks.chunk import ChunkRef
@@ -22,18 +25,12 @@ from jigsaw.io.chunks.joined_arrays import JoinedArrays
 from jigsaw.io.chunks.lookups import LookupCounts
 from jigsaw.io.chunks.portion import ChunkPortion
 from jigsaw.io.reading.chunk_boxes import ChunkBox
-from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts, ReaderRanks
+from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, NO_OWNER, ChunkJob, CountsTable, ReadCounts, ReaderRanks
+from jigsaw.io.reading.chunk_readers import ChunkReaders
 from jigsaw.io.reading.fetch_batches import FetchBatch, fetch_batches
 from jigsaw.io.reading.found_chunks import ArrayTables, FoundChunks, look_up_chunks
 from jigsaw.io.reading.needed_chunks import NeededChunks
-from jigsaw.io.reading.read_modes import (
-    PLAN_MODES,
-    balance_shared_jobs,
-    bytes_of_job,
-    choose_mode,
-    cost_of_mode,
-    loads_of_chunk,
-)
+from jigsaw.io.reading.read_modes import PLAN_MODES, choose_mode, cost_of_mode, sent_values, shared_jobs
 from jigsaw.io.reading.request_check import check_request_fits
 from jigsaw.io.series.request import ReadPart, ReadRequest
 
@@ -77,33 +74,28 @@ class ReadPlan:
     def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
         return self.found.ref(array, chunk)
 
-    def _taking(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
-        """What loading a chunk takes, with its stored size where `sizes` have that."""
-        row, ref = self.found.load_counts(array, chunk, readers), self.ref(array, chunk)
-        if not row.unsized or ref is None or ref.path not in self.sizes:
+    def _known_size(self, row: CountsTable, array: str, chunk: ChunkIndex) -> CountsTable:
+        """Counts of loading a chunk, a row or several, with its stored size where `sizes` have that."""
+        ref, unsized = self.ref(array, chunk), row[..., COUNT_COLUMN["unsized"]] > 0
+        if ref is None or ref.path not in self.sizes or not unsized.any():
             return row
-        size = self.sizes[ref.path]
-        return ReadCounts(1) if size is None else replace(row, stored_bytes=size, unsized=0)
+        size, known = self.sizes[ref.path], row.copy()
+        if size is None:
+            known[unsized] = ReadCounts(1).row
+        else:
+            known[unsized, COUNT_COLUMN["stored_bytes"]], known[unsized, COUNT_COLUMN["unsized"]] = size, 0
+        return known
+
+    def _counts_of(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> CountsTable:
+        """What loading a chunk for these ranks takes."""
+        return self._known_size(self.found.load_counts(array, chunk, readers).row, array, chunk)
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def shared(self) -> tuple[ChunkJob, ...]:
         """The jobs whose chunk several ranks read, in the order in which all ranks take them."""
-        todo = [
-            ChunkJob(name, chunk, owner, served)
-            for name, readers_of in self.needed.readers.items()
-            if self.modes[name] != "independent"
-            for chunk, readers in readers_of.items()
-            for owner, served in loads_of_chunk(self.needed, name, chunk, readers, self.modes[name])
-            if len(served) > 1
-        ]
-        if not todo:  # near stores need not be asked for the sizes of private chunks then
-            return ()
-        # Every rank works out the load of all, not its own alone: who owns what must come out alike everywhere, and
-        # the order of this tuple, with which slots and parcels are numbered, as well.
-        load = [sum(bytes_of_job(self.found, job) for job in self.private(m)) for m in range(self.ranks)]
-        return tuple(balance_shared_jobs(self.found, todo, load, self.modes))
+        return tuple(shared_jobs(self.found, self.modes))
 
     def private(self, member: int) -> Iterator[ChunkJob]:
         for name in self.needed.readers:
@@ -113,10 +105,7 @@ class ReadPlan:
     def private_chunks(self, name: str, member: int) -> list[ChunkIndex]:
         """The chunks of an array that a rank loads for itself alone, in C order."""
         readers_of, mode = self.needed.readers[name], self.modes[name]
-        mine, alone = [c for c, readers in readers_of.items() if member in readers], (member, (member,))
-        if mode == "independent":
-            return mine
-        return [chunk for chunk in mine if alone in loads_of_chunk(self.needed, name, chunk, readers_of[chunk], mode)]
+        return [chunk for chunk in self.needed.chunks(name, member) if readers_of[chunk].is_alone(member, mode)]
 
     @property
     def chunk_bytes(self) -> int:
@@ -127,8 +116,14 @@ class ReadPlan:
         return self.shared + tuple(job for member in range(self.ranks) for job in self.private(member))
 
     def batches(self, member: int) -> Iterator[FetchBatch]:
-        mine = [job for job in self.shared if job.owner == member]
-        return fetch_batches(self.found, [*mine, *self.private(member)])
+        return fetch_batches(self.found, [*self._shared_by_owner[member], *self.private(member)])
+
+    @cached_property
+    def _shared_by_owner(self) -> defaultdict[int, list[ChunkJob]]:
+        found: defaultdict[int, list[ChunkJob]] = defaultdict(list)
+        for job in self.shared:
+            found[job.owner].append(job)
+        return found
 
     def part_of(self, job: ChunkJob) -> ChunkPortion | None:
         return self.found.portion(job.array, job.chunk, job.readers)
@@ -153,20 +148,31 @@ class ReadPlan:
     @cached_property
     def rows(self) -> tuple[ReadCounts, ...]:
         """What each rank will do; the engine's counters equal it."""
-        rows = [ReadCounts() for _ in range(self.ranks)]
-        for job in self.jobs:
-            for member in job.readers:
-                landing = self.box_bytes(job, member)
-                rows[member].useful_bytes += landing
-                if member != job.owner != NO_OWNER:
-                    rows[job.owner].sent_bytes += landing
+        table = np.zeros((self.ranks, len(COUNT_COLUMN)), np.int64)
+        singly = np.zeros(self.ranks, np.int64)
+        useful, sent, requests = (COUNT_COLUMN[name] for name in ("useful_bytes", "sent_bytes", "requests"))
+        for name, chunk, readers in self._chunks():
+            table[readers.at, useful] += readers.values * self.tables[name].grid.itemsize
+            if len(alone := readers.loads(self.modes[name]).alone):
+                rows = self._known_size(self.found.counts_alone(name, chunk)[alone], name, chunk)
+                table[readers.at[alone]] += rows
+                singly[readers.at[alone]] += rows[:, requests] * self.tables[name].far
+        for job in self.shared:
             if job.owner != NO_OWNER:
-                # of far objects one request may bring many chunks: those are counted below, by the batch
-                row = self._taking(job.array, job.chunk, job.readers)
-                rows[job.owner] += replace(row, requests=0) if self.tables[job.array].far else row
-        for member, row in enumerate(rows):
-            row.requests += sum(batch.requests for batch in self.batches(member))
-        return tuple(rows)
+                row = self._counts_of(job.array, job.chunk, job.readers)
+                table[job.owner] += row
+                singly[job.owner] += row[requests] * self.tables[job.array].far
+                table[job.owner, sent] += sent_values(self.found, job) * self.tables[job.array].grid.itemsize
+        if not all(self.found.has_own_objects(name) for name in self.modes if self.tables[name].far):
+            # one request may bring many chunks of an object: those are counted by the batch
+            batched = [sum(batch.requests for batch in self.batches(member)) for member in range(self.ranks)]
+            table[:, requests] += np.array(batched) - singly
+        return tuple(ReadCounts(*row) for row in table.tolist())
+
+    def _chunks(self) -> Iterator[tuple[str, ChunkIndex, ChunkReaders]]:
+        for name, readers_of in self.needed.readers.items():
+            for chunk, readers in readers_of.items():
+                yield name, chunk, readers
 
     @property
     def total(self) -> ReadCounts:
@@ -176,9 +182,8 @@ class ReadPlan:
     def union_bytes(self) -> int:
         """The decoded size of what the sample needs of its chunks, each once."""
         return sum(
-            self._taking(name, chunk, tuple(readers)).decoded_bytes
-            for name, readers_of in self.needed.readers.items()
-            for chunk, readers in readers_of.items()
+            int(self._counts_of(name, chunk, readers.ranks)[COUNT_COLUMN["decoded_bytes"]])
+            for name, chunk, readers in self._chunks()
         )
 
     def ask_sizes(self) -> ReadPlan:
@@ -209,9 +214,9 @@ class ReadPlan:
     def digest(self) -> int:
         """A number that ranks compare: equal when their plans are."""
         # Private jobs follow from request and modes.  What a rank finds of a store enters by `shared`: ranks that see
-        # other chunks there, of a store that is written meanwhile, balance them otherwise, and must not go on.  Seven
-        # bytes fit the arena's signed words.
-        text = repr((self.request, self.modes, self.shared)).encode()
+        # other chunks there, of a store that is written meanwhile, balance them otherwise, and must not go on: their
+        # owners differ, all else of them follows too.  Seven bytes fit the arena's signed words.
+        text = repr((self.request, self.modes, [job.owner for job in self.shared])).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 

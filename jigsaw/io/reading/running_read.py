@@ -144,7 +144,7 @@ class RunningRead:
             self.arena.start(self.number, plan.digest, size, self.slots if self.sections else 0)
         if self.rank.ahead is not None:
             self.rank.ahead.beside = size * self.slots + self.rank.threads * plan.chunk_bytes
-        coord = list(request.layout.coords())[self.me]
+        coord = request.layout.coord(self.me)
         shape, dtype = request.layout.local_shape(coord), np.dtype(request.dtype)
         self.out = self.rank.memory.empty(shape, dtype) if out is None else out
         if self.out.shape != shape or self.out.dtype != dtype:
@@ -165,7 +165,7 @@ class RunningRead:
             raise ReadError("this process ends, and the read that it was to take part in with it") from e
         try:
             for job in self.plan.shared:
-                if job.owner == NO_OWNER and self.me in job.readers:
+                if job.owner == NO_OWNER and job.is_read_by(self.me):
                     self.take(ChunkSection(job), None)
             self._take_published()
             while wait(workers, 0.01).not_done:
@@ -251,7 +251,7 @@ class RunningRead:
             self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
         if self.arena is not None:
             self.arena.publish(at % self.slots, slot_ticket(self.number, at))
-        elif self.me in job.readers:
+        elif job.is_read_by(self.me):
             self.take(section, values)
 
     def _await_slot(self, at: int) -> None:
@@ -369,7 +369,7 @@ class RunningRead:
         pending = [
             (at % slots, slot_ticket(self.number, at), section)
             for at, section in enumerate(self.sections)
-            if self.me in section.job.readers
+            if section.job.is_read_by(self.me)
         ]
         while pending:
             # This ends: of the places that some reader has not taken yet, the lowest, p, waits for nobody.  Place

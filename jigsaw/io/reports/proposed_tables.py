@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from jigsaw.io.chunks import portion
 from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK, ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex, ChunkRows
 from jigsaw.io.chunks.codecs import CodecDecoder
@@ -92,6 +93,9 @@ class _ProposedTable(ArrayTable):
 
 class _ProposedFinder(ChunkFinder):
     """Parts of chunks are those blocks of equal size that the rows touch."""
+
+    def portion_key(self, index: ChunkIndex, ref: ChunkRef | None) -> Hashable:
+        return "proposed", self.grid.itemsize, self.stored_bytes(index)
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
         grid, size = self.grid, self.grid.bytes_of(index)

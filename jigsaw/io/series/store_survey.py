@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -168,22 +169,24 @@ def read_parts_of(
     """A part for each array and choice, of its time steps and all its levels; a variable without time fills every
     destination step by a part of its own.
     """
+    mine: defaultdict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    for i, channel in enumerate(channels):
+        mine[channel.array].append((i, channel.level))
     return tuple(
         part
         for v in variables
         for choice, steps in moments
-        for part in _parts_of_variable(v, channels, choice, steps, turn)
+        for part in _parts_of_variable(v, mine[v.table.name], choice, steps, turn)
     )
 
 
 def _parts_of_variable(
     variable: StoreVariable,
-    channels: Sequence[FieldChannel],
+    mine: Sequence[tuple[int, int | None]],
     choice: Mapping[str, int],
     steps: IndexPicks,
     turn: RowOrder,
 ) -> list[ReadPart]:
-    mine = [(i, c.level) for i, c in enumerate(channels) if c.array == variable.table.name]
     levels: IndexPicks = tuple((level, i) for i, level in mine if level is not None)
     picks: list[IndexPicks | None] = []
     to: list[int] = []

@@ -1,0 +1,221 @@
+"""Who takes how much of a stored chunk, all ranks at once: worked out once for all chunks that lie alike.
+
+A sample is cut as a product of dims, and so is what a rank takes of a chunk: along each dim a piece's rows.  Chunks of
+which the pieces take the same rows have the same readers, whatever their array and step.  Of 100 fields in chunks of
+the whole globe all chunks are alike, those of the next sample too, and 4096 ranks ask once who takes what of them.
+
+Four ranks on lat=2, lon=2, an array of 8 x 8 in chunks of 4 x 8, a halo of a row: of chunk (0, 0) piece 0 along lat
+takes the rows 0-3, all that it owns, and piece 1 takes row 3, which it does not own.  Along lon piece 0 has the columns
+0-4 and piece 1 3-7.  So all four read it, taking 20, 20, 5 and 5 values; ranks 0 and 1 own rows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.cut import Interval
+from jigsaw.io.chunks.chunk_grid import ChunkRows
+from jigsaw.io.chunks.portion import ChunkPortion, needed_share
+from jigsaw.io.reading.chunk_jobs import ReaderRanks
+from jigsaw.layout import AxisSizes, values_over_mesh
+
+ByReader = NDArray[np.int64]
+"""A number for each reader of a chunk, in the order of their ranks."""
+
+
+class PieceShare(NamedTuple):
+    """What a piece of a cut takes of a chunk along a dim: the intervals of rows, each once, and the number of rows with
+    those that it takes twice.
+    """
+
+    piece: int
+    rows: tuple[Interval, ...]
+    taken: int
+    owns: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class DimShares:
+    """What the pieces of a dim's cut take of the `length` rows that a chunk stores; those that take none are left out.
+
+    Axes of the mesh `axes` cut it, those `cutting`.
+    """
+
+    axes: AxisSizes
+    cutting: tuple[str, ...]
+    length: int
+    shares: tuple[PieceShare, ...]
+
+    @cached_property
+    def rows(self) -> NDArray[np.object_]:
+        """The rows that each rank takes; None for those that take none."""
+        return self._over_mesh([each.rows for each in self.shares], None)
+
+    @cached_property
+    def taken(self) -> NDArray[np.int64]:
+        return self._over_mesh([each.taken for each in self.shares], 0)
+
+    @cached_property
+    def share(self) -> NDArray[np.float64]:
+        # of rows that are taken twice, as beyond an edge, one is decoded
+        return self._over_mesh([sum(b - a for a, b in each.rows) / self.length for each in self.shares], 0.0)
+
+    @cached_property
+    def owns(self) -> NDArray[np.bool_]:
+        return self._over_mesh([each.owns for each in self.shares], False)
+
+    def _over_mesh(self, values: Sequence[Any], nothing: Any) -> NDArray[Any]:
+        """Each rank's value, as an array over the mesh that has one place along the axes that do not cut."""
+        pieces = prod(size for axis, size in self.axes if axis in self.cutting)
+        by_piece = np.full(pieces, nothing, object if nothing is None else None)
+        for each, value in zip(self.shares, values, strict=True):
+            by_piece[each.piece] = value
+        return values_over_mesh(self.axes, self.cutting, by_piece)
+
+
+@lru_cache(maxsize=1 << 14)
+def shares_of_dim(axes: AxisSizes, cutting: tuple[str, ...], length: int, shares: tuple[PieceShare, ...]) -> DimShares:
+    """One object for those that are equal, so that chunks that lie alike are found by what they are made of."""
+    return DimShares(axes, cutting, length, shares)
+
+
+class PartShares(NamedTuple):
+    """What a part of the request takes of a chunk: along the stored dims, and along those that its array lacks."""
+
+    stored: tuple[DimShares, ...]
+    fixed: tuple[DimShares, ...]
+
+
+class ReaderGroup:
+    """Readers that a chunk is loaded for, and what they need of it."""
+
+    def __init__(self, readers: ChunkReaders, places: NDArray[np.intp]) -> None:
+        self._readers, self._places = readers, places
+        self.largest_share = float(readers.largest_share[places].max())
+        self.portions: dict[Hashable, ChunkPortion | None] = {}
+
+    @cached_property
+    def rects(self) -> list[ChunkRows]:
+        return [rect for place in self._places.tolist() for rect in self._readers.rects(place)]
+
+    @cached_property
+    def share(self) -> float:
+        """At most which part of the chunk they need together."""
+        return needed_share(self.rects, self._readers.shape)
+
+
+class ChunkLoads(NamedTuple):
+    """Who loads a chunk: the rank `owner` for those `served`, and the readers `alone`, by their places, for themselves.
+
+    Without a load for several ranks `served` is empty; `sent` are the values that are handed to others than the owner.
+    """
+
+    owner: int
+    served: ReaderRanks
+    alone: NDArray[np.intp]
+    sent: int = 0
+
+
+class ChunkReaders:
+    """The ranks that take rows of a chunk, and how many `values` each takes.
+
+    `at` are the ranks as an array; `largest_share` is what the largest of a reader's boxes takes of the chunk, `owning`
+    whether it owns rows of it.
+    """
+
+    def __init__(self, parts: Sequence[PartShares]) -> None:
+        self._parts, mesh = parts, tuple(size for _, size in parts[0].stored[0].axes)
+        self.shape = tuple(dim.length for dim in parts[0].stored)
+
+        def over_parts(made: Iterable[Sequence[NDArray[Any]]]) -> NDArray[Any]:
+            return np.stack([np.broadcast_to(prod(by_dim), mesh).ravel() for by_dim in made])
+
+        values = over_parts([dim.taken for dim in (*p.stored, *p.fixed)] for p in parts).sum(0)
+        self.at: ByReader = np.flatnonzero(values)
+        self.ranks: ReaderRanks = tuple(self.at.tolist())
+        self.values: ByReader = values[self.at]
+        self.largest_share = over_parts([dim.share for dim in p.stored] for p in parts).max(0)[self.at]
+        self.owning = over_parts([dim.owns for dim in p.stored] for p in parts).astype(bool).any(0)[self.at]
+        self.memo: dict[Hashable, Any] = {}
+        self._loads: dict[str, ChunkLoads] = {}
+        self._groups: dict[ReaderRanks, ReaderGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def places(self, ranks: ReaderRanks) -> NDArray[np.intp]:
+        """Where some of the readers stand among all of them."""
+        return np.arange(len(self.at)) if ranks is self.ranks else np.searchsorted(self.at, ranks)
+
+    def values_of(self, ranks: ReaderRanks) -> ByReader:
+        """How many values some of the readers take."""
+        return self.values if ranks is self.ranks else self.values[self.places(ranks)]
+
+    def group(self, ranks: ReaderRanks) -> ReaderGroup:
+        """What some of the readers need."""
+        if ranks is self.ranks:
+            return self._all
+        if ranks not in self._groups:
+            self._groups[ranks] = ReaderGroup(self, self.places(ranks))
+        return self._groups[ranks]
+
+    @cached_property
+    def _all(self) -> ReaderGroup:
+        return ReaderGroup(self, self.places(self.ranks))
+
+    def rects(self, place: int) -> list[ChunkRows]:
+        """The boxes that a reader needs, one a part."""
+        found = [(tuple(d[place] for d in stored), tuple(d[place] for d in fixed)) for stored, fixed in self._rows]
+        return [rect for rect, there in found if None not in rect and None not in there]
+
+    @cached_property
+    def _rows(self) -> list[tuple[list[NDArray[np.object_]], ...]]:
+        """For each part and dim the rows that each reader takes."""
+        mesh = tuple(size for _, size in self._parts[0].stored[0].axes)
+        return [
+            tuple([np.broadcast_to(dim.rows, mesh).ravel()[self.at] for dim in dims] for dims in part)
+            for part in self._parts
+        ]
+
+    def is_alone(self, rank: int, mode: str) -> bool:
+        """Whether a reader loads the chunk for itself alone."""
+        return mode == "independent" or rank in self.at[self.loads(mode).alone]
+
+    def loads(self, mode: str) -> ChunkLoads:
+        """Who loads the chunk in a mode of reading.
+
+        Say ranks 0 to 3 need a chunk, of which 1 and 2 own rows and 0 and 3 hold some as their halo.  Independent: each
+        loads it for itself.  Cooperative: one of them, here rank 0, loads it for all.  Neighbours: rank 1 loads it for
+        0, 1 and 3, and rank 2 for itself.
+        """
+        if mode not in self._loads:
+            self._loads[mode] = self._loads_in(mode)
+        return self._loads[mode]
+
+    def _loads_in(self, mode: str) -> ChunkLoads:
+        everybody, values = np.arange(len(self.at)), self.values
+        if mode == "independent" or len(self.ranks) == 1:
+            return ChunkLoads(self.ranks[0], (), everybody)
+        if mode == "cooperative":
+            return ChunkLoads(self.ranks[0], self.ranks, everybody[:0], int(values[1:].sum()))
+        # all readers may hold a chunk as their halo alone: of a crop whose halo reaches beyond its own rows
+        owning = np.flatnonzero(self.owning) if self.owning.any() else everybody[:1]
+        serving = np.delete(everybody, owning[1:])
+        owner, sent = self.ranks[owning[0]], int(values[serving].sum() - values[owning[0]])
+        if len(serving) == 1:
+            return ChunkLoads(owner, (), owning)
+        served = self.ranks if len(serving) == len(everybody) else tuple(self.at[serving].tolist())
+        return ChunkLoads(owner, served, owning[1:], sent)
+
+
+@lru_cache(maxsize=1 << 14)
+def readers_of_chunk(parts: tuple[PartShares, ...]) -> ChunkReaders:
+    """The readers of all chunks of which parts take such rows."""
+    return ChunkReaders(parts)
