@@ -31,6 +31,7 @@ from jigsaw.debug import compare_calls
 from jigsaw.graph_calls import graph_call, is_shape_run, refuse_in_graph
 from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_group, mesh_patience, rank_at, ranks_along
 from jigsaw.slab_mesh import SlabMesh
+from jigsaw.wire_values import floats_from_order, order_as_integers, wire_dtype
 
 AxisNames = str | Sequence[str]
 SameOnRanks = (
@@ -180,7 +181,11 @@ _connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def swap_messages(
-    mesh: DeviceMesh, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str = "swap"
+    mesh: DeviceMesh,
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Tensor]],
+    kind: str = "swap",
+    tag: int = 0,
 ) -> PendingWork:
     """Start one batch of messages to and from mesh positions; nothing is reduced or converted.
 
@@ -202,7 +207,7 @@ def swap_messages(
     group = mesh_group(mesh)
     # gloo sends once it hears that the other side receives: that word must not queue behind this rank's own message
     ways = (dist.irecv, incoming), (dist.isend, outgoing)
-    ops = [dist.P2POp(way, x, rank_at(mesh, at), group) for way, messages in ways for at, x in messages]
+    ops = [dist.P2POp(way, x, rank_at(mesh, at), group, tag) for way, messages in ways for at, x in messages]
     others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
     with _name_who_waits(kind, others):
         works = dist.batch_isend_irecv(ops)
@@ -220,34 +225,6 @@ def rank_count(mesh: DeviceMesh, axes: AxisNames) -> int:
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
-# What a backend cannot combine, or not well, travels as what it can: exact for max and min, less rounding for sums.
-_WIRE = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.int16: torch.int32,
-    **{t: t for t in (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)},
-}
-
-
-def _wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
-    """The dtype in which `op` is taken over ranks."""
-    if op in _OPS and dtype in _WIRE:
-        return _WIRE[dtype]
-    if (dtype.is_complex and op == "sum") or (dtype == torch.bool and op in ("max", "min")):
-        return dtype
-    raise ShardingError(f"all_reduce cannot take op={op!r} of {dtype} over ranks; cast to int64 or float32 first")
-
-
-def _order_as_integers(x: Tensor, nan_last: bool) -> Tensor:
-    """Integers in the order of the floats `x`, NaN above (or below) all: backends lose NaN in their max and min."""
-    bits = torch.where(x.isnan(), torch.nan, x).view(torch.int32 if x.dtype == torch.float32 else torch.int64)
-    rising = torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
-    return rising if nan_last else torch.where(x.isnan(), torch.iinfo(bits.dtype).min, rising)
-
-
-def _floats_from_order(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    # the integer below all others decodes to a NaN too, a negative one
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
 
 
 def _record_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
@@ -312,7 +289,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     two for a maximum or minimum.
     *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs.
     """
-    wire = _wire_dtype(x.dtype, op)
+    wire = wire_dtype(x.dtype, op)
     ranks = rank_count(mesh, axes)
     mine = x.detach()
     if ranks == 1:
@@ -327,7 +304,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     elif wide.is_complex():
         buffer = torch.view_as_real(wide)
     else:
-        buffer = _order_as_integers(wide, op == "max") if ordered else wide
+        buffer = order_as_integers(wide, op == "max") if ordered else wide
     marks = [] if same is None else _alike_marks(buffer, mesh, axes, op, same)
     if marks:
         buffer = torch.cat([buffer.reshape(-1), buffer.new_tensor(marks)])
@@ -344,7 +321,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
         if wide.is_complex():
             return torch.view_as_complex(buffer.view(*wide.shape, 2)).to(x.dtype)
         wide = buffer.view(wide.shape)
-    return (_floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype)
+    return (floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype)
 
 
 def _plain_copy(x: Tensor) -> Tensor:
