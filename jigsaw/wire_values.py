@@ -1,4 +1,4 @@
-"""In what form values travel that a backend cannot combine, or not well, as they are.
+"""In what form values travel: as bytes, or as what a backend can combine.
 
 >>> from jigsaw.wire_values import order_as_integers
 >>> order_as_integers(torch.tensor([-1.0, 0.0, torch.inf, torch.nan]), nan_last=True).diff() > 0
@@ -21,6 +21,11 @@ _WIRE = {
 }
 
 
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether sums of the dtype are taken in float32."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
 def wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     """The dtype in which `op` is taken over ranks."""
     if op in ("sum", "max", "min", "prod") and dtype in _WIRE:
@@ -41,3 +46,19 @@ def floats_from_order(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """The floats that `order_as_integers` was given."""
     # the integer below all others decodes to a NaN too, a negative one
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
+
+
+def byte_view(x: Tensor) -> Tensor:
+    """A flat byte view of contiguous memory, so that any dtype travels as it is over any backend."""
+    if not x.is_contiguous():
+        raise ShardingError(f"a buffer of shape {tuple(x.shape)} and strides {x.stride()} must be contiguous")
+    # a single element counts as contiguous with any stride, but only stride 1 is viewed as bytes
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def plain_memory(x: Tensor) -> Tensor:
+    """Contiguous memory with the values of `x` in it: a lazy conjugate or negative is carried out, and zeros without
+    memory (the gradient of `torch.sgn`) get some.
+    """
+    x = x.clone() if x._is_zerotensor() else x  # pyright: ignore[reportPrivateUsage]
+    return x.detach().resolve_conj().resolve_neg().contiguous()
