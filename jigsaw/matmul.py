@@ -8,6 +8,7 @@ by part: a partial sum travels while the next one is computed.  After Agarwal et
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,9 @@ from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.wire_values import is_narrow
 
 RING_STEP_BYTES = 8 << 20
+# A sum that is sent after one product is waited for after the next: of half the size it has half of that one to spare,
+# so that a rank or a link that is a little late keeps nobody waiting.  Of less than this the price is that of messages.
+_SLACK_BYTES = 1 << 20
 
 
 def grid_matmul(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, chunk_bytes: int = RING_STEP_BYTES) -> Tensor:
@@ -159,7 +163,7 @@ class MatmulEngine:
         stream.keep = stream.keep or ring.size > 1
         dtype = a.local.dtype
         wide = torch.float32 if is_narrow(dtype) else dtype
-        pieces, chunks = _ring_step_boxes(ring, self.chunk, wide.itemsize)
+        pieces, chunks = _ring_step_boxes(ring, self.chunk, wide.itemsize, _SLACK_BYTES)
         steps = [divmod(i, chunks) for i in range(ring.size * chunks)]
 
         def partial_sum(box: Box) -> Tensor:
@@ -287,12 +291,14 @@ class ProductBlock:
         return place if place is not None and place.is_contiguous() else self.local.new_empty(box_shape(box))
 
 
-def _ring_step_boxes(ring: MatmulRing, chunk: int, itemsize: int) -> tuple[list[list[Box]], int]:
-    """The box of every member of a ring cut into chunks of rows, as many for each."""
+def _ring_step_boxes(
+    ring: MatmulRing, chunk: int, itemsize: int, halved: float = math.inf
+) -> tuple[list[list[Box]], int]:
+    """The box of every member of a ring cut into chunks of rows, as many for each; at least two of `halved` bytes."""
     # the number of chunks follows from the largest part and is the same on all members, for they count steps alike; a
     # member with fewer rows has empty chunks, of which nothing is sent
     largest = max(map(box_elements, ring.boxes)) * itemsize
-    chunks = max(1, min(-(-largest // chunk), max(r[1] - r[0] for r, _ in ring.boxes)))
+    chunks = max(1, min(max(-(-largest // chunk), 1 + (largest >= halved)), max(r[1] - r[0] for r, _ in ring.boxes)))
 
     def rows(start: int, stop: int) -> list[Interval]:
         points = cut_points(stop - start, chunks)

@@ -136,9 +136,12 @@ class TravellingBlock:
         self._arriving: list[tuple[Tensor, Tensor]] = []
         self._axes, self._rest = axes, [a for a in axes if a not in self._layout.cut_axes]
         self._is_summed = comm.rank_count(mesh, self._rest) > 1
-        narrow = self._is_summed and self._mine.dtype in (torch.bfloat16, torch.float16)
-        mine = self._mine.float() if narrow else self._mine
-        self._sent = (mine / comm.rank_count(mesh, axes)).contiguous()
+        self._ranks = comm.rank_count(mesh, axes)
+        if not self._is_summed and self._mine.is_contiguous():
+            self._sent = self._mine.div_(self._ranks)  # sent from where it lies
+        else:
+            narrow = self._is_summed and self._mine.dtype in (torch.bfloat16, torch.float16)
+            self._sent = ((self._mine.float() if narrow else self._mine) / self._ranks).contiguous()
         self._pending = comm.start_sum(self._sent, mesh, self._rest) if self._is_summed else self._swap()
 
     def _swap(self) -> comm.PendingWork:
@@ -178,6 +181,8 @@ class TravellingBlock:
         if self.is_alone:
             for place, _ in self._arriving:
                 place.zero_()
+            if self._sent is self._mine:
+                self._mine.mul_(self._ranks)
             late = self.parameter.grad
             self.parameter.grad = self._grad if late is None else self._grad.add_(late)
 
@@ -189,4 +194,4 @@ class TravellingBlock:
         wide = torch.float32 if grad.dtype in (torch.bfloat16, torch.float16) else grad.dtype
         total = grad.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
         comm.start_sum(total, self.record.mesh, self._axes).wait()
-        torch.div(total, comm.rank_count(self.record.mesh, self._axes), out=grad.detach())
+        torch.div(total, self._ranks, out=grad.detach())
