@@ -153,6 +153,21 @@ def test_uneven_work_differs_by_less_than_the_blocks_do(p):
     assert all(flops == 6 * work for flops, work, _ in found)
 
 
+@pytest.mark.parametrize("p", [(1, 4, 1), (2, 2, 1)], ids=str)
+@on_ranks(4)
+def test_large_sums_go_around_in_two_chunks(p):
+    grid, shape = MatmulGrid.of((33, 13, 10), p), (33, 13, 10)
+    coord = grid.coord(dist.get_rank())
+    calls = []
+    for slack in (1 << 20, 1):  # as if each part were large
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jigsaw.matmul._SLACK_BYTES", slack)
+            _, _, forward, _ = _same_as_whole(grid, shape)
+        assert forward.received_bytes == 8 * sum(grid.received(coord).values())
+        calls.append(sum(c.sent_bytes > 0 for c in forward.calls))
+    assert calls[1] - calls[0] == grid.ring("y", coord).size - 1
+
+
 def _rounding(got, expected):
     return ((got.double() - expected).norm() / expected.norm()).item()
 
