@@ -15,7 +15,8 @@ round is a step over the open link and one over the slow link, in turns; the rat
     hidden     = 1 - (slow_s - open_s) / transfer_s
 
 `open_s` and `slow_s` are medians over the rounds, of the slowest rank; `computing_s` is how long a step sleeps.
-`counted_over_formula` is what `jigsaw.comm.count` says that all ranks send, over the formula of
+`hidden_of_least` is `hidden` of the fastest step over each link: where others have the cores too, a late step says
+nothing of the link.  `counted_over_formula` is what `jigsaw.comm.count` says that all ranks send, over the formula of
 the layer's docstring; `link_over_formula` is `link_bytes` over those bytes of the formula that go over the link.
 """
 
@@ -347,6 +348,7 @@ def measure(name: str, ranks: Ranks, chosen: argparse.Namespace) -> dict[str, An
         limit_rate(bits_per_s)
         rounds.append((open_s, max(ranks.ask([is_simulated]))))
     open_s, slow_s = (statistics.median(r[i] for r in rounds) for i in range(2))
+    least = [min(r[i] for r in rounds) for i in range(2)]
     transfer_s = 8 * link_bytes / bits_per_s
     return {
         "case": name,
@@ -358,6 +360,7 @@ def measure(name: str, ranks: Ranks, chosen: argparse.Namespace) -> dict[str, An
         "transfer_s": round(transfer_s, 4),
         "mbit_per_s": round(bits_per_s / 1e6, 1),
         "hidden": round(1 - (slow_s - open_s) / transfer_s, 3),
+        "hidden_of_least": round(1 - (least[1] - least[0]) / transfer_s, 3),
         "sent_bytes": counted,
         "link_bytes": link_bytes,
         "counted_over_formula": round(counted / case.sent(scale), 4),

@@ -43,6 +43,7 @@ from jigsaw.traffic import TrafficCall as TrafficCall
 from jigsaw.traffic import TrafficCount as TrafficCount
 from jigsaw.traffic import count as count
 from jigsaw.traffic import record_call
+from jigsaw.wire_values import byte_view, floats_from_order, is_narrow, order_as_integers, plain_memory, wire_dtype
 
 AxisNames = str | Sequence[str]
 SameOnRanks = (
@@ -104,22 +105,6 @@ class PendingWork:
         self._works, self._buffers, self._landed = (), (), ()
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    """A flat byte view of contiguous memory, so that any dtype travels as it is over any backend."""
-    if not x.is_contiguous():
-        raise ShardingError(f"a buffer of shape {tuple(x.shape)} and strides {x.stride()} must be contiguous")
-    # a single element counts as contiguous with any stride, but only stride 1 is viewed as bytes
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
-def _plain_memory(x: Tensor) -> Tensor:
-    """Contiguous memory with the values of `x` in it: a lazy conjugate or negative is carried out, and zeros without
-    memory (the gradient of `torch.sgn`) get some.
-    """
-    x = x.clone() if x._is_zerotensor() else x  # pyright: ignore[reportPrivateUsage]
-    return x.detach().resolve_conj().resolve_neg().contiguous()
-
-
 def connect_ranks(mesh: DeviceMesh) -> None:
     """Let the ranks of a mesh send to each other; all of them call this before any sends, also one that will not.
 
@@ -144,7 +129,11 @@ _connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def swap_messages(
-    mesh: DeviceMesh, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str = "swap"
+    mesh: DeviceMesh,
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Tensor]],
+    kind: str = "swap",
+    tag: int = 0,
 ) -> PendingWork:
     """Start one batch of messages to and from mesh positions; nothing is reduced or converted.
 
@@ -158,8 +147,8 @@ def swap_messages(
         return PendingWork((), ())
     refuse_in_graph(f"a message of the kind {kind!r}")
     connect_ranks(mesh)
-    outgoing = [(at, _as_bytes(_plain_memory(x))) for at, x in sends if x.numel()]
-    incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
+    outgoing = [(at, byte_view(plain_memory(x))) for at, x in sends if x.numel()]
+    incoming = [(at, byte_view(x)) for at, x in receives if x.numel()]
     record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
     if not (outgoing or incoming):
         return PendingWork((), ())
@@ -170,7 +159,7 @@ def swap_messages(
         incoming = [(at, host) for (at, _), (_, host) in zip(incoming, landed, strict=True)]
     # gloo sends once it hears that the other side receives: that word must not queue behind this rank's own message
     ways = (dist.irecv, incoming), (dist.isend, outgoing)
-    ops = [dist.P2POp(way, x, rank_at(mesh, at), group) for way, messages in ways for at, x in messages]
+    ops = [dist.P2POp(way, x, rank_at(mesh, at), group, tag) for way, messages in ways for at, x in messages]
     others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
     with _name_who_waits(kind, others):
         works = dist.batch_isend_irecv(ops)
@@ -188,34 +177,6 @@ def rank_count(mesh: DeviceMesh, axes: AxisNames) -> int:
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
-# What a backend cannot combine, or not well, travels as what it can: exact for max and min, less rounding for sums.
-_WIRE = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.int16: torch.int32,
-    **{t: t for t in (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)},
-}
-
-
-def _wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
-    """The dtype in which `op` is taken over ranks."""
-    if op in _OPS and dtype in _WIRE:
-        return _WIRE[dtype]
-    if (dtype.is_complex and op == "sum") or (dtype == torch.bool and op in ("max", "min")):
-        return dtype
-    raise ShardingError(f"all_reduce cannot take op={op!r} of {dtype} over ranks; cast to int64 or float32 first")
-
-
-def _order_as_integers(x: Tensor, nan_last: bool) -> Tensor:
-    """Integers in the order of the floats `x`, NaN above (or below) all: backends lose NaN in their max and min."""
-    bits = torch.where(x.isnan(), torch.nan, x).view(torch.int32 if x.dtype == torch.float32 else torch.int64)
-    rising = torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
-    return rising if nan_last else torch.where(x.isnan(), torch.iinfo(bits.dtype).min, rising)
-
-
-def _floats_from_order(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    # the integer below all others decodes to a NaN too, a negative one
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
 
 
 def _record_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
@@ -273,14 +234,14 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     """A new tensor: `x` combined over the ranks along `axes`, the same bits on each.  Not differentiable.
 
     `op` is ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``; NaN wins in the last two, as it does in `torch.amax`.
-    bfloat16 and float16 are combined in float32.  What the ranks must have alike
-    (a layout) is `same`.
+    bfloat16 and float16 are combined in float32, and rounded once.  What the ranks must have alike (a layout) is
+    `same`.
 
     *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather); with `same` of one element more, of
-    two for a maximum or minimum.
+    two for a maximum or minimum.  Of narrow types twice that, they travel as float32; but not sums of 64 KiB or more.
     *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs.
     """
-    wire = _wire_dtype(x.dtype, op)
+    wire = wire_dtype(x.dtype, op)
     ranks = rank_count(mesh, axes)
     mine = x.detach()
     if ranks == 1:
@@ -288,6 +249,9 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     compare_calls(mesh, "all_reduce", op, *(same or ()), axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return _plain_copy(mine)
+    groups = groups_along(mesh, axes)
+    if op == "sum" and is_narrow(x.dtype) and x.nbytes >= _SHARED_BYTES and len(groups) == 1:
+        return _sum_in_shares(_plain_copy(mine), *groups[0], same)
     wide = _plain_copy(mine).to(wire)
     ordered = op in ("max", "min") and wide.is_floating_point()
     if wide.dtype == torch.bool:
@@ -295,13 +259,13 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     elif wide.is_complex():
         buffer = torch.view_as_real(wide)
     else:
-        buffer = _order_as_integers(wide, op == "max") if ordered else wide
+        buffer = order_as_integers(wide, op == "max") if ordered else wide
     marks = [] if same is None else _alike_marks(buffer, mesh, axes, op, same)
     if marks:
         buffer = torch.cat([buffer.reshape(-1), buffer.new_tensor(marks)])
     # several groups only on a mesh that leaves out ranks of the job: summed along one axis after the other, which
     # still gives every rank the same bits
-    for group, line in groups_along(mesh, axes):
+    for group, line in groups:
         with _name_who_waits("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
         _record_reduce(buffer, group)
@@ -312,7 +276,36 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
         if wide.is_complex():
             return torch.view_as_complex(buffer.view(*wide.shape, 2)).to(x.dtype)
         wide = buffer.view(wide.shape)
-    return (_floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype)
+    return (floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype)
+
+
+_SHARED_BYTES = 2**16  # of a narrow sum: with fewer, the price is that of messages, and one call has half of them
+
+
+def _sum_in_shares(x: Tensor, group: dist.ProcessGroup, line: Sequence[int], same: SameOnRanks) -> Tensor:
+    """The sum of narrow floats, which travel as they are: each rank adds up a share of all of them in float32, rounds
+    it once and gives it to the others.
+
+    A backend's own sum of them would round at every rank that it passes.
+    """
+    ranks, size = group.size(), x.numel()
+    share = -(-size // ranks)
+    given = torch.nn.functional.pad(x.reshape(-1), (0, ranks * share - size)).view(ranks, share)
+    if same is not None:  # a number of 8 bytes behind each share
+        number = torch.tensor([_number_of(same, ranks)], device=x.device).view(x.dtype)
+        given = torch.cat([given, number.expand(ranks, -1)], 1)
+    taken = torch.empty_like(given)
+    with _name_who_waits("all_reduce", line):
+        dist.all_to_all_single(byte_view(taken), byte_view(given), group=group)
+    if same is not None:
+        _check_marks((taken[:, share:].view(torch.int16) == given[:, share:].view(torch.int16)).all(), same)
+    mine = taken[:, :share].sum(0, dtype=torch.float32).to(x.dtype)
+    whole = x.new_empty(ranks, share)
+    with _name_who_waits("all_reduce", line):
+        dist.all_gather([byte_view(row) for row in whole], byte_view(mine), group=group)
+    moved = (ranks - 1) * (given[0].nbytes + mine.nbytes)
+    record_call("all_reduce", moved, moved, 2 * (ranks - 1))
+    return whole.view(-1)[:size].view(x.shape)
 
 
 def _plain_copy(x: Tensor) -> Tensor:
@@ -336,7 +329,7 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks =
     compare_calls(mesh, "all_gather", *(same or ()), axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
     if x.numel() == 0:
         return [x.detach()] * ranks
-    mine = _as_bytes(_plain_memory(x))
+    mine = byte_view(plain_memory(x))
     if same is not None:
         number = torch.tensor([_number_of(same, ranks)], device=x.device)
         mine = torch.cat([mine, number.view(torch.uint8)])
@@ -416,7 +409,7 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
         mine = ranks[0] == dist.get_rank()
         record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
         with _name_who_waits("broadcast", ranks):
-            dist.broadcast(_as_bytes(x), ranks[0], group=group)
+            dist.broadcast(byte_view(x), ranks[0], group=group)
 
 
 def job_barrier() -> None:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.mesh import axes_of_mesh, ranks_along
+from jigsaw.ops.gradient_blocks import TravellingBlock, record_blocks, recorded_blocks
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.ops.reentrant import at_end_of_pass, is_recomputing, outermost_pass
 from jigsaw.tile import lie_in_one_memory
@@ -94,7 +95,8 @@ class GradientBucket:
     """Parameters whose gradients travel together, along `axes`; ``late`` when one changed after the bucket had left.
 
     A large gradient that is alone in its bucket is summed in its own memory, for a copy would cost as much again: it is
-    `lent` until then, and a part that comes late is a gradient of its own beside it.
+    `lent` until then, and a part that comes late is a gradient of its own beside it.  A large one that is a block and
+    zeros is not summed: `blocks` travel.
     """
 
     parameters: list[nn.Parameter]
@@ -104,6 +106,7 @@ class GradientBucket:
     flat: Tensor | None = None
     flags: Tensor | None = None
     lent: Tensor | None = None
+    blocks: list[TravellingBlock] = field(default_factory=list[TravellingBlock])
     pending: Sequence[comm.PendingWork] | None = None
     late: bool = False
 
@@ -112,25 +115,40 @@ class GradientBucket:
         return all(p in self.arrived or not p.requires_grad for p in self.parameters)
 
     def launch(self, mesh: DeviceMesh, lends: bool) -> None:
-        """Start the sum of all gradients, zeros where this rank has none, and of one flag each: whether there is one.
+        """Start the sum of all gradients, zeros where this rank has none, and of one flag each: whether there is one;
+        for a block, whether there is more.
 
         bfloat16 and float16 are summed in float32; frozen parameters stay behind.
         """
         # decided by requires_grad, which ranks have alike, never by whether there is a gradient: they must all sum the
         # same number of elements.  A flag tells apart a gradient of zeros and none.
-        self.sent = [p for p in self.parameters if p.requires_grad]
+        trained = [p for p in self.parameters if p.requires_grad]
+        self.blocks = self._start_blocks(trained, lends)
+        apart = [block.parameter for block in self.blocks]
+        self.sent = [p for p in trained if not any(p is other for other in apart)]
         self.pending, self.flat, self.late = (), None, False
-        if self.sent:
-            like = local_part(self.sent[0])
+        if trained:
+            like = local_part(trained[0])
             wide = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
-            self.flags = torch.tensor([p.grad is not None for p in self.sent], device=like.device).to(wide)
-            if lends and len(self.sent) == 1 and like.nbytes >= _LENT_BYTES:
+            flags = [p.grad is not None for p in self.sent] + [not block.is_alone for block in self.blocks]
+            self.flags = torch.tensor(flags, device=like.device).to(wide)
+            if lends and len(self.sent) == 1 and local_part(self.sent[0]).nbytes >= _LENT_BYTES:
                 self.flat = self._lend_gradient(self.sent[0], wide)
                 self.pending = [comm.start_sum(x, mesh, self.axes) for x in (self.flat, self.flags)]
             else:
                 self.flat = torch.cat([*(_flat_gradient(p).to(wide) for p in self.sent), self.flags])
-                self.flags = self.flat[-len(self.sent) :]
+                self.flags = self.flat[-len(trained) :]
                 self.pending = [comm.start_sum(self.flat, mesh, self.axes)]
+
+    def _start_blocks(self, trained: Sequence[nn.Parameter], lends: bool) -> list[TravellingBlock]:
+        found: list[TravellingBlock] = []
+        for p in trained:
+            record = recorded_blocks(p)
+            if record is not None and lends and record.has_come:
+                found.append(TravellingBlock(p, record, self.axes))
+            elif record is not None:
+                record.forget()
+        return found
 
     def _lend_gradient(self, parameter: nn.Parameter, wide: torch.dtype) -> Tensor:
         """The gradient as it travels: its own memory, where that can be."""
@@ -146,15 +164,19 @@ class GradientBucket:
         """Wait for the sum and give every parameter its mean; one that no rank has a gradient for keeps none."""
         if self.pending is not None and self.flat is not None and self.flags is not None:
             self._wait()
-            has = self.flags.tolist() if any(p.grad is None for p in self.sent) else [1.0] * len(self.sent)
+            some = any(p.grad is None for p in self.sent) or self.blocks
+            has = self.flags.tolist() if some else [1.0] * len(self.sent)
             if self.lent is not None:
                 self.flat.div_(ranks)
                 self.sent[0].grad = self.lent
             else:
                 sizes = [local_part(p).numel() for p in self.sent]
-                for p, total, there in zip(self.sent, self.flat[: sum(sizes)].split(sizes), has, strict=True):
+                totals = self.flat[: sum(sizes)].split(sizes)
+                for p, total, there in zip(self.sent, totals, has[: len(sizes)], strict=True):
                     if there:
                         _write_mean(p, total, ranks)
+            for block, more in zip(self.blocks, has[len(self.sent) :], strict=True):
+                block.finish(bool(more))
         self.forget()
 
     def settle(self, ranks: int) -> None:
@@ -167,6 +189,8 @@ class GradientBucket:
             late = self.sent[0].grad
             self.sent[0].grad = self.lent if late is None else self.lent.add_(late)
             self.lent = None
+        for block in self.blocks:
+            block.undo()
 
     def _wait(self) -> None:
         for work in self.pending or ():
@@ -175,6 +199,7 @@ class GradientBucket:
     def forget(self) -> None:
         self.arrived, self.sent, self.pending, self.late = set(), [], None, False
         self.flat = self.flags = self.lent = None
+        self.blocks = []
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
@@ -259,6 +284,8 @@ class GradientReducer:
                 p.requires_grad_()  # a frozen parameter may be trained later; a hook needs this
                 p.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
                 p.requires_grad_(needs)
+                if type(p) is nn.Parameter and p.nbytes >= _LENT_BYTES:
+                    record_blocks(p, mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         copied = {name: copy.deepcopy(p, memo) for name, p in self._parameters.items()}
@@ -284,6 +311,8 @@ class GradientReducer:
 
     def _arrived(self, bucket: GradientBucket, parameter: nn.Parameter) -> None:
         if not self.enabled:
+            if record := recorded_blocks(parameter):
+                record.forget()
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ShardingError("a sparse gradient cannot be reduced in a bucket; use torch.nn.Embedding(sparse=False)")

@@ -8,7 +8,8 @@ by part: a partial sum travels while the next one is computed.  After Agarwal et
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -22,22 +23,26 @@ from jigsaw.graph_calls import graph_call
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.matmul_grid import OPERAND_DIMS, MatmulGrid, MatmulRing
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
+from jigsaw.wire_values import is_narrow
 
 RING_STEP_BYTES = 8 << 20
+# A sum that is sent after one product is waited for after the next: of half the size it has half of that one to spare,
+# so that a rank or a link that is a little late keeps nobody waiting.  Of less than this the price is that of messages.
+_SLACK_BYTES = 1 << 20
 
 
 def grid_matmul(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, chunk_bytes: int = RING_STEP_BYTES) -> Tensor:
     """Y[M,N] = X[M,K] W[N,K]ᵀ on the grid; `x` and `w` are this rank's parts at rest, and so is the result.
 
-    bfloat16 and float16 are accumulated in float32, also between ranks; parts larger than `chunk_bytes` travel in
-    chunks.
+    bfloat16 and float16 are accumulated in float32, also between ranks: a rank's partial sum is rounded once, to
+    travel, and so is the result.  Parts larger than `chunk_bytes` travel in chunks.
 
     *Shapes*: global X [M,K], W [N,K], Y [M,N]; per rank the boxes of ``grid.x``, ``grid.w`` and ``grid.y``, 1/P of
     each.
     *Sends*: forward X around its ring, ``(1-1/p3) MK/(p1 p2)`` elements received a rank, W likewise ``(1-1/p1) KN/(p2
-    p3)``, partial sums of Y ``(1-1/p2) MN/(p1 p3)`` (in float32 for narrow types); backward G once, X and W again,
-    and their gradients' partial sums: ``grid.received`` and ``grid.received_backward`` are the exact integers for
-    uneven blocks.
+    p3)``, partial sums of Y ``(1-1/p2) MN/(p1 p3)``; backward G once, X and W again, and their gradients' partial
+    sums: ``grid.received`` and ``grid.received_backward`` are the exact integers for uneven blocks (of narrow types,
+    whose sums go to their owners at once, where these are even).
     *Raises*: `ShardingError` when the grid does not fit the mesh, or a part its layout.
 
     A tensor that the grid holds alike along axes of its third dim is not gathered over them; its gradient then stays
@@ -157,45 +162,78 @@ class MatmulEngine:
         kept.keep = True
         stream.keep = stream.keep or ring.size > 1
         dtype = a.local.dtype
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        wide = torch.float32 if is_narrow(dtype) else dtype
+        pieces, chunks = _ring_step_boxes(ring, self.chunk, wide.itemsize, _SLACK_BYTES)
+        steps = [divmod(i, chunks) for i in range(ring.size * chunks)]
+
+        def partial_sum(box: Box) -> Tensor:
+            return _partial_product(a, b, stream, kept, out, box, wide, finish=ring.size == 1)
+
         with torch.autocast(a.local.device.type, enabled=False):
             if ring.size == 1:
-                return _partial_product(a, b, stream, kept, out, ring.boxes[0], wide, finish=True).to(dtype)
-            return self._reduced(a, b, stream, kept, out, ring, wide).to(dtype)
+                return partial_sum(ring.boxes[0]).to(dtype)
+            if is_narrow(dtype):
+                return self._collected(partial_sum, ring, pieces, steps, dtype)
+            return self._reduced(partial_sum, ring, pieces, steps)
+
+    def _collected(
+        self,
+        partial_sum: Callable[[Box], Tensor],
+        ring: MatmulRing,
+        pieces: list[list[Box]],
+        steps: list[tuple[int, int]],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The reduce-scatter of narrow types: a partial goes to its owner, rounded, who adds up in the wider type.
+
+        Around a ring the sum would be rounded at every rank, or be twice as many bytes.
+        """
+        # Four ranks: in step s rank r works on the part of rank (r + 1 + s) mod 4, and in the last one on its own; what
+        # it has asked for in step s comes from rank (r - 1 - s) mod 4.
+        arriving: dict[tuple[int, int], tuple[Tensor, comm.PendingWork]] = {}
+        totals: dict[int, Tensor] = {}
+        for step, t in steps:
+            part = partial_sum(pieces[(ring.me + 1 + step) % ring.size][t])
+            if step:
+                # waited for only after this rank's own product, which hides the message
+                arrived, pending = arriving.pop((step, t))
+                pending.wait()
+                totals[t] = totals[t].add_(arrived) if t in totals else arrived.to(part.dtype)
+            if step == ring.size - 1:
+                totals[t] = part.add_(totals[t])
+                continue
+            owner, giver = ring.peers[(ring.me + 1 + step) % ring.size], ring.peers[(ring.me - 1 - step) % ring.size]
+            buffer = part.new_empty(box_shape(pieces[ring.me][t]), dtype=dtype)
+            pending = comm.swap_messages(self.mesh, [(owner, part.to(dtype))], [(giver, buffer)], "matmul")
+            arriving[step + 1, t] = buffer, pending
+        return torch.cat(list(totals.values())).to(dtype)
 
     def _reduced(
         self,
-        a: ProductBlock,
-        b: ProductBlock,
-        stream: ProductBlock,
-        kept: ProductBlock,
-        out: str,
+        partial_sum: Callable[[Box], Tensor],
         ring: MatmulRing,
-        wide: torch.dtype,
+        pieces: list[list[Box]],
+        steps: list[tuple[int, int]],
     ) -> Tensor:
         """The ring reduce-scatter: a sum starts one place after its owner and takes each rank's partial on the way
         there.
         """
         # Four ranks: the sum that rank 3 will own starts at rank 0 and goes by 1 and 2, each adding its part; so in
         # step s rank r works on the part of rank (r - 1 - s) mod 4, and in the last step, 3, on its own.
-        pieces, chunks = _ring_step_boxes(ring, self.chunk, wide.itemsize)
         own: list[Tensor] = []
-        arriving: dict[int, tuple[Tensor, comm.PendingWork]] = {}
-        for i in range(ring.size * chunks):
-            step, t = divmod(i, chunks)
-            total = _partial_product(
-                a, b, stream, kept, out, pieces[(ring.me - 1 - step) % ring.size][t], wide, finish=False
-            )
+        arriving: dict[tuple[int, int], tuple[Tensor, comm.PendingWork]] = {}
+        for step, t in steps:
+            total = partial_sum(pieces[(ring.me - 1 - step) % ring.size][t])
             if step:
                 # waited for only after this rank's own product, which hides the message
-                arrived, pending = arriving.pop(i)
+                arrived, pending = arriving.pop((step, t))
                 pending.wait()
                 total += arrived
             if step == ring.size - 1:
                 own.append(total)
                 continue
             buffer = total.new_empty(box_shape(pieces[(ring.me - 2 - step) % ring.size][t]))
-            arriving[i + chunks] = buffer, self.pass_on(ring, total, buffer)
+            arriving[step + 1, t] = buffer, self.pass_on(ring, total, buffer)
         return own[0] if len(own) == 1 else torch.cat(own)
 
     def pass_on(self, ring: MatmulRing, given: Tensor, taken: Tensor) -> comm.PendingWork:
@@ -253,12 +291,14 @@ class ProductBlock:
         return place if place is not None and place.is_contiguous() else self.local.new_empty(box_shape(box))
 
 
-def _ring_step_boxes(ring: MatmulRing, chunk: int, itemsize: int) -> tuple[list[list[Box]], int]:
-    """The box of every member of a ring cut into chunks of rows, as many for each."""
+def _ring_step_boxes(
+    ring: MatmulRing, chunk: int, itemsize: int, halved: float = math.inf
+) -> tuple[list[list[Box]], int]:
+    """The box of every member of a ring cut into chunks of rows, as many for each; at least two of `halved` bytes."""
     # the number of chunks follows from the largest part and is the same on all members, for they count steps alike; a
     # member with fewer rows has empty chunks, of which nothing is sent
     largest = max(map(box_elements, ring.boxes)) * itemsize
-    chunks = max(1, min(-(-largest // chunk), max(r[1] - r[0] for r, _ in ring.boxes)))
+    chunks = max(1, min(max(-(-largest // chunk), 1 + (largest >= halved)), max(r[1] - r[0] for r, _ in ring.boxes)))
 
     def rows(start: int, stop: int) -> list[Interval]:
         points = cut_points(stop - start, chunks)

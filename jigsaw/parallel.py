@@ -74,8 +74,9 @@ def parallelize(
 
     *Shapes*: unchanged; with ``shard_weights``, per rank ``ceil(shape[0] / P)`` of each parameter's first dim.
     *Sends*: once, the parameters and buffers of the first rank.  A backward pass: one all-reduce a bucket, 2 (P-1)/P of
-    the bytes of all parameters; with ``shard_weights`` one all-gather a unit (two, but for the rest; one with
-    ``"keep"``) and one reduce-scatter, along `replicate` one all-reduce of the part.
+    the bytes of all parameters, and half of that for one of 1 MiB or more that only contracts cut tokens; with
+    ``shard_weights`` one all-gather a unit (two, but for the rest; one with ``"keep"``) and one reduce-scatter, along
+    `replicate` one all-reduce of the part.
     *Raises*: `ShardingError` when the model differs between ranks in names, shapes or dtypes, lies on another device
     than the mesh, has sparse embeddings, or was parallelized before; for axes that the mesh does not have.
 

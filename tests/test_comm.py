@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.cut import RanksDifferError, ShardingError
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.testing import on_ranks, world_mesh
 from jigsaw.tile import Tile
@@ -113,6 +113,24 @@ def test_half_precision_is_summed_in_float32():
     assert comm.all_reduce(mine, mesh, "lat").item() == 60000.0
     mine = torch.tensor([256.0, 1.0, 1.0][rank], dtype=torch.bfloat16)  # 257 is none: rounded once, at the end
     assert comm.all_reduce(mine, mesh, "lat").item() == 258.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(3)
+def test_large_narrow_sums_travel_as_they_are(dtype):
+    """Half the bytes, and float32's sum all the same, rounded once; alike on all ranks."""
+    mesh = world_mesh(lat=3)
+    torch.manual_seed(0)
+    parts = torch.randn(3, 7, 4999).to(dtype)
+    mine = parts[dist.get_rank()].t()  # 34993 elements: no share is as long as the others
+    for same in (None, ("alike", 7)):
+        with comm.count() as counted:
+            total = comm.all_reduce(mine, mesh, "lat", same=same)
+        assert counted.sent_bytes == 2 * (2 * 11665 * 2) + (2 * 8 if same else 0)
+        torch.testing.assert_close(total, parts.double().sum(0).t().to(dtype), rtol=0, atol=0)
+        assert all(torch.equal(other, total) for other in comm.all_gather(total, mesh, "lat"))
+    with pytest.raises(RanksDifferError, match="the ranks reduce tiles of different layouts"):
+        comm.all_reduce(mine, mesh, "lat", same=("rank", dist.get_rank() // 2))
 
 
 @on_ranks(2)

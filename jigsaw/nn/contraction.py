@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jigsaw import comm
 from jigsaw.cut import Cut, ShardingError, cut_points, have_same_rows, whole_dim
@@ -32,6 +32,7 @@ from jigsaw.nn.rank_order import (
     size_of_cuts,
     take_owned_rows,
 )
+from jigsaw.ops.gradient_blocks import own_block, recorded_blocks
 from jigsaw.tile import Tile
 
 
@@ -57,6 +58,18 @@ class LinearContraction:
         for dim, group, block in ((0, self.outer, self.grid.n), (1, self.inner, self.grid.k)):
             if not self.stored.is_cut(dim):
                 w = take_owned_rows(w, dim, group, self.stored, x.coordinate if block.is_cut else None)
+        return w
+
+    def parameter_at_work(self, parameter: nn.Parameter, x: Tile, scale: float) -> Tensor | None:
+        """The same of a whole parameter whose gradient may travel in blocks; None where it has none to itself."""
+        dims = (0, self.outer, self.grid.n), (1, self.inner, self.grid.k)
+        record = recorded_blocks(parameter, x.mesh)
+        if record is None or not any(block.is_cut for _, _, block in dims):
+            return None
+        cuts = [bare_cuts(group) if block.is_cut else (whole_dim(block.size),) for _, group, block in dims]
+        w = own_block(parameter, Layout.from_dims(cuts, x.layout.axes), scale, record)
+        for dim, group, block in dims:
+            w = w if block.is_cut else take_owned_rows(w, dim, group, self.stored, None)
         return w
 
     def run(self, x: Tile, w: Tensor) -> Tile:

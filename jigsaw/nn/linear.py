@@ -22,6 +22,7 @@ from jigsaw.nn.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
 from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting import bring_to_cuts, bring_together
+from jigsaw.ops.plain_operands import averaged_over
 from jigsaw.tile import Tile, implements_torch, refusal_error
 
 
@@ -76,6 +77,9 @@ def linear_onto_cuts(
     job = plan_contraction(x.layout, stored, last)
     out = job.result(x.layout)
     if type(weight) is nn.Parameter:
+        mine = job.parameter_at_work(weight, x, averaged_over(weight) / out.replicas)
+        if mine is not None:
+            return add_bias(job.run(x, mine), bias)
         # taken before it enters: then it is the gradient of this rank's rows that is scaled, not zeros beside it
         return add_bias(job.run(x, local_weight(job.rows_at_work(weight, x), x, out)), bias)
     w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), job.stored.dim(0), x)

@@ -383,3 +383,35 @@ def test_a_weight_whose_flattened_rows_or_columns_travel():
     torch.testing.assert_close(rows.full_tensor(), F.linear(x.flatten(0, 1), w.flatten(0, 1)))
     columns = F.linear(scores, weight.t())
     torch.testing.assert_close(columns.full_tensor(), z.flatten(0, 1) @ w.flatten(0, 1))
+
+
+@on_ranks(4)
+def test_narrow_sums_of_row_parallel_layers_travel_narrow():
+    """Two linears whose weights lie along `channel`: one sum of y forward, one of the input's gradient backward."""
+    mesh = world_mesh(lat=2, channel=2)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 130), nn.GELU(), nn.Linear(130, 64))
+    model = jigsaw.parallelize(copy.deepcopy(plain).bfloat16(), mesh)
+    wide, narrow = copy.deepcopy(plain).bfloat16().double(), copy.deepcopy(plain).bfloat16()
+    x, g = torch.randn(1, 2001, 64).bfloat16(), torch.randn(1, 2001, 64).bfloat16()
+    tiles = [jigsaw.shard(t, mesh, (None, "lat", None)) for t in (x, g)]
+    leaf = jigsaw.Tile(tiles[0].local.clone().requires_grad_(), tiles[0].layout, mesh)
+    with comm.count() as forward:
+        y = model(leaf)
+    rows = leaf.local.shape[1]
+    assert [c.kind for c in forward.calls] == ["all_reduce"]
+    assert forward.sent_bytes == 2 * (rows * 64 // 2) * 2  # 2 (P-1)/P of y in bfloat16
+    with comm.count() as backward:
+        (y * tiles[1]).sum().backward()
+    assert 2 * (rows * 64 // 2) * 2 in [c.sent_bytes for c in backward.calls]
+    found = []
+    for other in (wide, narrow):
+        t = x.to(other[0].weight.dtype).requires_grad_()
+        out = other(t)
+        (out * g.to(out.dtype)).sum().backward()
+        found.append([out.detach(), t.grad, *(p.grad for p in other.parameters())])
+    mine = [y.full_tensor(), jigsaw.Tile(leaf.local.grad, leaf.layout, mesh).full_tensor()]
+    mine += [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    for got, exact, rounded in zip(mine, *found, strict=True):
+        error, plains = ((t.double() - exact).norm() / exact.norm() for t in (got, rounded))
+        assert error <= 2 * plains
