@@ -43,7 +43,8 @@ _DIFFERENTIABLE = frozenset(
 _META = torch.device("meta")  # where no kernel runs, and whose memory no other tensor takes over by `x.data = tile`
 _make_wrapper = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
 _tensor_base: Any = torch._C.TensorBase  # pyright: ignore[reportPrivateUsage]
-_set_versions: Any = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
+_graph_functions: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_set_versions: Any = _graph_functions._unsafe_set_version_counter
 
 
 def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: bool = True) -> Any:
