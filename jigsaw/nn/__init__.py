@@ -29,6 +29,7 @@ from jigsaw.nn.attention_ways import attention_way
 from jigsaw.nn.chunked import chunked
 from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from jigsaw.nn.ensemble_loss import crps_loss
+from jigsaw.nn.experts import MoE
 from jigsaw.nn.heads import MultiheadAttention
 from jigsaw.nn.linear import Linear
 from jigsaw.nn.mixing import Mix
@@ -63,6 +64,7 @@ __all__ = [
     "MaxPool2d",
     "MaxPool3d",
     "Mix",
+    "MoE",
     "MultiheadAttention",
     "RMSNorm",
     "SpherePad",
