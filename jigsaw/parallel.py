@@ -54,7 +54,8 @@ def parallelize(
       flattened mesh, in `units` (modules that are gathered at once; by default elements of ``Sequential`` and
       ``ModuleList`` of at least `unit_bytes`, and the rest).  Parameters are then DTensors; scalars stay whole.
     - Where the mesh has the axis `channel`, linear, convolution and attention layers have their weights cut along it,
-      and compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.
+      and compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.  Tokens that
+      the same axis cuts stay cut between them: norms, dropout and residuals work on 1/P of them.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks:
       ``DistributedDataParallel(model)``.
 

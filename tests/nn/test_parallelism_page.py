@@ -8,7 +8,10 @@ import pytest
 from jigsaw.testing import run_on_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
-MESHES = {"Experts": ("data=1, lat=1", 4, "data=2, lat=2")}
+MESHES = {
+    "Experts": ("data=1, lat=1", 4, "data=2, lat=2"),
+    "Tensor and sequence": ("lat=1, channel=1", 4, "lat=2, channel=2"),
+}
 
 
 def run(section, mesh=""):
