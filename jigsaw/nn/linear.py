@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,14 @@ from jigsaw.exchange import sum_held_rows
 from jigsaw.layout import Layout
 from jigsaw.nn.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
-from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import (
+    StoredWeight,
+    cut_parameter,
+    gathered_weight,
+    is_dtensor,
+    local_weight,
+    weight_layout,
+)
 from jigsaw.ops.meeting import bring_to_cuts, bring_together
 from jigsaw.tile import Tile, implements_torch, refusal_error
 
@@ -223,12 +231,14 @@ def _without_halo_along_last(input: Tile) -> Tile:
 
 
 def add_bias(y: Tile, bias: StoredWeight | None) -> Tile:
-    """y + bias; a DTensor's rows are brought to where y is cut."""
+    """y + bias; a DTensor's rows are brought to where y is cut, or gathered for a last dim that is whole."""
     if bias is None:
         return y
     if not is_dtensor(bias):
         return y + bias.to(y.dtype)
     stored, last = weight_layout(bias, y).dim(0), y.layout.dim(y.ndim - 1)
+    if any(c.is_cut for c in stored) and not any(c.is_cut for c in last):
+        return y + cast(Tensor, gathered_weight(bias, y)).to(y.dtype)
     local = local_weight(bias, y, y.layout)
     if any(c.is_cut for c in stored) and set(axes_of_cuts(stored)) != set(axes_of_cuts(last)):
         raise ShardingError(
