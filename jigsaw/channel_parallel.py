@@ -42,6 +42,7 @@ from jigsaw import comm
 from jigsaw.cut import ShardingError, whole_dim
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, flat_submesh
+from jigsaw.nn.contraction import tile_in_autocast_dtype
 from jigsaw.nn.linear import gathered_tokens, layout_before_gather
 from jigsaw.ops.reductions import stack_along_axes
 from jigsaw.tile import Tile
@@ -94,7 +95,7 @@ class ChannelHooks:
         """
         has_tokens = isinstance(layer, nn.Linear | nn.MultiheadAttention)
         if has_tokens and any(self._axis in x.layout.dim_axes(d) for d in range(x.ndim - 1)):
-            return gathered_tokens(x, (self._axis,))
+            return gathered_tokens(tile_in_autocast_dtype(x), (self._axis,))
         if not isinstance(layer, nn.MultiheadAttention):
             _check_channels(x, _channel_dim(layer, x), self._axis)
         return x

@@ -23,6 +23,7 @@ from jigsaw.graph_calls import refuse_in_graph
 from jigsaw.layout import Layout
 from jigsaw.matmul_grid import refine_cut
 from jigsaw.mesh import axes_of_mesh
+from jigsaw.nn.contraction import in_autocast_dtype
 from jigsaw.nn.expert_routes import kept_by_capacity, plan_expert_route
 from jigsaw.nn.weights import cut_parameter, local_weight, weight_layout
 from jigsaw.ops.random_numbers import global_index
@@ -140,7 +141,7 @@ class MoE(nn.Module):
         token_of, expert_of, p = kept.nonzero()[:, 0], chosen[kept], p[kept]
         route = plan_expert_route(expert_of, stored, tokens)
         token_of, p = token_of[route.order], p[route.order]
-        there = route.to_experts(rows.index_select(0, token_of), tokens.mesh)
+        there = route.to_experts(in_autocast_dtype(rows).index_select(0, token_of), tokens.mesh)
         made = _run_experts(there, route.counts, w["w1"], w["w2"], w["w3"])
         back = route.from_experts(made, tokens.mesh)
         y = back.new_zeros(rows.shape).index_add(0, token_of, back * p.to(back.dtype).unsqueeze(1))

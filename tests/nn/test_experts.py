@@ -115,6 +115,7 @@ CUTS = [
     ({"data": 2, "lat": 2}, ("data", "lat", None, None), "lat"),
     ({"data": 2, "lat": 2}, ("data", None, "lat", None), "data"),
     ({"lat": 2, "expert": 2}, (None, "lat", None, None), "expert"),
+    ({"lat": 2, "expert": 2}, ("expert", "lat", None, None), "expert"),
     ({"lat": 2, "channel": 2}, (None, "lat", None, "channel"), "lat"),
     ({"lat": 2}, (None, "lat", None, None), "expert"),
 ]
@@ -316,8 +317,12 @@ def test_recomputed_and_in_narrow_types():
         (y.square().mean() + layer.balance_loss + layer.z_loss).backward()
         gradients.append([p.grad.to_local() if isinstance(p, DTensor) else p.grad for p in layer.parameters()])
     torch.testing.assert_close(*gradients)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), comm.count() as narrow:
         y = layer(x)
+    with comm.count() as wide:
+        layer(x)
+    bytes_of_rows = [[c.sent_bytes for c in count.calls if c.kind == "experts"] for count in (narrow, wide)]
+    assert [2 * n for n in bytes_of_rows[0]] == bytes_of_rows[1]
     # chosen in float32, as without: only the experts are rounded
     torch.testing.assert_close(y.float().full_tensor(), expected[0], rtol=0.05, atol=0.05)
     torch.testing.assert_close(layer.balance_loss, expected[1])
