@@ -76,8 +76,15 @@ ROOMS = {
     "nn.pad": ("any", "nothing; circular and reflected rows of other ranks"),
     "nn.interpolate": ("any", "the rows beside a border"),
     "nn.norm": ("any", "two all-reduces of statistics where they are over cut dims"),
-    "nn.loss": ("any, alike for input and target", "one all-reduce of the sum"),
+    "nn.loss": (
+        "any, alike for input and target",
+        "one all-reduce of the sum; of cut classes three numbers a position",
+    ),
     "nn.dropout": ("any", "a seed of 8 bytes"),
+    "nn.embedding": (
+        "any indices; a DTensor weight by rows",
+        "nothing for whole tables; for one that is cut by rows an all-reduce of what is picked",
+    ),
     "nn.pixel": ("any; cut points move to multiples", "nothing, or the rows that move"),
 }
 REFUSED = "refused"

@@ -21,6 +21,10 @@ Four ranks, lat=2 x channel=2, and Sequential(Linear(8, 16), GELU(), Linear(16, 
 Backward each rank has the gradient of its pieces of W1 and W2 over its rows.  Those of x are sums of both ranks along
 channel: one all-reduce.  Then `jigsaw.gradients` averages: W1[0:8] over ranks (0, 0) and (1, 0), along lat alone; b2,
 which every rank has, over all four.  The column by itself would gather h: an all-gather of [3, 8] along channel.
+
+x may be cut along channel as well, ``(("lat", "channel"), None)`` (sequence parallelism): norms, dropout and residuals
+between the layers then work on 1/P of the tokens.  A column gathers x, a row's sum is a reduce-scatter onto the tokens
+where they were, as many bytes together as the all-reduce (`jigsaw.nn.linear.gathered_tokens`).
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ from jigsaw import comm
 from jigsaw.cut import ShardingError, whole_dim
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, flat_submesh
+from jigsaw.nn.contraction import tile_in_autocast_dtype
+from jigsaw.nn.linear import gathered_tokens, layout_before_gather
 from jigsaw.ops.reductions import stack_along_axes
 from jigsaw.tile import Tile
 
@@ -54,8 +60,9 @@ _INPUTS = ("input", "query", "key", "value")  # of the layers that are cut, by n
 class ChannelHooks:
     """What runs before and after a layer whose weights are cut along `axis`.
 
-    Before it: the channels are checked; a plain input, which every rank has alike, becomes a Tile that nothing cuts.
-    After it: with `gather` the channels are whole again; the result of a plain input is plain again.
+    Before it: the channels are checked; tokens that the axis cuts are gathered; a plain input, which every rank has
+    alike, becomes a Tile that nothing cuts.  After it: with `gather` the channels are whole again, and tokens lie where
+    they did; the result of a plain input is plain again.
     """
 
     def __init__(self, mesh: DeviceMesh, axis: str, gather: bool) -> None:
@@ -69,18 +76,29 @@ class ChannelHooks:
         inputs = [*args[:3], *(kwargs.get(name) for name in _INPUTS)]
         tiles = [x for x in inputs if isinstance(x, Tile)]
         self._is_plain = not tiles
-        if tiles and not isinstance(layer, nn.MultiheadAttention):
-            _check_channels(tiles[0], _channel_dim(layer, tiles[0]), self._axis)
         if tiles:
-            return None
-        axes = axes_of_mesh(self._mesh)
-        # by identity: of self attention, query, key and value stay one
-        as_tile = {
-            id(x): Tile(x, Layout(tuple(map(whole_dim, x.shape)), axes), self._mesh)
-            for x in inputs
-            if isinstance(x, Tensor)
-        }
+            # by identity: of self attention, query, key and value stay one
+            as_tile: dict[int, Tile] = {id(x): self._with_tokens(layer, x) for x in tiles}
+        else:
+            axes = axes_of_mesh(self._mesh)
+            as_tile = {
+                id(x): Tile(x, Layout(tuple(map(whole_dim, x.shape)), axes), self._mesh)
+                for x in inputs
+                if isinstance(x, Tensor)
+            }
         return tuple(as_tile.get(id(x), x) for x in args), {name: as_tile.get(id(x), x) for name, x in kwargs.items()}
+
+    def _with_tokens(self, layer: nn.Module, x: Tile) -> Tile:
+        """What a layer takes: with the tokens of all ranks along the axis, where it cuts them.
+
+        *Sends*: this rank's tokens to the others along the axis.
+        """
+        has_tokens = isinstance(layer, nn.Linear | nn.MultiheadAttention)
+        if has_tokens and any(self._axis in x.layout.dim_axes(d) for d in range(x.ndim - 1)):
+            return gathered_tokens(tile_in_autocast_dtype(x), (self._axis,))
+        if not isinstance(layer, nn.MultiheadAttention):
+            _check_channels(x, _channel_dim(layer, x), self._axis)
+        return x
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(layer, nn.MultiheadAttention):  # its output is whole where the query is
@@ -95,13 +113,19 @@ def _channel_dim(layer: nn.Module, tile: Tile) -> int:
 
 
 def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
-    """The tile with whole channels, halo rows included; *Sends*: its piece to the others, backward nothing."""
+    """The tile with whole channels, halo rows included; *Sends*: its piece to the others, backward nothing; where
+    tokens had been gathered, of each rank's tokens to that rank alone, and backward as much.
+    """
     if tile.layout.dim_axes(dim) != (axis,):
         return tile
+    whole = tile.layout.replace_dim(dim, whole_dim(tile.shape[dim]))
+    home = layout_before_gather(whole, (axis,), whole.dim(whole.ndim - 1))
+    if home is not None:  # whole channels of its own tokens, rather than of all
+        return tile.with_layout(home)
     # pieces are even, and held rows alike along the axis, so one all-gather does; `redistribute` would drop the halo
     # rows first and ask the neighbours for them again
     local = torch.cat(stack_along_axes(tile.local, tile, (axis,)).unbind(0), dim)
-    return Tile(local, tile.layout.replace_dim(dim, whole_dim(tile.shape[dim])), tile.mesh)
+    return Tile(local, whole, tile.mesh)
 
 
 def _check_channels(tile: Tile, dim: int, axis: str) -> None:

@@ -287,3 +287,22 @@ def cut_by_some_axes(cut: Cut, kept: Collection[str], sizes: Mapping[str, int]) 
     is_major = cut.axes[: len(left)] == left  # then a piece is made of consecutive ones of before
     points = cut.points[:: cut.pieces // pieces] if is_major else cut_points(cut.size, pieces)
     return Cut(cut.size, points, left) if left else whole_dim(cut.size)
+
+
+def cut_holding_along(cut: Cut, axes: Collection[str], sizes: Mapping[str, int]) -> Cut:
+    """A cut of which each piece holds the rows of all pieces along `axes`, which must be its minor ones.
+
+    Raises: `ShardingError` where they are not: the rows of such pieces do not lie side by side.
+
+    >>> from jigsaw.cut import cut_holding_along
+    >>> cut_holding_along(jigsaw.Cut(9, (0, 2, 4, 7, 9), ("lat", "lon")), ["lon"], {"lat": 2, "lon": 2}).held
+    ((0, 4), (0, 4), (4, 9), (4, 9))
+    """
+    count = math.prod(sizes[a] for a in axes)
+    if set(cut.axes[len(cut.axes) - len(axes) :]) != set(axes):
+        raise ShardingError(
+            f"a dim of {cut.size} rows is cut by {cut.axes}, but its rows along {tuple(axes)} lie side by side only "
+            f"where these axes come last: {(*(a for a in cut.axes if a not in axes), *axes)}"
+        )
+    first = [i - i % count for i in range(cut.pieces)]
+    return cut.bare().holding([(cut.points[i], cut.points[i + count]) for i in first])

@@ -310,6 +310,22 @@ def exchange_rows(
     return out if out.ndim == source.ndim else out.reshape(_flattened_sizes(out.shape, source.groups))
 
 
+def sum_held_rows(local: Tensor, held: Layout, owned: Layout, mesh: DeviceMesh, kind: str = "exchange") -> Tensor:
+    """Each rank's parts of the rows that it holds, added up where they are owned: the adjoint of `exchange_rows`.
+
+    *Shapes*: global unchanged; per rank ``held.held`` -> ``owned.held``.
+    *Sends*: forward the rows that this rank holds and others own, narrow types in float32; backward the reverse.
+    *Raises*: as `exchange_rows` from `owned` to `held`.
+    """
+    _check_layouts(owned, held, mesh)
+    todo = plan_exchange(owned, held, mesh_coordinate(mesh))
+    _check_local_tensor(local, held, todo.target_tile, mesh)
+    wide = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
+    cells, memory_format = wide.reshape(todo.target_shape), torch.contiguous_format
+    out = cast(Tensor, _ExchangeAdjoint.apply(cells, todo, mesh, None, kind, memory_format))
+    return out.reshape(todo.source_tile).to(local.dtype)
+
+
 def _checked_margins(margins: CutMargins | None, source: Layout, fill: float, dtype: torch.dtype) -> CutMargins | None:
     """The margins, or None where there are none; a fill that ranks at the border would refuse is refused by all."""
     if margins is None:

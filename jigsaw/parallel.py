@@ -61,7 +61,8 @@ def parallelize(
       gathered within a node, say, and only gradients cross the network).  `mp_policy` and `offload_policy` are those of
       `fully_shard`.
     - Where the mesh has the axis `channel`, linear, convolution and attention layers have their weights cut along it,
-      and compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.
+      and compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.  Tokens that
+      the same axis cuts stay cut between them: norms, dropout and residuals work on 1/P of them.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks:
       ``DistributedDataParallel(model)``.
 

@@ -148,11 +148,13 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
 
 
 def _dim_to_shard(p: DTensor, ranks: int) -> int | None:
-    """The dim to cut further: one that divides, rather not the one that is cut already."""
-    with torch.no_grad():
-        shape = p.to_local().shape
-    order = sorted(range(p.ndim), key=lambda d: (p.placements[0].is_shard(d), d))
-    return next((d for d in order if ranks > 1 and shape[d] % ranks == 0), None)
+    """The dim to cut further: one whose pieces divide, on every rank, rather not the one that is cut already."""
+    pieces = [1] * p.ndim
+    for size, how in zip(p.device_mesh.shape, p.placements, strict=True):
+        if isinstance(how, Shard):
+            pieces[how.dim] *= size
+    order = sorted(range(p.ndim), key=lambda d: (pieces[d] > 1, d))
+    return next((d for d in order if ranks > 1 and p.shape[d] % (pieces[d] * ranks) == 0), None)
 
 
 def _shard_placement(dims: Mapping[Any, int], where: Mapping[Any, DeviceMesh]) -> Callable[[nn.Parameter], Any] | None:

@@ -961,10 +961,10 @@ def _mixes_summed_and_averaged():
     _ = jigsaw.shard(_batch()[0], mesh, SPEC) * (model.blocks[0].gain * stray)
 
 
-def _cuts_channels_by_two_axes():
+def _cuts_rows_and_channels_by_one_axis():
     mesh = world_mesh(channel=2)
-    layer = parallelize(nn.Linear(4, 4), mesh)
-    layer(jigsaw.shard(torch.ones(4, 4), mesh, ("channel", None)))
+    layer = parallelize(nn.Conv1d(4, 4, 3), mesh)
+    layer(jigsaw.shard(torch.ones(2, 4, 8), mesh, (None, None, "channel")))
 
 
 def _weights_elsewhere():
@@ -988,7 +988,10 @@ def _weights_elsewhere():
         (_copies_of_everything, "some, not all, of the mesh.s axes"),
         (_another_sharding, "shard_weights=.always. must be"),
         (_pickles, "cannot be pickled.*state_dict"),
-        (_cuts_channels_by_two_axes, "weights are cut along 'channel' takes channels .dim 1.*use tile.redistribute"),
+        (
+            _cuts_rows_and_channels_by_one_axis,
+            "weights are cut along 'channel' takes channels .dim 1.*use tile.redistribute",
+        ),
         (_weights_elsewhere, "lies on ranks .*, which are no axes of the mesh"),
         (_mixes_summed_and_averaged, "leaves that are summed and leaves that are averaged"),
     ],

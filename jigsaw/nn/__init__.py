@@ -9,6 +9,7 @@ from jigsaw.nn import (
     attention,
     conv,
     dropout,
+    embedding,
     interpolate,
     linear,
     loss,
@@ -28,7 +29,9 @@ from jigsaw.nn.attention import explain_attention
 from jigsaw.nn.attention_ways import attention_way
 from jigsaw.nn.chunked import chunked
 from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from jigsaw.nn.embedding import Embedding
 from jigsaw.nn.ensemble_loss import crps_loss
+from jigsaw.nn.experts import MoE
 from jigsaw.nn.heads import MultiheadAttention
 from jigsaw.nn.linear import Linear
 from jigsaw.nn.mixing import Mix
@@ -54,6 +57,7 @@ __all__ = [
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "Embedding",
     "GroupNorm",
     "InverseSphericalHarmonicTransform",
     "InverseVectorSphericalHarmonicTransform",
@@ -63,6 +67,7 @@ __all__ = [
     "MaxPool2d",
     "MaxPool3d",
     "Mix",
+    "MoE",
     "MultiheadAttention",
     "RMSNorm",
     "SpherePad",
@@ -78,6 +83,7 @@ __all__ = [
     "crps_loss",
     "dice_loss",
     "dropout",
+    "embedding",
     "explain_attention",
     "focal_loss",
     "interpolate",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.cut import Cut, ShardingError, cut_points, whole_dim
 from jigsaw.nn.contraction import plan_contraction
-from jigsaw.nn.linear import add_bias, linear_onto_cuts
+from jigsaw.nn.linear import add_bias, layout_before_gather, layout_of_held_tokens, linear_onto_cuts
 from jigsaw.nn.rank_order import CutGroup, rearrange_rows
 from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, local_weight, weight_layout
 from jigsaw.tile import Tile
@@ -67,10 +68,16 @@ def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWei
         part_of_bias = None if bias is None else bias[i * embed : (i + 1) * embed]
         return linear_onto_cuts(x, weight[i * embed : (i + 1) * embed], part_of_bias, packed[1:])
     stored = weight_layout(weight, x)
-    job = plan_contraction(x.layout, stored.replace_dim(0, packed[1]), packed[1:])
-    out = job.result(x.layout)
-    w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), packed, x)
-    y = job.run(x, job.rows_at_work(w.unflatten(0, (3, -1))[i], x))
+    out = layout_of_held_tokens(x.layout, stored)
+    if out is not None:
+        out = out.replace_dim(out.ndim - 1, packed[1])
+        w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), packed, x)
+        y = Tile(F.linear(x.local, w.unflatten(0, (3, -1))[i]), out, x.mesh)
+    else:
+        job = plan_contraction(x.layout, stored.replace_dim(0, packed[1]), packed[1:])
+        out = job.result(x.layout)
+        w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), packed, x)
+        y = job.run(x, job.rows_at_work(w.unflatten(0, (3, -1))[i], x))
     if bias is None:
         return y
     b = rearrange_rows(local_weight(bias, y, out), weight_layout(bias, y).dim(0), packed, y).unflatten(0, (3, -1))[i]
@@ -80,13 +87,15 @@ def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWei
 def project_heads_out(mixed: Tile, weight: StoredWeight, bias: StoredWeight | None, query: Tile) -> Tile:
     """y = x Wᵀ + b, cut along the features as the query is; a whole query gets a whole y.
 
-    *Sends*: as `tile_linear`; then, for a whole query, each rank's part of y to the others along the axes.
+    *Sends*: as `tile_linear`; then, for a whole query, each rank's part of y to the others along the axes, or, where
+    the tokens had been gathered along them, to whom the tokens belong.
     """
     last = query.layout.dim(query.ndim - 1)
     y = add_bias(linear_onto_cuts(mixed, weight, None, last), bias)
     if tuple(y.layout.dim(y.ndim - 1)) == tuple(last):
         return y
-    return y.with_layout(y.layout.replace_dim(y.ndim - 1, *last))
+    home = layout_before_gather(y.layout, y.layout.dim_axes(y.ndim - 1), last)
+    return y.with_layout(home or y.layout.replace_dim(y.ndim - 1, *last))
 
 
 class MultiheadAttention(nn.MultiheadAttention):

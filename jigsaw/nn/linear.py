@@ -9,6 +9,8 @@ torch.Size([2, 144, 32])
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +18,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError, have_same_rows, whole_dim
+from jigsaw.cut import ShardingError, cut_by_some_axes, cut_holding_along, have_same_rows, whole_dim
+from jigsaw.exchange import sum_held_rows
 from jigsaw.layout import Layout
 from jigsaw.nn.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
-from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import (
+    StoredWeight,
+    cut_parameter,
+    gathered_weight,
+    is_dtensor,
+    local_weight,
+    weight_layout,
+)
 from jigsaw.ops.meeting import bring_to_cuts, bring_together
 from jigsaw.ops.plain_operands import averaged_over
 from jigsaw.tile import Tile, implements_torch, refusal_error
@@ -39,8 +49,12 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
     - else cut by the axes that cut K: where N = K at the same points, where N leads back to the size that x was made
       from at the points that it had then, else balanced.
 
+    Tokens that x holds of all ranks along the axes of W's rows (`gathered_tokens`) are whole in y, which remembers how
+    they were cut; a row-cut W brings them back there.
+
     *Sends*: with K whole and W whole or column-cut, nothing; backward one all-reduce of the gradient of x over the
-    axes of W's rows.  With W row-cut, one all-reduce of y; backward one of the gradient of x, where x is whole.  Else
+    axes of W's rows.  With W row-cut, one all-reduce of y; backward one of the gradient of x, where x is whole; with
+    tokens that were gathered, a reduce-scatter of y, and backward a gather of its gradient.  Else
     what the core's grid says (`jigsaw.matmul.grid_matmul`): over a cut K either the parts of x travel (column) or
     partial sums of y do (row), whichever moves less in a training step; a W stored 1/P along the axes that cut the
     rows of x travels to them.  The input is never gathered on one rank, only passed around.
@@ -74,6 +88,11 @@ def linear_onto_cuts(
     """
     x = _without_halo_along_last(input)
     stored = weight_layout(weight, x)
+    held = layout_of_held_tokens(x.layout, stored) if is_dtensor(weight) else None
+    if held is not None:
+        made = held if last is None else held.replace_dim(held.ndim - 1, *last)
+        w = rearrange_rows(local_weight(weight, x, held), stored.dim(0), made.dim(made.ndim - 1), x)
+        return add_bias(Tile(F.linear(x.local, w), made, x.mesh), bias)
     job = plan_contraction(x.layout, stored, last)
     out = job.result(x.layout)
     if type(weight) is nn.Parameter:
@@ -114,7 +133,74 @@ def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight
     # the products differ along `axes`, so no gradient of W is to be divided among replicas: its columns are one rank's
     partial = F.linear(rows, local_weight(weight, x, x.layout.replace_dim(last, *mine)))
     out = x.layout.replace_dim(last, whole_dim(weight.shape[0]))
+    home = layout_before_gather(out, axes, out.dim(last))
+    if home is not None:
+        parts = sum_held_rows(partial, _holding_tokens(home, axes), home, x.mesh)
+        return add_bias(Tile(parts, home, x.mesh), bias)
     return add_bias(Tile(comm.sum_parts(partial, x.mesh, axes), out, x.mesh), bias)
+
+
+# -- tokens that the axes of the weight cut ---------------------------------------------------------------------------
+#
+# Sequence parallelism (Korthikanti et al., "Reducing activation recomputation in large transformer models", arXiv
+# 2205.05198).  Two ranks along channel, ten tokens x [10, 8] cut at 5, W1 [16, 8] cut by rows, W2 [8, 16] by columns:
+#
+#     x[0:5]        each rank gives its five tokens to the other, and holds all ten as a halo: a gather
+#     h[:, 0:8]     = gelu(x W1[0:8]ᵀ), all tokens; its dim of tokens is whole, and remembers the cut at 5
+#     y[0:5]        h[:, mine] W2[:, mine]ᵀ is a part of all ten; each rank gets the other's part of its own five, and
+#                   adds it: a reduce-scatter
+#
+# Backward the gather of x becomes a reduce-scatter and that of y a gather.  An all-reduce is as many bytes as the two.
+
+
+def gathered_tokens(x: Tile, axes: Sequence[str]) -> Tile:
+    """The tile with the tokens of all ranks along `axes`, which cut one of its leading dims, as a halo.
+
+    *Sends*: this rank's tokens to the others; backward the gradients of theirs, which are added up.
+    *Raises*: `ShardingError` where other axes cut the same dim finer.
+    """
+    return x.with_layout(_holding_tokens(x.layout, axes))
+
+
+def _holding_tokens(layout: Layout, axes: Sequence[str]) -> Layout:
+    sizes = dict(layout.axes)
+    dims = [
+        [cut_holding_along(c, axes, sizes) if set(axes) & set(c.axes) else c for c in group] for group in layout.dims()
+    ]
+    return Layout.from_dims(dims, layout.axes)
+
+
+def layout_of_held_tokens(x: Layout, stored: Layout) -> Layout | None:
+    """The layout of y where each rank makes its channels of the tokens of all ranks along the axes of W's rows; None
+    where x does not hold them.
+    """
+    axes, sizes, last = stored.dim_axes(0), dict(x.axes), x.ndim - 1
+    if stored.cut_dims != (0,) or not set(axes) <= set(x.cut_axes) or x.is_cut(last):
+        return None
+    dims = [list(group) for group in x.dims()]
+    for d, group in enumerate(x.dims()):
+        for k, c in enumerate(group):
+            if set(axes) & set(c.axes):
+                if not c.has_halo or not set(axes) <= set(c.axes) or c.held != cut_holding_along(c, axes, sizes).held:
+                    return None
+                whole = cut_by_some_axes(c, [a for a in c.axes if a not in axes], sizes)
+                dims[d][k] = replace(whole, source=(c.bare(),))
+    dims[last] = list(stored.dim(0))
+    return Layout.from_dims(dims, x.axes)
+
+
+def layout_before_gather(layout: Layout, axes: Sequence[str], last: CutGroup) -> Layout | None:
+    """The tokens where they were before those of the ranks along `axes` were gathered, with the last dim cut as `last`;
+    None where nothing is remembered.
+    """
+    dims = [list(group) for group in (*layout.dims()[:-1], last)]
+    for group in dims[:-1]:
+        for k, c in enumerate(group):
+            before = c.source[0] if len(c.source) == 1 else c
+            if (*c.axes, *axes) == before.axes and before.size == c.size:
+                group[k] = before
+                return Layout.from_dims(dims, layout.axes)
+    return None
 
 
 def _linear_of_plain(input: Tensor, weight: StoredWeight, bias: StoredWeight | None) -> Tile:
@@ -149,12 +235,14 @@ def _without_halo_along_last(input: Tile) -> Tile:
 
 
 def add_bias(y: Tile, bias: StoredWeight | None) -> Tile:
-    """y + bias; a DTensor's rows are brought to where y is cut."""
+    """y + bias; a DTensor's rows are brought to where y is cut, or gathered for a last dim that is whole."""
     if bias is None:
         return y
     if not is_dtensor(bias):
         return y + bias.to(y.dtype)
     stored, last = weight_layout(bias, y).dim(0), y.layout.dim(y.ndim - 1)
+    if any(c.is_cut for c in stored) and not any(c.is_cut for c in last):
+        return y + cast(Tensor, gathered_weight(bias, y)).to(y.dtype)
     local = local_weight(bias, y, y.layout)
     if any(c.is_cut for c in stored) and set(axes_of_cuts(stored)) != set(axes_of_cuts(last)):
         raise ShardingError(

@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jigsaw import comm
 from jigsaw.cut import ShardingError
-from jigsaw.ops.along import log_softmax
+from jigsaw.graph_calls import is_making_graph
+from jigsaw.ops.along import log_softmax, shifted_by_global_max
 from jigsaw.ops.meeting import bring_together
 from jigsaw.ops.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles
@@ -191,37 +193,41 @@ def cross_entropy(
 
     *Shapes*: input ``[batch, class, *space]``, target ``[batch, *space]`` of class indices, or of the input's shape of
     probabilities.
-    *Sends*: forward all-reduces of one or two numbers; backward nothing.
-    *Raises*: `ShardingError` when the class dim is cut.
+    *Sends*: forward all-reduces of one or two numbers; backward nothing.  Where the classes are cut, besides, the
+    maximum over the ranks' classes at each position, and the sum of exponentials and the target's logit together (with
+    `label_smoothing` the sum of logits too): three all-reduces' worth of positions, no logits; backward nothing.  With
+    probabilities of cut classes, as `log_softmax`, and one more of positions.  After Shoeybi et al., arXiv 1909.08053.
     """
     _refuse_old_arguments("cross_entropy", size_average, reduce)
-    dim = _class_dim("cross_entropy", input)
+    dim = 1 if input.ndim > 1 else 0
     if not input.layout.cut_axes and _lies_alike(input, target, dim):
         # nothing cuts it, so each rank has the whole answer
         out = F.cross_entropy(input.local, target.local, weight, None, ignore_index, None, reduction, label_smoothing)
         return leave_tile(out, input.mesh) if out.ndim == 0 else Tile(out, target.layout, input.mesh)
-    log_p = log_softmax(_widened_input(input), dim)
-    if tuple(target.shape) == tuple(input.shape):
+    input, is_soft = _widened_input(input), tuple(target.shape) == tuple(input.shape)
+    log_p = input if input.layout.is_cut(dim) and not is_soft else log_softmax(input, dim)
+    if is_soft:
         return _loss_with_probabilities(log_p, _widened_input(target), weight, reduction, label_smoothing, dim)
     return _loss_with_indices(log_p, target, weight, ignore_index, reduction, label_smoothing, dim)
 
 
-def _class_dim(name: str, input: Tile) -> int:
-    dim = 1 if input.ndim > 1 else 0
-    if input.layout.is_cut(dim):
-        raise ShardingError(
-            f"{name} needs whole classes: dim {dim} ({input.shape[dim]} classes) is cut by "
-            f"{input.layout.dim_axes(dim)}; cut space or batch instead"
-        )
-    return dim
-
-
 def _loss_with_indices(
-    log_p: Tile, target: LossValues, weight: Tensor | None, ignore: int, reduction: str, smoothing: float, dim: int
+    log_p: Tile,
+    target: LossValues,
+    weight: Tensor | None,
+    ignore: int,
+    reduction: str,
+    smoothing: float,
+    dim: int,
+    are_logits: bool = True,
 ) -> Any:
+    """The loss of log probabilities; over cut classes, of the logits themselves where `are_logits`."""
     if not _lies_alike(log_p, target, dim):
         log_p, target = _brought_beside(log_p, target, dim)
-    losses = _class_losses(log_p.local, target.local, weight, ignore, smoothing)
+    if log_p.layout.is_cut(dim):
+        losses = _losses_of_cut_classes(log_p, target.local, weight, ignore, smoothing, dim, are_logits)
+    else:
+        losses = _class_losses(log_p.local, target.local, weight, ignore, smoothing)
     if reduction == "none":
         return Tile(losses, target.layout, target.mesh)
     total = reduce_sum(Tile(losses, target.layout, target.mesh))
@@ -246,7 +252,8 @@ def _brought_beside(log_p: Tile, target: LossValues, dim: int) -> tuple[Tile, Ti
         places = list(range(rows.ndim))
         rows, target = bring_together([rows, target], [places, [d for d in places if d != dim]])
     rows = rows.owned()
-    anchor = Tile(rows.local.select(dim, 0), rows.layout.drop((dim,)), rows.mesh)
+    layout = rows.layout.drop((dim,))
+    anchor = Tile(rows.local.new_empty(layout.local_shape(rows.coordinate)), layout, rows.mesh)
     if tuple(target.shape) != tuple(anchor.shape):
         raise ShardingError(
             f"class losses: target {tuple(target.shape)} must be the input's shape without classes "
@@ -276,6 +283,43 @@ def _class_losses(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: i
     return losses
 
 
+def _losses_of_cut_classes(
+    x: Tile, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float, dim: int, are_logits: bool
+) -> Tensor:
+    """The losses at the local positions, of which each rank has the logits (or log probabilities) of its own classes.
+
+    Two ranks, six classes cut at 3, target 4: the second rank has the logit of the target, both have a part of the sum
+    of exponentials.  What is added up is held alike, so its gradient is whole, and nothing is sent for that of x.
+    """
+    if len(x.layout.dim(dim)) > 1:
+        raise ShardingError(
+            f"class losses: the classes (dim {dim}) of {x.layout} were flattened together; unflatten them, or cut space"
+        )
+    (cut,) = x.layout.dim(dim)
+    start, stop = cut.owned(x.layout.piece(cut, x.coordinate))
+    counted = index != ignore
+    if not (index.is_cuda or is_making_graph()) and bool((((index < 0) | (index >= cut.size)) & counted).any()):
+        raise IndexError(f"class losses: a target is out of range for {cut.size} classes")
+    local = shifted_by_global_max(x, dim).local if are_logits else x.local
+    has_target = counted & (index >= start) & (index < stop)
+    places = (index - start).clamp(0, max(stop - start - 1, 0)).unsqueeze(dim)
+    of_target = local.gather(dim, places).squeeze(dim) if stop > start else local.sum(dim)
+    parts = [torch.where(has_target, of_target, 0.0)]
+    if are_logits:
+        parts.append(local.exp().sum(dim))
+    if smoothing:
+        mine = local if weight is None else local * weight[start:stop].view(-1, *(1,) * (local.ndim - 1 - dim))
+        parts.append(mine.sum(dim).masked_fill(~counted, 0.0))
+    sums = comm.sum_parts(torch.stack(parts), x.mesh, cut.axes, (x.layout, dim))
+    log_sum = sums[1].log() if are_logits else torch.zeros_like(sums[0])
+    losses = _class_weights(local, index, weight, ignore) * (log_sum - sums[0])
+    if smoothing:
+        all_classes = cut.size if weight is None else weight.sum()
+        smooth = (all_classes * log_sum - sums[-1]).masked_fill(~counted, 0.0)
+        losses = (1 - smoothing) * losses + smoothing / cut.size * smooth
+    return losses.to(x.dtype)
+
+
 def _loss_with_probabilities(
     log_p: Tile, target: LossValues, weight: Tensor | None, reduction: str, smoothing: float, dim: int
 ) -> Any:
@@ -299,10 +343,12 @@ def nll_loss(
     reduce: None = None,
     reduction: str = "mean",
 ) -> Any:
-    """y = -input[target] over the class dim 1, reduced as `cross_entropy`."""
+    """y = -input[target] over the class dim 1, reduced as `cross_entropy`; *Sends*: over cut classes one all-reduce
+    more, of the positions.
+    """
     _refuse_old_arguments("nll_loss", size_average, reduce)
-    dim = _class_dim("nll_loss", input)
-    return _loss_with_indices(input, target, weight, ignore_index, reduction, 0.0, dim)
+    dim = 1 if input.ndim > 1 else 0
+    return _loss_with_indices(input, target, weight, ignore_index, reduction, 0.0, dim, are_logits=False)
 
 
 @implements_torch(F.gaussian_nll_loss)

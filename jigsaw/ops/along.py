@@ -94,8 +94,8 @@ def _msort(input: Tile) -> Any:
 # -- softmax ----------------------------------------------------------------------------------------------------------
 
 
-def _shifted_and_sums(input: Tile, dim: int, dtype: torch.dtype | None) -> tuple[Tile, Tensor]:
-    """(input - global max, global sum of exp) along a cut dim, in at least float32."""
+def shifted_by_global_max(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
+    """input - max along a cut dim, without halo, in at least float32; *Sends*: one all-reduce of the maxima."""
     own = input.owned().to(dtype) if dtype else input.owned()
     wide = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
     axes = reducing_axes(own.layout, (dim,))
@@ -105,9 +105,15 @@ def _shifted_and_sums(input: Tile, dim: int, dtype: torch.dtype | None) -> tuple
         else wide.local.new_full([1 if d == dim else n for d, n in enumerate(wide.local.shape)], -math.inf)
     )
     top = comm.all_reduce(local_top, own.mesh, axes, "max", (own.layout, dim))
-    shifted = wide.local - torch.where(top == -math.inf, 0.0, top)
-    sums = comm.sum_parts(shifted.exp().sum(dim, keepdim=True), own.mesh, axes, (own.layout, dim))
-    return Tile(shifted, own.layout, own.mesh), comm.use_in_parts(sums, own.mesh, axes)
+    return Tile(wide.local - torch.where(top == -math.inf, 0.0, top), own.layout, own.mesh)
+
+
+def _shifted_and_sums(input: Tile, dim: int, dtype: torch.dtype | None) -> tuple[Tile, Tensor]:
+    """(input - global max, global sum of exp) along a cut dim, in at least float32."""
+    shifted = shifted_by_global_max(input, dim, dtype)
+    axes = reducing_axes(shifted.layout, (dim,))
+    sums = comm.sum_parts(shifted.local.exp().sum(dim, keepdim=True), shifted.mesh, axes, (shifted.layout, dim))
+    return shifted, comm.use_in_parts(sums, shifted.mesh, axes)
 
 
 def _check_has_exp(function: Any, input: Tile, dtype: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""A tile as index into a plain table: embeddings, one-hot codes, and places among sorted boundaries.
+"""A tile as index into a plain table: bags of embeddings, one-hot codes, and places among sorted boundaries.
 
 >>> tile = jigsaw.shard(torch.tensor([2, 0, 1]), jigsaw.init_mesh(lat=1), ("lat",))
 >>> torch.nn.functional.one_hot(tile, 3).local[0]
@@ -13,38 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.reductions import extreme_of_all
 from jigsaw.ops.unknown_functions import run_unknown_function
 from jigsaw.tile import Tile, implements_torch, refusal_error
-
-
-@implements_torch(F.embedding)
-def _embedding(
-    input: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
-    """y = weight[input]; the result is cut as the index is, its last dim is whole.
-
-    *Sends*: nothing; backward nothing, for the gradient of a parameter is a part.
-    *Raises*: `ShardingError` for max_norm and scale_grad_by_freq, which depend on all indices.
-    """
-    if isinstance(weight, Tile):
-        return weight[(input,)]
-    if (max_norm is not None or scale_grad_by_freq) and input.layout.cut_dims:
-        raise refusal_error(
-            F.embedding, input, "max_norm and scale_grad_by_freq depend on the indices of all ranks", "leave them out"
-        )
-    own = input.owned()
-    out = own.layout.insert(own.ndim, weight.shape[1])
-    table = plain_operand(weight, own, out)
-    found = F.embedding(own.local, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return Tile(found, out, own.mesh)
 
 
 @implements_torch(F.embedding_bag)

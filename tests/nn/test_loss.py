@@ -107,8 +107,9 @@ def test_probabilities_of_classes():
 def test_what_losses_refuse():
     mesh = world_mesh(lat=2)
     x = shard(torch.randn(2, 4, 6), mesh, (None, "lat", None))
-    with pytest.raises(ShardingError, match="cross_entropy needs whole classes: dim 1"):
-        F.cross_entropy(x, torch.zeros(2, 6, dtype=torch.long))
+    flat = shard(torch.randn(2, 4, 6, 5), mesh, (None, None, "lat", None)).flatten(1, 2)
+    with pytest.raises(ShardingError, match=r"the classes .dim 1. .* were flattened together; unflatten"):
+        F.cross_entropy(flat, torch.zeros(2, 5, dtype=torch.long))
     with pytest.raises(ShardingError, match=r"input \(2, 4, 6\) and target \(2, 4, 1\)"):
         F.mse_loss(x, torch.zeros(2, 4, 1))
     with pytest.raises(ShardingError, match="torch drops the weight"):
