@@ -18,7 +18,7 @@ from jigsaw.tile_making import from_local, shard
 
 if TYPE_CHECKING:
     from jigsaw import io, metrics, testing
-    from jigsaw.checkpoint import CheckpointError, load, save
+    from jigsaw.checkpoint import CheckpointError, PendingSave, latest, load, save
     from jigsaw.compiled_forward import compile
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 
@@ -29,6 +29,7 @@ __all__ = [
     "Cut",
     "Layout",
     "LocalFunction",
+    "PendingSave",
     "ShardingError",
     "Tile",
     "clip_grad_norm_",
@@ -36,6 +37,7 @@ __all__ = [
     "from_local",
     "init_mesh",
     "io",
+    "latest",
     "load",
     "local",
     "metrics",
@@ -59,6 +61,8 @@ _LATER = {
     "clip_grad_norm_": "jigsaw.parallel",
     "compile": "jigsaw.compiled_forward",
     "CheckpointError": "jigsaw.checkpoint",
+    "PendingSave": "jigsaw.checkpoint",
+    "latest": "jigsaw.checkpoint",
     "save": "jigsaw.checkpoint",
     "load": "jigsaw.checkpoint",
 }

@@ -99,7 +99,7 @@ class WaitError(RuntimeError):
 
 
 @contextmanager
-def _name_who_waits(kind: str, ranks: Sequence[int]) -> Generator[None]:
+def name_who_waits(kind: str, ranks: Sequence[int]) -> Generator[None]:
     """Wait for `ranks`, this one among them or not.
 
     Raises: `WaitError` in place of gloo's and NCCL's own, which name neither the call nor the ranks.
@@ -134,7 +134,7 @@ class PendingWork:
         self._works, self._buffers, self._kind, self._others, self._limit = works, buffers, kind, others, limit
 
     def wait(self) -> None:
-        with _name_who_waits(self._kind, self._others):
+        with name_who_waits(self._kind, self._others):
             for work in self._works:
                 _ = work.wait() if self._limit is None else work.wait(self._limit)
         self._works, self._buffers = (), ()
@@ -172,7 +172,7 @@ def connect_ranks(mesh: DeviceMesh) -> None:
         )
     if group not in _connected_groups:
         _connected_groups.add(group)
-        with _name_who_waits("the first message", dist.get_process_group_ranks(group)):
+        with name_who_waits("the first message", dist.get_process_group_ranks(group)):
             dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
 
 
@@ -204,7 +204,7 @@ def swap_messages(
     ways = (dist.irecv, incoming), (dist.isend, outgoing)
     ops = [dist.P2POp(way, x, rank_at(mesh, at), group) for way, messages in ways for at, x in messages]
     others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
-    with _name_who_waits(kind, others):
+    with name_who_waits(kind, others):
         works = dist.batch_isend_irecv(ops)
     limit = mesh_patience(mesh) if mesh.device_type == "cpu" else None  # a gloo message's; a GPU's would block the host
     return PendingWork(works, [x for _, x in outgoing], kind, others, limit)
@@ -334,7 +334,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     # several groups only on a mesh that leaves out ranks of the job: summed along one axis after the other, which
     # still gives every rank the same bits
     for group, line in groups_along(mesh, axes):
-        with _name_who_waits("all_reduce", line):
+        with name_who_waits("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
         _record_reduce(buffer, group)
     if marks:
@@ -384,7 +384,7 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
     found = mine
     for group, ranks in reversed(groups_along(mesh, axes)):
         parts = [torch.empty_like(found) for _ in ranks]
-        with _name_who_waits(kind, ranks):
+        with name_who_waits(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
         _record_call(kind, moved, moved, len(ranks) - 1)
@@ -428,7 +428,7 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
     under_way = PendingWork((), ())
     for group, ranks in groups_along(mesh, axes):
         under_way.wait()
-        with _name_who_waits("all_reduce", ranks):
+        with name_who_waits("all_reduce", ranks):
             work = dist.all_reduce(buffer, group=group, async_op=True)
         under_way = PendingWork([] if work is None else [work], (x,), "all_reduce", ranks)
         _record_reduce(buffer, group)
@@ -447,14 +447,14 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
     for group, ranks in groups_along(mesh, axes):
         mine = ranks[0] == dist.get_rank()
         _record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
-        with _name_who_waits("broadcast", ranks):
+        with name_who_waits("broadcast", ranks):
             dist.broadcast(_as_bytes(x), ranks[0], group=group)
 
 
 def job_barrier() -> None:
     """Wait for every rank of the job."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        with _name_who_waits("barrier", range(dist.get_world_size())):
+        with name_who_waits("barrier", range(dist.get_world_size())):
             dist.barrier()
 
 
@@ -467,7 +467,8 @@ def all_gather_in_job(value: T) -> list[T]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    with name_who_waits("agreement of the job", range(dist.get_world_size())):
+        dist.all_gather_object(found, value)
     return found
 
 

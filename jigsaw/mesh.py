@@ -76,6 +76,11 @@ def mesh_patience(mesh: DeviceMesh) -> timedelta:
     return _patience_of(mesh_group(mesh), mesh.device_type)
 
 
+def job_patience() -> timedelta:
+    """How long a rank of the job waits for others in the group that has them all."""
+    return _patience_of(_world_group(), "cuda" if "nccl" in dist.get_backend() else "cpu")
+
+
 def _patience_of(group: dist.ProcessGroup, device: str) -> timedelta:
     try:
         backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
