@@ -13,6 +13,8 @@ from jigsaw.layout import Layout
 from jigsaw.mesh import init_mesh
 from jigsaw.nn.local_function import LocalFunction, local
 from jigsaw.ops.whole_tensor import strict_mode
+from jigsaw.random_state import RandomState
+from jigsaw.stop_request import StopRequest
 from jigsaw.tile import Tile
 from jigsaw.tile_making import from_local, shard
 
@@ -30,7 +32,9 @@ __all__ = [
     "Layout",
     "LocalFunction",
     "PendingSave",
+    "RandomState",
     "ShardingError",
+    "StopRequest",
     "Tile",
     "clip_grad_norm_",
     "compile",

@@ -1,5 +1,5 @@
-"""What every rank must pass alike: the arguments of `jigsaw.shard` and `jigsaw.from_local`, and values, by checksum; and
-what one rank decides for all.
+"""What every rank must pass alike: the arguments of `jigsaw.shard` and `jigsaw.from_local`, and values, by checksum;
+and what one rank decides for all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.cut import RanksDifferError
 from jigsaw.mesh import axes_of_mesh, ranks_along
+from jigsaw.waiting_ranks import name_who_waits
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -77,7 +78,7 @@ def decide_on_first_rank(
     is_first = ranks == 1 or dist.get_rank() == 0
     every: list[Any] | None = [given] * ranks if is_first else None
     if ranks > 1:
-        with comm.name_who_waits(what, range(ranks)):
+        with name_who_waits(what, range(ranks)):
             dist.gather_object(given, every, dst=0, group=group)
     results: list[Any] | None = None
     if every is not None:
@@ -89,7 +90,7 @@ def decide_on_first_rank(
         results = [(None, failed)] * ranks if failed is not None else [(each, None) for each in found]
     told: list[Any] = [None]
     if ranks > 1:
-        with comm.name_who_waits(what, range(ranks)):
+        with name_who_waits(what, range(ranks)):
             dist.scatter_object_list(told, results, src=0, group=group)
     else:
         told = results or told

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
 import zlib
 from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from jigsaw.debug import compare_calls
 from jigsaw.graph_calls import graph_call, is_shape_run, refuse_in_graph
 from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_group, mesh_patience, rank_at, ranks_along
 from jigsaw.slab_mesh import SlabMesh
+from jigsaw.waiting_ranks import name_who_waits
 
 AxisNames = str | Sequence[str]
 SameOnRanks = (
@@ -89,32 +89,6 @@ def count() -> Generator[TrafficCount]:
 def _record_call(kind: str, sent: int, received: int, messages: int) -> None:
     for each in _open_counts:
         each.calls.append(TrafficCall(kind, sent, received, messages))
-
-
-# -- ranks that do not answer -----------------------------------------------------------------------------------------
-
-
-class WaitError(RuntimeError):
-    """Other ranks of the mesh have ended, or did not take part for as long as `init_mesh(timeout=)` says."""
-
-
-@contextmanager
-def name_who_waits(kind: str, ranks: Sequence[int]) -> Generator[None]:
-    """Wait for `ranks`, this one among them or not.
-
-    Raises: `WaitError` in place of gloo's and NCCL's own, which name neither the call nor the ranks.
-    """
-    since = time.monotonic()
-    try:
-        yield
-    except RuntimeError as e:
-        if not isinstance(e, dist.DistError) and "/gloo/" not in str(e):
-            raise  # of arguments, not of ranks
-        others = [rank for rank in ranks if rank != dist.get_rank()]
-        waited = f"{kind} waited {time.monotonic() - since:.1f} s for ranks {others}"
-        raise WaitError(
-            f"{waited}: they have ended, or do not answer; init_mesh(timeout=) says how long ranks wait ({e})"
-        ) from e
 
 
 # -- point to point ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A folder of numbered checkpoints, ``step-100``, ``step-200``, ...: the last one that is whole, and the last n kept."""
+"""A folder of numbered checkpoints, ``step-100``, ``step-200``, ...: the last whole one, and the last n kept."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def latest(folder: CheckpointPath) -> Path | None:
         stems = sorted({_stem_of(each.final) for each in whole})
         if len(stems) > 1:
             raise CheckpointError(
-                f"{folder} has numbered checkpoints of several names, {stems[0]!r} and {stems[1]!r} among them; which is "
-                "the last their numbers do not say: give each a folder of its own"
+                f"{folder} has numbered checkpoints of several names, {stems[0]!r} and {stems[1]!r} among them; which "
+                "is the last their numbers do not say: give each a folder of its own"
             )
         return whole[-1].final if whole else None
 
@@ -63,7 +63,7 @@ def check_numbered(final: Path, keep: int | None) -> None:
 
 
 def remove_older_saves(final: Path, keep: int) -> None:
-    """Remove what has a lower number than `final` and the same name before it, but for the last `keep` that are whole."""
+    """Remove what has a lower number than `final`, and the same name before it; the last `keep` whole ones stay."""
     mine = [each for each in _numbered_saves(final.parent) if _stem_of(each.final) == _stem_of(final)]
     here = next(each.number for each in mine if each.final == final)
     whole = sorted({each.number for each in mine if is_whole_checkpoint(each.found) and each.number <= here})

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from test_checkpoint import Counter, _schedule, _setting, _steps
+from test_checkpoint import Counter, _setting, _steps
 
 import jigsaw
 from jigsaw.checkpoint import CheckpointError, load, save
