@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jigsaw.checkpoint import CheckpointError, PendingSave, latest, load, save
     from jigsaw.compiled_forward import compile
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
+    from jigsaw.whole_weights import load_weights, save_weights
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "io",
     "latest",
     "load",
+    "load_weights",
     "local",
     "metrics",
     "nn",
@@ -50,6 +52,7 @@ __all__ = [
     "ops",
     "parallelize",
     "save",
+    "save_weights",
     "shard",
     "strict_mode",
     "testing",
@@ -68,6 +71,8 @@ _LATER = {
     "PendingSave": "jigsaw.checkpoint",
     "latest": "jigsaw.checkpoint",
     "save": "jigsaw.checkpoint",
+    "load_weights": "jigsaw.whole_weights",
+    "save_weights": "jigsaw.whole_weights",
     "load": "jigsaw.checkpoint",
 }
 
