@@ -83,11 +83,11 @@ def decide_on_first_rank(
     results: list[Any] | None = None
     if every is not None:
         failed = next(((rank, why) for rank, (_, why) in enumerate(every) if why is not None), None)
+        found: Sequence[U] | None = None
         if failed is None:
             found, failure = _tried(lambda: decide([value for value, _ in every]))
-            failed = None if failure is None else (0, repr(failure))
-            mine = mine[0], failure
-        results = [(None, failed)] * ranks if failed is not None else [(each, None) for each in found]
+            mine, failed = (mine[0], failure), None if failure is None else (0, repr(failure))
+        results = [(None, failed)] * ranks if found is None else [(each, None) for each in found]
     told: list[Any] = [None]
     if ranks > 1:
         with name_who_waits(what, range(ranks)):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -27,6 +28,15 @@ class PendingSave:
 
     The program may end meanwhile: Python waits for the thread.  Its process group may not; `wait()` before
     `dist.destroy_process_group()`.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> pending = jigsaw.save("at-100", model=model, wait=False)
+    >>> for p in model.parameters():  # training goes on
+    ...     _ = torch.nn.init.zeros_(p)
+    >>> pending.wait()
+    >>> jigsaw.load("at-100", model=model)
+    >>> bool(model.weight.any())
+    True
     """
 
     def __init__(self, path: Path, work: SaveWork) -> None:
@@ -96,5 +106,6 @@ def _group_of_saves() -> dist.ProcessGroup | None:
     if world is None or world.size() == 1:
         return None
     if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo", timeout=job_patience())
+        made: Any = dist.new_group(backend="gloo", timeout=job_patience())
+        _groups[world] = made
     return _groups[world]

@@ -26,6 +26,7 @@ class StopRequest:
     *Sends*: at each `heard`, one all-reduce of 4 bytes over the mesh.
     *Raises*: `ValueError` off the main thread, where Python takes no signals.
 
+    >>> import signal
     >>> mesh = jigsaw.init_mesh(lat=1, device="cpu")
     >>> with jigsaw.StopRequest(mesh) as stop:
     ...     for step in range(100):

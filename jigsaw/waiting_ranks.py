@@ -117,7 +117,8 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
 
 def _store_of_job() -> dist.Store:
     # of its own: a client of the store that waits for a key keeps others of its process out
-    return distributed_c10d._get_default_store().clone()  # pyright: ignore[reportPrivateUsage]
+    store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    return store.clone()
 
 
 # -- while ranks wait -------------------------------------------------------------------------------------------------

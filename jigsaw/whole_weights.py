@@ -165,6 +165,12 @@ def load_weights(path: CheckpointPath, model: nn.Module) -> None:
     *Sends*: plans, and no tensors.
     *Raises*: `CheckpointError` on every rank, for a damaged file, and names or shapes that are not the model's; nothing
     is changed then.
+
+    >>> jigsaw.save_weights("small.safetensors", torch.nn.Linear(4, 2))
+    >>> jigsaw.load_weights("small.safetensors", torch.nn.Linear(4, 3))
+    Traceback (most recent call last):
+        ...
+    jigsaw.checkpoint_state.CheckpointError: small.safetensors is of another model: 'bias' has shape (2,), the...
     """
     weights = fail_together(lambda: _stored_weights(Path(path)))
     tensors = fail_together(lambda: _whole_state(model))
@@ -257,7 +263,7 @@ class _WeightReader(dcp.StorageReader):
 
 def _read_piece(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     found = torch.empty(tuple(sizes), dtype=weight.dtype)
-    raw = memoryview(found.reshape(-1).view(torch.uint8).numpy()).cast("B")
+    raw = found.reshape(-1).view(torch.uint8).numpy().data
     at = 0
     with weight.path.open("rb", buffering=0) as opened:
         for start, size in _byte_runs(weight, offsets, sizes):

@@ -98,7 +98,7 @@ def _broken(header, more=0):
         (_broken({"weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [8, 32]}}, 24), r"'weight' lies outside"),
         (
             _broken({"weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}}, 24),
-            r"missing: 'bias'; 'weight' has",
+            r"'weight' has shape \(3, 2\), the model's \(2, 3\); missing: 'bias'",
         ),
     ],
 )
