@@ -13,14 +13,17 @@ from jigsaw.layout import Layout
 from jigsaw.mesh import init_mesh
 from jigsaw.nn.local_function import LocalFunction, local
 from jigsaw.ops.whole_tensor import strict_mode
+from jigsaw.random_state import RandomState
+from jigsaw.stop_request import StopRequest
 from jigsaw.tile import Tile
 from jigsaw.tile_making import from_local, shard
 
 if TYPE_CHECKING:
     from jigsaw import io, metrics, testing
-    from jigsaw.checkpoint import CheckpointError, load, save
+    from jigsaw.checkpoint import CheckpointError, PendingSave, latest, load, save
     from jigsaw.compiled_forward import compile
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
+    from jigsaw.whole_weights import load_weights, save_weights
 
 __version__ = "0.1.0"
 
@@ -29,14 +32,19 @@ __all__ = [
     "Cut",
     "Layout",
     "LocalFunction",
+    "PendingSave",
+    "RandomState",
     "ShardingError",
+    "StopRequest",
     "Tile",
     "clip_grad_norm_",
     "compile",
     "from_local",
     "init_mesh",
     "io",
+    "latest",
     "load",
+    "load_weights",
     "local",
     "metrics",
     "nn",
@@ -44,6 +52,7 @@ __all__ = [
     "ops",
     "parallelize",
     "save",
+    "save_weights",
     "shard",
     "strict_mode",
     "testing",
@@ -59,7 +68,11 @@ _LATER = {
     "clip_grad_norm_": "jigsaw.parallel",
     "compile": "jigsaw.compiled_forward",
     "CheckpointError": "jigsaw.checkpoint",
+    "PendingSave": "jigsaw.checkpoint",
+    "latest": "jigsaw.checkpoint",
     "save": "jigsaw.checkpoint",
+    "load_weights": "jigsaw.whole_weights",
+    "save_weights": "jigsaw.whole_weights",
     "load": "jigsaw.checkpoint",
 }
 

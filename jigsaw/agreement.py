@@ -1,16 +1,25 @@
-"""What every rank must pass alike: the arguments of `jigsaw.shard` and `jigsaw.from_local`, and values, by checksum."""
+"""What every rank must pass alike: the arguments of `jigsaw.shard` and `jigsaw.from_local`, and values, by checksum;
+and what one rank decides for all.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.cut import RanksDifferError
 from jigsaw.mesh import axes_of_mesh, ranks_along
+from jigsaw.waiting_ranks import name_who_waits
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def agree_on_arguments(
@@ -47,3 +56,52 @@ def checksum_of_bits(x: Tensor) -> int:
         words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8192)).view(torch.int64).view(-1, 1024)
         flat = torch.cat([words.sum(0), words.sum(1)]).view(torch.uint8)
     return zlib.crc32(flat.cpu().numpy().data)
+
+
+def decide_on_first_rank(
+    give: Callable[[], T],
+    decide: Callable[[list[T]], Sequence[U]],
+    what: str,
+    error: type[Exception],
+    group: dist.ProcessGroup | None = None,
+) -> U:
+    """What the job's first rank makes of what all ranks give: to each its own of the results of `decide`.
+
+    `group` has all ranks of the job, in their order; by default it is the job's own.
+
+    *Sends*: what this rank gave, pickled, to the first rank, and a result from there; not counted.
+    *Raises*: an `error` on every rank, where `give` fails on any or `decide` on the first: `what`, the rank, and why.
+    """
+    mine: tuple[Any, BaseException | None] = _tried(give)
+    given = mine[0], None if mine[1] is None else repr(mine[1])
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    is_first = ranks == 1 or dist.get_rank() == 0
+    every: list[Any] | None = [given] * ranks if is_first else None
+    if ranks > 1:
+        with name_who_waits(what, range(ranks)):
+            dist.gather_object(given, every, dst=0, group=group)
+    results: list[Any] | None = None
+    if every is not None:
+        failed = next(((rank, why) for rank, (_, why) in enumerate(every) if why is not None), None)
+        found: Sequence[U] | None = None
+        if failed is None:
+            found, failure = _tried(lambda: decide([value for value, _ in every]))
+            mine, failed = (mine[0], failure), None if failure is None else (0, repr(failure))
+        results = [(None, failed)] * ranks if found is None else [(each, None) for each in found]
+    told: list[Any] = [None]
+    if ranks > 1:
+        with name_who_waits(what, range(ranks)):
+            dist.scatter_object_list(told, results, src=0, group=group)
+    else:
+        told = results or told
+    result, failed = told[0]
+    if failed is not None:
+        raise error(f"{what}: rank {failed[0]}: {failed[1]}") from mine[1]
+    return result
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as e:  # a library may raise anything
+        return None, e

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from jigsaw import comm
-from jigsaw.agreement import checksum_of_bits
+from jigsaw.agreement import checksum_of_bits, decide_on_first_rank
 from jigsaw.checkpoint_files import (
+    PlannedTensors,
+    WrittenTensors,
     begin_checkpoint,
     check_file_share,
     commit_checkpoint,
@@ -28,12 +30,13 @@ from jigsaw.checkpoint_files import (
     open_checkpoint,
     part_folder,
     read_tensors,
-    write_tensors,
 )
-from jigsaw.checkpoint_state import CheckpointError, plain_state, restored_state
+from jigsaw.checkpoint_state import CheckpointError, CheckpointPath, plain_state, restored_state
+from jigsaw.numbered_saves import check_numbered, latest, remove_older_saves
+from jigsaw.pending_save import PendingSave, begin_save, end_pending_save
 from jigsaw.tile import Tile
 
-__all__ = ["CheckpointError", "Stateful", "load", "save"]
+__all__ = ["CheckpointError", "PendingSave", "Stateful", "latest", "load", "save"]
 
 
 class Stateful(Protocol):
@@ -48,7 +51,30 @@ class Stateful(Protocol):
         ...
 
 
-CheckpointPath = str | os.PathLike[str]
+@overload
+def save(
+    path: CheckpointPath,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    loader: Stateful | None = None,
+    wait: Literal[True] = True,
+    keep: int | None = None,
+    **others: Stateful,
+) -> None: ...
+
+
+@overload
+def save(
+    path: CheckpointPath,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    loader: Stateful | None = None,
+    wait: Literal[False],
+    keep: int | None = None,
+    **others: Stateful,
+) -> PendingSave: ...
 
 
 def save(
@@ -57,8 +83,10 @@ def save(
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
     loader: Stateful | None = None,
+    wait: bool = True,
+    keep: int | None = None,
     **others: Stateful,
-) -> None:
+) -> PendingSave | None:
     """Write a checkpoint to the folder `path`, each rank its own part; an old one is replaced once all is written.
 
     `others` are more objects with ``state_dict``: ``scheduler=scheduler``.  An optimizer needs its `model`, which names
@@ -67,9 +95,16 @@ def save(
     What their ``state_dict`` returns is numbers, texts, bytes, None, lists, tuples and dicts of them, and tensors of at
     most 1 MB; it is kept as JSON.
 
+    With ``wait=False`` each rank copies what it writes (1/P of what all write) to memory, and a thread writes it while
+    training goes on; `PendingSave.wait` returns once the checkpoint is whole.  A save waits for the one before it.
+
+    With `keep`, older checkpoints beside this one are removed once it is whole: of ``run/step-100``, ``run/step-200``,
+    ... those with the `keep` highest numbers stay.  `latest` finds the last one.
+
     *Sends*: plans and checksums, and no tensors.
     *Raises*: `CheckpointError` for an optimizer without its model, a state that is not plain, and tensors that ranks
-    should hold alike and do not: a checkpoint would have those of one of them.
+    should hold alike and do not: a checkpoint would have those of one of them; on every rank, where one cannot write;
+    and where the save before failed in the background and nobody waited for it.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -79,13 +114,29 @@ def save(
     >>> torch.equal(again.weight, model.weight)
     True
     """
+    end_pending_save()
     final, rank = Path(path), dist.get_rank() if dist.is_initialized() else 0
+    check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
     _check_alike(tensors)
     fail_together(lambda: begin_checkpoint(final) if rank == 0 else None)
-    mine = write_tensors(part_folder(final), tensors)
-    sums = {name: each for theirs in comm.all_gather_in_job(mine) for name, each in theirs.items()}
-    fail_together(lambda: commit_checkpoint(final, small, sums) if rank == 0 else None)
+    planned = PlannedTensors(part_folder(final), tensors)
+
+    def close(written: list[WrittenTensors]) -> list[None]:
+        commit_checkpoint(final, small, planned.write_index(written))
+        if keep is not None:
+            remove_older_saves(final, keep)
+        return [None] * len(written)
+
+    def write(group: dist.ProcessGroup | None) -> None:
+        what = f"the tensors of {part_folder(final)} cannot be written"
+        decide_on_first_rank(planned.write, close, what, CheckpointError, group)
+
+    if wait:
+        return write(None)
+    planned.copy()
+    del tensors  # which `write` would otherwise keep
+    return begin_save(final, write)
 
 
 def load(
@@ -112,6 +163,7 @@ def load(
         ...
     jigsaw.checkpoint_state.CheckpointError: the checkpoint best is of another model: 'model.weight' has shape (2, 4)...
     """
+    end_pending_save()  # it may be this one
     found = fail_together(lambda: open_checkpoint(Path(path)))
     things = _stateful_objects(loader, others)
     wanted = [f"state of {name}" for name in things] + ["optimizer groups"] * (optimizer is not None)

@@ -14,7 +14,7 @@ import os
 import pickle
 import shutil
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from jigsaw import comm
+from jigsaw.agreement import decide_on_first_rank
 from jigsaw.checkpoint_state import CheckpointError
 
 T = TypeVar("T")
@@ -56,20 +58,25 @@ class FileSum(NamedTuple):
     crc32: int
 
 
-def fail_together(work: Callable[[], T]) -> T:
+def fail_together(work: Callable[[], T], of_first: bool = False) -> T:
     """What `work` returns on this rank; where it fails on any rank, all of them raise what the first such rank found.
 
-    *Sends*: the message of a failure, to all ranks.
+    With `of_first` only the first rank works, and all have what it found.
+
+    *Sends*: the message of a failure, to all ranks; `of_first`, what was found.
     """
     found, failure = None, None
+    is_idle = of_first and dist.is_initialized() and dist.get_rank() != 0
     try:
-        found = work()
+        found = None if is_idle else work()
     except (CheckpointError, OSError) as e:
         failure = e
-    told = next(filter(None, comm.all_gather_in_job("" if failure is None else str(failure) or repr(failure))), None)
+    mine = "" if failure is None else str(failure) or repr(failure), found if of_first else None
+    every = comm.all_gather_in_job(mine)
+    told = next((why for why, _ in every if why), None)
     if told is not None:
         raise CheckpointError(told) from failure
-    return found  # pyright: ignore[reportReturnType]
+    return every[0][1] if of_first else found  # pyright: ignore[reportReturnType]
 
 
 # -- where ------------------------------------------------------------------------------------------------------------
@@ -102,6 +109,15 @@ def whole_checkpoint(final: Path) -> Path:
         why = f"; {left[0]} is there, but not whole: the save was ended before it had written all" if left else ""
         raise CheckpointError(f"the checkpoint {final} does not exist{why}")
     return whole
+
+
+def is_whole_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a checkpoint with all its files, each of its size; their content is not read."""
+    try:
+        files = json.loads((folder / _LAST).read_text())["files"]
+        return all((folder / name).stat().st_size == size for name, (size, _) in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def begin_checkpoint(final: Path) -> None:
@@ -182,26 +198,78 @@ class _TensorWriter(dcp.FileSystemWriter):
         return None
 
 
-def write_tensors(part: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileSum]:
-    """Write the tensors of all ranks, each its own part; the files that this rank wrote.
+class _CopyingPlanner(dcp.DefaultSavePlanner):
+    """Torch's planner, which can copy what this rank writes, and then needs the tensors themselves no more."""
+
+    def keep_copies(self, plan: dcp.SavePlan) -> int:
+        found = {item.index: self.lookup_object(item.index).detach() for item in plan.items}
+        self._copies = {index: x.to("cpu", copy=True) for index, x in found.items()}
+        self.state_dict = {}
+        return sum(x.nbytes for x in self._copies.values())
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        copies: dict[MetadataIndex, torch.Tensor] = getattr(self, "_copies", {})
+        return copies[index] if index in copies else super().lookup_object(index)
+
+
+class WrittenTensors(NamedTuple):
+    """What a rank has written: where each piece lies, and its files."""
+
+    pieces: list[WriteResult]
+    sums: dict[str, FileSum]
+
+
+class PlannedTensors:
+    """The part of the tensors of all ranks that this one writes: planned by all together, written by each alone.
+
+    Torch's planner has what ranks hold alike written by one of them, and gives each about as many bytes of it.  Making
+    the plan is collective.
 
     *Sends*: plans, and no tensors.
+    *Raises*: `CheckpointError` on every rank, where any cannot plan.
     """
-    writer = _TensorWriter(part)
-    writer.fs = files = _SummingFileSystem()
-    with _as_checkpoint_error(part, "written"):
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
-    return files.sums
+
+    def __init__(self, part: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._writer, self._planner, self._index = _TensorWriter(part), _CopyingPlanner(), None
+        self._writer.fs = self._files = _SummingFileSystem()
+        what = f"the tensors of {part} cannot be written"
+        plan = decide_on_first_rank(lambda: self._local_plan(tensors), self._global_plans, what, CheckpointError)
+        self._plan = self._planner.finish_plan(plan)
+
+    def _local_plan(self, tensors: Mapping[str, torch.Tensor]) -> dcp.SavePlan:
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._planner.set_up_planner(dict(tensors), self._writer.storage_meta(), is_first)
+        self._writer.set_up_storage_writer(is_first)
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def _global_plans(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        plans, self._index = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(plans)
+
+    def copy(self) -> int:
+        """Copy what this rank writes, so that the tensors may change before it is written; the bytes of the copies."""
+        return self._planner.keep_copies(self._plan)
+
+    def write(self) -> WrittenTensors:
+        """Write this rank's part; it talks to nobody."""
+        pieces = self._writer.write_data(self._plan, self._planner).wait()
+        return WrittenTensors(pieces, dict(self._files.sums))
+
+    def write_index(self, written: Sequence[WrittenTensors]) -> dict[str, FileSum]:
+        """Write the index of what all ranks have written, on the first rank; the files of all."""
+        assert self._index is not None
+        self._writer.finish(self._index, [each.pieces for each in written])
+        return {name: each for rank in written for name, each in rank.sums.items()} | self._files.sums
 
 
 @contextmanager
-def _as_checkpoint_error(path: Path, done: str) -> Generator[None]:
+def _as_checkpoint_error(path: Path) -> Generator[None]:
     """What torch raises on all ranks when one of them fails is no `Exception`, and has every rank's traceback."""
     try:
         yield
     except dcp.CheckpointException as e:
         rank, (failure, *_) = next(iter(e.failures.items()))
-        raise CheckpointError(f"the tensors of {path} cannot be {done}: rank {rank}: {failure!r}") from e
+        raise CheckpointError(f"the tensors of {path} cannot be read: rank {rank}: {failure!r}") from e
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -251,7 +319,7 @@ def check_file_share(found: OpenedCheckpoint, rank: int, ranks: int) -> None:
 def read_tensors(found: OpenedCheckpoint, state: dict[str, torch.Tensor]) -> None:
     """Fill the tensors of `state`, each rank its own rows."""
     if state:
-        with _as_checkpoint_error(found.path, "read"):
+        with _as_checkpoint_error(found.path):
             dcp.load(dict(state), storage_reader=_TensorReader(found), no_dist=not dist.is_initialized())
 
 

@@ -6,6 +6,7 @@ alone; the rest that such states are made of is marked: ``{"$tuple": [0.9, 0.999
 
 from __future__ import annotations
 
+import os
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+CheckpointPath = str | os.PathLike[str]
 _LARGEST_TENSOR = 1 << 20
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
 import zlib
-from collections.abc import Generator, Hashable, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -43,6 +41,7 @@ from jigsaw.traffic import TrafficCall as TrafficCall
 from jigsaw.traffic import TrafficCount as TrafficCount
 from jigsaw.traffic import count as count
 from jigsaw.traffic import record_call
+from jigsaw.waiting_ranks import name_who_waits
 from jigsaw.wire_values import byte_view, floats_from_order, is_narrow, order_as_integers, plain_memory, wire_dtype
 
 AxisNames = str | Sequence[str]
@@ -50,32 +49,6 @@ SameOnRanks = (
     tuple[Hashable, ...] | None
 )  # what ranks that combine values are to have alike, such as the layout of a tile
 T = TypeVar("T")
-
-
-# -- ranks that do not answer -----------------------------------------------------------------------------------------
-
-
-class WaitError(RuntimeError):
-    """Other ranks of the mesh have ended, or did not take part for as long as `init_mesh(timeout=)` says."""
-
-
-@contextmanager
-def _name_who_waits(kind: str, ranks: Sequence[int]) -> Generator[None]:
-    """Wait for `ranks`, this one among them or not.
-
-    Raises: `WaitError` in place of gloo's and NCCL's own, which name neither the call nor the ranks.
-    """
-    since = time.monotonic()
-    try:
-        yield
-    except RuntimeError as e:
-        if not isinstance(e, dist.DistError) and "/gloo/" not in str(e):
-            raise  # of arguments, not of ranks
-        others = [rank for rank in ranks if rank != dist.get_rank()]
-        waited = f"{kind} waited {time.monotonic() - since:.1f} s for ranks {others}"
-        raise WaitError(
-            f"{waited}: they have ended, or do not answer; init_mesh(timeout=) says how long ranks wait ({e})"
-        ) from e
 
 
 # -- point to point ---------------------------------------------------------------------------------------------------
@@ -97,7 +70,7 @@ class PendingWork:
         self._landed = landed  # (where it belongs, memory of the host that it arrives in)
 
     def wait(self) -> None:
-        with _name_who_waits(self._kind, self._others):
+        with name_who_waits(self._kind, self._others):
             for work in self._works:
                 _ = work.wait() if self._limit is None else work.wait(self._limit)
         for memory, host in self._landed:
@@ -121,7 +94,7 @@ def connect_ranks(mesh: DeviceMesh) -> None:
         )
     if group not in _connected_groups:
         _connected_groups.add(group)
-        with _name_who_waits("the first message", dist.get_process_group_ranks(group)):
+        with name_who_waits("the first message", dist.get_process_group_ranks(group)):
             dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
 
 
@@ -161,7 +134,7 @@ def swap_messages(
     ways = (dist.irecv, incoming), (dist.isend, outgoing)
     ops = [dist.P2POp(way, x, rank_at(mesh, at), group, tag) for way, messages in ways for at, x in messages]
     others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
-    with _name_who_waits(kind, others):
+    with name_who_waits(kind, others):
         works = dist.batch_isend_irecv(ops)
     limit = mesh_patience(mesh) if on_host else None  # a gloo message's; NCCL's would block the host
     return PendingWork(works, [x for _, x in outgoing], kind, others, limit, landed)
@@ -266,7 +239,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     # several groups only on a mesh that leaves out ranks of the job: summed along one axis after the other, which
     # still gives every rank the same bits
     for group, line in groups:
-        with _name_who_waits("all_reduce", line):
+        with name_who_waits("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
         _record_reduce(buffer, group)
     if marks:
@@ -295,13 +268,13 @@ def _sum_in_shares(x: Tensor, group: dist.ProcessGroup, line: Sequence[int], sam
         number = torch.tensor([_number_of(same, ranks)], device=x.device).view(x.dtype)
         given = torch.cat([given, number.expand(ranks, -1)], 1)
     taken = torch.empty_like(given)
-    with _name_who_waits("all_reduce", line):
+    with name_who_waits("all_reduce", line):
         dist.all_to_all_single(byte_view(taken), byte_view(given), group=group)
     if same is not None:
         _check_marks((taken[:, share:].view(torch.int16) == given[:, share:].view(torch.int16)).all(), same)
     mine = taken[:, :share].sum(0, dtype=torch.float32).to(x.dtype)
     whole = x.new_empty(ranks, share)
-    with _name_who_waits("all_reduce", line):
+    with name_who_waits("all_reduce", line):
         dist.all_gather([byte_view(row) for row in whole], byte_view(mine), group=group)
     moved = (ranks - 1) * (given[0].nbytes + mine.nbytes)
     record_call("all_reduce", moved, moved, 2 * (ranks - 1))
@@ -345,7 +318,7 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
     found = mine
     for group, ranks in reversed(groups_along(mesh, axes)):
         parts = [torch.empty_like(found) for _ in ranks]
-        with _name_who_waits(kind, ranks):
+        with name_who_waits(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
         record_call(kind, moved, moved, len(ranks) - 1)
@@ -389,7 +362,7 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
     under_way = PendingWork((), ())
     for group, ranks in groups_along(mesh, axes):
         under_way.wait()
-        with _name_who_waits("all_reduce", ranks):
+        with name_who_waits("all_reduce", ranks):
             work = dist.all_reduce(buffer, group=group, async_op=True)
         under_way = PendingWork([] if work is None else [work], (x,), "all_reduce", ranks)
         _record_reduce(buffer, group)
@@ -408,14 +381,14 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
     for group, ranks in groups_along(mesh, axes):
         mine = ranks[0] == dist.get_rank()
         record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
-        with _name_who_waits("broadcast", ranks):
+        with name_who_waits("broadcast", ranks):
             dist.broadcast(byte_view(x), ranks[0], group=group)
 
 
 def job_barrier() -> None:
     """Wait for every rank of the job."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        with _name_who_waits("barrier", range(dist.get_world_size())):
+        with name_who_waits("barrier", range(dist.get_world_size())):
             dist.barrier()
 
 
@@ -428,7 +401,8 @@ def all_gather_in_job(value: T) -> list[T]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    with name_who_waits("agreement of the job", range(dist.get_world_size())):
+        dist.all_gather_object(found, value)
     return found
 
 

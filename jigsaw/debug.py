@@ -15,30 +15,25 @@ Off (the default), it costs one look at a name.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Hashable, Iterator, Sequence
-from pathlib import Path
-from types import FrameType
+from collections.abc import Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.call_places import place_of_call
 from jigsaw.cut import RanksDifferError
 from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate
 from jigsaw.slab_mesh import SlabMesh
+from jigsaw.waiting_ranks import name_who_waits
 
 DEBUG_VARIABLE = "JIGSAW_DEBUG"
 EVERY_VARIABLE = "JIGSAW_DEBUG_EVERY"
 
 IS_DEBUGGING = os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
-_PACKAGES = (*(str(Path(where).parent) + os.sep for where in (__file__, torch.__file__)), "<")
 _message_numbers: WeakKeyDictionary[DeviceMesh, int] = WeakKeyDictionary()
-_DISPATCHER = "_call_handler"
 
 
 def hash_interval() -> int:
@@ -60,7 +55,7 @@ def compare_calls(
     if not IS_DEBUGGING or isinstance(mesh, SlabMesh) or mesh.size() == 1:
         return
     number = _message_numbers[mesh] = _message_numbers.get(mesh, 0) + 1
-    function, where = _place_of_call()
+    function, where = place_of_call()
     said = f"{kind} {', '.join(map(str, alike))}".strip(), function
     along = tuple(c for (name, _), c in zip(axes_of_mesh(mesh), mesh_coordinate(mesh), strict=True) if name not in axes)
     mine = dist.get_rank(), number, said, (along, tuple(shape)), where
@@ -103,9 +98,10 @@ def compare_parameters(mesh: DeviceMesh, named: Sequence[tuple[str, int, Sequenc
 def _told_by_all(mesh: DeviceMesh, mine: Any) -> list[Any]:
     """What every rank of the mesh says, in mesh order."""
     said = [mine]
-    for group, _ in reversed(groups_along(mesh, [name for name, _ in axes_of_mesh(mesh)])):
+    for group, ranks in reversed(groups_along(mesh, [name for name, _ in axes_of_mesh(mesh)])):
         parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, said, group=group)
+        with name_who_waits("the comparison of JIGSAW_DEBUG", ranks):
+            dist.all_gather_object(parts, said, group=group)
         said = [each for part in parts for each in part]
     return sorted(said, key=lambda each: each[0])
 
@@ -114,37 +110,3 @@ def _described(told: Any) -> str:
     rank, number, (what, function), (_, shape), where = told
     of = f" of a local shape {list(shape)}" if shape else ""
     return f"rank {rank}, message {number}: {what}{of} in {function}, {where}"
-
-
-# -- where a call comes from ------------------------------------------------------------------------------------------
-
-
-def is_of_packages(file: str) -> bool:
-    """Whether a file is one of jigsaw's or torch's, or none."""
-    return file.startswith(_PACKAGES)
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _place_of_call() -> tuple[str, str]:
-    """The torch function that is under way, and the modules and the line that called it."""
-    # innermost first: the last dispatch that is found is the function that was called on tiles, the first module the
-    # innermost, and the first frame outside jigsaw and torch the line of the caller's
-    function, modules, line = "", list[str](), ""
-    for frame in _frames():
-        code = frame.f_code
-        if code.co_name == _DISPATCHER and not line:
-            called = frame.f_locals.get("function")
-            function = getattr(called, "__name__", str(called))
-        if code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
-            modules.append(type(frame.f_locals["self"]).__name__)
-        if not line and not is_of_packages(code.co_filename):
-            line = f"{code.co_filename}:{frame.f_lineno}"
-    if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
-        return "the backward pass", line or "called by autograd"
-    return function or "no function of tiles", " > ".join([*reversed(modules), line])

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from jigsaw.cut import ShardingError
 from jigsaw.launcher import torchrun_variables
 from jigsaw.layout import AxisSizes, MeshCoordinate
+from jigsaw.restart_store import is_shared_between_starts, store_of_this_start
 
 # The ranks through this one along each choice of axes: asked for by every message, and slow to ask of a mesh tensor.
 # Weak, so that neither a mesh nor a job that ended is kept alive.
@@ -85,6 +86,11 @@ def sends_through_host(mesh: DeviceMesh) -> bool:
     return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
 
 
+def job_patience() -> timedelta:
+    """How long a rank of the job waits for others in the group that has them all."""
+    return _patience_of(_world_group(), "cuda" if "nccl" in dist.get_backend() else "cpu")
+
+
 def _patience_of(group: dist.ProcessGroup, device: str) -> timedelta:
     try:
         backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
@@ -135,7 +141,10 @@ def _init_process_group(device: str, limit: timedelta) -> None:
     atexit.register(_leave_process_group, os.getpid())
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_shared_between_starts():
+        store, rank, ranks = store_of_this_start(limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=limit)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)

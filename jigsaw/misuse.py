@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from jigsaw.call_places import is_of_packages
 from jigsaw.cut import ShardingError
-from jigsaw.debug import is_of_packages
 from jigsaw.layout import AxisSizes
 from jigsaw.mesh import axes_of_mesh
 from jigsaw.tile import tiles_in

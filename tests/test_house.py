@@ -203,12 +203,12 @@ ONE_WORD = {"arguments", "run", "count"}
 
 
 def _module_names(kinds):
-    """Every module-level name of a kind, without its underscores, and the files that define it."""
+    """Every module-level name of a kind, without its underscores, and the files that define it (overloads: once)."""
     found = {}
     for file in SOURCES:
         for node in _tree(file).body:
             if isinstance(node, kinds):
-                found.setdefault(node.name.lstrip("_"), []).append(str(file.relative_to(ROOT)))
+                found.setdefault(node.name.lstrip("_"), set()).add(str(file.relative_to(ROOT)))
     return found
 
 

@@ -1,5 +1,7 @@
 """How long ranks wait for each other, and what those are told that wait in vain."""
 
+import re
+import time
 from datetime import timedelta
 
 import pytest
@@ -67,12 +69,13 @@ def test_a_rank_that_waits_in_vain_is_told_for_what(tmp_path, kind):
     """Rank 1 never comes; rank 0 is told after the time that its mesh waits, not after torch's half an hour."""
     code = f"""
 from jigsaw import comm
+from jigsaw.waiting_ranks import WaitError
 join()
 mesh = jigsaw.init_mesh(device="cpu", lat=2, timeout=1.5)
 if rank == 0:
     try:
         {CALLS[kind]}
-    except comm.WaitError as e:
+    except WaitError as e:
         print("told:", e)
     open(folder + "/told", "w")
 while not os.path.exists(folder + "/told"):
@@ -82,3 +85,49 @@ os._exit(0)
     told = run_apart(tmp_path, 2, code)[0][1]
     assert f"told: {kind} waited " in told, told
     assert "s for ranks [1]: they have ended, or do not answer; init_mesh(timeout=) says how long ranks wait" in told
+
+
+# Rank 2 leaves the loop, and the others enter it; then one rank makes a mistake of its own.
+APART = """
+import torch.nn as nn
+join()
+mesh = jigsaw.init_mesh(device="cpu", lat=3, timeout=6)
+if True:
+    class Net(nn.Module):
+        def forward(self, x):
+            return x.mean()
+    x = jigsaw.shard(torch.ones(7, 4), mesh, ("lat", None))
+    net = Net()
+    net(x)
+    def leave_and_sleep():
+        {rank_2}
+    if rank == 2:
+        leave_and_sleep()
+    try:
+        net(x)
+    except Exception as e:
+        print("told:", e, flush=True)
+        {after}
+"""
+
+
+@pytest.mark.slow
+def test_all_that_wait_are_told_the_function_the_module_the_line_and_who_is_missing(tmp_path):
+    stay = 'open(f"{folder}/told{rank}.done", "w"); [time.sleep(0.1) for _ in range(50)]; os._exit(0)'
+    told = run_apart(tmp_path, 3, APART.format(rank_2="time.sleep(16); os._exit(0)", after=stay))
+    for _, said in told[:2]:
+        assert "all_reduce waited" in said, said
+        assert "init_mesh(timeout=) says how long ranks wait; this was in mean, Net > /" in said, said
+        (which,) = [entry for entry in said.split("; ") if "missing: rank" in entry]
+        assert which.startswith("missing: rank 2, which was at /"), said
+        at = int(re.search(r"body\.py:(\d+)", which).group(1))
+        assert "time.sleep(16)" in (tmp_path / "body.py").read_text().splitlines()[at - 1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_the_others_in_seconds_with_what_it_said(tmp_path):
+    began = time.monotonic()
+    told = run_apart(tmp_path, 3, APART.format(rank_2='raise ValueError("no such field")', after="raise"))
+    assert time.monotonic() - began < 60  # starting takes most of it; ranks wait 6 seconds for each other
+    for _, said in told[:2]:
+        assert "the first to fail was rank 2: ValueError: no such field" in said, said

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 examples/weather/train.py             # four: 2 bands of latitude x 2 of longitude
     torchrun --nproc-per-node 4 examples/weather/train.py --mesh data=2,lat=2
     torchrun --nproc-per-node 4 examples/weather/train.py --store ERA5.zarr --fields t2m,z500,t850
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/weather/train.py --saves runs/one    # docs/failures.md
 
 Without `--store`: next month's anomaly of near-surface air temperature from the last twelve months. With it: the next
 state of any WeatherBench2-style store, normalised. Loss curve, skill and picture are written to `out/`.
@@ -58,6 +59,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--test", default="", help="first:last date held out, with --store; by default none, and no picture"
     )
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--saves", type=Path, help="a folder of checkpoints: training goes on from the last one in it")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints, with --saves")
     return parser.parse_args(argv)
 
 
@@ -82,8 +85,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     steps = args.steps or args.epochs * len(loader)
     settings = {"store": Path(what["store"]).name, "fields": what["fields"], "batch": args.batch, "steps": steps}
     report = {"mesh": args.mesh, "ranks": mesh.size(), "settings": settings | {"widths": list(widths), "seed": SEED}}
-    report |= fit(model, loader, weights, steps)
+    report |= fit(model, loader, weights, steps, mesh, args.saves, args.save_every)
     show_ranks(loader, mesh)
+    if len(report["losses"]) < steps:  # asked to end before
+        dist.destroy_process_group()
+        return report
 
     # What it is worth: held-out skill, and the picture
     if test is not None:
@@ -158,15 +164,33 @@ def season(times: np.ndarray) -> torch.Tensor:
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-def fit(model: torch.nn.Module, loader: Any, weights: torch.Tensor, steps: int) -> dict[str, Any]:
+class Losses(list[float]):
+    """The loss of every step, as a part of a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self[:] = state["losses"]
+
+
+def fit(
+    model: torch.nn.Module, loader: Any, weights: torch.Tensor, steps: int, mesh: Any, saves: Path | None, every: int
+) -> dict[str, Any]:
     """The loss of every step, and how fast it went. Nothing here knows of tiles."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=max(steps, 2), pct_start=0.2)
-    losses: list[float] = []
-    started = time.monotonic()
+    losses, stopping = Losses(), False
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "schedule": schedule}
+    state |= {"losses": losses, "random": jigsaw.RandomState()}
+    last = jigsaw.latest(saves) if saves else None
+    if last:
+        jigsaw.load(last, **state)
+    started, done = time.monotonic(), len(losses)
     samples, speed = 0, {"train_s": 0.0, "samples_per_s": 0.0, "waiting": 0.0}
-    with tqdm(total=steps, desc="training", unit="step", disable=dist.get_rank() != 0) as bar:
-        while len(losses) < steps:
+    bar = tqdm(total=steps, initial=done, desc="training", unit="step", disable=dist.get_rank() != 0)
+    with bar, jigsaw.StopRequest(mesh) as stop:
+        while len(losses) < steps and not stopping:
             for batch in loader:
                 forecast = model(batch.input, season(batch.target_times))
                 loss = ((forecast - batch.target).square() * weights).mean()
@@ -181,9 +205,16 @@ def fit(model: torch.nn.Module, loader: Any, weights: torch.Tensor, steps: int) 
                 rate, waiting = speed["samples_per_s"], speed["waiting"]
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:.1f} samples/s, {waiting:.0%} waiting for data")
                 bar.update()
-                if len(losses) == steps:
+                stopping = stop.heard()
+                if saves and (stopping or len(losses) % every == 0):
+                    pending = jigsaw.save(saves / f"step-{len(losses)}", **state, keep=2, wait=False)
+                    if stopping:
+                        pending.wait()
+                if stopping or len(losses) == steps:
                     break
-    return speed | {"losses": losses}
+    if saves and not stopping:
+        jigsaw.save(saves / f"step-{len(losses)}", **state, keep=2)
+    return speed | {"losses": list(losses)}
 
 
 def show_ranks(loader: Any, mesh: Any) -> None:

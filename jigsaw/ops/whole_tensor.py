@@ -32,8 +32,8 @@ import torch
 import torch.masked
 from torch import Tensor, nn
 
+from jigsaw.call_places import is_of_packages
 from jigsaw.cut import RanksDifferError, ShardingError, whole_dim
-from jigsaw.debug import is_of_packages
 from jigsaw.exchange import redistribute_rows
 from jigsaw.layout import Layout
 from jigsaw.misuse import calling_line, warn_once

@@ -1,0 +1,111 @@
+"""A save that is under way: what its ranks write while training goes on, and how all of them learn how it ended.
+
+Four ranks save in the background.  On the main thread they plan who writes which rows, and each copies its own to
+memory.  Then a thread of each writes its file, with nobody to talk to.  What it wrote, or why it could not, goes to the
+first rank, which writes the index and gives the checkpoint its name only if all have written, and tells the others how
+that ended.  For this word the threads have a gloo group of their own: a message on one of the training's groups would
+get between its messages, in another order on each rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from jigsaw.checkpoint_state import CheckpointError
+from jigsaw.mesh import job_patience
+
+SaveWork = Callable[[dist.ProcessGroup | None], None]
+
+
+class PendingSave:
+    """A checkpoint that a thread writes; `jigsaw.save(..., wait=False)` gives it.
+
+    The program may end meanwhile: Python waits for the thread.  Its process group may not; `wait()` before
+    `dist.destroy_process_group()`.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> pending = jigsaw.save("at-100", model=model, wait=False)
+    >>> for p in model.parameters():  # training goes on
+    ...     _ = torch.nn.init.zeros_(p)
+    >>> pending.wait()
+    >>> jigsaw.load("at-100", model=model)
+    >>> bool(model.weight.any())
+    True
+    """
+
+    def __init__(self, path: Path, work: SaveWork) -> None:
+        self.path = path
+        self._work, self._failure, self._is_told = work, None, False
+        self._group = _group_of_saves()
+        self._thread = threading.Thread(target=self._run, name=f"jigsaw.save {path.name}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work(self._group)
+        except BaseException as e:  # raised where somebody waits
+            self._failure = e
+        del self._work  # and with it the copies
+
+    def done(self) -> bool:
+        """Whether the save has ended, one way or the other, on this rank."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return once the checkpoint is whole.
+
+        Every rank calls this.
+
+        *Raises*: `CheckpointError` on every rank, where the save has failed on any.
+        """
+        self._thread.join()
+        self._is_told = True
+        if self._failure is not None:
+            raise CheckpointError(f"the save of {self.path} in the background failed: {self._failure}") from (
+                self._failure
+            )
+
+    def wait_unless_told(self) -> None:
+        """`wait()`, but what it has raised once is not raised again."""
+        if self._is_told:
+            self._thread.join()
+        else:
+            self.wait()
+
+
+_last: list[PendingSave] = []
+
+
+def begin_save(path: Path, work: SaveWork) -> PendingSave:
+    """Start a save in the background; the one before has ended by then."""
+    _last[:] = [PendingSave(path, work)]
+    return _last[0]
+
+
+def end_pending_save() -> None:
+    """Wait for the save that is under way, if one is.
+
+    *Raises*: `CheckpointError` on every rank, where it has failed and nobody has been told.
+    """
+    if _last:
+        _last.pop().wait_unless_told()
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _group_of_saves() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks that only saves use; making it, on the first save, is collective."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1:
+        return None
+    if world not in _groups:
+        made: Any = dist.new_group(backend="gloo", timeout=job_patience())
+        _groups[world] = made
+    return _groups[world]

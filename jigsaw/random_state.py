@@ -1,0 +1,44 @@
+"""The state of the default random generators, as something that a checkpoint holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class RandomState:
+    """Torch's (of the CPU and the current GPU), numpy's and Python's: ``jigsaw.save(path, random=RandomState(), ...)``.
+
+    A checkpoint has those of the first rank, and loading sets every rank's to them, on any mesh.  Dropout and other
+    random functions on tiles then go on as they would have: their numbers come from the first rank's generator and the
+    place in the whole tensor.  What each rank draws for itself, seeded by its rank, is not kept.
+
+    >>> state = jigsaw.RandomState()
+    >>> jigsaw.save("seeded", random=state)
+    >>> drawn = torch.rand(2)
+    >>> jigsaw.load("seeded", random=state)
+    >>> torch.equal(torch.rand(2), drawn)
+    True
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all generators."""
+        kind, words, *place = np.random.get_state()  # noqa: NPY002 # the default one is the one that users forget
+        found: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": (kind, np.asarray(words).tolist(), *place),
+        }
+        return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        torch.set_rng_state(state_dict["torch"])
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])  # noqa: NPY002
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state_dict["cuda"])

@@ -1,0 +1,66 @@
+"""Ending a job on request: Slurm and torchrun send a signal to some process at some time, all ranks end at one step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.mesh import axes_of_mesh
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Whether any rank of the mesh was asked to end, by SIGTERM or SIGUSR1; a signal ends nothing by itself then.
+
+    Slurm sends SIGTERM ahead of SIGKILL, torchrun hands it on, and ``#SBATCH --signal=USR1@300`` sends SIGUSR1 five
+    minutes before the time is up.  They come to each rank between other lines of its program, or to one rank alone;
+    `heard` is where the ranks agree.  Leaving the ``with`` block puts the handlers of before back.
+
+    *Sends*: at each `heard`, one all-reduce of 4 bytes over the mesh.
+    *Raises*: `ValueError` off the main thread, where Python takes no signals.
+
+    >>> import signal
+    >>> mesh = jigsaw.init_mesh(lat=1, device="cpu")
+    >>> with jigsaw.StopRequest(mesh) as stop:
+    ...     for step in range(100):
+    ...         if step == 3:
+    ...             signal.raise_signal(signal.SIGUSR1)
+    ...         if stop.heard():  # on every rank, at the same step
+    ...             break
+    >>> step
+    3
+    """
+
+    def __init__(self, mesh: DeviceMesh, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
+        self._mesh, self._is_asked = mesh, False
+        self._before: dict[signal.Signals, Any] = {}
+        for each in signals:
+            self._before[each] = signal.signal(each, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+
+    def heard(self) -> bool:
+        """Whether any rank was asked, the same on all.
+
+        Every rank calls this, once a step.
+        """
+        asked = torch.tensor([self._is_asked], dtype=torch.int32, device=self._mesh.device_type)
+        names = [name for name, _ in axes_of_mesh(self._mesh)]
+        return bool(comm.all_reduce(asked, self._mesh, names, "max").item())
+
+    def __enter__(self) -> StopRequest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each, before in self._before.items():
+            signal.signal(each, before)

@@ -1,0 +1,196 @@
+"""Ranks that wait for each other in vain: each is told for what, where, and which ranks did not come.
+
+Gloo and NCCL say that a message timed out, and neither what it was nor who is missing.  So each rank notes what it
+waits for, and a thread of it, once a wait is long, says so in the job's store, where the others look when they give up.
+
+Four ranks, of which rank 2 left the training loop and sleeps in line 40.  The others enter an all-reduce of `mse_loss`.
+After a while the store has of ranks 0, 1, 3 "all_reduce, UNet > train.py:31", and of rank 2, which sees that somebody
+waits, "train.py:40".  When its time is over each of 0, 1, 3 reads that and raises.  The first that fails, be it by a
+mistake of its own or because it gives up, says why; those whose connection to it breaks then tell this as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from jigsaw.call_places import place_in_frames, place_of_call
+from jigsaw.mesh import job_patience
+
+T = TypeVar("T")
+_FOLDER = "jigsaw.waits"
+_LONGEST_NOTICE = 10.0  # after so many seconds a wait is told to the others; sooner where ranks wait but shortly
+_STORE_SECONDS = 3.0  # the store may be gone with the rank that kept it
+_MOST_RANKS = 64  # of so many it is read what they do
+
+
+class WaitError(RuntimeError):
+    """Other ranks of the mesh have ended, or did not take part for as long as `init_mesh(timeout=)` says."""
+
+
+class _OpenWait(NamedTuple):
+    kind: str
+    ranks: Sequence[int]
+    since: float
+
+
+_open_waits: dict[int, _OpenWait] = {}
+"""What each thread of this rank waits for."""
+
+
+@contextmanager
+def name_who_waits(kind: str, ranks: Sequence[int]) -> Generator[None]:
+    """Wait for `ranks`, this one among them or not.
+
+    Raises: `WaitError` in place of gloo's and NCCL's own, which name neither the call nor the ranks.
+    """
+    _start_watch()
+    thread, since = threading.get_ident(), time.monotonic()
+    _open_waits[thread] = _OpenWait(kind, ranks, since)
+    try:
+        yield
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistError) and "/gloo/" not in str(e):
+            raise  # of arguments, not of ranks
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        function, where = place_of_call()
+        waited = f"{kind} waited {time.monotonic() - since:.1f} s for ranks {others}"
+        found = found_of_others(kind, others, f"{waited}, in {function}, {where}")
+        raise WaitError(
+            f"{waited}: they have ended, or do not answer; init_mesh(timeout=) says how long ranks wait; this was in "
+            f"{function}, {where}{found} ({e})"
+        ) from e
+    finally:
+        _open_waits.pop(thread, None)
+
+
+def found_of_others(kind: str, others: Sequence[int], mine: str) -> str:
+    """What the store knows, at the end of a wait, of the ranks that this one waited for; `mine` is told to them."""
+    if _watch is None:
+        return ""
+    return _within(_STORE_SECONDS, lambda: _read_others(kind, others, mine)) or ""
+
+
+def _read_others(kind: str, others: Sequence[int], mine: str) -> str:
+    store, me = _store_of_job(), dist.get_rank()
+    first = store.compare_set(f"{_FOLDER}/first", "", f"rank {me}: {mine}").decode()
+    missing: list[str] = []
+    for rank in others[:_MOST_RANKS]:
+        if not store.check([f"{_FOLDER}/{rank}"]):
+            missing.append(f"rank {rank}, which has said nothing of itself")
+            continue
+        told = json.loads(store.get(f"{_FOLDER}/{rank}"))
+        if told["kind"] is None:
+            missing.append(f"rank {rank}, which was at {told['place']}")
+        elif told["kind"] != kind or me not in told["ranks"]:
+            missing.append(f"rank {rank}, which waits in {told['kind']} at {told['place']}")
+    absent = f"; missing: {'; '.join(missing)}" if missing else ""
+    return absent + (f"; the first to fail was {first}" if not first.startswith(f"rank {me}: ") else "")
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T | None:
+    """What `work` returns; None where it fails, or takes longer."""
+    found: list[T] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception:  # a store that has ended may raise anything, and there is a better error to tell
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _store_of_job() -> dist.Store:
+    # of its own: a client of the store that waits for a key keeps others of its process out
+    store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    return store.clone()
+
+
+# -- while ranks wait -------------------------------------------------------------------------------------------------
+
+
+class _WaitWatch(threading.Thread):
+    """Tells the other ranks, through the store, what this one waits for long, or where it is while others wait."""
+
+    def __init__(self) -> None:
+        super().__init__(name="jigsaw waits", daemon=True)
+        self.world = dist.group.WORLD
+        self._rank, self._process = dist.get_rank(), os.getpid()
+        self._notice = min(_LONGEST_NOTICE, job_patience().total_seconds() / 4)
+        self._ended, self._store = threading.Event(), _store_of_job()
+        self._main = threading.main_thread().ident or 0
+
+    def run(self) -> None:
+        while not self._ended.wait(self._notice / 2):
+            try:
+                self._tell()
+            except Exception:  # the store has ended, and with it the job
+                return
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        long = [(thread, each) for thread, each in list(_open_waits.items()) if now - each.since > self._notice]
+        if long:
+            self._store.set(f"{_FOLDER}/asked", "")
+            thread, wait = long[0]
+            self._say(thread, wait.kind, wait.ranks)
+        elif self._store.check([f"{_FOLDER}/asked"]):
+            self._say(self._main, None, ())
+
+    def _say(self, thread: int, kind: str | None, ranks: Sequence[int]) -> None:
+        function, where = place_in_frames(sys._current_frames().get(thread))  # pyright: ignore[reportPrivateUsage]
+        place = f"{function}, {where}" if kind else where
+        self._store.set(f"{_FOLDER}/{self._rank}", json.dumps({"kind": kind, "ranks": list(ranks), "place": place}))
+
+    def end(self) -> None:
+        """End the thread, while Python still runs; not that of the process that this one was forked from."""
+        self._ended.set()
+        if os.getpid() == self._process:
+            self.join(_STORE_SECONDS)
+
+
+_watch: _WaitWatch | None = None
+
+
+def _start_watch() -> None:
+    global _watch
+    if _watch is not None and _watch.world is dist.group.WORLD:
+        return
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if _watch is None:
+        atexit.register(_end_watch)
+        hook = sys.excepthook
+        sys.excepthook = lambda kind, error, trace: _tell_failure(hook, kind, error, trace)
+    else:
+        _watch.end()
+    _watch = _WaitWatch()
+    _watch.start()
+
+
+def _end_watch() -> None:
+    if _watch is not None:
+        _watch.end()
+
+
+def _tell_failure(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Say in the store what ends this rank, then show it."""
+    if dist.is_initialized() and issubclass(kind, Exception):
+        told = f"rank {dist.get_rank()}: {kind.__name__}: {error}"
+        _within(_STORE_SECONDS, lambda: _store_of_job().compare_set(f"{_FOLDER}/first", "", told))
+    hook(kind, error, trace)

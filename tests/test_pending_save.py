@@ -1,0 +1,151 @@
+"""Saves in the background: what training changes meanwhile does not reach them, and how they end all ranks are told."""
+
+from __future__ import annotations
+
+import resource
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_checkpoint import Counter, _setting, _steps
+
+import jigsaw
+from jigsaw.checkpoint import CheckpointError, load, save
+from jigsaw.checkpoint_files import PlannedTensors
+from jigsaw.testing import run_on_ranks
+
+
+def _saved_both_ways(folder, axes, mode):
+    """One state saved at once and in the background, while training goes on with messages of its own."""
+    model, optimizer, schedule, x, y = _setting(axes, mode)
+    _steps(model, optimizer, schedule, x, y, 2)
+    things = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    save(folder / "now", loader=Counter(3), **things)
+    counter = Counter(3)
+    pending = save(folder / "later", loader=counter, wait=False, **things)
+    counter.seen = 99
+    losses = _steps(model, optimizer, schedule, x, y, 4)
+    pending.wait()
+    assert pending.done()
+    assert pending.path == folder / "later"
+    for name in ("now", "later"):
+        load(folder / name, loader=counter, **things)
+        assert counter.seen == 3
+        assert _steps(model, optimizer, schedule, x, y, 4) == losses
+
+
+@pytest.mark.parametrize(("axes", "mode"), [({"lat": 2, "lon": 2}, "cut"), ({"data": 3}, "whole")])
+def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path, axes, mode):
+    run_on_ranks(4 if len(axes) == 2 else 3, _saved_both_ways, tmp_path, axes, mode)
+
+
+def _copied_bytes(folder, axes, mode):
+    model, optimizer, schedule, x, y = _setting(axes, mode)
+    _steps(model, optimizer, schedule, x, y, 1)
+    tensors = model.state_dict()
+    return PlannedTensors(folder / mode, tensors).copy(), sum(x.numel() * x.element_size() for x in tensors.values())
+
+
+def test_every_byte_is_copied_once_among_all_ranks(tmp_path):
+    for mode in ("whole", "cut"):
+        told = run_on_ranks(3, _copied_bytes, tmp_path, {"lat": 3}, mode)
+        assert sum(copied for copied, _ in told) == told[0][1]
+
+
+def _rank_1_has_no_room(path):
+    model, optimizer, *_ = _setting({"lat": 2}, "cut")
+    pending = save(path, model=model, wait=False)
+    with torch.no_grad():
+        model.scale.fill_(9)
+    again = save(path, model=model, wait=False)  # which waits for the one before
+    assert pending.done()
+    again.wait()
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, room[1]))
+    try:
+        failing = save(path, model=model, wait=False)
+        with pytest.raises(CheckpointError, match=r"of .*last in the background failed: .* rank 1: .*File too large"):
+            failing.wait()
+        failing = save(path, model=model, wait=False)  # whoever was told is not told again
+        with pytest.raises(CheckpointError, match=r"the background failed: .* rank 1: .*File too large"):
+            save(path, model=model)
+        with pytest.raises(CheckpointError, match=r"^the tensors of .*last\.part cannot be written: rank 1: .*large"):
+            save(path, model=model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    with torch.no_grad():
+        model.scale.zero_()
+    load(path, model=model)
+    assert model.scale.item() == 9
+    save(path, model=model, optimizer=optimizer)
+
+
+def test_a_rank_that_cannot_write_is_told_to_all_and_costs_no_checkpoint(tmp_path):
+    run_on_ranks(2, _rank_1_has_no_room, tmp_path / "last")
+    assert [each.name for each in tmp_path.iterdir()] == ["last"]
+
+
+def test_without_ranks_training_goes_on_as_well(tmp_path):
+    model = torch.nn.Linear(300, 300)
+    before = model.weight.detach().clone()
+    pending = save(tmp_path / "it", model=model, wait=False)
+    torch.nn.init.zeros_(model.weight)
+    pending.wait()
+    load(tmp_path / "it", model=model)
+    assert torch.equal(model.weight, before)
+    assert not [each for each in threading.enumerate() if each.name.startswith("jigsaw.save")]
+
+
+# -- numbered ---------------------------------------------------------------------------------------------------------
+
+
+def _names(folder):
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_the_last_n_are_kept_and_the_last_whole_one_is_found(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    assert jigsaw.latest(tmp_path / "none") is None
+    (tmp_path / "step-70.part").mkdir()  # what a kill left
+    save(tmp_path / "best", model=model)
+    for step in (8, 90, 100, 110):
+        save(tmp_path / f"step-{step}", model=model, keep=2)
+    assert _names(tmp_path) == ["best", "step-100", "step-110"]
+    save(tmp_path / "step-120", model=model, keep=2, wait=False).wait()
+    assert _names(tmp_path) == ["best", "step-110", "step-120"]
+    assert jigsaw.latest(tmp_path) == tmp_path / "step-120"
+    (tmp_path / "step-130.part").mkdir()
+    (tmp_path / "step-120" / "__0_0.distcp").write_bytes(b"torn")
+    assert jigsaw.latest(tmp_path) == tmp_path / "step-110"
+    # killed between the two renames: whole, but not yet under its name
+    (tmp_path / "step-110").rename(tmp_path / "step-125.part")
+    assert jigsaw.latest(tmp_path) == tmp_path / "step-125"
+    load(jigsaw.latest(tmp_path), model=model)
+    # gone back to an older one: what is newer stays, for nobody said that it is wrong
+    save(tmp_path / "step-60", model=model, keep=1)
+    assert "step-60" in _names(tmp_path)
+    assert jigsaw.latest(str(tmp_path)) == tmp_path / "step-125"
+
+
+def _latest_of_all(folder):
+    return jigsaw.latest(folder) if dist.get_rank() == 0 else jigsaw.latest(folder / "elsewhere")
+
+
+def test_all_ranks_find_the_same_one(tmp_path):
+    save(tmp_path / "3", model=torch.nn.Linear(2, 3))
+    assert run_on_ranks(2, _latest_of_all, tmp_path) == [tmp_path / "3"] * 2
+
+
+def test_misuse_of_numbers_is_told(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    for keep in (0, True, 1.5):
+        with pytest.raises(CheckpointError, match=r"keep=.* must be how many checkpoints are kept: an integer of 1 or"):
+            save(tmp_path / "step-1", model=model, keep=keep)
+    with pytest.raises(CheckpointError, match=r"keep=2 .* but 'best' does not end in one; save to names such as best-"):
+        save(tmp_path / "best", model=model, keep=2)
+    for name in ("step-1", "epoch-1"):
+        save(tmp_path / name, model=model)
+    with pytest.raises(CheckpointError, match=r"numbered checkpoints of several names, 'epoch-' and 'step-' among"):
+        jigsaw.latest(tmp_path)
