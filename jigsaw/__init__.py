@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jigsaw.checkpoint import CheckpointError, load, save
     from jigsaw.compiled_forward import compile
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
+    from jigsaw.model_pipeline import pipeline
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "no_sync",
     "ops",
     "parallelize",
+    "pipeline",
     "save",
     "shard",
     "strict_mode",
@@ -58,6 +60,7 @@ _LATER = {
     "no_sync": "jigsaw.parallel",
     "clip_grad_norm_": "jigsaw.parallel",
     "compile": "jigsaw.compiled_forward",
+    "pipeline": "jigsaw.model_pipeline",
     "CheckpointError": "jigsaw.checkpoint",
     "save": "jigsaw.checkpoint",
     "load": "jigsaw.checkpoint",

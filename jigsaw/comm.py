@@ -91,6 +91,11 @@ def _record_call(kind: str, sent: int, received: int, messages: int) -> None:
         each.calls.append(TrafficCall(kind, sent, received, messages))
 
 
+def count_traffic(kind: str, sent: int, received: int, messages: int) -> None:
+    """Count what was sent for tiles by another package: torch's pipeline schedules."""
+    _record_call(kind, sent, received, messages)
+
+
 # -- ranks that do not answer -----------------------------------------------------------------------------------------
 
 

@@ -183,6 +183,26 @@ def _refuse_kind(function: Any, name: str, value: Any) -> NoReturn:
 def _any_operator(self: Any, *others: Any) -> Any: ...
 
 
+class _AwaitedLocal:
+    """The local tensor of a tile that has none yet: ``__dict__["awaited"]`` is asked for it by whoever reads it."""
+
+    def __get__(self, tile: Any, owner: Any = None) -> Any:
+        if tile is None:
+            return self
+        if "awaited" not in tile.__dict__:
+            raise AttributeError("local")
+        return tile.__dict__["awaited"](tile)
+
+
+_watcher: Callable[[Any], None] | None = None
+
+
+def watch_new_tiles(watcher: Callable[[Any], None] | None) -> None:
+    """Let `watcher` see every tile that is made, in any thread, until it is None again."""
+    global _watcher
+    _watcher = watcher
+
+
 class Tile(TensorShell):
     """The local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
 
@@ -207,12 +227,15 @@ class Tile(TensorShell):
 
     if not TYPE_CHECKING:  # hides torch's own descriptors, so that what `__new__` stores is found
         layout = shape = None
+        local = _AwaitedLocal()  # what `__new__` stores is found first
 
     def __new__(cls, local: Tensor, layout: Layout, mesh: DeviceMesh) -> Tile:
         shape = torch.Size(layout.shape)
         tile = make_shell(cls, shape, local.dtype)
         state = tile.__dict__
         state["local"], state["layout"], state["mesh"], state["shape"] = local, layout, mesh, shape
+        if _watcher is not None:
+            _watcher(tile)
         return tile
 
     if TYPE_CHECKING:  # what a type checker sees of the operators that are set below
