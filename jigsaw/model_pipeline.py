@@ -289,30 +289,18 @@ class ModelPipeline:
 
     def _schedule(self, plan: PipelinePlan) -> Any:
         device, group = torch.device(self.mesh.device_type), self.mesh.get_group(self._axis)
-        here = mesh_coordinate(self.stage_mesh)
-
-        def likes(stage: int) -> tuple[Tensor, ...]:
-            return tuple(
-                torch.empty(
-                    each.sent_layout.local_shape(here),
-                    dtype=each.dtype,
-                    device="meta",
-                    requires_grad=each.dtype.is_floating_point,
-                )
-                for each in plan.sent[stage]
-            )
-
         made: list[Any] = []
         for runner in self._runners:
+            given = self._messages(plan, runner.stage)
             last = runner.stage + 1 == self._cuts.stages
-            out = torch.empty((), device="meta", requires_grad=True) if last else likes(runner.stage + 1)
+            out = torch.empty((), device="meta", requires_grad=True) if last else self._messages(plan, runner.stage + 1)
             made.append(
                 pipelining.PipelineStage(
                     runner,
                     runner.stage,
                     self._cuts.stages,
                     device,
-                    input_args=likes(runner.stage),
+                    input_args=given,
                     output_args=out,
                     group=group,
                 )
@@ -321,6 +309,31 @@ class ModelPipeline:
         return self._how.make(
             stages, n_microbatches=self.microbatches, loss_fn=lambda found, place: found, scale_grads=False
         )
+
+    def _messages(self, plan: PipelinePlan, stage: int) -> tuple[Tensor, ...]:
+        """What a stage is sent for a microbatch, without values."""
+        here = mesh_coordinate(self.stage_mesh)
+        return tuple(
+            torch.empty(each.sent_layout.local_shape(here), dtype=each.dtype, device="meta").requires_grad_(
+                each.dtype.is_floating_point or each.dtype.is_complex
+            )
+            for each in plan.sent[stage]
+        )
+
+    def _count_messages(self, plan: PipelinePlan) -> None:
+        """Count what the schedule sends in a step: torch's schedules send without `jigsaw.comm`."""
+        places = {stage: place for place in range(self._ranks) for stage in self._stages_at(place)}
+        with_grad = torch.is_grad_enabled()
+        for stage in self.stages:
+            before, after = (
+                [] if places.get(other, self._here) == self._here else self._messages(plan, border)
+                for other, border in ((stage - 1, stage), (stage + 1, stage + 1))
+            )
+            back = [[x for x in tensors if x.requires_grad and with_grad] for tensors in (before, after)]
+            out, taken = [*after, *back[0]], [*before, *back[1]]
+            sent, received = (self.microbatches * sum(x.nbytes for x in tensors) for tensors in (out, taken))
+            if out or taken:
+                comm.count_traffic("pipeline", sent, received, self.microbatches * len(out))
 
     def _run(self, plan: PipelinePlan, schedule: Any, batch: StageBatch) -> list[Tensor]:
         """The losses of the microbatches, where the last stage is."""
@@ -336,6 +349,7 @@ class ModelPipeline:
             if schedule is None:
                 losses = [self._run_alone(place) for place in places]
             else:
+                self._count_messages(plan)
                 run = schedule.step if torch.is_grad_enabled() else schedule.eval
                 try:
                     run(target=places, losses=losses, return_outputs=False, place=places)

@@ -32,6 +32,7 @@ from jigsaw.cut import ShardingError
 from jigsaw.graph_calls import shape_run
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
+from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.pipeline_stages import StageCuts
 from jigsaw.tile import Tile, watch_new_tiles
 
@@ -175,7 +176,7 @@ class PaperModel:
         self.cuts, self.mesh = cuts, mesh
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self.mode:
-            memo: dict[int, Any] = {id(x): _without_values(x, mesh.device_type) for x in _tensors_of(model)}
+            memo: dict[int, Any] = {id(x): _without_values(x, mesh) for x in _tensors_of(model)}
         try:
             self.model = copy.deepcopy(model, memo)
         except Exception as error:
@@ -209,9 +210,13 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _without_values(x: Tensor, device: str) -> Tensor:
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
+    if not isinstance(x, nn.Parameter):
+        return made
+    parameter = nn.Parameter(made, requires_grad=x.requires_grad)
+    setattr(parameter, AVERAGED_MARK, mesh.size())  # as that of a stage
+    return parameter
 
 
 class _PlanningPass(WatchedPass):

@@ -23,6 +23,18 @@ from jigsaw.pipeline_plan import CallWatch, PipelinePlan, RecordedCall, TileOnPa
 from jigsaw.tile import Tile
 
 
+class _EvenGradient(torch.autograd.Function):
+    """The identity; its gradient lies in one piece of memory, as a message must."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
+
+
 class _StageEndError(BaseException):
     """Raised where the next stage begins, past every `except Exception` of the model."""
 
@@ -87,7 +99,8 @@ class StagePass(WatchedPass):
             tile.__dict__["awaited"] = _refuse_unsent
         for what, local in zip(self.plan.sent[self.stage], self.received, strict=True):
             tile = before[what.number]
-            tile.__dict__["local"] = redistribute_rows(local, what.sent_layout, tile.layout, self.mesh)
+            even = _EvenGradient.apply(local)
+            tile.__dict__["local"] = redistribute_rows(even, what.sent_layout, tile.layout, self.mesh)
             self.keep(what.number, tile)
 
     def _check_tiles(self, found: int, stage: int) -> None:

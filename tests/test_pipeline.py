@@ -75,8 +75,55 @@ def _check_schedules(axes):
     model, (x, y) = _model(Chain), _batch()
     loss, grads = _expected(model, x, y)
     tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
-    for schedule in ("gpipe", "1f1b"):
-        pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, schedule=schedule, stages=["blocks.2"])
+    for schedule, stages in SCHEDULES.items():
+        pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, schedule=schedule, stages=stages)
         for step in (1, 2):  # gradients are added up
-            assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+            assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12), schedule
             _assert_gradients(pipe, grads, step)
+
+
+SCHEDULES = {
+    "gpipe": ["blocks.2"],
+    "1f1b": None,
+    "interleaved_1f1b": ["blocks.0", "blocks.1", "blocks.2"],
+    "interleaved_zero_bubble": ["blocks.1", "blocks.2", "blocks.3"],
+    "zbv": None,
+    "dualpipev": ["blocks.1", "blocks.2", "head"],
+}
+
+
+# -- nets that are no chains ------------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    """Two levels; skips of each, and of the input, over several stages; an activation that all stages call."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.pool = nn.GELU(), nn.AvgPool2d(2)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 6, 3, padding=1)
+        self.bottom = nn.Conv2d(6, 6, 3, padding=1)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.merge = nn.Conv2d(8, 4, 3, padding=1)
+        self.out = nn.Conv2d(7, 2, 1)
+
+    def forward(self, x):
+        a = self.act(self.stem(x))
+        b = self.act(self.down(self.pool(a)))
+        c = self.up(self.act(self.bottom(b)) + b)
+        d = self.merge(torch.cat([F.pad(c, (0, 0, 0, a.shape[-2] - c.shape[-2])), a], 1))
+        return self.out(torch.cat([d, x], 1))
+
+
+@pytest.mark.parametrize("rows", [33, 10])
+@on_ranks(4)
+def test_skips_travel_through_the_stages_between(rows):
+    mesh = world_mesh(pipe=2, lat=2)
+    model, (x, y) = _model(UNet), _batch(rows)
+    loss, grads = _expected(model, x, y)
+    tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
+    for schedule, stages in (("1f1b", None), ("interleaved_zero_bubble", ["down", "up", "out"])):
+        pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, schedule=schedule, stages=stages)
+        assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+        _assert_gradients(pipe, grads)
