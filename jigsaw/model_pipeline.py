@@ -22,6 +22,7 @@ from jigsaw.pipeline_batch import BatchSplit, as_on_paper
 from jigsaw.pipeline_plan import CallWatch, PaperModel, PipelinePlan
 from jigsaw.pipeline_runner import StageBatch, StageRunner
 from jigsaw.pipeline_stages import balanced_begins, cut_stages
+from jigsaw.sharding import sharding_units
 from jigsaw.tile import Tile
 
 
@@ -145,6 +146,21 @@ def _check_schedule(name: str, how: PipeSchedule, ranks: int, stages: int, batch
         )
 
 
+class _StageModules(nn.Module):
+    """The modules of a rank's stages, for who looks for their parameters; the model calls them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for at, module in enumerate(modules):
+            self.add_module(str(at), module)
+
+    def forward(self, *args: Any) -> None:
+        raise NotImplementedError
+
+
+_UNIT_BYTES = 4 * 2**20  # of weights within a module of a stage that are gathered by themselves
+
+
 class ModelPipeline:
     """The stages of a model that this rank has, and the schedule that runs them; `jigsaw.pipeline` makes one.
 
@@ -173,10 +189,16 @@ class ModelPipeline:
         self._cuts = cut_stages(model, begins)
         self.stage_mesh = _mesh_of_stage(mesh, axis)
         self._check_alike()
+        self.names_of_all_stages = list(model.state_dict())
         self.stages = self._stages_at(self._here)
         self._paper = PaperModel(model, self._cuts, self.stage_mesh)
         self._keep_own_stages(shard_weights, channel)
-        watch = CallWatch(model, self._cuts)
+        elsewhere = {
+            name
+            for name, stage in self._cuts.stage_of.items()
+            if stage not in self.stages and next(model.get_submodule(name).parameters(), None) is not None
+        }
+        watch = CallWatch(model, self._cuts, elsewhere)
         self._runners = [StageRunner(watch, stage, self.stage_mesh, self._paper.mode, loss) for stage in self.stages]
         self._built: dict[Any, tuple[PipelinePlan, Any]] = {}
 
@@ -206,8 +228,9 @@ class ModelPipeline:
                 module.to("meta")
         own = [module for name, module in whole.items() if stage_of[name] in self.stages]
         own = [module for module in own if next(module.parameters(), None) is not None]
-        self._holder = nn.ModuleList(own)
-        units = own if shard_weights else None
+        self._holder = _StageModules(own)
+        inner = [unit for unit in sharding_units(self._holder, _UNIT_BYTES) if unit not in own] if shard_weights else []
+        units = [*inner, *own]
         parallelize(self._holder, self.stage_mesh, shard_weights=shard_weights, channel=channel, units=units)
         axes = [name for name, _ in axes_of_mesh(self.mesh)]
         with torch.no_grad():
@@ -231,6 +254,27 @@ class ModelPipeline:
         """The parameters of this rank's stages, for its optimizer."""
         for _, p in self.named_parameters():
             yield p
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters and buffers of this rank's stages, by the model's own names."""
+        return {name: x for name, x in self.model.state_dict().items() if self._is_own(name)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """As that of a module, of this rank's stages: what other stages have is left out."""
+        own = {name: x for name, x in state_dict.items() if self._is_own(name)}
+        missing = [name for name in self.state_dict() if name not in own]
+        if strict and missing:
+            raise ShardingError(f"load_state_dict of a pipeline: {missing[0]!r}, of a stage of this rank, is missing")
+        return self.model.load_state_dict(own, strict=False)
+
+    def train(self, mode: bool = True) -> ModelPipeline:
+        """As that of a module."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> ModelPipeline:
+        """As that of a module."""
+        return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of a module."""

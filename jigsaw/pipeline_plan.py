@@ -14,7 +14,7 @@ For example stem, down, up, head with ``head(up(down(a)) + a)``, ``a = stem(x)``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,8 +126,8 @@ class WatchedPass:
 class CallWatch:
     """Calls of the whole modules of a model; outside of a pass they are what they are without it."""
 
-    def __init__(self, model: nn.Module, cuts: StageCuts) -> None:
-        self.model, self.current = model, None
+    def __init__(self, model: nn.Module, cuts: StageCuts, elsewhere: Collection[str] = ()) -> None:
+        self.model, self.current, self._elsewhere = model, None, elsewhere
         for name in cuts.stage_of:
             module: Any = model.get_submodule(name)
             # before its hooks: where another stage's module is called, they must not run
@@ -137,6 +137,11 @@ class CallWatch:
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self.current
+        if run is None and name in self._elsewhere:
+            raise ShardingError(
+                f"module {name!r} of another rank's stage is called outside of a step: by what is checkpointed and has a "
+                "cut within it (cut between checkpointed modules: stages=), or by the model itself (call pipe.step)"
+            )
         if run is None or run.is_inside:
             return call(*args, **kwargs)
         return run.answer(name, call, args, kwargs)

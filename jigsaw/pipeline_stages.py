@@ -96,9 +96,9 @@ def balanced_begins(model: nn.Module, stages: int) -> tuple[str, ...]:
     """
     if stages == 1:
         return ()
-    found = _expanded("", model)
+    found = _expanded("", model, 0 if isinstance(model, (nn.Sequential, *_CONTAINERS)) else 1)
     while len(found) < stages:
-        grown = [(_size_of(module), name) for name, module in found if len(_expanded(name, module, True)) > 1]
+        grown = [(_size_of(module), name) for name, module in found if _expanded(name, module)]
         if not grown:
             raise ShardingError(
                 f"{type(model).__name__} has {len(found)} modules with parameters to cut between, but the pipeline has "
@@ -109,7 +109,7 @@ def balanced_begins(model: nn.Module, stages: int) -> tuple[str, ...]:
         found = [
             each
             for name, module in found
-            for each in (_expanded(name, module, True) if name == largest else [(name, module)])
+            for each in (_expanded(name, module) if name == largest else [(name, module)])
         ]
     sizes = [_size_of(module) for _, module in found]
     return tuple(found[at][0] for at in _least_largest_cuts(sizes, stages))
@@ -119,14 +119,15 @@ def _size_of(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _expanded(name: str, module: nn.Module, first: bool = False) -> list[tuple[str, nn.Module]]:
-    """The modules with parameters within a container, or the module itself."""
-    if not _size_of(module):
-        return []
-    if name and not first and not isinstance(module, (nn.Sequential, *_CONTAINERS)):
-        return [(name, module)]
-    prefix = f"{name}." if name else ""
-    return [each for child, its in module.named_children() for each in _expanded(prefix + child, its)]
+def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, nn.Module]]:
+    """The children with parameters, and of those that are containers theirs, down to so many levels of containers."""
+    prefix, found = f"{name}." if name else "", list[tuple[str, nn.Module]]()
+    for child, its in module.named_children():
+        if levels and isinstance(its, (nn.Sequential, *_CONTAINERS)):
+            found += _expanded(prefix + child, its, levels - 1)
+        elif _size_of(its):
+            found.append((prefix + child, its))
+    return found
 
 
 def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:

@@ -183,17 +183,6 @@ def _refuse_kind(function: Any, name: str, value: Any) -> NoReturn:
 def _any_operator(self: Any, *others: Any) -> Any: ...
 
 
-class _AwaitedLocal:
-    """The local tensor of a tile that has none yet: ``__dict__["awaited"]`` is asked for it by whoever reads it."""
-
-    def __get__(self, tile: Any, owner: Any = None) -> Any:
-        if tile is None:
-            return self
-        if "awaited" not in tile.__dict__:
-            raise AttributeError("local")
-        return tile.__dict__["awaited"](tile)
-
-
 _watcher: Callable[[Any], None] | None = None
 
 
@@ -227,7 +216,6 @@ class Tile(TensorShell):
 
     if not TYPE_CHECKING:  # hides torch's own descriptors, so that what `__new__` stores is found
         layout = shape = None
-        local = _AwaitedLocal()  # what `__new__` stores is found first
 
     def __new__(cls, local: Tensor, layout: Layout, mesh: DeviceMesh) -> Tile:
         shape = torch.Size(layout.shape)
