@@ -41,6 +41,7 @@ python_use_unqualified_type_names = True
 PAGES = {
     "Guides": [
         *(f"docs/{name}" for name in ("training", "memory", "attention", "local", "spheres", "metrics", "compile")),
+        "docs/parallelism",
         *(f"docs/{name}" for name in ("sources", "statistics")),
         "examples/*/README",
         "examples/*/data/README",

@@ -98,28 +98,27 @@ def pipeline(
     sizes = dict(axes_of_mesh(mesh))
     name = schedule.lower().replace("-", "_")
     if axis not in sizes:
-        raise ShardingError(f"pipeline needs a mesh with the axis {axis!r}, but it has {sizes}; init_mesh({axis}=2, ...)")
+        raise ShardingError(
+            f"pipeline needs a mesh with the axis {axis!r}, but it has {sizes}; init_mesh({axis}=2, ...)"
+        )
     if name not in _SCHEDULES:
         raise ShardingError(f"schedule={schedule!r} is none of {', '.join(map(repr, _SCHEDULES))}")
     how, ranks = _SCHEDULES[name], sizes[axis]
+    if shard_weights and how.parts_backward and ranks > 1:
+        raise ShardingError(
+            f"shard_weights=True with schedule={schedule!r}: it computes gradients of weights after those of inputs, when "
+            "FSDP2 has parted the weights again; take schedule='1f1b', 'gpipe' or 'interleaved_1f1b'"
+        )
     cut = [name for name, p in model.named_parameters() if is_dtensor(p)]
     if cut:
         raise ShardingError(
             f"parameter {cut[0]!r} is a DTensor: pipeline cuts weights itself, in each stage; pass the plain model, with "
             "shard_weights=True or an axis 'channel' in the mesh"
         )
-    if ranks == 1:
-        begins = ()
-    elif stages is None:
+    begins = tuple(stages or ()) if ranks > 1 else ()
+    if stages is None and ranks > 1:
         begins = balanced_begins(model, ranks * (how.per_rank or 2))
-    else:
-        begins = tuple(stages)
     _check_schedule(name, how, ranks, len(begins) + 1, microbatches)
-    if shard_weights and how.parts_backward and ranks > 1:
-        raise ShardingError(
-            f"shard_weights=True with schedule={schedule!r}: it computes gradients of weights after those of inputs, when "
-            "FSDP2 has parted the weights again; take schedule='1f1b', 'gpipe' or 'interleaved_1f1b'"
-        )
     return ModelPipeline(model, mesh, axis, how, begins, microbatches, loss, shard_weights, channel)
 
 

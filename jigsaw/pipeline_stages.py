@@ -48,7 +48,9 @@ def cut_stages(model: nn.Module, begins: Sequence[str]) -> StageCuts:
         if name not in names:
             within = [other for other in begins if other.startswith(f"{name}.")]
             why = f"{within[0]!r} is within it" if within else "it is a list of modules, which nobody calls"
-            raise ShardingError(f"stages={list(begins)!r}: {name!r} cannot begin a stage, as {why}; name an element of it")
+            raise ShardingError(
+                f"stages={list(begins)!r}: {name!r} cannot begin a stage, as {why}; name an element of it"
+            )
     places = [names.index(name) for name in begins]
     if places != sorted(set(places)):
         raise ShardingError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from jigsaw.cut import ShardingError
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 SPEC = (None, None, "lat", None)
+PAGE = (Path(__file__).parents[1] / "docs" / "parallelism.md").read_text()
 
 
 def _block(channels):
@@ -242,7 +246,8 @@ class Odd(nn.Module):
         super().__init__()
         self.how = how
         self.first, self.second, self.third = (nn.Conv2d(3, 3, 1) for _ in range(3))
-        self.tied = self.first if how == "tied" else None
+        if how == "tied":
+            self.third.weight = self.first.weight
 
     def forward(self, x):
         if self.how == "order":
@@ -265,13 +270,35 @@ def test_refused():
     _refused(r"needs a mesh with the axis 'pipe'.*init_mesh\(pipe=2", mesh=world_mesh(lat=2))
     _refused("schedule='2f2b' is none of 'gpipe', '1f1b'", schedule="2f2b")
     _refused("has no module 'fourth'", stages=["fourth"])
-    _refused("name each module once, in the order", stages=["third", "second"], schedule="zbv")
+    _refused("name each module once, in the order", stages=["third", "second", "first"], schedule="zbv")
     _refused("has 2 stages, but stages= makes 3; name one module less", stages=["second", "third"])
     _refused("3 modules with parameters to cut between, but the pipeline has 4", stages=None, schedule="zbv")
-    _refused("parameter 'first.weight' of stage 0 is also tied.weight, of stage 1", "tied", ["second"])
+    _refused("parameter 'first.weight' of stage 0 is also third.weight, of stage 1", "tied", ["second"])
     _refused("module 'first' lies in stage 0, .* calls it in stage 1", "order", ["second"])
     _refused("a plain tensor of shape .* that stage 0 makes is used in stage 1, by aten.mul", "plain")
     _refused("does not call 'third'; name modules that it calls", "never")
     _refused(r"needs microbatches >= 2, not 1", microbatches=1)
     _refused("of 6 samples cut at .* into 4 equal parts", x=torch.randn(6, 3, 7, 5))
     _refused("shard_weights=True with schedule='zbv': .* take schedule='1f1b'", schedule="zbv", shard_weights=True)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _run_page(code, folder):
+    torch.manual_seed(0)
+    left = {}
+    with contextlib.chdir(folder):
+        exec(compile(code, "docs/parallelism.md", "exec"), left)
+    return left["loss"].item()
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (code,) = re.findall(r"^## Pipeline.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    assert "pipe=-1, lat=1" in code
+    alone = _run_page(code, tmp_path)
+    assert run_on_ranks(4, _run_page, code.replace("pipe=-1, lat=1", "pipe=2, lat=2"), tmp_path) == pytest.approx(
+        [alone] * 4, rel=1e-5
+    )
