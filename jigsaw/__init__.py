@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jigsaw import io, metrics, testing
     from jigsaw.checkpoint import CheckpointError, load, save
     from jigsaw.compiled_forward import compile
-    from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
     from jigsaw.model_pipeline import pipeline
+    from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 
 __version__ = "0.1.0"
 

@@ -86,14 +86,10 @@ def count() -> Generator[TrafficCount]:
         _open_counts[:] = [c for c in _open_counts if c is not mine]
 
 
-def _record_call(kind: str, sent: int, received: int, messages: int) -> None:
+def record_traffic(kind: str, sent: int, received: int, messages: int) -> None:
+    """Count what was sent here, or for tiles by another package."""
     for each in _open_counts:
         each.calls.append(TrafficCall(kind, sent, received, messages))
-
-
-def count_traffic(kind: str, sent: int, received: int, messages: int) -> None:
-    """Count what was sent for tiles by another package: torch's pipeline schedules."""
-    _record_call(kind, sent, received, messages)
 
 
 # -- ranks that do not answer -----------------------------------------------------------------------------------------
@@ -201,7 +197,7 @@ def swap_messages(
     connect_ranks(mesh)
     outgoing = [(at, _as_bytes(_plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
-    _record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
+    record_traffic(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
     if not (outgoing or incoming):
         return PendingWork((), ())
     group = mesh_group(mesh)
@@ -258,7 +254,7 @@ def _floats_from_order(bits: Tensor, dtype: torch.dtype) -> Tensor:
 def _record_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     ranks = group.size()
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
-    _record_call("all_reduce", moved, moved, 2 * (ranks - 1))
+    record_traffic("all_reduce", moved, moved, 2 * (ranks - 1))
 
 
 @lru_cache(maxsize=4096)
@@ -392,7 +388,7 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
         with _name_who_waits(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
-        _record_call(kind, moved, moved, len(ranks) - 1)
+        record_traffic(kind, moved, moved, len(ranks) - 1)
         # torch sorts the ranks of a group; a mesh may list them in another order
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         found = torch.cat([by_rank[r] for r in ranks])
@@ -451,7 +447,7 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
         return
     for group, ranks in groups_along(mesh, axes):
         mine = ranks[0] == dist.get_rank()
-        _record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
+        record_traffic("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
         with _name_who_waits("broadcast", ranks):
             dist.broadcast(_as_bytes(x), ranks[0], group=group)
 

@@ -62,28 +62,30 @@ def pipeline(
     """Cut the layers of `model` into stages along the mesh axis `axis`; ``step`` trains on microbatches in turn.
 
     A rank keeps the parameters of its stages, with the gradients of the whole batch after each step; those of the other
-    stages go (to the meta device).  The model's own forward runs in every stage, up to the call of the module that begins
-    the next one, so the model may be written in any way as long as it calls its modules in the order in which it has them.
+    stages go (to the meta device).  The model's own forward runs in every stage, up to the call of the module that
+    begins the next one, so the model may be written in any way as long as it calls its modules in the order in which
+    it has them.
 
-    - `stages` names the modules that begin the stages after the first, as ``named_modules()`` does.  By default stages of
-      about as many parameters each, cut between elements of ``Sequential`` and ``ModuleList``.
+    - `stages` names the modules that begin the stages after the first, as ``named_modules()`` does.  By default stages
+      of about as many parameters each, cut between elements of ``Sequential`` and ``ModuleList``.
     - `schedule` is one of torch's: ``"gpipe"``, ``"1f1b"`` (a stage a rank), ``"interleaved_1f1b"``,
       ``"interleaved_zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (two stages a rank, or as many as `stages` makes).
     - `loss` takes the model's output and the target of a microbatch and returns their mean.  The loss of a step is the
       mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm.
-    - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights` and `channel`.
-    - A tile that a later stage reads (a skip) travels through the stages between.  A parameter of a module that has a cut
-      within it (a positional embedding of the whole net) is kept by every stage.
+    - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights` and
+      `channel`.
+    - A tile that a later stage reads (a skip) travels through the stages between.  A parameter of a module that has a
+      cut within it (a positional embedding of the whole net) is kept by every stage.
 
     *Shapes*: unchanged; a stage is sent ``[batch / microbatches, ...]`` of a tile, per rank the rows that it owns.
     *Sends*: for each microbatch and border between stages on two ranks the tiles that a later stage reads, backward
     their gradients.  A step: the loss, and what `parallelize` sends for one backward pass.
     *Raises*: `ShardingError` for a mesh without the axis, stages that do not fit the model or the schedule, parameters
-    that are DTensors or in two stages; in the first step for a forward pass that calls modules in another order, or that
-    uses a plain tensor of one stage in another.
+    that are DTensors or in two stages; in the first step for a forward pass that calls modules in another order, or
+    that uses a plain tensor of one stage in another.
 
-    Source of the schedules: Huang et al., arXiv 1811.06965 (GPipe); Narayanan et al., arXiv 2104.04473 (1F1B); Qi et al.,
-    arXiv 2401.10241 (zero bubble); DeepSeek-AI, arXiv 2412.19437 (DualPipe).
+    Source of the schedules: Huang et al., arXiv 1811.06965 (GPipe); Narayanan et al., arXiv 2104.04473 (1F1B); Qi et
+    al., arXiv 2401.10241 (zero bubble); DeepSeek-AI, arXiv 2412.19437 (DualPipe).
 
     >>> mesh = jigsaw.init_mesh(pipe=1, lat=1)
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(8, 3, 1))
@@ -106,14 +108,14 @@ def pipeline(
     how, ranks = _SCHEDULES[name], sizes[axis]
     if shard_weights and how.parts_backward and ranks > 1:
         raise ShardingError(
-            f"shard_weights=True with schedule={schedule!r}: it computes gradients of weights after those of inputs, when "
-            "FSDP2 has parted the weights again; take schedule='1f1b', 'gpipe' or 'interleaved_1f1b'"
+            f"shard_weights=True with schedule={schedule!r}: it computes gradients of weights after those of inputs, "
+            "when FSDP2 has parted the weights again; take schedule='1f1b', 'gpipe' or 'interleaved_1f1b'"
         )
     cut = [name for name, p in model.named_parameters() if is_dtensor(p)]
     if cut:
         raise ShardingError(
-            f"parameter {cut[0]!r} is a DTensor: pipeline cuts weights itself, in each stage; pass the plain model, with "
-            "shard_weights=True or an axis 'channel' in the mesh"
+            f"parameter {cut[0]!r} is a DTensor: pipeline cuts weights itself, in each stage; pass the plain model, "
+            "with shard_weights=True or an axis 'channel' in the mesh"
         )
     begins = tuple(stages or ()) if ranks > 1 else ()
     if stages is None and ranks > 1:
@@ -296,7 +298,7 @@ class ModelPipeline:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(self, x: Any, y: Any = None) -> Tensor:
-        """Forward and backward of all microbatches; the loss, the same on every rank.  Gradients are added to ``.grad``.
+        """Forward and backward of all microbatches; the loss, the same on every rank.  Gradients add to ``.grad``.
 
         `x` is the input (a tuple: several), `y` the target: tiles of the mesh or of ``pipe.stage_mesh``, or whole
         tensors.  Every rank passes both; their values are read where the first and the last stage are.  Under
@@ -348,10 +350,8 @@ class ModelPipeline:
                     group=group,
                 )
             )
-        stages = made[0] if self._how.make in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B) else made
-        return self._how.make(
-            stages, n_microbatches=self.microbatches, loss_fn=lambda found, place: found, scale_grads=False
-        )
+        stages: Any = made[0] if self._how.per_rank == 1 else made
+        return self._how.make(stages, n_microbatches=self.microbatches, loss_fn=_as_it_is, scale_grads=False)
 
     def _messages(self, plan: PipelinePlan, stage: int) -> tuple[Tensor, ...]:
         """What a stage is sent for a microbatch, without values."""
@@ -376,7 +376,7 @@ class ModelPipeline:
             out, taken = [*after, *back[0]], [*before, *back[1]]
             sent, received = (self.microbatches * sum(x.nbytes for x in tensors) for tensors in (out, taken))
             if out or taken:
-                comm.count_traffic("pipeline", sent, received, self.microbatches * len(out))
+                comm.record_traffic("pipeline", sent, received, self.microbatches * len(out))
 
     def _run(self, plan: PipelinePlan, schedule: Any, batch: StageBatch) -> list[Tensor]:
         """The losses of the microbatches, where the last stage is."""
@@ -420,6 +420,10 @@ class ModelPipeline:
                 p.grad = total if known is None else known + total
             else:
                 p.grad = before[name]
+
+
+def _as_it_is(loss: Tensor, place: Tensor) -> Tensor:
+    return loss
 
 
 def _mesh_of_stage(mesh: DeviceMesh, axis: str) -> DeviceMesh:

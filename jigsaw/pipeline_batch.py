@@ -39,8 +39,8 @@ class BatchSplit:
         if len(cut) > 1 or uneven or self._cut.has_halo:
             raise ShardingError(
                 f"microbatches={parts}: dim 0 of x, of {self._cut.size} samples cut at {list(self._cut.points)} by "
-                f"{list(self._cut.axes)}, is to be cut into {parts} equal parts on every rank; take a batch of a multiple "
-                f"of {parts * self._cut.pieces} samples, or other microbatches="
+                f"{list(self._cut.axes)}, is to be cut into {parts} equal parts on every rank; take a batch of a "
+                f"multiple of {parts * self._cut.pieces} samples, or other microbatches="
             )
 
     def stage_tile(self, x: Any) -> Any:
@@ -72,8 +72,8 @@ class BatchSplit:
         same = x.ndim > 0 and x.shape[0] == self._cut.size
         if not same or (isinstance(x, Tile) and (x.layout.dim(0)[0].points, x.layout.dim(0)[0].held) != self._known):
             raise ShardingError(
-                f"pipe.step: dim 0 of a tensor of shape {tuple(x.shape)} is not the batch of {self._cut.size} samples cut "
-                f"at {list(self._cut.points)} that dim 0 of x is; cut x and y alike along dim 0"
+                f"pipe.step: dim 0 of a tensor of shape {tuple(x.shape)} is not the batch of {self._cut.size} samples "
+                f"cut at {list(self._cut.points)} that dim 0 of x is; cut x and y alike along dim 0"
             )
         if not isinstance(x, Tile):
             # whole: the samples that the ranks' parts have, in their order

@@ -18,11 +18,12 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,7 +89,12 @@ class WatchedPass:
     def __init__(self) -> None:
         self.calls, self.tiles = 0, 0
         self.is_inside = False  # of a whole module
-        self._serial = object()
+        self._serial, self._thread = object(), get_ident()
+
+    def see(self, tile: Tile) -> None:
+        """Number a tile that is made between modules; those of other threads, as a loader's, are nothing of ours."""
+        if get_ident() == self._thread:
+            self.number(tile)
 
     def number(self, tile: Tile) -> int:
         """The number of a tile; one that has none yet gets the next."""
@@ -116,7 +122,7 @@ class WatchedPass:
             out = call(*args, **kwargs)
         finally:
             self.is_inside = False
-            watch_new_tiles(self.number)
+            watch_new_tiles(self.see)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tile):
                 self.number(leaf)
@@ -139,8 +145,8 @@ class CallWatch:
         run = self.current
         if run is None and name in self._elsewhere:
             raise ShardingError(
-                f"module {name!r} of another rank's stage is called outside of a step: by what is checkpointed and has a "
-                "cut within it (cut between checkpointed modules: stages=), or by the model itself (call pipe.step)"
+                f"module {name!r} of another rank's stage is called outside of a step: by what is checkpointed and has "
+                "a cut within it (cut between checkpointed modules: stages=), or by the model itself (call pipe.step)"
             )
         if run is None or run.is_inside:
             return call(*args, **kwargs)
@@ -152,7 +158,7 @@ class CallWatch:
         for leaf in pytree.tree_leaves(args):
             if isinstance(leaf, Tile):
                 watched.number(leaf)
-        watch_new_tiles(watched.number)
+        watch_new_tiles(watched.see)
         try:
             return self.model(*args)
         finally:
@@ -203,7 +209,7 @@ class PaperModel:
                 tiles = pytree.tree_map_only(TileOnPaper, lambda x: x.paper_tile(self.mesh), tuple(args))
                 try:
                     self.watch.run(run, tiles)
-                except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+                except DataDependentOutputException as error:
                     raise ShardingError(
                         f"pipeline: in module {run.inside_of!r} Python reads a value ({error}), which there is none on "
                         "paper; leave it to tensor functions"
@@ -276,9 +282,9 @@ class _PlanningPass(WatchedPass):
         owner = self.cuts.stage_of[name]
         if owner != self.stage and name in self.with_state:
             raise ShardingError(
-                f"module {name!r} lies in stage {owner}, where the model has it, but the forward pass calls it in stage "
-                f"{self.stage} of stages={list(self.cuts.begins)!r}; cut the model elsewhere, or register its modules "
-                "in the order in which it calls them"
+                f"module {name!r} lies in stage {owner}, where the model has it, but the forward pass calls it in "
+                f"stage {self.stage} of stages={list(self.cuts.begins)!r}; cut the model elsewhere, or register its "
+                "modules in the order in which it calls them"
             )
 
     def _recorded(self, name: str, leaf: Any) -> Any:

@@ -106,9 +106,9 @@ class StagePass(WatchedPass):
     def _check_tiles(self, found: int, stage: int) -> None:
         if found != self.plan.tiles_before[stage]:
             raise ShardingError(
-                f"the forward pass made {found} tiles before stage {stage}, and {self.plan.tiles_before[stage]} when the "
-                "pipeline was planned: a branch that depends on values, on the rank or on earlier calls; leave it out, "
-                "or keep it within one module"
+                f"the forward pass made {found} tiles before stage {stage}, and {self.plan.tiles_before[stage]} when "
+                "the pipeline was planned: a branch that depends on values, on the rank or on earlier calls; leave it "
+                "out, or keep it within one module"
             )
 
     def run(self, watch: CallWatch, args: Sequence[Any]) -> Any:

@@ -41,7 +41,7 @@ def cut_stages(model: nn.Module, begins: Sequence[str]) -> StageCuts:
     unknown = [name for name in begins if not name or name not in known]
     if unknown:
         raise ShardingError(
-            f"stages={list(begins)!r}: the model has no module {unknown[0]!r}; name modules as model.named_modules() does"
+            f"stages={list(begins)!r}: the model has no module {unknown[0]!r}; name modules as in named_modules()"
         )
     names = list(_whole_names("", model, begins))
     for name in begins:

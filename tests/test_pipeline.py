@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,9 @@ def _assert_gradients(pipe, grads, scale=1.0, atol=1e-12):
         torch.testing.assert_close(whole, scale * grads[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("axes", [{"pipe": 2, "lat": 2}, {"pipe": 2}], ids=["pipe2-lat2", "pipe2"])
+@pytest.mark.parametrize(
+    "axes", [pytest.param({"pipe": 2, "lat": 2}, marks=pytest.mark.slow), {"pipe": 2}], ids=["pipe2-lat2", "pipe2"]
+)
 def test_each_schedule(axes):
     run_on_ranks(4 if len(axes) == 2 else 2, _check_schedules, axes)
 
@@ -171,7 +174,7 @@ def _assert_weights(pipe, model):
 
 
 def _check_training(folder):
-    """FSDP2 in a stage, checkpointing, clipping; then the checkpoint of one is read by a plain model and by the other."""
+    """FSDP2 in a stage, checkpointing, clipping; the checkpoint of one is read by a plain model and by the other."""
     mesh = world_mesh(pipe=2, lat=2)
     x, y = _batch()
     tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
@@ -199,6 +202,7 @@ def _check_training(folder):
     _assert_weights(pipe, expected)
 
 
+@pytest.mark.slow
 def test_training_and_its_checkpoints(tmp_path):
     run_on_ranks(4, _check_training, tmp_path)
 
@@ -212,6 +216,24 @@ def _sent(pipe, *tiles):
     return loss.item(), sum(c.sent_bytes for c in counted.calls if c.kind == "pipeline")
 
 
+@contextlib.contextmanager
+def _tiles_of_a_loader(tile):
+    """Meanwhile another thread makes tiles, as one that reads ahead does."""
+    ends = threading.Event()
+
+    def read():
+        while not ends.wait(1e-4):
+            jigsaw.Tile(tile.local, tile.layout, tile.mesh)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
 @on_ranks(4)
 def test_beside_data_and_channels_and_in_bfloat16():
     model, (x, y) = _model(Chain), _batch()
@@ -221,7 +243,8 @@ def test_beside_data_and_channels_and_in_bfloat16():
         mesh = world_mesh(**axes)
         pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, stages=["blocks.2"])
         tile, per_rank = jigsaw.shard(x, mesh, spec), border // (2 if "data" in axes else 1)
-        assert _sent(pipe, tile, y) == (pytest.approx(loss, abs=1e-12), 8 * per_rank)  # a whole target
+        with _tiles_of_a_loader(tile):
+            assert _sent(pipe, tile, y) == (pytest.approx(loss, abs=1e-12), 8 * per_rank)  # a whole target
         _assert_gradients(pipe, grads)
         with torch.no_grad():
             assert _sent(pipe, tile, y) == (pytest.approx(loss, abs=1e-12), 0 if pipe.stages == [1] else 8 * per_rank)
