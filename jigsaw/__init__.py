@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jigsaw import io, metrics, testing
     from jigsaw.checkpoint import CheckpointError, PendingSave, latest, load, save
     from jigsaw.compiled_forward import compile
+    from jigsaw.model_pipeline import pipeline
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
     from jigsaw.whole_weights import load_weights, save_weights
 
@@ -51,6 +52,7 @@ __all__ = [
     "no_sync",
     "ops",
     "parallelize",
+    "pipeline",
     "save",
     "save_weights",
     "shard",
@@ -67,6 +69,7 @@ _LATER = {
     "no_sync": "jigsaw.parallel",
     "clip_grad_norm_": "jigsaw.parallel",
     "compile": "jigsaw.compiled_forward",
+    "pipeline": "jigsaw.model_pipeline",
     "CheckpointError": "jigsaw.checkpoint",
     "PendingSave": "jigsaw.checkpoint",
     "latest": "jigsaw.checkpoint",

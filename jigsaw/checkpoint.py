@@ -7,7 +7,7 @@ A checkpoint is a folder in the format of `torch.distributed.checkpoint`, with a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, overload
 
@@ -77,10 +77,25 @@ def save(
 ) -> PendingSave: ...
 
 
+class StagedModel(Protocol):
+    """A pipeline (`jigsaw.pipeline`): state of this rank's stages alone, by the names of the whole model."""
+
+    names_of_all_stages: Sequence[str]
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+
+CheckpointModel = nn.Module | StagedModel
+
+
 def save(
     path: CheckpointPath,
     *,
-    model: nn.Module | None = None,
+    model: CheckpointModel | None = None,
     optimizer: Optimizer | None = None,
     loader: Stateful | None = None,
     wait: bool = True,
@@ -89,8 +104,9 @@ def save(
 ) -> PendingSave | None:
     """Write a checkpoint to the folder `path`, each rank its own part; an old one is replaced once all is written.
 
-    `others` are more objects with ``state_dict``: ``scheduler=scheduler``.  An optimizer needs its `model`, which names
-    its parameters.  Every rank calls this, with a `path` that all of them see.
+    A pipeline (`jigsaw.pipeline`) is a model as well, with an optimizer of its own on each rank; its checkpoint is
+    that of the whole model. `others` are more objects with ``state_dict``: ``scheduler=scheduler``.  An optimizer
+    needs its `model`, which names its parameters. Every rank calls this, with a `path` that all of them see.
 
     What their ``state_dict`` returns is numbers, texts, bytes, None, lists, tuples and dicts of them, and tensors of at
     most 1 MB; it is kept as JSON.
@@ -118,6 +134,7 @@ def save(
     final, rank = Path(path), dist.get_rank() if dist.is_initialized() else 0
     check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
+    small = _joined_over_stages(model, small)
     _check_alike(tensors)
     fail_together(lambda: begin_checkpoint(final) if rank == 0 else None)
     planned = PlannedTensors(part_folder(final), tensors)
@@ -142,7 +159,7 @@ def save(
 def load(
     path: CheckpointPath,
     *,
-    model: nn.Module | None = None,
+    model: CheckpointModel | None = None,
     optimizer: Optimizer | None = None,
     loader: Stateful | None = None,
     **others: Stateful,
@@ -175,7 +192,11 @@ def load(
     state = _model_state(path, there, model)
     slots = _optimizer_slots(path, there, model, optimizer)
     if optimizer is not None:
-        _check_groups(path, small["optimizer groups"], _group_options(optimizer, _parameter_names(model, optimizer)))
+        mine = _group_options(optimizer, _parameter_names(model, optimizer))
+        elsewhere = set(_names_of_all_stages(model)).difference(*(group["params"] for group in mine))
+        for group in small["optimizer groups"]:
+            group["params"] = [name for name in group["params"] if name not in elsewhere]
+        _check_groups(path, small["optimizer groups"], mine)
     tensors = {key: x for key, x in (state | slots).items() if isinstance(x, torch.Tensor)}
     if tensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -192,7 +213,7 @@ def load(
 
 
 def _checkpoint_state(
-    model: nn.Module | None, optimizer: Optimizer | None, things: Mapping[str, Stateful]
+    model: CheckpointModel | None, optimizer: Optimizer | None, things: Mapping[str, Stateful]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of a checkpoint, and all else as JSON."""
     state: dict[str, Any] = {}
@@ -233,6 +254,33 @@ def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) -> dict[str, Any]:
+    """What ranks with other stages of a pipeline have beside tensors, put together as the whole model would have it."""
+    order = _names_of_all_stages(model)
+    if not order:
+        return small
+    every = comm.all_gather_in_job(small)
+    joined = {key: value for theirs in reversed(every) for key, value in theirs.items()}
+    if "optimizer groups" in small:
+        by_rank = [theirs["optimizer groups"] for theirs in every]
+        if len({len(groups) for groups in by_rank}) > 1:
+            raise CheckpointError(
+                f"the optimizers of a pipeline's ranks have {sorted({len(g) for g in by_rank})} parameter groups; make "
+                "the same groups on every rank, if need be without parameters"
+            )
+        found = [{name for groups in by_rank for name in groups[at]["params"]} for at in range(len(by_rank[0]))]
+        joined["optimizer groups"] = [
+            {**group, "params": [name for name in order if name in names]}
+            for group, names in zip(by_rank[0], found, strict=True)
+        ]
+    return joined
+
+
+def _names_of_all_stages(model: CheckpointModel | None) -> Sequence[str]:
+    """The names of all stages' state, in order, where the model is a pipeline that has some of them."""
+    return getattr(model, "names_of_all_stages", ())
+
+
 def _belongs_to_tensors(key: str) -> bool:
     """Whether a key of the small state is of what has tensors otherwise: a model's extra state, an optimizer's step."""
     return key.startswith(("model.", "optimizer."))
@@ -241,11 +289,11 @@ def _belongs_to_tensors(key: str) -> bool:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def _unwrapped_model(model: nn.Module) -> nn.Module:
+def _unwrapped_model(model: CheckpointModel) -> CheckpointModel:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _parameter_names(model: nn.Module | None, optimizer: Optimizer) -> Mapping[Any, str]:
+def _parameter_names(model: CheckpointModel | None, optimizer: Optimizer) -> Mapping[Any, str]:
     """The name of every parameter of the optimizer."""
     named = {p: name for name, p in _unwrapped_model(model).named_parameters()} if model is not None else {}
     strays = [p for group in optimizer.param_groups for p in group["params"] if p not in named]
@@ -269,12 +317,13 @@ def _group_options(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
+def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: CheckpointModel | None) -> dict[str, Any]:
     """The model's own tensors, which are read in place."""
     if model is None:
         return {}
     state = {f"model.{name}": x for name, x in _unwrapped_model(model).state_dict().items()}
-    wrong = [f"left over: {key!r}" for key in there if key.startswith("model.") and key not in state]
+    known = {*state, *(f"model.{name}" for name in _names_of_all_stages(model))}
+    wrong = [f"left over: {key!r}" for key in there if key.startswith("model.") and key not in known]
     for key, x in state.items():
         saved = there.get(key)
         if key not in there:
@@ -289,17 +338,20 @@ def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: nn.Modul
 
 
 def _optimizer_slots(
-    path: CheckpointPath, there: Mapping[str, Any], model: nn.Module | None, optimizer: Optimizer | None
+    path: CheckpointPath, there: Mapping[str, Any], model: CheckpointModel | None, optimizer: Optimizer | None
 ) -> dict[str, Any]:
     """A place for every value of the optimizer's state: a tensor like its parameter is cut as the parameter is."""
     if optimizer is None:
         return {}
     owners = {name: p for p, name in _parameter_names(model, optimizer).items()}
+    elsewhere = set(_names_of_all_stages(model))
     slots: dict[str, Any] = {}
     for key, saved in there.items():
         if not key.startswith("optimizer."):
             continue
         name, _, kind = key.removeprefix("optimizer.").rpartition(".")
+        if name not in owners and name in elsewhere:
+            continue
         if name not in owners:
             raise CheckpointError(f"the checkpoint {os.fspath(path)} has {key!r}, but the model has no such parameter")
         if not isinstance(saved, TensorStorageMetadata):

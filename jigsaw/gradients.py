@@ -309,6 +309,14 @@ class GradientReducer:
                 bucket.forget()
             self._next, self._task = 0, -1
 
+    def reduce_now(self) -> None:
+        """Average what the gradients are, outside of a backward pass: not all ways to compute them call hooks."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.launch(self._mesh, self._lends)
+            for bucket in self._buckets:
+                bucket.finish(comm.rank_count(self._mesh, bucket.axes))
+
     def _arrived(self, bucket: GradientBucket, parameter: nn.Parameter) -> None:
         if not self.enabled:
             if record := recorded_blocks(parameter):

@@ -97,6 +97,21 @@ def is_shape_run() -> bool:
     return _state.is_shape_run
 
 
+def lacks_values() -> bool:
+    """Whether what is called has tensors without values, for a graph or for shapes alone."""
+    return _state.is_shape_run or TracingContext.try_get() is not None
+
+
+@contextmanager
+def shape_run() -> Generator[None]:
+    """Within it nothing is sent, and what would have come has its shape alone: for tensors without values."""
+    before, _state.is_shape_run = _state.is_shape_run, True
+    try:
+        yield
+    finally:
+        _state.is_shape_run = before
+
+
 @contextmanager
 def ordered_calls() -> Generator[Callable[[], Tensor]]:
     """The forward pass of a graph; what it gives is called at the end, for the tensor that the graph must return."""
@@ -118,7 +133,9 @@ def graph_call(
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if TracingContext.try_get() is None or _state.is_shape_run:
+            if _state.is_shape_run:
+                return (for_shapes or function)(*args, **kwargs)
+            if TracingContext.try_get() is None:
                 return function(*args, **kwargs)
             return _write_call(function, for_shapes or function, args, kwargs)
 
@@ -190,11 +207,8 @@ def _communicate(tensors: Sequence[Tensor], after: Tensor, call: str) -> list[Te
 
 
 def _communicate_shapes(tensors: Sequence[Tensor], after: Tensor, call: str) -> list[Tensor]:
-    before, _state.is_shape_run = _state.is_shape_run, True
-    try:
+    with shape_run():
         return [*_calls[call].run(_calls[call].for_shapes, tensors), torch.empty(0)]
-    finally:
-        _state.is_shape_run = before
 
 
 _library = torch.library.Library("jigsaw", "DEF")

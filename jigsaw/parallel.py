@@ -209,6 +209,27 @@ def no_sync(model: nn.Module) -> Generator[None]:
             model.set_requires_gradient_sync(True)
 
 
+@contextmanager
+def reduced_at_end(model: nn.Module) -> Generator[None]:
+    """Within it backward passes send no gradients of whole weights; its end averages them, whoever has written them.
+
+    Weights that are cut (`shard_weights`) are reduced by each backward pass.
+    """
+    reducer: GradientReducer | None = getattr(model, _REDUCER, None)
+    if reducer is None:
+        yield
+        return
+    reducer.enabled = False
+    try:
+        yield
+    finally:
+        reducer.enabled = True
+    reducer.reduce_now()
+
+
+PIPE_MARK = "_jigsaw_pipe"
+"""Of a parameter of a pipeline's stage: the mesh, its axis, and whether this rank counts it in a norm."""
+
 Tensors = nn.Module | Tensor | Iterable[Tensor]
 
 
@@ -218,9 +239,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``g <- g min(1, max_norm / |g|)``, where ``|g|`` is the norm of all whole gradients together; returns ``|g|``.
 
-    As `torch.nn.utils.clip_grad_norm_`, and also for a mix of plain parameters and DTensors of several meshes.
+    As `torch.nn.utils.clip_grad_norm_`, and also for a mix of plain parameters and DTensors of several meshes, and for
+    the parameters of a pipeline's stages (`jigsaw.pipeline`), whose norm is that of all stages.
 
-    *Sends*: nothing for whole weights; else one all-reduce of one number for each mesh axis that cuts parameters.
+    *Sends*: nothing for whole weights; else one all-reduce of one number for each mesh axis that cuts parameters, and
+    for the stages of a pipeline.
     *Raises*: `ValueError` for a `norm_type` that is not positive, `RuntimeError` as torch for `error_if_nonfinite`.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -234,8 +257,9 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type={norm_type} must be positive: 2.0, 1.0, float('inf')")
     if isinstance(parameters, nn.Module | Tensor):
         parameters = parameters.parameters() if isinstance(parameters, nn.Module) else [parameters]
+    parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    total = _total_norm(grads, norm_type)
+    total = _norm_over_stages(parameters, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {total.item()}, so it cannot be clipped; "
@@ -244,6 +268,15 @@ def clip_grad_norm_(
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for g in grads:
         local_part(g).mul_(scale.to(g.device))
+    return total
+
+
+def _norm_over_stages(parameters: Sequence[Tensor], p: float) -> Tensor:
+    marks = {mark[:2]: mark for x in parameters if (mark := getattr(x, PIPE_MARK, None)) is not None}
+    counted = [x.grad for x in parameters if x.grad is not None and getattr(x, PIPE_MARK, (0, 0, True))[2]]
+    total = _total_norm(counted, p)
+    for mesh, axis in marks:
+        total = _combined_norm(total.to(torch.float64), mesh, axis, p).to(total.dtype)
     return total
 
 

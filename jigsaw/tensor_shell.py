@@ -205,12 +205,16 @@ def _has_entered(node: Any, output: int) -> bool:
 
 
 class _LocalBehindNode:
-    """`local` of a tile that autograd has made as a view of another one, until it is read for the first time."""
+    """`local` of a tile that autograd has made as a view of another one, until it is read for the first time; or of one
+    whose local tensor is awaited, from whom ``__dict__["awaited"]`` says.
+    """
 
     def __get__(self, shell: TensorShell | None, cls: type) -> Any:
         if shell is None:
             return self
         state = shell.__dict__
+        if "awaited" in state:
+            return state["awaited"](shell)
         node = _node_of_shell(shell)
         if node is None:
             local = state["_rows"]

@@ -183,6 +183,15 @@ def _refuse_kind(function: Any, name: str, value: Any) -> NoReturn:
 def _any_operator(self: Any, *others: Any) -> Any: ...
 
 
+_watcher: Callable[[Any], None] | None = None
+
+
+def watch_new_tiles(watcher: Callable[[Any], None] | None) -> None:
+    """Let `watcher` see every tile that is made, in any thread, until it is None again."""
+    global _watcher
+    _watcher = watcher
+
+
 class Tile(TensorShell):
     """The local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
 
@@ -213,6 +222,8 @@ class Tile(TensorShell):
         tile = make_shell(cls, shape, local.dtype)
         state = tile.__dict__
         state["local"], state["layout"], state["mesh"], state["shape"] = local, layout, mesh, shape
+        if _watcher is not None:
+            _watcher(tile)
         return tile
 
     if TYPE_CHECKING:  # what a type checker sees of the operators that are set below

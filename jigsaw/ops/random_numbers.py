@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.graph_calls import graph_call, is_making_graph
+from jigsaw.graph_calls import graph_call, lacks_values
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.mesh import mesh_size
 from jigsaw.slab_mesh import SlabMesh
@@ -95,7 +95,7 @@ def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple
 def shared_seed(tile: Tile) -> int | Tensor:
     """A seed from the first rank's generator: in a graph, where it has no value yet, a tensor. *Sends*: its 8 bytes."""
     axes = tuple([name for name, _ in tile.layout.axes])
-    return _seed_in_graph(tile.mesh, axes) if is_making_graph() else int(_drawn_seed(tile.mesh, axes))
+    return _seed_in_graph(tile.mesh, axes) if lacks_values() else int(_drawn_seed(tile.mesh, axes))
 
 
 def _drawn_seed(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
@@ -122,7 +122,7 @@ def global_uniform(tile: Tile, dims: int) -> Tensor:
 
     *Sends*: one seed of 8 bytes from the first rank.
     """
-    if is_making_graph():
+    if lacks_values():
         return _uniform_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims)
     mixed = _splitmix_bits(global_index(tile, dims), int(shared_seed(tile)))
     return (mixed >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).mul_(2.0**-53)
@@ -130,7 +130,7 @@ def global_uniform(tile: Tile, dims: int) -> Tensor:
 
 def global_chances(tile: Tile, dims: int, p: float) -> Tensor:
     """Whether each element has a number of at least `p`, as of `global_uniform` but for 2^-31, without making them."""
-    if is_making_graph():
+    if lacks_values():
         return _chances_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims, p)
     return chances_at(global_index(tile, dims), int(shared_seed(tile)), p)
 

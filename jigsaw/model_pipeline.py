@@ -1,0 +1,434 @@
+"""`pipeline`: the layers of a model in stages along a mesh axis, microbatches that follow each other through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from jigsaw import comm
+from jigsaw.cut import ShardingError
+from jigsaw.mesh import axes_of_mesh, mesh_coordinate, split_axis_mesh
+from jigsaw.nn.weights import is_dtensor
+from jigsaw.ops.plain_operands import AVERAGED_MARK
+from jigsaw.parallel import PIPE_MARK, parallelize, reduced_at_end
+from jigsaw.pipeline_batch import BatchSplit, as_on_paper
+from jigsaw.pipeline_plan import CallWatch, PaperModel, PipelinePlan
+from jigsaw.pipeline_runner import StageBatch, StageRunner
+from jigsaw.pipeline_stages import balanced_begins, cut_stages
+from jigsaw.sharding import sharding_units
+from jigsaw.tile import Tile
+
+
+@dataclass(frozen=True)
+class PipeSchedule:
+    """One of torch's schedules: how many stages a rank has (None: any number from 2), and what it asks for."""
+
+    make: Any
+    per_rank: int | None
+    is_v: bool = False
+    parts_backward: bool = False  # gradients of inputs first, those of weights later
+    least_batches: int = 0  # a stage
+
+
+_SCHEDULES = {
+    "gpipe": PipeSchedule(pipelining.ScheduleGPipe, 1),
+    "1f1b": PipeSchedule(pipelining.Schedule1F1B, 1, least_batches=1),
+    "interleaved_1f1b": PipeSchedule(pipelining.ScheduleInterleaved1F1B, None),
+    "interleaved_zero_bubble": PipeSchedule(pipelining.ScheduleInterleavedZeroBubble, None, parts_backward=True),
+    "zbv": PipeSchedule(pipelining.ScheduleZBVZeroBubble, 2, is_v=True, parts_backward=True),
+    "dualpipev": PipeSchedule(pipelining.ScheduleDualPipeV, 2, is_v=True, parts_backward=True, least_batches=1),
+}
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    loss: Callable[[Any, Any], Tensor],
+    microbatches: int = 4,
+    schedule: str = "1f1b",
+    stages: Sequence[str] | None = None,
+    axis: str = "pipe",
+    shard_weights: bool = False,
+    channel: str = "channel",
+) -> ModelPipeline:
+    """Cut the layers of `model` into stages along the mesh axis `axis`; ``step`` trains on microbatches in turn.
+
+    A rank keeps the parameters of its stages, with the gradients of the whole batch after each step; those of the other
+    stages go (to the meta device).  The model's own forward runs in every stage, up to the call of the module that
+    begins the next one, so the model may be written in any way as long as it calls its modules in the order in which
+    it has them.
+
+    - `stages` names the modules that begin the stages after the first, as ``named_modules()`` does.  By default stages
+      of about as many parameters each, cut between elements of ``Sequential`` and ``ModuleList``.
+    - `schedule` is one of torch's: ``"gpipe"``, ``"1f1b"`` (a stage a rank), ``"interleaved_1f1b"``,
+      ``"interleaved_zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (two stages a rank, or as many as `stages` makes).
+    - `loss` takes the model's output and the target of a microbatch and returns their mean.  The loss of a step is the
+      mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm.
+    - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights` and
+      `channel`.
+    - A tile that a later stage reads (a skip) travels through the stages between.  A parameter of a module that has a
+      cut within it (a positional embedding of the whole net) is kept by every stage.
+
+    *Shapes*: unchanged; a stage is sent ``[batch / microbatches, ...]`` of a tile, per rank the rows that it owns.
+    *Sends*: for each microbatch and border between stages on two ranks the tiles that a later stage reads, backward
+    their gradients.  A step: the loss, and what `parallelize` sends for one backward pass.
+    *Raises*: `ShardingError` for a mesh without the axis, stages that do not fit the model or the schedule, parameters
+    that are DTensors or in two stages; in the first step for a forward pass that calls modules in another order, or
+    that uses a plain tensor of one stage in another.
+
+    Source of the schedules: Huang et al., arXiv 1811.06965 (GPipe); Narayanan et al., arXiv 2104.04473 (1F1B); Qi et
+    al., arXiv 2401.10241 (zero bubble); DeepSeek-AI, arXiv 2412.19437 (DualPipe).
+
+    >>> mesh = jigsaw.init_mesh(pipe=1, lat=1)
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(8, 3, 1))
+    >>> pipe = jigsaw.pipeline(model, mesh, loss=torch.nn.functional.mse_loss, microbatches=2)
+    >>> x = jigsaw.shard(torch.randn(4, 3, 9, 16), mesh, (None, None, "lat", None))
+    >>> optimizer = torch.optim.AdamW(pipe.parameters())
+    >>> loss = pipe.step(x, x)
+    >>> optimizer.step()
+    >>> [name for name, _ in pipe.named_parameters()]
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+    sizes = dict(axes_of_mesh(mesh))
+    name = schedule.lower().replace("-", "_")
+    if axis not in sizes:
+        raise ShardingError(
+            f"pipeline needs a mesh with the axis {axis!r}, but it has {sizes}; init_mesh({axis}=2, ...)"
+        )
+    if name not in _SCHEDULES:
+        raise ShardingError(f"schedule={schedule!r} is none of {', '.join(map(repr, _SCHEDULES))}")
+    how, ranks = _SCHEDULES[name], sizes[axis]
+    if shard_weights and how.parts_backward and ranks > 1:
+        raise ShardingError(
+            f"shard_weights=True with schedule={schedule!r}: it computes gradients of weights after those of inputs, "
+            "when FSDP2 has parted the weights again; take schedule='1f1b', 'gpipe' or 'interleaved_1f1b'"
+        )
+    cut = [name for name, p in model.named_parameters() if is_dtensor(p)]
+    if cut:
+        raise ShardingError(
+            f"parameter {cut[0]!r} is a DTensor: pipeline cuts weights itself, in each stage; pass the plain model, "
+            "with shard_weights=True or an axis 'channel' in the mesh"
+        )
+    begins = tuple(stages or ()) if ranks > 1 else ()
+    if stages is None and ranks > 1:
+        begins = balanced_begins(model, ranks * (how.per_rank or 2))
+    _check_schedule(name, how, ranks, len(begins) + 1, microbatches)
+    return ModelPipeline(model, mesh, axis, how, begins, microbatches, loss, shard_weights, channel)
+
+
+def _check_schedule(name: str, how: PipeSchedule, ranks: int, stages: int, batches: int) -> None:
+    """*Raises*: `ShardingError` for numbers of stages and microbatches that the schedule cannot have."""
+    if batches < 1:
+        raise ShardingError(f"microbatches={batches} must be at least 1")
+    if ranks == 1:
+        return
+    each = how.per_rank or max(stages // ranks, 2)
+    if stages != each * ranks:
+        wanted = f"{how.per_rank * ranks}" if how.per_rank else f"a multiple of {ranks}, at least {2 * ranks}"
+        raise ShardingError(
+            f"schedule={name!r} on {ranks} ranks has {wanted} stages, but stages= makes {stages}; name one module less "
+            "than there are stages"
+        )
+    if batches < how.least_batches * stages:
+        raise ShardingError(f"schedule={name!r} of {stages} stages needs microbatches >= {stages}, not {batches}")
+    rounds = max(1, batches // ranks)
+    if how.per_rank is None and batches % rounds:
+        raise ShardingError(
+            f"schedule={name!r} on {ranks} ranks: microbatches={batches} is no multiple of its {rounds} rounds; take a "
+            f"multiple of {ranks}"
+        )
+
+
+class _StageModules(nn.Module):
+    """The modules of a rank's stages, for who looks for their parameters; the model calls them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for at, module in enumerate(modules):
+            self.add_module(str(at), module)
+
+    def forward(self, *args: Any) -> None:
+        raise NotImplementedError
+
+
+_UNIT_BYTES = 4 * 2**20  # of weights within a module of a stage that are gathered by themselves
+
+
+class ModelPipeline:
+    """The stages of a model that this rank has, and the schedule that runs them; `jigsaw.pipeline` makes one.
+
+    >>> mesh = jigsaw.init_mesh(pipe=1)
+    >>> pipe = jigsaw.pipeline(torch.nn.Linear(4, 1), mesh, loss=torch.nn.functional.mse_loss, microbatches=1)
+    >>> pipe.step(torch.ones(2, 4), torch.ones(2, 1)).shape
+    torch.Size([])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        axis: str,
+        how: PipeSchedule,
+        begins: Sequence[str],
+        microbatches: int,
+        loss: Callable[[Any, Any], Tensor],
+        shard_weights: bool,
+        channel: str,
+    ) -> None:
+        self.model, self.mesh, self.microbatches = model, mesh, microbatches
+        self._axis, self._how = axis, how
+        self._ranks = dict(axes_of_mesh(mesh))[axis]
+        self._here = mesh_coordinate(mesh)[[name for name, _ in axes_of_mesh(mesh)].index(axis)]
+        self._cuts = cut_stages(model, begins)
+        self.stage_mesh = _mesh_of_stage(mesh, axis)
+        self._check_alike()
+        self.names_of_all_stages = list(model.state_dict())
+        self.stages = self._stages_at(self._here)
+        self._paper = PaperModel(model, self._cuts, self.stage_mesh)
+        self._keep_own_stages(shard_weights, channel)
+        elsewhere = {
+            name
+            for name, stage in self._cuts.stage_of.items()
+            if stage not in self.stages and next(model.get_submodule(name).parameters(), None) is not None
+        }
+        watch = CallWatch(model, self._cuts, elsewhere)
+        self._runners = [StageRunner(watch, stage, self.stage_mesh, self._paper.mode, loss) for stage in self.stages]
+        self._built: dict[Any, tuple[PipelinePlan, Any]] = {}
+
+    def _stages_at(self, place: int) -> list[int]:
+        """The stages of a rank of the axis: loops over the ranks, or there and back."""
+        count = self._cuts.stages
+        return [place, count - 1 - place] if self._how.is_v and self._ranks > 1 else [*range(place, count, self._ranks)]
+
+    def _check_alike(self) -> None:
+        named = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()]
+        mine = (named, self._cuts.begins, self.microbatches, self._how.make.__name__)
+        for at, theirs in enumerate(comm.all_gather_object(self.mesh, mine)):
+            if theirs != mine:
+                raise ShardingError(
+                    f"pipeline needs the same model, stages, microbatches and schedule on every rank, but rank {at} of "
+                    "the mesh passed others"
+                )
+
+    def _keep_own_stages(self, shard_weights: bool, channel: str) -> None:
+        """Move the weights of other stages to the meta device, and prepare the gradients of those that stay."""
+        stage_of = self._cuts.stage_of
+        whole = {name: self.model.get_submodule(name) for name in stage_of}
+        within = {p for module in whole.values() for p in module.parameters()}
+        self._shared = {name: p for name, p in self.model.named_parameters() if p not in within}
+        for name, module in whole.items():
+            if stage_of[name] not in self.stages:
+                module.to("meta")
+        own = [module for name, module in whole.items() if stage_of[name] in self.stages]
+        own = [module for module in own if next(module.parameters(), None) is not None]
+        self._holder = _StageModules(own)
+        inner = [unit for unit in sharding_units(self._holder, _UNIT_BYTES) if unit not in own] if shard_weights else []
+        units = [*inner, *own]
+        parallelize(self._holder, self.stage_mesh, shard_weights=shard_weights, channel=channel, units=units)
+        axes = [name for name, _ in axes_of_mesh(self.mesh)]
+        with torch.no_grad():
+            for p in self._shared.values():
+                whole_value = p.detach().contiguous()
+                comm.broadcast_first(whole_value, self.mesh, axes)
+                p.copy_(whole_value)
+                setattr(p, AVERAGED_MARK, self.stage_mesh.size())
+        for name, p in self.named_parameters():
+            setattr(p, PIPE_MARK, (self.mesh, self._axis, name not in self._shared or self._here == 0))
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stages, by the model's own names."""
+        for name, p in self.model.named_parameters():
+            if name in self._shared or self._is_own(name):
+                yield name, p
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages, for its optimizer."""
+        for _, p in self.named_parameters():
+            yield p
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters and buffers of this rank's stages, by the model's own names."""
+        return {name: x for name, x in self.model.state_dict().items() if self._is_own(name)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """As that of a module, of this rank's stages: what other stages have is left out."""
+        own = {name: x for name, x in state_dict.items() if self._is_own(name)}
+        missing = [name for name in self.state_dict() if name not in own]
+        if strict and missing:
+            raise ShardingError(f"load_state_dict of a pipeline: {missing[0]!r}, of a stage of this rank, is missing")
+        return self.model.load_state_dict(own, strict=False)
+
+    def train(self, mode: bool = True) -> ModelPipeline:
+        """As that of a module."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> ModelPipeline:
+        """As that of a module."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As that of a module."""
+        for p in self.parameters():
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+
+    def _is_own(self, name: str) -> bool:
+        stage = self._stage_of(name)
+        return stage is None or stage in self.stages
+
+    def _stage_of(self, name: str) -> int | None:
+        """The stage of a parameter or buffer, None for one that every stage has."""
+        parts = name.split(".")
+        heads = (".".join(parts[:at]) for at in range(1, len(parts)))
+        return next((self._cuts.stage_of[head] for head in heads if head in self._cuts.stage_of), None)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def step(self, x: Any, y: Any = None) -> Tensor:
+        """Forward and backward of all microbatches; the loss, the same on every rank.  Gradients add to ``.grad``.
+
+        `x` is the input (a tuple: several), `y` the target: tiles of the mesh or of ``pipe.stage_mesh``, or whole
+        tensors.  Every rank passes both; their values are read where the first and the last stage are.  Under
+        ``torch.no_grad()`` it is the loss alone.
+        """
+        args = x if isinstance(x, tuple) else (x,)
+        split = BatchSplit(self.mesh, self.stage_mesh, self._axis, self.microbatches, args)
+        args = tuple(pytree.tree_map(split.stage_tile, args))
+        target = pytree.tree_map_only(Tile, split.stage_tile, y)
+        batches = split.parts_of(args)
+        batch = StageBatch(batches, as_on_paper(batches[0]), split.parts_of(target))
+        plan, schedule = self._plan_for(batch)
+        losses = self._run(plan, schedule, batch)
+        total = torch.stack([each.detach().double() for each in losses]).sum() if losses else torch.zeros(()).double()
+        return self._told_to_all(total.to(self.mesh.device_type))
+
+    def _told_to_all(self, total: Tensor) -> Tensor:
+        return total if self._ranks == 1 else comm.all_reduce(total, self.mesh, [self._axis])
+
+    def _plan_for(self, batch: StageBatch) -> tuple[PipelinePlan, Any]:
+        device = self.mesh.device_type
+        autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        training = {name: module.training for name, module in self.model.named_modules()}
+        leaves, spec = pytree.tree_flatten(batch.on_paper)
+        key = (tuple(leaves), spec, autocast, tuple(training.values()), torch.is_grad_enabled())
+        if key not in self._built:
+            with torch.autocast(*autocast, cache_enabled=False):
+                plan = self._paper.plan(batch.on_paper, training)
+            self._built[key] = plan, self._schedule(plan) if self._ranks > 1 else None
+        for runner in self._runners:
+            runner.autocast = autocast
+        return self._built[key]
+
+    def _schedule(self, plan: PipelinePlan) -> Any:
+        device, group = torch.device(self.mesh.device_type), self.mesh.get_group(self._axis)
+        made: list[Any] = []
+        for runner in self._runners:
+            given = self._messages(plan, runner.stage)
+            last = runner.stage + 1 == self._cuts.stages
+            out = torch.empty((), device="meta", requires_grad=True) if last else self._messages(plan, runner.stage + 1)
+            made.append(
+                pipelining.PipelineStage(
+                    runner,
+                    runner.stage,
+                    self._cuts.stages,
+                    device,
+                    input_args=given,
+                    output_args=out,
+                    group=group,
+                )
+            )
+        stages: Any = made[0] if self._how.per_rank == 1 else made
+        return self._how.make(stages, n_microbatches=self.microbatches, loss_fn=_as_it_is, scale_grads=False)
+
+    def _messages(self, plan: PipelinePlan, stage: int) -> tuple[Tensor, ...]:
+        """What a stage is sent for a microbatch, without values."""
+        here = mesh_coordinate(self.stage_mesh)
+        return tuple(
+            torch.empty(each.sent_layout.local_shape(here), dtype=each.dtype, device="meta").requires_grad_(
+                each.dtype.is_floating_point or each.dtype.is_complex
+            )
+            for each in plan.sent[stage]
+        )
+
+    def _count_messages(self, plan: PipelinePlan) -> None:
+        """Count what the schedule sends in a step: torch's schedules send without `jigsaw.comm`."""
+        places = {stage: place for place in range(self._ranks) for stage in self._stages_at(place)}
+        with_grad = torch.is_grad_enabled()
+        for stage in self.stages:
+            before, after = (
+                [] if places.get(other, self._here) == self._here else self._messages(plan, border)
+                for other, border in ((stage - 1, stage), (stage + 1, stage + 1))
+            )
+            back = [[x for x in tensors if x.requires_grad and with_grad] for tensors in (before, after)]
+            out, taken = [*after, *back[0]], [*before, *back[1]]
+            sent, received = (self.microbatches * sum(x.nbytes for x in tensors) for tensors in (out, taken))
+            if out or taken:
+                comm.record_call("pipeline", sent, received, self.microbatches * len(out))
+
+    def _run(self, plan: PipelinePlan, schedule: Any, batch: StageBatch) -> list[Tensor]:
+        """The losses of the microbatches, where the last stage is."""
+        own = dict(self.named_parameters())
+        for runner in self._runners:
+            runner.plan, runner.batch = plan, batch
+            runner.owned = {n: p for n, p in own.items() if self._stage_of(n) in (None, runner.stage)}
+        before = {name: p.grad for name, p in self._shared.items()}
+        for p in self._shared.values():
+            p.grad = None
+        places, losses = torch.arange(self.microbatches), list[Tensor]()
+        with torch.autocast(self.mesh.device_type, enabled=False), reduced_at_end(self._holder):
+            if schedule is None:
+                losses = [self._run_alone(place) for place in places]
+            else:
+                self._count_messages(plan)
+                run = schedule.step if torch.is_grad_enabled() else schedule.eval
+                try:
+                    run(target=places, losses=losses, return_outputs=False, place=places)
+                except RuntimeError as error:
+                    if isinstance(error.__cause__, ShardingError):
+                        raise error.__cause__ from None
+                    raise
+        self._reduce_shared(before)
+        return losses
+
+    def _run_alone(self, place: Tensor) -> Tensor:
+        loss = self._runners[0](place=place)
+        if torch.is_grad_enabled():
+            loss.backward()
+        return loss.detach()
+
+    def _reduce_shared(self, before: Mapping[str, Tensor | None]) -> None:
+        """Sum what every stage has found for the parameters that all of them have, averaged within each stage."""
+        axes = [name for name, _ in axes_of_mesh(self.mesh)]
+        for name, p in self._shared.items():
+            if p.requires_grad and torch.is_grad_enabled():
+                mine = torch.zeros_like(p) if p.grad is None else p.grad
+                total = comm.all_reduce(mine, self.mesh, axes) / self.stage_mesh.size()
+                known = before[name]
+                p.grad = total if known is None else known + total
+            else:
+                p.grad = before[name]
+
+
+def _as_it_is(loss: Tensor, place: Tensor) -> Tensor:
+    return loss
+
+
+def _mesh_of_stage(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The ranks that have one stage together."""
+    names = tuple(name for name, _ in axes_of_mesh(mesh) if name != axis)
+    if names:
+        return mesh[names]
+    return split_axis_mesh(mesh, axis, ((axis, mesh.size()), ("alone", 1)))["alone"]

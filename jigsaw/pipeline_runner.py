@@ -1,0 +1,177 @@
+"""One stage of a pipeline: the part of the model's forward pass between two calls, on tiles that other stages send.
+
+Each microbatch of a stage runs the model's own forward: up to the call where the stage begins on paper, with what other
+stages' modules return as it was recorded; from there with values; and no further than the call where the next begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from jigsaw.cut import ShardingError
+from jigsaw.exchange import redistribute_rows
+from jigsaw.pipeline_plan import CallWatch, PipelinePlan, RecordedCall, TileOnPaper, WatchedPass, on_paper
+from jigsaw.tile import Tile
+
+
+class _EvenGradient(torch.autograd.Function):
+    """The identity; its gradient lies in one piece of memory, as a message must."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
+
+
+class _StageEndError(BaseException):
+    """Raised where the next stage begins, past every `except Exception` of the model."""
+
+
+@dataclass
+class StageBatch:
+    """The microbatches of a step: the model's arguments, those on paper, and what `loss` takes beside the output."""
+
+    args: Sequence[Any]
+    on_paper: Any
+    targets: Sequence[Any]
+
+
+class StagePass(WatchedPass):
+    """The forward pass of one stage and microbatch."""
+
+    def __init__(self, plan: PipelinePlan, stage: int, mesh: DeviceMesh, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.plan, self.stage, self.mesh = plan, stage, mesh
+        self.received: Sequence[Tensor] = ()
+        self.kept: dict[int, Tile] = {}
+        self._before: list[Tile] | None = [] if stage else None  # tiles on paper, until the stage begins
+        last = stage + 1 == len(plan.sent)
+        self._sent = () if last else tuple(each.number for each in plan.sent[stage + 1])
+        self._first, self._end = plan.first_calls[stage], None if last else plan.first_calls[stage + 1]
+        self._mode, self._paper = mode, ExitStack()
+
+    def keep(self, number: int, tile: Tile) -> None:
+        if self._before is not None:
+            self._before.append(tile)
+        elif number in self._sent:
+            self.kept[number] = tile
+
+    def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        at, self.calls = self.calls, self.calls + 1
+        if at < self._first:
+            return self._recorded_result(self.plan.calls[at])
+        if at == self._first and self._before is not None:
+            self._begin(self._before)
+        if at == self._end:
+            raise _StageEndError
+        return self.call_inside(call, args, kwargs)
+
+    def _recorded_result(self, recorded: RecordedCall) -> Any:
+        leaves: list[Any] = []
+        for leaf in recorded.leaves:
+            if not isinstance(leaf, TileOnPaper):
+                leaves.append(leaf)
+                continue
+            assert self._before is not None
+            known = leaf.number < len(self._before)  # a module returned what it was given
+            leaves.append(self._before[leaf.number] if known else leaf.paper_tile(self.mesh))
+        return pytree.tree_unflatten(leaves, recorded.spec)
+
+    def _begin(self, before: list[Tile]) -> None:
+        """The paper pass ends: tiles that were sent get their values, the others none."""
+        self._paper.close()
+        self._before = None
+        self._check_tiles(len(before), self.stage)
+        for tile in before:
+            tile.__dict__.pop("local", None)
+            tile.__dict__["awaited"] = _refuse_unsent
+        for what, local in zip(self.plan.sent[self.stage], self.received, strict=True):
+            tile = before[what.number]
+            even = _EvenGradient.apply(local)
+            tile.__dict__["local"] = redistribute_rows(even, what.sent_layout, tile.layout, self.mesh)
+            self.keep(what.number, tile)
+
+    def _check_tiles(self, found: int, stage: int) -> None:
+        if found != self.plan.tiles_before[stage]:
+            raise ShardingError(
+                f"the forward pass made {found} tiles before stage {stage}, and {self.plan.tiles_before[stage]} when "
+                "the pipeline was planned: a branch that depends on values, on the rank or on earlier calls; leave it "
+                "out, or keep it within one module"
+            )
+
+    def run(self, watch: CallWatch, args: Sequence[Any]) -> Any:
+        """What the last stage's forward returns; nothing for the others, whose tiles are in `kept`."""
+        try:
+            if self.stage:
+                self._paper.enter_context(on_paper(self._mode))
+                args = pytree.tree_map_only(TileOnPaper, lambda x: x.paper_tile(self.mesh), tuple(args))
+            out = watch.run(self, args)
+        except _StageEndError:
+            out = None
+        finally:
+            self._paper.close()
+        if self._end is not None:
+            self._check_tiles(self.tiles, self.stage + 1)
+        return out
+
+    def outgoing(self) -> tuple[Tensor, ...]:
+        """The tensors for the next stage."""
+        # cloned: the graph of a stage must not end in its own input, nor in a view of what the stage goes on to change
+        tiles = (self.kept[number] for number in self._sent)
+        return tuple(tile.owned().local.clone(memory_format=torch.contiguous_format) for tile in tiles)
+
+
+def _refuse_unsent(tile: Tile) -> NoReturn:
+    raise ShardingError(
+        f"a tile of shape {tuple(tile.shape)} is read in another stage than when the pipeline was planned: the forward "
+        "pass must be the same for every microbatch"
+    )
+
+
+class StageRunner(nn.Module):
+    """What torch's schedules run as a stage: local tensors in, local tensors or the loss out."""
+
+    def __init__(
+        self, watch: CallWatch, stage: int, mesh: DeviceMesh, mode: FakeTensorMode, loss: Callable[..., Any]
+    ) -> None:
+        super().__init__()
+        # not as submodules: the model is one for all stages of a rank
+        self.__dict__.update(watch=watch, owned={})
+        self.stage, self.mesh, self.mode, self.loss = stage, mesh, mode, loss
+        self.plan, self.batch = PipelinePlan(), StageBatch((), (), ())
+        self.autocast: tuple[Any, ...] = ()
+        self.owned: Mapping[str, nn.Parameter]
+        self.watch: CallWatch
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.owned.items()
+
+    def forward(self, *received: Tensor, place: Tensor) -> Any:
+        at = int(place)
+        run = StagePass(self.plan, self.stage, self.mesh, self.mode)
+        run.received = received
+        # no cache: on paper a weight would be cast to a tensor without values, and kept
+        with torch.autocast(*self.autocast, cache_enabled=False):
+            out = run.run(self.watch, self.batch.on_paper if self.stage else self.batch.args[at])
+            if self.stage + 1 < len(self.plan.sent):
+                return run.outgoing()
+            found = self.loss(out, self.batch.targets[at])
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise ShardingError(
+                f"loss= returned {type(found).__name__} {tuple(getattr(found, 'shape', ()))}; return the mean over the "
+                "microbatch, a scalar tensor"
+            )
+        value = found.full_tensor() if isinstance(found, Tile) else found
+        return value.reshape(()) / len(self.batch.targets)

@@ -1,0 +1,149 @@
+"""Which modules each stage of a pipeline has, from the names of the modules that the later stages begin with.
+
+A *whole module* lies in one stage; what has a cut within it is *open*: its forward runs in every stage (what it calls
+does not).  So of a net whose forward is ``head(blocks[1](blocks[0](stem(x))))``, cut at ``blocks.1``, the net is open,
+and `stem`, `blocks.0`, `blocks.1` and `head` are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import nn
+
+from jigsaw.cut import ShardingError
+
+# are never called themselves: their elements are
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class StageCuts:
+    """The modules that begin stages 1, 2, ..., and the stage of every whole module, in the order of registration."""
+
+    begins: tuple[str, ...]
+    stage_of: dict[str, int]
+
+    @property
+    def stages(self) -> int:
+        return len(self.begins) + 1
+
+
+def cut_stages(model: nn.Module, begins: Sequence[str]) -> StageCuts:
+    """The stages of `model` cut before the modules `begins`.
+
+    *Raises*: `ShardingError` for a name that the model does not have, has within another one, or has in another order,
+    and for a parameter of two stages.
+    """
+    known = dict(model.named_modules(remove_duplicate=False))
+    unknown = [name for name in begins if not name or name not in known]
+    if unknown:
+        raise ShardingError(
+            f"stages={list(begins)!r}: the model has no module {unknown[0]!r}; name modules as in named_modules()"
+        )
+    names = list(_whole_names("", model, begins))
+    for name in begins:
+        if name not in names:
+            within = [other for other in begins if other.startswith(f"{name}.")]
+            why = f"{within[0]!r} is within it" if within else "it is a list of modules, which nobody calls"
+            raise ShardingError(
+                f"stages={list(begins)!r}: {name!r} cannot begin a stage, as {why}; name an element of it"
+            )
+    places = [names.index(name) for name in begins]
+    if places != sorted(set(places)):
+        raise ShardingError(
+            f"stages={list(begins)!r}: name each module once, in the order in which the model has them: "
+            f"{[names[at] for at in sorted(set(places))]}"
+        )
+    stage_of = {name: sum(at >= place for place in places) for at, name in enumerate(names)}
+    _check_shared(model, stage_of)
+    return StageCuts(tuple(begins), stage_of)
+
+
+def _whole_names(name: str, module: nn.Module, begins: Sequence[str]) -> Iterator[str]:
+    prefix = f"{name}." if name else ""
+    if not name or isinstance(module, _CONTAINERS) or any(other.startswith(prefix) for other in begins):
+        for child, its in module.named_children():
+            yield from _whole_names(prefix + child, its, begins)
+    else:
+        yield name
+
+
+def _check_shared(model: nn.Module, stage_of: dict[str, int]) -> None:
+    owners: dict[nn.Parameter, str] = {}
+    for name, stage in stage_of.items():
+        for inner, p in model.get_submodule(name).named_parameters():
+            first = owners.setdefault(p, f"{name}.{inner}")
+            other = stage_of[_whole_name_of(first, stage_of)]
+            if other != stage:
+                raise ShardingError(
+                    f"parameter {first!r} of stage {other} is also {name}.{inner!s}, of stage {stage}; cut the model "
+                    "where both are in one stage"
+                )
+
+
+def _whole_name_of(parameter: str, stage_of: dict[str, int]) -> str:
+    return next(name for name in stage_of if parameter.startswith(f"{name}."))
+
+
+def balanced_begins(model: nn.Module, stages: int) -> tuple[str, ...]:
+    """Modules to begin `stages` stages with, so that the stage of most parameters has as few as can be.
+
+    Cut is between elements of ``Sequential``, ``ModuleList`` and ``ModuleDict`` and between children of the model;
+    where these are too few, between children of the largest.
+
+    *Raises*: `ShardingError` for a model of fewer modules with parameters.
+    """
+    if stages == 1:
+        return ()
+    found = _expanded("", model, 0 if isinstance(model, (nn.Sequential, *_CONTAINERS)) else 1)
+    while len(found) < stages:
+        grown = [(_size_of(module), name) for name, module in found if _expanded(name, module)]
+        if not grown:
+            raise ShardingError(
+                f"{type(model).__name__} has {len(found)} modules with parameters to cut between, but the pipeline has "
+                f"{stages} stages; take fewer ranks along the pipe axis, a schedule with fewer stages a rank "
+                "(schedule='1f1b'), or name modules in stages="
+            )
+        largest = max(grown)[1]
+        found = [
+            each
+            for name, module in found
+            for each in (_expanded(name, module) if name == largest else [(name, module)])
+        ]
+    sizes = [_size_of(module) for _, module in found]
+    return tuple(found[at][0] for at in _least_largest_cuts(sizes, stages))
+
+
+def _size_of(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, nn.Module]]:
+    """The children with parameters, and of those that are containers theirs, down to so many levels of containers."""
+    prefix, found = f"{name}." if name else "", list[tuple[str, nn.Module]]()
+    for child, its in module.named_children():
+        if levels and isinstance(its, (nn.Sequential, *_CONTAINERS)):
+            found += _expanded(prefix + child, its, levels - 1)
+        elif _size_of(its):
+            found.append((prefix + child, its))
+    return found
+
+
+def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
+    """Where parts 1, 2, ... of a sequence begin, so that the largest sum of a part is least; no part is empty."""
+    sums = [0, *accumulate(sizes)]
+    # best[k][n]: the least largest sum of the first n in k parts, and where the last of them begins
+    best = [[(sums[n], 0) for n in range(len(sums))]]
+    for k in range(1, parts):
+        row = [(0, 0)] * len(sums)
+        for n in range(k + 1, len(sums)):
+            row[n] = min((max(best[-1][m][0], sums[n] - sums[m]), m) for m in range(k, n))
+        best.append(row)
+    cuts, end = list[int](), len(sizes)
+    for k in range(parts - 1, 0, -1):
+        end = best[k][end][1]
+        cuts.append(end)
+    return cuts[::-1]

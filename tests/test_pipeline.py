@@ -1,0 +1,327 @@
+"""`jigsaw.pipeline`: losses and gradients of every schedule are those of one process with the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.cut import ShardingError
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+
+SPEC = (None, None, "lat", None)
+PAGE = (Path(__file__).parents[1] / "docs" / "parallelism.md").read_text()
+
+
+def _block(channels):
+    return nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(2, channels), nn.GELU())
+
+
+class Chain(nn.Module):
+    """Blocks in a list, with a parameter of the net itself."""
+
+    def __init__(self, blocks=4):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.position = nn.Parameter(torch.randn(4, 33, 1) / 4)
+        self.blocks = nn.ModuleList(_block(4) for _ in range(blocks))
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        x = self.stem(x) + self.position
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x) * self.position.mean()
+
+
+def _model(make, *args):
+    torch.manual_seed(0)
+    return make(*args).double()
+
+
+def _batch(rows=33, samples=8):
+    torch.manual_seed(1)
+    return torch.randn(samples, 3, rows, 6).double(), torch.randn(samples, 2, rows, 6).double()
+
+
+def _expected(model, x, y, batches=4):
+    model = copy.deepcopy(model)
+    losses = [F.mse_loss(model(a), b) / batches for a, b in zip(x.chunk(batches), y.chunk(batches), strict=True)]
+    sum(losses).backward()
+    return sum(losses).item(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def _assert_gradients(pipe, grads, scale=1.0, atol=1e-12):
+    found = {n: p.grad for n, p in pipe.named_parameters()}
+    assert found
+    for name, grad in found.items():
+        whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        torch.testing.assert_close(whole, scale * grads[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    "axes", [pytest.param({"pipe": 2, "lat": 2}, marks=pytest.mark.slow), {"pipe": 2}], ids=["pipe2-lat2", "pipe2"]
+)
+def test_each_schedule(axes):
+    run_on_ranks(4 if len(axes) == 2 else 2, _check_schedules, axes)
+
+
+def _check_schedules(axes):
+    mesh = world_mesh(**axes)
+    model, (x, y) = _model(Chain), _batch()
+    loss, grads = _expected(model, x, y)
+    tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
+    for schedule, stages in SCHEDULES.items():
+        pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, schedule=schedule, stages=stages)
+        for step in (1, 2):  # gradients are added up
+            assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12), schedule
+            _assert_gradients(pipe, grads, step)
+
+
+SCHEDULES = {
+    "gpipe": ["blocks.2"],
+    "1f1b": None,
+    "interleaved_1f1b": ["blocks.0", "blocks.1", "blocks.2"],
+    "interleaved_zero_bubble": ["blocks.1", "blocks.2", "blocks.3"],
+    "zbv": ["blocks.0", "blocks.1", "blocks.3"],
+    "dualpipev": ["blocks.1", "blocks.2", "head"],
+}
+
+
+# -- nets that are no chains ------------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    """Two levels; skips of each, and of the input, over several stages; an activation that all stages call."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.pool = nn.GELU(), nn.AvgPool2d(2)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 6, 3, padding=1)
+        self.bottom = nn.Conv2d(6, 6, 3, padding=1)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.merge = nn.Conv2d(8, 4, 3, padding=1)
+        self.out = nn.Conv2d(7, 2, 1)
+
+    def forward(self, x):
+        a = self.act(self.stem(x))
+        b = self.act(self.down(self.pool(a)))
+        c = self.up(self.act(self.bottom(b)) + b)
+        d = self.merge(torch.cat([F.pad(c, (0, 0, 0, a.shape[-2] - c.shape[-2])), a], 1))
+        return self.out(torch.cat([d, x], 1))
+
+
+@pytest.mark.parametrize("rows", [33, 10])
+@on_ranks(4)
+def test_skips_travel_through_the_stages_between(rows):
+    mesh = world_mesh(pipe=2, lat=2)
+    model, (x, y) = _model(UNet), _batch(rows)
+    loss, grads = _expected(model, x, y)
+    tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
+    for schedule, stages in (("1f1b", None), ("interleaved_zero_bubble", ["down", "up", "out"])):
+        pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, schedule=schedule, stages=stages)
+        assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+        _assert_gradients(pipe, grads)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(Chain):
+    def forward(self, x):
+        x = self.stem(x) + self.position
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def _trained(model, x, y, steps=3):
+    """Norms of clipped gradients, and the weights after these steps."""
+    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+    return norms, model, optimizer
+
+
+def _pipe_trained(pipe, tiles, steps=3):
+    optimizer, norms = torch.optim.AdamW(pipe.parameters(), lr=1e-2, eps=1e-4), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        pipe.step(*tiles)
+        norms.append(jigsaw.clip_grad_norm_(pipe.parameters(), 0.05).item())
+        optimizer.step()
+    return norms, optimizer
+
+
+def _assert_weights(pipe, model):
+    for name, p in pipe.named_parameters():
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        torch.testing.assert_close(whole, model.get_parameter(name), rtol=0, atol=1e-11)
+
+
+def _check_training(folder):
+    """FSDP2 in a stage, checkpointing, clipping; the checkpoint of one is read by a plain model and by the other."""
+    mesh = world_mesh(pipe=2, lat=2)
+    x, y = _batch()
+    tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
+    pipes = []
+    for make, schedule, options in ((Chain, "1f1b", {"shard_weights": True}), (Checkpointed, "zbv", {})):
+        norms, expected, theirs = _trained(_model(make), x, y)
+        pipe = jigsaw.pipeline(_model(make), mesh, loss=F.mse_loss, schedule=schedule, **options)
+        found, optimizer = _pipe_trained(pipe, tiles)
+        assert found == pytest.approx(norms, abs=1e-12)
+        _assert_weights(pipe, expected)
+        pipes.append((pipe, optimizer, expected, theirs))
+    (pipe, optimizer, expected, theirs), (other, its, _, _) = pipes
+    jigsaw.save(folder / "step", model=pipe, optimizer=optimizer)
+    jigsaw.load(folder / "step", model=other, optimizer=its)
+    _assert_weights(other, expected)
+    whole = _model(Chain)
+    again = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-4)
+    jigsaw.load(folder / "step", model=whole, optimizer=again)
+    for name, p in whole.named_parameters():
+        torch.testing.assert_close(p, expected.get_parameter(name), rtol=0, atol=1e-11)
+        known = theirs.state[expected.get_parameter(name)]["exp_avg"]
+        torch.testing.assert_close(again.state[p]["exp_avg"], known, rtol=0, atol=1e-11)
+    jigsaw.save(folder / "whole", model=whole, optimizer=again)
+    jigsaw.load(folder / "whole", model=pipe, optimizer=optimizer)
+    _assert_weights(pipe, expected)
+
+
+@pytest.mark.slow
+def test_training_and_its_checkpoints(tmp_path):
+    run_on_ranks(4, _check_training, tmp_path)
+
+
+# -- other axes, other dtypes, what is sent ---------------------------------------------------------------------------
+
+
+def _sent(pipe, *tiles):
+    with comm.count() as counted:
+        loss = pipe.step(*tiles)
+    return loss.item(), sum(c.sent_bytes for c in counted.calls if c.kind == "pipeline")
+
+
+@contextlib.contextmanager
+def _tiles_of_a_loader(tile):
+    """Meanwhile another thread makes tiles, as one that reads ahead does."""
+    ends = threading.Event()
+
+    def read():
+        while not ends.wait(1e-4):
+            jigsaw.Tile(tile.local, tile.layout, tile.mesh)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+@on_ranks(4)
+def test_beside_data_and_channels_and_in_bfloat16():
+    model, (x, y) = _model(Chain), _batch()
+    loss, grads = _expected(model, x, y)
+    border = 8 * 4 * 33 * 6  # elements of the tile between two stages, of all microbatches
+    for axes, spec in (({"pipe": 2, "data": 2}, ("data", None, None, None)), ({"pipe": 2, "channel": 2}, (None,) * 4)):
+        mesh = world_mesh(**axes)
+        pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, stages=["blocks.2"])
+        tile, per_rank = jigsaw.shard(x, mesh, spec), border // (2 if "data" in axes else 1)
+        with _tiles_of_a_loader(tile):
+            assert _sent(pipe, tile, y) == (pytest.approx(loss, abs=1e-12), 8 * per_rank)  # a whole target
+        _assert_gradients(pipe, grads)
+        with torch.no_grad():
+            assert _sent(pipe, tile, y) == (pytest.approx(loss, abs=1e-12), 0 if pipe.stages == [1] else 8 * per_rank)
+        _assert_gradients(pipe, grads)
+    mesh = world_mesh(pipe=2, lat=2)
+    single, tiles = model.float(), [jigsaw.shard(v.float(), mesh, SPEC) for v in (x, y)]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, grads = _expected(single, x.float(), y.float())
+        pipe = jigsaw.pipeline(copy.deepcopy(single), mesh, loss=F.mse_loss, stages=["blocks.2.1"])
+        found, sent = _sent(pipe, *tiles)
+    assert found == pytest.approx(loss, rel=2e-2)
+    _assert_gradients(pipe, grads, atol=3e-2)
+    # what the convolution returns travels in bfloat16, the residual beside it in float32
+    assert sent == 8 * 4 * 6 * (17 if mesh.get_coordinate()[1] == 0 else 16) * (2 + 4)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.first, self.second, self.third = (nn.Conv2d(3, 3, 1) for _ in range(3))
+        if how == "tied":
+            self.third.weight = self.first.weight
+
+    def forward(self, x):
+        if self.how == "order":
+            return self.first(self.third(self.second(x)))
+        scale = torch.arange(6.0, dtype=x.dtype).sum() if self.how == "plain" else 1.0
+        x = self.second(self.first(x))
+        return x if self.how == "never" else self.third(x) * scale
+
+
+def _refused(match, how="", stages=("third",), mesh=None, x=None, **options):
+    mesh = mesh or world_mesh(pipe=2)
+    with pytest.raises(ShardingError, match=match):
+        pipe = jigsaw.pipeline(Odd(how), mesh, loss=F.mse_loss, stages=stages, **options)
+        x = torch.randn(8, 3, 7, 5) if x is None else x
+        pipe.step(x, x)
+
+
+@on_ranks(2)
+def test_refused():
+    _refused(r"needs a mesh with the axis 'pipe'.*init_mesh\(pipe=2", mesh=world_mesh(lat=2))
+    _refused("schedule='2f2b' is none of 'gpipe', '1f1b'", schedule="2f2b")
+    _refused("has no module 'fourth'", stages=["fourth"])
+    _refused("name each module once, in the order", stages=["third", "second", "first"], schedule="zbv")
+    _refused("has 2 stages, but stages= makes 3; name one module less", stages=["second", "third"])
+    _refused("3 modules with parameters to cut between, but the pipeline has 4", stages=None, schedule="zbv")
+    _refused("parameter 'first.weight' of stage 0 is also third.weight, of stage 1", "tied", ["second"])
+    _refused("module 'first' lies in stage 0, .* calls it in stage 1", "order", ["second"])
+    _refused("a plain tensor of shape .* that stage 0 makes is used in stage 1, by aten.mul", "plain")
+    _refused("does not call 'third'; name modules that it calls", "never")
+    _refused(r"needs microbatches >= 2, not 1", microbatches=1)
+    _refused("of 6 samples cut at .* into 4 equal parts", x=torch.randn(6, 3, 7, 5))
+    _refused("shard_weights=True with schedule='zbv': .* take schedule='1f1b'", schedule="zbv", shard_weights=True)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _run_page(code, folder):
+    torch.manual_seed(0)
+    left = {}
+    with contextlib.chdir(folder):
+        exec(compile(code, "docs/parallelism.md", "exec"), left)
+    return left["loss"].item()
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (code,) = re.findall(r"^## Pipeline.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    assert "pipe=-1, lat=1" in code
+    alone = _run_page(code, tmp_path)
+    assert run_on_ranks(4, _run_page, code.replace("pipe=-1, lat=1", "pipe=2, lat=2"), tmp_path) == pytest.approx(
+        [alone] * 4, rel=1e-5
+    )
