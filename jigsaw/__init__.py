@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jigsaw import io, metrics, testing
     from jigsaw.checkpoint import CheckpointError, load, save
     from jigsaw.compiled_forward import compile
+    from jigsaw.dryrun import dry_run
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "Tile",
     "clip_grad_norm_",
     "compile",
+    "dry_run",
     "from_local",
     "init_mesh",
     "io",
@@ -61,6 +63,7 @@ _LATER = {
     "CheckpointError": "jigsaw.checkpoint",
     "save": "jigsaw.checkpoint",
     "load": "jigsaw.checkpoint",
+    "dry_run": "jigsaw.dryrun",
 }
 
 

@@ -44,12 +44,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrafficCall:
-    """One communication of this rank: what, and how many payload bytes and messages."""
+    """One communication of this rank: what, how many payload bytes and messages; how many bytes to which rank of the
+    job, and whether other work goes on meanwhile.
+    """
 
     kind: str
     sent_bytes: int
     received_bytes: int
     messages: int
+    sent_to: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    is_behind: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -86,9 +90,16 @@ def count() -> Generator[TrafficCount]:
         _open_counts[:] = [c for c in _open_counts if c is not mine]
 
 
-def _record_call(kind: str, sent: int, received: int, messages: int) -> None:
+def _record_call(
+    kind: str,
+    sent: int,
+    received: int,
+    messages: int,
+    sent_to: Sequence[tuple[int, int]] = (),
+    is_behind: bool = False,
+) -> None:
     for each in _open_counts:
-        each.calls.append(TrafficCall(kind, sent, received, messages))
+        each.calls.append(TrafficCall(kind, sent, received, messages, tuple(sent_to), is_behind))
 
 
 # -- ranks that do not answer -----------------------------------------------------------------------------------------
@@ -196,7 +207,10 @@ def swap_messages(
     connect_ranks(mesh)
     outgoing = [(at, _as_bytes(_plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
-    _record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
+    sent_to = [(rank_at(mesh, at), x.numel()) for at, x in outgoing] if _open_counts else ()
+    _record_call(
+        kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing), sent_to
+    )
     if not (outgoing or incoming):
         return PendingWork((), ())
     group = mesh_group(mesh)
@@ -250,10 +264,11 @@ def _floats_from_order(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
 
 
-def _record_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    ranks = group.size()
+def _record_reduce(buffer: Tensor, line: Sequence[int], is_behind: bool = False) -> None:
+    ranks = len(line)
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
-    _record_call("all_reduce", moved, moved, 2 * (ranks - 1))
+    following = line[(line.index(dist.get_rank()) + 1) % ranks]  # on the ring
+    _record_call("all_reduce", moved, moved, 2 * (ranks - 1), [(following, moved)], is_behind)
 
 
 @lru_cache(maxsize=4096)
@@ -336,7 +351,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     for group, line in groups_along(mesh, axes):
         with _name_who_waits("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
-        _record_reduce(buffer, group)
+        _record_reduce(buffer, line)
     if marks:
         found = buffer[-len(marks) :]
         _check_marks(found[0] == 0 if op == "sum" else found[0] == -found[1], same or ())
@@ -387,7 +402,8 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
         with _name_who_waits(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
-        _record_call(kind, moved, moved, len(ranks) - 1)
+        sent_to = [(rank, found.nbytes) for rank in ranks if rank != dist.get_rank()] if _open_counts else ()
+        _record_call(kind, moved, moved, len(ranks) - 1, sent_to)
         # torch sorts the ranks of a group; a mesh may list them in another order
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         found = torch.cat([by_rank[r] for r in ranks])
@@ -403,6 +419,8 @@ def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
     if mesh.size() == 1:
         return [value]
     compare_calls(mesh, "agreement")
+    if dist.get_backend(mesh_group(mesh)) == "fake":  # of a dry run: the ranks that are not there say the same
+        return [value] * mesh.size()
     names = [name for name, _ in axes_of_mesh(mesh)]
     mine = pickle.dumps(value)
     length = torch.tensor([len(mine)], device=mesh.device_type).view(torch.uint8)
@@ -431,7 +449,7 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
         with _name_who_waits("all_reduce", ranks):
             work = dist.all_reduce(buffer, group=group, async_op=True)
         under_way = PendingWork([] if work is None else [work], (x,), "all_reduce", ranks)
-        _record_reduce(buffer, group)
+        _record_reduce(buffer, ranks, is_behind=True)
     return under_way
 
 
