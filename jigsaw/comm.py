@@ -167,6 +167,12 @@ def _plain_memory(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def begin_at_one_place(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors begin at the same element of the same memory; those without values have no address."""
+    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return same and x.storage_offset() == y.storage_offset()
+
+
 def connect_ranks(mesh: DeviceMesh) -> None:
     """Let the ranks of a mesh send to each other; all of them call this before any sends, also one that will not.
 

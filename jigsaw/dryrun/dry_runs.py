@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,11 +16,12 @@ from jigsaw.dryrun.rank_playing import (
     LossOfOutput,
     ModelMaker,
     OptimizerMaker,
+    PlayedRank,
     StepPlan,
     mean_square_of_tiles,
     play_rank,
 )
-from jigsaw.dryrun.report import DryRunReport
+from jigsaw.dryrun.report import DryRunReport, Remark
 from jigsaw.dryrun.step_prices import priced_rank
 from jigsaw.layout import LayoutSpec
 from jigsaw.mesh import axes_of_mesh
@@ -97,7 +99,7 @@ def dry_run(
         priced.memory_bytes,
         played[0].parameters,
         tuple(priced_rank(rank, priced, node) for rank in played),
-        tuple(dict.fromkeys(remark for rank in played for remark in rank.remarks)),
+        _merged_remarks(played),
     )
 
 
@@ -123,3 +125,16 @@ def _usual_ranks(axes: Mapping[str, int]) -> list[int]:
     for size in sizes:
         inside = inside * size + min(1, size - 1)
     return sorted({0, inside, sizes.numel() - 1})
+
+
+def _merged_remarks(played: Sequence[PlayedRank]) -> tuple[Remark, ...]:
+    """Each remark once: the bytes of all its calls on a rank, of the rank with the most."""
+    most: dict[Remark, int] = {}
+    for rank in played:
+        mine: dict[Remark, int] = {}
+        for remark in rank.remarks:
+            bare = replace(remark, sent_bytes=0)
+            mine[bare] = mine.get(bare, 0) + remark.sent_bytes
+        for bare, size in mine.items():
+            most[bare] = max(most.get(bare, 0), size)
+    return tuple(replace(bare, sent_bytes=size) for bare, size in most.items())

@@ -7,6 +7,7 @@ old one back.  Thus a dry run works in a notebook, under torchrun, and within a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -30,7 +31,7 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world, held = _empty_world(), c10d._world  # pyright: ignore[reportPrivateUsage]
-    was_debugging = debug.IS_DEBUGGING
+    was_debugging, hook = debug.IS_DEBUGGING, sys.excepthook  # torch lets tracebacks begin with a rank from now on
     c10d._world, debug.IS_DEBUGGING = world, False  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     try:
         ranks = torch.Size(axes.values()).numel()
@@ -44,6 +45,7 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
         for name in world.pg_names.values():
             torch._C._distributed_c10d._unregister_process_group(name)  # pyright: ignore
         c10d._world, debug.IS_DEBUGGING = held, was_debugging  # pyright: ignore[reportPrivateUsage]
+        sys.excepthook = hook
 
 
 _mesh_numbers = count(-1, -1)

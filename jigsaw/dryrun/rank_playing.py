@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -119,15 +125,24 @@ def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
         meter.mark_the_rest("activations")
         with phase("backward"), hearing_costs(watch.tell_refusal):
             value.backward()
-    except (ShardingError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        played.remarks.append(Remark("stopped", watch.module, "", 0, reason))
+    except (ShardingError, *_WANT_VALUES) as error:
+        why = "" if isinstance(error, ShardingError) else "it needs the values of tensors, which a dry run has not: "
+        where = watch.module_of_error(error)
+        played.remarks.append(Remark("stopped", where, type(error).__name__, 0, f"{why}{error}"))
         return
     meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
     if optimizer is not None:
         del value
         with phase("step"):
             optimizer.step()
+
+
+_WANT_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 
 def _made_model(model: nn.Module | ModelMaker, mesh: DeviceMesh) -> nn.Module:
@@ -220,6 +235,7 @@ class _ModuleWatch:
 
     def __init__(self, model: nn.Module, remarks: list[Remark]) -> None:
         self._open: list[str] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._remarks, self._calls, self._seen = remarks, list[comm.TrafficCall](), 0
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
@@ -228,6 +244,14 @@ class _ModuleWatch:
     @property
     def module(self) -> str:
         return self._open[-1] if self._open else ""
+
+    def module_of_error(self, error: BaseException) -> str:
+        """The innermost module whose forward the error came out of."""
+        found, at = "", error.__traceback__
+        while at is not None:
+            found = self._names.get(id(at.tb_frame.f_locals.get("self")), "") or found
+            at = at.tb_next
+        return found
 
     def follow(self, counted: comm.TrafficCount) -> None:
         self._calls, self._seen, self._open = counted.calls, 0, []

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from jigsaw import debug
@@ -139,8 +139,11 @@ class StepMeter(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own operators on local tensors come by themselves
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return self._assumed_value(args[0])
+        if func in _READ_BY_PYTHON:
+            if isinstance(args[0], FakeTensor):
+                return self._assumed_value(func, args[0])
+            with _disable_current_modes():  # states of random numbers are real
+                return func(*args, **kwargs)
         out = func(*args, **kwargs)
         self._count_kernel(func, args, kwargs, out)
         return out
@@ -155,6 +158,10 @@ class StepMeter(TorchDispatchMode):
             self._phase.of_weights.append(_call_of_weights(func, args))
         if func.namespace == "c10d" or not (fresh or func._schema.is_mutable) or func._overloadpacket in _WITHOUT_WORK:
             return
+        scratch = _scratch_bytes(func, args, out)
+        if scratch:
+            self._numbers += 1
+            self._phase.events += [(self._numbers, scratch), (self._numbers, -scratch)]
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         moved = sum(map(_bytes_touched, (*given, *results)))
         packet = func._overloadpacket
@@ -164,12 +171,12 @@ class StepMeter(TorchDispatchMode):
         dtype = torch.float32 if like is None else like.dtype
         self._phase.kernels[KernelCost(flop, moved, dtype)] += 1
 
-    def _assumed_value(self, x: Tensor) -> Any:
+    def _assumed_value(self, func: Any, x: Tensor) -> Any:
         """What Python reads of a tensor without values: jigsaw's own looks find all well; others are told of."""
         place, is_own = _reading_line()
         if not is_own:
             self.value_reads[place] += 1
-        if x.dtype == torch.bool:
+        if x.dtype == torch.bool or func is aten.equal.default:
             return is_own
         return 1.0 if x.dtype.is_floating_point else 1
 
@@ -190,6 +197,7 @@ class StepMeter(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize
 
 
+_READ_BY_PYTHON = {aten._local_scalar_dense.default, aten.equal.default}
 # memory is made or given another shape, and nothing is read or written
 _WITHOUT_WORK = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach_}
 
@@ -216,6 +224,26 @@ def _call_of_weights(func: Any, args: Any) -> TrafficCall:
     moved = (len(ranks) - 1) * min(into.nbytes, given.nbytes)
     following = ranks[(dist.get_group_rank(group, dist.get_rank()) + 1) % len(ranks)]
     return TrafficCall(_OF_WEIGHTS[func], moved, moved, len(ranks) - 1, ((following, moved),), True)
+
+
+_CHANNEL_BLOCK = 16
+
+
+def _scratch_bytes(func: Any, args: Any, out: Any) -> int:
+    """What a convolution takes while it runs: its library (oneDNN, cuDNN) copies what it reads, and what it writes
+    where the channels fill no block, into a format of its own.
+    """
+    if func is aten.convolution.default:
+        x, y = args[0], out
+        return _in_blocks(x) + (_in_blocks(y) if y.shape[1] % _CHANNEL_BLOCK else 0)
+    if func is aten.convolution_backward.default:
+        return _in_blocks(args[0]) + _in_blocks(args[1])
+    return 0
+
+
+def _in_blocks(x: Tensor) -> int:
+    channels = -(-x.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+    return x.nbytes // x.shape[1] * channels
 
 
 def _bytes_touched(x: Tensor) -> int:

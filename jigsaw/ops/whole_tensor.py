@@ -32,6 +32,7 @@ import torch
 import torch.masked
 from torch import Tensor, nn
 
+from jigsaw.comm import begin_at_one_place
 from jigsaw.cut import RanksDifferError, ShardingError, whole_dim
 from jigsaw.debug import is_of_packages
 from jigsaw.exchange import redistribute_rows
@@ -235,7 +236,7 @@ def _write_back(refusal: ShardingError, tile: Tile, whole: Tensor) -> None:
     if tuple(whole.shape) != tuple(tile.shape) or whole.dtype != tile.dtype:
         raise refusal
     changed = redistribute_rows(whole, _uncut_layout(tile.layout), tile.layout, tile.mesh, kind=GATHERED)
-    if changed.data_ptr() != tile.local.data_ptr() or tile.layout.has_halo:
+    if not begin_at_one_place(changed, tile.local) or tile.layout.has_halo:
         tile.local.copy_(changed)
 
 
