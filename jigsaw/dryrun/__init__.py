@@ -2,6 +2,19 @@
 
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
+from jigsaw.dryrun.mesh_search import MeshOption, advice_text, advise_mesh
 from jigsaw.dryrun.report import DryRunReport, PhaseCost, RankCost, Remark, Traffic
 
-__all__ = ["DEVICES", "Device", "DryRunReport", "PhaseCost", "RankCost", "Remark", "Traffic", "dry_run"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "DryRunReport",
+    "MeshOption",
+    "PhaseCost",
+    "RankCost",
+    "Remark",
+    "Traffic",
+    "advice_text",
+    "advise_mesh",
+    "dry_run",
+]

@@ -15,7 +15,7 @@ class Device:
     bytes a second.  A kernel takes at least `kernel_seconds`.  `node_bandwidth` and `network_bandwidth` are bytes a
     second that one rank sends to ranks of its own node and to others, `node_seconds` and `network_seconds` what a
     message takes beside that.  `overlap` is the share of the computing behind which gradients that are being summed,
-    and weights that are being gathered, may hide.
+    and weights that are being gathered, may hide; `reader_cores` are the processor cores that read for a rank.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Device:
     memory_share: float = 0.8
     link_share: float = 0.75
     overlap: float = 0.8
+    reader_cores: int = 4
 
     def kernel_time(self, flop: int, moved_bytes: int, dtype: torch.dtype) -> tuple[float, str]:
         """The seconds of one kernel, and which of the three bounds them: ``"flop"``, ``"memory"`` or ``"kernels"``."""
@@ -101,6 +102,7 @@ DEVICES: dict[str, Device] = {
             memory_share=1.0,
             link_share=1.0,
             overlap=0.0,
+            reader_cores=1,
         ),
     )
 }

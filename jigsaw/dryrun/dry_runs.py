@@ -89,10 +89,10 @@ def dry_run(
     priced = device if isinstance(device, Device) else _device_named(device)
     node = ranks_per_node or priced.ranks_per_node
     size = torch.Size(axes.values()).numel()
-    played = [play_rank(plan, axes, rank) for rank in (_usual_ranks(axes) if ranks is None else ranks)]
-    for rank in played:
-        if not 0 <= rank.rank < size:
-            raise ShardingError(f"ranks={ranks}: the mesh has ranks 0 to {size - 1}")
+    chosen = _usual_ranks(axes) if ranks is None else list(ranks)
+    if not chosen or not all(0 <= rank < size for rank in chosen):
+        raise ShardingError(f"ranks={ranks} must be some of the mesh's, 0 to {size - 1}")
+    played = [play_rank(plan, axes, rank) for rank in chosen]
     return DryRunReport(
         axes,
         priced.name,
@@ -100,6 +100,7 @@ def dry_run(
         played[0].parameters,
         tuple(priced_rank(rank, priced, node) for rank in played),
         _merged_remarks(played),
+        _reader_seconds(dataset, plan.shapes[0][0], size, priced),
     )
 
 
@@ -125,6 +126,14 @@ def _usual_ranks(axes: Mapping[str, int]) -> list[int]:
     for size in sizes:
         inside = inside * size + min(1, size - 1)
     return sorted({0, inside, sizes.numel() - 1})
+
+
+def _reader_seconds(dataset: Any, batch: int, ranks: int, device: Device) -> float:
+    """How long the readers of all ranks work for the samples of one step, by the costs that plans go by."""
+    if dataset is None:
+        return 0.0
+    plan = dataset.plan(len(dataset) // 2)
+    return batch * sum(plan.cost(*how) for how in plan.modes.items()) / (ranks * device.reader_cores)
 
 
 def _merged_remarks(played: Sequence[PlayedRank]) -> tuple[Remark, ...]:

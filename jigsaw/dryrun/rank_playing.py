@@ -98,7 +98,7 @@ def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
     model = _made_model(plan.model, mesh)
     dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if plan.dtype is not None:
-        model.to(plan.dtype)
+        _cast_weights(model, plan.dtype)
     played.parameters = sum(p.numel() for p in model.parameters())
     inputs = _input_tiles(plan, mesh, dtype)
     for module in _checkpointed_modules(model, plan.checkpoint):
@@ -157,6 +157,19 @@ def _made_model(model: nn.Module | ModelMaker, mesh: DeviceMesh) -> nn.Module:
         bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
         known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
     return copy.deepcopy(model, known)
+
+
+def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """``model.to(dtype)``, which cannot exchange tensors that somebody watches, as the meter does."""
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p.is_floating_point():
+                cast[p] = cast[p] if p in cast else nn.Parameter(p.detach().to(dtype), p.requires_grad)
+                setattr(module, name, cast[p])
+        for name, x in module.named_buffers(recurse=False):
+            if x.is_floating_point():
+                setattr(module, name, x.to(dtype))
 
 
 def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter: StepMeter) -> Optimizer:
