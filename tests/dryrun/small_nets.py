@@ -79,7 +79,8 @@ def counted_step(name, axes, **options):
     make, shape, align = NETS[name]
     mesh = world_mesh(**axes)
     model = jigsaw.parallelize(make(), mesh, **options)
-    tile = jigsaw.shard(torch.randn(shape), mesh, tuple(a if a in axes else None for a in SPEC), align={2: align, 3: align})
+    spec = tuple(a if a in axes else None for a in SPEC)
+    tile = jigsaw.shard(torch.randn(shape), mesh, spec, align={2: align, 3: align})
     found = {}
     with comm.count() as forward:
         loss = model(tile).square().mean()
