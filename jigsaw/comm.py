@@ -15,7 +15,6 @@ import time
 import zlib
 from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -31,75 +30,16 @@ from jigsaw.debug import compare_calls
 from jigsaw.graph_calls import graph_call, is_shape_run, refuse_in_graph
 from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_group, mesh_patience, rank_at, ranks_along
 from jigsaw.slab_mesh import SlabMesh
+from jigsaw.traffic import TrafficCall as TrafficCall
+from jigsaw.traffic import TrafficCount as TrafficCount
+from jigsaw.traffic import count as count
+from jigsaw.traffic import open_counts, record_call
 
 AxisNames = str | Sequence[str]
 SameOnRanks = (
     tuple[Hashable, ...] | None
 )  # what ranks that combine values are to have alike, such as the layout of a tile
 T = TypeVar("T")
-
-
-# -- counting ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrafficCall:
-    """One communication of this rank: what, how many payload bytes and messages; how many bytes to which rank of the
-    job, and whether other work goes on meanwhile.
-    """
-
-    kind: str
-    sent_bytes: int
-    received_bytes: int
-    messages: int
-    sent_to: tuple[tuple[int, int], ...] = field(default=(), compare=False)
-    is_behind: bool = field(default=False, compare=False)
-
-
-@dataclass
-class TrafficCount:
-    """What this rank communicated while the count was open; `messages` are those it sent."""
-
-    calls: list[TrafficCall] = field(default_factory=list[TrafficCall])
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(c.sent_bytes for c in self.calls)
-
-    @property
-    def received_bytes(self) -> int:
-        return sum(c.received_bytes for c in self.calls)
-
-    @property
-    def messages(self) -> int:
-        return sum(c.messages for c in self.calls)
-
-
-_open_counts: list[TrafficCount] = []
-
-
-@contextmanager
-def count() -> Generator[TrafficCount]:
-    """Count every byte and message that this rank sends and receives inside the block, in all threads."""
-    mine = TrafficCount()
-    _open_counts.append(mine)
-    try:
-        yield mine
-    finally:
-        # by identity: two counts with the same calls compare equal
-        _open_counts[:] = [c for c in _open_counts if c is not mine]
-
-
-def _record_call(
-    kind: str,
-    sent: int,
-    received: int,
-    messages: int,
-    sent_to: Sequence[tuple[int, int]] = (),
-    is_behind: bool = False,
-) -> None:
-    for each in _open_counts:
-        each.calls.append(TrafficCall(kind, sent, received, messages, tuple(sent_to), is_behind))
 
 
 # -- ranks that do not answer -----------------------------------------------------------------------------------------
@@ -213,10 +153,8 @@ def swap_messages(
     connect_ranks(mesh)
     outgoing = [(at, _as_bytes(_plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, _as_bytes(x)) for at, x in receives if x.numel()]
-    sent_to = [(rank_at(mesh, at), x.numel()) for at, x in outgoing] if _open_counts else ()
-    _record_call(
-        kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing), sent_to
-    )
+    sent_to = [(rank_at(mesh, at), x.numel()) for at, x in outgoing] if open_counts else ()
+    record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing), sent_to)
     if not (outgoing or incoming):
         return PendingWork((), ())
     group = mesh_group(mesh)
@@ -274,7 +212,7 @@ def _record_reduce(buffer: Tensor, line: Sequence[int], is_behind: bool = False)
     ranks = len(line)
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
     following = line[(line.index(dist.get_rank()) + 1) % ranks]  # on the ring
-    _record_call("all_reduce", moved, moved, 2 * (ranks - 1), [(following, moved)], is_behind)
+    record_call("all_reduce", moved, moved, 2 * (ranks - 1), [(following, moved)], is_behind)
 
 
 @lru_cache(maxsize=4096)
@@ -408,8 +346,8 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
         with _name_who_waits(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
-        sent_to = [(rank, found.nbytes) for rank in ranks if rank != dist.get_rank()] if _open_counts else ()
-        _record_call(kind, moved, moved, len(ranks) - 1, sent_to)
+        sent_to = [(rank, found.nbytes) for rank in ranks if rank != dist.get_rank()] if open_counts else ()
+        record_call(kind, moved, moved, len(ranks) - 1, sent_to)
         # torch sorts the ranks of a group; a mesh may list them in another order
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         found = torch.cat([by_rank[r] for r in ranks])
@@ -470,7 +408,7 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
         return
     for group, ranks in groups_along(mesh, axes):
         mine = ranks[0] == dist.get_rank()
-        _record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
+        record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
         with _name_who_waits("broadcast", ranks):
             dist.broadcast(_as_bytes(x), ranks[0], group=group)
 

@@ -249,7 +249,7 @@ def test_agreement_is_counted():
 @on_ranks(1)
 def test_counts_nest_and_see_all_threads():
     def record():
-        comm._record_call("here", 1, 2, 3)
+        comm.record_call("here", 1, 2, 3)
 
     with comm.count() as outer:
         with comm.count() as inner:

@@ -2,17 +2,17 @@
 
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
-from jigsaw.dryrun.mesh_search import MeshOption, advice_text, advise_mesh
+from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh
 from jigsaw.dryrun.report import DryRunReport, PhaseCost, RankCost, Remark, Traffic
 
 __all__ = [
     "DEVICES",
     "Device",
     "DryRunReport",
-    "MeshOption",
     "PhaseCost",
     "RankCost",
     "Remark",
+    "StepOption",
     "Traffic",
     "advice_text",
     "advise_mesh",

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if args.dtype is not None:
             how["dtype"] = getattr(torch, args.dtype)
         if args.align > 1:
-            how["align"] = {dim: args.align for dim in range(2, len(args.input))}
+            how["align"] = dict.fromkeys(range(2, len(args.input)), args.align)
         found = advise_mesh(
             _found_model(args.model),
             args.input,
@@ -69,7 +70,7 @@ def _chosen_device(args: argparse.Namespace) -> Device:
     if args.calibrate:
         device = measure_device()
         save_device(device, args.calibrate)
-        print(f"measured: {json.dumps(json.loads(open(args.calibrate).read()))}")
+        print(f"measured: {json.dumps(json.loads(Path(args.calibrate).read_text()))}")
         return device
     if args.device in DEVICES:
         return DEVICES[args.device]

@@ -98,7 +98,9 @@ def _message_seconds() -> tuple[float, float]:
 def save_device(device: Device, path: str | Path) -> None:
     """Write a device as JSON, which `load_device` and ``--device`` read."""
     said = asdict(device)
-    said["flop_per_second"] = {str(dtype).removeprefix("torch."): rate for dtype, rate in device.flop_per_second.items()}
+    said["flop_per_second"] = {
+        str(dtype).removeprefix("torch."): rate for dtype, rate in device.flop_per_second.items()
+    }
     Path(path).write_text(json.dumps(said, indent=1) + "\n")
 
 

@@ -85,7 +85,7 @@ DEVICES: dict[str, Device] = {
         Device(
             "mi300x", _flops(81.7 * _TERA, 163.4 * _TERA, 1307 * _TERA), 192 * _GB, 5300 * _GB, 448 * _GB, 50 * _GB, 8
         ),
-        # Two cores of a shared x86 server, one rank a core: by `--calibrate` on one of 2.x GHz with AVX-512, one thread;
+        # One core a rank of a shared x86 server of two, an estimate: `--calibrate` measures the machine at hand;
         # messages by gloo over the loopback, which a rank's own core copies: nothing hides behind anything
         Device(
             "cpu",

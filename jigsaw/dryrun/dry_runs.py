@@ -1,4 +1,4 @@
-"""`dry_run`: one training step of a model on a mesh, counted on one CPU, without ranks and without memory for tensors."""
+"""`dry_run`: one training step of a model on a mesh, counted on one CPU: no ranks, no memory for tensors."""
 
 from __future__ import annotations
 

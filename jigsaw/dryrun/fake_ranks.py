@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jigsaw import debug
 
-# Groups are found by name in C++ as well, where the real ones are called "0", "1", ...; each dry run has names of its own.
+# Groups are found by name in C++ as well, where the real ones are "0", "1", ...; each dry run has names of its own.
 _first_names = count(10**6, 10**6)
 
 
@@ -43,7 +43,7 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
         yield mesh
     finally:
         for name in world.pg_names.values():
-            torch._C._distributed_c10d._unregister_process_group(name)  # pyright: ignore
+            torch._C._distributed_c10d._unregister_process_group(name)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         c10d._world, debug.IS_DEBUGGING = held, was_debugging  # pyright: ignore[reportPrivateUsage]
         sys.excepthook = hook
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun.devices import Device
 from jigsaw.dryrun.dry_runs import dry_run
@@ -19,7 +17,7 @@ _MESHES = 3  # the fastest ones, for which every strategy is tried
 
 
 @dataclass(frozen=True)
-class MeshOption:
+class StepOption:
     """A mesh with a strategy, and the report of its dry run; or `refusal`, why there is none."""
 
     mesh: Mapping[str, int]
@@ -62,7 +60,7 @@ class MeshOption:
 
 def advise_mesh(
     model: Any, x_shape: Sequence[int], devices: int, *, device: str | Device = "h100", **how: Any
-) -> list[MeshOption]:
+) -> list[StepOption]:
     """Every option for so many devices, those that work first, each group by the seconds of a step.
 
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; one
@@ -76,14 +74,15 @@ def advise_mesh(
     """
     store = how.pop("store", None)
 
-    def attempt(axes: Mapping[str, int], shard_weights: bool, checkpoint: bool) -> MeshOption:
+    def attempt(axes: Mapping[str, int], shard_weights: bool, checkpoint: bool) -> StepOption:
         try:
             dataset = None if store is None else _opened_store(store, axes)
             ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
-            found = dry_run(model, x_shape, axes, device=device, ranks=[_inside_rank(axes)], dataset=dataset, **ways, **how)
+            ways |= {"device": device, "ranks": [_inside_rank(axes)], "dataset": dataset}
+            found = dry_run(model, x_shape, axes, **ways, **how)
         except ShardingError as refusal:
-            return MeshOption(axes, shard_weights, checkpoint, None, str(refusal))
-        return MeshOption(axes, shard_weights, checkpoint, found)
+            return StepOption(axes, shard_weights, checkpoint, None, str(refusal))
+        return StepOption(axes, shard_weights, checkpoint, found)
 
     plain = sorted((attempt(axes, False, False) for axes in possible_meshes(x_shape, devices)), key=_by_seconds)
     # what a mesh makes of weights and of blocks that run twice hardly changes which mesh is fastest
@@ -92,7 +91,7 @@ def advise_mesh(
     return sorted([*plain, *others], key=lambda o: (not o.works, _by_seconds(o)))
 
 
-def _by_seconds(option: MeshOption) -> float:
+def _by_seconds(option: StepOption) -> float:
     return option.report.seconds if option.report is not None and option.report.is_complete else float("inf")
 
 
@@ -115,11 +114,12 @@ def possible_meshes(x_shape: Sequence[int], devices: int) -> Iterator[dict[str, 
     sizes = x_shape[0], *x_shape[2:]
     seen: set[tuple[tuple[int, int], ...]] = set()
     for factors in _factorisations(devices, len(sizes)):
-        alike = factors[0], *sorted(zip(sizes[1:], factors[1:], strict=True))
-        if sizes[0] % factors[0] == 0 and all(n >= 2 * f or f == 1 for n, f in zip(sizes[1:], factors[1:], strict=True)):
-            if alike not in seen:
-                seen.add(alike)  # pyright: ignore[reportArgumentType]
-                yield dict(zip(("data", *names), factors, strict=True))
+        space = tuple(zip(sizes[1:], factors[1:], strict=True))
+        alike = (sizes[0], factors[0]), *sorted(space)
+        fits = sizes[0] % factors[0] == 0 and all(n >= 2 * f or f == 1 for n, f in space)
+        if fits and alike not in seen:
+            seen.add(alike)
+            yield dict(zip(("data", *names), factors, strict=True))
 
 
 def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -143,7 +143,7 @@ def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def advice_text(options: Sequence[MeshOption]) -> str:
+def advice_text(options: Sequence[StepOption]) -> str:
     """The best five that work, each with its reasons; and what would have to change for the next better one."""
     working = [o for o in options if o.works and o.report is not None]
     lines: list[str] = []
@@ -165,12 +165,13 @@ def advice_text(options: Sequence[MeshOption]) -> str:
     return "\n".join(lines)
 
 
-def _reasons(option: MeshOption, report: DryRunReport, best: MeshOption) -> Iterator[str]:
+def _reasons(option: StepOption, report: DryRunReport, best: StepOption) -> Iterator[str]:
     parts = ", ".join(f"{name} {seconds / report.seconds:.0%}" for name, seconds in _shares(report))
     assert best.report is not None
     slower = "" if option is best else f", {report.seconds / best.report.seconds:.2f} times the best"
     yield f"{seconds_text(report.seconds)} a step{slower}; bound by {report.bound} ({parts})"
-    memory = ", ".join(f"{kind} {size_text(size)}" for kind, size in report.peak.items() if size > report.peak_bytes / 10)
+    most = {kind: size for kind, size in report.peak.items() if size > report.peak_bytes / 10}
+    memory = ", ".join(f"{kind} {size_text(size)}" for kind, size in most.items())
     yield f"{size_text(report.peak_bytes)} of {size_text(report.device_memory)} a device: {memory}"
     yield f"each rank sends {size_text(report.sent_bytes)} in {report.messages} messages a step"
     for remark in report.remarks:

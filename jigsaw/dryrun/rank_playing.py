@@ -48,6 +48,8 @@ _PARALLELIZED = "_jigsaw_parallelized"
 
 @dataclass(frozen=True)
 class StepPlan:
+    """What is run: the model, its input, and how; the arguments of `jigsaw.dry_run`."""
+
     model: nn.Module | ModelMaker
     shapes: tuple[tuple[int, ...], ...]
     spec: Any
@@ -73,6 +75,7 @@ class PlayedRank:
 
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
+    """Run the step as `rank` of a mesh of these axes."""
     meter = StepMeter()
     with fake_mesh(axes, rank) as mesh:
         played = PlayedRank(rank, mesh_coordinate(mesh), 0, meter, {}, [])
@@ -186,7 +189,7 @@ def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter:
 
 def mean_square_of_tiles(output: Any) -> Tensor:
     """The sum over all floating tiles of an output of the mean of their squares."""
-    tiles = [t for t in tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else vars(output))]
+    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else vars(output))
     values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
     if not values:
         raise ShardingError("the model gives no tile to take a loss of; pass loss=")
@@ -271,8 +274,9 @@ class _ModuleWatch:
 
     def attribute(self) -> None:
         """Remark the rows that were re-cut since the last look, in the module that is under way."""
+        is_forward = torch._C._current_graph_task_id() == -1  # pyright: ignore[reportPrivateUsage]
         for call in self._calls[self._seen :]:
-            if call.kind in (REALIGN_KIND, RECUT_KIND) and torch._C._current_graph_task_id() == -1:  # pyright: ignore
+            if is_forward and call.kind in (REALIGN_KIND, RECUT_KIND):
                 reason = "rows at other cut points, or cut by other axes, are moved to where the others lie"
                 self._remarks.append(Remark("re-cut", self.module, call.kind, call.sent_bytes, reason))
         self._seen = len(self._calls)

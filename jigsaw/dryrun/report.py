@@ -1,4 +1,4 @@
-"""What a dry run found: per rank and phase memory, operations, messages and seconds, and what would not run as it is."""
+"""What a dry run found: per rank and phase memory, operations, messages and seconds; and what would not run."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class DryRunReport:
     @property
     def seconds(self) -> float:
         """Of a step: ranks wait for the slowest, and all of them for a reader that is slower still."""
-        return max(max(r.seconds for r in self.ranks), self.reader_seconds)
+        return max(*(r.seconds for r in self.ranks), self.reader_seconds)
 
     @property
     def bound(self) -> str:
@@ -242,6 +242,6 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(0.0123)
     '12.3 ms'
     """
-    return (
-        f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
-    )
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

@@ -51,7 +51,8 @@ class PhaseCount:
     kernels: Counter[KernelCost] = field(default_factory=Counter[KernelCost])
     events: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     begins_with: dict[int, int] = field(default_factory=dict[int, int])
-    of_weights: list[TrafficCall] = field(default_factory=list[TrafficCall])  # what FSDP2 sends, which comm does not see
+    # what FSDP2 sends, which jigsaw.comm does not see
+    of_weights: list[TrafficCall] = field(default_factory=list[TrafficCall])
 
     @property
     def flop(self) -> int:
@@ -76,7 +77,7 @@ class StepMeter(TorchDispatchMode):
 
     def begin_phase(self, name: str) -> None:
         """Count what follows as `name`."""
-        alive = {number: size for number, size in self._live.values()}
+        alive = dict(self._live.values())
         self._phase = self.phases.setdefault(name, PhaseCount(begins_with=alive))
 
     # -- memory -------------------------------------------------------------------------------------------------------

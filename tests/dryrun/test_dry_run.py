@@ -64,7 +64,7 @@ BIG_NETS = {
 
 
 def _measured_peak(name, axes, **options):
-    """On a real rank: the bytes that torch's allocator has out at the highest point of a second step, by its profiler."""
+    """On a real rank: the bytes that torch's allocator has out at the highest point of a second step, by profiler."""
     mesh = world_mesh(**axes)
     make, shape, align = BIG_NETS[name]
     model = jigsaw.parallelize(make(), mesh, **options)
@@ -225,7 +225,7 @@ def test_the_process_is_left_as_it_was():
     assert torch.equal(net.weight, weight)
     assert net.weight.grad is None
     jigsaw.parallelize(net, jigsaw.init_mesh(lat=1))  # not parallelized before
-    with pytest.raises(ShardingError, match="before jigsaw.parallelize"):
+    with pytest.raises(ShardingError, match=r"before jigsaw\.parallelize"):
         jigsaw.dry_run(net, (1, 3, 16, 16), {"lat": 2})
 
 

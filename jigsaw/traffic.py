@@ -1,0 +1,68 @@
+"""What a rank says to others, counted: every call with its bytes and messages, while somebody counts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TrafficCall:
+    """One communication of this rank: what, how many payload bytes and messages; how many bytes to which rank of the
+    job, and whether other work goes on meanwhile.
+    """
+
+    kind: str
+    sent_bytes: int
+    received_bytes: int
+    messages: int
+    sent_to: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    is_behind: bool = field(default=False, compare=False)
+
+
+@dataclass
+class TrafficCount:
+    """What this rank communicated while the count was open; `messages` are those it sent."""
+
+    calls: list[TrafficCall] = field(default_factory=list[TrafficCall])
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(c.sent_bytes for c in self.calls)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(c.received_bytes for c in self.calls)
+
+    @property
+    def messages(self) -> int:
+        return sum(c.messages for c in self.calls)
+
+
+open_counts: list[TrafficCount] = []
+
+
+@contextmanager
+def count() -> Generator[TrafficCount]:
+    """Count every byte and message that this rank sends and receives inside the block, in all threads."""
+    mine = TrafficCount()
+    open_counts.append(mine)
+    try:
+        yield mine
+    finally:
+        # by identity: two counts with the same calls compare equal
+        open_counts[:] = [c for c in open_counts if c is not mine]
+
+
+def record_call(
+    kind: str,
+    sent: int,
+    received: int,
+    messages: int,
+    sent_to: Sequence[tuple[int, int]] = (),
+    is_behind: bool = False,
+) -> None:
+    """Tell every open count of a call; see `TrafficCall`."""
+    for each in open_counts:
+        each.calls.append(TrafficCall(kind, sent, received, messages, tuple(sent_to), is_behind))
