@@ -16,6 +16,11 @@ class Device:
     second that one rank sends to ranks of its own node and to others, `node_seconds` and `network_seconds` what a
     message takes beside that.  `overlap` is the share of the computing behind which gradients that are being summed,
     and weights that are being gathered, may hide; `reader_cores` are the processor cores that read for a rank.
+
+    >>> from dataclasses import replace
+    >>> slow = replace(jigsaw.dryrun.DEVICES["h100"], name="mine", network_bandwidth=1e9)
+    >>> slow.link_time("network", 750_000_000, messages=0)
+    1.0
     """
 
     name: str

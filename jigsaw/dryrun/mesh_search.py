@@ -18,7 +18,12 @@ _MESHES = 3  # the fastest ones, for which every strategy is tried
 
 @dataclass(frozen=True)
 class StepOption:
-    """A mesh with a strategy, and the report of its dry run; or `refusal`, why there is none."""
+    """A mesh with a strategy, and the report of its dry run; or `refusal`, why there is none.
+
+    >>> (option, _) = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 1)
+    >>> option.works, str(option)
+    (True, 'one rank: whole weights')
+    """
 
     mesh: Mapping[str, int]
     shard_weights: bool
@@ -70,7 +75,7 @@ def advise_mesh(
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
     >>> len(found), found[0].works
-    (8, True)
+    (4, True)
     """
     store = how.pop("store", None)
 
@@ -144,7 +149,12 @@ def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
 
 
 def advice_text(options: Sequence[StepOption]) -> str:
-    """The best five that work, each with its reasons; and what would have to change for the next better one."""
+    """The best five that work, each with its reasons; and what would have to change for the next better one.
+
+    >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 1)
+    >>> jigsaw.dryrun.advice_text(found).startswith("1. one rank: whole weights")
+    True
+    """
     working = [o for o in options if o.works and o.report is not None]
     lines: list[str] = []
     for place, option in enumerate(working[:_BEST], 1):

@@ -109,7 +109,8 @@ def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
     model = parallelize(model, mesh, shard_weights=plan.shard_weights, strict=False)
     meter, parameters = played.meter, list(model.parameters())
     meter.mark_memory([*parameters, *model.buffers()], "weights")
-    optimizer = None if plan.optimizer is None else _with_state(plan.optimizer, parameters, meter)
+    is_trained = plan.optimizer is not None and any(p.requires_grad for p in parameters)
+    optimizer = _with_state(plan.optimizer, parameters, meter) if plan.optimizer is not None and is_trained else None
     watch = _ModuleWatch(model, played.remarks)
 
     @contextmanager
@@ -126,8 +127,9 @@ def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
             value = plan.loss(model(*inputs))
         meter.mark_memory((t.local for t in inputs), "activations")
         meter.mark_the_rest("activations")
-        with phase("backward"), hearing_costs(watch.tell_refusal):
-            value.backward()
+        if value.requires_grad:
+            with phase("backward"), hearing_costs(watch.tell_refusal):
+                value.backward()
     except (ShardingError, *_WANT_VALUES) as error:
         why = "" if isinstance(error, ShardingError) else "it needs the values of tensors, which a dry run has not: "
         where = watch.module_of_error(error)
@@ -193,7 +195,7 @@ def mean_square_of_tiles(output: Any) -> Tensor:
     values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
     if not values:
         raise ShardingError("the model gives no tile to take a loss of; pass loss=")
-    return sum(values[1:], values[0])
+    return torch.stack(values).sum() if len(values) > 1 else values[0]
 
 
 # -- the input --------------------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[
     inner = {id(n) for m in lists for n in m.modules() if n is not m}
     rows: list[nn.Module] = [m for m in lists if id(m) not in inner]
     if not rows:
-        rows = [m for m in model.modules() if isinstance(m, nn.Sequential) and len(m) > 1][:1]
+        rows += [m for m in model.modules() if isinstance(m, nn.Sequential) and len(m) > 1][:1]
     return [block for row in rows for block in row.children() if any(True for _ in block.parameters())]
 
 

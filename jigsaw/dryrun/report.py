@@ -19,6 +19,13 @@ class Remark:
     - ``"re-cut"``: rows that lay at other cut points travel, `sent_bytes` of them;
     - ``"value"``: Python reads a value of a tensor; the dry run assumed 1, or False;
     - ``"stopped"``: the dry run could not go on, and its numbers end there.
+
+    >>> class Inverse(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.linalg.pinv(x)
+    >>> (remark,) = jigsaw.dry_run(torch.nn.Sequential(Inverse()), (1, 1, 8, 4), mesh={"lat": 2}).remarks
+    >>> remark.kind, remark.module, remark.function, remark.sent_bytes
+    ('refused', '0', 'linalg_pinv', 64)
     """
 
     kind: str
@@ -30,7 +37,11 @@ class Remark:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages that a rank sends."""
+    """Bytes and messages that a rank sends.
+
+    >>> jigsaw.dryrun.Traffic(8, 1) + jigsaw.dryrun.Traffic(16, 2)
+    Traffic(sent_bytes=24, messages=3)
+    """
 
     sent_bytes: int = 0
     messages: int = 0
@@ -47,6 +58,11 @@ class PhaseCost:
     forward pass keeps for the backward pass, and its inputs), temporary.  `traffic` is by kind of message, as
     `jigsaw.comm` counts them, `links` by link: node or network.  `seconds` is computing, messages that nothing hides,
     and what is left of those behind which work goes on.
+
+    >>> report = jigsaw.dry_run(torch.nn.Linear(4, 2), (6, 4), mesh={"data": 2})
+    >>> forward = report.ranks[0].phases["forward"]
+    >>> forward.flop, forward.peak["weights"]
+    (48, 40)
     """
 
     flop: int
@@ -75,7 +91,12 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank does in a step, by phase."""
+    """What one rank does in a step, by phase.
+
+    >>> report = jigsaw.dry_run(torch.nn.Linear(4, 2), (6, 4), mesh={"data": 2})
+    >>> report.ranks[1].coordinate, list(report.ranks[1].phases)
+    ((1,), ['forward', 'backward', 'step'])
+    """
 
     rank: int
     coordinate: tuple[int, ...]
@@ -107,6 +128,10 @@ class RankCost:
 class DryRunReport:
     """The ranks that were played, and over them the busiest one's `sent_bytes`, `messages`, `peak_bytes`, `flop` and
     `seconds` of one training step, each by itself; ``print(report)`` shows it as a table.
+
+    >>> report = jigsaw.dry_run(torch.nn.Linear(4, 2), (6, 4), mesh={"data": 2})
+    >>> report.fits, report.bound
+    (True, 'kernels')
     """
 
     mesh: Mapping[str, int]
@@ -155,7 +180,7 @@ class DryRunReport:
         show; the reader's, where the step waits for it.
         """
         slowest = max(self.ranks, key=lambda r: r.seconds)
-        found = dict.fromkeys(("flop", "memory", "kernels", "messages"), 0.0)
+        found: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels", "messages"), 0.0)
         for phase in slowest.phases.values():
             for name, seconds in phase.seconds_by_bound.items():
                 found[name] += seconds
@@ -192,7 +217,7 @@ class DryRunReport:
 
 def _phase_table(rank: RankCost) -> Iterable[str]:
     head = f"rank {rank.rank}", "seconds", "GFLOP", "kernels", "peak", "sent", "messages", "node", "network"
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for name, phase in rank.phases.items():
         links = [size_text(phase.links.get(link, Traffic()).sent_bytes) for link in ("node", "network")]
         rows.append(

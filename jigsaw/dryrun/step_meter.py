@@ -24,15 +24,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from jigsaw import debug
 from jigsaw.comm import TrafficCall
+from jigsaw.gradients import local_part
 
 aten = torch.ops.aten
 
-MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
+MEMORY_KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "temporary")
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class StepMeter(TorchDispatchMode):
 
     def _number_of(self, storage: torch.UntypedStorage) -> int:
         """The number of a memory, which begins to be alive where it was not known."""
-        at = storage._cdata
+        at = _address_of(storage)
         known = self._live.get(at)
         if known is None:
             self._numbers += 1
@@ -112,10 +116,10 @@ class StepMeter(TorchDispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP2 frees gathered weights by making their memory empty, and fills it again."""
-        known = self._live.get(storage._cdata)
+        known = self._live.get(_address_of(storage))
         if known is not None and storage.nbytes() != known[1]:
             self._phase.events.append((known[0], storage.nbytes() - known[1]))
-            self._live[storage._cdata] = known[0], storage.nbytes()
+            self._live[_address_of(storage)] = known[0], storage.nbytes()
 
     def peak_of(self, name: str) -> dict[str, int]:
         """The bytes alive at the highest point of a phase, by kind."""
@@ -129,7 +133,7 @@ class StepMeter(TorchDispatchMode):
         alive = Counter(phase.begins_with)
         for number, size in phase.events[:where]:
             alive[number] += size
-        found = dict.fromkeys(MEMORY_KINDS, 0)
+        found: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
         for number, size in alive.items():
             found[self._kinds.get(number, "temporary")] += size
         return found
@@ -153,7 +157,7 @@ class StepMeter(TorchDispatchMode):
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         fresh = False
         for storage in _storages_of(results):
-            fresh = fresh or storage._cdata not in self._live
+            fresh = fresh or _address_of(storage) not in self._live
             self._number_of(storage)
         if func in _OF_WEIGHTS:
             self._phase.of_weights.append(_call_of_weights(func, args))
@@ -190,7 +194,7 @@ class StepMeter(TorchDispatchMode):
             resize(storage, size)
             self._resized(storage)
 
-        torch.UntypedStorage.resize_ = resize_and_tell
+        torch.UntypedStorage.resize_ = resize_and_tell  # pyright: ignore[reportAttributeAccessIssue]
         try:
             with self:
                 yield
@@ -202,14 +206,19 @@ _READ_BY_PYTHON = {aten._local_scalar_dense.default, aten.equal.default}
 # memory is made or given another shape, and nothing is read or written
 _WITHOUT_WORK = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach_}
 
+
+def _attention_flop(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> int:
+    return sdpa_flop_count(q.shape, k.shape, v.shape)
+
+
+def _attention_backward_flop(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> int:
+    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+
+
 # what torch's own table leaves out: attention as CPUs have it
 _MORE_FLOP: dict[Any, Any] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(
-        g.shape, q.shape, k.shape, v.shape
-    ),
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
 }
 
 
@@ -252,10 +261,14 @@ def _bytes_touched(x: Tensor) -> int:
     return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
 
 
+def _address_of(storage: torch.UntypedStorage) -> int:
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]
+
+
 def _storages_of(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     for x in values:
         if isinstance(x, DTensor):
-            x = x._local_tensor
+            x = local_part(x)
         if isinstance(x, Tensor) and x.layout == torch.strided:
             yield x.untyped_storage()
 

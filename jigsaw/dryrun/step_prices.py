@@ -24,7 +24,7 @@ def priced_rank(played: PlayedRank, device: Device, ranks_per_node: int) -> Rank
 def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node: int) -> PhaseCost:
     count = played.meter.phases[name]
     calls = [*played.traffic[name], *count.of_weights]
-    bounds = dict.fromkeys(("flop", "memory", "kernels"), 0.0)
+    bounds: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels"), 0.0)
     for cost, times in count.kernels.items():
         seconds, bound = device.kernel_time(cost.flop, cost.moved_bytes, cost.dtype)
         bounds[bound] += times * seconds
