@@ -41,11 +41,11 @@ python_use_unqualified_type_names = True
 PAGES = {
     "Guides": [
         *(f"docs/{name}" for name in ("training", "failures", "memory", "attention", "local", "spheres", "metrics")),
-        *(f"docs/{name}" for name in ("compile", "parallelism", "sources", "statistics")),
+        *(f"docs/{name}" for name in ("compile", "parallelism", "dry_run", "sources", "statistics")),
         "examples/*/README",
         "examples/*/data/README",
     ],
-    "Reference": [f"docs/reference/{name}" for name in ("jigsaw", "nn", "metrics", "ops", "io", "testing")],
+    "Reference": [f"docs/reference/{name}" for name in ("jigsaw", "nn", "metrics", "ops", "io", "dryrun", "testing")],
     "Measured": ["docs/benchmarks", "docs/reading", "docs/computing"],
     "How it is built": ["docs/design", "docs/gradients", "docs/operators", "docs/models", "CONTRIBUTING", "CHANGELOG"],
 }

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jigsaw import io, metrics, testing
     from jigsaw.checkpoint import CheckpointError, PendingSave, latest, load, save
     from jigsaw.compiled_forward import compile
+    from jigsaw.dryrun import dry_run
     from jigsaw.model_pipeline import pipeline
     from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
     from jigsaw.whole_weights import load_weights, save_weights
@@ -40,6 +41,7 @@ __all__ = [
     "Tile",
     "clip_grad_norm_",
     "compile",
+    "dry_run",
     "from_local",
     "init_mesh",
     "io",
@@ -77,6 +79,7 @@ _LATER = {
     "load_weights": "jigsaw.whole_weights",
     "save_weights": "jigsaw.whole_weights",
     "load": "jigsaw.checkpoint",
+    "dry_run": "jigsaw.dryrun",
 }
 
 

@@ -26,6 +26,10 @@ COMMANDS = {
         "jigsaw.io.commands.inspect_command",
         "what is in a store: variables, levels, time, grid, chunks, sizes; a map of a field",
     ),
+    "advise": (
+        "jigsaw.dryrun.advise_command",
+        "which mesh and strategy to take for a model on so many devices: memory, time and messages of dry runs",
+    ),
     "check": (
         "jigsaw.testing.check",
         "versions, backends, and a parity test of tiles against plain torch on real ranks",

@@ -40,7 +40,7 @@ from jigsaw.slab_mesh import SlabMesh
 from jigsaw.traffic import TrafficCall as TrafficCall
 from jigsaw.traffic import TrafficCount as TrafficCount
 from jigsaw.traffic import count as count
-from jigsaw.traffic import record_call
+from jigsaw.traffic import open_counts, record_call
 from jigsaw.waiting_ranks import name_who_waits
 from jigsaw.wire_values import byte_view, floats_from_order, is_narrow, order_as_integers, plain_memory, wire_dtype
 
@@ -76,6 +76,12 @@ class PendingWork:
         for memory, host in self._landed:
             memory.copy_(host)
         self._works, self._buffers, self._landed = (), (), ()
+
+
+def begin_at_one_place(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors begin at the same element of the same memory; those without values have no address."""
+    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return same and x.storage_offset() == y.storage_offset()
 
 
 def connect_ranks(mesh: DeviceMesh) -> None:
@@ -122,7 +128,8 @@ def swap_messages(
     connect_ranks(mesh)
     outgoing = [(at, byte_view(plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, byte_view(x)) for at, x in receives if x.numel()]
-    record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing))
+    sent_to = [(rank_at(mesh, at), x.numel()) for at, x in outgoing] if open_counts else ()
+    record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing), sent_to)
     if not (outgoing or incoming):
         return PendingWork((), ())
     group, on_host, landed = mesh_group(mesh), sends_through_host(mesh), list[tuple[Tensor, Tensor]]()
@@ -152,10 +159,11 @@ def rank_count(mesh: DeviceMesh, axes: AxisNames) -> int:
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
 
 
-def _record_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    ranks = group.size()
+def _record_reduce(buffer: Tensor, line: Sequence[int], is_behind: bool = False) -> None:
+    ranks = len(line)
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
-    record_call("all_reduce", moved, moved, 2 * (ranks - 1))
+    following = line[(line.index(dist.get_rank()) + 1) % ranks]  # on the ring
+    record_call("all_reduce", moved, moved, 2 * (ranks - 1), [(following, moved)], is_behind)
 
 
 @lru_cache(maxsize=4096)
@@ -241,7 +249,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     for group, line in groups:
         with name_who_waits("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
-        _record_reduce(buffer, group)
+        _record_reduce(buffer, line)
     if marks:
         found = buffer[-len(marks) :]
         _check_marks(found[0] == 0 if op == "sum" else found[0] == -found[1], same or ())
@@ -276,8 +284,9 @@ def _sum_in_shares(x: Tensor, group: dist.ProcessGroup, line: Sequence[int], sam
     whole = x.new_empty(ranks, share)
     with name_who_waits("all_reduce", line):
         dist.all_gather([byte_view(row) for row in whole], byte_view(mine), group=group)
-    moved = (ranks - 1) * (given[0].nbytes + mine.nbytes)
-    record_call("all_reduce", moved, moved, 2 * (ranks - 1))
+    each = given[0].nbytes + mine.nbytes
+    sent_to = [(rank, each) for rank in line if rank != dist.get_rank()]
+    record_call("all_reduce", (ranks - 1) * each, (ranks - 1) * each, 2 * (ranks - 1), sent_to)
     return whole.view(-1)[:size].view(x.shape)
 
 
@@ -321,7 +330,8 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
         with name_who_waits(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
-        record_call(kind, moved, moved, len(ranks) - 1)
+        sent_to = [(rank, found.nbytes) for rank in ranks if rank != dist.get_rank()] if open_counts else ()
+        record_call(kind, moved, moved, len(ranks) - 1, sent_to)
         # torch sorts the ranks of a group; a mesh may list them in another order
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         found = torch.cat([by_rank[r] for r in ranks])
@@ -337,6 +347,8 @@ def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
     if mesh.size() == 1:
         return [value]
     compare_calls(mesh, "agreement")
+    if dist.get_backend(mesh_group(mesh)) == "fake":  # of a dry run: the ranks that are not there say the same
+        return [value] * mesh.size()
     names = [name for name, _ in axes_of_mesh(mesh)]
     mine = pickle.dumps(value)
     length = torch.tensor([len(mine)], device=mesh.device_type).view(torch.uint8)
@@ -365,7 +377,7 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
         with name_who_waits("all_reduce", ranks):
             work = dist.all_reduce(buffer, group=group, async_op=True)
         under_way = PendingWork([] if work is None else [work], (x,), "all_reduce", ranks)
-        _record_reduce(buffer, group)
+        _record_reduce(buffer, ranks, is_behind=True)
     return under_way
 
 

@@ -16,7 +16,6 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
 from typing import Any, TypeVar, cast
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.cut import (

@@ -280,7 +280,7 @@ class ProductBlock:
                 arriving[i + chunks] = buffer, self._engine.pass_on(ring, part, buffer)
             if whole is not None:
                 place = whole[box_slices(box)]
-                if place.data_ptr() != part.data_ptr():
+                if not comm.begin_at_one_place(place, part):
                     place.copy_(part)
             yield box, part
         self._whole = whole

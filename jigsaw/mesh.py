@@ -262,7 +262,8 @@ def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
     known: dict[str, DeviceMesh] = root._flatten_mapping  # pyright: ignore[reportPrivateUsage]
     before = dict(known)
     try:
-        return mesh._flatten()  # pyright: ignore[reportPrivateUsage]
+        with _disable_current_modes():  # a mesh has its ranks in a tensor, which has values while others have none
+            return mesh._flatten()  # pyright: ignore[reportPrivateUsage]
     finally:
         for name in known.keys() - before.keys():
             del known[name]

@@ -1,20 +1,24 @@
-"""Every byte and message of a rank, counted while somebody asks (`jigsaw.comm.count`)."""
+"""What a rank says to others, counted: every call with its bytes and messages, while somebody counts."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class TrafficCall:
-    """One communication of this rank: what, and how many payload bytes and messages."""
+    """One communication of this rank: what, how many payload bytes and messages; how many bytes to which rank of the
+    job, and whether other work goes on meanwhile.
+    """
 
     kind: str
     sent_bytes: int
     received_bytes: int
     messages: int
+    sent_to: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    is_behind: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -36,22 +40,29 @@ class TrafficCount:
         return sum(c.messages for c in self.calls)
 
 
-_open_counts: list[TrafficCount] = []
+open_counts: list[TrafficCount] = []
 
 
 @contextmanager
 def count() -> Generator[TrafficCount]:
     """Count every byte and message that this rank sends and receives inside the block, in all threads."""
     mine = TrafficCount()
-    _open_counts.append(mine)
+    open_counts.append(mine)
     try:
         yield mine
     finally:
         # by identity: two counts with the same calls compare equal
-        _open_counts[:] = [c for c in _open_counts if c is not mine]
+        open_counts[:] = [c for c in open_counts if c is not mine]
 
 
-def record_call(kind: str, sent: int, received: int, messages: int) -> None:
-    """Note a communication in every count that is open."""
-    for each in _open_counts:
-        each.calls.append(TrafficCall(kind, sent, received, messages))
+def record_call(
+    kind: str,
+    sent: int,
+    received: int,
+    messages: int,
+    sent_to: Sequence[tuple[int, int]] = (),
+    is_behind: bool = False,
+) -> None:
+    """Tell every open count of a call; see `TrafficCall`."""
+    for each in open_counts:
+        each.calls.append(TrafficCall(kind, sent, received, messages, tuple(sent_to), is_behind))

@@ -17,6 +17,7 @@ import torch
 import xarray as xr
 
 import jigsaw
+import jigsaw.dryrun
 import jigsaw.io
 import jigsaw.metrics
 import jigsaw.nn
@@ -24,7 +25,7 @@ import jigsaw.ops
 import jigsaw.testing
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = (jigsaw, jigsaw.nn, jigsaw.metrics, jigsaw.ops, jigsaw.io, jigsaw.testing)
+PACKAGES = (jigsaw, jigsaw.nn, jigsaw.metrics, jigsaw.ops, jigsaw.io, jigsaw.dryrun, jigsaw.testing)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")])
 SOURCES = sorted((ROOT / "jigsaw").rglob("*.py"))
 PUBLIC = {f"{package.__name__}.{name}": getattr(package, name) for package in PACKAGES for name in package.__all__}

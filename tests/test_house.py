@@ -230,7 +230,7 @@ def _imported_names():
 
 
 def _public_names():
-    for package in ("", "io", "metrics", "nn", "ops", "testing"):
+    for package in ("", "dryrun", "io", "metrics", "nn", "ops", "testing"):
         yield from _imported_names_of(ROOT / "jigsaw" / package / "__init__.py")
 
 

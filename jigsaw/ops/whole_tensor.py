@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
@@ -33,6 +33,7 @@ import torch.masked
 from torch import Tensor, nn
 
 from jigsaw.call_places import is_of_packages
+from jigsaw.comm import begin_at_one_place
 from jigsaw.cut import RanksDifferError, ShardingError, whole_dim
 from jigsaw.exchange import redistribute_rows
 from jigsaw.layout import Layout
@@ -97,6 +98,19 @@ def _is_strict(place: str) -> bool:
     if torch._C._current_graph_task_id() != -1 and place in _whole_places:  # pyright: ignore[reportPrivateUsage]
         return False
     return _modes.get()[-1][1] if _modes.get() else True
+
+
+_cost_listeners: list[Callable[[str, int, ShardingError], None]] = []
+
+
+@contextmanager
+def hearing_costs(listener: Callable[[str, int, ShardingError], None]) -> Generator[None]:
+    """Within it, `listener` is told, instead of a warning: the function that runs whole, the bytes, the refusal."""
+    _cost_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _cost_listeners.remove(listener)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -191,6 +205,10 @@ def _tell_cost(refusal: ShardingError, function: Any, tiles: Sequence[Tile], pla
     name = getattr(function, "__name__", str(function))
     _whole_places.add(place)
     lacking = {id(t): (t.numel() - _owned_elements(t)) * t.local.itemsize for t in tiles}
+    for tell in _cost_listeners:
+        tell(name, sum(lacking.values()), refusal)
+    if _cost_listeners:
+        return
     warn_once(
         f"{name} whole at {place}",
         f"{name} runs on the whole tensor on every rank at {place}: a call brings {sum(lacking.values())} bytes to "
@@ -218,7 +236,7 @@ def _write_back(refusal: ShardingError, tile: Tile, whole: Tensor) -> None:
     if tuple(whole.shape) != tuple(tile.shape) or whole.dtype != tile.dtype:
         raise refusal
     changed = redistribute_rows(whole, _uncut_layout(tile.layout), tile.layout, tile.mesh, kind=GATHERED)
-    if changed.data_ptr() != tile.local.data_ptr() or tile.layout.has_halo:
+    if not begin_at_one_place(changed, tile.local) or tile.layout.has_halo:
         tile.local.copy_(changed)
 
 

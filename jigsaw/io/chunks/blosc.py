@@ -57,7 +57,7 @@ class BloscFrame:
         return ChunkPortion(ranges, spans, decoded=sum(b - a for a, b in spans))
 
     def count_parts(self, runs: ByteSpans, firsts: NDArray[np.int64], gap: int) -> NDArray[np.int64]:
-        """Of many parts at once the requests, stored and decoded bytes [3, part]; their runs of blocks begin at `firsts`.
+        """Of many parts at once requests, stored and decoded bytes [3, part]; their runs of blocks begin at `firsts`.
 
         What `part` says of each.
         """

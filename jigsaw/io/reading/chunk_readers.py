@@ -142,7 +142,7 @@ class ChunkReaders:
         self.ranks: ReaderRanks = tuple(self.at.tolist())
         self.values: ByReader = values[self.at]
         self.largest_share = over_parts([dim.share for dim in p.stored] for p in parts).max(0)[self.at]
-        self.owning = over_parts([dim.owns for dim in p.stored] for p in parts).astype(bool).any(0)[self.at]
+        self.owning = over_parts([dim.owns for dim in p.stored] for p in parts).max(0)[self.at] > 0
         self.memo: dict[Hashable, Any] = {}
         self._loads: dict[str, ChunkLoads] = {}
         self._groups: dict[ReaderRanks, ReaderGroup] = {}

@@ -35,7 +35,7 @@ class LoadsAlone(NamedTuple):
 
     @classmethod
     def of(cls, readers: int, size: int, at: ArrayLike = (), made: ArrayLike = ()) -> LoadsAlone:
-        """Of chunks of `size` bytes; `made` are the requests, stored and decoded bytes [3, part] of those `at` places."""
+        """Of chunks of `size` bytes; `made` are requests, stored and decoded bytes [3, part] of those `at` places."""
         found = cls(np.zeros(readers, bool), np.ones(readers, np.int64), *np.zeros((2, readers), np.int64))
         found.decoded[:] = size
         at = np.asarray(at, np.intp)
@@ -45,8 +45,8 @@ class LoadsAlone(NamedTuple):
 
     def total(self, places: NDArray[np.intp]) -> tuple[int, int, int, int]:
         """The loads of whole chunks, requests, stored and decoded bytes of some readers."""
-        parts, *others = (int(column[places].sum()) for column in self)
-        return (len(places) - parts, *others)
+        parts, requests, stored, decoded = (int(column[places].sum()) for column in self)
+        return len(places) - parts, requests, stored, decoded
 
 
 class FoundChunks:
@@ -141,12 +141,14 @@ class FoundChunks:
             return rows
         slow, size = table.decoder is None, table.grid.bytes_of(chunk)
         found = self._loads_alone(array, chunk, ref) if table.finder.is_divisible else None
-        known = not slow and found is not None
+        stored: ArrayLike = ref.length or 0
+        if found is not None and not slow:
+            stored = np.where(found.parts, found.stored, stored)
         counts = {
             "requests": 1 if found is None else found.requests,
             "chunks": 1,
             "fallback": slow,
-            "stored_bytes": np.where(found.parts, found.stored, ref.length or 0) if known else ref.length or 0,
+            "stored_bytes": stored,
             "decoded_bytes": size if found is None else found.decoded,
             "unsized": 0 if ref.length is not None or slow else 1 if found is None else ~found.parts,
         }

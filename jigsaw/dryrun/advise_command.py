@@ -1,0 +1,96 @@
+"""``python -m jigsaw advise``: which mesh and strategy to take for a model, by dry runs.  It needs no ranks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jigsaw.cut import ShardingError
+from jigsaw.dryrun.calibration import load_device, measure_device, save_device
+from jigsaw.dryrun.devices import DEVICES, Device
+from jigsaw.dryrun.mesh_search import advice_text, advise_mesh
+from jigsaw.errors import ReadError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("model", nargs="?", metavar="MODULE:MODEL", help="a torch model, or what makes one when called")
+    sizes: dict[str, Any] = {"type": _parse_sizes, "metavar": "1,69,721,1440"}
+    parser.add_argument("--input", **sizes, help="the global shape of the input: N, C, lat, lon or N, C, z, y, x")
+    parser.add_argument("--devices", type=int, default=8, metavar="8", help="how many (8)")
+    known = f"{', '.join(DEVICES)}, or a file of --calibrate (h100)"
+    parser.add_argument("--device", default="h100", metavar="h100", help=known)
+    dtypes = "float32", "bfloat16", "float16", "float64"
+    parser.add_argument("--dtype", choices=dtypes, help="of weights and input (the weights' own)")
+    align = "rows of the cut dims that stay together: the patch, or the product of strides (1)"
+    parser.add_argument("--align", type=int, default=1, metavar="4", help=align)
+    parser.add_argument("--ranks-per-node", type=int, metavar="8", help="for links (the device's usual number)")
+    parser.add_argument("--store", help="what jigsaw.io.open takes: adds the time of its reader")
+    parser.add_argument("--fields", type=lambda text: text.split(","), metavar="t2m,z500", help="of the store (all)")
+    measured = "measure this machine's processor, write it to a file, and use it"
+    parser.add_argument("--calibrate", metavar="cpu.json", help=measured)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the best five and what would be better; 1 with the reason when there is none."""
+    try:
+        device = _chosen_device(args)
+        if args.model is None and args.calibrate:
+            return 0
+        if args.model is None or args.input is None:
+            raise ShardingError("advise needs MODULE:MODEL and --input, or --calibrate FILE alone")
+        how: dict[str, Any] = {} if args.store is None else {"store": {"store": args.store, "fields": args.fields}}
+        if args.dtype is not None:
+            how["dtype"] = getattr(torch, args.dtype)
+        if args.align > 1:
+            how["align"] = dict.fromkeys(range(2, len(args.input)), args.align)
+        found = advise_mesh(
+            _found_model(args.model),
+            args.input,
+            args.devices,
+            device=device,
+            ranks_per_node=args.ranks_per_node,
+            **how,
+        )
+    except (ShardingError, ReadError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(advice_text(found))
+    return 0 if any(option.works for option in found) else 1
+
+
+def _chosen_device(args: argparse.Namespace) -> Device:
+    if args.calibrate:
+        device = measure_device()
+        save_device(device, args.calibrate)
+        print(f"measured: {json.dumps(json.loads(Path(args.calibrate).read_text()))}")
+        return device
+    if args.device in DEVICES:
+        return DEVICES[args.device]
+    if os.path.isfile(args.device):
+        return load_device(args.device)
+    raise ShardingError(f"--device {args.device} is none of {', '.join(DEVICES)}, nor a file of --calibrate")
+
+
+def _found_model(named: str) -> Any:
+    module, _, name = named.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ShardingError(
+            f"{named!r} names no model ({error}); write MODULE:MODEL, as in nets.weather:Net, importable from here"
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))

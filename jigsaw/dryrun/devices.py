@@ -1,0 +1,113 @@
+"""What devices do in a second, and what a rank's work and messages take on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """The peaks of a device as its maker states them, and the shares of them that are taken as reached.
+
+    `flop_per_second` by dtype (a dtype that is not there counts as float32), `memory_bytes`, `memory_bandwidth` in
+    bytes a second.  A kernel takes at least `kernel_seconds`.  `node_bandwidth` and `network_bandwidth` are bytes a
+    second that one rank sends to ranks of its own node and to others, `node_seconds` and `network_seconds` what a
+    message takes beside that.  `overlap` is the share of the computing behind which gradients that are being summed,
+    and weights that are being gathered, may hide; `reader_cores` are the processor cores that read for a rank.
+
+    >>> from dataclasses import replace
+    >>> slow = replace(jigsaw.dryrun.DEVICES["h100"], name="mine", network_bandwidth=1e9)
+    >>> slow.link_time("network", 750_000_000, messages=0)
+    1.0
+    """
+
+    name: str
+    flop_per_second: dict[torch.dtype, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    node_bandwidth: float
+    network_bandwidth: float
+    ranks_per_node: int
+    kernel_seconds: float = 5e-6
+    node_seconds: float = 8e-6
+    network_seconds: float = 15e-6
+    flop_share: float = 0.55
+    memory_share: float = 0.8
+    link_share: float = 0.75
+    overlap: float = 0.8
+    reader_cores: int = 4
+
+    def kernel_time(self, flop: int, moved_bytes: int, dtype: torch.dtype) -> tuple[float, str]:
+        """The seconds of one kernel, and which of the three bounds them: ``"flop"``, ``"memory"`` or ``"kernels"``."""
+        peak = self.flop_per_second.get(dtype, self.flop_per_second[torch.float32]) * self.flop_share
+        times = (
+            (flop / peak, "flop"),
+            (moved_bytes / (self.memory_bandwidth * self.memory_share), "memory"),
+            (self.kernel_seconds, "kernels"),
+        )
+        return max(times)
+
+    def link_time(self, link: str, sent_bytes: int, messages: int) -> float:
+        """The seconds that messages of one rank take over a link, ``"node"`` or ``"network"``."""
+        bandwidth = self.node_bandwidth if link == "node" else self.network_bandwidth
+        start = self.node_seconds if link == "node" else self.network_seconds
+        return sent_bytes / (bandwidth * self.link_share) + messages * start
+
+
+def _flops(float64: float, float32: float, sixteen: float) -> dict[torch.dtype, float]:
+    return {
+        torch.float64: float64,
+        torch.float32: float32,
+        torch.bfloat16: sixteen,
+        torch.float16: sixteen,
+    }
+
+
+_GB, _GIB, _TERA = 1e9, 2**30, 1e12
+
+# Dense, without sparsity; float32 as torch computes by default, without tf32.  Links: one way, one rank.
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        # NVIDIA A100 80GB SXM data sheet: 19.5 TFLOP/s float64 (tensor cores) and float32, 312 bf16, 2039 GB/s, NVLink
+        # 600 GB/s both ways; HDR InfiniBand, 200 Gbit/s a GPU
+        Device("a100", _flops(19.5 * _TERA, 19.5 * _TERA, 312 * _TERA), 80 * _GIB, 2039 * _GB, 300 * _GB, 25 * _GB, 8),
+        # NVIDIA H100 SXM data sheet: 67 TFLOP/s float64 (tensor cores) and float32, 989 bf16, 3.35 TB/s, NVLink 900
+        # GB/s both ways; NDR InfiniBand, 400 Gbit/s a GPU
+        Device("h100", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 80 * _GIB, 3350 * _GB, 450 * _GB, 50 * _GB, 8),
+        # NVIDIA H200 data sheet: as H100, with 141 GB of 4.8 TB/s
+        Device("h200", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 141 * _GB, 4800 * _GB, 450 * _GB, 50 * _GB, 8),
+        # NVIDIA DGX B200 data sheet, an eighth: 40 TFLOP/s float64, 80 float32, 2250 bf16, 180 GB of 8 TB/s, NVLink
+        # 1.8 TB/s both ways; 400 Gbit/s a GPU
+        Device("b200", _flops(40 * _TERA, 80 * _TERA, 2250 * _TERA), 180 * _GB, 8000 * _GB, 900 * _GB, 50 * _GB, 8),
+        # NVIDIA GH200 data sheet: H100's peaks with 96 GB HBM3 of 4 TB/s; four to a node with NVLink 150 GB/s to each
+        # other, 200 Gbit/s each, as in JUPITER and Alps (their user guides)
+        Device("gh200", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 96 * _GB, 4000 * _GB, 450 * _GB, 25 * _GB, 4),
+        # AMD MI300X data sheet: 81.7 TFLOP/s float64, 163.4 float32 (vector), 1307 bf16, 192 GB of 5.3 TB/s, Infinity
+        # Fabric 896 GB/s both ways to seven others; 400 Gbit/s a GPU
+        Device(
+            "mi300x", _flops(81.7 * _TERA, 163.4 * _TERA, 1307 * _TERA), 192 * _GB, 5300 * _GB, 448 * _GB, 50 * _GB, 8
+        ),
+        # One core a rank of a shared x86 server of two, an estimate: `--calibrate` measures the machine at hand;
+        # messages by gloo over the loopback, which a rank's own core copies: nothing hides behind anything
+        Device(
+            "cpu",
+            _flops(0.04 * _TERA, 0.08 * _TERA, 0.04 * _TERA),
+            8 * _GIB,
+            10 * _GB,
+            1 * _GB,
+            0.125 * _GB,
+            2,
+            kernel_seconds=4e-6,
+            node_seconds=100e-6,
+            network_seconds=200e-6,
+            flop_share=1.0,
+            memory_share=1.0,
+            link_share=1.0,
+            overlap=0.0,
+            reader_cores=1,
+        ),
+    )
+}

@@ -1,0 +1,149 @@
+"""`dry_run`: one training step of a model on a mesh, counted on one CPU: no ranks, no memory for tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.cut import ShardingError, SplitRule
+from jigsaw.dryrun.devices import DEVICES, Device
+from jigsaw.dryrun.rank_playing import (
+    LossOfOutput,
+    ModelMaker,
+    OptimizerMaker,
+    PlayedRank,
+    StepPlan,
+    mean_square_of_tiles,
+    play_rank,
+)
+from jigsaw.dryrun.report import DryRunReport, Remark
+from jigsaw.dryrun.step_prices import priced_rank
+from jigsaw.layout import LayoutSpec
+from jigsaw.mesh import axes_of_mesh
+
+
+def dry_run(
+    model: nn.Module | ModelMaker,
+    x_shape: Sequence[int] | Sequence[Sequence[int]],
+    mesh: Mapping[str, int] | DeviceMesh,
+    *,
+    spec: LayoutSpec | Sequence[LayoutSpec] | None = None,
+    dtype: torch.dtype | None = None,
+    split: SplitRule = "balanced",
+    align: int | Mapping[int, int] = 1,
+    loss: LossOfOutput | None = None,
+    optimizer: OptimizerMaker | None = torch.optim.AdamW,
+    shard_weights: bool = False,
+    checkpoint: Literal["none", "blocks"] | Sequence[str] = "none",
+    device: str | Device = "h100",
+    ranks_per_node: int | None = None,
+    ranks: Sequence[int] | None = None,
+    dataset: Any = None,
+) -> DryRunReport:
+    """What one training step of `model` takes on every kind of rank of a mesh that need not be there.
+
+    The step runs as it would: `parallelize`, a tile of the input, forward pass and loss, backward pass, optimizer, on
+    tensors without values, as one rank of a job that carries nothing.  So its messages, shapes and refusals are those
+    of the real one; nothing is estimated but seconds.
+
+    `model` is left as it is; one that cannot be made here, for its size or because its layers take a mesh, is given
+    as a function that makes it, without arguments or with the mesh.  `x_shape` is the global shape of the input (or
+    several, with a spec each), `dtype` that of the input and the weights, by default the weights' own.  `spec`, `split`
+    and `align` cut the input as `jigsaw.shard` does; by default axes named as dims usually are cut those.  `loss` takes
+    the model's output; by default the mean square of all of it.  `optimizer=None` leaves the step out.
+    ``checkpoint="blocks"`` recomputes the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in
+    the backward pass; or name modules.  `device` is one of `DEVICES` or a `Device`.
+
+    Played are all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
+    `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.
+
+    *Sends*: nothing.
+    *Raises*: `ShardingError` for a model that was parallelized before, or a spec that does not fit.  What would be
+    refused at more than one rank is no error here, but one of ``report.remarks``.
+
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(8, 3, 1))
+    >>> report = jigsaw.dry_run(net, (1, 3, 33, 64), mesh={"lat": 4, "lon": 2})
+    >>> report.is_complete, report.remarks, report.parameters
+    (True, (), 251)
+    >>> [rank.coordinate for rank in report.ranks]
+    [(0, 0), (1, 1), (3, 1)]
+    """
+    axes = dict(axes_of_mesh(mesh)) if isinstance(mesh, DeviceMesh) else dict(mesh)
+    plan = StepPlan(
+        model,
+        _as_shapes(x_shape),
+        spec,
+        dtype,
+        split,
+        align,
+        loss or mean_square_of_tiles,
+        optimizer,
+        shard_weights,
+        checkpoint,
+    )
+    priced = device if isinstance(device, Device) else _device_named(device)
+    node = ranks_per_node or priced.ranks_per_node
+    size = torch.Size(axes.values()).numel()
+    chosen = _usual_ranks(axes) if ranks is None else list(ranks)
+    if not chosen or not all(0 <= rank < size for rank in chosen):
+        raise ShardingError(f"ranks={ranks} must be some of the mesh's, 0 to {size - 1}")
+    played = [play_rank(plan, axes, rank) for rank in chosen]
+    return DryRunReport(
+        axes,
+        priced.name,
+        priced.memory_bytes,
+        played[0].parameters,
+        tuple(priced_rank(rank, priced, node) for rank in played),
+        _merged_remarks(played),
+        _reader_seconds(dataset, plan.shapes[0][0], size, priced),
+    )
+
+
+def _as_shapes(given: Any) -> tuple[tuple[int, ...], ...]:
+    shapes = tuple(given)
+    return tuple(map(tuple, shapes)) if shapes and isinstance(shapes[0], Sequence) else (shapes,)
+
+
+def _device_named(name: str) -> Device:
+    if name not in DEVICES:
+        raise ShardingError(f"device={name!r} is none of {', '.join(DEVICES)}; pass a jigsaw.dryrun.Device")
+    return DEVICES[name]
+
+
+def _usual_ranks(axes: Mapping[str, int]) -> list[int]:
+    """The ranks to play: all of a few; else a corner of the mesh, which has the larger parts, one with neighbours all
+    round, and the opposite corner.
+    """
+    sizes = torch.Size(axes.values())
+    if sizes.numel() <= 4:
+        return list(range(sizes.numel()))
+    inside = 0
+    for size in sizes:
+        inside = inside * size + min(1, size - 1)
+    return sorted({0, inside, sizes.numel() - 1})
+
+
+def _reader_seconds(dataset: Any, batch: int, ranks: int, device: Device) -> float:
+    """How long the readers of all ranks work for the samples of one step, by the costs that plans go by."""
+    if dataset is None:
+        return 0.0
+    plan = dataset.plan(len(dataset) // 2)
+    return batch * sum(plan.cost(*how) for how in plan.modes.items()) / (ranks * device.reader_cores)
+
+
+def _merged_remarks(played: Sequence[PlayedRank]) -> tuple[Remark, ...]:
+    """Each remark once: the bytes of all its calls on a rank, of the rank with the most."""
+    most: dict[Remark, int] = {}
+    for rank in played:
+        mine: dict[Remark, int] = {}
+        for remark in rank.remarks:
+            bare = replace(remark, sent_bytes=0)
+            mine[bare] = mine.get(bare, 0) + remark.sent_bytes
+        for bare, size in mine.items():
+            most[bare] = max(most.get(bare, 0), size)
+    return tuple(replace(bare, sent_bytes=size) for bare, size in most.items())

@@ -1,0 +1,193 @@
+"""Which mesh to take: a dry run of each that so many devices can make, with each way to spend memory or time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jigsaw.cut import ShardingError
+from jigsaw.dryrun.devices import Device
+from jigsaw.dryrun.dry_runs import dry_run
+from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
+
+_SPACE = {4: ("lat", "lon"), 5: ("z", "y", "x")}
+_BEST = 5  # options that are shown
+_MESHES = 3  # the fastest ones, for which every strategy is tried
+
+
+@dataclass(frozen=True)
+class StepOption:
+    """A mesh with a strategy, and the report of its dry run; or `refusal`, why there is none.
+
+    >>> (option, _) = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 1)
+    >>> option.works, str(option)
+    (True, 'one rank: whole weights')
+    """
+
+    mesh: Mapping[str, int]
+    shard_weights: bool
+    checkpoint: bool
+    report: DryRunReport | None
+    refusal: str = ""
+
+    @property
+    def works(self) -> bool:
+        return not self.hindrance
+
+    @property
+    def hindrance(self) -> str:
+        """What would have to change for this option to work; empty where it does."""
+        if self.report is None:
+            return self.refusal
+        for remark in self.report.remarks:
+            if remark.kind == "stopped":
+                return f"{remark.module or 'the model'} must run: {remark.reason}"
+        if not self.report.fits:
+            lacking = self.report.peak_bytes / 0.9 - self.report.device_memory
+            largest = max(self.report.peak.items(), key=lambda item: item[1])[0]
+            return (
+                f"{size_text(lacking)} more memory a device (most of it is {largest}), or a smaller net or input, "
+                "or more devices"
+            )
+        return ""
+
+    @property
+    def strategy(self) -> str:
+        """In words: what is cut beside the input, and what is computed twice."""
+        weights = "weights cut (shard_weights=True)" if self.shard_weights else "whole weights"
+        return f"{weights}, blocks checkpointed" if self.checkpoint else weights
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one rank"
+        return f"{axes}: {self.strategy}"
+
+
+def advise_mesh(
+    model: Any, x_shape: Sequence[int], devices: int, *, device: str | Device = "h100", **how: Any
+) -> list[StepOption]:
+    """Every option for so many devices, those that work first, each group by the seconds of a step.
+
+    Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; one
+    of those that are the same but for the order of two dims of one size.  The three fastest also with
+    ``shard_weights``, with checkpointing of blocks, and with both.  `how` are further arguments of `dry_run`; a
+    `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
+
+    >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
+    >>> len(found), found[0].works
+    (4, True)
+    """
+    store = how.pop("store", None)
+
+    def attempt(axes: Mapping[str, int], shard_weights: bool, checkpoint: bool) -> StepOption:
+        try:
+            dataset = None if store is None else _opened_store(store, axes)
+            ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
+            ways |= {"device": device, "ranks": [_inside_rank(axes)], "dataset": dataset}
+            found = dry_run(model, x_shape, axes, **ways, **how)
+        except ShardingError as refusal:
+            return StepOption(axes, shard_weights, checkpoint, None, str(refusal))
+        return StepOption(axes, shard_weights, checkpoint, found)
+
+    plain = sorted((attempt(axes, False, False) for axes in possible_meshes(x_shape, devices)), key=_by_seconds)
+    # what a mesh makes of weights and of blocks that run twice hardly changes which mesh is fastest
+    ways = [(cut, twice) for cut in ((False, True) if devices > 1 else (False,)) for twice in (False, True)][1:]
+    others = [attempt(o.mesh, *way) for o in plain[:_MESHES] if o.report is not None for way in ways]
+    return sorted([*plain, *others], key=lambda o: (not o.works, _by_seconds(o)))
+
+
+def _by_seconds(option: StepOption) -> float:
+    return option.report.seconds if option.report is not None and option.report.is_complete else float("inf")
+
+
+def _inside_rank(axes: Mapping[str, int]) -> int:
+    """A rank with neighbours all round, where there is one: such a rank sends most."""
+    rank = 0
+    for size in axes.values():
+        rank = rank * size + min(1, size - 1)
+    return rank
+
+
+def possible_meshes(x_shape: Sequence[int], devices: int) -> Iterator[dict[str, int]]:
+    """The meshes of so many ranks whose axes cut dims that are long enough, without those that are the same."""
+    names = _SPACE.get(len(x_shape))
+    if names is None:
+        raise ShardingError(
+            f"a mesh is searched for images [N, C, lat, lon] and volumes [N, C, z, y, x], not for an input of "
+            f"{len(x_shape)} dims; ask jigsaw.dry_run of the meshes that you think of"
+        )
+    sizes = x_shape[0], *x_shape[2:]
+    seen: set[tuple[tuple[int, int], ...]] = set()
+    for factors in _factorisations(devices, len(sizes)):
+        space = tuple(zip(sizes[1:], factors[1:], strict=True))
+        alike = (sizes[0], factors[0]), *sorted(space)
+        fits = sizes[0] % factors[0] == 0 and all(n >= 2 * f or f == 1 for n, f in space)
+        if fits and alike not in seen:
+            seen.add(alike)
+            yield dict(zip(("data", *names), factors, strict=True))
+
+
+def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            yield from ((first, *rest) for rest in _factorisations(number // first, parts - 1))
+
+
+def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
+    from jigsaw import io
+
+    how = dict(store) if isinstance(store, Mapping) else {"store": store}
+    path = how.pop("store")
+    spec = {name: name for name in axes if name != "data"}
+    return io.open(path, mesh=dict(axes), spec=how.pop("spec", spec), **how)
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+def advice_text(options: Sequence[StepOption]) -> str:
+    """The best five that work, each with its reasons; and what would have to change for the next better one.
+
+    >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 1)
+    >>> jigsaw.dryrun.advice_text(found).startswith("1. one rank: whole weights")
+    True
+    """
+    working = [o for o in options if o.works and o.report is not None]
+    lines: list[str] = []
+    for place, option in enumerate(working[:_BEST], 1):
+        assert option.report is not None
+        lines += [f"{place}. {option}", *(f"   {reason}" for reason in _reasons(option, option.report, working[0]))]
+    if not working:
+        lines.append("none of the meshes works:")
+    best = working[0].report if working else None
+    better = [o for o in options if not o.works and o.report is not None and o.report.is_complete]
+    better = [o for o in better if best is None or (o.report is not None and o.report.seconds < best.seconds)]
+    for option in sorted(better, key=lambda o: o.report.peak_bytes if o.report else 0)[: 1 if working else _BEST]:
+        assert option.report is not None
+        lines.append(
+            f"next better: {option}, {seconds_text(option.report.seconds)} a step; it would need {option.hindrance}"
+        )
+    refused = {o.hindrance: o for o in options if o.report is None or not o.report.is_complete}
+    lines += [f"not possible: {option}: {why}" for why, option in list(refused.items())[:_BEST]]
+    return "\n".join(lines)
+
+
+def _reasons(option: StepOption, report: DryRunReport, best: StepOption) -> Iterator[str]:
+    parts = ", ".join(f"{name} {seconds / report.seconds:.0%}" for name, seconds in _shares(report))
+    assert best.report is not None
+    slower = "" if option is best else f", {report.seconds / best.report.seconds:.2f} times the best"
+    yield f"{seconds_text(report.seconds)} a step{slower}; bound by {report.bound} ({parts})"
+    most = {kind: size for kind, size in report.peak.items() if size > report.peak_bytes / 10}
+    memory = ", ".join(f"{kind} {size_text(size)}" for kind, size in most.items())
+    yield f"{size_text(report.peak_bytes)} of {size_text(report.device_memory)} a device: {memory}"
+    yield f"each rank sends {size_text(report.sent_bytes)} in {report.messages} messages a step"
+    for remark in report.remarks:
+        if remark.kind != "value":
+            yield f"{remark.kind} in {remark.module or 'the model'}: {remark.function} ({size_text(remark.sent_bytes)})"
+
+
+def _shares(report: DryRunReport) -> list[tuple[str, float]]:
+    return [(name, seconds) for name, seconds in report.seconds_by_bound.items() if seconds >= report.seconds / 100]

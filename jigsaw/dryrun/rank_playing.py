@@ -1,0 +1,296 @@
+"""A training step as one rank of a fake mesh runs it, on tensors without values."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint as run_checkpointed
+
+from jigsaw import comm
+from jigsaw.cut import ShardingError, SplitRule
+from jigsaw.dryrun.fake_ranks import fake_mesh
+from jigsaw.dryrun.report import Remark
+from jigsaw.dryrun.step_meter import StepMeter
+from jigsaw.layout import AxisSizes, Layout, LayoutSpec
+from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
+from jigsaw.ops.meeting import REALIGN_KIND, RECUT_KIND
+from jigsaw.ops.whole_tensor import hearing_costs
+from jigsaw.parallel import parallelize
+from jigsaw.tile import Tile, tiles_in
+
+ModelMaker = Callable[..., nn.Module]
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
+LossOfOutput = Callable[[Any], Tensor]
+
+_PARALLELIZED = "_jigsaw_parallelized"
+
+
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is run: the model, its input, and how; the arguments of `jigsaw.dry_run`."""
+
+    model: nn.Module | ModelMaker
+    shapes: tuple[tuple[int, ...], ...]
+    spec: Any
+    dtype: torch.dtype | None
+    split: SplitRule
+    align: int | Mapping[int, int]
+    loss: LossOfOutput
+    optimizer: OptimizerMaker | None
+    shard_weights: bool
+    checkpoint: str | Sequence[str]
+
+
+@dataclass
+class PlayedRank:
+    """What was counted of one rank, before anything is priced."""
+
+    rank: int
+    coordinate: tuple[int, ...]
+    parameters: int
+    meter: StepMeter
+    traffic: dict[str, list[comm.TrafficCall]]
+    remarks: list[Remark]
+
+
+def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
+    """Run the step as `rank` of a mesh of these axes."""
+    meter = StepMeter()
+    with fake_mesh(axes, rank) as mesh:
+        played = PlayedRank(rank, mesh_coordinate(mesh), 0, meter, {}, [])
+        _know_neighbours(mesh)
+        # what the mesh has in a tensor was asked above: here no tensor has values
+        with FakeTensorMode(allow_non_fake_inputs=True), meter.counting():
+            meter.begin_phase("setup")
+            _play_step(plan, mesh, played)
+    for place, times in meter.value_reads.items():
+        reason = f"asks {times} times for a value, of which the dry run knows nothing: it took False, or 1"
+        played.remarks.append(Remark("value", "", place, 0, reason))
+    return played
+
+
+def _know_neighbours(mesh: DeviceMesh) -> None:
+    names = [name for name, _ in axes_of_mesh(mesh)]
+    for some in [*([name] for name in names), names]:
+        ranks_along(mesh, some)
+        groups_along(mesh, some)
+
+
+def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
+    model = _made_model(plan.model, mesh)
+    dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if plan.dtype is not None:
+        _cast_weights(model, plan.dtype)
+    played.parameters = sum(p.numel() for p in model.parameters())
+    inputs = _input_tiles(plan, mesh, dtype)
+    for module in _checkpointed_modules(model, plan.checkpoint):
+        module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
+    model = parallelize(model, mesh, shard_weights=plan.shard_weights, strict=False)
+    meter, parameters = played.meter, list(model.parameters())
+    meter.mark_memory([*parameters, *model.buffers()], "weights")
+    is_trained = plan.optimizer is not None and any(p.requires_grad for p in parameters)
+    optimizer = _with_state(plan.optimizer, parameters, meter) if plan.optimizer is not None and is_trained else None
+    watch = _ModuleWatch(model, played.remarks)
+
+    @contextmanager
+    def phase(name: str) -> Generator[None]:
+        meter.begin_phase(name)
+        with comm.count() as counted:
+            watch.follow(counted)
+            played.traffic[name] = counted.calls
+            yield
+            watch.attribute()
+
+    try:
+        with phase("forward"), hearing_costs(watch.tell_refusal):
+            value = plan.loss(model(*inputs))
+        meter.mark_memory((t.local for t in inputs), "activations")
+        meter.mark_the_rest("activations")
+        if value.requires_grad:
+            with phase("backward"), hearing_costs(watch.tell_refusal):
+                value.backward()
+    except (ShardingError, *_WANT_VALUES) as error:
+        why = "" if isinstance(error, ShardingError) else "it needs the values of tensors, which a dry run has not: "
+        where = watch.module_of_error(error)
+        played.remarks.append(Remark("stopped", where, type(error).__name__, 0, f"{why}{error}"))
+        return
+    meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
+    if optimizer is not None:
+        del value
+        with phase("step"):
+            optimizer.step()
+
+
+_WANT_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+def _made_model(model: nn.Module | ModelMaker, mesh: DeviceMesh) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        wants_mesh = any(p.default is p.empty for p in inspect.signature(model).parameters.values())
+        return model(mesh) if wants_mesh else model()
+    if hasattr(model, _PARALLELIZED):
+        raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
+    # a copy whose parameters have no memory: deepcopy takes them for copied already
+    known: dict[int, Any] = {}
+    for x in (*model.parameters(), *model.buffers()):
+        bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+        known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
+    return copy.deepcopy(model, known)
+
+
+def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """``model.to(dtype)``, which cannot exchange tensors that somebody watches, as the meter does."""
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p.is_floating_point():
+                cast[p] = cast[p] if p in cast else nn.Parameter(p.detach().to(dtype), p.requires_grad)
+                setattr(module, name, cast[p])
+        for name, x in module.named_buffers(recurse=False):
+            if x.is_floating_point():
+                setattr(module, name, x.to(dtype))
+
+
+def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter: StepMeter) -> Optimizer:
+    """The optimizer, with the state that it has after its first step."""
+    optimizer = make([p for p in parameters if p.requires_grad])
+    for p in parameters:
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad()
+    state = [x for values in optimizer.state.values() for x in pytree.tree_leaves(values)]
+    meter.mark_memory((x for x in state if isinstance(x, Tensor)), "optimizer")
+    return optimizer
+
+
+def mean_square_of_tiles(output: Any) -> Tensor:
+    """The sum over all floating tiles of an output of the mean of their squares."""
+    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else vars(output))
+    values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
+    if not values:
+        raise ShardingError("the model gives no tile to take a loss of; pass loss=")
+    return torch.stack(values).sum() if len(values) > 1 else values[0]
+
+
+# -- the input --------------------------------------------------------------------------------------------------------
+
+# where an axis of a name usually cuts
+_USUAL_PLACES = {"data": 0, "z": -3, "depth": -3, "y": -2, "lat": -2, "x": -1, "lon": -1}
+
+
+def _input_tiles(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> list[Tile]:
+    tiles: list[Tile] = []
+    for shape, spec in zip(plan.shapes, _specs_of_inputs(plan, axes_of_mesh(mesh)), strict=True):
+        layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=plan.split, align=plan.align)
+        local = torch.empty(layout.local_shape(mesh_coordinate(mesh)), dtype=dtype)
+        tiles.append(Tile(local, layout, mesh))
+    return tiles
+
+
+def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec]:
+    if plan.spec is None:
+        return [_usual_cuts(shape, axes) for shape in plan.shapes]
+    several = len(plan.shapes) > 1 or any(isinstance(s, (tuple, list)) and None in s for s in plan.spec)
+    specs = list(plan.spec) if several else [plan.spec]
+    if len(specs) != len(plan.shapes):
+        raise ShardingError(f"dry_run has {len(plan.shapes)} inputs but {len(specs)} specs; pass one for each")
+    return specs
+
+
+def _usual_cuts(shape: Sequence[int], axes: AxisSizes) -> LayoutSpec:
+    spec: list[str | None] = [None] * len(shape)
+    for name, _ in axes:
+        place = _USUAL_PLACES.get(name)
+        if place is not None and -len(shape) <= place < len(shape):
+            spec[place] = name
+    return tuple(spec)
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[nn.Module]:
+    if which == "none":
+        return []
+    if which != "blocks":
+        return [model.get_submodule(name) for name in which]
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())]
+    inner = {id(n) for m in lists for n in m.modules() if n is not m}
+    rows: list[nn.Module] = [m for m in lists if id(m) not in inner]
+    if not rows:
+        rows += [m for m in model.modules() if isinstance(m, nn.Sequential) and len(m) > 1][:1]
+    return [block for row in rows for block in row.children() if any(True for _ in block.parameters())]
+
+
+class _ModuleWatch:
+    """Which module of the model is under way, and what is to be remarked about it."""
+
+    def __init__(self, model: nn.Module, remarks: list[Remark]) -> None:
+        self._open: list[str] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._remarks, self._calls, self._seen = remarks, list[comm.TrafficCall](), 0
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    @property
+    def module(self) -> str:
+        return self._open[-1] if self._open else ""
+
+    def module_of_error(self, error: BaseException) -> str:
+        """The innermost module whose forward the error came out of."""
+        found, at = "", error.__traceback__
+        while at is not None:
+            found = self._names.get(id(at.tb_frame.f_locals.get("self")), "") or found
+            at = at.tb_next
+        return found
+
+    def follow(self, counted: comm.TrafficCount) -> None:
+        self._calls, self._seen, self._open = counted.calls, 0, []
+
+    def attribute(self) -> None:
+        """Remark the rows that were re-cut since the last look, in the module that is under way."""
+        is_forward = torch._C._current_graph_task_id() == -1  # pyright: ignore[reportPrivateUsage]
+        for call in self._calls[self._seen :]:
+            if is_forward and call.kind in (REALIGN_KIND, RECUT_KIND):
+                reason = "rows at other cut points, or cut by other axes, are moved to where the others lie"
+                self._remarks.append(Remark("re-cut", self.module, call.kind, call.sent_bytes, reason))
+        self._seen = len(self._calls)
+
+    def tell_refusal(self, function: str, lacking: int, refusal: ShardingError) -> None:
+        self._remarks.append(Remark("refused", self.module, function, lacking, str(refusal)))
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self.attribute()
+        self._open.append(name)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.attribute()
+        if self._open:
+            self._open.pop()

@@ -1,0 +1,288 @@
+"""What one rank does in a step, counted operator by operator: memory that is alive, floating-point operations, bytes.
+
+The operators are those below autograd, so those of the backward pass and of the optimizer are met as well.  Counted on
+tensors without values (`FakeTensorMode`) they say what a step would take; the same meter over a real step is how that
+is checked.  torch's own memory tracker hangs on modules and their tensor arguments, which tiles are not below autograd;
+floating-point operations are counted by torch's own formulas.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from jigsaw import call_places
+from jigsaw.comm import TrafficCall
+from jigsaw.gradients import local_part
+
+aten = torch.ops.aten
+
+MEMORY_KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "temporary")
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """One operator: its floating-point operations, the bytes that it reads and writes, and what it computes in."""
+
+    flop: int
+    moved_bytes: int
+    dtype: torch.dtype
+
+
+@dataclass
+class PhaseCount:
+    """What was counted in one phase of a step; `events` are bytes that began (> 0) or ceased to be alive, by memory."""
+
+    kernels: Counter[KernelCost] = field(default_factory=Counter[KernelCost])
+    events: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    begins_with: dict[int, int] = field(default_factory=dict[int, int])
+    # what FSDP2 sends, which jigsaw.comm does not see
+    of_weights: list[TrafficCall] = field(default_factory=list[TrafficCall])
+
+    @property
+    def flop(self) -> int:
+        return sum(cost.flop * n for cost, n in self.kernels.items())
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(cost.moved_bytes * n for cost, n in self.kernels.items())
+
+
+class StepMeter(TorchDispatchMode):
+    """Counts what runs within it, in phases; `value_reads` are lines that asked tensors without values for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: dict[str, PhaseCount] = {}
+        self.value_reads: Counter[str] = Counter()
+        self._kinds: dict[int, str] = {}  # memory -> kind, where known
+        self._live: dict[int, tuple[int, int]] = {}  # address of a storage -> its number here, its bytes
+        self._numbers = 0
+        self._phase = PhaseCount()
+
+    def begin_phase(self, name: str) -> None:
+        """Count what follows as `name`."""
+        alive = dict(self._live.values())
+        self._phase = self.phases.setdefault(name, PhaseCount(begins_with=alive))
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def mark_memory(self, tensors: Iterable[Any], kind: str) -> None:
+        """Say what the memory of these tensors is."""
+        for storage in _storages_of(tensors):
+            self._kinds[self._number_of(storage)] = kind
+
+    def mark_the_rest(self, kind: str) -> None:
+        """Say what all other memory that is alive is."""
+        for number, _ in self._live.values():
+            self._kinds.setdefault(number, kind)
+
+    def _number_of(self, storage: torch.UntypedStorage) -> int:
+        """The number of a memory, which begins to be alive where it was not known."""
+        at = _address_of(storage)
+        known = self._live.get(at)
+        if known is None:
+            self._numbers += 1
+            known = self._live[at] = self._numbers, storage.nbytes()
+            self._phase.events.append(known)
+            # a storage has one Python object as long as it lives; who holds it keeps the reference alive, too
+            weakref.finalize(storage, self._end, at, known[0]).atexit = False
+        return known[0]
+
+    def _end(self, at: int, number: int) -> None:
+        known = self._live.get(at)
+        if known is not None and known[0] == number:
+            del self._live[at]
+            self._phase.events.append((number, -known[1]))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP2 frees gathered weights by making their memory empty, and fills it again."""
+        known = self._live.get(_address_of(storage))
+        if known is not None and storage.nbytes() != known[1]:
+            self._phase.events.append((known[0], storage.nbytes() - known[1]))
+            self._live[_address_of(storage)] = known[0], storage.nbytes()
+
+    def peak_of(self, name: str) -> dict[str, int]:
+        """The bytes alive at the highest point of a phase, by kind."""
+        phase = self.phases[name]
+        total = highest = sum(phase.begins_with.values())
+        where = 0
+        for at, (_, size) in enumerate(phase.events, 1):
+            total += size
+            if total > highest:
+                highest, where = total, at
+        alive = Counter(phase.begins_with)
+        for number, size in phase.events[:where]:
+            alive[number] += size
+        found: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
+        for number, size in alive.items():
+            found[self._kinds.get(number, "temporary")] += size
+        return found
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its own operators on local tensors come by themselves
+        kwargs = kwargs or {}
+        if func in _READ_BY_PYTHON:
+            if isinstance(args[0], FakeTensor):
+                return self._assumed_value(func, args[0])
+            with _disable_current_modes():  # states of random numbers are real
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._count_kernel(func, args, kwargs, out)
+        return out
+
+    def _count_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        fresh = False
+        for storage in _storages_of(results):
+            fresh = fresh or _address_of(storage) not in self._live
+            self._number_of(storage)
+        if func in _OF_WEIGHTS:
+            self._phase.of_weights.append(_call_of_weights(func, args))
+        if func.namespace == "c10d" or not (fresh or func._schema.is_mutable) or func._overloadpacket in _WITHOUT_WORK:
+            return
+        scratch = _scratch_bytes(func, args, out)
+        if scratch:
+            self._numbers += 1
+            self._phase.events += [(self._numbers, scratch), (self._numbers, -scratch)]
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        moved = sum(map(_bytes_touched, (*given, *results)))
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet) or _MORE_FLOP.get(packet)
+        flop = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+        like = given[0] if given else results[0] if results else None
+        dtype = torch.float32 if like is None else like.dtype
+        self._phase.kernels[KernelCost(flop, moved, dtype)] += 1
+
+    def _assumed_value(self, func: Any, x: Tensor) -> Any:
+        """What Python reads of a tensor without values: jigsaw's own looks find all well; others are told of."""
+        place, is_own = _reading_line()
+        if not is_own:
+            self.value_reads[place] += 1
+        if x.dtype == torch.bool or func is aten.equal.default:
+            return is_own
+        return 1.0 if x.dtype.is_floating_point else 1
+
+    @contextmanager
+    def counting(self) -> Generator[None]:
+        """Count within the block, resized memory, too."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            self._resized(storage)
+
+        torch.UntypedStorage.resize_ = resize_and_tell  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
+
+
+_READ_BY_PYTHON = {aten._local_scalar_dense.default, aten.equal.default}
+# memory is made or given another shape, and nothing is read or written
+_WITHOUT_WORK = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach_}
+
+
+def _attention_flop(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> int:
+    return sdpa_flop_count(q.shape, k.shape, v.shape)
+
+
+def _attention_backward_flop(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> int:
+    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+
+
+# what torch's own table leaves out: attention as CPUs have it
+_MORE_FLOP: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
+}
+
+
+_c10d = torch.ops.c10d
+_OF_WEIGHTS = {_c10d._allgather_base_.default: "gathered weights", _c10d._reduce_scatter_base_.default: "gradients"}
+
+
+def _call_of_weights(func: Any, args: Any) -> TrafficCall:
+    """What a rank sends, on a ring, while weights are gathered or gradients summed into parts."""
+    into, given, box = args[:3]
+    group: dist.ProcessGroup = dist.ProcessGroup.unbox(box)
+    ranks = dist.get_process_group_ranks(group)
+    moved = (len(ranks) - 1) * min(into.nbytes, given.nbytes)
+    following = ranks[(dist.get_group_rank(group, dist.get_rank()) + 1) % len(ranks)]
+    return TrafficCall(_OF_WEIGHTS[func], moved, moved, len(ranks) - 1, ((following, moved),), True)
+
+
+_CHANNEL_BLOCK = 16
+
+
+def _scratch_bytes(func: Any, args: Any, out: Any) -> int:
+    """What a convolution takes while it runs: its library (oneDNN, cuDNN) copies what it reads, and what it writes
+    where the channels fill no block, into a format of its own.
+    """
+    if func is aten.convolution.default:
+        x, y = args[0], out
+        return _in_blocks(x) + (_in_blocks(y) if y.shape[1] % _CHANNEL_BLOCK else 0)
+    if func is aten.convolution_backward.default:
+        return _in_blocks(args[0]) + _in_blocks(args[1])
+    return 0
+
+
+def _in_blocks(x: Tensor) -> int:
+    channels = -(-x.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+    return x.nbytes // x.shape[1] * channels
+
+
+def _bytes_touched(x: Tensor) -> int:
+    # an expanded tensor is read as often as it has elements, from memory that is there once
+    return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
+
+
+def _address_of(storage: torch.UntypedStorage) -> int:
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _storages_of(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    for x in values:
+        if isinstance(x, DTensor):
+            x = local_part(x)
+        if isinstance(x, Tensor) and x.layout == torch.strided:
+            yield x.untyped_storage()
+
+
+_OWN_FILES = str(Path(__file__).parents[1]) + os.sep
+_SHOWN_BY = ("tensor_shell.py", "tensor_methods.py", "tile.py", "step_meter.py")  # a Tile's own ways to a value
+
+
+def _reading_line() -> tuple[str, bool]:
+    """The line that reads a value, and whether it is one of jigsaw's own."""
+    frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and call_places.is_of_packages(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if file.startswith(_OWN_FILES) and not file.endswith(_SHOWN_BY):
+            return f"{file}:{frame.f_lineno}", True
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}", False

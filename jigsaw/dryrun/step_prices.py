@@ -1,0 +1,64 @@
+"""What a rank was counted to do, as seconds on a device.
+
+A phase takes the sum of its kernels, each the longest of its operations, its bytes and the least a kernel takes; its
+messages, by link; and of those behind which work goes on what does not fit behind that work.  Messages between the
+ranks of a node go over its links, others over the network; ranks lie on nodes in order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from jigsaw.comm import TrafficCall
+from jigsaw.dryrun.devices import Device
+from jigsaw.dryrun.rank_playing import PlayedRank
+from jigsaw.dryrun.report import PHASES, PhaseCost, RankCost, Traffic
+
+
+def priced_rank(played: PlayedRank, device: Device, ranks_per_node: int) -> RankCost:
+    """The rank's step on the device, `ranks_per_node` ranks to a node."""
+    phases = {name: _priced_phase(played, name, device, ranks_per_node) for name in PHASES if name in played.traffic}
+    return RankCost(played.rank, played.coordinate, phases)
+
+
+def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node: int) -> PhaseCost:
+    count = played.meter.phases[name]
+    calls = [*played.traffic[name], *count.of_weights]
+    bounds: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels"), 0.0)
+    for cost, times in count.kernels.items():
+        seconds, bound = device.kernel_time(cost.flop, cost.moved_bytes, cost.dtype)
+        bounds[bound] += times * seconds
+    computing = sum(bounds.values())
+    traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
+    links: defaultdict[str, Traffic] = defaultdict(Traffic)
+    waited = {True: 0.0, False: 0.0}
+    for call in calls:
+        traffic[call.kind] += Traffic(call.sent_bytes, call.messages)
+        by_link = _split_by_link(call, played.rank // ranks_per_node, ranks_per_node)
+        for link, part in by_link.items():
+            links[link] += part
+            waited[call.is_behind] += device.link_time(link, part.sent_bytes, part.messages)
+    hidden = min(waited[True], device.overlap * computing)
+    shown = waited[False] + waited[True] - hidden
+    return PhaseCost(
+        count.flop,
+        count.moved_bytes,
+        sum(count.kernels.values()),
+        played.meter.peak_of(name),
+        dict(traffic),
+        dict(links),
+        bounds,
+        waited[True] + waited[False],
+        hidden,
+        computing + shown,
+    )
+
+
+def _split_by_link(call: TrafficCall, node: int, ranks_per_node: int) -> dict[str, Traffic]:
+    """The bytes and messages of a call over the links of the node and over the network."""
+    found: defaultdict[str, Traffic] = defaultdict(Traffic)
+    places = len(call.sent_to)
+    for to, size in call.sent_to:
+        # all messages of a ring go to one rank, else each rank has one
+        found["node" if to // ranks_per_node == node else "network"] += Traffic(size, call.messages // places)
+    return dict(found)

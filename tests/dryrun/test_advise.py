@@ -1,0 +1,126 @@
+"""`python -m jigsaw advise`: the meshes that are searched, and what is said of them."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+
+import jigsaw
+from jigsaw.__main__ import main
+from jigsaw.cut import ShardingError
+from jigsaw.dryrun import DEVICES, DryRunReport, advice_text, advise_mesh
+from jigsaw.dryrun.calibration import load_device, save_device
+from jigsaw.dryrun.mesh_search import possible_meshes
+
+SHAPE = (1, 3, 32, 40)
+
+
+def test_meshes_are_searched_without_those_that_are_the_same():
+    meshes = [tuple(axes.values()) for axes in possible_meshes((2, 3, 32, 40), 4)]
+    assert meshes == [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1)]
+    # a cube looks the same from three sides
+    assert [tuple(axes.values()) for axes in possible_meshes((1, 1, 8, 8, 8), 4)] == [(1, 1, 1, 4), (1, 1, 2, 2)]
+    # no batch of 1 is cut, nor rows of which a rank would have one
+    assert [tuple(axes.values()) for axes in possible_meshes((1, 1, 7, 100), 8)] == [(1, 1, 8), (1, 2, 4)]
+    with pytest.raises(ShardingError, match="not for an input of 3 dims"):
+        list(possible_meshes((1, 2, 3), 2))
+
+
+class _WideMlp(nn.Module):
+    """Weights of 32 MiB, with gradients and the optimizer's state four times that; hardly any activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2048, 2048, bias=False) for _ in range(2)])
+
+    def forward(self, x):
+        x = x.movedim(1, -1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_does_not_fit_is_no_advice_but_said():
+    how = _WideMlp, (1, 2048, 4, 6), 2
+    roomy = advise_mesh(*how, device="a100")
+    assert all(option.works for option in roomy)
+    peaks = {cut: [o.report.peak_bytes for o in roomy if o.shard_weights is cut] for cut in (False, True)}
+    assert max(peaks[True]) < min(peaks[False])
+    between = (max(peaks[True]) + min(peaks[False])) / 2 / 0.9
+    found = advise_mesh(*how, device=replace(DEVICES["a100"], memory_bytes=between))
+    working = [option for option in found if option.works]
+    assert {option.shard_weights for option in working} == {True}
+    assert [o.report.seconds for o in working] == sorted(o.report.seconds for o in working)
+    text = advice_text(found)
+    assert "weights cut" in text.split("\n")[0]
+    fastest = min(found, key=lambda option: option.report.seconds)
+    is_told = re.search(r"next better: .*whole weights.* it would need .* more memory a device", text) is not None
+    assert is_told == (not fastest.works)
+    nowhere = advice_text(advise_mesh(*how, device=replace(DEVICES["a100"], memory_bytes=1e6)))
+    assert nowhere.startswith("none of the meshes works:\nnext better: ")
+
+
+def test_the_command_prints_the_best(capsys, monkeypatch, tmp_path):
+    (tmp_path / "nets_of_a_user.py").write_text("from small_nets import SmallUNet as Net\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    size = ",".join(map(str, SHAPE))
+    asked = ["--input", size, "--devices", "2", "--device", "cpu", "--align", "2"]
+    assert main(["advise", "nets_of_a_user:Net", *asked]) == 0
+    printed = capsys.readouterr().out
+    assert re.match(r"1\. (lat|lon)=2: ", printed)
+    assert "a step; bound by" in printed
+    assert len(re.findall(r"^\d\. ", printed, re.MULTILINE)) == 5
+    assert main(["advise", "nets_of_a_user:Nut", *asked]) == 1
+    assert "names no model" in capsys.readouterr().err
+    assert main(["advise", "nets_of_a_user:Net", "--input", size, "--device", "abacus"]) == 1
+    assert "--device abacus is none of a100" in capsys.readouterr().err
+    assert main(["advise"]) == 1
+    assert "needs MODULE:MODEL and --input" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_calibration_measures_this_machine(tmp_path, capsys):
+    path = tmp_path / "cpu.json"
+    assert main(["advise", "--calibrate", str(path)]) == 0
+    device = load_device(path)
+    assert device.name == "this machine"
+    assert 1e8 < device.flop_per_second[torch.float64] < 1e13
+    assert 1e8 < device.node_bandwidth < 1e12
+    assert 1e-8 < device.kernel_seconds < 1e-2
+    save_device(device, path)
+    assert load_device(path) == device
+
+
+def test_the_reader_bounds_a_step(tmp_path):
+    times = np.datetime64("2020-01-01", "ns") + np.arange(4) * np.timedelta64(6, "h")
+    coords = {"time": times, "latitude": np.linspace(90, -90, 33), "longitude": np.arange(64) * 5.625}
+    values = (("time", "latitude", "longitude"), np.zeros((4, 33, 64), "f4"))
+    xr.Dataset({"2m_temperature": values}, coords).to_zarr(tmp_path / "globe.zarr", zarr_format=2)
+    dataset = jigsaw.io.open(str(tmp_path / "globe.zarr"), mesh={"lat": 2}, fields=["t2m"], spec={"lat": "lat"})
+    plan = dataset.plan(len(dataset) // 2)
+    work = sum(plan.cost(name, mode) for name, mode in plan.modes.items())
+    how = {"mesh": {"lat": 2}, "ranks": [0], "optimizer": None, "dataset": dataset}
+    report = jigsaw.dry_run(nn.Conv2d(1, 1, 1), (8, 1, 33, 64), device="b200", **how)
+    assert report.reader_seconds == pytest.approx(8 * work / (2 * DEVICES["b200"].reader_cores))
+    many = replace(DEVICES["b200"], reader_cores=1e-6)
+    waiting = jigsaw.dry_run(nn.Conv2d(1, 1, 1), (8, 1, 33, 64), device=many, **how)
+    assert waiting.bound == "reader"
+    assert waiting.seconds == waiting.reader_seconds > report.seconds
+    (option, *_) = advise_mesh(nn.Conv2d(1, 1, 1), (1, 1, 33, 64), 1, store=str(tmp_path / "globe.zarr"))
+    assert option.report.reader_seconds > 0
+
+
+def test_the_page_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/dry_run.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "on lat=4 x lon=2, h100: one training step" in printed
+    named = set(re.findall(r"`report\.(\w+)", page))
+    assert all(hasattr(DryRunReport, name) or name in DryRunReport.__dataclass_fields__ for name in named)
+    assert {f"`{name}`" for name in DEVICES} <= set(re.findall(r"`\w+`", page))

@@ -1,0 +1,267 @@
+"""A dry run beside the real one: messages counted, memory measured; and what it says of nets that would not run."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import small_nets
+import torch
+from small_nets import NETS, counted_step, dry_step
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import jigsaw
+from jigsaw.cut import ShardingError
+from jigsaw.dryrun import DEVICES, Traffic
+from jigsaw.dryrun.rank_playing import mean_square_of_tiles
+from jigsaw.gradients import local_part
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+
+MESHES = [
+    {"lat": 2, "lon": 2},
+    pytest.param({"lat": 1}, marks=pytest.mark.slow),
+    pytest.param({"lat": 2}, marks=pytest.mark.slow),
+    pytest.param({"lon": 4}, marks=pytest.mark.slow),
+]
+
+
+def _counted_on_ranks(axes):
+    return {name: counted_step(name, axes) for name in NETS}
+
+
+def _assert_same_messages(axes):
+    ranks = torch.Size(axes.values()).numel()
+    real = run_on_ranks(ranks, _counted_on_ranks, axes)
+    for name in NETS:
+        report = dry_step(name, axes, ranks=range(ranks))
+        assert report.is_complete
+        for played, counted in zip(report.ranks, real, strict=True):
+            for phase in ("forward", "backward"):
+                found = {kind: (t.sent_bytes, t.messages) for kind, t in played.phases[phase].traffic.items()}
+                assert found == counted[name][phase], (name, axes, played.rank, phase)
+        assert report.sent_bytes == max(sum(b for p in c[name].values() for b, _ in p.values()) for c in real)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_messages_are_those_of_real_ranks(axes):
+    _assert_same_messages(axes)
+
+
+@pytest.mark.slow
+def test_messages_are_those_of_eight_ranks():
+    _assert_same_messages({"lat": 4, "lon": 2})
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+BIG_NETS = {
+    "unet": (small_nets.SmallUNet, (1, 3, 128, 160), 2),
+    "transformer": (partial(small_nets.SmallTransformer, 64, 4, 3), (1, 3, 128, 160), 4),
+    "mixer": (partial(small_nets.SmallMixer, 256, 48), (1, 3, 256, 40), 1),
+}
+
+
+def _measured_peak(name, axes, **options):
+    """On a real rank: the bytes that torch's allocator has out at the highest point of a second step, by profiler."""
+    mesh = world_mesh(**axes)
+    make, shape, align = BIG_NETS[name]
+    model = jigsaw.parallelize(make(), mesh, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    spec = tuple(a if a in axes else None for a in small_nets.SPEC)
+    tile = jigsaw.shard(torch.randn(shape), mesh, spec, align={2: align, 3: align})
+
+    def step():
+        model(tile).square().mean().backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    state = [x for values in optimizer.state.values() for x in values.values()]
+    before = sum(local_part(x).nbytes for x in (*model.parameters(), *model.buffers(), *state)) + tile.local.nbytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    events = profiled.profiler.kineto_results.events()
+    changes = [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
+    return before + max(accumulate(changes))
+
+
+def _measured_peaks(axes, **options):
+    return {name: _measured_peak(name, axes, **options) for name in BIG_NETS}
+
+
+def _assert_measured_memory(axes, monkeypatch, **options):
+    monkeypatch.setattr(small_nets, "NETS", BIG_NETS)
+    ranks = torch.Size(axes.values()).numel()
+    measured = run_on_ranks(ranks, _measured_peaks, axes, **options)
+    for name in BIG_NETS:
+        report = dry_step(name, axes, ranks=[0], **options)
+        assert report.peak_bytes == pytest.approx(measured[0][name], rel=0.1), name
+        assert sum(report.peak.values()) == report.peak_bytes
+        assert set(report.peak) == {"weights", "gradients", "optimizer", "activations", "temporary"}
+
+
+def test_memory_is_within_a_tenth_of_what_torch_allocates(monkeypatch):
+    _assert_measured_memory({"lat": 2}, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "options"), [({"lat": 1}, {}), ({"lat": 2, "lon": 2}, {"shard_weights": True})])
+def test_memory_on_other_meshes(axes, options, monkeypatch):
+    _assert_measured_memory(axes, monkeypatch, **options)
+
+
+# -- operations, time, links ------------------------------------------------------------------------------------------
+
+
+def test_operations_of_products():
+    net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    report = jigsaw.dry_run(net, (4, 10, 8), {"data": 2}, optimizer=None)
+    rows = 4 * 10 // 2
+    assert report.ranks[0].phases["forward"].flop == 2 * rows * 8 * 16 * 2
+    # no gradient of the input: three products of four
+    assert report.ranks[0].phases["backward"].flop == 2 * rows * 8 * 16 * 3
+    assert "step" not in report.ranks[0].phases
+    assert report.ranks[0].phases["forward"].peak["weights"] == (8 * 16 * 2 + 16 + 8) * 4
+
+
+def test_seconds_are_the_longest_of_three():
+    device = replace(DEVICES["h100"], flop_share=1.0, memory_share=1.0, kernel_seconds=1e-3)
+    assert device.kernel_time(int(67e12), 10, torch.float32) == (1.0, "flop")
+    assert device.kernel_time(10, int(3.35e12), torch.float32) == (1.0, "memory")
+    assert device.kernel_time(10, 10, torch.float32) == (1e-3, "kernels")
+
+
+def test_messages_go_by_the_link_between_two_ranks():
+    net = nn.Conv2d(3, 3, 3, padding=1)
+    one = jigsaw.dry_run(net, (1, 3, 32, 16), {"lat": 4}, ranks=[1], ranks_per_node=4)
+    two = jigsaw.dry_run(net, (1, 3, 32, 16), {"lat": 4}, ranks=[1], ranks_per_node=2)
+    links = one.ranks[0].phases["forward"].links, two.ranks[0].phases["forward"].links
+    row = 3 * 16 * 4
+    halo = one.ranks[0].phases["forward"].traffic["exchange"]
+    assert halo == Traffic(2 * row, 2)
+    assert set(links[0]) == {"node"}
+    # one halo row to rank 0, of the same node, one to rank 2; the sum of the loss goes on to rank 2
+    assert links[1]["node"] == Traffic(row, 1)
+    assert links[0]["node"] == links[1]["node"] + links[1]["network"]
+    assert one.seconds < two.seconds
+
+
+def test_checkpointing_computes_twice_and_keeps_less():
+    how = {"shard_weights": True}
+    plain = dry_step("transformer", {"lat": 2}, ranks=[0], **how)
+    twice = dry_step("transformer", {"lat": 2}, ranks=[0], checkpoint="blocks", **how)
+    assert twice.flop > 1.2 * plain.flop
+    held = [r.ranks[0].phases["backward"].peak["activations"] for r in (twice, plain)]
+    assert held[0] < held[1]
+    assert plain.ranks[0].phases["forward"].traffic["gathered weights"].sent_bytes > 0
+    named = dry_step("transformer", {"lat": 2}, ranks=[0], checkpoint=["blocks.0", "blocks.1"], **how)
+    assert named.flop == twice.flop
+
+
+# -- what would not run -----------------------------------------------------------------------------------------------
+
+
+class _Refused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.inverse = nn.Conv2d(3, 3, 3, padding=1), _Inverse()
+
+    def forward(self, x):
+        y = self.conv(x)
+        if y.isnan().any():
+            raise ValueError("the dry run must not take a net for broken")
+        return self.inverse(y)[:, :, 1:] + x[:, :, :-1]
+
+
+class _Inverse(nn.Module):
+    def forward(self, x):
+        return torch.linalg.pinv(x).transpose(-1, -2)
+
+
+class _Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(3, 3, 1), _Masked())
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class _Masked(nn.Module):
+    def forward(self, x):
+        return x[x[:, 0, 0, 0] > 0]
+
+
+def test_remarks_name_what_fails_on_several_ranks():
+    report = jigsaw.dry_run(_Refused(), (1, 3, 33, 12), {"lat": 4})
+    found = {remark.kind: remark for remark in report.remarks}
+    assert set(found) == {"refused", "re-cut", "value"}
+    assert found["refused"].module == "inverse"
+    assert found["refused"].function == "linalg_pinv"
+    # what a rank lacks, of the rank with the fewest rows
+    assert found["refused"].sent_bytes == 3 * (33 - 8) * 12 * 4
+    assert "test_dry_run.py" in found["value"].function
+    assert report.is_complete
+    assert not jigsaw.dry_run(nn.Conv2d(3, 3, 3), (1, 3, 33, 12), {"lat": 4}, ranks=[1]).remarks
+
+
+def test_what_needs_values_stops_with_its_module():
+    report = jigsaw.dry_run(_Chosen(), (2, 3, 33, 12), {"lat": 2}, ranks=[0])
+    assert [(r.kind, r.module) for r in report.remarks] == [("stopped", "inner.1")]
+    assert not report.is_complete
+    assert "values of tensors" in str(report)
+
+
+def test_the_process_is_left_as_it_was():
+    assert not torch.distributed.is_initialized()
+    hook = sys.excepthook
+    net = nn.Conv2d(3, 3, 3, padding=1)
+    weight = net.weight.detach().clone()
+    jigsaw.dry_run(net, (1, 3, 16, 16), {"lat": 2}, dtype=torch.float64)
+    assert not torch.distributed.is_initialized()
+    assert sys.excepthook is hook
+    assert torch.equal(net.weight, weight)
+    assert net.weight.grad is None
+    jigsaw.parallelize(net, jigsaw.init_mesh(lat=1))  # not parallelized before
+    with pytest.raises(ShardingError, match=r"before jigsaw\.parallelize"):
+        jigsaw.dry_run(net, (1, 3, 16, 16), {"lat": 2})
+
+
+@on_ranks(2)
+def _dry_run_on_ranks():
+    mesh = world_mesh(lat=2)
+    report = jigsaw.dry_run(nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), {"lat": 2, "lon": 2})
+    tile = jigsaw.shard(torch.ones(8), mesh, ("lat",))
+    return report.sent_bytes, tile.sum().item()
+
+
+def test_a_dry_run_beside_a_real_group():
+    assert _dry_run_on_ranks()[0][1] == 8.0
+
+
+def test_models_that_are_too_big_are_made_without_memory():
+    report = jigsaw.dry_run(lambda: nn.Linear(2**17, 2**17, bias=False), (2, 2**17), {"data": 2}, ranks=[0])
+    assert report.parameters == 2**34
+    assert not report.fits
+    assert "DOES NOT FIT" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"device": "abacus"}, "device='abacus' is none of a100"),
+        ({"ranks": [4]}, r"ranks=\[4\] must be some of the mesh's, 0 to 3"),
+        ({"spec": [(None, None, None, "lat"), (None,)]}, "1 inputs but 2 specs"),
+        ({"loss": lambda y: mean_square_of_tiles([])}, None),
+    ],
+)
+def test_refusals(how, match):
+    net = nn.Conv2d(3, 3, 3, padding=1)
+    if match is None:
+        (remark,) = jigsaw.dry_run(net, (1, 3, 16, 16), {"lat": 4}, **how).remarks
+        assert "pass loss=" in remark.reason
+    else:
+        with pytest.raises(ShardingError, match=match):
+            jigsaw.dry_run(net, (1, 3, 16, 16), {"lat": 4}, **how)
