@@ -100,7 +100,7 @@ def balanced_begins(model: nn.Module, stages: int) -> tuple[str, ...]:
         return ()
     found = _expanded("", model, 0 if isinstance(model, (nn.Sequential, *_CONTAINERS)) else 1)
     while len(found) < stages:
-        grown = [(_size_of(module), name) for name, module in found if _expanded(name, module)]
+        grown = [(_weight_count(module), name) for name, module in found if _expanded(name, module)]
         if not grown:
             raise ShardingError(
                 f"{type(model).__name__} has {len(found)} modules with parameters to cut between, but the pipeline has "
@@ -113,11 +113,11 @@ def balanced_begins(model: nn.Module, stages: int) -> tuple[str, ...]:
             for name, module in found
             for each in (_expanded(name, module) if name == largest else [(name, module)])
         ]
-    sizes = [_size_of(module) for _, module in found]
+    sizes = [_weight_count(module) for _, module in found]
     return tuple(found[at][0] for at in _least_largest_cuts(sizes, stages))
 
 
-def _size_of(module: nn.Module) -> int:
+def _weight_count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
@@ -127,7 +127,7 @@ def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, 
     for child, its in module.named_children():
         if levels and isinstance(its, (nn.Sequential, *_CONTAINERS)):
             found += _expanded(prefix + child, its, levels - 1)
-        elif _size_of(its):
+        elif _weight_count(its):
             found.append((prefix + child, its))
     return found
 
