@@ -51,25 +51,43 @@ class TwoBlocks(nn.Module):
         return self.body(x)
 
 
+class Down(nn.Module):
+    """Half the resolution, then a double block."""
+
+    def __init__(self, dims: int, ins: int, outs: int) -> None:
+        super().__init__()
+        self.pool, self.block = getattr(nn, f"MaxPool{dims}d")(2), double_block(dims, ins, outs)
+
+    def forward(self, x: Any) -> Any:
+        return self.block(self.pool(x))
+
+
+class Up(nn.Module):
+    """Twice the resolution, beside what the encoder had there, then a double block and what follows it."""
+
+    def __init__(self, dims: int, ins: int, skipped: int, outs: int, *following: nn.Module) -> None:
+        super().__init__()
+        self.up = getattr(nn, f"ConvTranspose{dims}d")(ins, outs, 2, 2)
+        self.block = nn.Sequential(double_block(dims, outs + skipped, outs), *following)
+
+    def forward(self, x: Any, skipped: Any) -> Any:
+        return self.block(torch.cat([self.up(x), skipped], 1))
+
+
 class SmallUNet(nn.Module):
-    """Three levels of double blocks; the first and the last are most of it."""
+    """Three levels of double blocks, in the modules that such nets have (MONAI's `BasicUNet`)."""
 
     def __init__(self, dims: int, ins: int, width: int) -> None:
         super().__init__()
-        up, self.pool = getattr(nn, f"ConvTranspose{dims}d"), getattr(nn, f"MaxPool{dims}d")(2)
-        self.encoder1 = double_block(dims, ins, width)
-        self.encoder2 = double_block(dims, width, 2 * width)
-        self.middle = double_block(dims, 2 * width, 2 * width)
-        self.up2, self.up1 = up(2 * width, 2 * width, 2, 2), up(2 * width, width, 2, 2)
-        self.decoder2 = double_block(dims, 4 * width, 2 * width)
-        last = getattr(nn, f"Conv{dims}d")(width, 2, 1)
-        self.decoder1 = nn.Sequential(double_block(dims, 2 * width, width), last)
+        self.encoder1, self.encoder2 = double_block(dims, ins, width), Down(dims, width, 2 * width)
+        self.middle = Down(dims, 2 * width, 2 * width)
+        self.decoder2 = Up(dims, 2 * width, 2 * width, 2 * width)
+        self.decoder1 = Up(dims, 2 * width, width, width, getattr(nn, f"Conv{dims}d")(width, 2, 1))
 
     def forward(self, x: Any) -> Any:
         one = self.encoder1(x)
-        two = self.encoder2(self.pool(one))
-        y = self.decoder2(torch.cat([self.up2(self.middle(self.pool(two))), two], 1))
-        return self.decoder1(torch.cat([self.up1(y), one], 1))
+        two = self.encoder2(one)
+        return self.decoder1(self.decoder2(self.middle(two), two), one)
 
 
 class StridedUNet(nn.Module):
@@ -134,8 +152,8 @@ class _Checkpointed(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Any) -> Any:
-        return checkpoint(self.module, x, use_reentrant=False)
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.module, *args, use_reentrant=False)
 
 
 _made: dict[tuple[str, bool, str], layers.Contender] = {}

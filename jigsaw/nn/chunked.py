@@ -46,7 +46,8 @@ from jigsaw.tile import Tile, shared_mesh, tiles_in
 
 M = TypeVar("M", bound=nn.Module)
 
-# For the axes of a cut: rows below and above that a slab holds, and whether the dim is a circle.
+# For the axes of a cut: rows below and above that a slab holds, in rows of the input that has the fewest, and whether
+# the dim is a circle.
 _HaloWidths = dict[tuple[str, ...], tuple[int, int, bool]]
 
 
@@ -222,25 +223,23 @@ class _SlabJob:
     # -- geometry -----------------------------------------------------------------------------------------------------
 
     def _slab_points(self) -> tuple[int, ...]:
-        """Where the slabs of all ranks begin."""
+        """Where the slabs of all ranks begin, in rows of the input that has the fewest."""
         first = self.layouts[0]
         if not -first.ndim <= self.dim < first.ndim:
             raise ShardingError(
                 f"{CHUNKED_NAME}: dim={self.dim} of a tensor of shape {first.shape}; say one that it has"
             )
         dim = self.dim % first.ndim
+        coarse = min((each for each in self.layouts if each.ndim > dim), key=lambda each: each.shape[dim])
+        cut = coarse.dim(dim)[0]
         for layout in self.layouts:
-            if (
-                layout.ndim <= dim
-                or len(layout.dim(dim)) > 1
-                or not layout.dim(dim)[0].has_same_rows(first.dim(dim)[0])
-            ):
+            if layout.ndim <= dim or len(layout.dim(dim)) > 1 or not _is_finer(layout.dim(dim)[0], cut):
                 raise ShardingError(
-                    f"{CHUNKED_NAME}: {self.name} was given tiles {first} and {layout}, which have no one dim {dim} "
-                    "with the same cuts to part into slabs; pass what is not cut as plain tensors, or say dim="
+                    f"{CHUNKED_NAME}: {self.name} was given tiles {coarse} and {layout}, which have no one dim {dim} "
+                    "that is cut at the same places, or at those of twice (three times, ...) the rows, to part into "
+                    "slabs; pass what is not cut as plain tensors, or say dim="
                 )
         self.dim = dim
-        cut = first.dim(dim)[0]
         points = [0]
         for piece in range(cut.pieces):
             start, stop = cut.owned(piece)
@@ -257,9 +256,16 @@ class _SlabJob:
         """How the finer mesh has an input: its slabs, with the halo that they were found to need."""
         dims = [list(group) for group in layout.dims()]
         cut = dims[self.dim][0]
-        dims[self.dim] = [Cut(cut.size, self.points, (*cut.axes, SLAB_AXIS))]
-        wide = [[_with_width(c, widths) for c in group] for group in dims]
+        finer = cut.size // self.points[-1]
+        dims[self.dim] = [Cut(cut.size, tuple(finer * p for p in self.points), (*cut.axes, SLAB_AXIS))]
+        wide = [[_with_width(c, widths, self._row_count(c.axes, c.size)) for c in group] for group in dims]
         return Layout.from_dims(wide, (*layout.axes, (SLAB_AXIS, self.slabs)))
+
+    def _row_count(self, axes: tuple[str, ...], default: int) -> int:
+        """The rows that the axes cut, of the slab mesh too, in the input that has the fewest."""
+        if SLAB_AXIS in axes:
+            return self.points[-1]
+        return min((c.size for each in self.layouts for c in each.cuts if c.axes == axes), default=default)
 
     def _source_target(self, layout: Layout, fine: Layout, slab: int) -> Layout:
         """What the ranks fetch for their slab of that number."""
@@ -293,9 +299,8 @@ class _SlabJob:
     def _widen(self, missing: RowsMissing, widths: _HaloWidths) -> None:
         """Let slabs hold the rows that were missing, counted in rows of the input."""
         for axes, (below, above, size, wraps) in missing.lacking.items():
-            found = [c for layout in self.layouts for c in self._slab_layout(layout, {}).cuts if c.axes == axes]
             low, high, wrapped = widths.get(axes, (0, 0, False))
-            rows = found[0].size if found else 0
+            rows = self._row_count(axes, 0)
             if min(low, high) >= rows or max(low, high) > rows:
                 raise ShardingError(
                     f"{CHUNKED_NAME}: a function of {self.name} reads rows of the whole dim that {axes} cut, or "
@@ -503,6 +508,14 @@ class _SlabJob:
         return found
 
 
-def _with_width(cut: Cut, widths: _HaloWidths) -> Cut:
+def _is_finer(cut: Cut, coarse: Cut) -> bool:
+    """Whether a cut has as many rows for each of the other's, at the same places."""
+    finer, rest = divmod(cut.size, max(coarse.size, 1))
+    return not rest and cut.has_same_rows(Cut(cut.size, tuple(finer * p for p in coarse.points), coarse.axes))
+
+
+def _with_width(cut: Cut, widths: _HaloWidths, rows: int) -> Cut:
+    """With the halo that `widths` say in rows of an input with so many of them."""
     below, above, wraps = widths.get(cut.axes, (0, 0, False))
+    below, above = (ceil_div(width * cut.size, rows) if width else 0 for width in (below, above))
     return cut.with_halo(below, above, wraps) if below or above else cut.bare()

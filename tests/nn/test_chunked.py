@@ -70,6 +70,29 @@ class Conditioned(nn.Module):
         return self.inner(x, shift=self.embed(when))
 
 
+class Merged(nn.Module):
+    """Half the resolution, and back beside what there was: `up` takes tensors of 1 and of 2 (3) rows each."""
+
+    def __init__(self, times=2):
+        super().__init__()
+        self.first, self.down = nn.Conv2d(2, 4, 3, padding=1), nn.AvgPool2d(times)
+        self.up = Widened(times)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.up(self.down(x), x)
+
+
+class Widened(nn.Module):
+    def __init__(self, times):
+        super().__init__()
+        self.wider = nn.ConvTranspose2d(4, 4, times, times)
+        self.block = nn.Sequential(block(8, 3, nn.GroupNorm(3, 3)), block(3, 2, nn.Identity()))
+
+    def forward(self, low, x):
+        return self.block(torch.cat([self.wider(low), x], 1))
+
+
 class Shifted(nn.Module):
     def __init__(self):
         super().__init__()
@@ -131,6 +154,21 @@ def test_submodule_with_a_plain_argument():
         [{"lat": 2}, {"data": 2, "lat": 2}],
         spec=[(None, None, "lat", None), None],
         build=partial(chunk, name="inner", slabs=3),
+    )
+
+
+def test_inputs_of_several_resolutions():
+    torch.manual_seed(0)
+    assert_same_on_every_mesh(
+        Merged(),
+        torch.randn(2, 2, 26, 12),
+        [{"lat": 1}, {"lat": 2}, {"lat": 2, "lon": 2}],
+        spec=(None, None, "lat", "lon"),
+        build=partial(chunk, name="up", slabs=2),
+        align=2,
+    )
+    assert_same_on_every_mesh(
+        Merged(3), torch.randn(2, 2, 39, 9), [{"lat": 3}], build=partial(chunk, name="up", slabs=3), align=3
     )
 
 
