@@ -14,9 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
-from typing import Any, TypeVar, cast
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jigsaw.cut import (
     Box,
@@ -29,6 +27,9 @@ from jigsaw.cut import (
     cut_points,
     whole_dim,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # arrays are passed on, never made: a layout needs nothing to be installed
 
 MeshCoordinate = tuple[int, ...]
 AxisSizes = tuple[tuple[str, int], ...]

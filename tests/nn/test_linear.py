@@ -352,9 +352,6 @@ def _wrong(which):
         F.linear(torch.randn(2, 3, 6), x)
     if which == "one against many":
         torch.randn(5, 4, 1) @ shard(torch.randn(5, 2, 3), mesh, (None, "lat", None))
-    if which == "bias":
-        bias = Linear(6, 8, mesh=mesh, axis="lat").bias
-        F.linear(x, torch.randn(8, 6), bias)
 
 
 WRONG = {
@@ -362,8 +359,21 @@ WRONG = {
     "shape": "input .4, 6. and weight .3, 5. cannot be multiplied",
     "diagonal": "einsum: label 'i' has sizes 4 and 6",
     "plain input": "the input is a plain tensor of shape .2, 3, 6..*jigsaw.shard",
-    "bias": "the bias is cut by .'lat',., but the last dim of the output by nothing; cut the bias as",
 }
+
+
+@on_ranks(2)
+def test_a_cut_bias_is_gathered_for_a_whole_last_dim():
+    mesh = world_mesh(lat=2)
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 6).double(), torch.randn(7, 6).double()
+    bias = Linear(6, 7, mesh=mesh, axis="lat").double().bias
+    whole = bias.full_tensor().detach().requires_grad_()
+    y = F.linear(shard(x, mesh, ("lat", None)), w, bias)
+    torch.testing.assert_close(y.full_tensor(), F.linear(x, w, whole))
+    (y * y).sum().backward()
+    F.linear(x, w, whole).square().sum().backward()
+    torch.testing.assert_close(bias.grad.full_tensor(), whole.grad)
 
 
 @pytest.mark.parametrize("which", WRONG)
