@@ -107,6 +107,9 @@ bench: setup ## every benchmark, one JSON object a case (an hour)
 docs: setup ## the documentation as a site of plain files: open site/index.html
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/doctrees . site
 
+dist: setup ## the source archive and the wheel, in dist/
+	$(BIN)/python -m build --outdir dist
+
 medical: setup ## train on crops of volumes on two ranks, then infer by sliding windows
 	$(BIN)/torchrun --nproc-per-node 2 examples/medical/train.py
 
