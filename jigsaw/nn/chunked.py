@@ -227,7 +227,7 @@ class _SlabJob:
         first = self.layouts[0]
         if not -first.ndim <= self.dim < first.ndim:
             raise ShardingError(
-                f"{CHUNKED_NAME}: dim={self.dim} of a tensor of shape {first.shape}; say one that it has"
+                f"{CHUNKED_NAME}: dim={self.dim} of a tensor of shape {first.shape}; say one of its own"
             )
         dim = self.dim % first.ndim
         coarse = min((each for each in self.layouts if each.ndim > dim), key=lambda each: each.shape[dim])
