@@ -226,9 +226,7 @@ class _SlabJob:
         """Where the slabs of all ranks begin, in rows of the input that has the fewest."""
         first = self.layouts[0]
         if not -first.ndim <= self.dim < first.ndim:
-            raise ShardingError(
-                f"{CHUNKED_NAME}: dim={self.dim} of a tensor of shape {first.shape}; say one of its own"
-            )
+            raise ShardingError(f"{CHUNKED_NAME}: dim={self.dim} of shape {first.shape}; say one that it has")
         dim = self.dim % first.ndim
         coarse = min((each for each in self.layouts if each.ndim > dim), key=lambda each: each.shape[dim])
         cut = coarse.dim(dim)[0]
