@@ -33,6 +33,7 @@ from jigsaw.cut import ShardingError
 from jigsaw.graph_calls import shape_run
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
+from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.pipeline_stages import StageCuts
 from jigsaw.tile import Tile, watch_new_tiles
@@ -222,7 +223,11 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
+    if is_dtensor(x):
+        local, how = _without_values(x.to_local().detach(), mesh), (x.device_mesh, x.placements)
+        made: Tensor = type(x.detach()).from_local(local, *how, run_check=False, shape=x.shape, stride=x.stride())
+    else:
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
     if not isinstance(x, nn.Parameter):
         return made
     parameter = nn.Parameter(made, requires_grad=x.requires_grad)
