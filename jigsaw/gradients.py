@@ -261,7 +261,7 @@ def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_byte
 
     found: list[GradientBucket] = []
     for (_, _, axes), group in groupby(reversed(parameters), kind):
-        size = most_bytes
+        size = most_bytes + 1  # the first opens a bucket, also where no row of it lies here
         for p in group:
             mine = local_part(p).nbytes
             if size + mine > most_bytes:

@@ -43,8 +43,8 @@ class KeptMessages:
 _kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
 
 
-def _current_frame() -> tuple[Any, Any]:
-    """The frame of the checkpoint that is being computed, and which of its runs again this is (None: the first)."""
+def checkpoint_frame() -> tuple[Any, Any]:
+    """The frame of the checkpoint that is being computed, if any, and which of its runs again this is (None: the first)."""
     # the innermost hooks that autograd has for tensors to save; torch has no other way to ask
     saver: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     hooks: Any = saver._top_saved_tensors_default_hooks(True)
@@ -77,7 +77,7 @@ def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
     """What was received for `what` when the same call of a checkpoint ran for the first time; None where it has to be
     sent (again).
     """
-    frame, run = _current_frame()
+    frame, run = checkpoint_frame()
     if frame is None or run is None or frame not in _kept:
         return None
     kept = _kept[frame]
@@ -88,7 +88,7 @@ def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
 
 def keep_messages(what: object, layouts: tuple[Layout, Layout], received: list[tuple[int, Tensor]]) -> None:
     """Keep what is being received for `what`, an exchange between these layouts, if a checkpoint wants it again."""
-    frame, run = _current_frame()
+    frame, run = checkpoint_frame()
     if frame is None or run is not None:
         return
     kept = _kept.setdefault(frame, KeptMessages())

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jigsaw import debug
 from jigsaw.cut import ShardingError
 from jigsaw.graph_calls import shape_run
+from jigsaw.kept_halos import checkpoint_frame
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.nn.weights import is_dtensor
@@ -243,6 +244,20 @@ class _PlanningPass(WatchedPass):
         self._tiles: list[tuple[Tile, torch.dtype]] = []
         self._found: list[dict[int, TileOnPaper]] = []  # the tiles where each stage after the first begins
         self._read: list[set[int]] = [set()]
+        self._stage_of_frame: dict[Any, int] = {}  # of what is checkpointed
+
+    def see(self, tile: Tile) -> None:
+        super().see(tile)
+        self._check_checkpoint()
+
+    def _check_checkpoint(self) -> None:
+        frame, _ = checkpoint_frame()
+        if frame is not None and self._stage_of_frame.setdefault(frame, self.stage) != self.stage:
+            raise ShardingError(
+                f"stages={list(self.cuts.begins)!r}: {self.cuts.begins[self.stage - 1]!r} begins a stage within what "
+                "is checkpointed, and no stage could run that again in its backward pass; cut between checkpointed "
+                "modules: stages="
+            )
 
     def keep(self, number: int, tile: Tile) -> None:
         self._tiles.append((tile, tile.local.dtype))
@@ -250,6 +265,7 @@ class _PlanningPass(WatchedPass):
     def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in self.cuts.begins[self.stage :]:
             self._begin_stage(name)
+        self._check_checkpoint()
         self._check_order(name)
         self.inside_of = name
         self.calls += 1

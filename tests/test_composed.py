@@ -127,6 +127,8 @@ def mixture(checkpointed):
 
 NETS = {"transformer": (Transformer, 18), "unet": (UNet, 17)}
 MIXTURES = {"mixture": (mixture, 18)}
+# four stages, none of which begins within what is checkpointed
+QUARTERS = {"transformer": ["blocks.0", "blocks.1", "head"], "unet": ["down", "deep", "leave"]}
 WHOLE, CUT = {}, {"shard_weights": True, "unit_bytes": 1}
 MESHES = [
     ({"lat": 2}, CUT),
@@ -250,6 +252,8 @@ def _ten_steps(axes, options, expert_axis=None):
         batch = [torch.randn(samples, 3, rows, 12) for _ in range(2)]
         model = _with_cut_experts(copy.deepcopy(whole), mesh, expert_axis)
         if "pipe" in axes:
+            if options["schedule"] == "interleaved_1f1b":
+                options = options | {"stages": QUARTERS[name]}
             model = jigsaw.pipeline(model, mesh, loss=F.mse_loss, microbatches=2 if spec[0] else samples, **options)
             passes = _two_steps
         else:
