@@ -22,12 +22,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 
 from jigsaw.cut import interval_overlap
 from jigsaw.layout import Layout
 
 _KEPT_SHARE = 8  # rows are kept while they are at most one in so many
+_KEEPING_MODES: Any = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+    torch.utils.checkpoint._CachedTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+)
+_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
 _PLACE = "_checkpoint_hook.__init__.<locals>.pack_hook"
 _PLACE_AGAIN = "_recomputation_hook.__init__.<locals>.pack_hook"
 
@@ -57,6 +66,11 @@ def checkpoint_frame() -> tuple[Any, Any]:
     if place == _PLACE:
         return found.get("frame"), None
     return (found["target_frame_ref"](), found["gid"]) if found.keys() >= {"target_frame_ref", "gid"} else (None, None)
+
+
+def results_are_kept() -> bool:
+    """Whether selective checkpointing keeps what operators return, as its policy says: none may be changed in place."""
+    return _modes() > 0 and any(isinstance(mode, _KEEPING_MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 @lru_cache(maxsize=4096)
