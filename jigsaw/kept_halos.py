@@ -53,7 +53,9 @@ _kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
 
 
 def checkpoint_frame() -> tuple[Any, Any]:
-    """The frame of the checkpoint that is being computed, if any, and which of its runs again this is (None: the first)."""
+    """The frame of the checkpoint that is being computed, if any, and which of its runs again this is (None: the
+    first).
+    """
     # the innermost hooks that autograd has for tensors to save; torch has no other way to ask
     saver: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     hooks: Any = saver._top_saved_tensors_default_hooks(True)

@@ -225,8 +225,9 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
     if is_dtensor(x):
+        dtensor: Any = type(x.detach())  # whose module is loaded where there is one
         local, how = _without_values(x.to_local().detach(), mesh), (x.device_mesh, x.placements)
-        made: Tensor = type(x.detach()).from_local(local, *how, run_check=False, shape=x.shape, stride=x.stride())
+        made: Tensor = dtensor.from_local(local, *how, run_check=False, shape=x.shape, stride=x.stride())
     else:
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
     if not isinstance(x, nn.Parameter):
