@@ -102,6 +102,7 @@ $(ZOO_STAMP): pyproject.toml
 bench: setup ## every benchmark, one JSON object a case (an hour)
 	$(BIN)/python benchmarks/layers.py --ranks 2
 	$(BIN)/python benchmarks/memory.py --ranks 2
+	$(BIN)/python benchmarks/recomputing.py --ranks 2
 	$(BIN)/python benchmarks/read.py
 
 docs: setup ## the documentation as a site of plain files: open site/index.html

@@ -21,6 +21,8 @@ from jigsaw.waiting_ranks import name_who_waits
 T = TypeVar("T")
 U = TypeVar("U")
 
+_PIECE_BYTES = 2**20
+
 
 def agree_on_arguments(
     what: str, mesh: DeviceMesh, x: Tensor, with_values: bool, **arguments: object
@@ -55,7 +57,11 @@ def checksum_of_bits(x: Tensor) -> int:
     if flat.is_cuda:
         words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8192)).view(torch.int64).view(-1, 1024)
         flat = torch.cat([words.sum(0), words.sum(1)]).view(torch.uint8)
-    return zlib.crc32(flat.cpu().numpy().data)
+    checksum = 0
+    for piece in flat.split(_PIECE_BYTES):
+        # a copy, for memory that numpy has seen can never be resized again, which FSDP2 does to gathered weights
+        checksum = zlib.crc32(piece.to("cpu", copy=True).numpy().data, checksum)
+    return checksum
 
 
 def decide_on_first_rank(

@@ -224,11 +224,26 @@ def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
 
     Raises: `ShardingError` for a DTensor over ranks that no axes of the mesh make up.
     """
-    names = tuple(name for name, _ in axes_of_mesh(mesh))
     if not isinstance(parameter, DTensor):
-        return names
-    there = set(parameter.device_mesh.mesh.flatten().tolist())
-    for count in range(1, len(names) + 1):
+        return tuple(name for name, _ in axes_of_mesh(mesh))
+    return _axes_beside(parameter, parameter.device_mesh.mesh.flatten().tolist(), mesh)
+
+
+def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
+    """The axes along which every rank holds the same part: of a weight that is cut over some axes and copied along
+    others (hybrid sharding) these others, too.
+    """
+    if not isinstance(parameter, DTensor):
+        return axes_not_cutting(parameter, mesh)
+    where = parameter.device_mesh
+    cut = [n for (n, _), how in zip(axes_of_mesh(where), parameter.placements, strict=True) if not how.is_replicate()]
+    return _axes_beside(parameter, ranks_along(where, cut), mesh)
+
+
+def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> tuple[str, ...]:
+    """The axes of the mesh but for those that these ranks, over which the parameter lies, make up."""
+    names, there = tuple(name for name, _ in axes_of_mesh(mesh)), set(ranks)
+    for count in range(len(names) + 1):
         for some in combinations(names, count):
             if set(ranks_along(mesh, some)) == there:
                 return tuple(n for n in names if n not in some)
@@ -246,7 +261,7 @@ def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_byte
 
     found: list[GradientBucket] = []
     for (_, _, axes), group in groupby(reversed(parameters), kind):
-        size = most_bytes
+        size = most_bytes + 1  # the first opens a bucket, also where no row of it lies here
         for p in group:
             mine = local_part(p).nbytes
             if size + mine > most_bytes:

@@ -22,12 +22,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 
 from jigsaw.cut import interval_overlap
 from jigsaw.layout import Layout
 
 _KEPT_SHARE = 8  # rows are kept while they are at most one in so many
+_KEEPING_MODES: Any = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+    torch.utils.checkpoint._CachedTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+)
+_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
 _PLACE = "_checkpoint_hook.__init__.<locals>.pack_hook"
 _PLACE_AGAIN = "_recomputation_hook.__init__.<locals>.pack_hook"
 
@@ -43,8 +52,10 @@ class KeptMessages:
 _kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
 
 
-def _current_frame() -> tuple[Any, Any]:
-    """The frame of the checkpoint that is being computed, and which of its runs again this is (None: the first)."""
+def checkpoint_frame() -> tuple[Any, Any]:
+    """The frame of the checkpoint that is being computed, if any, and which of its runs again this is (None: the
+    first).
+    """
     # the innermost hooks that autograd has for tensors to save; torch has no other way to ask
     saver: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     hooks: Any = saver._top_saved_tensors_default_hooks(True)
@@ -57,6 +68,11 @@ def _current_frame() -> tuple[Any, Any]:
     if place == _PLACE:
         return found.get("frame"), None
     return (found["target_frame_ref"](), found["gid"]) if found.keys() >= {"target_frame_ref", "gid"} else (None, None)
+
+
+def results_are_kept() -> bool:
+    """Whether selective checkpointing keeps what operators return, as its policy says: none may be changed in place."""
+    return _modes() > 0 and any(isinstance(mode, _KEEPING_MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 @lru_cache(maxsize=4096)
@@ -77,7 +93,7 @@ def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
     """What was received for `what` when the same call of a checkpoint ran for the first time; None where it has to be
     sent (again).
     """
-    frame, run = _current_frame()
+    frame, run = checkpoint_frame()
     if frame is None or run is None or frame not in _kept:
         return None
     kept = _kept[frame]
@@ -88,7 +104,7 @@ def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
 
 def keep_messages(what: object, layouts: tuple[Layout, Layout], received: list[tuple[int, Tensor]]) -> None:
     """Keep what is being received for `what`, an exchange between these layouts, if a checkpoint wants it again."""
-    frame, run = _current_frame()
+    frame, run = checkpoint_frame()
     if frame is None or run is not None:
         return
     kept = _kept.setdefault(frame, KeptMessages())

@@ -81,8 +81,8 @@ def pipeline(
     *Sends*: for each microbatch and border between stages on two ranks the tiles that a later stage reads, backward
     their gradients.  A step: the loss, and what `parallelize` sends for one backward pass.
     *Raises*: `ShardingError` for a mesh without the axis, stages that do not fit the model or the schedule, parameters
-    that are DTensors or in two stages; in the first step for a forward pass that calls modules in another order, or
-    that uses a plain tensor of one stage in another.
+    that are DTensors over other axes or in two stages; in the first step for a forward pass that calls modules in
+    another order, uses a plain tensor of one stage in another, or has a cut within what is checkpointed.
 
     Source of the schedules: Huang et al., arXiv 1811.06965 (GPipe); Narayanan et al., arXiv 2104.04473 (1F1B); Qi et
     al., arXiv 2401.10241 (zero bubble); DeepSeek-AI, arXiv 2412.19437 (DualPipe).
@@ -111,12 +111,13 @@ def pipeline(
             f"shard_weights=True with schedule={schedule!r}: it computes gradients of weights after those of inputs, "
             "when FSDP2 has parted the weights again; take schedule='1f1b', 'gpipe' or 'interleaved_1f1b'"
         )
-    cut = [name for name, p in model.named_parameters() if is_dtensor(p)]
-    if cut:
-        raise ShardingError(
-            f"parameter {cut[0]!r} is a DTensor: pipeline cuts weights itself, in each stage; pass the plain model, "
-            "with shard_weights=True or an axis 'channel' in the mesh"
-        )
+    for parameter, p in model.named_parameters():
+        if is_dtensor(p) and not set(axes_of_mesh(p.device_mesh)) <= set(axes_of_mesh(mesh)) - {(axis, ranks)}:
+            raise ShardingError(
+                f"parameter {parameter!r} is a DTensor over {dict(axes_of_mesh(p.device_mesh))}, which are no axes of "
+                f"a stage, those of {sizes} without {axis!r}: make the layer with the pipeline's mesh, or pass the "
+                "plain model and let pipeline cut its weights, with shard_weights=True or an axis 'channel'"
+            )
     begins = tuple(stages or ()) if ranks > 1 else ()
     if stages is None and ranks > 1:
         begins = balanced_begins(model, ranks * (how.per_rank or 2))

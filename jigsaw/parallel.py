@@ -17,7 +17,7 @@ from jigsaw import comm, debug
 from jigsaw.agreement import checksum_of_bits
 from jigsaw.channel_parallel import cut_channels
 from jigsaw.cut import ShardingError
-from jigsaw.gradients import GradientReducer, axes_not_cutting, local_part, mark_averaged
+from jigsaw.gradients import GradientReducer, axes_not_cutting, axes_of_copies, local_part, mark_averaged
 from jigsaw.misuse import mark_replaced, warn_of_idle_axes
 from jigsaw.ops.whole_tensor import run_forward_whole
 from jigsaw.sharding import ShardingOptions, WeightSharding, sharding_units
@@ -110,7 +110,7 @@ def parallelize(
         object.__setattr__(model, _REDUCER, reducer)
         model.register_forward_pre_hook(reducer.begin)
     if debug.IS_DEBUGGING:
-        model.register_forward_pre_hook(_compare_now_and_then(model, mesh))
+        model.register_forward_pre_hook(_compare_now_and_then(model, mesh), prepend=True)  # before FSDP2 gathers them
     return model
 
 
@@ -121,7 +121,7 @@ def _compare_now_and_then(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Mo
     def hook(module: nn.Module, args: Any) -> None:
         if next(passes) % debug.hash_interval() == 0:
             named = model.named_parameters()
-            sums = [(name, checksum_of_bits(local_part(p)), axes_not_cutting(p, mesh)) for name, p in named]
+            sums = [(name, checksum_of_bits(local_part(p)), axes_of_copies(p, mesh)) for name, p in named]
             debug.compare_parameters(mesh, sums)
 
     return hook

@@ -31,8 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jigsaw import debug
 from jigsaw.cut import ShardingError
 from jigsaw.graph_calls import shape_run
+from jigsaw.kept_halos import checkpoint_frame
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
+from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.pipeline_stages import StageCuts
 from jigsaw.tile import Tile, watch_new_tiles
@@ -222,7 +224,12 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
+    if is_dtensor(x):
+        dtensor: Any = type(x.detach())  # whose module is loaded where there is one
+        local, how = _without_values(x.to_local().detach(), mesh), (x.device_mesh, x.placements)
+        made: Tensor = dtensor.from_local(local, *how, run_check=False, shape=x.shape, stride=x.stride())
+    else:
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
     if not isinstance(x, nn.Parameter):
         return made
     parameter = nn.Parameter(made, requires_grad=x.requires_grad)
@@ -238,6 +245,20 @@ class _PlanningPass(WatchedPass):
         self._tiles: list[tuple[Tile, torch.dtype]] = []
         self._found: list[dict[int, TileOnPaper]] = []  # the tiles where each stage after the first begins
         self._read: list[set[int]] = [set()]
+        self._stage_of_frame: dict[Any, int] = {}  # of what is checkpointed
+
+    def see(self, tile: Tile) -> None:
+        super().see(tile)
+        self._check_checkpoint()
+
+    def _check_checkpoint(self) -> None:
+        frame, _ = checkpoint_frame()
+        if frame is not None and self._stage_of_frame.setdefault(frame, self.stage) != self.stage:
+            raise ShardingError(
+                f"stages={list(self.cuts.begins)!r}: {self.cuts.begins[self.stage - 1]!r} begins a stage within what "
+                "is checkpointed, and no stage could run that again in its backward pass; cut between checkpointed "
+                "modules: stages="
+            )
 
     def keep(self, number: int, tile: Tile) -> None:
         self._tiles.append((tile, tile.local.dtype))
@@ -245,6 +266,7 @@ class _PlanningPass(WatchedPass):
     def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in self.cuts.begins[self.stage :]:
             self._begin_stage(name)
+        self._check_checkpoint()
         self._check_order(name)
         self.inside_of = name
         self.calls += 1

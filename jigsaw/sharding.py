@@ -132,12 +132,65 @@ def shard_model_weights(
     given: dict[str, Any] = {name: policy for name, policy in policies.items() if policy is not None}
     if options.keeps:
         given["reshard_after_forward"] = False
+    made: list[FSDPModule] = []
     for unit in [*units, model]:
         if not isinstance(unit, FSDPModule):
             fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **given)
         if isinstance(unit, FSDPModule) and mesh.device_type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            made.append(unit)
+    if made:
+        _UnitPrefetch(made, made[-1])
     return rest
+
+
+class _UnitPrefetch:
+    """Begins to gather the weights of the next unit before one computes, in the order of the last forward pass.
+
+    FSDP2 does so by streams, on GPUs alone: on CPUs it waits for each gather where it begins it, backward as well,
+    where it has the order itself.  Units a, b, c of one pass: in the next, b is on its way while a computes.  Of a unit
+    that different ones follow in one pass nothing is known, and what was gathered for nobody is freed.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], root: FSDPModule) -> None:
+        self._next: dict[Any, FSDPModule | None] = {}
+        self._seen: list[FSDPModule] = []
+        self._ahead: set[FSDPModule] = set()
+        self._is_forward = False  # what is checkpointed runs again in the backward pass
+        hooked: Any
+        for hooked in units:
+            hooked._set_unshard_async_op(True)
+            hooked.register_forward_pre_hook(self._begin_root if hooked is root else self._begin_unit)
+        hooked = root
+        hooked.register_forward_hook(self._end_root)
+
+    def _begin_root(self, module: Any, args: Any) -> None:
+        self._free_unused()  # of a pass that raised
+        self._seen, self._is_forward = [], True
+        self._begin_unit(module, args)
+
+    def _begin_unit(self, module: Any, args: Any) -> None:
+        if not self._is_forward:
+            return
+        self._seen.append(module)
+        self._ahead.discard(module)
+        following = self._next.get(module)
+        if following is not None:
+            following.unshard(async_op=True)
+            self._ahead.add(following)
+
+    def _end_root(self, module: Any, args: Any, output: Any) -> None:
+        self._is_forward = False
+        self._free_unused()
+        self._next = {}
+        for unit, following in zip(self._seen, [*self._seen[1:], None], strict=True):
+            self._next[unit] = following if self._next.get(unit, following) is following else None
+
+    def _free_unused(self) -> None:
+        for unit in self._ahead:
+            unit.unshard()  # waits for what is on its way
+            unit.reshard()
+        self._ahead.clear()
 
 
 def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:

@@ -1,5 +1,6 @@
 """``JIGSAW_DEBUG=1``: ranks that go different ways say so at the next message, with both places."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -135,6 +136,27 @@ def test_parameters_that_drift_apart_are_found():
         model(x)
         with pytest.raises(ShardingError, match=r"parameter 'bias' differs between rank 0 and rank 1"):
             model(x)
+
+
+@on_ranks(2)
+def test_weights_that_are_cut_are_compared_in_parts():
+    with debugging(), mock.patch.dict(os.environ, {debug.EVERY_VARIABLE: "1"}):
+        for how in ({"unit_bytes": 1}, {"shard_weights": "keep"}, {"replicate": "data"}):
+            torch.manual_seed(0)
+            plain = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3, padding=1), torch.nn.Conv2d(3, 2, 1)).double()
+            mesh = world_mesh(data=2, lat=1) if "replicate" in how else world_mesh(lat=2)
+            model = jigsaw.parallelize(copy.deepcopy(plain), mesh, **{"shard_weights": True} | how)
+            x = torch.randn(1, 2, 7, 6).double()
+            tile = jigsaw.shard(x, mesh, SPEC)
+            for _ in range(2):  # the second compares weights that were gathered before
+                model(tile).square().mean().backward()
+                plain(x).square().mean().backward()
+            for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12)
+        with torch.no_grad():
+            model[0].weight.to_local().add_(1e-6 * dist.get_rank())
+        with pytest.raises(ShardingError, match=r"parameter '0.weight' differs between rank 0 and rank 1"):
+            model(tile)
 
 
 SCRIPT = """

@@ -1,11 +1,13 @@
 """Activation checkpointing: halos that came in the forward pass are not sent again, and go with the graph."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from jigsaw import comm, kept_halos, parallelize
 from jigsaw.testing import on_ranks, world_mesh
@@ -63,6 +65,74 @@ def test_checkpointing_sends_halos_once_on_two_ranks():
     mesh = world_mesh(lat=2)
     for stride in (1, 2):
         _compare_steps(mesh, (None, None, "lat", None), stride)
+
+
+def _saves_convolutions(context, function, *args, **kwargs):
+    is_dear = function is torch.ops.aten.convolution.default
+    return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective(net, x):
+    contexts = partial(create_selective_checkpoint_contexts, _saves_convolutions)
+    return checkpoint(net, x, use_reentrant=False, context_fn=contexts)
+
+
+def _offloaded(net, x):
+    with torch.autograd.graph.save_on_cpu():
+        return net(x)
+
+
+@on_ranks(2)
+def test_selective_checkpointing_sends_halos_once():
+    mesh, spec = world_mesh(lat=2), (None, None, "lat", None)
+    plain, expected = _step(lambda net, x: net(x), mesh, spec, 2)
+    for run in (_selective, _offloaded):
+        sent, found = _step(run, mesh, spec, 2)
+        assert sent == plain and plain[1] > 0
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def _sent_by_kind(function, tiles):
+    """Bytes sent and received forward and backward, by kind, and the gradients."""
+    for tile in tiles:
+        tile.local.grad = None
+    with comm.count() as forward:
+        y = function(*tiles)
+    with comm.count() as backward:
+        y.square().sum().backward()
+    return [
+        {kind: n for kind in sorted({c.kind for c in counted.calls}) if (n := _bytes_of(counted, kind))}
+        for counted in (forward, backward)
+    ], [tile.local.grad.clone() for tile in tiles]
+
+
+def _bytes_of(counted, kind):
+    return sum(c.sent_bytes + c.received_bytes for c in counted.calls if c.kind == kind)
+
+
+@on_ranks(2)
+def test_rows_that_move_a_little_come_once_and_keys_again():
+    mesh = world_mesh(lat=2)
+
+    def case(*shape, points=None, dim=2):
+        spec = tuple("lat" if at == dim else None for at in range(len(shape)))
+        tile = shard(torch.randn(*shape).double(), mesh, spec, split={dim: points} if points else "balanced")
+        tile.local.requires_grad_()
+        return tile
+
+    def again(function, *tiles):
+        return checkpoint(function, *tiles, use_reentrant=False)
+
+    moved = [case(1, 2, 33, 4), case(1, 2, 33, 4, points=(0, 16, 33))]
+    plain, expected = _sent_by_kind(lambda a, b: (a * b).sin(), moved)
+    sent, found = _sent_by_kind(lambda a, b: again(lambda a, b: (a * b).sin(), a, b), moved)
+    assert plain[0] == {"realign": 64} and sent == plain
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    tokens = [case(1, 2, 33, 4) for _ in "qkv"]
+    plain, expected = _sent_by_kind(F.scaled_dot_product_attention, tokens)
+    sent, found = _sent_by_kind(lambda *t: again(F.scaled_dot_product_attention, *t), tokens)
+    assert sum(sent[1].values()) == sum(plain[0].values()) + sum(plain[1].values())  # as large as a rank's own
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -271,8 +271,12 @@ class Odd(nn.Module):
         self.first, self.second, self.third = (nn.Conv2d(3, 3, 1) for _ in range(3))
         if how == "tied":
             self.third.weight = self.first.weight
+        if how == "experts":
+            self.third = jigsaw.nn.MoE(3, 4, 2, 1, mesh=world_mesh(pipe=2), axis="pipe")
 
     def forward(self, x):
+        if self.how == "checkpointed":
+            return checkpoint(lambda x: self.third(self.second(self.first(x))), x, use_reentrant=False)
         if self.how == "order":
             return self.first(self.third(self.second(x)))
         scale = torch.arange(6.0, dtype=x.dtype).sum() if self.how == "plain" else 1.0
@@ -299,6 +303,8 @@ def test_refused():
     _refused("parameter 'first.weight' of stage 0 is also third.weight, of stage 1", "tied", ["second"])
     _refused("module 'first' lies in stage 0, .* calls it in stage 1", "order", ["second"])
     _refused("a plain tensor of shape .* that stage 0 makes is used in stage 1, by aten.mul", "plain")
+    _refused("'second' begins a stage within what is checkpointed", "checkpointed", ["second"])
+    _refused(r"'third.w1' is a DTensor over {'pipe': 2}, which are no axes of a stage", "experts")
     _refused("does not call 'third'; name modules that it calls", "never")
     _refused(r"needs microbatches >= 2, not 1", microbatches=1)
     _refused("of 6 samples cut at .* into 4 equal parts", x=torch.randn(6, 3, 7, 5))

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError, whole_dim
-from jigsaw.graph_calls import refuse_in_graph
+from jigsaw.graph_calls import is_shape_run, refuse_in_graph
 from jigsaw.layout import Layout
 from jigsaw.matmul_grid import refine_cut
 from jigsaw.mesh import axes_of_mesh
@@ -131,6 +131,10 @@ class MoE(nn.Module):
                 f"MoE takes tokens of {self.dim} features, the last of at least 2 dims, but the Tile has shape "
                 f"{tuple(input.shape)}; move the features there, x.movedim(1, -1), or make the layer for another dim"
             )
+        if is_shape_run():  # where a token goes is a value
+            self.balance_loss = self.z_loss = input.local.new_zeros(())
+            here = input.owned()
+            return Tile(in_autocast_dtype(here.local).clone(), here.layout, here.mesh)
         weights = dict(self.named_parameters(recurse=False))
         stored = weight_layout(weights["w1"], input).dim(0)[0]
         tokens = input.with_layout(_layout_of_tokens(input.layout, stored.axes))

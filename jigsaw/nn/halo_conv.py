@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.cut import Cut, Interval
 from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint, memory_format_of
 from jigsaw.graph_calls import graph_call
+from jigsaw.kept_halos import results_are_kept
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.nn.stencil import DimStencil, plan_stencil
 from jigsaw.stencil_rules import DerivedCut, StencilWindow, ceil_div
@@ -243,6 +244,8 @@ def _convolve_with_strips(
     # started first: strips travel while the rows at hand, by far the most, are convolved
     strips = AsyncExchange(x, layout, [s.target for s in halo.slabs], mesh)
     out = op(x[halo.box], weight, bias, halo.padding)
+    if results_are_kept():
+        out = out.clone()
     padded: list[Tensor | None] = []
     for slab, strip in zip(halo.slabs, strips.wait(), strict=True):
         padded.append(F.pad(strip, slab.pads) if slab.adds else None)

@@ -256,18 +256,22 @@ def _retain_grad(input: Tile) -> None:
 @implements_torch(Tensor.register_hook)
 def _register_hook(input: Tile, hook: Callable[[Any], Any]) -> Any:
     """The hook sees the gradient as a tile of the same layout; a halo row has this rank's part."""
+    layout, mesh = input.layout, input.mesh  # not the tile: its memory would live as long as the hook that it holds
 
     def on_local(gradient: Tensor) -> Tensor | None:
-        changed = hook(Tile(gradient, input.layout, input.mesh))
-        return None if changed is None else _local_gradient(Tensor.register_hook, changed, input)
+        given = Tile(gradient, layout, mesh)
+        changed = hook(given)
+        return None if changed is None else _local_gradient(Tensor.register_hook, changed, given)
 
     return input.local.register_hook(on_local)
 
 
 @implements_torch(Tensor.register_post_accumulate_grad_hook)
 def _register_post_accumulate_grad_hook(input: Tile, hook: Callable[[Any], None]) -> Any:
-    def on_local(_: Tensor) -> None:
-        hook(input)
+    layout, mesh = input.layout, input.mesh
+
+    def on_local(local: Tensor) -> None:
+        hook(Tile(local, layout, mesh))
 
     return input.local.register_post_accumulate_grad_hook(on_local)
 

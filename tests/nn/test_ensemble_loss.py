@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.nn import crps_loss
+from jigsaw.parallel import parallelize
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile_making import shard
 
@@ -109,6 +112,40 @@ def test_what_members_that_meet_send():
     with comm.count() as nothing:
         crps_loss(whole, torch.randn(12, 10), 0, reduction="none")
     assert nothing.sent_bytes == 0
+
+
+class Members(nn.Module):
+    """A forecast a member: the state with the member's noise through one net."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU(), nn.Conv2d(6, 3, 1))
+
+    def forward(self, x, noise):
+        states = x.unsqueeze(1) + noise
+        return states + self.net(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+
+
+@pytest.mark.parametrize("axes", [{"ensemble": 2, "lat": 2}, {"data": 2, "ensemble": 2}], ids=str)
+@on_ranks(4)
+def test_training_members_that_an_axis_cuts(axes):
+    torch.manual_seed(0)
+    x, noise, y = (torch.randn(2, *more, 3, 7, 10).double() for more in ((), (5,), ()))
+    plain, mesh = Members().double(), world_mesh(**axes)
+    loss = crps_loss(plain(x, noise), y, weight=AREA)
+    loss.backward()
+    data, lat = ("data" if "data" in axes else None), ("lat" if "lat" in axes else None)
+    state, member = (data, None, lat, None), (data, "ensemble", None, lat, None)
+    tiles = [shard(v, mesh, spec) for v, spec in ((x, state), (noise, member), (y, state))]
+    for how in ({}, {"shard_weights": True, "unit_bytes": 1}, {"shard_weights": True, "replicate": "ensemble"}):
+        model = parallelize(copy.deepcopy(plain), mesh, **how)
+        model.zero_grad()
+        found = crps_loss(model(*tiles[:2]), tiles[2], weight=AREA)
+        found.backward()
+        assert found.item() == pytest.approx(loss.item(), abs=1e-13)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            grad = ours.grad.full_tensor() if how else ours.grad
+            torch.testing.assert_close(grad, theirs.grad, rtol=0, atol=1e-13)
 
 
 def test_what_is_refused():

@@ -45,3 +45,17 @@ def test_toy_run_of_memory(case):
     if case == "blocks-2d":
         assert alone["peak_bytes"] < 0.4 * plain["peak_bytes"]
         assert chunked["peak_bytes"] < 0.5 * both["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_toy_run_of_recomputing():
+    command = [sys.executable, str(SCRIPT.with_name("recomputing.py")), "--small", "--rounds", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    assert all(c["max_abs_err"] < 1e-4 for c in lines)
+    for ranks in (1, 2):
+        by_way = {c["way"]: c for c in lines if c["ranks"] == ranks}
+        assert {c["halo_bytes"] for c in by_way.values()} == {by_way["plain"]["halo_bytes"]}
+        peaks = {way: c["peak_bytes"] / by_way["plain"]["peak_bytes"] for way, c in by_way.items()}
+        assert peaks["by block"] < 0.6 and peaks["selective"] < 0.95 and peaks["offloaded"] < 0.5
+        assert peaks["accumulated"] < 0.4
