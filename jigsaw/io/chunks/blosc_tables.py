@@ -60,9 +60,9 @@ def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, took: LookupTally) 
         took.add(LookupCounts(0, memory.size))
         return memory
 
-    # the header, and of a chunk far away the table that it can be expected to have
+    # the header, and with it the table that it can be expected to have
     expected = _HEADER_BYTES + 4 * -(-size // _SMALLEST_BLOCK)
-    at_once = files.far and (ref.length is None or ref.length >= expected)
+    at_once = ref.length is None or ref.length >= expected
     try:
         raw = read(0, fresh_memory(expected if at_once else _HEADER_BYTES))
     except ShortChunkError:
