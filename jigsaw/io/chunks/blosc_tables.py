@@ -73,11 +73,13 @@ def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, took: LookupTally) 
         return None
     head = raw[:_HEADER_BYTES].tobytes()
     _, count = blosc.check_blosc_header(head, size, ref.length)
-    table = fresh_memory(0 if head[2] & 0x2 else 4 * count)
-    if ref.length is not None and table.size > ref.length:
+    stop = _HEADER_BYTES + (0 if head[2] & 0x2 else 4 * count)
+    if ref.length is not None and stop - _HEADER_BYTES > ref.length:
         raise ShortChunkError(f"it has {ref.length} bytes, too few for its table of {count} blocks")
-    known = min(raw.size - _HEADER_BYTES, table.size)
-    table[:known] = raw[_HEADER_BYTES : _HEADER_BYTES + known]
-    if known < table.size:
-        read(_HEADER_BYTES + known, table[known:])
+    if stop <= raw.size:
+        return blosc.blosc_frame_of(head, raw[_HEADER_BYTES:stop])
+    table = fresh_memory(stop - _HEADER_BYTES)
+    known = raw.size - _HEADER_BYTES
+    table[:known] = raw[_HEADER_BYTES:]
+    read(raw.size, table[known:])
     return blosc.blosc_frame_of(head, table)
