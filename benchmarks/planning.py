@@ -154,7 +154,9 @@ def integer_case(ranks: int) -> dict[str, float]:
         layout = Layout.of(shape, spec, axes, halo={2: 2, 3: 2}, periodic=(3,))
         return [(layout.held(c), layout.local_shape(c)) for c in layout.coords()]
 
-    rows, columns = (Layout.of(shape, (None, None, *cut), axes) for cut in ((("lat", "lon"), None), (None, ("lat", "lon"))))
+    rows, columns = (
+        Layout.of(shape, (None, None, *cut), axes) for cut in ((("lat", "lon"), None), (None, ("lat", "lon")))
+    )
     wide, bare = Layout.of(shape, spec, axes, halo={2: 2, 3: 2}, periodic=(3,)), Layout.of(shape, spec, axes)
     middle = tuple(size // 2 for size in axes.values())
     product = (721 * 1440, 1024, 4096)
@@ -180,7 +182,9 @@ def main() -> None:
     args = parser.parse_args()
     ranks, stores = args.ranks or list(MESHES), [] if args.integers else args.store or STORES
     if args.here:
-        found = read_case(write_store(args.folder, stores[0]), ranks[0], args.mode) if stores else integer_case(ranks[0])
+        found = (
+            read_case(write_store(args.folder, stores[0]), ranks[0], args.mode) if stores else integer_case(ranks[0])
+        )
         print(json.dumps({"case": stores[0] if stores else "integers", "ranks": ranks[0]} | found), flush=True)
         return
     args.folder.mkdir(parents=True, exist_ok=True)

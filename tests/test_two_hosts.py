@@ -122,7 +122,9 @@ def test_two_hosts_train_as_one_process_and_send_what_is_planned(tmp_path, store
 def test_ranks_end_when_the_link_goes_down(tmp_path, store):
     """Each of another user; all are told within the time of the mesh, and for whom they waited."""
     with linked_hosts() as hosts:
-        code = TRAIN + """
+        code = (
+            TRAIN
+            + """
 from jigsaw.waiting_ranks import WaitError
 sample = data[0]
 step(sample)
@@ -136,12 +138,13 @@ except WaitError as e:
     meet("end")
 os._exit(0)
 """
+        )
         code = code.replace("STORE", store[0]).replace("TIMEOUT", "6")
         hosts.start(tmp_path, code, users=(1001, 1002, 1003, 1004), job=2)
         hosts.await_meeting("cut")
         hosts.cut_link()
         hosts.let_go("cut")
-        hosts.await_meeting("end", 60)
+        hosts.await_meeting("end", 120)
         hosts.let_go("end")
         told = hosts.await_end()
     for rank, said in enumerate(told):

@@ -4,6 +4,7 @@ Each has a `/proc` and a `/dev/shm` of its own, and both have one host name, as 
 The link is slow on demand, and can be cut.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -83,7 +84,6 @@ class TwoHosts:
 
     def start(self, folder, code, users, job):
         """Ranks as srun starts them, two a host; `users` are their numbers."""
-        import json
 
         folder.chmod(0o777)
         (folder / "body.py").write_text(_BODY + code)
@@ -109,7 +109,7 @@ class TwoHosts:
     def told(self):
         return [path.read_text() if path.exists() else "" for path in (self.folder / f"told{r}" for r in range(4))]
 
-    def await_meeting(self, name, seconds=150):
+    def await_meeting(self, name, seconds=400):
         """Wait for all ranks to `meet`; they wait for `let_go`."""
         until = time.monotonic() + seconds
         while not all((self.folder / f"{name}-{rank}").exists() for rank in range(4)):
@@ -120,7 +120,7 @@ class TwoHosts:
     def let_go(self, name):
         (self.folder / name).touch()
 
-    def await_end(self, seconds=60):
+    def await_end(self, seconds=120):
         """What each rank said; all have ended by themselves."""
         try:
             for each in self.started:
