@@ -29,12 +29,10 @@ def test_nodes_are_compared(tmp_path, monkeypatch):
     assert found_by([facts, facts]) == [[], []]
     older = {**facts, "torch": "1.0", "host": "old"}
     (wrong,), same = found_by([facts, older, facts])[:2]
-    assert (
-        wrong
-        == f"torch must be the same on all, and readable: {facts['torch']} on ranks [0, 2] ({facts['host']}); 1.0 on ranks [1] (old)"
-    )
+    where = f"{facts['torch']} on ranks [0, 2] ({facts['host']}); 1.0 on ranks [1] (old)"
+    assert wrong == f"torch must be the same on all, and readable: {where}"
     assert same == [wrong]
-    lacking = {**facts, **{"store": facts_of_node(str(tmp_path / "none.zarr"))["store"]}}
+    lacking = {**facts, "store": facts_of_node(str(tmp_path / "none.zarr"))["store"]}
     assert "store must be the same on all, and readable: cannot be opened: " in found_by([lacking])[0][0]
 
 

@@ -161,7 +161,7 @@ def _wrong_with_gloo(place: JobPlace, facts: NodeFacts, store: dist.Store, limit
     except RuntimeError as e:
         names = ", ".join(name for _, name in socket.if_nameindex())
         return [
-            f"rank {place.rank} on {facts['host']} reaches rank 0, and not all others over gloo: set GLOO_SOCKET_IFNAME "
-            f"to the interface that joins the nodes, of {names} ({str(e).splitlines()[0]})"
+            f"rank {place.rank} on {facts['host']} reaches rank 0, and not all others over gloo: set "
+            f"GLOO_SOCKET_IFNAME to the interface that joins the nodes, of {names} ({str(e).splitlines()[0]})"
         ]
     return [] if int(total) == place.ranks else [f"a sum of ones over {place.ranks} ranks is {int(total)}"]
