@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jigsaw.errors import ReadError
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_finder import ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.codecs import BadChunkError
 from jigsaw.io.chunks.concurrent_requests import ask_at_once
 from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
 from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ByteSpans, ChunkPortion, blosc_blocks_of_rows
@@ -66,6 +68,14 @@ class LoadsAlone(NamedTuple):
         return (self.table @ self.kinds.count(loads, mode)).tolist()
 
 
+class WholeSizes(NamedTuple):
+    """Of each chunk whether it is there, and its bytes decoded and stored, an unknown size as the decoded one."""
+
+    there: NDArray[np.bool_]
+    decoded: NDArray[np.int64]
+    stored: NDArray[np.int64]
+
+
 class FoundChunks:
     """The places of needed chunks, each looked up once.
 
@@ -78,6 +88,7 @@ class FoundChunks:
         self.needed, self.tables = needed, tables
         self._refs: dict[tuple[str, ChunkIndex], ChunkRef | None] = {}
         self._portions: dict[Hashable, ChunkPortion | None] = {}
+        self._whole: dict[str, WholeSizes] = {}
         self._alone: dict[tuple[str, ChunkIndex], LoadsAlone] = {}
         self._asked: set[tuple[str, ChunkIndex]] = set()
 
@@ -87,6 +98,53 @@ class FoundChunks:
         if key not in self._refs:
             self._refs[key] = self.tables[array].finder.locate(chunk)
         return self._refs[key]
+
+    def _refs_of(self, array: str) -> list[ChunkRef | None]:
+        """Where the needed chunks of an array lie, in C order; those that follow each other are looked up together."""
+        finder, chunks = self.tables[array].finder, list(self.needed.readers[array])
+        if all((array, chunk) not in self._refs for chunk in chunks):
+            for first, count in _strips_of_chunks(chunks):
+                try:
+                    refs = finder.locate_strip(first, count)
+                except (ReadError, OSError, BadChunkError):
+                    break  # which of them it was is told one by one
+                self._refs.update(((array, (*first[:-1], first[-1] + n)), ref) for n, ref in enumerate(refs))
+        return [self.ref(array, chunk) for chunk in chunks]
+
+    def _sizes(self, array: str) -> WholeSizes:
+        """The sizes of the needed chunks of an array, in C order."""
+        if array not in self._whole:
+            grid, refs = self.tables[array].grid, self._refs_of(array)
+            decoded = [0 if ref is None else grid.bytes_of(c) for c, ref in zip(self.needed.readers[array], refs, strict=True)]
+            stored = [0 if ref is None else -1 if ref.length is None else ref.length for ref in refs]
+            unsized = 0 if self.tables[array].decoder is None else np.array(decoded, np.int64)
+            sizes = np.array(stored, np.int64)
+            there = np.array([ref is not None for ref in refs])
+            self._whole[array] = WholeSizes(there, np.array(decoded, np.int64), np.where(sizes < 0, unsized, sizes))
+        return self._whole[array]
+
+    def counts_in_mode(self, array: str, mode: str) -> tuple[int, int, int]:
+        """What `counts_of_loads` gives of all needed chunks of an array."""
+        readers_of = self.needed.readers[array]
+        if self.tables[array].finder.is_divisible:
+            counts = [self.counts_of_loads(array, chunk, mode) for chunk in readers_of]
+            requests, decoded, stored = (sum(column) for column in zip(*counts, strict=True))
+            return requests, decoded, stored
+        loads, sizes = readers_of.pattern.counts(mode)[0], self._sizes(array)
+        return int(loads @ sizes.there), int(loads @ sizes.decoded), int(loads @ sizes.stored)
+
+    def bytes_of_shared(self, array: str, mode: str) -> list[int]:
+        """For each needed chunk of an array, in C order, the bytes that its shared load fetches, or decodes where that
+        is not known; 0 of a missing one.
+        """
+        if not self.tables[array].finder.is_divisible:
+            sizes = self._sizes(array)
+            return np.where(sizes.stored, sizes.stored, sizes.decoded).tolist()
+        found: list[int] = []
+        for chunk, loads in zip(self.needed.readers[array], self.needed.readers[array].pattern.loads(mode), strict=True):
+            row = self.load_counts(array, chunk, loads.served) if loads.served else ReadCounts()
+            found.append(row.stored_bytes or row.decoded_bytes)
+        return found
 
     def has_own_objects(self, array: str) -> bool:
         """Whether each needed chunk of an array lies in another object, so that no request brings two of them."""
@@ -228,6 +286,16 @@ def _kinds_by_blocks(
     kinds[able] = [number[runs.tobytes()] for runs in wanted]
     firsts = np.cumsum([0, *map(len, apart.values())])[:-1]
     return np.concatenate([*apart.values()]), firsts, ReaderKinds(kinds, len(apart) + 1)
+
+
+def _strips_of_chunks(chunks: Sequence[ChunkIndex]) -> Iterator[tuple[ChunkIndex, int]]:
+    """Chunks in C order as the first of those that follow each other along the last dim, and how many these are."""
+    start = 0
+    for i, chunk in enumerate(chunks):
+        last = i + 1 == len(chunks)
+        if last or chunks[i + 1][-1] != chunk[-1] + 1 or chunks[i + 1][:-1] != chunk[:-1]:
+            yield chunks[start], i + 1 - start
+            start = i + 1
 
 
 def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
