@@ -2,16 +2,18 @@
 
     python benchmarks/planning.py --output benchmarks/results/planning-MACHINE-MONTH.jsonl
 
-A sample is one step of 100 fields of 721 x 1440 with a halo of 2, wrapped in longitude: 8 variables of 10 levels and 20
-of one.  Stores (`--store`): `globe`, Zarr in chunks of one level's globe, Blosc's lz4; `tiles`, Zarr in 8 x 8 chunks a
-level, Blosc too; `hdf5`, chunks of the globe, deflated.  All chunks hold the same bytes, as links to one file or a copy.
-The mesh is given as sizes, lat x lon as square as they go, and the rank is the one in its middle.
+A sample is one step of 100 fields of 721 x 1440 with a halo of 2, wrapped in longitude: 8 variables of 10 levels and
+20 of one.  Stores (`--store`): `globe`, Zarr in chunks of one level's globe, Blosc's lz4; `tiles`, Zarr in 8 x 8 chunks
+a level, Blosc too, 6400 files a sample; `hdf5`, chunks of the globe, deflated.  All chunks hold the same bytes, as
+links to one file or a copy.  The mesh is given as sizes, lat x lon as square as they go, and the rank is the one in its
+middle.
 
 `open_ms` is `jigsaw.io.open`, with the plan of sample 0 that it makes; `first_ms` the plan of the first sample that is
-read, `next_ms` that of each sample after it, the median.  A plan is all that a rank works out before it loads: who loads
-what, the number that ranks compare, and its own chunks and boxes.  The other rows (`--integers`) are what layers ask:
-`layout`, the boxes of all ranks, `exchange` one rank's plan of a halo, `redistribute` of rows to columns, and `grid` the
-choice of a matrix product's grid.  Each case runs in a process of its own, so nothing is kept from the case before.
+read, `next_ms` that of each sample after it, the median.  A plan is all that a rank works out before it loads: who
+loads what, the number that ranks compare, and its own chunks and boxes.  The other rows (`--integers`) are what layers
+ask: `layout`, the boxes of all ranks; `exchange`, one rank's plan of a halo; `redistribute`, of rows to columns; `grid`
+and `every_grid`, the choice of a matrix product's grid on these axes, and on any.  Each case runs in a process of its
+own, so nothing is kept from the case before.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ class FoundChunks:
         """The sizes of the needed chunks of an array, in C order."""
         if array not in self._whole:
             grid, refs = self.tables[array].grid, self._refs_of(array)
-            decoded = [0 if ref is None else grid.bytes_of(c) for c, ref in zip(self.needed.readers[array], refs, strict=True)]
+            decoded = [
+                0 if ref is None else grid.bytes_of(c) for c, ref in zip(self.needed.readers[array], refs, strict=True)
+            ]
             stored = [0 if ref is None else -1 if ref.length is None else ref.length for ref in refs]
             unsized = 0 if self.tables[array].decoder is None else np.array(decoded, np.int64)
             sizes = np.array(stored, np.int64)
@@ -141,7 +143,9 @@ class FoundChunks:
             sizes = self._sizes(array)
             return np.where(sizes.stored, sizes.stored, sizes.decoded).tolist()
         found: list[int] = []
-        for chunk, loads in zip(self.needed.readers[array], self.needed.readers[array].pattern.loads(mode), strict=True):
+        for chunk, loads in zip(
+            self.needed.readers[array], self.needed.readers[array].pattern.loads(mode), strict=True
+        ):
             row = self.load_counts(array, chunk, loads.served) if loads.served else ReadCounts()
             found.append(row.stored_bytes or row.decoded_bytes)
         return found

@@ -127,4 +127,3 @@ def _private_bytes(found: FoundChunks, modes: Mapping[str, str]) -> ByReader:
                 stored, decoded = counts[:, COUNT_COLUMN["stored_bytes"]], counts[:, COUNT_COLUMN["decoded_bytes"]]
                 load[readers.at[alone]] += np.where(stored, stored, decoded)
     return load
-
