@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -155,7 +155,7 @@ def _differences(said: list[NodeFacts]) -> list[str]:
 def _wrong_with_gloo(place: JobPlace, facts: NodeFacts, store: dist.Store, limit: timedelta) -> list[str]:
     """Whether all processes can connect to each other: a sum over gloo."""
     try:
-        group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), place.rank, place.ranks, limit)
+        group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), place.rank, place.ranks, limit)
         total = torch.ones(1)
         group.allreduce([total]).wait()
     except RuntimeError as e:
