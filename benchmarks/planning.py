@@ -143,7 +143,7 @@ def read_case(path: Path, ranks: int, mode: str) -> dict[str, Any]:
         "modes": sorted(set(plan.modes.values())),
         "open_ms": open_ms,
         "first_ms": first_ms,
-        "next_ms": statistics.median(later),
+        "next_ms": round(statistics.median(later), 3),
     }
 
 
@@ -193,7 +193,11 @@ def main() -> None:
     for store in stores:
         write_store(args.folder, store)
     cases = [[f"--store={store}"] for store in stores] + ([] if args.store else [["--integers"]])
-    head = {"hardware": args.hardware, "date": str(datetime.date.today()), "command": " ".join(sys.argv)}
+    head = {
+        "hardware": args.hardware,
+        "date": str(datetime.date.today()),
+        "command": f"python benchmarks/planning.py --mode {args.mode}",
+    }
     lines = [json.dumps(head)]
     for case in cases:
         for count in ranks:
