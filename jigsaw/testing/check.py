@@ -1,8 +1,12 @@
-"""``python -m jigsaw check``: what is installed, what it can use, and whether tiles compute what torch computes."""
+"""``python -m jigsaw check``: what is installed, what it can use, and whether tiles compute what torch computes.
+
+Started as several ranks, by srun, torchrun or mpirun, it says instead what keeps their nodes from working together.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import time
 from importlib import metadata
@@ -11,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from jigsaw.cut import ShardingError
 from jigsaw.testing.failure import RankFailedError
+from jigsaw.testing.node_check import JobPlace, check_nodes, facts_of_node, place_in_job
 from jigsaw.testing.oracle import assert_same_on_every_mesh
 
 _PACKAGES = ("jigsaw-torch", "torch", "numpy", "zarr", "numcodecs", "h5py", "netCDF4", "xarray", "dask", "matplotlib")
@@ -20,16 +26,37 @@ _PACKAGES = ("jigsaw-torch", "torch", "numpy", "zarr", "numcodecs", "h5py", "net
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), default=4, help="ranks of the parity test (default 4)")
+    parser.add_argument("--store", help="on several nodes: a store that all of them should read")
+    waits = "on several nodes: how long they wait for each other, in seconds (default 60)"
+    parser.add_argument("--timeout", type=float, default=60.0, help=waits)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 when the parity test fails."""
+    """Print the report; 1 when the parity test fails, or ranks cannot work together."""
+    try:
+        place = place_in_job(os.environ)
+    except ShardingError as e:
+        print(e)
+        return 1
+    if place is not None:
+        return _report_nodes(place, args.store, args.timeout)
     print(f"python {platform.python_version()} on {platform.platform()}")
     for name in _PACKAGES:
         print(f"  {name:<12} {_package_version(name)}")
     print(f"backends: {', '.join(_available_backends()) or 'none'}")
     print(f"devices:  {_device_names()}")
     return 0 if _has_parity(args.ranks) else 1
+
+
+def _report_nodes(place: JobPlace, store: str | None, seconds: float) -> int:
+    """Print what is wrong with the nodes; rank 0 says as well that nothing is."""
+    facts = facts_of_node(store)
+    wrong = check_nodes(place, facts, seconds)
+    own = ", ".join(f"{name} {value}" for name, value in facts.items())
+    print("\n".join([f"rank {place.rank} of {place.ranks}: {own}", *(f"WRONG: {each}" for each in wrong)]), flush=True)
+    if not wrong and place.rank == 0:
+        print(f"all {place.ranks} ranks reach each other, and have the same versions", flush=True)
+    return 1 if wrong else 0
 
 
 def _package_version(package: str) -> str:

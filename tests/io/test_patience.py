@@ -92,7 +92,8 @@ first = next(iter(jigsaw.io.DataLoader(ds)))
 print(os.getuid(), ds[0].index, ds._engine.peers.is_spread, total)
 leave()
 """
-    told = run_apart(tmp_path, 4, code, before=_AS_A_USER)
+    # starting alone took four ranks 110 s on two cores that twenty others had too
+    told = run_apart(tmp_path, 4, code, before=_AS_A_USER, seconds=400)
     assert [status for status, _ in told] == [0, 0, 0, 0], told
     assert [text.split()[:3] for _, text in told] == [[f"100{rank}", "0", "True"] for rank in range(4)]
     assert len({text.split()[3] for _, text in told}) == 1

@@ -173,3 +173,11 @@ def test_the_page_is_that_of_the_result_files(bench, tmp_path):
     assert report.page(text, report.newest(), tmp_path) == text
     for picture in tmp_path.iterdir():
         assert (ROOT / "docs" / picture.name).is_file()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_planning_runs():
+    words = ["--integers", "--ranks", "8"]
+    ran = subprocess.run([sys.executable, FOLDER / "planning.py", *words], capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout)
+    assert found["case"] == "integers" and found["ranks"] == 8

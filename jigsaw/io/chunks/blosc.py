@@ -64,13 +64,18 @@ class BloscFrame:
         if not self._is_rising:
             parts = [self.part(each, gap) for each in np.split(runs, firsts[1:])]
             return np.array([(len(part.ranges), part.stored, part.decoded) for part in parts], np.int64).T
-        valid, (start, stop) = np.minimum(runs * self.block, self.size), self._stored(runs).T
-        before = np.append(0, stop[:-1])
+        first, last = runs.T
+        start, stop = self.begin[first], self.end[last - 1]
+        before = np.zeros_like(start)
+        before[1:] = stop[:-1]
         apart = start > before + gap
         apart[firsts] = True
+        each = np.empty((3, len(runs)), np.int64)
+        each[0] = apart
         # what is not apart begins, as a request, where the run before it ends
-        each = apart, stop - np.where(apart, start, before), valid[:, 1] - valid[:, 0]
-        return np.add.reduceat(np.array(each, np.int64), firsts, axis=1)
+        each[1] = stop - np.where(apart, start, before)
+        each[2] = np.minimum(last * self.block, self.size) - first * self.block
+        return np.add.reduceat(each, firsts, axis=1)
 
     def _stored(self, runs: ByteSpans) -> ByteSpans:
         """Where the blocks of each run are stored."""
@@ -173,7 +178,9 @@ def blosc_frame_of(head: bytes, table: ByteArray) -> BloscFrame:
         begin = BLOSC_HEADER_BYTES + np.arange(count, dtype=np.int64) * block
         end = np.minimum(begin + block, BLOSC_HEADER_BYTES + size)
         return BloscFrame(head, size, block, begin, end)
-    begin = np.array(_block_starts(table, stored), np.int64)
-    rising = np.sort(begin)
-    nexts = np.append(rising[1:], stored)
-    return BloscFrame(head, size, block, begin, nexts[np.searchsorted(rising, begin)])
+    begin = _block_starts(table, stored)
+    rising = sorted(begin)
+    nexts = np.array([*rising[1:], stored], np.int64)
+    if rising != begin:
+        nexts = nexts[np.searchsorted(rising, begin)]
+    return BloscFrame(head, size, block, np.array(begin, np.int64), nexts)

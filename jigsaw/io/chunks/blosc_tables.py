@@ -60,9 +60,9 @@ def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, took: LookupTally) 
         took.add(LookupCounts(0, memory.size))
         return memory
 
-    # the header, and of a chunk far away the table that it can be expected to have
+    # the header, and with it the table that it can be expected to have
     expected = _HEADER_BYTES + 4 * -(-size // _SMALLEST_BLOCK)
-    at_once = files.far and (ref.length is None or ref.length >= expected)
+    at_once = ref.length is None or ref.length >= expected
     try:
         raw = read(0, fresh_memory(expected if at_once else _HEADER_BYTES))
     except ShortChunkError:
@@ -73,11 +73,13 @@ def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, took: LookupTally) 
         return None
     head = raw[:_HEADER_BYTES].tobytes()
     _, count = blosc.check_blosc_header(head, size, ref.length)
-    table = fresh_memory(0 if head[2] & 0x2 else 4 * count)
-    if ref.length is not None and table.size > ref.length:
+    stop = _HEADER_BYTES + (0 if head[2] & 0x2 else 4 * count)
+    if ref.length is not None and stop - _HEADER_BYTES > ref.length:
         raise ShortChunkError(f"it has {ref.length} bytes, too few for its table of {count} blocks")
-    known = min(raw.size - _HEADER_BYTES, table.size)
-    table[:known] = raw[_HEADER_BYTES : _HEADER_BYTES + known]
-    if known < table.size:
-        read(_HEADER_BYTES + known, table[known:])
+    if stop <= raw.size:
+        return blosc.blosc_frame_of(head, raw[_HEADER_BYTES:stop])
+    table = fresh_memory(stop - _HEADER_BYTES)
+    known = raw.size - _HEADER_BYTES
+    table[:known] = raw[_HEADER_BYTES:]
+    read(raw.size, table[known:])
     return blosc.blosc_frame_of(head, table)

@@ -35,7 +35,8 @@ class LookupTally:
     def add(self, more: LookupCounts) -> LookupCounts:
         """Count `more`, and give it back."""
         with self._lock:
-            self.counted = total_lookups((self.counted, more))
+            so_far = self.counted
+            self.counted = LookupCounts(so_far.requests + more.requests, so_far.bytes + more.bytes)
         return more
 
 

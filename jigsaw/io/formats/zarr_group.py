@@ -341,6 +341,15 @@ class ObjectPlaces:
         size = self.files.size(path)
         return None if size is None else ChunkRef(path, 0, size)
 
+    def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
+        if self.files.far or count == 1:
+            return [self.locate((*first[:-1], first[-1] + n)) for n in range(count)]
+        # both encodings of keys end with the last number: "c/0/3/12", "0.3.12"
+        lead = self.path((*first[:-1], 0))[:-1]
+        paths = [f"{lead}{n}" for n in range(first[-1], first[-1] + count)]
+        sizes = map(self.files.size, paths)
+        return [None if size is None else ChunkRef(path, 0, size) for path, size in zip(paths, sizes, strict=True)]
+
 
 @dataclass(frozen=True)
 class _ShardIndex:

@@ -2,51 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jigsaw.errors import ReadError
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_finder import ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.codecs import BadChunkError
 from jigsaw.io.chunks.concurrent_requests import ask_at_once
 from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
-from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ChunkPortion, blosc_blocks_of_rows
+from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ByteSpans, ChunkPortion, blosc_blocks_of_rows
 from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, CountsTable, ReadCounts, ReaderRanks
-from jigsaw.io.reading.chunk_readers import ReaderGroup
+from jigsaw.io.reading.chunk_readers import ChunkLoads, ChunkReaders, ReaderGroup
 from jigsaw.io.reading.needed_chunks import NeededChunks
 
 ArrayTables = Mapping[str, ArrayTable]
 
 
-class LoadsAlone(NamedTuple):
-    """What each reader of a chunk would load for itself: whether a part of it, in how many requests, and the bytes.
+class ReaderKinds:
+    """Readers of a chunk, those that need the same of it as one kind: `of` says of which of the `number` each is.
 
-    The stored bytes of those that load all of it are left out, because the same rows of other chunks have others.
+    A few kinds stand for thousands of ranks: of 64 x 64 on a chunk of the whole globe all 64 along a latitude may need
+    the same blocks.
     """
 
-    parts: NDArray[np.bool_]
-    requests: NDArray[np.int64]
-    stored: NDArray[np.int64]
-    decoded: NDArray[np.int64]
+    def __init__(self, of: NDArray[np.intp], number: int) -> None:
+        self.of, self.number = of, number
+        self._counted: dict[str, NDArray[np.intp]] = {}
+
+    def count(self, loads: ChunkLoads, mode: str) -> NDArray[np.intp]:
+        """How many of each kind load the chunk for themselves in a mode, which has these `loads`."""
+        if mode not in self._counted:
+            self._counted[mode] = np.bincount(self.of[loads.alone], minlength=self.number)
+        return self._counted[mode]
+
+
+class LoadsAlone(NamedTuple):
+    """What each reader of a chunk would load for itself.
+
+    `table` [4, kind] has for each kind of reader whether it loads all of the chunk, its requests, and the bytes stored
+    and decoded.  The stored bytes of those that load all of it are left out, because the same rows of other chunks have
+    others.
+    """
+
+    kinds: ReaderKinds
+    table: NDArray[np.int64]
 
     @classmethod
-    def of(cls, readers: int, size: int, at: ArrayLike = (), made: ArrayLike = ()) -> LoadsAlone:
-        """Of chunks of `size` bytes; `made` are requests, stored and decoded bytes [3, part] of those `at` places."""
-        found = cls(np.zeros(readers, bool), np.ones(readers, np.int64), *np.zeros((2, readers), np.int64))
-        found.decoded[:] = size
-        at = np.asarray(at, np.intp)
-        found.parts[at] = True
-        found.requests[at], found.stored[at], found.decoded[at] = np.asarray(made, np.int64).reshape(3, -1)
-        return found
+    def of(cls, kinds: ReaderKinds, size: int, made: ArrayLike = ()) -> LoadsAlone:
+        """Of chunks of `size` bytes; `made` are requests, stored and decoded bytes [3, kind] of parts, for all kinds
+        but the first, which loads the whole.
+        """
+        table = np.empty((4, kinds.number), np.int64)
+        table[0], table[1:, 1:] = 0, np.asarray(made, np.int64).reshape(3, -1)
+        table[:, table[3] > MOST_PORTION_SHARE * size] = table[:, :1] = [[1], [1], [0], [size]]
+        return cls(kinds, table)
 
-    def total(self, places: NDArray[np.intp]) -> tuple[int, int, int, int]:
-        """The loads of whole chunks, requests, stored and decoded bytes of some readers."""
-        parts, requests, stored, decoded = (int(column[places].sum()) for column in self)
-        return len(places) - parts, requests, stored, decoded
+    def total(self, loads: ChunkLoads, mode: str) -> list[int]:
+        """The loads of whole chunks, requests, stored and decoded bytes of all that load it alone in a mode."""
+        return (self.table @ self.kinds.count(loads, mode)).tolist()
+
+
+class WholeSizes(NamedTuple):
+    """Of each chunk whether it is there, and its bytes decoded and stored, an unknown size as the decoded one."""
+
+    there: NDArray[np.bool_]
+    decoded: NDArray[np.int64]
+    stored: NDArray[np.int64]
 
 
 class FoundChunks:
@@ -61,6 +88,7 @@ class FoundChunks:
         self.needed, self.tables = needed, tables
         self._refs: dict[tuple[str, ChunkIndex], ChunkRef | None] = {}
         self._portions: dict[Hashable, ChunkPortion | None] = {}
+        self._whole: dict[str, WholeSizes] = {}
         self._alone: dict[tuple[str, ChunkIndex], LoadsAlone] = {}
         self._asked: set[tuple[str, ChunkIndex]] = set()
 
@@ -70,6 +98,57 @@ class FoundChunks:
         if key not in self._refs:
             self._refs[key] = self.tables[array].finder.locate(chunk)
         return self._refs[key]
+
+    def _refs_of(self, array: str) -> list[ChunkRef | None]:
+        """Where the needed chunks of an array lie, in C order; those that follow each other are looked up together."""
+        finder, chunks = self.tables[array].finder, list(self.needed.readers[array])
+        if all((array, chunk) not in self._refs for chunk in chunks):
+            for first, count in _strips_of_chunks(chunks):
+                try:
+                    refs = finder.locate_strip(first, count)
+                except (ReadError, OSError, BadChunkError):
+                    break  # which of them it was is told one by one
+                self._refs.update(((array, (*first[:-1], first[-1] + n)), ref) for n, ref in enumerate(refs))
+        return [self.ref(array, chunk) for chunk in chunks]
+
+    def _sizes(self, array: str) -> WholeSizes:
+        """The sizes of the needed chunks of an array, in C order."""
+        if array not in self._whole:
+            grid, refs = self.tables[array].grid, self._refs_of(array)
+            decoded = [
+                0 if ref is None else grid.bytes_of(c) for c, ref in zip(self.needed.readers[array], refs, strict=True)
+            ]
+            stored = [0 if ref is None else -1 if ref.length is None else ref.length for ref in refs]
+            unsized = 0 if self.tables[array].decoder is None else np.array(decoded, np.int64)
+            sizes = np.array(stored, np.int64)
+            there = np.array([ref is not None for ref in refs])
+            self._whole[array] = WholeSizes(there, np.array(decoded, np.int64), np.where(sizes < 0, unsized, sizes))
+        return self._whole[array]
+
+    def counts_in_mode(self, array: str, mode: str) -> tuple[int, int, int]:
+        """What `counts_of_loads` gives of all needed chunks of an array."""
+        readers_of = self.needed.readers[array]
+        if self.tables[array].finder.is_divisible:
+            counts = [self.counts_of_loads(array, chunk, mode) for chunk in readers_of]
+            requests, decoded, stored = (sum(column) for column in zip(*counts, strict=True))
+            return requests, decoded, stored
+        loads, sizes = readers_of.pattern.counts(mode)[0], self._sizes(array)
+        return int(loads @ sizes.there), int(loads @ sizes.decoded), int(loads @ sizes.stored)
+
+    def bytes_of_shared(self, array: str, mode: str) -> list[int]:
+        """For each needed chunk of an array, in C order, the bytes that its shared load fetches, or decodes where that
+        is not known; 0 of a missing one.
+        """
+        if not self.tables[array].finder.is_divisible:
+            sizes = self._sizes(array)
+            return np.where(sizes.stored, sizes.stored, sizes.decoded).tolist()
+        found: list[int] = []
+        for chunk, loads in zip(
+            self.needed.readers[array], self.needed.readers[array].pattern.loads(mode), strict=True
+        ):
+            row = self.load_counts(array, chunk, loads.served) if loads.served else ReadCounts()
+            found.append(row.stored_bytes or row.decoded_bytes)
+        return found
 
     def has_own_objects(self, array: str) -> bool:
         """Whether each needed chunk of an array lies in another object, so that no request brings two of them."""
@@ -117,21 +196,12 @@ class FoundChunks:
             return count, count * size, count * length
         whole = requests = stored = decoded = 0
         if len(loads.alone):
-            whole, requests, stored, decoded = self._total_alone(array, chunk, ref, mode)
+            whole, requests, stored, decoded = self._loads_alone(array, chunk, ref).total(loads, mode)
         if loads.served:
             row = self.load_counts(array, chunk, loads.served)
             requests, decoded = requests + row.requests, decoded + row.decoded_bytes
             stored += row.decoded_bytes if row.unsized else row.stored_bytes
         return requests, decoded, stored + whole * length
-
-    def _total_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef, mode: str) -> tuple[int, int, int, int]:
-        readers, key = self.needed.readers[array][chunk], self.tables[array].finder.portion_key(chunk, ref)
-        if key is None or (key, mode) not in readers.memo:
-            total = self._loads_alone(array, chunk, ref).total(readers.loads(mode).alone)
-            if key is None:
-                return total
-            readers.memo[key, mode] = total
-        return readers.memo[key, mode]
 
     def counts_alone(self, array: str, chunk: ChunkIndex) -> CountsTable:
         """`load_counts` of each reader of a chunk by itself, a row a reader."""
@@ -140,17 +210,17 @@ class FoundChunks:
         if ref is None:
             return rows
         slow, size = table.decoder is None, table.grid.bytes_of(chunk)
-        found = self._loads_alone(array, chunk, ref) if table.finder.is_divisible else None
-        stored: ArrayLike = ref.length or 0
-        if found is not None and not slow:
-            stored = np.where(found.parts, found.stored, stored)
+        is_whole, requests, stored, decoded = True, 1, 0, size
+        if table.finder.is_divisible:
+            found = self._loads_alone(array, chunk, ref)
+            is_whole, requests, stored, decoded = found.table[:, found.kinds.of]
         counts = {
-            "requests": 1 if found is None else found.requests,
+            "requests": requests,
             "chunks": 1,
             "fallback": slow,
-            "stored_bytes": stored,
-            "decoded_bytes": size if found is None else found.decoded,
-            "unsized": 0 if ref.length is not None or slow else 1 if found is None else ~found.parts,
+            "stored_bytes": ref.length or 0 if slow else np.where(is_whole, ref.length or 0, stored),
+            "decoded_bytes": decoded,
+            "unsized": 0 if ref.length is not None or slow else is_whole,
         }
         for name, column in counts.items():
             rows[:, COUNT_COLUMN[name]] = column
@@ -167,8 +237,11 @@ class FoundChunks:
             able = [(i, (readers.ranks[i],)) for i in self._able_alone(array, chunk).tolist()]
             found = [(i, part) for i, mine in able if (part := self.portion(array, chunk, mine)) is not None]
             made = [(max(len(part.ranges), 1), part.stored, part.decoded) for _, part in found]
-            size, at = self.tables[array].grid.bytes_of(chunk), [i for i, _ in found]
-            readers.memo[key] = LoadsAlone.of(len(readers), size, at, list(zip(*made, strict=True)))
+            kinds, at = np.zeros(len(readers), np.intp), [i for i, _ in found]
+            kinds[at] = np.arange(1, len(at) + 1)
+            made = list(zip(*made, strict=True))
+            size = self.tables[array].grid.bytes_of(chunk)
+            readers.memo[key] = LoadsAlone.of(ReaderKinds(kinds, len(at) + 1), size, made)
         return readers.memo[key]
 
     def _divided_frame(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
@@ -179,23 +252,14 @@ class FoundChunks:
             self._asked.add((array, chunk))
             frame = table.finder.blosc_frame_of(chunk, ref)
         if frame is None or table.decoder is None:
-            return LoadsAlone.of(len(readers), size)
+            return LoadsAlone.of(ReaderKinds(np.zeros(len(readers), np.intp), 1), size)
         # frames have tables of their own, but the blocks that readers need are the same in all of them
         how = readers.shape, tuple(table.decoder.order), table.grid.itemsize, frame.block
         key = table.finder.least_left_out, how
         if key not in readers.memo:
-            rects = (tuple(readers.group((rank,)).rects) for rank in readers.at[able].tolist())
-            wanted = [blosc_blocks_of_rows(each, *how) for each in rects]
-            # readers side by side share most blocks: of 64 x 64 ranks few need others than their neighbours
-            apart = {runs.tobytes(): runs for runs in wanted}
-            number = {each: n for n, each in enumerate(apart)}
-            which = np.array([number[runs.tobytes()] for runs in wanted])
-            firsts = np.cumsum([0, *map(len, apart.values())])[:-1]
-            readers.memo[key] = np.concatenate([*apart.values()]), firsts, which
-        runs, firsts, which = readers.memo[key]
-        made = frame.count_parts(runs, firsts, table.places.files.gap)[:, which]
-        divided = made[2] <= MOST_PORTION_SHARE * size
-        return LoadsAlone.of(len(readers), size, able[divided], made[:, divided])
+            readers.memo[key] = _kinds_by_blocks(readers, able, how)
+        runs, firsts, kinds = readers.memo[key]
+        return LoadsAlone.of(kinds, size, frame.count_parts(runs, firsts, table.places.files.gap))
 
     def _able_alone(self, array: str, chunk: ChunkIndex) -> NDArray[np.intp]:
         """The readers, by their places, for which a part of a chunk may do, as far as geometry says."""
@@ -211,6 +275,31 @@ class FoundChunks:
         chunks = [(self.tables[name], chunk) for name, chunks in self.needed.readers.items() for chunk in chunks]
         indices = dict(found for table, chunk in chunks if (found := table.finder.index_of(chunk)) is not None)
         return total_lookups((*indices.values(), *(self.tables[name].finder.table_of(at) for name, at in self._asked)))
+
+
+def _kinds_by_blocks(
+    readers: ChunkReaders, able: NDArray[np.intp], how: tuple[tuple[int, ...], tuple[int, ...], int, int]
+) -> tuple[ByteSpans, NDArray[np.int64], ReaderKinds]:
+    """The runs of blocks that each kind of the readers `able` needs, where each kind's begin, and the kinds."""
+    rects = (tuple(readers.group((rank,)).rects) for rank in readers.at[able].tolist())
+    wanted = [blosc_blocks_of_rows(each, *how) for each in rects]
+    # readers side by side share most blocks: of 64 x 64 ranks few need others than their neighbours
+    apart = {runs.tobytes(): runs for runs in wanted}
+    number = {each: n for n, each in enumerate(apart, 1)}
+    kinds = np.zeros(len(readers), np.intp)
+    kinds[able] = [number[runs.tobytes()] for runs in wanted]
+    firsts = np.cumsum([0, *map(len, apart.values())])[:-1]
+    return np.concatenate([*apart.values()]), firsts, ReaderKinds(kinds, len(apart) + 1)
+
+
+def _strips_of_chunks(chunks: Sequence[ChunkIndex]) -> Iterator[tuple[ChunkIndex, int]]:
+    """Chunks in C order as the first of those that follow each other along the last dim, and how many these are."""
+    start = 0
+    for i, chunk in enumerate(chunks):
+        last = i + 1 == len(chunks)
+        if last or chunks[i + 1][-1] != chunk[-1] + 1 or chunks[i + 1][:-1] != chunk[:-1]:
+            yield chunks[start], i + 1 - start
+            start = i + 1
 
 
 def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import compress, product
 from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex
 from jigsaw.io.reading.chunk_boxes import ChunkBox, DimPieces, PartGeometry, boundary_rows
-from jigsaw.io.reading.chunk_readers import ChunkReaders, DimShares, PartShares, readers_of_chunk
+from jigsaw.io.reading.chunk_readers import ChunkLoads, ChunkReaders, DimShares, PartShares, readers_of_chunk
 from jigsaw.io.series.request import ReadRequest
 
-ReadersByChunk = Mapping[ChunkIndex, ChunkReaders]
 _PartDims = tuple[tuple[DimPieces, ...], tuple[DimShares, ...]]
+
+
+class ReadersPattern:
+    """The readers of an array's needed chunks in C order, wherever in it these lie: those of the next sample are alike.
+
+    Where the first of several steps needs chunk 3 along time and the next one chunk 4, both have one pattern.
+    """
+
+    def __init__(self, readers: tuple[ChunkReaders, ...]) -> None:
+        self.readers = readers
+        self._loads: dict[str, tuple[ChunkLoads, ...]] = {}
+        self._counts: dict[str, NDArray[np.int64]] = {}
+
+    def loads(self, mode: str) -> tuple[ChunkLoads, ...]:
+        """Who loads each chunk in a mode."""
+        if mode not in self._loads:
+            self._loads[mode] = tuple(each.loads(mode) for each in self.readers)
+        return self._loads[mode]
+
+    def counts(self, mode: str) -> NDArray[np.int64]:
+        """For each chunk how often it is loaded, whether for several ranks, and the values handed over [3, chunk]."""
+        if mode not in self._counts:
+            rows = [(len(each.alone) + bool(each.served), bool(each.served), each.sent) for each in self.loads(mode)]
+            self._counts[mode] = np.array(rows, np.int64).reshape(-1, 3).T
+        return self._counts[mode]
+
+
+class ReadersByChunk(dict[ChunkIndex, ChunkReaders]):
+    """The needed chunks of an array in C order, and the readers of each: those of the `pattern`."""
+
+    def __init__(self, chunks: Iterable[ChunkIndex], pattern: ReadersPattern) -> None:
+        super().__init__(zip(chunks, pattern.readers, strict=True))
+        self.pattern = pattern
 
 
 class NeededChunks:
@@ -55,10 +91,25 @@ class NeededChunks:
 
 def _readers_by_chunk(parts: Sequence[_PartDims]) -> ReadersByChunk:
     """The chunks of which parts take rows, in C order, and who needs them."""
+    if len(parts) == 1:
+        ((dims, fixed),) = parts
+        taken, pattern = _pattern_of_part(tuple(tuple(dim.shares.values()) for dim in dims), fixed)
+        return ReadersByChunk(compress(product(*(dim.shares for dim in dims)), taken), pattern)
     found: dict[ChunkIndex, list[PartShares]] = {}
     for dims, fixed in parts:
         for along in product(*(dim.shares.items() for dim in dims)):
             chunk, shares = zip(*along, strict=True)
             found.setdefault(chunk, []).append(PartShares(shares, fixed))
     every = {chunk: readers_of_chunk(tuple(found[chunk])) for chunk in sorted(found)}
-    return {chunk: readers for chunk, readers in every.items() if readers.ranks}
+    kept = {chunk: readers for chunk, readers in every.items() if readers.ranks}
+    return ReadersByChunk(kept, ReadersPattern(tuple(kept.values())))
+
+
+@lru_cache(maxsize=256)
+def _pattern_of_part(
+    along: tuple[tuple[DimShares, ...], ...], fixed: tuple[DimShares, ...]
+) -> tuple[tuple[bool, ...], ReadersPattern]:
+    """Of the chunks that one part takes rows of, by dim: which any rank reads, and the pattern of these."""
+    every = [readers_of_chunk((PartShares(shares, fixed),)) for shares in product(*along)]
+    taken = tuple(bool(readers.ranks) for readers in every)
+    return taken, ReadersPattern(tuple(compress(every, taken)))

@@ -20,7 +20,7 @@ PLAN_MODES = ("independent", "neighbours", "cooperative")
 def choose_mode(found: FoundChunks, array: str, mode: str) -> str:
     """How an array is read: in `mode`, or in the cheapest where that is ``"auto"``; alone where nothing is shared."""
     readers_of = found.needed.readers[array]
-    if found.needed.ranks == 1 or all(len(readers) == 1 for readers in readers_of.values()):
+    if found.needed.ranks == 1 or all(len(readers) == 1 for readers in readers_of.pattern.readers):
         return "independent"
     # of equal costs the first, which hands over least: `PLAN_MODES` has the modes in that order
     return mode if mode != "auto" else min(PLAN_MODES, key=lambda each: cost_of_mode(found, array, each))
@@ -31,12 +31,8 @@ def cost_of_mode(found: FoundChunks, array: str, mode: str) -> float:
     # An unknown size counts as decoded: ranks that read do not ask for it, and all must find the same cost.  A shared
     # job costs as such, whatever its bytes: every rank that reads it is woken, and decoding a small one again is less.
     table = found.tables[array]
-    stored = decoded = sent = shared = requests = 0
-    for chunk, readers in found.needed.readers[array].items():
-        loads, counts = readers.loads(mode), found.counts_of_loads(array, chunk, mode)
-        requests, decoded, stored = requests + counts[0], decoded + counts[1], stored + counts[2]
-        shared += bool(loads.served)
-        sent += loads.sent
+    requests, decoded, stored = found.counts_in_mode(array, mode)
+    _, shared, sent = found.needed.readers[array].pattern.counts(mode).sum(1).tolist()
     if table.far:
         jobs = shared_jobs(found, {array: mode})
         if mode == "cooperative":  # who owns a chunk changes what is sent, and the requests for objects of many chunks
@@ -79,35 +75,45 @@ def shared_jobs(found: FoundChunks, modes: Mapping[str, str]) -> list[ChunkJob]:
     which then has 4, the least, and gets the other 4; 2 goes to rank 0, with 5.  Of equals the lower rank and the
     earlier job come first, so that all ranks find the same.
     """
-    todo = [
-        ChunkJob(name, chunk, loads.owner, loads.served)
-        for name, mode in modes.items()
-        if mode != "independent"
-        for chunk, readers in found.needed.readers[name].items()
-        if (loads := readers.loads(mode)).served
-    ]
+    todo, weights = _shared_loads(found, modes)
     if not todo:  # near stores need not be asked for the sizes of private chunks then
         return []
-    weights = [bytes_of_job(found, job) for job in todo]
     # Every rank works out the load of all, not its own alone: who owns what must come out alike everywhere, and the
     # order of the jobs, with which slots and parcels are numbered, as well.
     load = _private_bytes(found, modes).tolist()
     least = [(each, rank) for rank, each in enumerate(load)]
     heapify(least)
     # Largest first, because a large one that comes last finds no rank that is behind by so much.  In whole bytes, with
-    # ties broken by number: a float's rounding, or a set's order, would make other owners on another machine.
-    for i in sorted(range(len(todo)), key=lambda i: (-weights[i], i)):
+    # ties broken by number, as sorting keeps the order of equals: a float's rounding, or a set's order, would make
+    # other owners on another machine.
+    for i in sorted(range(len(todo)), key=[-weight for weight in weights].__getitem__):
+        array, chunk, owner, readers = todo[i]
         if not weights[i]:  # a missing chunk has nobody to load it: its readers fill their boxes by themselves
-            todo[i] = todo[i]._replace(owner=NO_OWNER)
+            todo[i] = ChunkJob(array, chunk, NO_OWNER, readers)
             continue
-        owner = todo[i].owner
-        if modes[todo[i].array] == "cooperative":
+        if modes[array] == "cooperative":
             while least[0][0] < load[least[0][1]]:  # it was given more since it was entered
                 heapreplace(least, (load[least[0][1]], least[0][1]))
             owner = least[0][1]
-            todo[i] = todo[i]._replace(owner=owner)
+            todo[i] = ChunkJob(array, chunk, owner, readers)
         load[owner] += weights[i]
     return todo
+
+
+def _shared_loads(found: FoundChunks, modes: Mapping[str, str]) -> tuple[list[ChunkJob], list[int]]:
+    """The jobs for several ranks, those of cooperative ones not given to their owners yet, and the bytes of each."""
+    todo: list[ChunkJob] = []
+    weights: list[int] = []
+    for name, mode in modes.items():
+        readers_of = found.needed.readers[name]
+        if mode == "independent" or not readers_of.pattern.counts(mode)[1].any():
+            continue
+        every = zip(readers_of, readers_of.pattern.loads(mode), found.bytes_of_shared(name, mode), strict=True)
+        for chunk, loads, weight in every:
+            if loads.served:
+                todo.append(ChunkJob(name, chunk, loads.owner, loads.served))
+                weights.append(weight)
+    return todo, weights
 
 
 def _private_bytes(found: FoundChunks, modes: Mapping[str, str]) -> ByReader:
@@ -121,9 +127,3 @@ def _private_bytes(found: FoundChunks, modes: Mapping[str, str]) -> ByReader:
                 stored, decoded = counts[:, COUNT_COLUMN["stored_bytes"]], counts[:, COUNT_COLUMN["decoded_bytes"]]
                 load[readers.at[alone]] += np.where(stored, stored, decoded)
     return load
-
-
-def bytes_of_job(found: FoundChunks, job: ChunkJob) -> int:
-    """The bytes that a job fetches, or decodes where that is not known; 0 of a missing chunk."""
-    row = found.load_counts(job.array, job.chunk, job.readers)
-    return row.stored_bytes or row.decoded_bytes

@@ -1,0 +1,167 @@
+"""What keeps the processes of a job from working together: each looks at its own node, then all compare.
+
+Process 0 keeps the store that torch would keep, at ``MASTER_ADDR`` and ``MASTER_PORT``.  Each of four processes on two
+nodes says there what it has, waits for the others' words, and so can tell who did not come; the last step is a sum over
+gloo, which needs connections between all of them and not to process 0 alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from jigsaw.errors import ReadError
+from jigsaw.io.formats.store import open_store
+from jigsaw.launcher import torchrun_variables
+
+NodeFacts = Mapping[str, str]
+_COMPARED = ("python", "torch", "jigsaw", "numpy", "store")
+
+
+class JobPlace(NamedTuple):
+    """Which of how many processes this is, and where they meet; `is_kept` where the launcher keeps the store there."""
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+    is_kept: bool = False
+
+
+def place_in_job(given: Mapping[str, str]) -> JobPlace | None:
+    """What the variables of torchrun, srun or mpirun say; None for a process that was started alone.
+
+    Raises: `ShardingError` where they do not say where to meet.
+    """
+    found = {**given, **torchrun_variables(given)}
+    if int(found.get("WORLD_SIZE", "1")) == 1:
+        return None
+    is_kept = found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    where = found["MASTER_ADDR"], int(found["MASTER_PORT"])
+    return JobPlace(int(found["RANK"]), int(found["WORLD_SIZE"]), *where, is_kept)
+
+
+def facts_of_node(store: str | None) -> NodeFacts:
+    """What this process has, of which most should be the same on all."""
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "jigsaw": metadata.version("jigsaw-torch"),
+        "numpy": metadata.version("numpy"),
+        "/dev/shm": f"{shared.f_blocks * shared.f_frsize / 1e6:.0f} MB" if shared else "none",
+        "store": "not asked for" if store is None else _seen_of_store(store),
+    }
+
+
+def _seen_of_store(path: str) -> str:
+    """The arrays of a store and their sizes, or why it cannot be opened."""
+    try:
+        arrays = open_store(path).arrays
+    except (ReadError, OSError) as e:
+        return f"cannot be opened: {e}"
+    return ", ".join(f"{name}{list(table.shape)}" for name, table in sorted(arrays.items()))
+
+
+def check_nodes(place: JobPlace, facts: NodeFacts, seconds: float) -> list[str]:
+    """What is wrong, an entry a finding, each with a remedy; empty where the processes can work together.
+
+    Every process of the job calls it.  What it compares all find alike, what is of one node that one alone.
+    """
+    wrong = _wrong_with_meeting_point(place)
+    if wrong:
+        return wrong  # the others find that this process does not come
+    limit = timedelta(seconds=seconds)
+    try:
+        keeps = place.rank == 0 and not place.is_kept
+        meeting = dist.TCPStore(place.host, place.port, None, keeps, limit, wait_for_workers=False)
+    except RuntimeError as e:
+        return [
+            f"rank {place.rank} on {facts['host']} cannot reach rank 0 at {place.host}, port {place.port}, within "
+            f"{seconds:g} s: is it running, does a firewall close the port, do MASTER_ADDR and MASTER_PORT say the "
+            f"same on all nodes? ({str(e).splitlines()[0]})"
+        ]
+    store = dist.PrefixStore("jigsaw.check", meeting)
+    store.set(f"facts/{place.rank}", json.dumps(dict(facts)))
+    said, absent = _facts_of_all(store, place.ranks, limit)
+    if absent:
+        return [f"ranks {absent} of {place.ranks} did not come within {seconds:g} s; what do they say, on their nodes?"]
+    wrong = _differences(said) + _wrong_with_gloo(place, facts, store, limit)
+    store.set(f"done/{place.rank}", "")
+    if keeps:  # it ends with this process
+        _await_keys(store, [f"done/{rank}" for rank in range(place.ranks)], limit)
+    return wrong
+
+
+def _wrong_with_meeting_point(place: JobPlace) -> list[str]:
+    """Whether the host of process 0 has an address, and on that host its port is free."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+    except OSError as e:
+        return [f"rank {place.rank} finds no address of {place.host!r}, MASTER_ADDR or the first node of the step: {e}"]
+    if place.rank or place.is_kept:
+        return []
+    with socket.socket(family, kind) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(address)
+        except OSError as e:
+            return [
+                f"rank 0 cannot listen at {place.host}, port {place.port}: {e.strerror}; set MASTER_PORT to another"
+            ]
+    return []
+
+
+def _await_keys(store: dist.Store, keys: list[str], limit: timedelta) -> bool:
+    try:
+        store.wait(keys, limit)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _facts_of_all(store: dist.Store, ranks: int, limit: timedelta) -> tuple[list[NodeFacts], list[int]]:
+    """What each process said of itself, or who has said nothing."""
+    keys = [f"facts/{rank}" for rank in range(ranks)]
+    if not _await_keys(store, keys, limit):
+        return [], [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return [json.loads(store.get(key)) for key in keys], []
+
+
+def _differences(said: list[NodeFacts]) -> list[str]:
+    """What should be the same on all processes and is not, and stores that nobody can open."""
+    wrong: list[str] = []
+    for name in _COMPARED:
+        places: dict[str, list[int]] = {}
+        for rank, facts in enumerate(said):
+            places.setdefault(facts[name], []).append(rank)
+        if len(places) > 1 or any(each.startswith("cannot") for each in places):
+            hosts = {value: sorted({said[rank]["host"] for rank in ranks}) for value, ranks in places.items()}
+            texts = [f"{value} on ranks {ranks} ({', '.join(hosts[value])})" for value, ranks in places.items()]
+            wrong.append(f"{name} must be the same on all, and readable: {'; '.join(texts)}")
+    return wrong
+
+
+def _wrong_with_gloo(place: JobPlace, facts: NodeFacts, store: dist.Store, limit: timedelta) -> list[str]:
+    """Whether all processes can connect to each other: a sum over gloo."""
+    try:
+        group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), place.rank, place.ranks, limit)
+        total = torch.ones(1)
+        group.allreduce([total]).wait()
+    except RuntimeError as e:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        return [
+            f"rank {place.rank} on {facts['host']} reaches rank 0, and not all others over gloo: set "
+            f"GLOO_SOCKET_IFNAME to the interface that joins the nodes, of {names} ({str(e).splitlines()[0]})"
+        ]
+    return [] if int(total) == place.ranks else [f"a sum of ones over {place.ranks} ranks is {int(total)}"]
