@@ -1,0 +1,246 @@
+"""Stores laid out as others write them: makani, anemoi-datasets, WeatherBench2, ARCO-ERA5, earth2studio."""
+
+import h5py
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+
+import jigsaw
+from jigsaw.errors import FieldError, GridError, MissingArrayError
+from jigsaw.testing import on_ranks, world_mesh
+
+STEPS, ROWS, COLUMNS = 6, 9, 16
+LAT, LON = np.linspace(90, -90, ROWS), np.arange(COLUMNS) * 22.5
+TIMES = np.datetime64("2018-01-01", "ns") + np.arange(STEPS) * np.timedelta64(6, "h")
+CHANNELS = ["u10m", "t2m", "u100", "u500", "z500"]
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype("f4")
+
+
+def read(path, **how):
+    return jigsaw.io.open(path, mesh=world_mesh(lat=1), **how)
+
+
+def check_cut(path, mesh, fields, want, **how):
+    """What a rank of a mesh holds against the whole series [T, C, lat, lon]."""
+    ds = jigsaw.io.open(
+        path, mesh=mesh, fields=fields, halo=1, boundary={"lon": "periodic"}, inputs=[-1, 0], targets=[1], **how
+    )
+    sample = ds[1]
+    (a, b), (c, d) = ds.layout.held(tuple(mesh.get_coordinate()))[-2:]
+    held = want[1:3, :, a:b].take(range(c, d), axis=-1, mode="wrap")
+    np.testing.assert_array_equal(sample.input.local, held)
+    np.testing.assert_array_equal(sample.target.full_tensor(), want[3:4])
+
+
+# -- makani ------------------------------------------------------------------------------------------------------------
+
+
+def makani_hdf5(path, values, first="2018-01-01", annotated=True):
+    """As its tools annotate a year."""
+    with h5py.File(path, "w", libver="latest") as f:
+        made = f.create_dataset("fields", data=values, chunks=(1, *values.shape[1:]))
+        if annotated:
+            start = np.datetime64(first, "s").astype("f8")
+            f["timestamp"] = start + 21600.0 * np.arange(len(values))
+            f["lat"], f["lon"] = LAT.astype("f4"), LON.astype("f4")
+            f.create_dataset("channel", data=CHANNELS, dtype=h5py.string_dtype(length=4))
+            for i, name in enumerate(("timestamp", "channel", "lat", "lon")):
+                f[name].make_scale(name)
+                made.dims[i].attach_scale(f[name])
+    return str(path)
+
+
+def makani_zarr(path, values, annotated=True):
+    """As its tests write a year: dims have no names, times are seconds."""
+    group = zarr.open_group(path, mode="w")
+    group.create_array("fields", data=values, chunks=(1, *values.shape[1:]))
+    if annotated:
+        seconds = TIMES[: len(values)].astype("M8[s]").astype("f8")
+        for name, found in {"time": seconds, "channel": np.array(CHANNELS), "lat": LAT, "lon": LON}.items():
+            group.create_array(name, data=found)
+    return str(path)
+
+
+def by_xarray(path, values, dim="channel"):
+    """A stack of channels as xarray writes one."""
+    coords = {"time": TIMES, dim: CHANNELS, "latitude": LAT, "longitude": LON}
+    data = xr.Dataset({"fields": (("time", dim, "latitude", "longitude"), values)}, coords)
+    if str(path).endswith(".nc"):
+        data.to_netcdf(path)
+    else:
+        data.to_zarr(path, zarr_format=2 if dim == "variable" else 3)
+    return str(path)
+
+
+WRITERS = {
+    "2018.h5": makani_hdf5,
+    "2018.zarr": makani_zarr,
+    "stack.nc": by_xarray,
+    "stack.zarr": by_xarray,
+    "array.zarr": lambda path, values: by_xarray(path, values, "variable"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
+@pytest.mark.parametrize("name", WRITERS)
+def test_channels_are_fields_by_their_names(tmp_path, name):
+    values = numbers(STEPS, len(CHANNELS), ROWS, COLUMNS)
+    path = WRITERS[name](tmp_path / name, values)
+    ds = read(path)
+    assert ds.fields == tuple(CHANNELS)
+    np.testing.assert_array_equal(ds.times, TIMES)
+    np.testing.assert_array_equal(ds.whole_coords["lat"], LAT)
+    np.testing.assert_array_equal(np.concatenate([ds[i].input.full_tensor() for i in range(STEPS)]), values)
+    asked = ["z500", "2m_temperature", "10m_u_component_of_wind", "u_component_of_wind@500", "fields@2"]
+    some = read(path, fields=asked, target_fields=["t2m"], targets=["6h"])
+    assert some.fields == tuple(asked)
+    np.testing.assert_array_equal(some[2].input.full_tensor()[0], values[2, [4, 1, 0, 3, 2]])
+    np.testing.assert_array_equal(some[2].target.full_tensor()[0], values[3, [1]])
+    with pytest.raises(MissingArrayError, match=r"'t850' is not in the store.*fields \(channels u10m t2m u100 u500 z500"):
+        read(path, fields=["t850"])
+    # u100 is the wind at 100 hPa here, and at 100 m in other stores
+    np.testing.assert_array_equal(read(path, fields=["u100"])[0].input.full_tensor()[0, 0], values[0, 2])
+    with pytest.raises(MissingArrayError, match="'100m_u_component_of_wind' is not in the store"):
+        read(path, fields=["100m_u_component_of_wind"])
+
+
+@pytest.mark.parametrize("writer", [makani_hdf5, makani_zarr])
+def test_channels_without_names_are_named_by_the_user(tmp_path, writer):
+    values = numbers(STEPS, len(CHANNELS), ROWS, COLUMNS)
+    path = writer(tmp_path / "2018.x", values, annotated=False)
+    assert read(path).fields == tuple(f"fields@{i}" for i in range(len(CHANNELS)))
+    ds = read(path, channels=CHANNELS, fields=["t2m", "z500"], normalize={"t2m": (1.0, 2.0), "z500": (0.0, 1.0)})
+    np.testing.assert_array_equal(ds[4].input.full_tensor()[0, 0], (values[4, 1] - 1) / 2)
+    with pytest.raises(FieldError, match=r"channels=\['t2m'\] are 1 names; the store has fields \(5\) with a dim of"):
+        read(path, channels=["t2m"])
+    named = writer(tmp_path / "2019.x", values)
+    with pytest.raises(FieldError, match=r"are 5 names; the store has no array with a dim of channels without names"):
+        read(named, channels=["a", "b", "c", "d", "e"])
+
+
+def test_years_of_makani_are_one_series(tmp_path):
+    values = numbers(2 * STEPS, len(CHANNELS), ROWS, COLUMNS)
+    makani_hdf5(tmp_path / "2018.h5", values[:STEPS])
+    makani_hdf5(tmp_path / "2019.h5", values[STEPS:], first="2018-01-02T12")
+    ds = read(str(tmp_path / "*.h5"), fields=["t2m"], targets=[1])
+    np.testing.assert_array_equal(ds[5].target.full_tensor()[0, 0], values[6, 1])
+    assert len(ds) == 2 * STEPS - 1
+
+
+# -- anemoi-datasets ---------------------------------------------------------------------------------------------------
+
+NAMES = ["10u", "2t", "z", "u_500", "z_500", "lsm"]
+REGULAR = np.repeat(LAT, COLUMNS), np.tile(LON, ROWS)
+
+
+def anemoi(path, values, cells=REGULAR, chunk=None, shard=None, missing=(), form=2, **options):
+    """As `anemoi-datasets create` writes: data, dates, places and statistics, dims by xarray's convention."""
+    group = zarr.open_group(path, mode="w", zarr_format=form)
+    group.attrs.update(
+        {"variables": NAMES, "field_shape": [ROWS, COLUMNS], "missing_dates": list(missing), "frequency": "6h"}
+    )
+    arrays = {
+        "data": (values, ("time", "variable", "ensemble", "cell")),
+        "dates": (TIMES[: len(values)].astype("M8[s]"), ("time",)),
+        "latitudes": (cells[0], ("cell",)),
+        "longitudes": (cells[1], ("cell",)),
+    }
+    over = {"mean": np.mean, "stdev": np.std, "minimum": np.min, "maximum": np.max}
+    arrays |= {name: (f(values.astype("f8"), axis=(0, 2, 3)), ("variable",)) for name, f in over.items()}
+    for name, (found, dims) in arrays.items():
+        how = {"dimension_names": dims} if form == 3 else {}
+        if name == "data":
+            how |= {"chunks": (1, *values.shape[1:3], chunk or values.shape[3]), "shards": shard, **options}
+        made = group.create_array(name, shape=found.shape, dtype=found.dtype, **how)
+        made[...] = found
+        if form == 2:
+            made.attrs["_ARRAY_DIMENSIONS"] = dims
+    return str(path)
+
+
+def cube(members=1):
+    return numbers(STEPS, len(NAMES), members, ROWS * COLUMNS, seed=1)
+
+
+ANEMOI = {
+    "globe a chunk": {},
+    "rows a chunk": {"chunk": 4 * COLUMNS},
+    "a part of a row a chunk": {"chunk": 20},
+    "column-major": {"order": "F"},
+    "v3": {"form": 3},
+    "shards": {"form": 3, "chunk": 3 * COLUMNS, "shard": (2, len(NAMES), 1, ROWS * COLUMNS)},
+    "big-endian parts": {"chunk": 20, "dtype": ">f4"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
+@pytest.mark.parametrize("case", ANEMOI)
+def test_variables_of_anemoi_are_fields(tmp_path, case):
+    options, values = dict(ANEMOI[case]), cube()
+    path = anemoi(tmp_path / "era5.zarr", values.astype(options.pop("dtype", "f4")), **options)
+    whole = values[:, :, 0].reshape(STEPS, len(NAMES), ROWS, COLUMNS)
+    ds = read(path)
+    assert ds.fields == tuple(NAMES)
+    np.testing.assert_array_equal(ds.times, TIMES)
+    for dim, want in (("lat", LAT), ("lon", LON)):
+        np.testing.assert_array_equal(ds.whole_coords[dim], want)
+    np.testing.assert_array_equal(np.concatenate([ds[i].input.full_tensor() for i in range(STEPS)]), whole)
+    asked = ["t2m", "z500", "u10", "u@500", "land_sea_mask"]
+    some = read(path, fields=asked, normalize="store", boundary={"lat": "pole", "lon": "periodic"}, halo=1)
+    at = [1, 4, 0, 3, 5]
+    mean, std = values.mean(axis=(0, 2, 3), dtype="f8")[at], values.astype("f8").std(axis=(0, 2, 3))[at]
+    want = (whole[2, at] - mean[:, None, None]) / std[:, None, None]
+    np.testing.assert_allclose(some[2].input.full_tensor()[0], want, rtol=1e-5, atol=1e-6)
+    assert some.vectors == (2, 3)  # they change sign across the pole
+    with pytest.raises(MissingArrayError, match="'geopotential' is not in the store"):  # z is that of the ground
+        read(path, fields=["geopotential"])
+
+
+def test_members_of_anemoi_are_chosen(tmp_path):
+    values = cube(3)
+    path = anemoi(tmp_path / "ens.zarr", values)
+    ds = read(path, fields=["2t"], select={"member": "all"})
+    assert len(ds) == 3 * STEPS
+    np.testing.assert_array_equal(ds[STEPS + 2].input.full_tensor().flatten(), values[2, 1, 1])
+
+
+def test_no_window_has_a_date_that_anemoi_misses(tmp_path):
+    values = cube()
+    values[2] = np.nan
+    path = anemoi(tmp_path / "gap.zarr", values, missing=["2018-01-01T12:00:00"])
+    ds = read(path, fields=["2t"], targets=[1], nan="raise")
+    assert [ds.input_times(i)[0].item().hour for i in range(len(ds))] == [0, 18, 0]
+    np.testing.assert_array_equal(ds[1].target.full_tensor().flatten(), values[4, 1, 0])
+
+
+@pytest.mark.parametrize("kind", ["reduced", "scattered"])
+def test_a_reduced_grid_of_anemoi_says_so(tmp_path, kind):
+    sizes = [8, 16, 24, 32, 32, 24, 8] if kind == "reduced" else [1] * 144
+    latitudes = np.repeat(np.linspace(80, -80, len(sizes)), sizes)
+    longitudes = np.concatenate([np.arange(n) * 360 / n for n in sizes])
+    path = anemoi(tmp_path / "n.zarr", cube()[..., :144], (latitudes, longitudes))
+    told = r"no variable on a lat-lon grid .*'data' has a latitude and a longitude for each of its 144 places along "
+    with pytest.raises(FieldError, match=told + "'cell': a reduced or unstructured grid.*interpolate"):
+        read(path, fields=["2t"])
+
+
+@pytest.mark.parametrize("name", ["dates", "latitudes", "variables"])
+def test_what_anemoi_says_of_data_has_its_length(tmp_path, name):
+    path = anemoi(tmp_path / "short.zarr", cube())
+    group = zarr.open_group(path)
+    if name == "variables":
+        group.attrs["variables"] = NAMES[:-1]
+    else:
+        group[name].resize((5,))
+    with pytest.raises(GridError, match=r"'data' has \d+ rows along .*, and its \w+ have the shape \(5,\)"):
+        read(path)
+
+
+def test_statistics_that_a_store_lacks(tmp_path):
+    path = makani_zarr(tmp_path / "2018.zarr", numbers(STEPS, 5, ROWS, COLUMNS))
+    with pytest.raises(FieldError, match="normalize='store' needs statistics in the store .*compute some with"):
+        read(path, fields=["t2m"], normalize="store")
