@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from numcodecs import Blosc
 
 import jigsaw
 from jigsaw.errors import FieldError, GridError, MissingArrayError
@@ -100,7 +101,9 @@ def test_channels_are_fields_by_their_names(tmp_path, name):
     assert some.fields == tuple(asked)
     np.testing.assert_array_equal(some[2].input.full_tensor()[0], values[2, [4, 1, 0, 3, 2]])
     np.testing.assert_array_equal(some[2].target.full_tensor()[0], values[3, [1]])
-    with pytest.raises(MissingArrayError, match=r"'t850' is not in the store.*fields \(channels u10m t2m u100 u500 z500"):
+    with pytest.raises(
+        MissingArrayError, match=r"'t850' is not in the store.*fields \(channels u10m t2m u100 u500 z500"
+    ):
         read(path, fields=["t850"])
     # u100 is the wind at 100 hPa here, and at 100 m in other stores
     np.testing.assert_array_equal(read(path, fields=["u100"])[0].input.full_tensor()[0, 0], values[0, 2])
@@ -242,5 +245,198 @@ def test_what_anemoi_says_of_data_has_its_length(tmp_path, name):
 
 def test_statistics_that_a_store_lacks(tmp_path):
     path = makani_zarr(tmp_path / "2018.zarr", numbers(STEPS, 5, ROWS, COLUMNS))
-    with pytest.raises(FieldError, match="normalize='store' needs statistics in the store .*compute some with"):
+    with pytest.raises(FieldError, match=r"normalize='store' needs statistics in the store .*compute some with"):
         read(path, fields=["t2m"], normalize="store")
+
+
+# -- WeatherBench2 and ARCO-ERA5 ---------------------------------------------------------------------------------------
+
+WB2_NAMES = {
+    "t2m": "2m_temperature",
+    "u10m": "10m_u_component_of_wind",
+    "v10m": "10m_v_component_of_wind",
+    "u100m": "100m_u_component_of_wind",
+    "v100m": "100m_v_component_of_wind",
+    "d2m": "2m_dewpoint_temperature",
+    "sp": "surface_pressure",
+    "msl": "mean_sea_level_pressure",
+    "sst": "sea_surface_temperature",
+    "tcwv": "total_column_water_vapour",
+    "tp": "total_precipitation",
+    "tp06": "total_precipitation_6hr",
+    "lsm": "land_sea_mask",
+}
+WB2_UPPER = {
+    "u": "u_component_of_wind",
+    "v": "v_component_of_wind",
+    "w": "vertical_velocity",
+    "z": "geopotential",
+    "t": "temperature",
+    "q": "specific_humidity",
+    "r": "relative_humidity",
+}
+LEVELS = [50, 500, 1000]
+
+
+def weatherbench(path, order=("latitude", "longitude"), first="1959-01-01", further=(), steps=STEPS):
+    """As WeatherBench2 stores ERA5: a variable an array, Zarr 2, consolidated, whole hours since the first step."""
+    space = {"latitude": LAT[::-1] if order[0] == "longitude" else LAT, "longitude": LON}
+    times = np.datetime64(first, "ns") + np.arange(steps) * np.timedelta64(6, "h")
+    sizes = {
+        "time": steps,
+        **{dim: len(values) for dim, values in further},
+        "level": len(LEVELS),
+        **{d: len(space[d]) for d in order},
+    }
+    lead = [dim for dim in sizes if dim not in ("level", *order)]
+    lower, upper = (*lead, *order), (*lead, "level", *order)
+    data = {}
+    for seed, name in enumerate([*WB2_NAMES.values(), *WB2_UPPER.values()]):
+        dims = order if name == "land_sea_mask" else upper if name in WB2_UPPER.values() else lower
+        data[name] = dims, numbers(*(sizes[d] for d in dims), seed=seed)
+    made = xr.Dataset(data, {"time": times, "level": LEVELS, **space, **dict(further)})
+    encoding = {"time": {"units": f"hours since {first}", "dtype": "int64"}}
+    encoding |= {n: {"chunks": [1 if d in lead else s for d, s in v.sizes.items()]} for n, v in made.data_vars.items()}
+    made.to_zarr(path, zarr_format=2, consolidated=True, encoding=encoding)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def era5(tmp_path_factory):
+    return weatherbench(tmp_path_factory.mktemp("wb2") / "era5.zarr")
+
+
+def by_lexicon(data):
+    """What earth2studio's name of each variable stands for, with its dims in canonical order."""
+    found = {short: data[name] for short, name in WB2_NAMES.items()}
+    found |= {f"{short}{level}": data[name].sel(level=level) for short, name in WB2_UPPER.items() for level in LEVELS}
+    return {name: value.transpose(..., "latitude", "longitude").values for name, value in found.items()}
+
+
+@pytest.mark.parametrize("order", [("latitude", "longitude"), ("longitude", "latitude")])
+def test_weatherbench_under_the_names_of_the_lexicon(tmp_path, order):
+    path = weatherbench(tmp_path / "era5.zarr", order)
+    with xr.open_zarr(path) as data:
+        want = by_lexicon(data)
+        ds = read(path, fields=list(want))
+        np.testing.assert_array_equal(ds.times, data.time.values)
+    got = np.concatenate([ds[i].input.full_tensor() for i in range(STEPS)])
+    for channel, (name, values) in enumerate(want.items()):
+        np.testing.assert_array_equal(got[:, channel], np.broadcast_to(values, got[:, channel].shape), err_msg=name)
+
+
+def test_steps_of_arco_that_are_not_written_are_missing(tmp_path):
+    """Its times go from 1900 to 2050, hourly; before and after what there is no chunk is stored."""
+    path = weatherbench(tmp_path / "arco.zarr", first="1900-01-01")
+    for name in (tmp_path / "arco.zarr").glob("*/0.*"):
+        name.unlink()
+    ds = read(path, fields=["t2m", "z500"])
+    with xr.open_zarr(path) as data:
+        want = np.stack([data["2m_temperature"].values, data.geopotential.sel(level=500).values], axis=1)
+    assert np.isnan(want[0]).all() and not np.isnan(want[1:]).any()
+    np.testing.assert_array_equal(np.concatenate([ds[i].input.full_tensor() for i in range(STEPS)]), want)
+
+
+def test_forecasts_of_weatherbench(tmp_path):
+    further = [
+        ("number", np.arange(2)),
+        ("prediction_timedelta", np.arange(3) * np.timedelta64(12, "h").astype("m8[ns]")),
+    ]
+    path = weatherbench(tmp_path / "ens.zarr", further=further, steps=2)
+    ds = read(path, fields=["t2m"], along="prediction_timedelta", select={"time": "all", "number": 1}, targets=[1])
+    with xr.open_zarr(path, decode_timedelta=True) as data:
+        values = data["2m_temperature"].values
+    assert len(ds) == 4
+    np.testing.assert_array_equal(ds[3].target.full_tensor()[0, 0], values[1, 1, 2])
+    assert ds.target_times(3)[0] == np.datetime64("1959-01-02T06")
+
+
+def test_a_climatology_of_weatherbench(tmp_path):
+    values = numbers(4, 5, ROWS, COLUMNS)
+    dims = ("hour", "dayofyear", "latitude", "longitude")
+    coords = {"hour": [0, 6, 12, 18], "dayofyear": np.arange(1, 6), "latitude": LAT, "longitude": LON}
+    xr.Dataset({"2m_temperature": (dims, values)}, coords).to_zarr(tmp_path / "clim.zarr", zarr_format=2)
+    ds = read(str(tmp_path / "clim.zarr"), fields=["t2m"], select={"hour": 1, "dayofyear": "all"})
+    np.testing.assert_array_equal([ds[i].input.full_tensor()[0, 0].numpy() for i in range(5)], values[1])
+
+
+# -- earth2studio ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
+@pytest.mark.parametrize("split", [True, False])
+def test_what_earth2studio_writes(tmp_path, split):
+    """Its Zarr backend: times and lead times in numpy's own types, an array a variable or a dim of variables."""
+    values = numbers(2, 3, len(CHANNELS), ROWS, COLUMNS)
+    coords = {
+        "time": TIMES[:2],
+        "lead_time": np.arange(3) * np.timedelta64(6, "h").astype("m8[ns]"),
+        "variable": np.array(CHANNELS),
+        "lat": LAT,
+        "lon": LON,
+    }
+    group = zarr.open_group(tmp_path / "out.zarr", mode="w", zarr_format=3)
+    for name, found in coords.items():
+        if not (split and name == "variable"):
+            made = group.create_array(
+                name, shape=found.shape, chunks=found.shape, dtype=found.dtype, dimension_names=[name], fill_value=None
+            )
+            made[:] = found
+    arrays = {name: values[:, :, i] for i, name in enumerate(CHANNELS)} if split else {"fields": values}
+    for name, found in arrays.items():
+        dims = [d for d in coords if not (split and d == "variable")]
+        made = group.create_array(
+            name,
+            shape=found.shape,
+            chunks=(1, 1, *found.shape[2:]),
+            dtype="f4",
+            dimension_names=dims,
+            fill_value=None,
+        )
+        made[:] = found
+    ds = read(
+        str(tmp_path / "out.zarr"), fields=["z500", "t2m"], along="lead_time", select={"time": "all"}, targets=[1]
+    )
+    assert len(ds) == 4
+    for i, (began, lead) in enumerate([(0, 1), (0, 2), (1, 1), (1, 2)]):
+        np.testing.assert_array_equal(ds[i].target.full_tensor()[0], values[began, lead, [4, 1]])
+        assert ds.target_times(i)[0] == TIMES[began] + lead * np.timedelta64(6, "h")
+
+
+# -- cut over ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("theirs")
+    makani_hdf5(made / "2018.h5", numbers(STEPS, len(CHANNELS), ROWS, COLUMNS))
+    makani_zarr(made / "2018.zarr", numbers(STEPS, len(CHANNELS), ROWS, COLUMNS))
+    anemoi(made / "whole.zarr", cube(), compressors=Blosc("lz4", 5, 1))
+    anemoi(made / "parts.zarr", cube(), chunk=20)
+    weatherbench(made / "era5.zarr")
+    return str(made)
+
+
+def check_all(folder, mesh):
+    values = numbers(STEPS, len(CHANNELS), ROWS, COLUMNS)
+    for year in ("2018.h5", "2018.zarr"):
+        for mode in ("cooperative", "independent"):
+            check_cut(f"{folder}/{year}", mesh, ["z500", "t2m"], values[:, [4, 1]], mode=mode)
+    values = cube().reshape(STEPS, len(NAMES), ROWS, COLUMNS)
+    for name in ("whole.zarr", "parts.zarr"):
+        for mode in ("cooperative", "independent"):
+            check_cut(f"{folder}/{name}", mesh, ["z500", "2t"], values[:, [4, 1]], mode=mode)
+    with xr.open_zarr(f"{folder}/era5.zarr") as data:
+        want = by_lexicon(data)
+    want["lsm"] = np.broadcast_to(want["lsm"], want["t2m"].shape)
+    check_cut(f"{folder}/era5.zarr", mesh, list(want), np.stack(list(want.values()), axis=1))
+
+
+@on_ranks(2)
+def test_their_stores_in_bands(folder):
+    check_all(folder, world_mesh(lat=2))
+
+
+@on_ranks(4)
+def test_their_stores_in_tiles(folder):
+    check_all(folder, world_mesh(lat=2, lon=2))
