@@ -420,14 +420,12 @@ def folder(tmp_path_factory):
 def check_all(folder, mesh):
     values = numbers(STEPS, len(CHANNELS), ROWS, COLUMNS)
     for year in ("2018.h5", "2018.zarr"):
-        for mode in ("cooperative", "independent"):
-            check_cut(f"{folder}/{year}", mesh, ["z500", "t2m"], values[:, [4, 1]], mode=mode)
+        check_cut(f"{folder}/{year}", mesh, ["z500", "t2m"], values[:, [4, 1]], mode="cooperative")
     values = cube().reshape(STEPS, len(NAMES), ROWS, COLUMNS)
     for name in ("whole.zarr", "parts.zarr"):
-        for mode in ("cooperative", "independent"):
-            check_cut(f"{folder}/{name}", mesh, ["z500", "2t"], values[:, [4, 1]], mode=mode)
+        check_cut(f"{folder}/{name}", mesh, ["z500", "2t"], values[:, [4, 1]], mode="cooperative")
     with xr.open_zarr(f"{folder}/era5.zarr") as data:
-        want = by_lexicon(data)
+        want = {name: values for name, values in by_lexicon(data).items() if name in ("t2m", "u10m", "z500", "lsm")}
     want["lsm"] = np.broadcast_to(want["lsm"], want["t2m"].shape)
     check_cut(f"{folder}/era5.zarr", mesh, list(want), np.stack(list(want.values()), axis=1))
 
