@@ -8,6 +8,7 @@ import zarr
 from numcodecs import Blosc
 
 import jigsaw
+from jigsaw.__main__ import main
 from jigsaw.errors import FieldError, GridError, MissingArrayError
 from jigsaw.testing import on_ranks, world_mesh
 
@@ -247,6 +248,78 @@ def test_statistics_that_a_store_lacks(tmp_path):
     path = makani_zarr(tmp_path / "2018.zarr", numbers(STEPS, 5, ROWS, COLUMNS))
     with pytest.raises(FieldError, match=r"normalize='store' needs statistics in the store .*compute some with"):
         read(path, fields=["t2m"], normalize="store")
+
+
+# -- what else is done with channels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".nc"])
+def test_channels_are_written_as_arrays_of_their_own(tmp_path, suffix):
+    values = cube()
+    ds = read(anemoi(tmp_path / "era5.zarr", values), fields=["t2m", "z_500"], targets=[1])
+    made = str(tmp_path / f"forecast{suffix}")
+    jigsaw.io.write(made, ds[0].target, dims=("time", "channel", "lat", "lon"), like=ds, coords={"time": TIMES[1:2]})
+    with xr.open_dataset(made) as data:
+        np.testing.assert_array_equal(data["2t"].values.ravel(), values[1, 1, 0])
+        np.testing.assert_array_equal(data["z_500"].values.ravel(), values[1, 4, 0])
+        np.testing.assert_array_equal(data.lat.values, LAT)
+
+
+def test_inspect_names_channels(tmp_path, capsys):
+    assert main(["inspect", anemoi(tmp_path / "era5.zarr", cube())]) == 0
+    assert "levels of data: 10u 2t z u_500 z_500 lsm" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "era5.zarr"), "--mesh", "lat=2", "--fields", "t2m"]) == 0
+
+
+def test_statistics_of_channels(tmp_path):
+    values = cube()
+    found = jigsaw.io.statistics(read(anemoi(tmp_path / "era5.zarr", values), fields=["t2m", "u500"]))
+    np.testing.assert_allclose(found["t2m"]["mean"], values[:, 1].mean(dtype="f8"), rtol=1e-9)
+    np.testing.assert_allclose(found["u500"]["std"], values[:, 3].astype("f8").std(), rtol=1e-9)
+
+
+def test_names_that_channels_share(tmp_path):
+    values = numbers(STEPS, 3, ROWS, COLUMNS)
+    coords = {"time": TIMES, "lat": LAT, "lon": LON}
+    dims = ("time", "channel", "lat", "lon")
+    xr.Dataset({"a": (dims, values), "b": (dims, values)}, {**coords, "channel": ["x", "y", "y"]}).to_netcdf(
+        tmp_path / "two.nc"
+    )
+    path = str(tmp_path / "two.nc")
+    with pytest.raises(FieldError, match=r"'x' is the channels \['a@0', 'b@0'\] of the store; ask for one of these"):
+        read(path, fields=["x"])
+    with pytest.raises(FieldError, match=r"'y' is the channels \['a@1', 'a@2', 'b@1', 'b@2'\]"):
+        read(path, fields=["y"])
+    assert read(path, fields=["b@x", "a@2"]).fields == ("b@x", "a@2")
+
+
+def test_a_dim_of_channels_by_another_name(tmp_path):
+    values = numbers(STEPS, 2, ROWS, COLUMNS)
+    data = xr.Dataset({"a": (("time", "feature", "lat", "lon"), values)}, {"time": TIMES, "feature": ["t2m", "sp"]})
+    data.to_netcdf(tmp_path / "f.nc")
+    ds = read(str(tmp_path / "f.nc"), fields=["surface_pressure"], dims={"channel": "feature"})
+    np.testing.assert_array_equal(ds[2].input.full_tensor()[0, 0], values[2, 1])
+
+
+def test_dims_that_nobody_knows(tmp_path):
+    xr.Dataset({"v": (("when", "up", "across"), numbers(3, 4, 5)), "w": ("when", [1, 2, 3])}).to_netcdf(
+        tmp_path / "v.nc"
+    )
+    told = r"no variable on a lat-lon grid or in a volume: it has v \(when 3, up 4, across 5\); .*dims=\{'lat': …, "
+    for fields in (None, ["v"]):
+        with pytest.raises(FieldError, match=told):
+            read(str(tmp_path / "v.nc"), fields=fields)
+    ds = read(str(tmp_path / "v.nc"), dims={"time": "when", "lat": "up", "lon": "across"})
+    np.testing.assert_array_equal(ds[1].input.full_tensor()[0, 0], numbers(3, 4, 5)[1])
+
+
+def test_a_step_without_a_time(tmp_path):
+    times = TIMES.copy()
+    times[2] = np.datetime64("NaT")
+    data = xr.Dataset({"t": (("time", "lat", "lon"), numbers(STEPS, ROWS, COLUMNS))}, {"time": times})
+    data.to_netcdf(tmp_path / "nat.nc")
+    with pytest.raises(GridError, match="no time at step 2, or one beyond all dates; leave such steps out"):
+        read(str(tmp_path / "nat.nc"))
 
 
 # -- WeatherBench2 and ARCO-ERA5 ---------------------------------------------------------------------------------------

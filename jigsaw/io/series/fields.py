@@ -108,12 +108,16 @@ class LevelCoordinate:
 
 @dataclass(frozen=True)
 class FieldChannel:
-    """One channel: an array, and the position of a level in it (None where the array has no level dim)."""
+    """One channel: an array, and the position of a level in it (None where the array has no level dim).
+
+    `own_name` is what the store, or the user, calls it along a dim of channels.
+    """
 
     name: str
     field: str
     array: str
     level: int | None = None
+    own_name: str = ""
 
 
 def channels_of_fields(
@@ -174,7 +178,7 @@ def _named_channel(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> 
             f"field {field!r} is the channels {[f'{array}@{i}' for array, i, _ in found]} of the store; "
             "ask for one of these"
         )
-    return FieldChannel(field, field, *found[0][:2]) if found else None
+    return FieldChannel(field, field, *found[0]) if found else None
 
 
 def _is_same_channel(field: str, name: str) -> bool:
@@ -214,8 +218,9 @@ def quantity_at_pressure(name: str) -> tuple[str, float] | None:
 def _all_levels(field: str, array: str, levels: LevelCoordinate | None) -> list[FieldChannel]:
     if levels is None:
         return [FieldChannel(field, field, array)]
-    names = levels.names or [f"{field}@{value:g}" for value in levels.values]
-    return [FieldChannel(name, field, array, i) for i, name in enumerate(names)]
+    if levels.names:
+        return [FieldChannel(name, field, array, i, name) for i, name in enumerate(levels.names)]
+    return [FieldChannel(f"{field}@{value:g}", field, array, i) for i, value in enumerate(levels.values)]
 
 
 def _one_level(field: str, array: str, level: str, levels: LevelCoordinate | None) -> FieldChannel:
@@ -224,7 +229,7 @@ def _one_level(field: str, array: str, level: str, levels: LevelCoordinate | Non
             f"field {field!r} asks for a level of array {array!r}, which has no level dim; ask for {array!r}"
         )
     if level in levels.names:
-        return FieldChannel(field, field, array, levels.names.index(level))
+        return FieldChannel(field, field, array, levels.names.index(level), level)
     try:
         value = float(level)
     except ValueError:
@@ -243,7 +248,7 @@ def _nearest_level(field: str, array: str, value: float, levels: LevelCoordinate
         raise MissingLevelError(
             f"field {field!r}: array {array!r} has no level {value:g}{units}{near}. It has: {listed}"
         )
-    return FieldChannel(field, field, array, at)
+    return FieldChannel(field, field, array, at, levels.names[at] if levels.names else "")
 
 
 def _missing_text(field: str, name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str:
