@@ -36,6 +36,7 @@ def check_cut(path, mesh, fields, want, **how):
     held = want[1:3, :, a:b].take(range(c, d), axis=-1, mode="wrap")
     np.testing.assert_array_equal(sample.input.local, held)
     np.testing.assert_array_equal(sample.target.full_tensor(), want[3:4])
+    return ds
 
 
 # -- makani ------------------------------------------------------------------------------------------------------------
@@ -479,6 +480,14 @@ def test_what_earth2studio_writes(tmp_path, split):
 # -- cut over ranks ----------------------------------------------------------------------------------------------------
 
 
+LARGE = np.repeat(np.linspace(90, -90, 61), 120), np.tile(np.arange(120) * 3.0, 61)
+
+
+def large():
+    """Of its chunks, Blosc frames of 700 kB, a rank decodes the blocks that it needs."""
+    return numbers(4, len(NAMES), 4, 61 * 120, seed=3)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("theirs")
@@ -486,6 +495,7 @@ def folder(tmp_path_factory):
     makani_zarr(made / "2018.zarr", numbers(STEPS, len(CHANNELS), ROWS, COLUMNS))
     anemoi(made / "whole.zarr", cube(), compressors=Blosc("lz4", 5, 1))
     anemoi(made / "parts.zarr", cube(), chunk=20)
+    anemoi(made / "large.zarr", large(), LARGE, compressors=Blosc("lz4", 5, 1, blocksize=1 << 14))
     weatherbench(made / "era5.zarr")
     return str(made)
 
@@ -497,6 +507,11 @@ def check_all(folder, mesh):
     values = cube().reshape(STEPS, len(NAMES), ROWS, COLUMNS)
     for name in ("whole.zarr", "parts.zarr"):
         check_cut(f"{folder}/{name}", mesh, ["z500", "2t"], values[:, [4, 1]], mode="cooperative")
+    values = large()[:, :, 1].reshape(4, len(NAMES), 61, 120)
+    how = {"mode": "independent", "select": {"member": 1}}
+    ds = check_cut(f"{folder}/large.zarr", mesh, ["z500", "2t"], values[:, [4, 1]], **how)
+    (row,) = [r for i, r in enumerate(ds.plan(0).rows) if i == mesh.get_rank()]
+    assert 0 < row.decoded_bytes < 0.5 * 3 * 4 * len(NAMES) * 4 * 61 * 120  # of the three chunks of a sample
     with xr.open_zarr(f"{folder}/era5.zarr") as data:
         want = {name: values for name, values in by_lexicon(data).items() if name in ("t2m", "u10m", "z500", "lsm")}
     want["lsm"] = np.broadcast_to(want["lsm"], want["t2m"].shape)

@@ -6,14 +6,15 @@ on both grids: it is read as any other.  Of a chunk that ends within a row, its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box, box_slices
+from jigsaw.cut import Box
 from jigsaw.errors import GridError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef
@@ -26,6 +27,15 @@ from jigsaw.io.formats.in_memory import FilelessPlaces, table_of_values
 _DATA_DIMS = ("time", "variable", "ensemble", "cell")
 _CELL_COORDINATES = {"latitudes": {"units": "degrees_north"}, "longitudes": {"units": "degrees_east"}}
 _DEGREES_APART = 1e-4
+
+
+class _Coordinate(NamedTuple):
+    """What a store says of the places along a dim of `data`."""
+
+    name: str
+    dim: str
+    values: NDArray[Any]
+    attrs: Mapping[str, Any]
 
 
 def is_anemoi_store(store: ArrayStore) -> bool:
@@ -50,22 +60,22 @@ def anemoi_as_fields(store: ArrayStore) -> ArrayStore:
                 f"{store.url}: 'data' has {data.shape[d]} rows along {_DATA_DIMS[d]!r}, and its {name} have the shape "
                 f"{found.shape}; write both equally long"
             )
-    missing = {"missing_dates": [str(date) for date in store.attrs.get("missing_dates", ())]}
-    coords = [("time", "time", values["dates"], missing)] if "dates" in values else []
-    coords.append(("variable", "variable", values["variable"], {}))
-    cells = [values[name] for name in _CELL_COORDINATES]
-    rows = _rows_of_cells(*cells)
-    for (name, attrs), each in zip(_CELL_COORDINATES.items(), cells, strict=True):
+    coords = [_Coordinate("variable", "variable", values["variable"], {})]
+    if "dates" in values:
+        missing = {"missing_dates": [str(date) for date in store.attrs.get("missing_dates", ())]}
+        coords.append(_Coordinate("time", "time", values["dates"], missing))
+    rows = _rows_of_cells(values["latitudes"], values["longitudes"])
+    for name, attrs in _CELL_COORDINATES.items():
         if rows is None:
-            coords.append((name, "cell", each, attrs))
+            coords.append(_Coordinate(name, "cell", values[name], attrs))
         else:
-            grid, dim = each.reshape(rows, -1), name[:3]
-            coords.append((dim, dim, grid[:, 0] if dim == "lat" else grid[0], attrs))
-    known = {name: found for name, _, found, _ in coords}
+            dim, grid = name[:3], values[name].reshape(rows, -1)
+            coords.append(_Coordinate(dim, dim, grid[:, 0] if dim == "lat" else grid[0], attrs))
+    known = {c.name: c.values for c in coords}
     tables = {
         **{name: table for name, table in store.arrays.items() if name not in _CELL_COORDINATES},
         "data": data if rows is None else _on_rows(data, rows, store.url),
-        **{name: table_of_values(name, found, (dim,), attrs, store.url) for name, dim, found, attrs in coords},
+        **{c.name: table_of_values(c.name, c.values, (c.dim,), c.attrs, store.url) for c in coords},
     }
 
     def read_small(name: str) -> NDArray[Any]:
@@ -89,15 +99,16 @@ def _on_rows(data: ArrayTable, rows: int, url: str) -> ArrayTable:
     """The array with its cells as rows and columns."""
     columns = data.shape[3] // rows
     shape, dims = (*data.shape[:3], rows, columns), (*_DATA_DIMS[:3], "lat", "lon")
-    decoder, indexed = data.decoder, isinstance(data.places, IndexedPlaces)
-    if isinstance(decoder, CodecDecoder) and decoder.order == (0, 1, 2, 3) and data.chunks[3] % columns == 0:
+    decoder, places = data.decoder, data.places
+    even = not data.lengths and data.chunks[3] % columns == 0
+    if even and isinstance(decoder, CodecDecoder) and decoder.order == (0, 1, 2, 3):
         return replace(
             data,
             shape=shape,
             dims=dims,
             chunks=(*data.chunks[:3], data.chunks[3] // columns, columns),
             decoder=replace(decoder, order=(0, 1, 2, 3, 4)),
-            places=_IndexedCells(data.places, data.places) if indexed else _CellPlaces(data.places),
+            places=_IndexedCells(places, places) if isinstance(places, IndexedPlaces) else _CellPlaces(places),
         )
     return replace(
         data,
@@ -108,15 +119,16 @@ def _on_rows(data: ArrayTable, rows: int, url: str) -> ArrayTable:
         decoder=None,
         places=FilelessPlaces(f"{url}, array 'data'"),
         load_slowly=partial(_load_rows, data, columns),
+        lengths={},
         slices=True,
     )
 
 
 def _load_rows(data: ArrayTable, columns: int, box: Box) -> NDArray[Any]:
     """The values of a box of rows, by way of the cells of whole rows."""
-    *lead, (first, stop), across = box
+    *lead, (first, stop), (west, east) = box
     cells = data.load_slowly((*lead, (first * columns, stop * columns)))
-    return cells.reshape(*cells.shape[:3], stop - first, columns)[..., box_slices([across])[0]]
+    return cells.reshape(*cells.shape[:3], stop - first, columns)[..., west:east]
 
 
 class _CellPlaces:
