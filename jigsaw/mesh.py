@@ -27,6 +27,8 @@ _flat_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Dev
 _split_by_axis: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 
 
+_BY_LAUNCHERS = "with torchrun --nproc-per-node or srun --ntasks"
+
 DEFAULT_PATIENCE = timedelta(minutes=5)
 """How long ranks wait for each other, where nobody says otherwise."""
 
@@ -36,22 +38,23 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
 
     Under ``torchrun``, Slurm's ``srun`` and, with ``MASTER_ADDR`` and ``MASTER_PORT`` set, ``mpirun`` it joins the
     process group (or uses the one that exists); else the mesh has one rank.  One axis may be -1: the rest of the ranks.
+    ``init_mesh()`` is for one rank: a mesh whose only axis, `data`, cuts nothing.
     `device` defaults to ``"cuda"`` where there is a GPU for each local rank, else ``"cpu"``; with ``device="cuda"``
     more ranks than GPUs share them, and talk through the host (gloo): for tests, not for speed.  A rank waits for
     others for `timeout` (a `timedelta`, or seconds), in the mesh's groups and in those that reading makes; by default
     5 minutes, or as long as in the process group that exists.
 
-    Raises: `ShardingError` when the product of the axes is not the number of ranks, or `timeout` no time above 0.
+    Raises: `ShardingError` when the product of the axes is not the number of ranks, where there are no axes for several
+    ranks, or when `timeout` is no time above 0.
 
     >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")
     >>> mesh.mesh_dim_names, mesh.shape
     (('data', 'lat', 'lon'), (1, 1, 1))
     """
     sizes = list(axes.values())
-    if not axes or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+    if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         raise ShardingError(
-            f"init_mesh({_axes_as_arguments(axes)}) needs at least one axis, each of size >= 1; one may be -1, the "
-            "rest of the ranks"
+            f"init_mesh({_axes_as_arguments(axes)}) needs axes, each of size >= 1; one may be -1, the rest of the ranks"
         )
     limit = None if timeout is None else _checked_timeout(timeout)
     if not dist.is_initialized():
@@ -105,7 +108,14 @@ def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
 
 
 def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
-    """The axes with sizes for all ranks, that of -1 found."""
+    """The axes with sizes for all ranks, that of -1 found; those of one rank alone where there are none."""
+    if not axes:
+        if ranks == 1:
+            return {"data": 1}
+        raise ShardingError(
+            f"init_mesh() without axes is for one rank, and there are {ranks}; say what they cut: "
+            f"init_mesh(lat={ranks}), or init_mesh(data=-1) for batches"
+        )
     known = math.prod(size for size in axes.values() if size != -1)
     found = {name: ranks // known if size == -1 else size for name, size in axes.items()}
     if math.prod(found.values()) == ranks:
@@ -113,12 +123,11 @@ def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
     if -1 in axes.values():
         raise ShardingError(
             f"init_mesh({_axes_as_arguments(axes)}) has places for multiples of {known} ranks but there are {ranks} "
-            "ranks; "
-            f"start such a number, or change an axis"
+            f"ranks; start such a number {_BY_LAUNCHERS}, or change an axis"
         )
     raise ShardingError(
         f"init_mesh({_axes_as_arguments(axes)}) has {known} places but there are {ranks} ranks; "
-        f"start that many with torchrun --nproc-per-node or srun --ntasks, or change an axis"
+        f"start that many {_BY_LAUNCHERS}, or change an axis"
     )
 
 

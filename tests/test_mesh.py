@@ -40,9 +40,15 @@ def test_init_mesh_is_a_named_device_mesh():
 def test_a_mesh_that_does_not_fit_the_ranks():
     with pytest.raises(ShardingError, match=r"init_mesh\(lat=3\) has 3 places but there are 2 ranks; start that many"):
         init_mesh(lat=3)
-    for axes in ({}, {"lat": 0}, {"lat": -2, "lon": -1}, {"lat": -1, "lon": -1}):
-        with pytest.raises(ShardingError, match=r"needs at least one axis, each of size >= 1"):
+    for axes in ({"lat": 0}, {"lat": -2, "lon": -1}, {"lat": -1, "lon": -1}):
+        with pytest.raises(ShardingError, match=r"needs axes, each of size >= 1; one may be -1"):
             init_mesh(**axes)
+    with pytest.raises(ShardingError, match=r"init_mesh\(\) without axes is for one rank, and there are 2; say what"):
+        init_mesh()
+
+
+def test_a_mesh_of_one_rank_needs_no_axes():
+    assert axes_of_mesh(init_mesh()) == (("data", 1),)
 
 
 @on_ranks(4)
@@ -51,7 +57,8 @@ def test_one_axis_takes_the_rest_of_the_ranks():
     assert axes_of_mesh(init_mesh(data=2, lat=-1, lon=1)) == (("data", 2), ("lat", 2), ("lon", 1))
     assert axes_of_mesh(init_mesh(data=4, lat=-1)) == (("data", 4), ("lat", 1))
     for others in (3, 8):
-        what = rf"init_mesh\(lat=-1, lon={others}\) has places for multiples of {others} ranks but there are 4 ranks"
+        what = rf"init_mesh\(lat=-1, lon={others}\) has places for multiples of {others} ranks but there are 4 ranks; "
+        what += "start such a number with torchrun --nproc-per-node or srun --ntasks"
         with pytest.raises(ShardingError, match=what):
             init_mesh(lat=-1, lon=others)
 

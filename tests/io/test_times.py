@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 import cftime
 import numpy as np
 import pytest
+import xarray as xr
 
 from jigsaw.errors import GridError, UnsupportedStoreError, WindowError
 from jigsaw.io.series.times import decode_times
@@ -26,6 +27,32 @@ def test_units_are_decoded(units, calendar, raw, last):
     axis = decode_times(raw, attrs)
     assert axis.stamps[-1] == np.datetime64(last)
     assert axis.breaks == ()
+
+
+@pytest.mark.parametrize("calendar", ["standard", "noleap"])
+@pytest.mark.parametrize(
+    ("units", "first"),
+    [
+        ("hours since 2000", "2000-01-01T00:00"),
+        ("hours since 2000-06", "2000-06-01T00:00"),
+        ("hours since 20000613", "2000-06-13T00:00"),
+        ("hours since 20000601T06:30Z", "2000-06-01T06:30"),
+        ("hours since 2000-06-01 00:00:00 +02:00", "2000-05-31T22:00"),
+        ("hours since 2000-06-01T00:00:00-05", "2000-06-01T05:00"),
+        ("hours since 2000-06-01 00:00 +0530", "2000-05-31T18:30"),
+        ("hours since 2000-06-01 06:00:00.5 -3:30", "2000-06-01T09:30:00.5"),
+    ],
+)
+def test_references_in_other_zones_and_in_short(units, first, calendar):
+    """As xarray reads them on the Gregorian calendar; on others cftime does not know all, and loses the zone of one."""
+    stamps = decode_times(np.array([0, 24]), {"units": units, "calendar": calendar}).stamps
+    if calendar == "standard":
+        np.testing.assert_array_equal(
+            stamps, xr.coding.times.decode_cf_datetime(np.array([0, 24]), units, calendar, use_cftime=False)
+        )
+    assert [np.datetime64(t.isoformat() if calendar == "noleap" else t) for t in stamps] == [
+        np.datetime64(first) + np.timedelta64(h, "h") for h in (0, 24)
+    ]
 
 
 def test_the_mixed_calendar_before_its_reform_goes_through_cftime():
@@ -122,7 +149,9 @@ def test_the_mixed_calendar_counts_back_across_its_reform():
     [
         "months since 2000-01-01",
         "hours since last tuesday",
-        "hours since 2000-01-01 00:00:00 +02:00",
+        "hours since 200001",
+        "hours since 20001301",
+        "hours since 2000-01-01 00:00 CET",
         "days since 2000-13-01",
         "days since 2001-02-29",
     ],

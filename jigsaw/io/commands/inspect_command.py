@@ -137,12 +137,13 @@ def _packing_lines(found: StoreSummary) -> list[str]:
 
 
 def _level_lines(found: StoreSummary) -> list[str]:
-    by_levels: dict[tuple[tuple[float, ...], str], list[str]] = {}
+    by_levels: dict[tuple[tuple[float, ...] | tuple[str, ...], str], list[str]] = {}
     for v in found.variables:
         if v.levels:
             by_levels.setdefault((v.levels, v.level_units), []).append(v.name)
     return [
-        f"levels{f' in {units}' if units else ''} of {', '.join(names)}: {' '.join(f'{x:g}' for x in levels)}"
+        f"levels{f' in {units}' if units else ''} of {', '.join(names)}: "
+        f"{' '.join(x if isinstance(x, str) else f'{x:g}' for x in levels)}"
         for (levels, units), names in by_levels.items()
     ]
 

@@ -24,7 +24,7 @@ from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.choices import choose_positions, time_origins
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
-from jigsaw.io.series.normalize import NormalizeArgument, channel_scales
+from jigsaw.io.series.normalize import NormalizeArgument, channel_scales, with_stored_statistics
 from jigsaw.io.series.poles import vector_channels
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
@@ -65,6 +65,7 @@ def open(
     options: Mapping[str, Any] | None = None,
     disk_cache: DiskCache | None = None,
     level: int | None = None,
+    channels: Sequence[str] | None = None,
 ) -> Dataset:
     r"""The samples of a store, cut over `mesh` while they are read.
 
@@ -96,8 +97,8 @@ def open(
       `lead`, `init`: an integer is a position; a float, string, date or duration is a value (``"24h"``); a list, a
       slice or pair of ends, or ``"all"`` makes samples of each;
     - `dims`: what the store's dims are, where that is not found: ``{"time": "valid_time", "lat": "j"}``;
-    - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`, or
-      ``{"t2m": (mean, std)}`` by field; fused into the read;
+    - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`,
+      ``{"t2m": (mean, std)}`` by field, or ``"store"`` for the store's own (anemoi's); fused into the read;
     - `nan`: ``"keep"``, ``"raise"``, or the number that stands in the result for missing values;
     - `dtype`: of the tiles;
     - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
@@ -109,7 +110,8 @@ def open(
       computed, not read, as the last channels of the input, and at the target's times as `target_forcings`;
     - `options`: of the object store behind a URL: credentials, region, endpoint, time-outs, retries;
     - `disk_cache`: a `DiskCache`, where fetched bytes are kept on a local disk;
-    - `level`: of an OME-Zarr image, 0 the finest and the default.
+    - `level`: of an OME-Zarr image, 0 the finest and the default;
+    - `channels`: the names along a dim of channels (``[time, channel, lat, lon]``) where the store says none.
 
     Missing values are those that ``_FillValue`` and ``missing_value`` name; ``valid_min``, ``valid_max`` and
     ``valid_range`` change nothing, as in xarray.  The `fill_value` of a Zarr v2 array names them too, but not a 0 where
@@ -136,7 +138,9 @@ def open(
     """
     select = checked_mapping("select", select, "{'member': 0}", GridError)
     source = StoreSource(store, options, disk_cache, level)
-    found = StoreSurvey(source.store, dims, along)
+    found = StoreSurvey(source.store, dims, along, channels)
+    found.check_fields()
+    normalize = with_stored_statistics(normalize, source.store)
     wanted = _default_fields(found, select) if fields is None else fields
     chosen, given_channels, target_channels = _channels_to_read(found, wanted, target_fields, targets)
     variables = found.of(chosen)

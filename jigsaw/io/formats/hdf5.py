@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.cut import Box, box_slices
-from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
+from jigsaw.errors import ReadError, UnsupportedStoreError
 from jigsaw.io.cache_folder import user_cache_folder
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces
@@ -30,7 +30,6 @@ from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.chunks.packing import dtype_with_declared_sign, fill_value_of, missing_values_of
 from jigsaw.io.formats import slab_arrays as plain
 from jigsaw.io.formats.hdf5_dims import (
-    MAKANI_DIMS,
     Hdf5Dims,
     dataset_name_in_store,
     fill_beyond,
@@ -47,7 +46,7 @@ from jigsaw.io.formats.hdf5_index import (
 )
 from jigsaw.io.formats.hdf5_reach import FileReach, referenced_path
 from jigsaw.io.formats.hdf5_virtual import Hdf5SlabPlaces, LibraryPlaces, external_raw_file, grid_of_virtual_dataset
-from jigsaw.io.formats.in_memory import table_of_values
+from jigsaw.io.formats.makani import describe_makani_fields
 
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
 _SIGNATURE_OFFSETS = (0, 512, 1024, 2048, 4096)
@@ -140,7 +139,7 @@ class _Hdf5Opening:
             table = self._table(name, each, known[each.source])
             if table is not None:
                 self._tables[name] = table
-        _annotate_makani_tables(self._tables, source)
+        describe_makani_fields(self._tables, source.path)
         return self._tables
 
     # -- links -------------------------------------------------------------------------------------------------------
@@ -384,27 +383,3 @@ def _is_filter_available(number: int) -> bool:
         except ImportError:
             return False
     return bool(h5py.h5z.filter_avail(number))
-
-
-def _annotate_makani_tables(tables: dict[str, ArrayTable], source: Hdf5File) -> None:
-    """What makani leaves unsaid: its channels are a vertical dim, and its timestamps are seconds since 1970."""
-    for name, fields in list(tables.items()):
-        group, slash, own = name.rpartition("/")
-        if own != "fields" or fields.dims != MAKANI_DIMS:
-            continue
-        steps, channels = fields.shape[:2]
-        stamps, names = (tables.get(group + slash + each) for each in ("timestamp", "channel"))
-        for said, dim, count in ((stamps, "time", steps), (names, "channel", channels)):
-            if said is not None and said.shape != (count,):
-                raise GridError(
-                    f"{source.path}: {name!r} has {count} rows along {dim!r}, and {said.name!r} has the shape "
-                    f"{said.shape}; write both equally long"
-                )
-        if stamps is not None:
-            attrs = {"units": "seconds since 1970-01-01", **stamps.attrs}
-            tables[stamps.name] = replace(stamps, dims=MAKANI_DIMS[:1], attrs=attrs)
-        if names is None:
-            own = group + slash + "channel"
-            # channels without names are known by their places
-            names = table_of_values(own, np.arange(channels), (own,), {}, source.path)
-        tables[names.name] = replace(names, dims=MAKANI_DIMS[1:2], attrs={"axis": "Z", **names.attrs})

@@ -13,8 +13,8 @@ import h5py
 import numpy as np
 
 from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.formats.makani import MAKANI_DIMS, is_makani_array
 
-MAKANI_DIMS = ("time", "channel", "lat", "lon")
 _BOOKKEEPING_ATTRS = {
     "CLASS", "NAME", "DIMENSION_LIST", "REFERENCE_LIST", "DIMENSION_LABELS",
     "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties", "_nc3_strict",
@@ -94,9 +94,7 @@ class Hdf5Dims:
     def names(self, dataset: Any) -> tuple[str, ...]:
         """The names of a dataset's dims; those that share one scale are told apart by position."""
         scales = [None if path is None else _last_name(path) for path in self._scales(dataset)]
-        pairs = list(zip(scales, MAKANI_DIMS, strict=False))
-        of_makani = len(scales) == len(pairs) == len(MAKANI_DIMS) and _last_name(dataset.name) == "fields"
-        if of_makani and all(scale in (None, name, "timestamp") for scale, name in pairs):  # as its own tool attaches
+        if is_makani_array(_last_name(dataset.name), scales):
             return MAKANI_DIMS
         names = [f"dim_{i}" if scale is None else scale for i, scale in enumerate(scales)]
         return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))

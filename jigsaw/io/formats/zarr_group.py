@@ -41,6 +41,8 @@ from jigsaw.io.chunks.lookups import LookupCounts, LookupTally
 from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.chunks.packing import dtype_with_declared_sign, fill_is_missing, fill_value_of, missing_values_of
 from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url, is_remote_url
+from jigsaw.io.formats.anemoi import anemoi_as_fields, is_anemoi_store
+from jigsaw.io.formats.makani import MAKANI_DIMS, describe_makani_fields, is_makani_array
 from jigsaw.io.formats.slab_arrays import read_whole_coordinate
 from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
 from jigsaw.io.series.coords import check_coordinate_size
@@ -66,6 +68,7 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
         with zarr.config.set({"array.rectilinear_chunks": True}):  # zarr reads the metadata of such arrays only then
             sources = dict(_listed_zarr_arrays(group) if named is None else _named_zarr_arrays(group, named))
         tables = {name: table_of_zarr(name, array) for name, array in sources.items()}
+        describe_makani_fields(tables, _group_name(group))
         attrs = dict(group.attrs)
     except ReadError:
         raise
@@ -78,7 +81,8 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
         fast = tables[name].decoder is not None
         return read_whole_coordinate(tables[name]) if fast else _read_by_zarr(group, sources[name])
 
-    return ArrayStore(_group_name(group), tables, attrs, read_small)
+    store = ArrayStore(_group_name(group), tables, attrs, read_small)
+    return anemoi_as_fields(store) if is_anemoi_store(store) else store
 
 
 def _read_by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
@@ -232,6 +236,8 @@ def _stored_dim_names(meta: Any) -> Any:
 
 def _checked_dim_names(name: str, dims: Any, ndim: int) -> tuple[str, ...]:
     found = dims or [None] * ndim
+    if not dims and is_makani_array(name, found):
+        return MAKANI_DIMS
     if not isinstance(found, list | tuple) or len(found) != ndim or any(not isinstance(d, str | None) for d in found):
         raise UnsupportedStoreError(f"array {name!r} has the dims {dims!r}; need {ndim} names")
     return tuple(d or f"dim_{i}" for i, d in enumerate(found))

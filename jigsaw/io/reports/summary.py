@@ -94,7 +94,7 @@ class VariableSummary:
     dtype: str
     units: str
     long_name: str
-    levels: tuple[float, ...]
+    levels: tuple[float, ...] | tuple[str, ...]
     level_units: str
     chunks: tuple[int, ...]
     shards: tuple[int, ...] | None
@@ -186,7 +186,7 @@ def _summarize_variable(
         dtype=np.dtype(table.dtype).name,
         units=str(attrs.get("units", "")),
         long_name=str(attrs.get("long_name", attrs.get("standard_name", ""))),
-        levels=tuple(levels.values.tolist()) if levels else (),
+        levels=(levels.names or tuple(levels.values.tolist())) if levels else (),
         level_units=levels.units if levels else "",
         chunks=stored.chunks,
         shards=_shard_shape(table) if in_objects else None,

@@ -2,7 +2,8 @@
 
 A *role* is the canonical name of a dim, whatever the store calls it: `time, level, lat, lon` on the globe, `z, y, x`
 in a volume, `y, x` on a curvilinear or projected grid; `member` for an ensemble, `lead` for the time since a forecast
-began and `init` for when it did.  A dim without a role keeps its own name.
+began and `init` for when it did.  A dim of channels (``[time, channel, lat, lon]``) is `level`, too: its levels have
+names.  A dim without a role keeps its own name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 
 SPATIAL_ROLES = ("lat", "lon", "z", "y", "x")
 _TIME_ROLES = ("time", "init", "lead")
-DIM_ROLES = (*_TIME_ROLES, "member", "level", *SPATIAL_ROLES)
+DIM_ROLES = (*_TIME_ROLES, "member", "level", "channel", *SPATIAL_ROLES)
+_CHANNEL_DIMS = ("channel", "channels", "variable", "variables")
 
 
 def _roles_by_word(**words: str) -> dict[str, str]:
@@ -108,7 +110,7 @@ class DimNaming:
             if name not in known and (table is None or len(table.dims) != 1):
                 raise GridError(f"dims={{{role!r}: {name!r}}}: the store has no such dim; it has {sorted(known)}")
             dim = name if name in known or table is None else table.dims[0]
-            roles[dim] = role
+            roles[dim] = "level" if role == "channel" else role
             if dim != name:
                 coordinates[dim] = name
         if along != "time":
@@ -195,6 +197,12 @@ class StoreCoordinates:
             return False
         return len(set(SPATIAL_ROLES).intersection(self._roles(array))) >= 2
 
+    def is_scattered(self, array: ArrayTable, dim: str) -> bool:
+        """Whether each place along a dim has a latitude and a longitude of its own, as on a reduced grid."""
+        group = _group_prefix(array.name)
+        along = [t for n, t in self.arrays.items() if _group_prefix(n) == group and tuple(t.dims) == (dim,)]
+        return {"lat", "lon"} <= {_said_role(t.attrs) for t in along}
+
     def roles(self, array: ArrayTable) -> tuple[str, ...]:
         """The role of every dim of `array`, or its own name where it has none; no two dims may have one role.
 
@@ -220,7 +228,11 @@ class StoreCoordinates:
         roles = _without_rivals(found, said, array.dims)
         if "time" not in roles:  # when forecasts began is the time of an array that has no other
             roles = ["time" if role == "init" else role for role in roles]
-        return _with_vertical_role(roles, bool(plane))
+        globe = bool(plane) or {"lat", "lon"} <= set(roles)
+        channels = [dim for dim in array.dims if dim.lower() in _CHANNEL_DIMS and dim in roles]
+        if len(channels) == 1 and not {"level", "z"} & set(roles) and (globe or "time" in roles):
+            roles[roles.index(channels[0])] = "level"
+        return _with_vertical_role(roles, globe)
 
     def _plane(self, array: ArrayTable) -> dict[str, str]:
         """The dims `y, x` of an array on a curvilinear grid: latitudes depend on both, and neither has any alone."""
@@ -268,8 +280,7 @@ def _without_rivals(found: list[str], said: Sequence[str | None], dims: Sequence
     return kept
 
 
-def _with_vertical_role(found: Sequence[str], curvilinear: bool) -> tuple[str, ...]:
-    globe = curvilinear or {"lat", "lon"} <= set(found)
+def _with_vertical_role(found: Sequence[str], globe: bool) -> tuple[str, ...]:
     volume = {"y", "x"} <= set(found) and "time" not in found
     vertical = {"z": "level"} if globe else {"level": "z"} if volume else {}
     return tuple(vertical.get(role, role) for role in found)

@@ -4,11 +4,12 @@ A field is one of
 
 - the store's own variable name: ``2m_temperature``; with a level dim it stands for all its levels, a channel each;
 - a variable at one level: ``geopotential@500``, in the units of the store's level coordinate;
-- an ECMWF short name: ``t2m``, ``u10``, ``msl``, or a pressure-level name and hPa: ``z500``, ``t850``.
+- an ECMWF short name: ``t2m``, ``u10``, ``msl``, or a pressure-level name and hPa: ``z500``, ``t850``;
+- one channel of an array with a dim of channels that have names, as makani and anemoi-datasets store them: ``t2m``.
 
-A short name finds the long names of WeatherBench2, ARCO-ERA5 and CDS, and the other way round (the tables below).  The
-store's own name always wins, and a surface name never falls through to a pressure level: ``u10`` is the wind at 10 m,
-the wind at 10 hPa is ``u@10``.
+A short name finds the long names of WeatherBench2, ARCO-ERA5 and CDS, those of earth2studio's lexicon (``u10m``), and
+the other way round (the tables below).  The store's own name always wins, and a surface name never falls through to a
+pressure level: ``u10`` is the wind at 10 m, the wind at 10 hPa is ``u@10``.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ from jigsaw.io.arguments import checked_names
 SURFACE_NAMES = (
     ("t2m", "2t", "2m_temperature"),
     ("d2m", "2d", "2m_dewpoint_temperature"),
-    ("u10", "10u", "10m_u_component_of_wind"),
-    ("v10", "10v", "10m_v_component_of_wind"),
-    ("u100", "100u", "100m_u_component_of_wind"),
-    ("v100", "100v", "100m_v_component_of_wind"),
-    ("ws10", "10si", "10m_wind_speed"),
+    ("r2m", "2r", "2m_relative_humidity"),
+    ("q2m", "2sh", "2m_specific_humidity"),
+    ("u10", "10u", "10m_u_component_of_wind", "u10m"),
+    ("v10", "10v", "10m_v_component_of_wind", "v10m"),
+    ("u100", "100u", "100m_u_component_of_wind", "u100m"),
+    ("v100", "100v", "100m_v_component_of_wind", "v100m"),
+    ("ws10", "10si", "10m_wind_speed", "ws10m"),
+    ("fg10", "10fg", "10m_wind_gust_since_previous_post_processing", "fg10m"),
     ("msl", "mean_sea_level_pressure"),
     ("sp", "surface_pressure"),
     ("tp", "total_precipitation"),
-    ("tp6h", "total_precipitation_6hr"),
-    ("tp12h", "total_precipitation_12hr"),
-    ("tp24h", "total_precipitation_24hr"),
+    ("tp6h", "total_precipitation_6hr", "tp06"),
+    ("tp12h", "total_precipitation_12hr", "tp12"),
+    ("tp24h", "total_precipitation_24hr", "tp24"),
     ("cp", "convective_precipitation"),
     ("lsp", "large_scale_precipitation"),
     ("sf", "snowfall"),
@@ -53,7 +57,11 @@ SURFACE_NAMES = (
     ("skt", "skin_temperature"),
     ("siconc", "ci", "sea_ice_cover"),
     ("swvl1", "volumetric_soil_water_layer_1"),
+    ("swvl2", "volumetric_soil_water_layer_2"),
     ("stl1", "soil_temperature_level_1"),
+    ("stl2", "soil_temperature_level_2"),
+    ("sdor", "standard_deviation_of_orography"),
+    ("slor", "slope_of_sub_gridscale_orography"),
     ("lsm", "land_sea_mask"),
     ("zs", "geopotential_at_surface"),
     ("blh", "boundary_layer_height"),
@@ -66,6 +74,7 @@ PRESSURE_NAMES = (
     ("q", "specific_humidity"),
     ("r", "relative_humidity"),
     ("w", "vertical_velocity"),
+    ("ws", "wind_speed"),
     ("d", "divergence"),
     ("vo", "vorticity"),
     ("pv", "potential_vorticity"),
@@ -76,15 +85,21 @@ PRESSURE_NAMES = (
 )
 _NAMES_OF_QUANTITY = {name: row for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
 SHORT_NAMES = {name: row[0] for name, row in _NAMES_OF_QUANTITY.items()}
+_NAMES_OF_TWO_MEANINGS = ("u100", "v100")
+"""Winds at 100 m, but of channels, for makani and earth2studio, at 100 hPa: there no other name stands for them."""
 
 
 @dataclass(frozen=True)
 class LevelCoordinate:
-    """The level coordinate of an array; where it is `counted` its values are the places 0, 1, 2…, and no pressures."""
+    """The level coordinate of an array; where it is `counted` its values are the places 0, 1, 2…, and no pressures.
+
+    Of a dim of channels they have `names`.
+    """
 
     values: NDArray[np.float64]
     units: str = ""
     counted: bool = False
+    names: tuple[str, ...] = ()
 
     def of_hpa(self, pressure: float) -> float:
         """A pressure in hPa in this coordinate's units."""
@@ -93,12 +108,16 @@ class LevelCoordinate:
 
 @dataclass(frozen=True)
 class FieldChannel:
-    """One channel: an array, and the position of a level in it (None where the array has no level dim)."""
+    """One channel: an array, and the position of a level in it (None where the array has no level dim).
+
+    `own_name` is what the store, or the user, calls it along a dim of channels.
+    """
 
     name: str
     field: str
     array: str
     level: int | None = None
+    own_name: str = ""
 
 
 def channels_of_fields(
@@ -123,6 +142,9 @@ def channels_of_fields(
 def _channels_of_one(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> list[FieldChannel]:
     if field in arrays:
         return _all_levels(field, field, arrays[field])
+    named = _named_channel(field, arrays)
+    if named is not None:
+        return [named]
     name, at, level = field.partition("@")
     array = _array_named(name, arrays)
     if array is not None:
@@ -147,17 +169,57 @@ def _array_named(name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str
     return next((n for n in (name, *_NAMES_OF_QUANTITY.get(name, ())) if n in arrays), None)
 
 
+def _named_channel(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> FieldChannel | None:
+    """The channel of that name; where there is none, one that has the same quantity under another."""
+    there = [(array, i, name) for array, levels in arrays.items() if levels for i, name in enumerate(levels.names)]
+    found = [each for each in there if each[2] == field] or [each for each in there if _is_same_channel(field, each[2])]
+    if len(found) > 1:
+        raise FieldError(
+            f"field {field!r} is the channels {[f'{array}@{i}' for array, i, _ in found]} of the store; "
+            "ask for one of these"
+        )
+    return FieldChannel(field, field, *found[0]) if found else None
+
+
+def _is_same_channel(field: str, name: str) -> bool:
+    """Whether a channel's name stands for the quantity that a field names: ``z_500`` for ``geopotential@500``.
+
+    Without a level a name like ``z`` says too little: of channels it is the height of the ground.
+    """
+    quantity, level = quantity_and_level(name)
+    told = level is not None or any(quantity == row[0] for row in SURFACE_NAMES)
+    return told and name not in _NAMES_OF_TWO_MEANINGS and quantity_and_level(field) == (quantity, level)
+
+
+def quantity_and_level(name: str) -> tuple[str, float | None]:
+    """The short name and the level of a channel: ("z", 500.0) of ``z500``, ``z_500`` and ``geopotential@500``."""
+    base, at, level = name.partition("@")
+    if at:
+        try:
+            return SHORT_NAMES.get(base, base), float(level)
+        except ValueError:
+            return name, None
+    if name in SHORT_NAMES:
+        return SHORT_NAMES[name], None
+    return quantity_at_pressure(name) or (name, None)
+
+
 def quantity_at_pressure(name: str) -> tuple[str, float] | None:
-    """("z", 500.0) of ``z500``; None where a name says no pressure."""
+    """("z", 500.0) of ``z500`` and of anemoi's ``z_500``; None where a name says no pressure."""
     if name in SHORT_NAMES:
         return None
-    shorts = [short for short, *_ in PRESSURE_NAMES if name.startswith(short) and name[len(short) :].isdecimal()]
-    return (shorts[0], float(name[len(shorts[0]) :])) if shorts else None
+    for short, *_ in PRESSURE_NAMES:
+        pressure = name.removeprefix(short).removeprefix("_")
+        if name.startswith(short) and pressure.isdecimal():
+            return short, float(pressure)
+    return None
 
 
 def _all_levels(field: str, array: str, levels: LevelCoordinate | None) -> list[FieldChannel]:
     if levels is None:
         return [FieldChannel(field, field, array)]
+    if levels.names:
+        return [FieldChannel(name, field, array, i, name) for i, name in enumerate(levels.names)]
     return [FieldChannel(f"{field}@{value:g}", field, array, i) for i, value in enumerate(levels.values)]
 
 
@@ -166,6 +228,8 @@ def _one_level(field: str, array: str, level: str, levels: LevelCoordinate | Non
         raise MissingLevelError(
             f"field {field!r} asks for a level of array {array!r}, which has no level dim; ask for {array!r}"
         )
+    if level in levels.names:
+        return FieldChannel(field, field, array, levels.names.index(level), level)
     try:
         value = float(level)
     except ValueError:
@@ -184,12 +248,13 @@ def _nearest_level(field: str, array: str, value: float, levels: LevelCoordinate
         raise MissingLevelError(
             f"field {field!r}: array {array!r} has no level {value:g}{units}{near}. It has: {listed}"
         )
-    return FieldChannel(field, field, array, at)
+    return FieldChannel(field, field, array, at, levels.names[at] if levels.names else "")
 
 
 def _missing_text(field: str, name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str:
     shorts = [row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) if _array_named(row[0], arrays)]
-    close = difflib.get_close_matches(name, [*arrays, *shorts], n=3, cutoff=0.6)
+    channels = [c for levels in arrays.values() if levels for c in levels.names]
+    close = difflib.get_close_matches(name, [*arrays, *shorts, *channels], n=3, cutoff=0.6)
     meant = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
     others = ", ".join(repr(n) for n in _NAMES_OF_QUANTITY.get(name, ()) if n != name)
     also = f" It is also searched as {others}." if others else ""
@@ -198,6 +263,13 @@ def _missing_text(field: str, name: str, arrays: Mapping[str, LevelCoordinate | 
 
 def _available_text(arrays: Mapping[str, LevelCoordinate | None], most: int = 60) -> str:
     shown = [(name, arrays[name]) for name in sorted(arrays)[:most]]
-    listed = ", ".join(n if levels is None else f"{n} ({len(levels.values)} levels)" for n, levels in shown)
+    listed = ", ".join(n if levels is None else f"{n} ({_levels_text(levels)})" for n, levels in shown)
     more = f" and {len(arrays) - most} more" if len(arrays) > most else ""
     return f"The store has: {listed or 'no variable'}{more}"
+
+
+def _levels_text(levels: LevelCoordinate, most: int = 60) -> str:
+    if not levels.names:
+        return f"{len(levels.values)} levels"
+    more = f" and {len(levels.names) - most} more" if len(levels.names) > most else ""
+    return f"channels {' '.join(levels.names[:most])}{more}"

@@ -10,10 +10,30 @@ from typing import Any
 import numpy as np
 
 from jigsaw.errors import FieldError
-from jigsaw.io.series.fields import FieldChannel
-from jigsaw.io.series.statistics import Statistics, quantity_and_level
+from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.series.fields import FieldChannel, quantity_and_level
+from jigsaw.io.series.statistics import Statistics
 
+_STORED_STATISTICS = {"mean": "mean", "std": "stdev", "min": "minimum", "max": "maximum"}
 NormalizeArgument = Mapping[str, Any] | Statistics | str | os.PathLike[str] | None
+
+
+def with_stored_statistics(normalize: NormalizeArgument, store: ArrayStore) -> NormalizeArgument:
+    """What is given; for ``"store"`` the statistics that the store has itself, as anemoi-datasets writes them.
+
+    Raises: `FieldError` where it has none.
+    """
+    if not (isinstance(normalize, str) and normalize == "store"):
+        return normalize
+    names = store.attrs.get("variables")
+    there = {mine: theirs for mine, theirs in _STORED_STATISTICS.items() if theirs in store.arrays}
+    if not isinstance(names, list) or not {"mean", "std"} <= set(there):
+        raise FieldError(
+            f"normalize='store' needs statistics in the store {store.url}: an attribute 'variables' and the arrays "
+            f"{list(_STORED_STATISTICS.values())}; compute some with jigsaw.io.statistics"
+        )
+    columns = {mine: store.read_small(theirs).astype(np.float64) for mine, theirs in there.items()}
+    return Statistics(tuple(map(str, names)), columns, source=f"statistics of {store.url}")
 
 
 def channel_scales(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io import arguments
 from jigsaw.io.series.boundary import DimBoundary
-from jigsaw.io.series.fields import PRESSURE_NAMES, SURFACE_NAMES, FieldChannel
+from jigsaw.io.series.fields import SHORT_NAMES, FieldChannel, quantity_and_level
 
 _TURNING_NAMES = ("u10", "v10", "u100", "v100", "u", "v")
 _TURNING_STANDARD_NAMES = ("eastward", "northward", "x_wind", "y_wind")
@@ -51,12 +51,14 @@ def vector_channels(
     """
     names = [{c.name, c.field, c.array, c.array.rpartition("/")[2], c.name.partition("@")[0]} for c in channels]
     if given is None:
-        known = {name for row in (*SURFACE_NAMES, *PRESSURE_NAMES) if row[0] in _TURNING_NAMES for name in row}
+        known = {name for name, short in SHORT_NAMES.items() if short in _TURNING_NAMES}
         said = [str(attrs.get(c.array, {}).get("standard_name", "")) for c in channels]
         return tuple(
             i
             for i, (mine, standard) in enumerate(zip(names, said, strict=True))
-            if mine & known or any(word in standard for word in _TURNING_STANDARD_NAMES)
+            if mine & known
+            or quantity_and_level(channels[i].name)[0] in _TURNING_NAMES
+            or any(word in standard for word in _TURNING_STANDARD_NAMES)
         )
     wanted = arguments.checked_names("vectors", given)
     unknown = [name for name in wanted if not any(name in mine for mine in names)]

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import FieldError
-from jigsaw.io.series.fields import SHORT_NAMES, FieldChannel, quantity_at_pressure
+from jigsaw.io.series.fields import FieldChannel, quantity_and_level
 
 ChannelValues = NDArray[np.float64]
 StatisticsPath = str | os.PathLike[str]
@@ -130,19 +130,6 @@ class Statistics(Mapping[str, dict[str, float]]):
             if quantity_and_level(name) == wanted:
                 return i
         raise FieldError(f"{self.source} has no channel {channel.name!r}; it has {_fields_text(self.fields)}")
-
-
-def quantity_and_level(name: str) -> tuple[str, float | None]:
-    """The short name and the level of a channel: ("z", 500.0) of ``z500`` and of ``geopotential@500``."""
-    base, at, level = name.partition("@")
-    if at:
-        try:
-            return SHORT_NAMES.get(base, base), float(level)
-        except ValueError:
-            return name, None
-    if name in SHORT_NAMES:
-        return SHORT_NAMES[name], None
-    return quantity_at_pressure(name) or (name, None)
 
 
 def _fields_text(fields: Sequence[str], most: int = 40) -> str:

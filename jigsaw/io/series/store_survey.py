@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.errors import GridError
+from jigsaw.errors import FieldError, GridError
+from jigsaw.io.arguments import checked_names
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.series.coords import SPATIAL_ROLES, DimNaming, StoreCoordinates
 from jigsaw.io.series.fields import FieldChannel, LevelCoordinate
@@ -49,10 +50,20 @@ class StoreVariable:
 
 
 class StoreSurvey:
-    """What a store has for a reader of fields: its data variables, and what their dims mean."""
+    """What a store has for a reader of fields: its data variables, and what their dims mean.
 
-    def __init__(self, store: ArrayStore, dims: Mapping[str, str] | None = None, along: str = "time") -> None:
+    `channels` are the names along a dim of channels of which the store does not say any.
+    """
+
+    def __init__(
+        self,
+        store: ArrayStore,
+        dims: Mapping[str, str] | None = None,
+        along: str = "time",
+        channels: Sequence[str] | None = None,
+    ) -> None:
         self.store = store
+        self._channels = None if channels is None else checked_names("channels", channels)
         self.coords = StoreCoordinates(store.arrays, DimNaming.of(dims, along, store.arrays))
         self._values: dict[tuple[str, str, int], NDArray[Any]] = {}
         self.variables = {
@@ -87,17 +98,53 @@ class StoreSurvey:
 
     @cached_property
     def levels(self) -> dict[str, LevelCoordinate | None]:
-        """The levels of every variable, None for one that has no level dim."""
-        return {name: self._levels(v) for name, v in self.variables.items()}
+        """The levels of every variable, None for one that has no level dim.
+
+        Raises: `FieldError` for `channels` that no dim lacks, or not so many.
+        """
+        found = {name: self._levels(v) for name, v in self.variables.items()}
+        if self._channels is not None and self._channels not in [levels.names for levels in found.values() if levels]:
+            lacking = [f"{n} ({len(v.values)})" for n, v in found.items() if v and v.counted and not v.names]
+            raise FieldError(
+                f"channels={list(self._channels)} are {len(self._channels)} names; the store has "
+                f"{', '.join(lacking) or 'no array'} with a dim of channels without names"
+            )
+        return found
 
     def _levels(self, variable: StoreVariable) -> LevelCoordinate | None:
         if "level" not in variable.roles:
             return None
         values = self.values(variable, "level")
-        # levels that are texts (makani's channels), or have no coordinate, are asked for by their places
+        # levels that are texts are channels by name; those, and what has no coordinate, are asked for by places, too
         counted = values.dtype.kind not in "fiu" or not self.states(variable, "level")
         numeric = np.arange(len(values)) if counted else values
-        return LevelCoordinate(numeric.astype(np.float64), str(self.attrs(variable, "level").get("units", "")), counted)
+        names = () if values.dtype.kind in "fiu" else tuple(_text_of(value) for value in values.tolist())
+        if counted and not names and len(self._channels or ()) == len(values):
+            names = self._channels or ()
+        units = str(self.attrs(variable, "level").get("units", ""))
+        return LevelCoordinate(numeric.astype(np.float64), units, counted, names)
+
+    def check_fields(self) -> None:
+        """Raises: `FieldError` where nothing lies on a grid, naming what there is and how to say what its dims are."""
+        if self.variables:
+            return
+        arrays = [t for t in self.store.arrays.values() if len(t.dims) > 1]
+        cells = next(((t, dim) for t in arrays for dim in t.dims if self.coords.is_scattered(t, dim)), None)
+        if cells is not None:
+            table, dim = cells
+            why = (
+                f"array {table.name!r} has a latitude and a longitude for each of its {table.shape[-1]} places along "
+                f"{dim!r}: a reduced or unstructured grid, which is not cut by rows; interpolate it to a regular one"
+            )
+        else:
+            shown = [
+                f"{t.name} ({', '.join(f'{d} {n}' for d, n in zip(t.dims, t.shape, strict=True))})" for t in arrays
+            ]
+            why = (
+                f"it has {', '.join(shown) or 'no array of several dims'}; where names and attributes do not tell what "
+                "dims are, say it with dims={'lat': …, 'lon': …, 'time': …}"
+            )
+        raise FieldError(f"the store {self.store.url} has no variable on a lat-lon grid or in a volume: {why}")
 
     def of(self, channels: Sequence[FieldChannel]) -> tuple[StoreVariable, ...]:
         """The variables of these channels, each once, in order; scale and offset of each must be numbers."""
@@ -138,7 +185,14 @@ class StoreSurvey:
                     f"arrays {first.table.name!r} ({first.size('time')} steps) and {other.table.name!r} "
                     f"({other.size('time')} steps) have different times; open them one at a time"
                 )
-        return decode_times(raw, self.attrs(first, "time"))
+        attrs = self.attrs(first, "time")
+        axis, missing = decode_times(raw, attrs), attrs.get("missing_dates", ())  # anemoi's, whose values are none
+        return axis.take(~np.isin(axis.stamps, np.array(missing, "datetime64[us]"))) if len(missing) else axis
+
+
+def _text_of(value: Any) -> str:
+    """A text of a store, where it may be bytes that are padded to the length of the longest."""
+    return (value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)).rstrip("\0 ")
 
 
 def _same_coordinates(mine: NDArray[Any], theirs: NDArray[Any]) -> bool:

@@ -26,9 +26,10 @@ _MICROSECONDS = {
     **dict.fromkeys(("week", "weeks", "w"), 604_800_000_000),
 }
 _SINCE = re.compile(
-    r"^\s*(?P<unit>\w+)\s+since\s+(?P<year>\d{1,4})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"
+    r"^\s*(?P<unit>\w+)\s+since\s+"
+    r"(?:(?P<digits>\d{8})|(?P<year>\d{1,4})(?:-(?P<month>\d{1,2})(?:-(?P<day>\d{1,2}))?)?)"
     r"(?:[T\s]+(?P<hour>\d{1,2})(?::(?P<minute>\d{1,2}))?(?::(?P<second>\d{1,2}(?:\.\d*)?))?)?"
-    r"\s*(?:Z|UTC|GMT|[+-]?0{1,2}(?::?00)?)?\s*$",
+    r"\s*(?:Z|UTC|GMT|(?P<east>[+-])(?P<zone_hour>\d{1,2})(?::?(?P<zone_minute>\d{2}))?|0{1,2}(?::?00)?)?\s*$",
     re.IGNORECASE,
 )
 _MONTHS = {
@@ -253,9 +254,10 @@ def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
     """Times of numbers with CF ``units`` ("hours since 1900-01-01") and ``calendar``, or of datetime64; durations of
     numbers with units alone ("hours"), or of timedelta64.
 
-    A step that differs from the usual one is a gap; steps of calendar months or years are equal steps.  Refused are
-    texts, time zones, units that have no fixed length on their calendar, and times that fall, are missing or are there
-    twice.
+    Times are UTC: those of units with a zone ("since 2000-01-01 00:00 +02:00") are moved there.  A reference may be a
+    year or month alone, its beginning, or eight digits ("since 20000101").  A step that differs from the usual one is a
+    gap; steps of calendar months or years are equal steps.  Refused are texts, units that have no fixed length on their
+    calendar, and times that fall, are missing or are there twice.
     """
     units, calendar = str(attrs.get("units", "")), str(attrs.get("calendar", "standard")).lower()
     _check_time_values(raw)
@@ -321,26 +323,26 @@ def _stamps_and_elapsed(raw: NDArray[Any], units: str, calendar: str) -> tuple[N
     match = _SINCE.match(units)
     if match is None:
         raise _unknown_units(units, calendar)
-    unit = match["unit"].lower()
+    unit, reference = match["unit"].lower(), _TimeReference.of(match)
     if unit not in _MICROSECONDS and "nano" not in unit:
         _check_present(np.isfinite(raw))
-        stamps = _cftime_dates(raw, units, calendar)
+        stamps = _cftime_dates(raw, unit, reference, units, calendar)
         return stamps, _cftime_elapsed(stamps)
     since = _elapsed_microseconds(raw, unit)
     if calendar in _GREGORIAN_CALENDARS:
         try:
-            stamps = _reference_date(match) + since.astype("timedelta64[us]")
+            stamps = np.datetime64(reference.text, "us") + (since + reference.to_utc).astype("timedelta64[us]")
         except ValueError as e:  # the 30th of February
             raise _unknown_units(units, calendar) from e
         # the mixed Julian/Gregorian calendar differs from numpy's proleptic one before its reform in 1582
-        if calendar == "proleptic_gregorian" or (int(match["year"]) >= 1583 and not (stamps < _CALENDAR_REFORM).any()):
+        if calendar == "proleptic_gregorian" or (reference.year >= 1583 and not (stamps < _CALENDAR_REFORM).any()):
             return stamps, stamps.astype(np.int64)
-    return _cftime_dates(raw, units, calendar), since
+    return _cftime_dates(raw, unit, reference, units, calendar), since
 
 
 def _unknown_units(units: str, calendar: str) -> UnsupportedStoreError:
     return UnsupportedStoreError(
-        f"time units {units!r} are not 'microseconds|…|hours|days since YYYY-MM-DD [hh:mm:ss] [UTC]' (nor months of "
+        f"time units {units!r} are not 'microseconds|…|hours|days since YYYY-MM-DD [hh:mm:ss] [+hh:mm]' (nor months of "
         f"the 360_day, common_years of the noleap calendar), the calendar is {calendar!r}; rewrite the time coordinate"
     )
 
@@ -358,21 +360,38 @@ def _multiply_rounded(raw: NDArray[Any], by: int) -> NDArray[np.int64]:
     return raw.astype(np.int64) * by if raw.dtype.kind in "iu" else np.rint(wide).astype(np.int64)
 
 
-def _reference_date(match: re.Match[str]) -> np.datetime64:
-    second = float(match["second"] or 0)
-    text = f"{int(match['year']):04d}-{int(match['month']):02d}-{int(match['day']):02d}"
-    clock = (int(match["hour"] or 0) * 60 + int(match["minute"] or 0)) * 60_000_000 + round(second * 1e6)
-    return np.datetime64(text, "us") + np.timedelta64(clock, "us")
+@dataclass(frozen=True)
+class _TimeReference:
+    """The moment that times count from: as ISO 8601 without a zone, and the microseconds from there to UTC."""
+
+    year: int
+    text: str
+    to_utc: int
+
+    @classmethod
+    def of(cls, match: re.Match[str]) -> _TimeReference:
+        """Of what `_SINCE` found."""
+        digits = match["digits"] or ""
+        year, month, day = (
+            int(part or 1)
+            for part in ((digits[:4], digits[4:6], digits[6:]) if digits else match.group("year", "month", "day"))
+        )
+        microseconds = round(float(match["second"] or 0) * 1e6)
+        clock = f"{int(match['hour'] or 0):02d}:{int(match['minute'] or 0):02d}"
+        text = f"{year:04d}-{month:02d}-{day:02d}T{clock}:{microseconds // 10**6:02d}.{microseconds % 10**6:06d}"
+        zone = int(match["zone_hour"] or 0) * 60 + int(match["zone_minute"] or 0)
+        return cls(year, text, zone * 60_000_000 * (1 if match["east"] == "-" else -1))
 
 
-def _cftime_dates(raw: NDArray[Any], units: str, calendar: str) -> NDArray[Any]:
+def _cftime_dates(raw: NDArray[Any], unit: str, reference: _TimeReference, units: str, calendar: str) -> NDArray[Any]:
     try:
         import cftime
     except ImportError as missing:
         absent = f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime"
         raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     try:
-        return np.asarray(cftime.num2date(raw, units, calendar), dtype=object)
+        found = np.asarray(cftime.num2date(raw, f"{unit} since {reference.text}", calendar), dtype=object)
+        return found + timedelta(microseconds=reference.to_utc) if reference.to_utc else found
     except (ValueError, OverflowError, KeyError) as e:
         raise _unknown_units(units, calendar) from e
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate
 from jigsaw.io.writing.outline import CHANNEL_DIM, LEVEL_DIM, WrittenField
@@ -42,9 +43,7 @@ def metadata_of_dataset(
     own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
     by_name = {v.table.name: v for v in variables}
     if fields is None:
-        channels = [dataset.channels[c] for c in dataset.target_channels]
-        levels = [None if c.level is None else survey.values(by_name[c.array], LEVEL_DIM)[c.level] for c in channels]
-        fields = [WrittenField(c.array, None if v is None else float(v)) for c, v in zip(channels, levels, strict=True)]
+        fields = [_written_field(survey, by_name, dataset.channels[c]) for c in dataset.target_channels]
     written = {*given, *(f.array for f in fields)}
 
     def attrs_along(variable: StoreVariable, role: str) -> Mapping[str, Any]:
@@ -70,6 +69,13 @@ def metadata_of_dataset(
         fields=list(fields),
         time=time,
     )
+
+
+def _written_field(survey: StoreSurvey, by_name: Mapping[str, StoreVariable], channel: FieldChannel) -> WrittenField:
+    """An array, and a level of it; what has a name of its own along a dim of channels is an array by that name."""
+    if channel.own_name or channel.level is None:
+        return WrittenField(channel.own_name or channel.array, None)
+    return WrittenField(channel.array, float(survey.values(by_name[channel.array], LEVEL_DIM)[channel.level]))
 
 
 def _attrs_that_hold(attrs: Mapping[str, Any], written: Collection[str]) -> dict[str, Any]:
