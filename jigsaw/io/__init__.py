@@ -32,6 +32,7 @@ from jigsaw.io.reports.recommend import Recommendation, recommend
 from jigsaw.io.series import forcings
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats.compute import statistics
+from jigsaw.io.volumes import augment
 from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume_dataset import Volumes, VolumeSample
@@ -74,6 +75,7 @@ __all__ = [
     "WindowError",
     "WriteError",
     "Writer",
+    "augment",
     "completeness",
     "convert",
     "forcings",
