@@ -1,9 +1,9 @@
 """Augmentation at the read: each rank makes its own part of the augmented sample, of the voxels that this part needs.
 
-``open_volumes(..., augment=[Flip(), Affine(degrees=15), Noise(std=(0, 0.1))])`` takes the steps in this order, each with
-its own probability `p`.  What is drawn follows from (seed, epoch, sample) alone, and noise and displacements from the
-place in the sample too, so a sample is the same on every mesh: that of the same augmentation of the whole scan, of which
-it shows a crop.  Labels follow flips, turns and warps, by their nearest voxel.  What lies beyond the scan is `fill`.
+``open_volumes(..., augment=[Flip(), Affine(degrees=15), Noise(std=(0, 0.1))])`` takes the steps in this order, each
+with its own probability `p`.  What is drawn follows from (seed, epoch, sample) alone, and noise and displacements from
+the place in the sample too, so a sample is the same on every mesh: that of the same augmentation of the whole scan, of
+which it shows a crop.  Labels follow flips, turns and warps, by their nearest voxel.  Beyond the scan lies `fill`.
 
 - `Flip`, `Rotate90`: the crop backwards, or turned; bit for bit;
 - `Gamma`, `Brightness`, `Noise`: of an image alone, bit for bit;
@@ -72,9 +72,11 @@ class Augmentation(ABC):
 
     def _check(self) -> None:
         """Raises: `FieldError` for values that say nothing."""
+        return  # any say something
 
     def check_fits(self, grid: SampleGrid) -> None:
         """Raises: `GridError` where samples on this grid cannot be augmented so."""
+        return  # all can
 
     @abstractmethod
     def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
@@ -106,8 +108,8 @@ class Rotate90(Augmentation):
         a, b = (grid.dims.index(d) for d in self.plane)
         if a == b or grid.sizes[a] != grid.sizes[b]:
             raise GridError(
-                f"{self}: samples have {dict(zip(grid.dims, grid.sizes, strict=True))} voxels, and a quarter turn needs "
-                "as many along both dims; give crop= so, or another plane"
+                f"{self}: samples have {dict(zip(grid.dims, grid.sizes, strict=True))} voxels, and a quarter turn "
+                "needs as many along both dims; give crop= so, or another plane"
             )
 
     def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
@@ -289,11 +291,8 @@ class AskedAugmentations:
         return cls(steps, own)
 
     def drawn(self, seed: int, epoch: int, sample: int, grid: SampleGrid) -> tuple[VoxelStep, ...]:
-        """What is done to a sample.  Each step draws from numbers of its own, so one more changes none of the others."""
-        each = (
-            step.drawn(RandomDraws(seed, epoch, sample, 1 + at), grid)
-            for at, step in enumerate(self.steps)
-        )  # fmt: skip
+        """What is done to a sample; each step has draws of its own, so one more changes none of the others."""
+        each = (step.drawn(RandomDraws(seed, epoch, sample, 1 + at), grid) for at, step in enumerate(self.steps))
         return tuple(step for step in each if step is not None)
 
     def finished(self, tile: Tile, seed: int, epoch: int, sample: int) -> Tile:

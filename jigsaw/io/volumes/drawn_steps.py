@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
@@ -25,6 +25,8 @@ from torch import Tensor
 from jigsaw.cut import Box, Cut, Interval, box_shape
 
 Matrix = NDArray[np.float64]
+Values = NDArray[np.float64]
+_VECTOR = 64
 _ROUNDING = 1e-6  # what positions may be off by, in voxels: a box is that much wider than what it is made for
 
 
@@ -84,9 +86,9 @@ class IntensityStep(VoxelStep):
 
     def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
         if self.gamma != 1:
-            above = (block - self.low).clamp_(min=0)
-            bent = (above / self.width).pow_(self.gamma).mul_(self.width).add_(self.low)
-            block = torch.where(block > self.low, bent, block)
+            above = (block.to(torch.float64) - self.low).clamp_(min=0) / self.width
+            bent = torch.from_numpy(_in_whole_vectors(lambda x: np.power(x, self.gamma), above.numpy()))
+            block = torch.where(block > self.low, bent.mul_(self.width).add_(self.low).to(block.dtype), block)
         return block * self.scale + self.shift
 
 
@@ -102,13 +104,13 @@ class NoiseStep(VoxelStep):
         # Box and Muller's, of the upper and the lower half of the bits
         first = ((bits >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
         second = (bits & np.uint64(0xFFFFFFFF)).astype(np.float64) * (2 * math.pi * 2.0**-32)
-        drawn = np.sqrt(-2 * np.log(first)) * np.cos(second)
+        drawn = np.sqrt(-2 * _in_whole_vectors(np.log, first)) * _in_whole_vectors(np.cos, second)
         return block + torch.from_numpy(drawn * self.std).to(block.dtype)
 
 
 @dataclass(frozen=True)
 class CoarseStep(VoxelStep):
-    """What a scan with voxels `factor` times as long along each dim shows: the nearest voxels, and lines between them."""
+    """What a scan with voxels `factor` times as long shows: the nearest voxels, and lines between them."""
 
     factor: tuple[float, ...]
 
@@ -258,6 +260,17 @@ class ElasticStep(WarpStep):
             for k, weight in enumerate(weights)
         ]
         return terms[0] + terms[1] + terms[2] + terms[3]
+
+
+def _in_whole_vectors(function: Callable[[Values], Values], values: Values) -> Values:
+    """A function that is not correctly rounded, alike wherever a value stands in memory.
+
+    A processor's vectors and what is left over at the end are computed by other code, whose last bits may differ: rows
+    are filled up, so that nothing is left over.  (Torch also cuts at its threads' shares, so numpy it is.)
+    """
+    flat = np.ones(-(-values.size // _VECTOR) * _VECTOR)
+    flat[: values.size] = values.ravel()
+    return function(flat)[: values.size].reshape(values.shape)
 
 
 def hashed_places(key: int, box: Box) -> NDArray[np.uint64]:

@@ -85,8 +85,8 @@ def open_volumes(
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
     - `label_map`: which stored label becomes which, like ``{2: 1, 3: 1}``, before `foreground` looks for classes; the
       others stay;
-    - `augment`: what is done to each sample as it is read, drawn from (seed, epoch, sample), alike on every mesh: a list
-      of steps (see `jigsaw.io.augment`), then functions of (tile, generator); not to ``whole(i)``;
+    - `augment`: what is done to each sample as it is read, drawn from (seed, epoch, sample), alike on every mesh: a
+      list of steps (see `jigsaw.io.augment`), then functions of (tile, generator); not to ``whole(i)``;
     - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
     - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;

@@ -40,7 +40,7 @@ class VolumeSample:
 
     `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
     `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
-    Both are in the unit of the file, which is mm in most, and have the flips, turns and `Affine` of an augmented sample.
+    Both are in the unit of the file, mm in most, and have the flips, turns and `Affine` of an augmented sample.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
     >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
