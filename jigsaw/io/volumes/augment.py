@@ -327,6 +327,8 @@ def _check_range(step: Augmentation, name: str, given: Any, least: float = -math
 
 
 def _check_dims_there(step: Augmentation, dims: Sequence[str], grid: SampleGrid) -> None:
-    if isinstance(dims, str) or (unknown := [d for d in dims if d not in grid.dims]):
-        named = dims if isinstance(dims, str) else unknown[0]
-        raise GridError(f"{step} names {named!r}, and the dims of space are {', '.join(grid.dims)}, given as a list")
+    unknown = [dims] if isinstance(dims, str) else [d for d in dims if d not in grid.dims]
+    if unknown:
+        raise GridError(
+            f"{step} names {unknown[0]!r}, and the dims of space are {', '.join(grid.dims)}, given as a list"
+        )

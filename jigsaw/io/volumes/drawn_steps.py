@@ -117,7 +117,7 @@ class CoarseStep(VoxelStep):
     def _rows(self, d: int, rows: Interval) -> tuple[NDArray[np.int64], NDArray[np.int64], Matrix]:
         """The two rows that each row lies between, and how far on from the first it lies."""
         f = self.factor[d]
-        at = (np.arange(*rows) + 0.5) / f - 0.5
+        at: Values = (np.arange(*rows, dtype=np.float64) + 0.5) / f - 0.5
         below = np.floor(at)
         first, second = (np.floor(f * (each + 0.5)).astype(np.int64) for each in (below, below + 1))
         return first, second, at - below
