@@ -135,8 +135,8 @@ class Gamma(Augmentation):
     between: NumberRange = (0.0, 1.0)
 
     def _check(self) -> None:
-        _check_range(self, "gamma", self.gamma, least=1e-6)
-        _check_range(self, "between", self.between)
+        _check_ends(self, "gamma", self.gamma, least=1e-6)
+        _check_ends(self, "between", self.between)
         if self.between[0] == self.between[1]:
             raise FieldError(f"{self}: between= must be (low, high), and these are the same")
 
@@ -155,8 +155,8 @@ class Brightness(Augmentation):
     shift: NumberRange = (0.0, 0.0)
 
     def _check(self) -> None:
-        _check_range(self, "scale", self.scale)
-        _check_range(self, "shift", self.shift)
+        _check_ends(self, "scale", self.scale)
+        _check_ends(self, "shift", self.shift)
 
     def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
         if not draws.chance(self.p):
@@ -171,7 +171,7 @@ class Noise(Augmentation):
     std: NumberRange = (0.0, 0.1)
 
     def _check(self) -> None:
-        _check_range(self, "std", self.std, least=0)
+        _check_ends(self, "std", self.std, least=0)
 
     def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
         return NoiseStep(draws.word(), draws.between(*self.std)) if draws.chance(self.p) else None
@@ -185,7 +185,7 @@ class LowResolution(Augmentation):
     dims: tuple[str, ...] | None = None
 
     def _check(self) -> None:
-        _check_range(self, "zoom", self.zoom, least=0.01, most=1)
+        _check_ends(self, "zoom", self.zoom, least=0.01, most=1)
 
     def check_fits(self, grid: SampleGrid) -> None:
         _check_dims_there(self, self.dims or (), grid)
@@ -212,7 +212,7 @@ class Affine(Augmentation):
     shift: float = 0.0
 
     def _check(self) -> None:
-        _check_range(self, "scale", self.scale, least=0.01)
+        _check_ends(self, "scale", self.scale, least=0.01)
         angles = self.degrees.values() if isinstance(self.degrees, Mapping) else (self.degrees,)
         for name, values in (("degrees", angles), ("shift", (self.shift,))):
             if not all(_is_number(v) and v >= 0 for v in values):
@@ -256,7 +256,7 @@ class Elastic(Augmentation):
     every: int = 16
 
     def _check(self) -> None:
-        _check_range(self, "magnitude", self.magnitude, least=0)
+        _check_ends(self, "magnitude", self.magnitude, least=0)
         if not is_whole_number(self.every) or self.every < 1:
             raise FieldError(f"{self}: every= is a whole number of voxels, 1 or more")
 
@@ -319,7 +319,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_range(step: Augmentation, name: str, given: Any, least: float = -math.inf, most: float = math.inf) -> None:
+def _check_ends(step: Augmentation, name: str, given: Any, least: float = -math.inf, most: float = math.inf) -> None:
     pair = tuple(given) if isinstance(given, Sequence) else ()
     if len(pair) != 2 or not all(map(_is_number, pair)) or not least <= pair[0] <= pair[1] <= most:
         limits = [f">= {least:g}"] * (least > -math.inf) + [f"<= {most:g}"] * (most < math.inf)
