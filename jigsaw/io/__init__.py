@@ -35,6 +35,7 @@ from jigsaw.io.stats.compute import statistics
 from jigsaw.io.volumes import augment
 from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
+from jigsaw.io.volumes.scan_folders import FoundScans, find_scans
 from jigsaw.io.volumes.volume_dataset import Volumes, VolumeSample
 from jigsaw.io.volumes.volume_loader import VolumeBatch, VolumeLoader
 from jigsaw.io.writing.write import Writer, completeness, write
@@ -53,6 +54,7 @@ __all__ = [
     "FieldError",
     "Foreground",
     "ForkedError",
+    "FoundScans",
     "GridError",
     "HaloError",
     "MissingArrayError",
@@ -78,6 +80,7 @@ __all__ = [
     "augment",
     "completeness",
     "convert",
+    "find_scans",
     "forcings",
     "open",
     "open_hdf5",
