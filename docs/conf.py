@@ -40,7 +40,10 @@ python_use_unqualified_type_names = True
 # The margin, in the order of reading. It is added to README.md here, so that README.md stays plain Markdown.
 PAGES = {
     "Guides": [
-        *(f"docs/{name}" for name in ("training", "failures", "memory", "attention", "local", "spheres", "metrics")),
+        *(
+            f"docs/{name}"
+            for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
+        ),
         *(f"docs/{name}" for name in ("compile", "parallelism", "dry_run", "sources", "statistics")),
         "examples/*/README",
         "examples/*/data/README",

@@ -32,8 +32,10 @@ from jigsaw.io.reports.recommend import Recommendation, recommend
 from jigsaw.io.series import forcings
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats.compute import statistics
+from jigsaw.io.volumes import augment
 from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
+from jigsaw.io.volumes.scan_folders import FoundScans, find_scans
 from jigsaw.io.volumes.volume_dataset import Volumes, VolumeSample
 from jigsaw.io.volumes.volume_loader import VolumeBatch, VolumeLoader
 from jigsaw.io.writing.write import Writer, completeness, write
@@ -52,6 +54,7 @@ __all__ = [
     "FieldError",
     "Foreground",
     "ForkedError",
+    "FoundScans",
     "GridError",
     "HaloError",
     "MissingArrayError",
@@ -74,8 +77,10 @@ __all__ = [
     "WindowError",
     "WriteError",
     "Writer",
+    "augment",
     "completeness",
     "convert",
+    "find_scans",
     "forcings",
     "open",
     "open_hdf5",

@@ -14,12 +14,13 @@ _WORD_VALUES = 1 << 64
 class RandomDraws:
     """Numbers of a counter-based generator (Philox, Salmon et al. 2011) at the place (seed, epoch, sample).
 
-    The raw words, because numpy's distributions may change from version to version.
+    The raw words, because numpy's distributions may change from version to version.  Each `stream` has its own: 0 is
+    that of where crops lie.
     """
 
-    def __init__(self, seed: int, epoch: int, sample: int) -> None:
+    def __init__(self, seed: int, epoch: int, sample: int, stream: int = 0) -> None:
         key = np.array([seed % _WORD_VALUES, epoch % _WORD_VALUES], np.uint64)
-        counter = np.array([0, 0, sample % _WORD_VALUES, 0], np.uint64)
+        counter = np.array([0, 0, sample % _WORD_VALUES, stream], np.uint64)
         self._source = np.random.Philox(key=key, counter=counter)
 
     def word(self) -> int:
@@ -33,6 +34,10 @@ class RandomDraws:
     def chance(self, p: float) -> bool:
         """True with probability `p`."""
         return self.word() < p * _WORD_VALUES
+
+    def between(self, low: float, high: float) -> float:
+        """A number from `low` to `high`, each alike."""
+        return low + (high - low) * (self.word() / _WORD_VALUES)
 
 
 def crop_origin(

@@ -19,6 +19,7 @@ from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.times import is_whole_number
+from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
@@ -52,6 +53,7 @@ def open_volumes(
     fill: float = 0.0,
     label_fill: int = 0,
     label_map: Mapping[int, int] | None = None,
+    augment: Sequence[Augmentation | OwnAugmentation] | None = None,
     dtype: str | torch.dtype = "float32",
     label_dtype: str | torch.dtype = "int64",
     image_array: str | None = None,
@@ -83,6 +85,8 @@ def open_volumes(
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
     - `label_map`: which stored label becomes which, like ``{2: 1, 3: 1}``, before `foreground` looks for classes; the
       others stay;
+    - `augment`: what is done to each sample as it is read, drawn from (seed, epoch, sample), alike on every mesh: a
+      list of steps (see `jigsaw.io.augment`), then functions of (tile, generator); not to ``whole(i)``;
     - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
     - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
@@ -142,13 +146,27 @@ def open_volumes(
         renamed=renamed,
         mode=checked_choice("mode", mode, _VOLUME_MODES),
         is_whole=crop is None,
+        augment=AskedAugmentations.of(augment),
         seed=seed,
     )
+    _check_augment_fits(made)
     for index in range(0, len(made), crops):
         made.plans_of(
             made.crop(index), made.frame_of([index])
         )  # what cannot be planned is refused here, not at the first batch
     return replace(made, found=find_foreground(maps, foreground, device_mesh, renamed)) if foreground else made
+
+
+def _check_augment_fits(made: Volumes) -> None:
+    """Raises: `GridError` where a step does not fit the samples, or where rows beyond a crop are asked for."""
+    for step in made.augment.steps:
+        for volume in range(len(made.images)):
+            step.check_fits(made.sample_grid(volume))
+        if any(rule.is_beyond for rule in made.frame.boundary):
+            raise GridError(
+                f"augment=: {step} with boundary=, whose rows beyond a crop are those of the scan as it is stored; "
+                "leave boundary= out and give a larger crop"
+            )
 
 
 def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *how: Any) -> SampleSpace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jigsaw.cut import Cut, Interval
+from jigsaw.cut import Box, Cut, Interval, box_shape
 from jigsaw.errors import ReadError
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.chunks.dtypes import dtype_name, numpy_dtype_name
@@ -23,6 +23,8 @@ from jigsaw.io.reading.read_plan import ReadPlan, plan_read
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.sample_space import SampleSpace
 from jigsaw.io.series.times import is_whole_number
+from jigsaw.io.volumes.augment import AskedAugmentations, SampleGrid
+from jigsaw.io.volumes.augmented_crop import AugmentedCrop
 from jigsaw.io.volumes.crops import RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
@@ -38,7 +40,7 @@ class VolumeSample:
 
     `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
     `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
-    Both are in the unit of the file, which is mm in most.
+    Both are in the unit of the file, mm in most, and have the flips, turns and `Affine` of an augmented sample.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
     >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
@@ -58,10 +60,16 @@ class VolumeSample:
 
 @dataclass(frozen=True)
 class VolumeCrop:
-    """Which box of which volume a sample is."""
+    """Which box of which volume a sample is; `augmented` is what is done to it."""
 
     volume: int
     origin: tuple[int, ...]
+    augmented: AugmentedCrop | None = field(default=None, repr=False)
+
+    def chain(self, is_label: bool) -> AugmentedCrop | None:
+        """What is done to its image or to its label map; None where that is nothing."""
+        found = self.augmented.of_labels() if self.augmented and is_label else self.augmented
+        return found if found and found.steps else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +109,7 @@ class Volumes(MeshSamples):
     renamed: RenamedLabels
     mode: str
     is_whole: bool = False
+    augment: AskedAugmentations = AskedAugmentations()  # noqa: RUF009 (it is frozen)
     seed: int = 0
     epoch: int = 0
 
@@ -156,7 +165,19 @@ class Volumes(MeshSamples):
         draws = RandomDraws(self.seed, self.epoch, index)
         found = self.found[volume] if self.found else None
         shape = self.images[volume].shape
-        return VolumeCrop(volume, crop_origin(shape, frame.sizes, draws, self.foreground, found))
+        origin = crop_origin(shape, frame.sizes, draws, self.foreground, found)
+        return VolumeCrop(volume, origin, self._augmented(index, volume, origin, frame))
+
+    def sample_grid(self, volume: int) -> SampleGrid:
+        """What is augmented of a volume: its crops, or all of it."""
+        image = self.images[volume]
+        return SampleGrid(image.dims, image.shape if self.is_whole else self.frame.sizes, image.spacing)
+
+    def _augmented(self, index: int, volume: int, origin: tuple[int, ...], frame: SampleSpace) -> AugmentedCrop | None:
+        grid = self.sample_grid(volume)
+        steps = self.augment.drawn(self.seed, self.epoch, index, grid) if self.augment.steps else ()
+        first = tuple(-at for at in origin) if self.is_whole else (0,) * len(origin)
+        return AugmentedCrop(steps, first, grid.sizes) if steps else None
 
     def frame_of(self, samples: Sequence[int]) -> SampleSpace:
         """The frame of a batch: that of crops, or of whole volumes the smallest that holds each of them."""
@@ -178,17 +199,23 @@ class Volumes(MeshSamples):
         image = self.images[crop.volume]
         how: dict[str, Any] = {"scale": self.scale, "offset": self.offset, "boundary": frame.boundary}
         layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
-        plans = [self._plan_volume(image, crop, layout, dtype=numpy_dtype_name(self.dtype), **how)]
+        plans = [self._plan_volume(image, crop, layout, is_label=False, dtype=numpy_dtype_name(self.dtype), **how)]
         label = self.labels[crop.volume] if self.labels else None
         if label is not None:
             bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
             lacks = any(table.masks or np.dtype(table.dtype).kind == "f" for table in label.tables.values())
             nan = self.label_fill if lacks else "keep"
-            plans.append(self._plan_volume(label, crop, bare, dtype=dtype_name(self.label_dtype), nan=nan))
+            dtype = dtype_name(self.label_dtype)
+            plans.append(self._plan_volume(label, crop, bare, is_label=True, dtype=dtype, nan=nan))
         return tuple(plans)
 
-    def _plan_volume(self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, **how: Any) -> ReadPlan:
-        window, first = _crop_layout(layout, crop.origin, volume.shape)
+    def _plan_volume(
+        self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, is_label: bool, **how: Any
+    ) -> ReadPlan:
+        if chain := crop.chain(is_label):
+            window, first = chain.read_layout(layout, crop.origin, volume.shape)
+        else:
+            window, first = _crop_layout(layout, crop.origin, volume.shape)
         rows = [(a, a + cut.size) for a, cut in zip(first, window.cuts[2:], strict=True)]
         return plan_read(ReadRequest(window, volume.parts(rows), **how), volume.tables, self.mode)
 
@@ -209,8 +236,14 @@ class Volumes(MeshSamples):
         blocks = [engine.memory.empty(k.local_shape(here), np.dtype(n)) for k, n in zip(layouts, names, strict=True)]
         kinds = list(zip(blocks, layouts, (self.fill, self.label_fill), strict=True))
         for i, crop in enumerate(crops):
-            for (block, layout, fill), plan in zip(kinds, self.plans_of(crop, frame), strict=False):  # labels or none
-                _read_crop(engine, plan, block[i : i + 1], layout.held(here)[2:], crop.origin, fill)
+            plans = self.plans_of(crop, frame)
+            for is_label, ((block, layout, fill), plan) in enumerate(zip(kinds, plans, strict=False)):  # labels or none
+                if chain := crop.chain(bool(is_label)):
+                    shape, held = self.images[crop.volume].shape, chain.boxes(layout, here)
+                    source = _read_box(engine, plan, chain, held[0], crop.origin, shape, block.dtype, fill)
+                    block[i] = chain.applied(torch.from_numpy(source), held, bool(is_label)).numpy()
+                else:
+                    _read_crop(engine, plan, block[i : i + 1], layout.held(here)[2:], crop.origin, fill)
             if self.labels and self.labels[crop.volume] is None:
                 blocks[1][i] = self.label_fill
         if self.renamed.old:
@@ -235,6 +268,11 @@ class Volumes(MeshSamples):
         frame = SampleSpace.of(sizes, self.frame.axes, spec, None, None, "balanced", align)
         return self._sample(-1, VolumeCrop(number, (0,) * len(sizes)), frame)
 
+    def affine_of(self, crop: VolumeCrop) -> AffineMatrix:
+        """From the voxels (x, y, z, 1) of a sample to the world."""
+        affine = self.images[crop.volume].affine_at(crop.origin)
+        return crop.augmented.turned_affine(affine, self.frame.dims) if crop.augmented else affine
+
     def _volume_number(self, volume: int) -> int:
         """The number of a volume, of which a negative one counts from the end."""
         count = len(self.images)
@@ -247,11 +285,12 @@ class Volumes(MeshSamples):
     def _sample(self, index: int, crop: VolumeCrop, frame: SampleSpace) -> VolumeSample:
         mesh, image = self.device_mesh(), self.images[crop.volume]
         values, labels = self.read(self._engine, [crop], frame)
-        affine = image.affine_at(crop.origin)
+        affine = self.affine_of(crop)
         layout = frame.layout((image.channels,), (None,))
         bare = frame.layout((self.label_channels,), (None,), halo=False)
+        tile = Tile(values[0].to(mesh.device_type), layout, mesh)
         return VolumeSample(
-            Tile(values[0].to(mesh.device_type), layout, mesh),
+            tile if index < 0 else self.augment.finished(tile, self.seed, self.epoch, index),
             Tile(labels[0].to(mesh.device_type), bare, mesh) if self.labels else None,
             index,
             crop.volume,
@@ -314,6 +353,28 @@ def _read_crop(
     if [(0, n) for n in crop_sizes] != spans:
         out[...] = fill
     engine.read(plan, out[(slice(None), slice(None), *inside)])
+
+
+def _read_box(
+    engine: ReadEngine,
+    plan: ReadPlan,
+    chain: AugmentedCrop,
+    box: Box,
+    origin: Sequence[int],
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    fill: float,
+) -> NDArray[Any]:
+    r"""What an augmented crop is made of [C, \*box]: a box of its window; `fill` where that leaves the volume."""
+    channels = plan.request.layout.cuts[1].size
+    out = np.full((channels, *box_shape(box)), fill, dtype)
+    inside: list[slice] = []
+    for (a, b), at, first, n in zip(box, origin, chain.first, shape, strict=True):
+        begin = a + first + at
+        low, high = (min(max(row + first + at, 0), n) for row in (a, b))
+        inside.append(slice(low - begin, high - begin) if low < high else slice(0, 0))
+    engine.read(plan, out[(None, slice(None), *inside)])
+    return out
 
 
 def _refuse_array(name: str) -> NDArray[Any]:

@@ -86,16 +86,17 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
         )
 
     def _read(self, turn: BatchTurn) -> _LocalCrops:
-        first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]
-        crops = self._crops(turn, turn.samples[first:stop])
+        crops = self._crops(turn, self._own_samples(turn))
         image, label = self._carrier.bring(self.dataset.read(self._engine, crops, self.dataset.frame_of(turn.samples)))
         return image, label
 
     def _batch(self, turn: BatchTurn, block: _LocalCrops) -> VolumeBatch:
         ds, mesh = self.dataset, self._mesh
         crops = self._crops(turn, turn.samples)
-        affines = [ds.images[crop.volume].affine_at(crop.origin) for crop in crops]
+        affines = [ds.affine_of(crop) for crop in crops]
         self._carrier.hand_over(block)
+        if ds.augment.own:
+            self._finish_images(turn, block[0])
         image, label = (Tile(local, layout, mesh) for local, layout in zip(block, self._layouts(turn), strict=True))
         return VolumeBatch(
             image,
@@ -106,3 +107,18 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
             np.stack(affines),
             np.array([voxel_spacing(affine, ds.frame.dims) for affine in affines]),
         )
+
+    def _own_samples(self, turn: BatchTurn) -> tuple[int, ...]:
+        """Those of the batch that the ranks along this one's ``data`` read."""
+        first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]
+        return turn.samples[first:stop]
+
+    def _finish_images(self, turn: BatchTurn, images: Tensor) -> None:
+        """Let the user's functions have each image, as a tile on the ranks that share it."""
+        ds, frame = self.dataset, self.dataset.frame_of(turn.samples)
+        shared = [name for name, _ in frame.domain]
+        # where each rank has samples of its own nothing cuts the tile, so nothing is sent on the mesh of all
+        mesh = self._mesh[tuple(shared)] if shared and len(shared) < len(frame.axes) else self._mesh
+        layout = frame.layout((ds.images[0].channels,), (None,), axes=frame.domain if shared else frame.axes)
+        for image, sample in zip(images, self._own_samples(turn), strict=True):
+            image.copy_(ds.augment.finished(Tile(image, layout, mesh), turn.at.seed, turn.at.epoch, sample).local)

@@ -1,0 +1,334 @@
+"""Augmentation at the read: each rank makes its own part of the augmented sample, of the voxels that this part needs.
+
+``open_volumes(..., augment=[Flip(), Affine(degrees=15), Noise(std=(0, 0.1))])`` takes the steps in this order, each
+with its own probability `p`.  What is drawn follows from (seed, epoch, sample) alone, and noise and displacements from
+the place in the sample too, so a sample is the same on every mesh: that of the same augmentation of the whole scan, of
+which it shows a crop.  Labels follow flips, turns and warps, by their nearest voxel.  Beyond the scan lies `fill`.
+
+- `Flip`, `Rotate90`: the crop backwards, or turned; bit for bit;
+- `Gamma`, `Brightness`, `Noise`: of an image alone, bit for bit;
+- `LowResolution`: of an image alone;
+- `Affine`, `Elastic`: other voxels are read, those within their reach; an image is interpolated linearly.
+
+A function of (tile, generator) comes last: it gets the image of each sample, as a `Tile`, when the sample is handed
+over, and may do with it what tiles can; the generator has the same numbers on every rank.
+
+>>> flip = jigsaw.io.augment.Flip(p=1, dims=("x",))
+>>> how = {"mesh": jigsaw.init_mesh(depth=1), "crop": (4, 4, 4)}
+>>> plain = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], **how)[0]
+>>> flipped = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], augment=[flip], **how)[0]
+>>> torch.equal(flipped.image.local, plain.image.local.flip(3))
+True
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from jigsaw.errors import FieldError, GridError
+from jigsaw.io.series.times import is_whole_number
+from jigsaw.io.volumes.crops import RandomDraws
+from jigsaw.io.volumes.drawn_steps import (
+    AffineStep,
+    CoarseStep,
+    ElasticStep,
+    IntensityStep,
+    NoiseStep,
+    VoxelStep,
+    VoxelTurn,
+)
+from jigsaw.tile import Tile
+
+NumberRange = tuple[float, float]
+OwnAugmentation = Callable[[Tile, torch.Generator], Tile]
+
+
+@dataclass(frozen=True)
+class SampleGrid:
+    """The sample that is augmented: its dims, how many voxels it has along each, and how far apart they are."""
+
+    dims: tuple[str, ...]
+    sizes: tuple[int, ...]
+    spacing: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Augmentation(ABC):
+    """A step that is taken with the probability `p`."""
+
+    p: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.p) or not 0 <= self.p <= 1:
+            raise FieldError(f"{type(self).__name__}(p={self.p!r}): a probability lies between 0 and 1")
+        self._check()
+
+    def _check(self) -> None:
+        """Raises: `FieldError` for values that say nothing."""
+        return  # any say something
+
+    def check_fits(self, grid: SampleGrid) -> None:
+        """Raises: `GridError` where samples on this grid cannot be augmented so."""
+        return  # all can
+
+    @abstractmethod
+    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+        """What it does to one sample."""
+
+
+@dataclass(frozen=True)
+class Flip(Augmentation):
+    """Each of `dims` (all by default) is shown backwards, with the probability `p` of its own."""
+
+    dims: tuple[str, ...] | None = None
+
+    def check_fits(self, grid: SampleGrid) -> None:
+        _check_dims_there(self, self.dims or (), grid)
+
+    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+        flipped = tuple(d in (self.dims or grid.dims) and draws.chance(self.p) for d in grid.dims)
+        return VoxelTurn(tuple(range(len(grid.dims))), flipped) if any(flipped) else None
+
+
+@dataclass(frozen=True)
+class Rotate90(Augmentation):
+    """One, two or three quarter turns in the plane of two dims, as `torch.rot90`; both have as many voxels."""
+
+    plane: tuple[str, str] = ("y", "x")
+
+    def check_fits(self, grid: SampleGrid) -> None:
+        _check_dims_there(self, self.plane, grid)
+        a, b = (grid.dims.index(d) for d in self.plane)
+        if a == b or grid.sizes[a] != grid.sizes[b]:
+            raise GridError(
+                f"{self}: samples have {dict(zip(grid.dims, grid.sizes, strict=True))} voxels, and a quarter turn "
+                "needs as many along both dims; give crop= so, or another plane"
+            )
+
+    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+        if not draws.chance(self.p):
+            return None
+        turns, (a, b) = 1 + draws.below(3), (grid.dims.index(d) for d in self.plane)
+        order, flipped = list(range(len(grid.dims))), [False] * len(grid.dims)
+        if turns != 2:
+            order[a], order[b] = b, a
+        flipped[a], flipped[b] = turns in (1, 2), turns in (2, 3)
+        return VoxelTurn(tuple(order), tuple(flipped))
+
+
+@dataclass(frozen=True)
+class Gamma(Augmentation):
+    """``low + width ((x - low) / width) ** gamma`` with ``width = high - low``; what lies below `low` stays.
+
+    `between` is (low, high), in the units that `normalize` leaves: the range of a sample would have to be asked of all
+    ranks.
+    """
+
+    gamma: NumberRange = (0.7, 1.5)
+    between: NumberRange = (0.0, 1.0)
+
+    def _check(self) -> None:
+        _check_ends(self, "gamma", self.gamma, least=1e-6)
+        _check_ends(self, "between", self.between)
+        if self.between[0] == self.between[1]:
+            raise FieldError(f"{self}: between= must be (low, high), and these are the same")
+
+    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+        low, high = self.between
+        return (
+            IntensityStep(gamma=draws.between(*self.gamma), low=low, width=high - low) if draws.chance(self.p) else None
+        )
+
+
+@dataclass(frozen=True)
+class Brightness(Augmentation):
+    """x times a number of the range `scale`, plus one of the range `shift`."""
+
+    scale: NumberRange = (0.75, 1.25)
+    shift: NumberRange = (0.0, 0.0)
+
+    def _check(self) -> None:
+        _check_ends(self, "scale", self.scale)
+        _check_ends(self, "shift", self.shift)
+
+    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+        if not draws.chance(self.p):
+            return None
+        return IntensityStep(scale=draws.between(*self.scale), shift=draws.between(*self.shift))
+
+
+@dataclass(frozen=True)
+class Noise(Augmentation):
+    """Plus normal numbers whose standard deviation is drawn from the range `std`, in the units of the image."""
+
+    std: NumberRange = (0.0, 0.1)
+
+    def _check(self) -> None:
+        _check_ends(self, "std", self.std, least=0)
+
+    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+        return NoiseStep(draws.word(), draws.between(*self.std)) if draws.chance(self.p) else None
+
+
+@dataclass(frozen=True)
+class LowResolution(Augmentation):
+    """What a scanner with longer voxels shows: 1 / `zoom` as long along `dims` (all by default), on the same grid."""
+
+    zoom: NumberRange = (0.5, 1.0)
+    dims: tuple[str, ...] | None = None
+
+    def _check(self) -> None:
+        _check_ends(self, "zoom", self.zoom, least=0.01, most=1)
+
+    def check_fits(self, grid: SampleGrid) -> None:
+        _check_dims_there(self, self.dims or (), grid)
+
+    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+        if not draws.chance(self.p):
+            return None
+        factor = 1 / draws.between(*self.zoom)
+        return CoarseStep(tuple(factor if d in (self.dims or grid.dims) else 1.0 for d in grid.dims))
+
+
+@dataclass(frozen=True)
+class Affine(Augmentation):
+    """Rotated, zoomed and shifted about the middle of the sample.
+
+    - `degrees`: about each axis, an angle of -degrees to degrees; ``{"z": 15}`` turns within slices alone; in the
+      world, so that bodies keep their shape where voxels are longer along one dim;
+    - `scale`: the range of the zoom, above 1 larger;
+    - `shift`: along each dim by at most so many voxels.
+    """
+
+    degrees: float | Mapping[str, float] = 15.0
+    scale: NumberRange = (0.85, 1.15)
+    shift: float = 0.0
+
+    def _check(self) -> None:
+        _check_ends(self, "scale", self.scale, least=0.01)
+        angles = self.degrees.values() if isinstance(self.degrees, Mapping) else (self.degrees,)
+        for name, values in (("degrees", angles), ("shift", (self.shift,))):
+            if not all(_is_number(v) and v >= 0 for v in values):
+                raise FieldError(f"{self}: {name}= is the most, a number >= 0")
+
+    def check_fits(self, grid: SampleGrid) -> None:
+        if isinstance(self.degrees, Mapping):
+            _check_dims_there(self, tuple(self.degrees), SampleGrid(("z", "y", "x"), (), ()))
+
+    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+        if not draws.chance(self.p):
+            return None
+        dims = len(grid.dims)
+        turn = np.eye(dims)
+        for axis in "zyx":  # a plane turns about z alone
+            most = self.degrees.get(axis, 0.0) if isinstance(self.degrees, Mapping) else self.degrees
+            angle = math.radians(draws.between(-most, most))
+            plane = [d for d in grid.dims if d != axis]
+            if len(plane) != 2 or not most:
+                continue
+            a, b = (grid.dims.index(d) for d in plane)
+            one = np.eye(dims)
+            one[a, a] = one[b, b] = math.cos(angle)
+            one[a, b], one[b, a] = -math.sin(angle), math.sin(angle)
+            turn = turn @ one
+        steps, zoom = np.array(grid.spacing), draws.between(*self.scale)
+        matrix = turn * steps / steps[:, None] / zoom
+        shift = tuple(draws.between(-self.shift, self.shift) for _ in grid.dims)
+        return AffineStep(tuple(tuple(map(float, row)) for row in matrix), shift)
+
+
+@dataclass(frozen=True)
+class Elastic(Augmentation):
+    """Displaced along each dim by a smooth field: at most by a number of voxels of the range `magnitude`.
+
+    The field is a cubic B-spline of random displacements, `every` voxels apart (Rueckert et al., IEEE TMI 18, 1999).
+    A sample's `affine` does not have it.
+    """
+
+    magnitude: NumberRange = (0.0, 4.0)
+    every: int = 16
+
+    def _check(self) -> None:
+        _check_ends(self, "magnitude", self.magnitude, least=0)
+        if not is_whole_number(self.every) or self.every < 1:
+            raise FieldError(f"{self}: every= is a whole number of voxels, 1 or more")
+
+    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+        if not draws.chance(self.p):
+            return None
+        return ElasticStep(draws.word(), draws.between(*self.magnitude), int(self.every))
+
+
+# -- what was asked for ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AskedAugmentations:
+    """The steps of a list, and the functions that come after them."""
+
+    steps: tuple[Augmentation, ...] = ()
+    own: tuple[OwnAugmentation, ...] = ()
+
+    @classmethod
+    def of(cls, given: Any) -> AskedAugmentations:
+        """Raises: `FieldError` for what is no list of augmentations and functions, the functions last."""
+        if given is None:
+            return cls()
+        wanted = "a list of jigsaw.io.augment.Flip(...) and the like, then functions of (tile, generator)"
+        if not isinstance(given, Sequence):
+            raise FieldError(f"augment={given!r} must be {wanted}")
+        steps = tuple(each for each in given if isinstance(each, Augmentation))
+        own = tuple(given[len(steps) :])
+        if tuple(given[: len(steps)]) != steps or not all(map(callable, own)) or any(map(_is_class, own)):
+            raise FieldError(f"augment={list(given)!r} must be {wanted}")
+        return cls(steps, own)
+
+    def drawn(self, seed: int, epoch: int, sample: int, grid: SampleGrid) -> tuple[VoxelStep, ...]:
+        """What is done to a sample; each step has draws of its own, so one more changes none of the others."""
+        each = (step.drawn(RandomDraws(seed, epoch, sample, 1 + at), grid) for at, step in enumerate(self.steps))
+        return tuple(step for step in each if step is not None)
+
+    def finished(self, tile: Tile, seed: int, epoch: int, sample: int) -> Tile:
+        """The image of a sample after the functions.  Raises: `FieldError` for one that is cut otherwise then."""
+        for at, own in enumerate(self.own):
+            generator = torch.Generator()
+            generator.manual_seed(RandomDraws(seed, epoch, sample, 1 + len(self.steps) + at).word() >> 1)
+            made = own(tile, generator)
+            if not isinstance(made, Tile) or made.layout != tile.layout or made.dtype != tile.dtype:
+                got = f"{made.dtype} {made.layout}" if isinstance(made, Tile) else type(made).__name__
+                raise FieldError(
+                    f"augment=: {own!r} gave {got} for a tile {tile.dtype} {tile.layout}; return an image of the same "
+                    "shape and dtype, cut and held as the given one"
+                )
+            tile = made
+        return tile
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, type)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_ends(step: Augmentation, name: str, given: Any, least: float = -math.inf, most: float = math.inf) -> None:
+    pair = tuple(given) if isinstance(given, Sequence) else ()
+    if len(pair) != 2 or not all(map(_is_number, pair)) or not least <= pair[0] <= pair[1] <= most:
+        limits = [f">= {least:g}"] * (least > -math.inf) + [f"<= {most:g}"] * (most < math.inf)
+        raise FieldError(f"{type(step).__name__}({name}={given!r}) must be (from, to), numbers {', '.join(limits)}")
+
+
+def _check_dims_there(step: Augmentation, dims: Sequence[str], grid: SampleGrid) -> None:
+    unknown = [dims] if isinstance(dims, str) else [d for d in dims if d not in grid.dims]
+    if unknown:
+        raise GridError(
+            f"{step} names {unknown[0]!r}, and the dims of space are {', '.join(grid.dims)}, given as a list"
+        )
