@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +39,9 @@ class Device:
     link_share: float = 0.75
     overlap: float = 0.8
     reader_cores: int = 4
+    host_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    call_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    times_kernels: bool = False
 
     def kernel_time(self, flop: int, moved_bytes: int, dtype: torch.dtype) -> tuple[float, str]:
         """The seconds of one kernel, and which of the three bounds them: ``"flop"``, ``"memory"`` or ``"kernels"``."""

@@ -11,6 +11,7 @@ from collections import defaultdict
 
 from jigsaw.comm import TrafficCall
 from jigsaw.dryrun.devices import Device
+from jigsaw.dryrun.kernel_clock import kernel_seconds
 from jigsaw.dryrun.rank_playing import PlayedRank
 from jigsaw.dryrun.report import PHASES, PhaseCost, RankCost, Traffic
 
@@ -27,7 +28,10 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
     bounds: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels"), 0.0)
     for cost, times in count.kernels.items():
         seconds, bound = device.kernel_time(cost.flop, cost.moved_bytes, cost.dtype)
+        if device.times_kernels and cost.call is not None:
+            seconds = kernel_seconds(cost.call) or seconds
         bounds[bound] += times * seconds
+        bounds["kernels"] += times * device.host_seconds.get(name, 0.0)
     computing = sum(bounds.values())
     traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
     links: defaultdict[str, Traffic] = defaultdict(Traffic)
