@@ -3,9 +3,10 @@
     python benchmarks/dry_run.py --rounds 7
 
 The device is this machine's processor, as ``python -m jigsaw advise --calibrate`` measures it.  Compared are processor
-seconds of a rank, all its threads included: `measured_s` is the median step of the busiest rank, `predicted_s` the dry
-run's, `ratio` the second over the first.  Ranks may thus share cores, as four do on two, and wait for each other: what a
-core is idle is in neither.  On each number of ranks the cases take turns, a step each a round.  The last lines say how
+seconds of the thread that trains: `measured_s` is the median step of the busiest rank, `predicted_s` the dry run's,
+`ratio` the second over the first.  Ranks may thus share cores, as four do on two, and wait for each other: what a core is
+idle is in neither.  `process_s` is the same with gloo's threads, which look for messages while they wait, so that it
+grows with what else the machine does; it is compared with nothing.  On each number of ranks the cases take turns, a step each a round.  The last lines say how
 many pairs of meshes of a net the prediction orders as the measurement does: all pairs, those of as many ranks, and of
 these the pairs that measurement itself tells apart (whose quartiles do not meet).
 """
@@ -171,7 +172,7 @@ def spec_of(shape: Sequence[int], axes: Mapping[str, int]) -> tuple[str | None, 
     return tuple(name if name in axes else None for name in names)
 
 
-def rank_steps(names: Sequence[str], is_small: bool, rounds: int, warm: int) -> list[tuple[Any, list[float]]]:
+def rank_steps(names: Sequence[str], is_small: bool, rounds: int, warm: int) -> list[tuple[Any, list[tuple[float, float]]]]:
     """On each rank: the processor seconds of the steps of every case, which take turns."""
     nets = SMALL if is_small else NETS
     cases: list[tuple[Any, Callable[[], None]]] = []
@@ -180,14 +181,14 @@ def rank_steps(names: Sequence[str], is_small: bool, rounds: int, warm: int) -> 
         for axes in MESHES[torch.distributed.get_world_size()]:
             for way, how in WAYS.items():
                 cases.append(((name, axes, way), training_step(make, shape, align, axes, **how)))
-    found: list[list[float]] = [[] for _ in cases]
+    found: list[list[tuple[float, float]]] = [[] for _ in cases]
     for at in range(warm + rounds):
         for (_, step), seconds in zip(cases, found, strict=True):
             torch.distributed.barrier()
-            before = time.process_time()
+            since, of_process = time.thread_time(), time.process_time()
             step()
             if at >= warm:
-                seconds.append(time.process_time() - before)
+                seconds.append((time.thread_time() - since, time.process_time() - of_process))
     return [(case, seconds) for (case, _), seconds in zip(cases, found, strict=True)]
 
 
@@ -223,7 +224,7 @@ def rows_together(shape: Sequence[int], align: int) -> dict[int, int]:
 def predicted(net: Net, axes: dict[str, int], device: Any, how: Mapping[str, Any]) -> Any:
     make, shape, align = net
     return jigsaw.dry_run(
-        make, shape, axes, spec=spec_of(shape, axes), align=rows_together(shape, align), device=device, **how
+        make, shape, axes, spec=spec_of(shape, axes), align=rows_together(shape, align), device=device, ranks=[0], ranks_per_node=8, **how
     )
 
 
@@ -262,7 +263,9 @@ def main() -> None:
         by_rank = run_on_ranks(ranks, rank_steps, names, options.small, options.rounds, options.warm, timeout=3600)
         for cases in zip(*by_rank, strict=True):
             name, axes, way = cases[0][0]
-            steps = max((seconds for _, seconds in cases), key=statistics.median)
+            of_ranks = [[thread for thread, _ in seconds] for _, seconds in cases]
+            steps = max(of_ranks, key=statistics.median)
+            of_process = max(statistics.median(whole for _, whole in seconds) for _, seconds in cases)
             report = predicted(nets[name], axes, device, WAYS[way])
             measured = statistics.median(steps)
             quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3
@@ -273,6 +276,7 @@ def main() -> None:
                 "way": way,
                 "measured_s": round(measured, 4),
                 "quartiles_s": [round(quartiles[0], 4), round(quartiles[2], 4)],
+                "process_s": round(of_process, 4),
                 "predicted_s": round(report.seconds, 4),
                 "ratio": round(report.seconds / measured, 3),
                 "predicted_by": {k: round(s, 4) for k, s in report.seconds_by_bound.items() if s},

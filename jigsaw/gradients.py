@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
@@ -227,7 +228,8 @@ def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
     names = tuple(name for name, _ in axes_of_mesh(mesh))
     if not isinstance(parameter, DTensor):
         return names
-    there = set(parameter.device_mesh.mesh.flatten().tolist())
+    with _disable_current_modes():  # in a dry run no tensor has values
+        there = set(parameter.device_mesh.mesh.flatten().tolist())
     for count in range(1, len(names) + 1):
         for some in combinations(names, count):
             if set(ranks_along(mesh, some)) == there:

@@ -18,6 +18,10 @@ class Device:
     message takes beside that.  `overlap` is the share of the computing behind which gradients that are being summed,
     and weights that are being gathered, may hide; `reader_cores` are the processor cores that read for a rank.
 
+    Of a processor that was measured (`measure_device`): `host_seconds` is what Python adds to an operator, by phase;
+    `call_seconds` a message, and a byte of it, by kind; with `times_kernels` kernels are run here and timed; `crowding` is
+    how many times as long they take where other ranks work beside this one.
+
     >>> from dataclasses import replace
     >>> slow = replace(jigsaw.dryrun.DEVICES["h100"], name="mine", network_bandwidth=1e9)
     >>> slow.link_time("network", 750_000_000, messages=0)
@@ -42,6 +46,7 @@ class Device:
     host_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     call_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     times_kernels: bool = False
+    crowding: float = 1.0
 
     def kernel_time(self, flop: int, moved_bytes: int, dtype: torch.dtype) -> tuple[float, str]:
         """The seconds of one kernel, and which of the three bounds them: ``"flop"``, ``"memory"`` or ``"kernels"``."""
@@ -52,6 +57,13 @@ class Device:
             (self.kernel_seconds, "kernels"),
         )
         return max(times)
+
+    def call_time(self, kind: str, link: str, sent_bytes: int, messages: int) -> float:
+        """The seconds that a call of a kind takes over a link, as `TrafficCall` counts it; as measured, where it was."""
+        measured = self.call_seconds.get(kind, self.call_seconds.get("message")) if link == "node" else None
+        if measured is None:
+            return self.link_time(link, sent_bytes, messages)
+        return messages * measured[0] + sent_bytes * measured[1]
 
     def link_time(self, link: str, sent_bytes: int, messages: int) -> float:
         """The seconds that messages of one rank take over a link, ``"node"`` or ``"network"``."""

@@ -62,7 +62,7 @@ def _looked_at(leaf: Any) -> Hashable:
 
 _KNOWN: dict[KernelCall, float | None] = {}
 _COLD_BYTES = 2**26  # arguments take turns, so that caches have forgotten those of the last time, as in a step
-_LEAST_SECONDS = 2e-3
+_LEAST_SECONDS = 1e-3
 
 
 def kernel_seconds(call: KernelCall) -> float | None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jigsaw.cut import ShardingError
-from jigsaw.dryrun.devices import Device
+from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
+from jigsaw.dryrun.pipeline_estimate import pipelined_report
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 
 _SPACE = {4: ("lat", "lon"), 5: ("z", "y", "x")}
 _BEST = 5  # options that are shown
 _MESHES = 3  # the fastest ones, for which every strategy is tried
+_MANY = 8  # more meshes than these are compared by a few blocks of the model
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class StepOption:
     checkpoint: bool
     report: DryRunReport | None
     refusal: str = ""
+    microbatches: int = 1
 
     @property
     def works(self) -> bool:
@@ -56,7 +59,8 @@ class StepOption:
     def strategy(self) -> str:
         """In words: what is cut beside the input, and what is computed twice."""
         weights = "weights cut (shard_weights=True)" if self.shard_weights else "whole weights"
-        return f"{weights}, blocks checkpointed" if self.checkpoint else weights
+        pipe = f", {self.microbatches} microbatches (1F1B)" if self.microbatches > 1 else ""
+        return f"{weights}, blocks checkpointed{pipe}" if self.checkpoint else weights + pipe
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one rank"
@@ -69,31 +73,105 @@ def advise_mesh(
     """Every option for so many devices, those that work first, each group by the seconds of a step.
 
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; one
-    of those that are the same but for the order of two dims of one size.  The three fastest also with
-    ``shard_weights``, with checkpointing of blocks, and with both.  `how` are further arguments of `dry_run`; a
-    `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
+    of those that are the same but for the order of two dims of one size.  Within a node `channel` cuts weights
+    (`jigsaw.parallelize`), and `pipe` a model with a row of blocks that are alike, for a batch of several samples: that
+    is estimated (`pipelined_report`).  The three fastest meshes, and the fastest with each of those axes, also with
+    ``shard_weights``, with checkpointing of blocks, and with both.  Where there are many meshes, the fastest are
+    found by dry runs of one and of two blocks of each row.  `how` are further arguments of `dry_run`; a `store`, or
+    arguments of `jigsaw.io.open` with it, adds the reader.
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
-    >>> len(found), found[0].works
-    (4, True)
+    >>> [str(option) for option in found if option.works][-1], found[0].works
+    ('channel=2: whole weights, blocks checkpointed', True)
     """
-    store = how.pop("store", None)
-
-    def attempt(axes: Mapping[str, int], shard_weights: bool, checkpoint: bool) -> StepOption:
-        try:
-            dataset = None if store is None else _opened_store(store, axes)
-            ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
-            ways |= {"device": device, "ranks": [_inside_rank(axes)], "dataset": dataset}
-            found = dry_run(model, x_shape, axes, **ways, **how)
-        except ShardingError as refusal:
-            return StepOption(axes, shard_weights, checkpoint, None, str(refusal))
-        return StepOption(axes, shard_weights, checkpoint, found)
-
-    plain = sorted((attempt(axes, False, False) for axes in possible_meshes(x_shape, devices)), key=_by_seconds)
+    search = _MeshSearch(model, tuple(x_shape), device, how.pop("store", None), how)
+    node = how.get("ranks_per_node") or (device if isinstance(device, Device) else DEVICES[device]).ranks_per_node
+    plain = list(possible_meshes(x_shape, devices))
+    narrow = [
+        axes | {"channel": size}
+        for size in range(2, min(node, devices) + 1)
+        if devices % size == 0
+        for axes in possible_meshes(x_shape, devices // size)
+    ]
+    tried = [search.tried_meshes(axes) for axes in (plain, narrow)]
+    pipes = search.tried_pipes(devices)
+    first = [*tried[0][:_MESHES], *tried[1][:1], *pipes[:1]]
     # what a mesh makes of weights and of blocks that run twice hardly changes which mesh is fastest
     ways = [(cut, twice) for cut in ((False, True) if devices > 1 else (False,)) for twice in (False, True)][1:]
-    others = [attempt(o.mesh, *way) for o in plain[:_MESHES] if o.report is not None for way in ways]
-    return sorted([*plain, *others], key=lambda o: (not o.works, _by_seconds(o)))
+    others = [search.attempt(o.mesh, *way, o.microbatches) for o in first if o.report is not None for way in ways]
+    return sorted([*tried[0], *tried[1], *pipes, *others], key=lambda o: (not o.works, _by_seconds(o)))
+
+
+class _MeshSearch:
+    """Dry runs of one model on one kind of device."""
+
+    def __init__(
+        self, model: Any, x_shape: tuple[int, ...], device: str | Device, store: Any, how: Mapping[str, Any]
+    ) -> None:
+        self._model, self._shape, self._device, self._store, self._how = model, x_shape, device, store, how
+
+    def attempt(
+        self,
+        axes: Mapping[str, int],
+        shard_weights: bool = False,
+        checkpoint: bool = False,
+        microbatches: int = 1,
+        blocks: int | None = None,
+    ) -> StepOption:
+        """The option of a mesh; one with ``pipe`` by the microbatch of a stage."""
+        here = {name: size for name, size in axes.items() if name != "pipe"}
+        stages = axes.get("pipe", 1)
+        shape = (self._shape[0] // microbatches, *self._shape[1:])
+        try:
+            dataset = None if self._store is None else _opened_store(self._store, here)
+            ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
+            ways |= {"device": self._device, "ranks": [_inside_rank(here)], "dataset": dataset, "blocks": blocks}
+            found = dry_run(self._model, shape, here, **ways, **self._how)
+        except ShardingError as refusal:
+            return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches)
+        if stages > 1 and found.blocks >= stages:
+            found = pipelined_report(found, stages, microbatches, found.blocks)
+        return StepOption(axes, shard_weights, checkpoint, found, "", microbatches)
+
+    def tried_meshes(self, meshes: Sequence[Mapping[str, int]], microbatches: int = 1) -> list[StepOption]:
+        """Options with whole weights, the fastest first; of many meshes only those that two blocks find fastest."""
+        if len(meshes) > _MANY and self._has_rows(meshes[0]):
+            meshes = sorted(meshes, key=lambda axes: self._quick_seconds(axes, microbatches))[:_BEST]
+        return sorted((self.attempt(axes, microbatches=microbatches) for axes in meshes), key=_by_seconds)
+
+    def tried_pipes(self, devices: int) -> list[StepOption]:
+        """Options with stages along ``pipe``, where the model has as many blocks and the batch as many samples."""
+        batch = self._shape[0]
+        found: list[StepOption] = []
+        for stages in (2, 4, 8):
+            if devices % stages or batch < stages:
+                continue
+            whole = next(iter(possible_meshes(self._shape, devices // stages)), None)
+            if whole is None or self._block_count(whole) < stages:
+                continue
+            # as many microbatches as there can be: each more makes the bubble smaller
+            for microbatches in [n for n in range(stages, batch + 1) if batch % n == 0][-1:]:
+                shape = (batch // microbatches, *self._shape[1:])
+                meshes = list(possible_meshes(shape, devices // stages))
+                best = self.tried_meshes(meshes, microbatches)[:1] if meshes else []
+                found += [self.attempt({"pipe": stages, **o.mesh}, microbatches=microbatches) for o in best]
+        return sorted(found, key=_by_seconds)
+
+    def _quick_seconds(self, axes: Mapping[str, int], microbatches: int) -> float:
+        """The seconds that one and two blocks of each row let expect of all."""
+        one, two = (self.attempt(axes, microbatches=microbatches, blocks=n) for n in (1, 2))
+        if one.report is None or two.report is None or not two.report.is_complete:
+            return float("inf")
+        more = (one.report.blocks - one.report.rows) / one.report.rows
+        return one.report.seconds + more * (two.report.seconds - one.report.seconds)
+
+    def _has_rows(self, axes: Mapping[str, int]) -> bool:
+        found = self.attempt(axes, blocks=1).report
+        return found is not None and found.rows > 0 and found.is_complete
+
+    def _block_count(self, axes: Mapping[str, int]) -> int:
+        found = self.attempt(axes, blocks=1).report
+        return 0 if found is None else found.blocks
 
 
 def _by_seconds(option: StepOption) -> float:
