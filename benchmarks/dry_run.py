@@ -247,14 +247,31 @@ def ordered_pairs(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {kind: f"{right} of {pairs}" for kind, (right, pairs) in counts.items()}
 
 
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table: a net and mesh a line; measured and predicted milliseconds, and their ratio, of each way."""
+    lines = ["| net | mesh | " + " | ".join(WAYS) + " |", "|---|---|" + "---|" * len(WAYS)]
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        mesh = " ".join(f"{name}={size}" for name, size in row["mesh"].items()) if row["ranks"] > 1 else "one rank"
+        times = f"{row['measured_s'] * 1e3:.0f}, {row['predicted_s'] * 1e3:.0f}: {row['ratio']:.2f}"
+        found.setdefault((row["net"], mesh), {})[row["way"]] = times
+    for (net, mesh), ways in sorted(found.items(), key=lambda item: list(NETS).index(item[0][0])):
+        lines.append(f"| {net} | {mesh} | " + " | ".join(ways.get(way, "") for way in WAYS) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
     parser.add_argument("--nets", type=lambda text: text.split(","), default=list(NETS))
+    parser.add_argument("--table", metavar="FILE", help="print the table of the docs from a result file, and no more")
     parser.add_argument("--small", action="store_true", help="toy sizes")
     options = parser.parse_args()
+    if options.table:
+        print(table_of([json.loads(line) for line in open(options.table) if '"net"' in line]))
+        return
     torch.set_num_threads(1)
     nets, device = SMALL if options.small else NETS, measure_device()
     rows: list[dict[str, Any]] = []

@@ -83,26 +83,27 @@ def _flops(float64: float, float32: float, sixteen: float) -> dict[torch.dtype, 
 
 _GB, _GIB, _TERA = 1e9, 2**30, 1e12
 
-# Dense, without sparsity; float32 as torch computes by default, without tf32.  Links: one way, one rank.
+# Dense, without sparsity; float32 as torch computes by default, without tf32.  Links: one way, one rank.  Above each are
+# the titles of the documents that the figures are in.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        # NVIDIA A100 80GB SXM data sheet: 19.5 TFLOP/s float64 (tensor cores) and float32, 312 bf16, 2039 GB/s, NVLink
-        # 600 GB/s both ways; HDR InfiniBand, 200 Gbit/s a GPU
+        # "NVIDIA A100 Tensor Core GPU" data sheet, 80GB SXM: 19.5 TFLOP/s float64 (tensor cores) and float32, 312 bf16,
+        # 2039 GB/s, NVLink 600 GB/s both ways; HDR InfiniBand, 200 Gbit/s a GPU
         Device("a100", _flops(19.5 * _TERA, 19.5 * _TERA, 312 * _TERA), 80 * _GIB, 2039 * _GB, 300 * _GB, 25 * _GB, 8),
-        # NVIDIA H100 SXM data sheet: 67 TFLOP/s float64 (tensor cores) and float32, 989 bf16, 3.35 TB/s, NVLink 900
-        # GB/s both ways; NDR InfiniBand, 400 Gbit/s a GPU
+        # "NVIDIA H100 Tensor Core GPU" data sheet, SXM: 67 TFLOP/s float64 (tensor cores) and float32, 989 bf16, 3.35
+        # TB/s, NVLink 900 GB/s both ways; NDR InfiniBand, 400 Gbit/s a GPU
         Device("h100", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 80 * _GIB, 3350 * _GB, 450 * _GB, 50 * _GB, 8),
-        # NVIDIA H200 data sheet: as H100, with 141 GB of 4.8 TB/s
+        # "NVIDIA H200 Tensor Core GPU" data sheet, SXM: as H100, with 141 GB of 4.8 TB/s
         Device("h200", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 141 * _GB, 4800 * _GB, 450 * _GB, 50 * _GB, 8),
-        # NVIDIA DGX B200 data sheet, an eighth: 40 TFLOP/s float64, 80 float32, 2250 bf16, 180 GB of 8 TB/s, NVLink
-        # 1.8 TB/s both ways; 400 Gbit/s a GPU
+        # "NVIDIA Blackwell Architecture Technical Brief", HGX B200: 40 TFLOP/s float64, 80 float32, 2250 bf16, 8 TB/s,
+        # NVLink 1.8 TB/s both ways; "NVIDIA DGX B200" data sheet: 1440 GB for eight; 400 Gbit/s a GPU
         Device("b200", _flops(40 * _TERA, 80 * _TERA, 2250 * _TERA), 180 * _GB, 8000 * _GB, 900 * _GB, 50 * _GB, 8),
-        # NVIDIA GH200 data sheet: H100's peaks with 96 GB HBM3 of 4 TB/s; four to a node with NVLink 150 GB/s to each
-        # other, 200 Gbit/s each, as in JUPITER and Alps (their user guides)
+        # "NVIDIA GH200 Grace Hopper Superchip" data sheet: H100's peaks, 96 GB HBM3 of 4 TB/s; four to a node with NVLink
+        # 150 GB/s to each other, 200 Gbit/s each, as in JUPITER and Alps (their user guides)
         Device("gh200", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 96 * _GB, 4000 * _GB, 450 * _GB, 25 * _GB, 4),
-        # AMD MI300X data sheet: 81.7 TFLOP/s float64, 163.4 float32 (vector), 1307 bf16, 192 GB of 5.3 TB/s, Infinity
-        # Fabric 896 GB/s both ways to seven others; 400 Gbit/s a GPU
+        # "AMD Instinct MI300X Accelerator" data sheet: 81.7 TFLOP/s float64, 163.4 float32 (vector), 1307 bf16, 192 GB of
+        # 5.3 TB/s, Infinity Fabric 896 GB/s both ways to seven others together; 400 Gbit/s a GPU
         Device(
             "mi300x", _flops(81.7 * _TERA, 163.4 * _TERA, 1307 * _TERA), 192 * _GB, 5300 * _GB, 448 * _GB, 50 * _GB, 8
         ),

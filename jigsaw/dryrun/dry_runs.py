@@ -106,7 +106,6 @@ def dry_run(
         _merged_remarks(played),
         _reader_seconds(dataset, plan.shapes[0][0], size, priced),
         blocks=played[0].blocks,
-        rows=played[0].rows,
     )
 
 

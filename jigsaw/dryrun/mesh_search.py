@@ -75,9 +75,9 @@ def advise_mesh(
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; one
     of those that are the same but for the order of two dims of one size.  Within a node `channel` cuts weights
     (`jigsaw.parallelize`), and `pipe` a model with a row of blocks that are alike, for a batch of several samples: that
-    is estimated (`pipelined_report`).  The three fastest meshes, and the fastest with each of those axes, also with
-    ``shard_weights``, with checkpointing of blocks, and with both.  Where there are many meshes, the fastest are
-    found by dry runs of one and of two blocks of each row.  `how` are further arguments of `dry_run`; a `store`, or
+    is estimated (`pipelined_report`).  An axis of the three fastest meshes gives them its ranks.  These three, and the
+    fastest with each of the two, also with ``shard_weights``, with checkpointing of blocks, and with both.  Of more
+    than eight meshes the fastest are found by dry runs of one block of each row.  `how` are further arguments of `dry_run`; a `store`, or
     arguments of `jigsaw.io.open` with it, adds the reader.
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
@@ -86,20 +86,16 @@ def advise_mesh(
     """
     search = _MeshSearch(model, tuple(x_shape), device, how.pop("store", None), how)
     node = how.get("ranks_per_node") or (device if isinstance(device, Device) else DEVICES[device]).ranks_per_node
-    plain = list(possible_meshes(x_shape, devices))
-    narrow = [
-        axes | {"channel": size}
-        for size in range(2, min(node, devices) + 1)
-        if devices % size == 0
-        for axes in possible_meshes(x_shape, devices // size)
-    ]
-    tried = [search.tried_meshes(axes) for axes in (plain, narrow)]
-    pipes = search.tried_pipes(devices)
-    first = [*tried[0][:_MESHES], *tried[1][:1], *pipes[:1]]
+    plain = search.tried_meshes(list(possible_meshes(x_shape, devices)))
+    fastest = [option.mesh for option in plain[:_MESHES]]
+    sizes = [size for size in range(2, min(node, devices) + 1) if devices % size == 0]
+    narrow = search.tried_meshes([axes for size in sizes for axes in _giving_ranks(fastest, "channel", size)])
+    pipes = search.tried_pipes(fastest)
+    first = [*plain[:_MESHES], *narrow[:1], *pipes[:1]]
     # what a mesh makes of weights and of blocks that run twice hardly changes which mesh is fastest
     ways = [(cut, twice) for cut in ((False, True) if devices > 1 else (False,)) for twice in (False, True)][1:]
     others = [search.attempt(o.mesh, *way, o.microbatches) for o in first if o.report is not None for way in ways]
-    return sorted([*tried[0], *tried[1], *pipes, *others], key=lambda o: (not o.works, _by_seconds(o)))
+    return sorted([*plain, *narrow, *pipes, *others], key=lambda o: (not o.works, _by_seconds(o)))
 
 
 class _MeshSearch:
@@ -109,6 +105,7 @@ class _MeshSearch:
         self, model: Any, x_shape: tuple[int, ...], device: str | Device, store: Any, how: Mapping[str, Any]
     ) -> None:
         self._model, self._shape, self._device, self._store, self._how = model, x_shape, device, store, how
+        self._blocks: int | None = None
 
     def attempt(
         self,
@@ -133,45 +130,47 @@ class _MeshSearch:
             found = pipelined_report(found, stages, microbatches, found.blocks)
         return StepOption(axes, shard_weights, checkpoint, found, "", microbatches)
 
-    def tried_meshes(self, meshes: Sequence[Mapping[str, int]], microbatches: int = 1) -> list[StepOption]:
-        """Options with whole weights, the fastest first; of many meshes only those that two blocks find fastest."""
-        if len(meshes) > _MANY and self._has_rows(meshes[0]):
-            meshes = sorted(meshes, key=lambda axes: self._quick_seconds(axes, microbatches))[:_BEST]
-        return sorted((self.attempt(axes, microbatches=microbatches) for axes in meshes), key=_by_seconds)
+    def tried_meshes(self, meshes: Sequence[Mapping[str, int]]) -> list[StepOption]:
+        """Options with whole weights, the fastest first; of many meshes those that are fastest with one block a row."""
+        if len(meshes) > _MANY and self._block_count(meshes[0]):
+            meshes = sorted(meshes, key=self._quick_seconds)[:_MESHES]
+        return sorted(map(self.attempt, meshes), key=_by_seconds)
 
-    def tried_pipes(self, devices: int) -> list[StepOption]:
+    def tried_pipes(self, fastest: Sequence[Mapping[str, int]]) -> list[StepOption]:
         """Options with stages along ``pipe``, where the model has as many blocks and the batch as many samples."""
         batch = self._shape[0]
         found: list[StepOption] = []
         for stages in (2, 4, 8):
-            if devices % stages or batch < stages:
+            meshes = _giving_ranks(fastest, "pipe", stages)
+            if batch < stages or not meshes or self._block_count(fastest[0]) < stages:
                 continue
-            whole = next(iter(possible_meshes(self._shape, devices // stages)), None)
-            if whole is None or self._block_count(whole) < stages:
-                continue
-            # as many microbatches as there can be: each more makes the bubble smaller
-            for microbatches in [n for n in range(stages, batch + 1) if batch % n == 0][-1:]:
-                shape = (batch // microbatches, *self._shape[1:])
-                meshes = list(possible_meshes(shape, devices // stages))
-                best = self.tried_meshes(meshes, microbatches)[:1] if meshes else []
-                found += [self.attempt({"pipe": stages, **o.mesh}, microbatches=microbatches) for o in best]
+            for axes in meshes[:_MESHES]:
+                # as many microbatches as there can be: each more makes the bubble smaller
+                possible = [n for n in range(stages, batch + 1) if batch % (n * axes.get("data", 1)) == 0]
+                found += [self.attempt(axes, microbatches=n) for n in possible[-1:]]
         return sorted(found, key=_by_seconds)
 
-    def _quick_seconds(self, axes: Mapping[str, int], microbatches: int) -> float:
-        """The seconds that one and two blocks of each row let expect of all."""
-        one, two = (self.attempt(axes, microbatches=microbatches, blocks=n) for n in (1, 2))
-        if one.report is None or two.report is None or not two.report.is_complete:
-            return float("inf")
-        more = (one.report.blocks - one.report.rows) / one.report.rows
-        return one.report.seconds + more * (two.report.seconds - one.report.seconds)
-
-    def _has_rows(self, axes: Mapping[str, int]) -> bool:
-        found = self.attempt(axes, blocks=1).report
-        return found is not None and found.rows > 0 and found.is_complete
+    def _quick_seconds(self, axes: Mapping[str, int]) -> float:
+        found = self.attempt(axes, blocks=1)
+        return _by_seconds(found)
 
     def _block_count(self, axes: Mapping[str, int]) -> int:
-        found = self.attempt(axes, blocks=1).report
-        return 0 if found is None else found.blocks
+        if self._blocks is None:
+            found = self.attempt(axes, blocks=1).report
+            self._blocks = 0 if found is None else found.blocks
+        return self._blocks
+
+
+def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> list[dict[str, int]]:
+    """The meshes with one more axis, to which one of theirs gives its ranks."""
+    found: list[dict[str, int]] = []
+    for axes in meshes:
+        for given, ranks in axes.items():
+            less = {**axes, given: ranks // size}
+            made = {name: size, **less} if name == "pipe" else {**less, name: size}
+            if ranks % size == 0 and made not in found:
+                found.append(made)
+    return found
 
 
 def _by_seconds(option: StepOption) -> float:

@@ -74,7 +74,6 @@ class PlayedRank:
     traffic: dict[str, list[comm.TrafficCall]]
     remarks: list[Remark]
     blocks: int = 0
-    rows: int = 0
 
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
@@ -103,7 +102,7 @@ def _know_neighbours(mesh: DeviceMesh) -> None:
 def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
     model = _made_model(plan.model, mesh)
     rows = _rows_of_blocks(model)
-    played.blocks, played.rows = sum(map(len, rows)), len(rows)
+    played.blocks = sum(map(len, rows))
     for row in rows if plan.blocks is not None else ():
         del row[plan.blocks :]
     dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -128,7 +128,7 @@ class RankCost:
 class DryRunReport:
     """The ranks that were played, and over them the busiest one's `sent_bytes`, `messages`, `peak_bytes`, `flop` and
     `seconds` of one training step, each by itself; ``print(report)`` shows it as a table.  `blocks` of the model lie in
-    `rows` of blocks that are alike, also where a dry run left some of them out.
+    rows of three or more that are alike, also where a dry run left some of them out.
 
     >>> report = jigsaw.dry_run(torch.nn.Linear(4, 2), (6, 4), mesh={"data": 2})
     >>> report.fits, report.bound
@@ -144,7 +144,6 @@ class DryRunReport:
     reader_seconds: float = 0.0
     assumptions: tuple[str, ...] = field(default=(), repr=False)
     blocks: int = 0
-    rows: int = 0
 
     @property
     def sent_bytes(self) -> int:
