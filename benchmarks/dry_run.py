@@ -4,11 +4,12 @@
 
 The device is this machine's processor, as ``python -m jigsaw advise --calibrate`` measures it.  Compared are processor
 seconds of the thread that trains: `measured_s` is the median step of the busiest rank, `predicted_s` the dry run's,
-`ratio` the second over the first.  Ranks may thus share cores, as four do on two, and wait for each other: what a core is
-idle is in neither.  `process_s` is the same with gloo's threads, which look for messages while they wait, so that it
-grows with what else the machine does; it is compared with nothing.  On each number of ranks the cases take turns, a step each a round.  The last lines say how
-many pairs of meshes of a net the prediction orders as the measurement does: all pairs, those of as many ranks, and of
-these the pairs that measurement itself tells apart (whose quartiles do not meet).
+`ratio` the second over the first.  Ranks may thus share cores, as four do on two, and wait for each other: what a core
+is idle is in neither.  `process_s` is the same with gloo's threads, which look for messages while they wait, so that it
+grows with what else the machine does; it is compared with nothing.  On each number of ranks the cases take turns, a
+step each a round.  The last line says how many pairs of a net's cases the prediction orders as the measurement does:
+all pairs, those of as many ranks, and of these the pairs that measurement itself tells apart (whose quartiles do not
+meet).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -79,6 +81,8 @@ class UNet(nn.Module):
 
 
 class AttentionBlock(nn.Module):
+    """Attention over all patches, then two layers over the channels."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -96,6 +100,8 @@ class AttentionBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
+    """Attention blocks over patches of 4 x 4."""
+
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(8, width, 4, stride=4)
@@ -126,6 +132,8 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(nn.Module):
+    """Blocks that mix rows and channels in turn."""
+
     def __init__(self, rows: int, width: int, depth: int) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(8, width), nn.Linear(width, 8)
@@ -172,7 +180,9 @@ def spec_of(shape: Sequence[int], axes: Mapping[str, int]) -> tuple[str | None, 
     return tuple(name if name in axes else None for name in names)
 
 
-def rank_steps(names: Sequence[str], is_small: bool, rounds: int, warm: int) -> list[tuple[Any, list[tuple[float, float]]]]:
+def rank_steps(
+    names: Sequence[str], is_small: bool, rounds: int, warm: int
+) -> list[tuple[Any, list[tuple[float, float]]]]:
     """On each rank: the processor seconds of the steps of every case, which take turns."""
     nets = SMALL if is_small else NETS
     cases: list[tuple[Any, Callable[[], None]]] = []
@@ -224,7 +234,15 @@ def rows_together(shape: Sequence[int], align: int) -> dict[int, int]:
 def predicted(net: Net, axes: dict[str, int], device: Any, how: Mapping[str, Any]) -> Any:
     make, shape, align = net
     return jigsaw.dry_run(
-        make, shape, axes, spec=spec_of(shape, axes), align=rows_together(shape, align), device=device, ranks=[0], ranks_per_node=8, **how
+        make,
+        shape,
+        axes,
+        spec=spec_of(shape, axes),
+        align=rows_together(shape, align),
+        device=device,
+        ranks=[0],
+        ranks_per_node=8,
+        **how,
     )
 
 
@@ -270,7 +288,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="toy sizes")
     options = parser.parse_args()
     if options.table:
-        print(table_of([json.loads(line) for line in open(options.table) if '"net"' in line]))
+        print(table_of([json.loads(line) for line in Path(options.table).read_text().splitlines() if '"net"' in line]))
         return
     torch.set_num_threads(1)
     nets, device = SMALL if options.small else NETS, measure_device()

@@ -19,8 +19,8 @@ class Device:
     and weights that are being gathered, may hide; `reader_cores` are the processor cores that read for a rank.
 
     Of a processor that was measured (`measure_device`): `host_seconds` is what Python adds to an operator, by phase;
-    `call_seconds` a message, and a byte of it, by kind; with `times_kernels` kernels are run here and timed; `crowding` is
-    how many times as long they take where other ranks work beside this one.
+    `call_seconds` a message, and a byte of it, by kind; with `times_kernels` kernels are run here and timed;
+    `crowding` is how many times as long they take where other ranks work beside this one.
 
     >>> from dataclasses import replace
     >>> slow = replace(jigsaw.dryrun.DEVICES["h100"], name="mine", network_bandwidth=1e9)
@@ -59,7 +59,7 @@ class Device:
         return max(times)
 
     def call_time(self, kind: str, link: str, sent_bytes: int, messages: int) -> float:
-        """The seconds that a call of a kind takes over a link, as `TrafficCall` counts it; as measured, where it was."""
+        """The seconds that a call of a kind takes over a link, as they were measured where they were."""
         measured = self.call_seconds.get(kind, self.call_seconds.get("message")) if link == "node" else None
         if measured is None:
             return self.link_time(link, sent_bytes, messages)
@@ -83,8 +83,8 @@ def _flops(float64: float, float32: float, sixteen: float) -> dict[torch.dtype, 
 
 _GB, _GIB, _TERA = 1e9, 2**30, 1e12
 
-# Dense, without sparsity; float32 as torch computes by default, without tf32.  Links: one way, one rank.  Above each are
-# the titles of the documents that the figures are in.
+# Dense, without sparsity; float32 as torch computes by default, without tf32.  Links: one way, one rank.  Above each
+# are the titles of the documents that the figures are in.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -99,11 +99,11 @@ DEVICES: dict[str, Device] = {
         # "NVIDIA Blackwell Architecture Technical Brief", HGX B200: 40 TFLOP/s float64, 80 float32, 2250 bf16, 8 TB/s,
         # NVLink 1.8 TB/s both ways; "NVIDIA DGX B200" data sheet: 1440 GB for eight; 400 Gbit/s a GPU
         Device("b200", _flops(40 * _TERA, 80 * _TERA, 2250 * _TERA), 180 * _GB, 8000 * _GB, 900 * _GB, 50 * _GB, 8),
-        # "NVIDIA GH200 Grace Hopper Superchip" data sheet: H100's peaks, 96 GB HBM3 of 4 TB/s; four to a node with NVLink
-        # 150 GB/s to each other, 200 Gbit/s each, as in JUPITER and Alps (their user guides)
+        # "NVIDIA GH200 Grace Hopper Superchip" data sheet: H100's peaks, 96 GB HBM3 of 4 TB/s; four to a node with
+        # NVLink 150 GB/s to each other, 200 Gbit/s each, as in JUPITER and Alps (their user guides)
         Device("gh200", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 96 * _GB, 4000 * _GB, 450 * _GB, 25 * _GB, 4),
-        # "AMD Instinct MI300X Accelerator" data sheet: 81.7 TFLOP/s float64, 163.4 float32 (vector), 1307 bf16, 192 GB of
-        # 5.3 TB/s, Infinity Fabric 896 GB/s both ways to seven others together; 400 Gbit/s a GPU
+        # "AMD Instinct MI300X Accelerator" data sheet: 81.7 TFLOP/s float64, 163.4 float32 (vector), 1307 bf16, 192 GB
+        # of 5.3 TB/s, Infinity Fabric 896 GB/s both ways to seven others together; 400 Gbit/s a GPU
         Device(
             "mi300x", _flops(81.7 * _TERA, 163.4 * _TERA, 1307 * _TERA), 192 * _GB, 5300 * _GB, 448 * _GB, 50 * _GB, 8
         ),

@@ -42,7 +42,7 @@ MEMORY_KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activatio
 
 @dataclass(frozen=True)
 class KernelCost:
-    """One operator: its floating-point operations, the bytes that it reads and writes, what it computes in, its call."""
+    """One operator: its floating-point operations, the bytes it reads and writes, what it computes in, its call."""
 
     flop: int
     moved_bytes: int

@@ -18,7 +18,9 @@ from jigsaw.dryrun.report import PHASES, PhaseCost, RankCost, Traffic
 
 def priced_rank(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
     """The rank's step on the device, one of so many ranks, `ranks_per_node` to a node."""
-    phases = {name: _priced_phase(played, name, device, ranks_per_node, ranks) for name in PHASES if name in played.traffic}
+    phases = {
+        name: _priced_phase(played, name, device, ranks_per_node, ranks) for name in PHASES if name in played.traffic
+    }
     return RankCost(played.rank, played.coordinate, phases)
 
 

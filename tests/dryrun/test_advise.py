@@ -168,7 +168,12 @@ def test_seconds_of_a_measured_processor():
     how = {"optimizer": None, "ranks": [0]}
     forward = [
         jigsaw.dry_run(nn.Conv2d(3, 3, 1), (2, 3, 8, 8), {"data": ranks}, device=d, **how).ranks[0].phases["forward"]
-        for ranks, d in ((1, replace(device, host_seconds={})), (1, device), (2, device), (2, replace(device, crowding=1)))
+        for ranks, d in (
+            (1, replace(device, host_seconds={})),
+            (1, device),
+            (2, device),
+            (2, replace(device, crowding=1)),
+        )
     ]
     alone, slow, crowded, quiet = forward
     assert slow.seconds - alone.seconds == pytest.approx(0.5 * slow.kernels)
