@@ -78,7 +78,7 @@ def test_the_command_prints_the_best(capsys, monkeypatch, tmp_path):
     asked = ["--input", size, "--devices", "2", "--device", "cpu", "--align", "2"]
     assert main(["advise", "nets_of_a_user:Net", *asked]) == 0
     printed = capsys.readouterr().out
-    assert re.match(r"1\. (lat|lon)=2: ", printed)
+    assert re.match(r"1\. (lat|lon|channel)=2: ", printed)
     assert "a step; bound by" in printed
     assert len(re.findall(r"^\d\. ", printed, re.MULTILINE)) == 5
     assert main(["advise", "nets_of_a_user:Nut", *asked]) == 1
