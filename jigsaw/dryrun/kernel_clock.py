@@ -65,7 +65,7 @@ _COLD_BYTES = 2**26  # arguments take turns, so that caches have forgotten those
 _LEAST_SECONDS = 1e-3
 
 
-def kernel_seconds(call: KernelCall) -> float | None:
+def timed_kernel(call: KernelCall) -> float | None:
     """The processor seconds of a kernel on this machine, by one thread; None for one that cannot be run by itself."""
     if call not in _KNOWN:
         threads = torch.get_num_threads()

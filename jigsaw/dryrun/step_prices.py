@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from jigsaw.comm import TrafficCall
 from jigsaw.dryrun.devices import Device
-from jigsaw.dryrun.kernel_clock import kernel_seconds
+from jigsaw.dryrun.kernel_clock import timed_kernel
 from jigsaw.dryrun.rank_playing import PlayedRank
 from jigsaw.dryrun.report import PHASES, PhaseCost, RankCost, Traffic
 
@@ -31,7 +31,7 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
     for cost, times in count.kernels.items():
         seconds, bound = device.kernel_time(cost.flop, cost.moved_bytes, cost.dtype)
         if device.times_kernels and cost.call is not None:
-            seconds = kernel_seconds(cost.call) or seconds
+            seconds = timed_kernel(cost.call) or seconds
         if ranks > 1:
             seconds *= device.crowding
         bounds[bound] += times * seconds

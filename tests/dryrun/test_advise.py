@@ -17,7 +17,7 @@ from jigsaw.__main__ import main
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun import DEVICES, DryRunReport, advice_text, advise_mesh
 from jigsaw.dryrun.calibration import load_device, save_device
-from jigsaw.dryrun.kernel_clock import kernel_seconds
+from jigsaw.dryrun.kernel_clock import timed_kernel
 from jigsaw.dryrun.mesh_search import possible_meshes
 from jigsaw.dryrun.pipeline_estimate import pipelined_report
 from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
@@ -154,7 +154,7 @@ def test_every_kernel_can_be_timed(name):
     played = play_rank(plan, {"lat": 2, "lon": 1}, 0)
     for phase in played.meter.phases.values():
         for cost in phase.kernels:
-            seconds = kernel_seconds(cost.call)
+            seconds = timed_kernel(cost.call)
             assert seconds is not None, cost.call
             assert 0 < seconds < 1
 
