@@ -30,7 +30,7 @@ def measure_device(ranks: int = 2) -> Device:
 
     Kernels are timed as they are called, once each, so the device holds for dry runs on this machine.  Takes some
     seconds.  Counted are processor seconds of the thread that works, so that others on the machine, and ranks that
-    share its cores, disturb little; gloo's own threads look for messages while they wait, and so are left out.
+    share its cores, disturb little; what gloo's own threads take comes on top (docs/dry_run.md).
     """
     from jigsaw.testing import run_on_ranks
 
