@@ -6,8 +6,8 @@ The device is this machine's processor, as ``python -m jigsaw advise --calibrate
 seconds of the thread that trains: `measured_s` is the median step of the busiest rank, `predicted_s` the dry run's,
 `ratio` the second over the first.  Ranks may thus share cores, as four do on two, and wait for each other: what a core
 is idle is in neither.  `process_s` is the same step with all threads of the process, gloo's among them; the last line
-counts the cases within a quarter by both clocks.  On each number of ranks the cases take turns, a
-step each a round.  The last line says how many pairs of a net's cases the prediction orders as the measurement does:
+counts the cases within a quarter by both clocks.  On each number of ranks the cases take turns, a step each a round.
+The last line also says how many pairs of a net's cases the prediction orders as the measurement does:
 all pairs, those of as many ranks, and of these the pairs that measurement itself tells apart (whose quartiles do not
 meet).
 """
