@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
@@ -226,7 +227,9 @@ def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
     """
     if not isinstance(parameter, DTensor):
         return tuple(name for name, _ in axes_of_mesh(mesh))
-    return _axes_beside(parameter, parameter.device_mesh.mesh.flatten().tolist(), mesh)
+    with _disable_current_modes():  # in a dry run no tensor has values
+        ranks = parameter.device_mesh.mesh.flatten().tolist()
+    return _axes_beside(parameter, ranks, mesh)
 
 
 def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
@@ -237,7 +240,9 @@ def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
         return axes_not_cutting(parameter, mesh)
     where = parameter.device_mesh
     cut = [n for (n, _), how in zip(axes_of_mesh(where), parameter.placements, strict=True) if not how.is_replicate()]
-    return _axes_beside(parameter, ranks_along(where, cut), mesh)
+    with _disable_current_modes():
+        ranks = ranks_along(where, cut)
+    return _axes_beside(parameter, ranks, mesh)
 
 
 def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> tuple[str, ...]:

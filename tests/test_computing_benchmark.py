@@ -32,3 +32,10 @@ def test_ranks_on_two_hosts_send_what_the_formula_says():
     (found,) = lines_of("links.py", "--small", "--rounds", "1", "--seconds", "0.05", "--case", "ring attention")
     assert found["counted_over_formula"] == 1.0
     assert 1.0 < found["link_over_formula"] < 1.2
+
+
+@pytest.mark.slow
+def test_a_dry_run_is_compared_with_ranks():
+    *rows, summary = lines_of("dry_run.py", "--small", "--rounds", "2", "--ranks", "1,2", "--nets", "unet")
+    assert len(rows) == summary["cases"] == 12
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in rows)

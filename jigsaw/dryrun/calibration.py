@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw import comm
 from jigsaw.dryrun.devices import DEVICES, Device
+from jigsaw.dryrun.dry_runs import dry_run
+from jigsaw.dryrun.report import PHASES
+from jigsaw.parallel import parallelize
+from jigsaw.tile_making import shard
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def measure_device(ranks: int = 2) -> Device:
-    """This machine's processor, one thread a rank: matrix products, copies, small kernels, and messages by gloo.
+    """This machine's processor, one thread a rank: what peaks it has, what Python adds to an operator, and messages.
 
-    Takes some seconds.  Processor seconds are counted, so that others on the machine disturb little.
+    Kernels are timed as they are called, once each, so the device holds for dry runs on this machine.  Takes some
+    seconds.  Counted are processor seconds of the thread that works, so that others on the machine, and ranks that
+    share its cores, disturb little; what gloo's own threads take comes on top (docs/dry_run.md).
     """
     from jigsaw.testing import run_on_ranks
 
@@ -28,9 +39,12 @@ def measure_device(ranks: int = 2) -> Device:
     try:
         flop = {dtype: _product_rate(dtype) for dtype in _DTYPES}
         bandwidth, kernel = _copy_rate(), _kernel_seconds()
+        host = _host_seconds(run_on_ranks(1, _tiny_step_seconds)[0])
     finally:
         torch.set_num_threads(threads)
-    (start, seconds_a_byte), *_ = run_on_ranks(ranks, _message_seconds)
+    calls = run_on_ranks(ranks, _call_seconds)[0]
+    alone, together = run_on_ranks(1, _usual_layers_seconds)[0], max(run_on_ranks(ranks, _usual_layers_seconds))
+    start, seconds_a_byte = calls["message"]
     return replace(
         DEVICES["cpu"],
         name="this machine",
@@ -39,18 +53,32 @@ def measure_device(ranks: int = 2) -> Device:
         node_bandwidth=1 / seconds_a_byte,
         kernel_seconds=kernel,
         node_seconds=start,
+        host_seconds=host,
+        call_seconds=calls,
+        crowding=max(together / alone, 1.0),
+        times_kernels=True,
     )
 
 
 def _best_time(work: Callable[[], object], times: int = 5) -> float:
-    """The least processor seconds of some runs."""
+    """The least processor seconds of this thread in some runs."""
+    return max(min(_times_of(work, times)), 1e-9)
+
+
+def _times_of(work: Callable[[], object], times: int) -> list[float]:
     work()
     found: list[float] = []
     for _ in range(times):
-        since = time.process_time()
+        since = time.thread_time()
         work()
-        found.append(time.process_time() - since)
-    return max(min(found), 1e-9)
+        found.append(time.thread_time() - since)
+    return found
+
+
+def _usual_time(work: Callable[[], object], times: int = 15) -> float:
+    """The median of the processor seconds of this thread."""
+    work()
+    return statistics.median(_times_of(work, times))
 
 
 def _product_rate(dtype: torch.dtype, size: int = 512) -> float:
@@ -74,22 +102,132 @@ def _kernel_seconds(times: int = 2000) -> float:
     return _best_time(work) / times
 
 
-def _message_seconds() -> tuple[float, float]:
-    """On each of two ranks: the processor seconds of a message beside its bytes, and of a byte."""
+# -- Python -----------------------------------------------------------------------------------------------------------
 
-    def swap(size: int) -> float:
-        mine, theirs = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-        other = 1 - dist.get_rank()
 
-        def work() -> None:
-            for pending in [dist.irecv(theirs, other), dist.isend(mine, other)]:
-                if pending is not None:
-                    pending.wait()
+class _TinyNet(nn.Module):
+    """The layers of usual nets, so small that a step is Python and the starts of kernels."""
 
-        return _best_time(work)
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(2, width), nn.SiLU(), nn.Conv2d(width, width, 1)
+        )
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
 
-    small, large = swap(8), swap(2**22)
-    return small, max(large - small, 1e-6) / 2**22
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convolutions(x).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(self.norm(x)).unflatten(2, (3, 1, -1)).permute(2, 0, 3, 1, 4)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)
+        return x + self.mlp(x)
+
+
+_TINY = 1, 8, 8, 8
+
+
+def _tiny_step_seconds() -> dict[str, float]:
+    """On a rank alone: the processor seconds of the phases of a step."""
+    from jigsaw.testing import world_mesh
+
+    mesh = world_mesh(lat=1)
+    model = parallelize(_TinyNet(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tile = shard(torch.randn(_TINY), mesh, (None, None, "lat", None))
+    found: dict[str, list[float]] = {name: [] for name in PHASES}
+    for _ in range(30):
+        optimizer.zero_grad()
+        at = [time.thread_time()]
+        loss = model(tile).square().mean()
+        at.append(time.thread_time())
+        loss.backward()
+        at.append(time.thread_time())
+        optimizer.step()
+        at.append(time.thread_time())
+        for name, since, until in zip(PHASES, at, at[1:], strict=False):
+            found[name].append(until - since)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _host_seconds(measured: Mapping[str, float]) -> dict[str, float]:
+    """What a step takes beside its kernels, for each of them."""
+    report = dry_run(_TinyNet(), _TINY, {"lat": 1}, device=replace(DEVICES["cpu"], times_kernels=True))
+    found: dict[str, float] = {}
+    for name, phase in report.ranks[0].phases.items():
+        found[name] = max(measured[name] - phase.seconds, 0.0) / phase.kernels
+    return found
+
+
+def _usual_layers_seconds() -> float:
+    """The processor seconds of layers of a usual size, while every rank runs them."""
+    net = nn.Sequential(nn.Conv2d(24, 24, 3, padding=1), nn.GroupNorm(4, 24), nn.SiLU(), nn.Conv2d(24, 96, 1))
+    x = torch.randn(2, 24, 96, 96)
+
+    def work() -> None:
+        net(x).square().mean().backward()
+
+    dist.barrier()
+    return _usual_time(work, 31)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+_LARGE = 2**23
+
+
+def _call_seconds() -> dict[str, tuple[float, float]]:
+    """On each of two ranks: the processor seconds of a message beside its bytes, and of a byte that is sent, for
+    messages to another rank and for each kind of collective.
+    """
+    from jigsaw.testing import world_mesh
+
+    ranks = dist.get_world_size()
+    mesh = world_mesh(lat=ranks)
+    other = (dist.get_rank() + 1) % ranks
+
+    def swap(x: Tensor) -> object:
+        return comm.swap_messages(mesh, [(other, x)], [(other, torch.empty_like(x))]).wait()
+
+    def gather(x: Tensor) -> object:
+        return dist.all_gather_single(x.new_empty(ranks * x.numel()), x)
+
+    def scatter(x: Tensor) -> object:
+        return dist.reduce_scatter_single(x, x.new_ones(ranks * x.numel()))
+
+    ways: dict[str, tuple[Callable[[Tensor], object], int]] = {
+        "message": (swap, 1),
+        "all_reduce": (lambda x: comm.all_reduce(x, mesh, "lat"), 2 * (ranks - 1)),
+        "all_gather": (lambda x: comm.all_gather(x, mesh, "lat"), ranks - 1),
+        "gathered weights": (gather, ranks - 1),
+        "gradients": (scatter, ranks - 1),
+    }
+    found: dict[str, tuple[float, float]] = {}
+    for name, (way, messages) in ways.items():
+        small, large = (_times_of(partial(way, torch.ones(size // 4)), 15) for size in (64, _LARGE))
+        sent = 2 * (ranks - 1) * _LARGE // ranks if name == "all_reduce" else (ranks - 1) * _LARGE
+        found[name] = statistics.median(small) / messages, max(min(large) - min(small), 1e-6) / sent
+    for name, seconds in _calls_of_layers(mesh).items():
+        found[name] = seconds, found[name][1]
+    return found
+
+
+def _calls_of_layers(mesh: DeviceMesh) -> dict[str, float]:
+    """What a message costs where layers send it, with all that Python does for it."""
+    size = 1, 4, 8 * mesh.size(), 8
+    x = torch.randn(size)
+    halves = shard(x, mesh, (None, None, "lat", None)), shard(x, mesh, (None, None, None, None))
+    conv = parallelize(nn.Conv2d(4, 4, 3, padding=1), mesh)
+    with torch.no_grad():
+        cut, whole = (_usual_time(partial(conv, t)) for t in halves)
+    rows = shard(x, mesh, (None, None, "lat", None))
+
+    def step(model: nn.Module) -> None:
+        model(rows).sum().backward()
+
+    weights = [parallelize(nn.Conv2d(4, 4, 1), mesh, shard_weights=is_cut) for is_cut in (False, True)]
+    plain, parted = (_usual_time(partial(step, model)) for model in weights)
+    each = max(parted - plain, 0.0) / 2
+    return {"message": max(cut - whole, 0.0), "gathered weights": each, "gradients": each}
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------
@@ -114,4 +252,5 @@ def load_device(path: str | Path) -> Device:
     """
     said = json.loads(Path(path).read_text())
     said["flop_per_second"] = {getattr(torch, dtype): rate for dtype, rate in said["flop_per_second"].items()}
+    said["call_seconds"] = {kind: tuple(seconds) for kind, seconds in said.get("call_seconds", {}).items()}
     return Device(**said)

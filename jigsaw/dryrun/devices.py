@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +17,10 @@ class Device:
     second that one rank sends to ranks of its own node and to others, `node_seconds` and `network_seconds` what a
     message takes beside that.  `overlap` is the share of the computing behind which gradients that are being summed,
     and weights that are being gathered, may hide; `reader_cores` are the processor cores that read for a rank.
+
+    Of a processor that was measured (`measure_device`): `host_seconds` is what Python adds to an operator, by phase;
+    `call_seconds` a message, and a byte of it, by kind; with `times_kernels` kernels are run here and timed;
+    `crowding` is how many times as long they take where other ranks work beside this one.
 
     >>> from dataclasses import replace
     >>> slow = replace(jigsaw.dryrun.DEVICES["h100"], name="mine", network_bandwidth=1e9)
@@ -38,6 +43,10 @@ class Device:
     link_share: float = 0.75
     overlap: float = 0.8
     reader_cores: int = 4
+    host_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    call_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    times_kernels: bool = False
+    crowding: float = 1.0
 
     def kernel_time(self, flop: int, moved_bytes: int, dtype: torch.dtype) -> tuple[float, str]:
         """The seconds of one kernel, and which of the three bounds them: ``"flop"``, ``"memory"`` or ``"kernels"``."""
@@ -48,6 +57,13 @@ class Device:
             (self.kernel_seconds, "kernels"),
         )
         return max(times)
+
+    def call_time(self, kind: str, link: str, sent_bytes: int, messages: int) -> float:
+        """The seconds that a call of a kind takes over a link, as they were measured where they were."""
+        measured = self.call_seconds.get(kind, self.call_seconds.get("message")) if link == "node" else None
+        if measured is None:
+            return self.link_time(link, sent_bytes, messages)
+        return messages * measured[0] + sent_bytes * measured[1]
 
     def link_time(self, link: str, sent_bytes: int, messages: int) -> float:
         """The seconds that messages of one rank take over a link, ``"node"`` or ``"network"``."""
@@ -67,26 +83,27 @@ def _flops(float64: float, float32: float, sixteen: float) -> dict[torch.dtype, 
 
 _GB, _GIB, _TERA = 1e9, 2**30, 1e12
 
-# Dense, without sparsity; float32 as torch computes by default, without tf32.  Links: one way, one rank.
+# Dense, without sparsity; float32 as torch computes by default, without tf32.  Links: one way, one rank.  Above each
+# are the titles of the documents that the figures are in.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        # NVIDIA A100 80GB SXM data sheet: 19.5 TFLOP/s float64 (tensor cores) and float32, 312 bf16, 2039 GB/s, NVLink
-        # 600 GB/s both ways; HDR InfiniBand, 200 Gbit/s a GPU
+        # "NVIDIA A100 Tensor Core GPU" data sheet, 80GB SXM: 19.5 TFLOP/s float64 (tensor cores) and float32, 312 bf16,
+        # 2039 GB/s, NVLink 600 GB/s both ways; HDR InfiniBand, 200 Gbit/s a GPU
         Device("a100", _flops(19.5 * _TERA, 19.5 * _TERA, 312 * _TERA), 80 * _GIB, 2039 * _GB, 300 * _GB, 25 * _GB, 8),
-        # NVIDIA H100 SXM data sheet: 67 TFLOP/s float64 (tensor cores) and float32, 989 bf16, 3.35 TB/s, NVLink 900
-        # GB/s both ways; NDR InfiniBand, 400 Gbit/s a GPU
+        # "NVIDIA H100 Tensor Core GPU" data sheet, SXM: 67 TFLOP/s float64 (tensor cores) and float32, 989 bf16, 3.35
+        # TB/s, NVLink 900 GB/s both ways; NDR InfiniBand, 400 Gbit/s a GPU
         Device("h100", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 80 * _GIB, 3350 * _GB, 450 * _GB, 50 * _GB, 8),
-        # NVIDIA H200 data sheet: as H100, with 141 GB of 4.8 TB/s
+        # "NVIDIA H200 Tensor Core GPU" data sheet, SXM: as H100, with 141 GB of 4.8 TB/s
         Device("h200", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 141 * _GB, 4800 * _GB, 450 * _GB, 50 * _GB, 8),
-        # NVIDIA DGX B200 data sheet, an eighth: 40 TFLOP/s float64, 80 float32, 2250 bf16, 180 GB of 8 TB/s, NVLink
-        # 1.8 TB/s both ways; 400 Gbit/s a GPU
+        # "NVIDIA Blackwell Architecture Technical Brief", HGX B200: 40 TFLOP/s float64, 80 float32, 2250 bf16, 8 TB/s,
+        # NVLink 1.8 TB/s both ways; "NVIDIA DGX B200" data sheet: 1440 GB for eight; 400 Gbit/s a GPU
         Device("b200", _flops(40 * _TERA, 80 * _TERA, 2250 * _TERA), 180 * _GB, 8000 * _GB, 900 * _GB, 50 * _GB, 8),
-        # NVIDIA GH200 data sheet: H100's peaks with 96 GB HBM3 of 4 TB/s; four to a node with NVLink 150 GB/s to each
-        # other, 200 Gbit/s each, as in JUPITER and Alps (their user guides)
+        # "NVIDIA GH200 Grace Hopper Superchip" data sheet: H100's peaks, 96 GB HBM3 of 4 TB/s; four to a node with
+        # NVLink 150 GB/s to each other, 200 Gbit/s each, as in JUPITER and Alps (their user guides)
         Device("gh200", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 96 * _GB, 4000 * _GB, 450 * _GB, 25 * _GB, 4),
-        # AMD MI300X data sheet: 81.7 TFLOP/s float64, 163.4 float32 (vector), 1307 bf16, 192 GB of 5.3 TB/s, Infinity
-        # Fabric 896 GB/s both ways to seven others; 400 Gbit/s a GPU
+        # "AMD Instinct MI300X Accelerator" data sheet: 81.7 TFLOP/s float64, 163.4 float32 (vector), 1307 bf16, 192 GB
+        # of 5.3 TB/s, Infinity Fabric 896 GB/s both ways to seven others together; 400 Gbit/s a GPU
         Device(
             "mi300x", _flops(81.7 * _TERA, 163.4 * _TERA, 1307 * _TERA), 192 * _GB, 5300 * _GB, 448 * _GB, 50 * _GB, 8
         ),

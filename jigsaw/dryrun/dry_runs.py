@@ -44,6 +44,7 @@ def dry_run(
     ranks_per_node: int | None = None,
     ranks: Sequence[int] | None = None,
     dataset: Any = None,
+    blocks: int | None = None,
 ) -> DryRunReport:
     """What one training step of `model` takes on every kind of rank of a mesh that need not be there.
 
@@ -60,7 +61,9 @@ def dry_run(
     the backward pass; or name modules.  `device` is one of `DEVICES` or a `Device`.
 
     Played are all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
-    `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.
+    `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  With `blocks` only so many of
+    each row of three or more blocks that are alike (``ModuleList``, ``Sequential``) are there: a quick look at a deep
+    model.
 
     *Sends*: nothing.
     *Raises*: `ShardingError` for a model that was parallelized before, or a spec that does not fit.  What would be
@@ -85,6 +88,7 @@ def dry_run(
         optimizer,
         shard_weights,
         checkpoint,
+        blocks,
     )
     priced = device if isinstance(device, Device) else _device_named(device)
     node = ranks_per_node or priced.ranks_per_node
@@ -98,9 +102,10 @@ def dry_run(
         priced.name,
         priced.memory_bytes,
         played[0].parameters,
-        tuple(priced_rank(rank, priced, node) for rank in played),
+        tuple(priced_rank(rank, priced, node, size) for rank in played),
         _merged_remarks(played),
         _reader_seconds(dataset, plan.shapes[0][0], size, priced),
+        blocks=played[0].blocks,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw import debug
 
@@ -31,8 +33,11 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world, held = _empty_world(), c10d._world  # pyright: ignore[reportPrivateUsage]
+    meshes: Any = DeviceMesh
+    joined = meshes.__dict__["_concatenate"]
     was_debugging, hook = debug.IS_DEBUGGING, sys.excepthook  # torch lets tracebacks begin with a rank from now on
     c10d._world, debug.IS_DEBUGGING = world, False  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    meshes._concatenate = staticmethod(partial(_with_values, meshes._concatenate))
     try:
         ranks = torch.Size(axes.values()).numel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -45,10 +50,17 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
         for name in world.pg_names.values():
             torch._C._distributed_c10d._unregister_process_group(name)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         c10d._world, debug.IS_DEBUGGING = held, was_debugging  # pyright: ignore[reportPrivateUsage]
+        meshes._concatenate = joined
         sys.excepthook = hook
 
 
 _mesh_numbers = count(-1, -1)
+
+
+def _with_values(function: Any, *args: Any) -> Any:
+    # FSDP2 joins the meshes of a weight that `channel` cuts as well, and looks for its rank in a tensor
+    with _disable_current_modes():
+        return function(*args)
 
 
 def _empty_world() -> Any:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jigsaw.cut import ShardingError
-from jigsaw.dryrun.devices import Device
+from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
+from jigsaw.dryrun.pipeline_estimate import pipelined_report
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 
 _SPACE = {4: ("lat", "lon"), 5: ("z", "y", "x")}
 _BEST = 5  # options that are shown
 _MESHES = 3  # the fastest ones, for which every strategy is tried
+_MANY = 8  # more meshes than these are compared by a few blocks of the model
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class StepOption:
     checkpoint: bool
     report: DryRunReport | None
     refusal: str = ""
+    microbatches: int = 1
 
     @property
     def works(self) -> bool:
@@ -56,7 +59,8 @@ class StepOption:
     def strategy(self) -> str:
         """In words: what is cut beside the input, and what is computed twice."""
         weights = "weights cut (shard_weights=True)" if self.shard_weights else "whole weights"
-        return f"{weights}, blocks checkpointed" if self.checkpoint else weights
+        pipe = f", {self.microbatches} microbatches (1F1B)" if self.microbatches > 1 else ""
+        return f"{weights}, blocks checkpointed{pipe}" if self.checkpoint else weights + pipe
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one rank"
@@ -69,31 +73,104 @@ def advise_mesh(
     """Every option for so many devices, those that work first, each group by the seconds of a step.
 
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; one
-    of those that are the same but for the order of two dims of one size.  The three fastest also with
-    ``shard_weights``, with checkpointing of blocks, and with both.  `how` are further arguments of `dry_run`; a
-    `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
+    of those that are the same but for the order of two dims of one size.  Within a node `channel` cuts weights
+    (`jigsaw.parallelize`), and `pipe` a model with a row of blocks that are alike, for a batch of several samples: that
+    is estimated (`pipelined_report`).  An axis of the three fastest meshes gives them its ranks.  These three, and the
+    fastest with each of the two, also with ``shard_weights``, with checkpointing of blocks, and with both.  Of more
+    than eight meshes the fastest are found by dry runs of one block of each row.  `how` are further arguments of
+    `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
     >>> len(found), found[0].works
-    (4, True)
+    (8, True)
     """
-    store = how.pop("store", None)
-
-    def attempt(axes: Mapping[str, int], shard_weights: bool, checkpoint: bool) -> StepOption:
-        try:
-            dataset = None if store is None else _opened_store(store, axes)
-            ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
-            ways |= {"device": device, "ranks": [_inside_rank(axes)], "dataset": dataset}
-            found = dry_run(model, x_shape, axes, **ways, **how)
-        except ShardingError as refusal:
-            return StepOption(axes, shard_weights, checkpoint, None, str(refusal))
-        return StepOption(axes, shard_weights, checkpoint, found)
-
-    plain = sorted((attempt(axes, False, False) for axes in possible_meshes(x_shape, devices)), key=_by_seconds)
+    search = _MeshSearch(model, tuple(x_shape), device, how.pop("store", None), how)
+    node = how.get("ranks_per_node") or (device if isinstance(device, Device) else DEVICES[device]).ranks_per_node
+    plain = search.tried_meshes(list(possible_meshes(x_shape, devices)))
+    fastest = [option.mesh for option in plain[:_MESHES]]
+    sizes = [size for size in range(2, min(node, devices) + 1) if devices % size == 0]
+    narrow = search.tried_meshes([axes for size in sizes for axes in _giving_ranks(fastest, "channel", size)])
+    pipes = search.tried_pipes(fastest)
+    first = [*plain[:_MESHES], *narrow[:1], *pipes[:1]]
     # what a mesh makes of weights and of blocks that run twice hardly changes which mesh is fastest
     ways = [(cut, twice) for cut in ((False, True) if devices > 1 else (False,)) for twice in (False, True)][1:]
-    others = [attempt(o.mesh, *way) for o in plain[:_MESHES] if o.report is not None for way in ways]
-    return sorted([*plain, *others], key=lambda o: (not o.works, _by_seconds(o)))
+    others = [search.attempt(o.mesh, *way, o.microbatches) for o in first if o.report is not None for way in ways]
+    return sorted([*plain, *narrow, *pipes, *others], key=lambda o: (not o.works, _by_seconds(o)))
+
+
+class _MeshSearch:
+    """Dry runs of one model on one kind of device."""
+
+    def __init__(
+        self, model: Any, x_shape: tuple[int, ...], device: str | Device, store: Any, how: Mapping[str, Any]
+    ) -> None:
+        self._model, self._shape, self._device, self._store, self._how = model, x_shape, device, store, how
+        self._blocks: int | None = None
+
+    def attempt(
+        self,
+        axes: Mapping[str, int],
+        shard_weights: bool = False,
+        checkpoint: bool = False,
+        microbatches: int = 1,
+        blocks: int | None = None,
+    ) -> StepOption:
+        """The option of a mesh; one with ``pipe`` by the microbatch of a stage."""
+        here = {name: size for name, size in axes.items() if name != "pipe"}
+        stages = axes.get("pipe", 1)
+        shape = (self._shape[0] // microbatches, *self._shape[1:])
+        try:
+            dataset = None if self._store is None else _opened_store(self._store, here)
+            ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
+            ways |= {"device": self._device, "ranks": [_inside_rank(here)], "dataset": dataset, "blocks": blocks}
+            found = dry_run(self._model, shape, here, **ways, **self._how)
+        except ShardingError as refusal:
+            return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches)
+        if stages > 1 and found.blocks >= stages:
+            found = pipelined_report(found, stages, microbatches, found.blocks)
+        return StepOption(axes, shard_weights, checkpoint, found, "", microbatches)
+
+    def tried_meshes(self, meshes: Sequence[Mapping[str, int]]) -> list[StepOption]:
+        """Options with whole weights, the fastest first; of many meshes those that are fastest with one block a row."""
+        if len(meshes) > _MANY and self._block_count(meshes[0]):
+            meshes = sorted(meshes, key=self._quick_seconds)[:_MESHES]
+        return sorted(map(self.attempt, meshes), key=_by_seconds)
+
+    def tried_pipes(self, fastest: Sequence[Mapping[str, int]]) -> list[StepOption]:
+        """Options with stages along ``pipe``, where the model has as many blocks and the batch as many samples."""
+        batch = self._shape[0]
+        found: list[StepOption] = []
+        for stages in (2, 4, 8):
+            meshes = _giving_ranks(fastest, "pipe", stages)
+            if batch < stages or not meshes or self._block_count(fastest[0]) < stages:
+                continue
+            for axes in meshes[:_MESHES]:
+                # as many microbatches as there can be: each more makes the bubble smaller
+                possible = [n for n in range(stages, batch + 1) if batch % (n * axes.get("data", 1)) == 0]
+                found += [self.attempt(axes, microbatches=n) for n in possible[-1:]]
+        return sorted(found, key=_by_seconds)
+
+    def _quick_seconds(self, axes: Mapping[str, int]) -> float:
+        found = self.attempt(axes, blocks=1)
+        return _by_seconds(found)
+
+    def _block_count(self, axes: Mapping[str, int]) -> int:
+        if self._blocks is None:
+            found = self.attempt(axes, blocks=1).report
+            self._blocks = 0 if found is None else found.blocks
+        return self._blocks
+
+
+def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> list[dict[str, int]]:
+    """The meshes with one more axis, to which one of theirs gives its ranks."""
+    found: list[dict[str, int]] = []
+    for axes in meshes:
+        for given, ranks in axes.items():
+            less = {**axes, given: ranks // size}
+            made = {name: size, **less} if name == "pipe" else {**less, name: size}
+            if ranks % size == 0 and made not in found:
+                found.append(made)
+    return found
 
 
 def _by_seconds(option: StepOption) -> float:

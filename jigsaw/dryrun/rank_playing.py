@@ -60,6 +60,7 @@ class StepPlan:
     optimizer: OptimizerMaker | None
     shard_weights: bool
     checkpoint: str | Sequence[str]
+    blocks: int | None = None
 
 
 @dataclass
@@ -72,6 +73,7 @@ class PlayedRank:
     meter: StepMeter
     traffic: dict[str, list[comm.TrafficCall]]
     remarks: list[Remark]
+    blocks: int = 0
 
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
@@ -99,6 +101,10 @@ def _know_neighbours(mesh: DeviceMesh) -> None:
 
 def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
     model = _made_model(plan.model, mesh)
+    rows = _rows_of_blocks(model)
+    played.blocks = sum(map(len, rows))
+    for row in rows if plan.blocks is not None else ():
+        del row[plan.blocks :]
     dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if plan.dtype is not None:
         _cast_weights(model, plan.dtype)
@@ -246,6 +252,16 @@ def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[
     if not rows:
         rows += [m for m in model.modules() if isinstance(m, nn.Sequential) and len(m) > 1][:1]
     return [block for row in rows for block in row.children() if any(True for _ in block.parameters())]
+
+
+def _rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
+    """Lists of at least three modules that are alike in type and weights."""
+
+    def look(module: nn.Module) -> Any:
+        return type(module), [(name, p.shape) for name, p in module.named_parameters()]
+
+    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) >= 3]
+    return [row for row in lists if look(row[0])[1] and all(look(block) == look(row[0]) for block in row)]
 
 
 class _ModuleWatch:

@@ -127,7 +127,8 @@ class RankCost:
 @dataclass(frozen=True)
 class DryRunReport:
     """The ranks that were played, and over them the busiest one's `sent_bytes`, `messages`, `peak_bytes`, `flop` and
-    `seconds` of one training step, each by itself; ``print(report)`` shows it as a table.
+    `seconds` of one training step, each by itself; ``print(report)`` shows it as a table.  `blocks` of the model lie in
+    rows of three or more that are alike, also where a dry run left some of them out.
 
     >>> report = jigsaw.dry_run(torch.nn.Linear(4, 2), (6, 4), mesh={"data": 2})
     >>> report.fits, report.bound
@@ -142,6 +143,7 @@ class DryRunReport:
     remarks: tuple[Remark, ...] = ()
     reader_seconds: float = 0.0
     assumptions: tuple[str, ...] = field(default=(), repr=False)
+    blocks: int = 0
 
     @property
     def sent_bytes(self) -> int:
@@ -183,7 +185,7 @@ class DryRunReport:
         found: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels", "messages"), 0.0)
         for phase in slowest.phases.values():
             for name, seconds in phase.seconds_by_bound.items():
-                found[name] += seconds
+                found[name] = found.get(name, 0.0) + seconds
             found["messages"] += phase.seconds - sum(phase.seconds_by_bound.values())
         return found | {"reader": self.reader_seconds if self.reader_seconds > slowest.seconds else 0.0}
 

@@ -32,6 +32,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from jigsaw import call_places
 from jigsaw.comm import TrafficCall
+from jigsaw.dryrun.kernel_clock import KernelCall
 from jigsaw.gradients import local_part
 
 aten = torch.ops.aten
@@ -41,11 +42,12 @@ MEMORY_KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activatio
 
 @dataclass(frozen=True)
 class KernelCost:
-    """One operator: its floating-point operations, the bytes that it reads and writes, and what it computes in."""
+    """One operator: its floating-point operations, the bytes it reads and writes, what it computes in, its call."""
 
     flop: int
     moved_bytes: int
     dtype: torch.dtype
+    call: KernelCall | None = None
 
 
 @dataclass
@@ -174,7 +176,7 @@ class StepMeter(TorchDispatchMode):
         flop = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         like = given[0] if given else results[0] if results else None
         dtype = torch.float32 if like is None else like.dtype
-        self._phase.kernels[KernelCost(flop, moved, dtype)] += 1
+        self._phase.kernels[KernelCost(flop, moved, dtype, KernelCall.of(func, args, kwargs))] += 1
 
     def _assumed_value(self, func: Any, x: Tensor) -> Any:
         """What Python reads of a tensor without values: jigsaw's own looks find all well; others are told of."""

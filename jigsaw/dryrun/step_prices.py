@@ -11,23 +11,31 @@ from collections import defaultdict
 
 from jigsaw.comm import TrafficCall
 from jigsaw.dryrun.devices import Device
+from jigsaw.dryrun.kernel_clock import timed_kernel
 from jigsaw.dryrun.rank_playing import PlayedRank
 from jigsaw.dryrun.report import PHASES, PhaseCost, RankCost, Traffic
 
 
-def priced_rank(played: PlayedRank, device: Device, ranks_per_node: int) -> RankCost:
-    """The rank's step on the device, `ranks_per_node` ranks to a node."""
-    phases = {name: _priced_phase(played, name, device, ranks_per_node) for name in PHASES if name in played.traffic}
+def priced_rank(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
+    """The rank's step on the device, one of so many ranks, `ranks_per_node` to a node."""
+    phases = {
+        name: _priced_phase(played, name, device, ranks_per_node, ranks) for name in PHASES if name in played.traffic
+    }
     return RankCost(played.rank, played.coordinate, phases)
 
 
-def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node: int) -> PhaseCost:
+def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node: int, ranks: int) -> PhaseCost:
     count = played.meter.phases[name]
     calls = [*played.traffic[name], *count.of_weights]
     bounds: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels"), 0.0)
     for cost, times in count.kernels.items():
         seconds, bound = device.kernel_time(cost.flop, cost.moved_bytes, cost.dtype)
+        if device.times_kernels and cost.call is not None:
+            seconds = timed_kernel(cost.call) or seconds
+        if ranks > 1:
+            seconds *= device.crowding
         bounds[bound] += times * seconds
+        bounds["kernels"] += times * device.host_seconds.get(name, 0.0)
     computing = sum(bounds.values())
     traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
     links: defaultdict[str, Traffic] = defaultdict(Traffic)
@@ -37,7 +45,7 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
         by_link = _split_by_link(call, played.rank // ranks_per_node, ranks_per_node)
         for link, part in by_link.items():
             links[link] += part
-            waited[call.is_behind] += device.link_time(link, part.sent_bytes, part.messages)
+            waited[call.is_behind] += device.call_time(call.kind, link, part.sent_bytes, part.messages)
     hidden = min(waited[True], device.overlap * computing)
     shown = waited[False] + waited[True] - hidden
     return PhaseCost(

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_nets
 import torch
 import xarray as xr
+from small_nets import NETS
 from torch import nn
 
 import jigsaw
@@ -15,7 +17,10 @@ from jigsaw.__main__ import main
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun import DEVICES, DryRunReport, advice_text, advise_mesh
 from jigsaw.dryrun.calibration import load_device, save_device
+from jigsaw.dryrun.kernel_clock import timed_kernel
 from jigsaw.dryrun.mesh_search import possible_meshes
+from jigsaw.dryrun.pipeline_estimate import pipelined_report
+from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
 
 SHAPE = (1, 3, 32, 40)
 
@@ -49,15 +54,16 @@ def test_what_does_not_fit_is_no_advice_but_said():
     how = _WideMlp, (1, 2048, 4, 6), 2
     roomy = advise_mesh(*how, device="a100")
     assert all(option.works for option in roomy)
-    peaks = {cut: [o.report.peak_bytes for o in roomy if o.shard_weights is cut] for cut in (False, True)}
+    plain = [option for option in roomy if "channel" not in option.mesh]
+    peaks = {cut: [o.report.peak_bytes for o in plain if o.shard_weights is cut] for cut in (False, True)}
     assert max(peaks[True]) < min(peaks[False])
     between = (max(peaks[True]) + min(peaks[False])) / 2 / 0.9
     found = advise_mesh(*how, device=replace(DEVICES["a100"], memory_bytes=between))
     working = [option for option in found if option.works]
-    assert {option.shard_weights for option in working} == {True}
+    assert all(option.shard_weights or "channel" in option.mesh for option in working)
     assert [o.report.seconds for o in working] == sorted(o.report.seconds for o in working)
     text = advice_text(found)
-    assert "weights cut" in text.split("\n")[0]
+    assert text.startswith(f"1. {working[0]}")
     fastest = min(found, key=lambda option: option.report.seconds)
     is_told = re.search(r"next better: .*whole weights.* it would need .* more memory a device", text) is not None
     assert is_told == (not fastest.works)
@@ -72,7 +78,7 @@ def test_the_command_prints_the_best(capsys, monkeypatch, tmp_path):
     asked = ["--input", size, "--devices", "2", "--device", "cpu", "--align", "2"]
     assert main(["advise", "nets_of_a_user:Net", *asked]) == 0
     printed = capsys.readouterr().out
-    assert re.match(r"1\. (lat|lon)=2: ", printed)
+    assert re.match(r"1\. (lat|lon|channel)=2: ", printed)
     assert "a step; bound by" in printed
     assert len(re.findall(r"^\d\. ", printed, re.MULTILINE)) == 5
     assert main(["advise", "nets_of_a_user:Nut", *asked]) == 1
@@ -81,6 +87,99 @@ def test_the_command_prints_the_best(capsys, monkeypatch, tmp_path):
     assert "--device abacus is none of a100" in capsys.readouterr().err
     assert main(["advise"]) == 1
     assert "needs MODULE:MODEL and --input" in capsys.readouterr().err
+
+
+class _Blocks(nn.Module):
+    """A row of blocks that are alike, between two layers that are not."""
+
+    def __init__(self, blocks=6, width=8):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, width, 1), nn.Conv2d(width, 3, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.GELU(), nn.Conv2d(2 * width, width, 1))
+            for _ in range(blocks)
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def test_a_few_blocks_tell_of_all():
+    found = [jigsaw.dry_run(_Blocks(), SHAPE, {"lat": 2}, ranks=[0], blocks=n) for n in (1, 2, None)]
+    assert [report.blocks for report in found] == [6, 6, 6]
+    one, two, all_of_them = [report.flop for report in found]
+    assert one + 5 * (two - one) == all_of_them
+    assert jigsaw.dry_run(nn.Conv2d(3, 3, 1), SHAPE, {"lat": 2}, ranks=[0], blocks=1).blocks == 0
+
+
+def test_a_pipeline_waits_as_the_formula_says():
+    one = jigsaw.dry_run(_Blocks(), SHAPE, {"lat": 2}, ranks=[0])
+    report = pipelined_report(one, stages=3, microbatches=4, blocks=6)
+    assert report.mesh == {"pipe": 3, "lat": 2}
+    whole, staged = (r.ranks[0].phases for r in (one, report))
+    for name in ("forward", "backward"):
+        assert staged[name].seconds == pytest.approx(whole[name].seconds * (4 + 3 - 1) / 3)
+        assert staged[name].seconds_by_bound["bubble"] / staged[name].seconds == pytest.approx(2 / 6)
+        assert staged[name].flop == round(whole[name].flop * 4 / 3)
+        # three microbatches are under way in the first stage, each with a third of the net
+        assert staged[name].peak["activations"] == whole[name].peak["activations"]
+        assert staged[name].peak["weights"] == round(whole[name].peak["weights"] / 3)
+    assert staged["step"].seconds == pytest.approx(whole["step"].seconds / 3)
+    assert sum(report.seconds_by_bound.values()) == pytest.approx(report.seconds)
+    # four stages of six blocks: the longest has two, as with three
+    assert pipelined_report(one, 4, 4, 6).ranks[0].phases["step"].seconds == staged["step"].seconds
+
+
+def test_weights_and_stages_are_cut_as_well():
+    found = advise_mesh(_Blocks(), (4, 3, 8, 8), 4, device="a100")
+    meshes = [{name: size for name, size in o.mesh.items() if size > 1} for o in found if o.works]
+    assert {"lon": 2, "channel": 2} in meshes or {"lat": 2, "channel": 2} in meshes
+    pipes = [option for option in found if "pipe" in option.mesh]
+    assert pipes
+    assert all(option.works and option.microbatches == 4 for option in pipes if option.mesh["pipe"] == 4)
+    assert "microbatches (1F1B)" in str(pipes[0])
+    cut = next(o for o in found if o.mesh.get("channel") == 4 and not o.shard_weights)
+    whole = next(o for o in found if "channel" not in o.mesh and "pipe" not in o.mesh and not o.shard_weights)
+    assert cut.report.peak["weights"] < whole.report.peak["weights"]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_kernel_can_be_timed(name):
+    make, shape, align = NETS[name]
+    rest = mean_square_of_tiles, torch.optim.AdamW, False, "none"
+    plan = StepPlan(make, (shape,), small_nets.SPEC, None, "balanced", {2: align, 3: align}, *rest)
+    played = play_rank(plan, {"lat": 2, "lon": 1}, 0)
+    for phase in played.meter.phases.values():
+        for cost in phase.kernels:
+            seconds = timed_kernel(cost.call)
+            assert seconds is not None, cost.call
+            assert 0 < seconds < 1
+
+
+def test_seconds_of_a_measured_processor():
+    measured = {"message": (1e-3, 1e-9), "all_reduce": (2e-3, 2e-9)}
+    device = replace(DEVICES["cpu"], host_seconds={"forward": 0.5}, call_seconds=measured, crowding=3.0)
+    assert device.call_time("exchange", "node", 1000, 2) == pytest.approx(2e-3 + 1e-6)
+    assert device.call_time("all_reduce", "node", 1000, 2) == pytest.approx(4e-3 + 2e-6)
+    assert device.call_time("all_reduce", "network", 1000, 2) == device.link_time("network", 1000, 2)
+    how = {"optimizer": None, "ranks": [0]}
+    forward = [
+        jigsaw.dry_run(nn.Conv2d(3, 3, 1), (2, 3, 8, 8), {"data": ranks}, device=d, **how).ranks[0].phases["forward"]
+        for ranks, d in (
+            (1, replace(device, host_seconds={})),
+            (1, device),
+            (2, device),
+            (2, replace(device, crowding=1)),
+        )
+    ]
+    alone, slow, crowded, quiet = forward
+    assert slow.seconds - alone.seconds == pytest.approx(0.5 * slow.kernels)
+    added = 0.5 * crowded.kernels
+    kernels = [sum(phase.seconds_by_bound.values()) - added for phase in (crowded, quiet)]
+    assert kernels[0] == pytest.approx(3 * kernels[1])
 
 
 @pytest.mark.slow
@@ -92,6 +191,10 @@ def test_calibration_measures_this_machine(tmp_path, capsys):
     assert 1e8 < device.flop_per_second[torch.float64] < 1e13
     assert 1e8 < device.node_bandwidth < 1e12
     assert 1e-8 < device.kernel_seconds < 1e-2
+    assert set(device.host_seconds) == {"forward", "backward", "step"}
+    assert {"message", "all_reduce", "gathered weights", "gradients"} <= set(device.call_seconds)
+    assert device.times_kernels
+    assert device.crowding >= 1
     save_device(device, path)
     assert load_device(path) == device
 

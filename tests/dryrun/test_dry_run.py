@@ -27,14 +27,14 @@ MESHES = [
 ]
 
 
-def _counted_on_ranks(axes):
-    return {name: counted_step(name, axes) for name in NETS}
+def _counted_on_ranks(axes, names):
+    return {name: counted_step(name, axes) for name in names}
 
 
-def _assert_same_messages(axes):
+def _assert_same_messages(axes, names=tuple(NETS)):
     ranks = torch.Size(axes.values()).numel()
-    real = run_on_ranks(ranks, _counted_on_ranks, axes)
-    for name in NETS:
+    real = run_on_ranks(ranks, _counted_on_ranks, axes, names)
+    for name in names:
         report = dry_step(name, axes, ranks=range(ranks))
         assert report.is_complete
         for played, counted in zip(report.ranks, real, strict=True):
@@ -47,6 +47,11 @@ def _assert_same_messages(axes):
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_messages_are_those_of_real_ranks(axes):
     _assert_same_messages(axes)
+
+
+@pytest.mark.slow
+def test_messages_of_weights_that_channel_cuts():
+    _assert_same_messages({"lat": 2, "channel": 2}, ["unet", "transformer"])
 
 
 @pytest.mark.slow
@@ -238,6 +243,17 @@ def _dry_run_on_ranks():
 
 def test_a_dry_run_beside_a_real_group():
     assert _dry_run_on_ranks()[0][1] == 8.0
+
+
+def test_weights_that_channel_cuts_are_parted_as_well():
+    net = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 8, 1))
+    size = sum(p.numel() for p in net.parameters()) * 4
+    how = {"mesh": {"lat": 2, "channel": 2}, "ranks": [0]}
+    halves, parts = (jigsaw.dry_run(net, (1, 8, 16, 16), **how, shard_weights=cut) for cut in (False, True))
+    bias = 8 * 4  # of the row layer, on every rank of the channel
+    assert halves.ranks[0].phases["forward"].peak["weights"] == (size + bias) // 2
+    assert parts.ranks[0].phases["forward"].traffic["gathered weights"].messages > 0
+    assert parts.ranks[0].phases["step"].peak["optimizer"] < halves.ranks[0].phases["step"].peak["optimizer"]
 
 
 def test_models_that_are_too_big_are_made_without_memory():

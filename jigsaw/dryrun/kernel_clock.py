@@ -1,0 +1,103 @@
+"""Kernels as they were called in a dry run, run once more with memory and timed: what peaks cannot say of a processor.
+
+On a CPU the same number of operations takes from one to several times as long by library, shape, strides and caches, so
+that no table of rates comes near.  A step has a hundred or two kernels that differ; each runs a few times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class TensorLook:
+    """What a kernel's speed depends on of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made_tensor(self) -> Tensor:
+        """A tensor like it, with values; integers are 0, indices that any tensor has."""
+        reach = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        made = torch.empty(max(reach, 0), dtype=self.dtype)
+        # no denormals, which are slow
+        is_real = self.dtype.is_floating_point or self.dtype.is_complex
+        made = made.fill_(1.0) if is_real else made.zero_()
+        return made.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """An operator with the arguments of a call, tensors as `TensorLook`."""
+
+    operator: Any
+    leaves: tuple[Hashable, ...]
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, operator: Any, args: Any, kwargs: Any) -> KernelCall:
+        """The call of an operator."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return cls(operator, tuple(map(_looked_at, leaves)), spec)
+
+    def made_arguments(self) -> Any:
+        """Arguments with values."""
+        leaves = [leaf.made_tensor() if isinstance(leaf, TensorLook) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _looked_at(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return TensorLook(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+    return leaf
+
+
+_KNOWN: dict[KernelCall, float | None] = {}
+_COLD_BYTES = 2**26  # arguments take turns, so that caches have forgotten those of the last time, as in a step
+_LEAST_SECONDS = 1e-3
+
+
+def timed_kernel(call: KernelCall) -> float | None:
+    """The processor seconds of a kernel on this machine, by one thread; None for one that cannot be run by itself."""
+    if call not in _KNOWN:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with torch.no_grad():
+                _KNOWN[call] = _timed(call)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+            _KNOWN[call] = None
+        finally:
+            torch.set_num_threads(threads)
+    return _KNOWN[call]
+
+
+def _timed(call: KernelCall, times: int = 3) -> float:
+    size = sum(torch.Size(x.shape).numel() * x.dtype.itemsize for x in call.leaves if isinstance(x, TensorLook))
+    turns = [call.made_arguments() for _ in range(max(1, min(4, _COLD_BYTES // max(size, 1))))]
+    run = call.operator
+    for args, kwargs in turns:
+        run(*args, **kwargs)
+    found: list[float] = []
+    calls = 1
+    while len(found) < times:
+        since = time.thread_time()
+        for at in range(calls):
+            args, kwargs = turns[at % len(turns)]
+            run(*args, **kwargs)
+        seconds = time.thread_time() - since
+        if seconds < _LEAST_SECONDS and not found:
+            calls = 2 * calls if seconds < _LEAST_SECONDS / 4 else calls + calls
+            calls = min(calls, 2**14)
+            if calls < 2**14:
+                continue
+        found.append(seconds / calls)
+    return sorted(found)[times // 2]
