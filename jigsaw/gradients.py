@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
-from jigsaw.mesh import axes_of_mesh, ranks_along
+from jigsaw.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
 from jigsaw.ops.gradient_blocks import TravellingBlock, record_blocks, recorded_blocks
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.ops.reentrant import at_end_of_pass, is_recomputing, outermost_pass
@@ -227,7 +227,7 @@ def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
     names = tuple(name for name, _ in axes_of_mesh(mesh))
     if not isinstance(parameter, DTensor):
         return names
-    there = set(parameter.device_mesh.mesh.flatten().tolist())
+    there = set(ranks_in_mesh(parameter.device_mesh))
     for count in range(1, len(names) + 1):
         for some in combinations(names, count):
             if set(ranks_along(mesh, some)) == there:

@@ -171,8 +171,8 @@ def _start_watch() -> None:
     global _watch
     if _watch is not None and _watch.world is dist.group.WORLD:
         return
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return  # nobody waits in a dry run, whose group has no store that keeps anything
     if _watch is None:
         atexit.register(_end_watch)
         hook = sys.excepthook

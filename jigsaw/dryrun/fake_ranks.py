@@ -8,8 +8,9 @@ old one back.  Thus a dry run works in a notebook, under torchrun, and within a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw import debug
 
@@ -32,7 +34,9 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
 
     world, held = _empty_world(), c10d._world  # pyright: ignore[reportPrivateUsage]
     was_debugging, hook = debug.IS_DEBUGGING, sys.excepthook  # torch lets tracebacks begin with a rank from now on
+    joined = DeviceMesh._concatenate  # pyright: ignore[reportPrivateUsage]
     c10d._world, debug.IS_DEBUGGING = world, False  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    DeviceMesh._concatenate = staticmethod(partial(_with_values, joined))  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     try:
         ranks = torch.Size(axes.values()).numel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -46,6 +50,13 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
             torch._C._distributed_c10d._unregister_process_group(name)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         c10d._world, debug.IS_DEBUGGING = held, was_debugging  # pyright: ignore[reportPrivateUsage]
         sys.excepthook = hook
+        DeviceMesh._concatenate = staticmethod(joined)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+
+
+def _with_values(make: Callable[..., Any], *args: Any) -> Any:
+    # FSDP2 joins its mesh with that of a weight that is cut already, and looks for this rank in a tensor
+    with _disable_current_modes():
+        return make(*args)
 
 
 _mesh_numbers = count(-1, -1)
