@@ -41,7 +41,7 @@ python_use_unqualified_type_names = True
 PAGES = {
     "Guides": [
         *(f"docs/{name}" for name in ("training", "failures", "memory", "attention", "local", "spheres", "metrics")),
-        *(f"docs/{name}" for name in ("compile", "parallelism", "dry_run", "sources", "statistics")),
+        *(f"docs/{name}" for name in ("compile", "parallelism", "dry_run", "scaling", "sources", "statistics")),
         "examples/*/README",
         "examples/*/data/README",
     ],
