@@ -196,8 +196,8 @@ def page_text(before: str, results: Sequence[Result], header: Result, file: str)
     for heading, rows in sections:
         lines += [heading, "", *rows]
     lines += [
-        f"The dry run of {_billions(planned)} billion parameters on {_mesh(planned)}, 256 ranks of which three are played,",
-        f"took {times} of processor time of one core; the goal is 60 s.",
+        f"The dry run of {_billions(planned)} billion parameters on {_mesh(planned)}, 256 ranks of",
+        f"which three are played, took {times} of processor time of one core; the goal is 60 s.",
         "",
         f"[{file}](../benchmarks/results/{file}): {header['hardware']}; {header['date']}; `{header['command']}`.",
         "",
