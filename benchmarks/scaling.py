@@ -3,8 +3,8 @@
     python benchmarks/scaling.py            # half an hour of one core
     python benchmarks/scaling.py --page     # the tables and pictures alone, from the results that are there
 
-Nothing here runs on a GPU: every number is a prediction of `jigsaw.dry_run`.  Cases: `weak`, one sample for each model
-on 1 to 256 GPUs, the model on 1, 2 or 4 of them; `strong`, one sample on 1 to 8; `best`, a batch of 64 on 256 by every
+Nothing here runs on a GPU: every number is a prediction of `jigsaw.dry_run`.  Cases: `weak`, as many samples as GPUs,
+1 to 256, the model on 1, 2 or 4 of them; `strong`, one sample on 1 to 8; `best`, a batch of 64 on 256 by every
 mesh; `four-billion`, that model on 8 GPUs of four kinds; `planning`, the processor time of such a dry run.  `seconds`
 are of a step, `flop` of all ranks, `messages_s` is the part of `seconds` in which nothing but messages goes on.
 """
@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT / "examples" / "weather"))
 from mixer import WeatherMixer  # noqa: E402
 
 CHANNELS, GRID, PATCH, BLOCKS = 69, (721, 1440), 8, 12
-WIDTHS = (512, 1024, 1536, 2304)  # 0.13 to 0.98 billion parameters
+WIDTHS = (512, 1536, 2304)  # 0.13 to 0.98 billion parameters
 LARGEST = WIDTHS[-1]
 RESULTS = ROOT / "benchmarks" / "results" / "scaling-dry-run-2026-11.jsonl"
 
@@ -131,14 +131,14 @@ def played_once() -> Iterator[None]:
 
 
 def weak() -> Iterator[dict[str, Any]]:
-    ways = ({}, {"lat": 2}, {"lat": 2, "channel": 2})
+    ways = {"lat": 1}, {"lat": 2}, {"lat": 2, "channel": 2}
     for width in reversed(WIDTHS):
         for way in ways:
             size = torch.Size(way.values()).numel()
-            for gpus in (1, 2, 4, 16, 64, 256):
+            for gpus in (1, 4, 16, 64, 256):
                 if gpus >= size and (width == LARGEST or gpus == 256 or gpus == size == 1):
                     devices = (NODE, ALONE) if gpus == 256 else (NODE,)
-                    yield from foreseen("weak", {"data": gpus // size, **way}, gpus // size, devices, width=width)
+                    yield from foreseen("weak", {"data": gpus // size, **way}, gpus, devices, width=width)
 
 
 def strong() -> Iterator[dict[str, Any]]:

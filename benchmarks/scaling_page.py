@@ -156,7 +156,7 @@ def _draw(results: Sequence[Result], folder: Path) -> None:
                   color=colours[way])  # fmt: skip
     left.plot([256], [51], "*", ms=11, color=colours[1], mec="k", label="published, 1-way")
     left.plot([256, 256], [68, 72], "*", ms=11, color="w", mec="k", label="published, 2- and 4-way")
-    left.set(xscale="log", xlabel="GPUs, one sample for each model", ylabel="efficiency [%]", ylim=(0, 108))
+    left.set(xscale="log", xlabel="GPUs, as many samples", ylabel="efficiency [%]", ylim=(0, 108))
     left.set_xticks([4**n for n in range(5)], [str(4**n) for n in range(5)])
     strong = [r for r in results if r["case"] == "strong"]
     one = next(r for r in strong if r["gpus"] == 1)["seconds"]
@@ -186,7 +186,7 @@ def page_text(before: str, results: Sequence[Result], header: Result, file: str)
     planned, picture = parts["planning"][0], "predicted efficiency on 1 to 256 GPUs, and speed-up on 1 to 8"
     sections = [
         (f"![{picture}](scaling.png)", ()),
-        ("### Weak scaling, 256 GPUs", _weak(parts["weak"])),
+        ("### Weak scaling: 256 samples on 256 GPUs", _weak(parts["weak"])),
         ("### Strong scaling, 0.98 billion parameters", _strong(parts["strong"])),
         ("## Ours: the best mesh of 256", _best(parts["best"])),
         ("## Four billion parameters on eight GPUs", _four_billion(parts["four-billion"])),
