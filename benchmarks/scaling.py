@@ -1,6 +1,6 @@
 """Which mesh for WeatherMixer, by dry runs: results, the tables of docs/scaling.md and its pictures, by one command.
 
-    python benchmarks/scaling.py            # half an hour of one core
+    python benchmarks/scaling.py            # seven minutes of one core
     python benchmarks/scaling.py --page     # the tables and pictures alone, from the results that are there
 
 Nothing here runs on a GPU: every number is a prediction of `jigsaw.dry_run`.  Cases: `weak`, as many samples as GPUs,

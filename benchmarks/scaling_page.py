@@ -64,13 +64,15 @@ def _efficiency(r: Result, results: Sequence[Result]) -> float:
 def _weak(results: Sequence[Result]) -> Iterator[str]:
     rows: list[list[str]] = []
     at_end = [r for r in results if r["gpus"] == 256 and r["network"] == SHARED]
+    largest = max(r["parameters"] for r in at_end)
     for r in sorted(at_end, key=lambda r: (-r["parameters"], _way(r))):
+        efficiency, power = PUBLISHED[_way(r)] if r["parameters"] == largest else ("", "")
         same = ("parameters", "mesh")
         wide = next(o for o in results if o["network"] != SHARED and all(o[k] == r[k] for k in same))
         both = [f"{100 * _efficiency(x, results):.0f} %" for x in (r, wide)]
         powers = [f"{x['flop'] / x['seconds'] / 1e15:.1f}" for x in (r, wide)]
         rows.append(
-            [_billions(r), WAYS[_way(r)], PUBLISHED[_way(r)][0], *both, PUBLISHED[_way(r)][1], " to ".join(powers),
+            [_billions(r), WAYS[_way(r)], efficiency, *both, power, " to ".join(powers),
              f"{_rate(r) * SAMPLE_BYTES / 1e9:.0f} to {_rate(wide) * SAMPLE_BYTES / 1e9:.0f}"]
         )  # fmt: skip
     yield from _table(
