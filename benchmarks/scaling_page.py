@@ -16,6 +16,10 @@ WAYS = {1: "1-way: the batch alone", 2: "2-way: lat=2", 4: "4-way: lat=2, channe
 # of the abstract, at 256 GPUs: efficiency and PFLOP/s; which of the two is 2-way it does not say
 PUBLISHED = {1: ("51 %", ""), 2: ("68 or 72 %", "9 or 11"), 4: ("68 or 72 %", "9 or 11")}
 SHARED, ALONE = 12.5e9, 50e9  # bytes a second of a GPU over the network
+CAPTION = (
+    "0.98 billion parameters. Filled: the network shared; triangles: alone; stars: published. To the right blue is rows cut "
+    "by `lat`, red with `channel`."
+)
 NETWORKS = {SHARED: "shared", ALONE: "alone"}
 SAMPLE_BYTES = 2 * 69 * 721 * 1440 * 4  # a state and the next one
 Result = dict[str, Any]
@@ -187,7 +191,7 @@ def page_text(before: str, results: Sequence[Result], header: Result, file: str)
     times = " and ".join(f"{r['cpu_s']:.0f} s ({r['weights']} weights)" for r in parts["planning"])
     planned, picture = parts["planning"][0], "predicted efficiency on 1 to 256 GPUs, and speed-up on 1 to 8"
     sections = [
-        (f"![{picture}](scaling.png)", ()),
+        (f"![{picture}](scaling.png)", (CAPTION, "")),
         ("### Weak scaling: 256 samples on 256 GPUs", _weak(parts["weak"])),
         ("### Strong scaling, 0.98 billion parameters", _strong(parts["strong"])),
         ("## Ours: the best mesh of 256", _best(parts["best"])),
