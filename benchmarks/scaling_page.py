@@ -17,8 +17,8 @@ WAYS = {1: "1-way: the batch alone", 2: "2-way: lat=2", 4: "4-way: lat=2, channe
 PUBLISHED = {1: ("51 %", ""), 2: ("68 or 72 %", "9 or 11"), 4: ("68 or 72 %", "9 or 11")}
 SHARED, ALONE = 12.5e9, 50e9  # bytes a second of a GPU over the network
 CAPTION = (
-    "0.98 billion parameters. Filled: the network shared; triangles: alone; stars: published. To the right blue is rows "
-    "cut by `lat`, red with `channel`."
+    "0.98 billion parameters. Filled: the network shared; triangles: alone; stars: published. To the right blue is "
+    "rows cut by `lat`, red with `channel`."
 )
 NETWORKS = {SHARED: "shared", ALONE: "alone"}
 SAMPLE_BYTES = 2 * 69 * 721 * 1440 * 4  # a state and the next one
