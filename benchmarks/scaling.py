@@ -72,7 +72,7 @@ FOUR_BILLION: dict[str, Any] = {"make": HalfPrecision, "blocks": 20, "width": 40
 
 def foreseen(
     case: str, axes: Mapping[str, int], batch: int, devices: Sequence[Device], *, width: int = LARGEST, **how: Any
-) -> Iterator[dict[str, Any]]:
+) -> list[dict[str, Any]]:
     """The step of a batch on a mesh, as one line of the results for each device."""
     mesh = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
     rows = tuple(name for name in ("lat", "channel") if name in mesh)
@@ -82,6 +82,7 @@ def foreseen(
     ranks = {0, gpus - 1} if rows else {gpus - 1}
     how = {"ranks": sorted(ranks), "make": WeatherMixer, "blocks": BLOCKS} | how
     make = partial(how.pop("make"), CHANNELS, GRID, width, how.pop("blocks"), PATCH)
+    found: list[dict[str, Any]] = []
     with played_once():
         for device in devices:
             began = time.process_time()
@@ -89,7 +90,7 @@ def foreseen(
                 make, (batch, CHANNELS, *GRID), mesh, spec=spec, align={2: PATCH}, device=device, **how
             )
             assert report.is_complete, report.remarks
-            yield {
+            line = {
                 "case": case,
                 "parameters": report.parameters,
                 "gpus": gpus,
@@ -111,6 +112,8 @@ def foreseen(
                 "remarks": sorted({remark.kind for remark in report.remarks}),
                 "cpu_s": round(time.process_time() - began, 1),
             }
+            found.append(line)
+    return found
 
 
 @contextmanager
