@@ -44,7 +44,7 @@ PAGES = {
             f"docs/{name}"
             for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
         ),
-        *(f"docs/{name}" for name in ("compile", "parallelism", "dry_run", "sources", "statistics")),
+        *(f"docs/{name}" for name in ("compile", "parallelism", "dry_run", "scaling", "sources", "statistics")),
         "examples/*/README",
         "examples/*/data/README",
     ],

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
-from jigsaw.mesh import axes_of_mesh, ranks_along
+from jigsaw.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
 from jigsaw.ops.gradient_blocks import TravellingBlock, record_blocks, recorded_blocks
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.ops.reentrant import at_end_of_pass, is_recomputing, outermost_pass
@@ -227,9 +227,7 @@ def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
     """
     if not isinstance(parameter, DTensor):
         return tuple(name for name, _ in axes_of_mesh(mesh))
-    with _disable_current_modes():  # in a dry run no tensor has values
-        ranks = parameter.device_mesh.mesh.flatten().tolist()
-    return _axes_beside(parameter, ranks, mesh)
+    return _axes_beside(parameter, ranks_in_mesh(parameter.device_mesh), mesh)
 
 
 def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:

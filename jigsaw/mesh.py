@@ -223,6 +223,12 @@ def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
     return lines[names]
 
 
+def ranks_in_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The global ranks of a mesh, whether this one is among them or not, in its order."""
+    with _disable_current_modes():  # as above
+        return tuple(mesh.mesh.flatten().tolist())
+
+
 def rank_at(mesh: DeviceMesh, index: int) -> int:
     """The global rank at a row-major position of the mesh."""
     return ranks_along(mesh, [name for name, _ in axes_of_mesh(mesh)])[index]

@@ -1,0 +1,204 @@
+"""Which mesh for WeatherMixer, by dry runs: results, the tables of docs/scaling.md and its pictures, by one command.
+
+    python benchmarks/scaling.py            # seven minutes of one core
+    python benchmarks/scaling.py --page     # the tables and pictures alone, from the results that are there
+
+Nothing here runs on a GPU: every number is a prediction of `jigsaw.dry_run`.  Cases: `weak`, as many samples as GPUs,
+1 to 256, the model on 1, 2 or 4 of them; `strong`, one sample on 1 to 8; `best`, a batch of 64 on 256 by every
+mesh; `four-billion`, that model on 8 GPUs of four kinds; `planning`, the processor time of such a dry run.  `seconds`
+are of a step, `flop` of all ranks, `messages_s` is the part of `seconds` in which nothing but messages goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import scaling_page
+import torch
+from torch import Tensor
+
+import jigsaw
+from jigsaw.dryrun import DEVICES, Device, dry_runs
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "weather"))
+from mixer import WeatherMixer  # noqa: E402
+
+CHANNELS, GRID, PATCH, BLOCKS = 69, (721, 1440), 8, 12
+WIDTHS = (512, 1536, 2304)  # 0.13 to 0.98 billion parameters
+LARGEST = WIDTHS[-1]
+RESULTS = ROOT / "benchmarks" / "results" / "scaling-dry-run-2026-11.jsonl"
+
+# The paper's GPUs: what it says of peaks makes 153 TFLOP/s each, and an A100 has 156 in tf32. Four to a node, as at KIT
+# (user documentation of HoreKa: A100 of 40 GB, HDR InfiniBand, two adapters), four NVLinks of 25 GB/s between any two.
+NODE = replace(
+    DEVICES["a100"],
+    name="a100-40",
+    flop_per_second={**DEVICES["a100"].flop_per_second, torch.float32: 156e12},
+    memory_bytes=40 * 2**30,
+    memory_bandwidth=1555e9,
+    node_bandwidth=100e9,
+    network_bandwidth=12.5e9,  # a GPU's share of its node's adapters
+    ranks_per_node=4,
+)
+ALONE = replace(NODE, network_bandwidth=50e9)  # all of them, where one GPU of a node alone sends
+
+
+class HalfPrecision(WeatherMixer):
+    """The products in bfloat16, the weights and the optimizer in float32: as one trains four billion."""
+
+    def forward(self, state: Tensor) -> Tensor:
+        """[B, C, lat, lon] -> the same."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(state).to(state.dtype)
+
+
+FOUR_BILLION: dict[str, Any] = {"make": HalfPrecision, "blocks": 20, "width": 4096}
+
+
+def foreseen(
+    case: str, axes: Mapping[str, int], batch: int, devices: Sequence[Device], *, width: int = LARGEST, **how: Any
+) -> list[dict[str, Any]]:
+    """The step of a batch on a mesh, as one line of the results for each device."""
+    mesh = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
+    rows = tuple(name for name in ("lat", "channel") if name in mesh)
+    spec = ("data" if "data" in mesh else None, None, rows or None, None)
+    gpus = torch.Size(mesh.values()).numel()
+    # the first rank has the most rows, the last sends to another node; this net has no halos, for which others matter
+    ranks = {0, gpus - 1} if rows else {gpus - 1}
+    how = {"ranks": sorted(ranks), "make": WeatherMixer, "blocks": BLOCKS} | how
+    make = partial(how.pop("make"), CHANNELS, GRID, width, how.pop("blocks"), PATCH)
+    found: list[dict[str, Any]] = []
+    with played_once():
+        for device in devices:
+            began = time.process_time()
+            report = jigsaw.dry_run(
+                make, (batch, CHANNELS, *GRID), mesh, spec=spec, align={2: PATCH}, device=device, **how
+            )
+            assert report.is_complete, report.remarks
+            line = {
+                "case": case,
+                "parameters": report.parameters,
+                "gpus": gpus,
+                "mesh": mesh,
+                "batch": batch,
+                "device": device.name,
+                "network": device.network_bandwidth,
+                "weights": "cut" if how.get("shard_weights") else "whole",
+                "checkpoint": "checkpoint" in how,
+                "seconds": report.seconds,
+                "messages_s": report.seconds_by_bound["messages"],
+                "bound": report.bound,
+                "peak_bytes": report.peak_bytes,
+                "peak": dict(report.peak),
+                "memory_bytes": report.device_memory,
+                "fits": report.fits,
+                "sent_bytes": report.sent_bytes,
+                "flop": report.ranks[0].flop * gpus,
+                "remarks": sorted({remark.kind for remark in report.remarks}),
+                "cpu_s": round(time.process_time() - began, 1),
+            }
+            found.append(line)
+    return found
+
+
+@contextmanager
+def played_once() -> Iterator[None]:
+    """Dry runs within the block are of one step: what its ranks do is counted once, and has a price on each device."""
+    play, known = dry_runs.play_rank, {}
+
+    def play_or_recall(plan: Any, axes: Any, rank: int) -> Any:
+        if rank not in known:
+            known[rank] = play(plan, axes, rank)
+        return known[rank]
+
+    dry_runs.play_rank = play_or_recall
+    try:
+        yield
+    finally:
+        dry_runs.play_rank = play
+
+
+def weak() -> Iterator[dict[str, Any]]:
+    ways = {"lat": 1}, {"lat": 2}, {"lat": 2, "channel": 2}
+    for width in reversed(WIDTHS):
+        for way in ways:
+            size = torch.Size(way.values()).numel()
+            for gpus in (1, 4, 16, 64, 256):
+                if gpus >= size and (width == LARGEST or gpus == 256 or gpus == size == 1):
+                    devices = (NODE, ALONE) if gpus == 256 else (NODE,)
+                    yield from foreseen("weak", {"data": gpus // size, **way}, gpus, devices, width=width)
+
+
+def strong() -> Iterator[dict[str, Any]]:
+    for axes in ({"lat": 1}, {"lat": 2}, {"channel": 2}, {"lat": 4}, {"lat": 2, "channel": 2}, {"lat": 8},
+                 {"lat": 4, "channel": 2}):  # fmt: skip
+        is_one_node = torch.Size(axes.values()).numel() <= NODE.ranks_per_node
+        yield from foreseen("strong", axes, 1, (NODE,) if is_one_node else (NODE, ALONE))
+
+
+def best() -> Iterator[dict[str, Any]]:
+    for width in (WIDTHS[0], LARGEST):
+        for data, lat, channel in ((64, 4, 1), (64, 2, 2), (32, 8, 1)):
+            for cut in (False, True):
+                axes = {"data": data, "lat": lat, "channel": channel}
+                yield from foreseen("best", axes, 64, (NODE, ALONE), width=width, shard_weights=cut)
+
+
+def four_billion() -> Iterator[dict[str, Any]]:
+    devices = [DEVICES[name] for name in ("a100", "h100", "h200", "b200")]
+    for axes, batch in (({"lat": 8}, 1), ({"lat": 4, "channel": 2}, 1), ({"data": 8}, 8)):
+        for cut in (False, True):
+            for twice in ({}, {"checkpoint": "blocks"}):
+                how = FOUR_BILLION | twice
+                yield from foreseen("four-billion", axes, batch, devices, shard_weights=cut, ranks=[0], **how)
+
+
+def planning() -> Iterator[dict[str, Any]]:
+    for cut in (False, True):
+        axes, devices = {"data": 64, "lat": 4}, [DEVICES["h100"]]
+        yield from foreseen("planning", axes, 64, devices, shard_weights=cut, ranks=None, **FOUR_BILLION)
+
+
+CASES = {"weak": weak, "strong": strong, "best": best, "four-billion": four_billion, "planning": planning}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, nargs="+", default=list(CASES), help="those of the file stay")
+    parser.add_argument("--page", action="store_true", help="make the tables and pictures alone")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    chosen = parser.parse_args()
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    if not chosen.page:
+        header = {"hardware": "none: dry runs, on one core", "date": f"{datetime.date.today()}",
+                  "command": "python benchmarks/scaling.py"}  # fmt: skip
+        kept = chosen.output.read_text().splitlines()[1:] if chosen.output.exists() else []
+        lines = [json.loads(line) for line in kept]
+        for case in chosen.case:
+            made: list[dict[str, Any]] = []
+            for found in CASES[case]():
+                print(json.dumps(found), flush=True)
+                made.append(found)
+            lines = [line for line in lines if line["case"] != case] + made
+            chosen.output.write_text("\n".join(map(json.dumps, [header, *lines])) + "\n")
+    if chosen.output == RESULTS:
+        scaling_page.write(RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Makes the tables and pictures of `docs/scaling.md` from the results of `scaling.py`.
+
+What stands between the markers of the page is replaced; the rest of it is left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- begin: made by benchmarks/scaling.py -->", "<!-- end: made by benchmarks/scaling.py -->"
+WAYS = {1: "1-way: the batch alone", 2: "2-way: lat=2", 4: "4-way: lat=2, channel=2"}
+# of the abstract, at 256 GPUs: efficiency and PFLOP/s; which of the two is 2-way it does not say
+PUBLISHED = {1: ("51 %", ""), 2: ("68 or 72 %", "9 or 11"), 4: ("68 or 72 %", "9 or 11")}
+SHARED, ALONE = 12.5e9, 50e9  # bytes a second of a GPU over the network
+CAPTION = (
+    "0.98 billion parameters. Filled: the network shared; triangles: alone; stars: published. To the right blue is "
+    "rows cut by `lat`, red with `channel`."
+)
+NETWORKS = {SHARED: "shared", ALONE: "alone"}
+SAMPLE_BYTES = 2 * 69 * 721 * 1440 * 4  # a state and the next one
+Result = dict[str, Any]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{' --- |' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def _mesh(r: Result) -> str:
+    return " ".join(f"{name}={size}" for name, size in r["mesh"].items()) if r["gpus"] > 1 else "one GPU"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def _billions(r: Result) -> str:
+    return f"{r['parameters'] / 1e9:.2f}"
+
+
+def _way(r: Result) -> int:
+    return r["gpus"] // r["mesh"].get("data", 1)
+
+
+def _rate(r: Result) -> float:
+    return r["batch"] / r["seconds"]
+
+
+def _alone(r: Result, results: Sequence[Result]) -> Result:
+    """The same model on one GPU."""
+    return next(one for one in results if one["parameters"] == r["parameters"] and one["gpus"] == 1)
+
+
+def _efficiency(r: Result, results: Sequence[Result]) -> float:
+    return _rate(r) / (r["gpus"] * _rate(_alone(r, results)))
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _weak(results: Sequence[Result]) -> Iterator[str]:
+    rows: list[list[str]] = []
+    at_end = [r for r in results if r["gpus"] == 256 and r["network"] == SHARED]
+    largest = max(r["parameters"] for r in at_end)
+    for r in sorted(at_end, key=lambda r: (-r["parameters"], _way(r))):
+        efficiency, power = PUBLISHED[_way(r)] if r["parameters"] == largest else ("", "")
+        same = ("parameters", "mesh")
+        wide = next(o for o in results if o["network"] != SHARED and all(o[k] == r[k] for k in same))
+        both = [f"{100 * _efficiency(x, results):.0f} %" for x in (r, wide)]
+        powers = [f"{x['flop'] / x['seconds'] / 1e15:.1f}" for x in (r, wide)]
+        rows.append(
+            [_billions(r), WAYS[_way(r)], efficiency, *both, power, " to ".join(powers),
+             f"{_rate(r) * SAMPLE_BYTES / 1e9:.0f} to {_rate(wide) * SAMPLE_BYTES / 1e9:.0f}"]
+        )  # fmt: skip
+    yield from _table(
+        ("billions", "way", "published", "predicted, network shared", "predicted, network alone", "PFLOP/s published",
+         "PFLOP/s predicted", "to be read, GB/s"), rows,
+    )  # fmt: skip
+
+
+def _strong(results: Sequence[Result]) -> Iterator[str]:
+    one = next(r for r in results if r["gpus"] == 1)
+    rows = [
+        [str(r["gpus"]), _mesh(r), "" if r["gpus"] <= 4 else NETWORKS[r["network"]],
+         _seconds(r["seconds"]), f"{one['seconds'] / r['seconds']:.2f}", "6.4" if r["gpus"] == 8 else "", r["bound"],
+         f"{r['peak_bytes'] / 2**30:.1f}"]
+        for r in results
+    ]  # fmt: skip
+    yield from _table(
+        ("GPUs", "mesh", "network", "step", "speed-up, predicted", "published", "bound", "peak, GiB"), rows
+    )
+
+
+def _best(results: Sequence[Result]) -> Iterator[str]:
+    rows: list[list[str]] = []
+    for parameters in sorted({r["parameters"] for r in results}):
+        for network in (SHARED, ALONE):
+            able = [r for r in results if r["parameters"] == parameters and r["network"] == network and r["fits"]]
+            able.sort(key=lambda r: r["seconds"])
+            cut = next(place for place, r in enumerate(able) if r["weights"] == "cut")
+            for place in sorted({0, 1, cut}):
+                r = able[place]
+                rows.append(
+                    [_billions(r), NETWORKS[network], f"{place + 1} of {len(able)}", _mesh(r), r["weights"],
+                     _seconds(r["seconds"]), _seconds(r["messages_s"]), r["bound"], f"{r['peak_bytes'] / 2**30:.1f}"]
+                )  # fmt: skip
+    yield from _table(
+        ("billions", "network", "place", "mesh", "weights", "step", "of it messages", "bound", "peak, GiB"), rows
+    )
+
+
+def _four_billion(results: Sequence[Result]) -> Iterator[str]:
+    rows: list[list[str]] = []
+    for device in dict.fromkeys(r["device"] for r in results):
+        for mesh in dict.fromkeys(_mesh(r) for r in results):
+            ways = [r for r in results if r["device"] == device and _mesh(r) == mesh]
+            able = sorted((r for r in ways if r["fits"]), key=lambda r: r["seconds"])
+            too_big = [f"{_strategy(r)} ({r['peak_bytes'] / 2**30:.0f} GiB)" for r in ways if not r["fits"]]
+            first = able[0] if able else None
+            told = ["nothing", "", "", "", ""]
+            if first is not None:
+                each = _seconds(first["seconds"] / first["batch"])
+                peak = f"{first['peak_bytes'] / 2**30:.0f} of {first['memory_bytes'] / 2**30:.0f}"
+                told = [_strategy(first), _seconds(first["seconds"]), each, first["bound"], peak]
+            rows.append([device, mesh, str(ways[0]["batch"]), *told, ", ".join(too_big)])
+    yield from _table(
+        ("8 of", "mesh", "batch", "fastest that fits", "step", "a sample", "bound", "peak, GiB", "does not fit"), rows
+    )
+
+
+def _strategy(r: Result) -> str:
+    return f"{r['weights']} weights" + ", blocks twice" * r["checkpoint"]
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _draw(results: Sequence[Result], folder: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {1: "#9aa5b1", 2: "#3d87ad", 4: "#c0392b"}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    weak = [r for r in results if r["case"] == "weak"]
+    largest = max(r["parameters"] for r in weak)
+    for way, name in WAYS.items():
+        mine = [r for r in weak if _way(r) == way and r["parameters"] == largest]
+        shared = sorted((r for r in mine if r["network"] == SHARED), key=lambda r: r["gpus"])
+        left.plot([r["gpus"] for r in shared], [100 * _efficiency(r, weak) for r in shared], "o-", ms=3,
+                  color=colours[way], label=f"{name}, predicted")  # fmt: skip
+        wide = [r for r in mine if r["network"] != SHARED]
+        left.plot([r["gpus"] for r in wide], [100 * _efficiency(r, weak) for r in wide], "^", mfc="none",
+                  color=colours[way])  # fmt: skip
+    left.plot([256], [51], "*", ms=11, color=colours[1], mec="k", label="published, 1-way")
+    left.plot([256, 256], [68, 72], "*", ms=11, color="w", mec="k", label="published, 2- and 4-way")
+    left.set(xscale="log", xlabel="GPUs, as many samples", ylabel="efficiency [%]", ylim=(0, 108))
+    left.set_xticks([4**n for n in range(5)], [str(4**n) for n in range(5)])
+    strong = [r for r in results if r["case"] == "strong"]
+    one = next(r for r in strong if r["gpus"] == 1)["seconds"]
+    for r in strong:
+        colour = colours[4] if "channel" in r["mesh"] else colours[2]
+        marker = "o" if r["network"] == SHARED else "^"
+        right.plot(r["gpus"], one / r["seconds"], marker, ms=5, color=colour, mfc=colour if marker == "o" else "none")
+    right.plot([1, 8], [1, 8], ":", color="#9aa5b1")
+    right.plot(8, 6.4, "*", ms=11, color="w", mec="k")
+    right.set(xlabel="GPUs, one sample", ylabel="speed-up")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+    left.legend(fontsize=6, loc="lower left")
+    figure.savefig(folder / "scaling.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page_text(before: str, results: Sequence[Result], header: Result, file: str) -> str:
+    """The page with its tables made anew."""
+    parts = {case: [r for r in results if r["case"] == case] for case in dict.fromkeys(r["case"] for r in results)}
+    times = " and ".join(f"{r['cpu_s']:.0f} s ({r['weights']} weights)" for r in parts["planning"])
+    planned, picture = parts["planning"][0], "predicted efficiency on 1 to 256 GPUs, and speed-up on 1 to 8"
+    sections = [
+        (f"![{picture}](scaling.png)", (CAPTION, "")),
+        ("### Weak scaling: 256 samples on 256 GPUs", _weak(parts["weak"])),
+        ("### Strong scaling, 0.98 billion parameters", _strong(parts["strong"])),
+        ("## Ours: the best mesh of 256", _best(parts["best"])),
+        ("## Four billion parameters on eight GPUs", _four_billion(parts["four-billion"])),
+        ("## What planning costs", ()),
+    ]
+    lines = [""]
+    for heading, rows in sections:
+        lines += [heading, "", *rows]
+    lines += [
+        f"The dry run of {_billions(planned)} billion parameters on {_mesh(planned)}, 256 ranks of",
+        f"which three are played, took {times} of processor time of one core; the goal is 60 s.",
+        "",
+        f"[{file}](../benchmarks/results/{file}): {header['hardware']}; {header['date']}; `{header['command']}`.",
+        "",
+    ]
+    above, rest = before.split(BEGIN)
+    return f"{above}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}"
+
+
+def write(file: Path) -> None:
+    """Make tables and pictures anew."""
+    page = ROOT / "docs" / "scaling.md"
+    header, *results = [json.loads(line) for line in file.read_text().splitlines()]
+    page.write_text(page_text(page.read_text(), results, header, file.name))
+    _draw(results, page.parent)
