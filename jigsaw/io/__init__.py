@@ -38,6 +38,7 @@ from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.scan_folders import FoundScans, find_scans
 from jigsaw.io.volumes.volume_dataset import Volumes, VolumeSample
 from jigsaw.io.volumes.volume_loader import VolumeBatch, VolumeLoader
+from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.io.writing.write import Writer, completeness, write
 from jigsaw.regrid.regridder import Regridder, regrid
 from jigsaw.sliding import sliding_window
@@ -96,4 +97,5 @@ __all__ = [
     "statistics",
     "verify",
     "write",
+    "write_volume",
 ]

@@ -16,7 +16,7 @@ from jigsaw.io.chunks.remote_files import files_of_url
 from jigsaw.io.conversion.selected_source import open_with_xarray
 from jigsaw.io.reports.plan_picture import draw_plan
 from jigsaw.io.series.statistics_files import _open_statistics_nc
-from jigsaw.io.series.times import _cftime_dates
+from jigsaw.io.series.times import _stamps_and_elapsed
 from jigsaw.io.stats.cluster import dask_client
 from jigsaw.io.stats.compute import _report_progress
 from jigsaw.io.writing.netcdf_writer import _open_netcdf4
@@ -27,7 +27,7 @@ ASKED = {
     "netCDF4 ": (lambda path: _open_netcdf4(path, "w"), WriteError, r"needs the package netCDF4: pip install"),
     "tqdm": (lambda _: _report_progress(True, True, 0, 1).__enter__(), FieldError, r"needs tqdm: pip install"),
     "cftime": (
-        lambda _: _cftime_dates(np.zeros(1), "days since 1", "noleap"),
+        lambda _: _stamps_and_elapsed(np.zeros(1), "days since 1", "noleap"),
         UnsupportedStoreError,
         r"package cftime: pip",
     ),

@@ -326,7 +326,10 @@ def _local_path(path: str | os.PathLike[str]) -> Path:
 def _store_suffix(path: Path, format: str | None) -> str:
     suffix = path.suffix if format is None else _FORMAT_SUFFIXES.get(format, "")
     if suffix not in _FORMAT_SUFFIXES.values():
-        raise WriteError(f"{path} with format={format!r} is neither .zarr nor .nc; choose format='zarr' or 'netcdf'")
+        raise WriteError(
+            f"{path} with format={format!r} is neither .zarr nor .nc; choose format='zarr' or 'netcdf'; "
+            "write_volume makes .nii"
+        )
     return suffix
 
 

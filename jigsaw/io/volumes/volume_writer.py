@@ -1,0 +1,220 @@
+"""`jigsaw.io.write_volume`: a tile as a NIfTI file, each rank its own slab of it.
+
+A NIfTI image has x fastest and channels last, so a slab of z is one run of bytes for each channel: a rank writes its
+own at its own place.  A `.nii.gz` is a gzip file of several members, as RFC 1952 (2.2) has it: each rank compresses its
+slabs by itself, and all of them one after the other unpack to the whole file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jigsaw.cut import ShardingError
+from jigsaw.errors import GridError, WriteError
+from jigsaw.io.rank_results import results_of_ranks
+from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
+from jigsaw.mesh import mesh_coordinate
+from jigsaw.tile import Tile
+
+_HEADER_BYTES, _VOXELS_BEGIN, _LONGEST_SIDE = 348, 352, 32767
+_NIFTI_CODES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 512, "u4": 768, "i8": 1024, "u8": 1280}
+_STORED_AS = {
+    torch.bool: torch.uint8, torch.int64: torch.int32, torch.float16: torch.float32, torch.bfloat16: torch.float32
+}  # fmt: skip
+_UNITS_AT, _MILLIMETRES, _SCANNER = 123, 2, 1
+_KEPT_FIELDS = ((_UNITS_AT, 1), (148, 80), (228, 24))
+"""Offset and length of what is taken of a header that is given: units, description, auxiliary file."""
+
+
+def write_volume(
+    path: str | os.PathLike[str],
+    data: Tile,
+    *,
+    like: Any = None,
+    affine: AffineMatrix | None = None,
+    dtype: str | torch.dtype | None = None,
+    mode: str = "w-",
+) -> None:
+    r"""Write a tile [z, y, x] or [C, z, y, x] (a batch dim of 1 before it is left out) as ``.nii`` or ``.nii.gz``.
+
+    - `like`: where it lies in the world: a `VolumeSample` or anything else with an `affine`, or the path of an image,
+      in any format that `open_volumes` reads; of a NIfTI file the description is taken, too;
+    - `affine`: 4 x 4, from voxels (x, y, z, 1) to the world, in its place; without either it is the identity;
+    - `dtype`: of the file; by default the tile's, but bool as uint8, bfloat16 and float16 as float32, and int64, which
+      few programs read, as int32;
+    - `mode`: ``"w-"`` makes a new file, ``"w"`` replaces one.
+
+    The file takes its name when it is whole.  Programs that read gzip by members, as zlib, nibabel, ITK and SimpleITK
+    do, read what several ranks have compressed.
+
+    *Shapes*: global ``data.shape``; per rank its own tile, then a slab of z of ``ceil(z / P)`` rows.
+    *Sends*: the rows that another rank writes, once; besides, less than a kilobyte a rank.
+    *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI has not, values that do not fit it, sides
+    above 32767, or a file that is there; `GridError` for an affine that is not 4 x 4; `ShardingError` for other shapes.
+    Alike on every rank, and nothing is left then.
+
+    >>> mask = jigsaw.shard(torch.ones(4, 6, 5, dtype=torch.uint8), jigsaw.init_mesh(depth=1), ("depth", None, None))
+    >>> jigsaw.io.write_volume("mask.nii.gz", mask, affine=np.diag([1.0, 1, 2, 1]))
+    >>> jigsaw.io.open_volumes(["mask.nii.gz"], mesh=jigsaw.init_mesh(z=1), crop=None)[0].spacing
+    (2.0, 1.0, 1.0)
+    """
+    where = Path(path)
+    packed = where.name.endswith(".nii.gz")
+    if not packed and where.suffix != ".nii":
+        raise WriteError(f"{where} must end with .nii or .nii.gz; jigsaw.io.write makes Zarr and NetCDF")
+    if mode not in ("w-", "w"):
+        raise WriteError(f"mode={mode!r} must be 'w-' or 'w'")
+    image = _channels_first(data)
+    mesh, kind = image.mesh, _stored_dtype(image.dtype, dtype)
+    first = not any(mesh_coordinate(mesh))
+    part = where.with_name(f"{where.name}.part")
+
+    def begin() -> tuple[bytes, int]:
+        if mode == "w-" and where.exists():
+            raise WriteError(f"{where} is there; mode='w' replaces it")
+        if not _fits(image.owned().local, kind):
+            raise WriteError(
+                f"{where}: values of {image.dtype} do not fit {kind.name}; give a wider dtype=, or round them"
+            )
+        header = _header_bytes(image.shape, kind, like, affine)
+        start = gzip.compress(header, mtime=0) if packed else header
+        if first:
+            _ = part.write_bytes(start)
+        return header, len(start)
+
+    try:
+        begun = results_of_ranks(mesh, begin, WriteError)
+        if len({header for header, _ in begun}) > 1:
+            raise WriteError(f"{where}: the ranks give it other affines, dtypes or headers; give all of them the same")
+        slab = image.redistribute((None, mesh.mesh_dim_names, None, None)).local
+        runs = [_as_bytes_of(channel, kind) for channel in slab]
+        if packed:
+            runs = [gzip.compress(run, 6, mtime=0) if len(run) else run for run in runs]
+        # in mesh order, which is that of the slabs: the axes cut z from the first to the last
+        sizes = results_of_ranks(mesh, lambda: [len(run) for run in runs], WriteError)
+        mine = image.layout.index(mesh_coordinate(mesh))
+        _ = results_of_ranks(mesh, lambda: _write_runs(part, begun[0][1], runs, sizes, mine), WriteError)
+        _ = results_of_ranks(mesh, lambda: part.replace(where) if first else None, WriteError)
+    finally:
+        if first:
+            with suppress(FileNotFoundError):
+                part.unlink()
+
+
+def _channels_first(data: Tile) -> Tile:
+    """[C, z, y, x].  Raises: `ShardingError` for another number of dims, or a batch of several."""
+    if not isinstance(data, Tile):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
+        raise ShardingError(
+            f"write_volume takes a tile, not {type(data).__name__}; cut it first: jigsaw.shard(x, mesh, spec)"
+        )
+    found = data[0] if data.ndim == 5 and data.shape[0] == 1 else data
+    found = found[None] if found.ndim == 3 else found
+    if found.ndim != 4:
+        raise ShardingError(
+            f"write_volume of a tile of shape {tuple(data.shape)}: it must be [z, y, x] or [C, z, y, x]; write the "
+            "samples of a batch one by one"
+        )
+    if max(found.shape) > _LONGEST_SIDE:
+        raise WriteError(f"NIfTI-1 has sides of up to {_LONGEST_SIDE}, not {tuple(found.shape)}; write Zarr instead")
+    return found.detach()
+
+
+def _stored_dtype(given: torch.dtype, wanted: str | torch.dtype | None) -> np.dtype[Any]:
+    wanted = _STORED_AS.get(given, given) if wanted is None else wanted
+    try:
+        found = torch.empty(0, dtype=wanted).numpy().dtype if isinstance(wanted, torch.dtype) else np.dtype(wanted)
+    except TypeError:
+        found = np.dtype("V1")
+    if found.str[1:] not in _NIFTI_CODES:
+        names = ", ".join(np.dtype(name).name for name in _NIFTI_CODES)
+        raise WriteError(f"dtype={wanted!r} is none that is written as NIfTI: {names}")
+    return found.newbyteorder("<")
+
+
+def _fits(values: Tensor, kind: np.dtype[Any]) -> bool:
+    """Whether a file of integers holds the very values; floats are rounded as any cast does."""
+    if kind.kind == "f" or not values.numel():
+        return True
+    low, high = (float(v) for v in torch.aminmax(values.float() if values.dtype == torch.bool else values))
+    limits = np.iinfo(kind)
+    whole = not values.is_floating_point() or bool((values == values.round()).all())
+    return whole and limits.min <= low and high <= limits.max
+
+
+def _as_bytes_of(channel: Tensor, kind: np.dtype[Any]) -> memoryview:
+    """A slab [z, y, x] as the file has it: z slowest, x fastest."""
+    values = channel.cpu()
+    values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+    stored = np.ascontiguousarray(values.resolve_neg().numpy().astype(kind, copy=False))
+    return stored.reshape(-1).view(np.uint8).data
+
+
+def _write_runs(
+    part: Path, begin: int, runs: Sequence[bytes | memoryview], sizes: Sequence[Sequence[int]], mine: int
+) -> None:
+    """Behind the header, behind all slabs of earlier channels, and of the same channel those of earlier ranks."""
+    with part.open("r+b") as file:
+        for channel, run in enumerate(runs):
+            before = sum(sum(rank[:channel]) for rank in sizes) + sum(rank[channel] for rank in sizes[:mine])
+            if len(run):
+                _ = file.seek(begin + before)
+                _ = file.write(run)
+
+
+# -- the header ------------------------------------------------------------------------------------------------------
+
+
+def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], like: Any, affine: AffineMatrix | None) -> bytes:
+    """That of NIfTI-1 (Cox et al. 2004, nifti1.h), up to where voxels begin; `shape` is [C, z, y, x]."""
+    given, world = _place_in_world(like, affine)
+    head = bytearray(_VOXELS_BEGIN)
+    for at, length in _KEPT_FIELDS:
+        head[at : at + length] = given[at : at + length] if given else bytes(length)
+    if not head[_UNITS_AT]:
+        head[_UNITS_AT] = _MILLIMETRES
+    channels, *space = shape
+    sides = [*space[::-1], *([channels] if channels > 1 else [])]
+    zooms = np.sqrt((world[:3, :3] ** 2).sum(0)).tolist()
+    for at, what, *values in (
+        (0, "i", _HEADER_BYTES),
+        (40, "8h", len(sides), *sides, *[1] * (7 - len(sides))),
+        (70, "2h", _NIFTI_CODES[kind.str[1:]], 8 * kind.itemsize),
+        (76, "8f", 1, *zooms, 1, 0, 0, 0),
+        (108, "3f", _VOXELS_BEGIN, 1, 0),
+        (252, "2h", 0, _SCANNER),
+        (280, "12f", *world[:3].ravel().tolist()),
+        (344, "4s", b"n+1\0"),
+    ):
+        struct.pack_into("<" + what, head, at, *values)
+    return bytes(head)
+
+
+def _place_in_world(like: Any, affine: AffineMatrix | None) -> tuple[bytes, AffineMatrix]:
+    """The header of a NIfTI-1 file that is given, else nothing; and the affine."""
+    header, found = b"", getattr(like, "affine", None)
+    if isinstance(like, str | os.PathLike):
+        found = StoredVolume((like,)).affine
+        name = os.fspath(like)
+        if name.endswith((".nii", ".nii.gz")) and "://" not in name:
+            with gzip.open(name) if name.endswith(".gz") else open(name, "rb") as file:
+                header = file.read(_HEADER_BYTES)
+        if header[:4] != struct.pack("<i", _HEADER_BYTES):
+            header = b""
+    elif like is not None and found is None:
+        raise WriteError(f"like={type(like).__name__} has no affine; give a sample, the path of an image, or affine=")
+    world = np.asarray(affine if affine is not None else np.eye(4) if found is None else found, np.float64)
+    if world.shape != (4, 4) or not np.isfinite(world).all():
+        raise GridError(
+            f"an affine of shape {world.shape} must be 4 x 4 finite numbers, from (x, y, z, 1) to the world"
+        )
+    return header, world
