@@ -205,11 +205,12 @@ def test_a_wrong_number_is_found(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_picture_is_what_its_script_draws(tmp_path):
-    kept, again = ROOT / "docs" / "pieces.png", tmp_path / "pieces.png"
+@pytest.mark.parametrize("name", ["pieces", "parallelism"])
+def test_a_picture_is_what_its_script_draws(tmp_path, name):
+    kept, again = ROOT / "docs" / f"{name}.png", tmp_path / f"{name}.png"
     assert "](docs/pieces.png)" in FIRST_SCREEN
     assert kept.stat().st_size < 300_000
-    subprocess.run([sys.executable, ROOT / "docs" / "draw_pieces.py", "--out", again], check=True)
+    subprocess.run([sys.executable, ROOT / "docs" / f"draw_{name}.py", "--out", again], check=True)
     old, new = imread(kept), imread(again)
     assert old.shape == new.shape
     assert np.abs(old - new).mean() < 0.01  # fonts differ a little
