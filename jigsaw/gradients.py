@@ -238,6 +238,8 @@ def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
         return axes_not_cutting(parameter, mesh)
     where = parameter.device_mesh
     cut = [n for (n, _), how in zip(axes_of_mesh(where), parameter.placements, strict=True) if not how.is_replicate()]
+    if not cut:
+        return tuple(name for name, _ in axes_of_mesh(mesh))
     with _disable_current_modes():
         ranks = ranks_along(where, cut)
     return _axes_beside(parameter, ranks, mesh)
@@ -246,7 +248,7 @@ def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
 def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> tuple[str, ...]:
     """The axes of the mesh but for those that these ranks, over which the parameter lies, make up."""
     names, there = tuple(name for name, _ in axes_of_mesh(mesh)), set(ranks)
-    for count in range(len(names) + 1):
+    for count in range(1, len(names) + 1):
         for some in combinations(names, count):
             if set(ranks_along(mesh, some)) == there:
                 return tuple(n for n in names if n not in some)
