@@ -62,9 +62,8 @@ def trained_on_ranks(cases, states):
     return found
 
 
-@pytest.mark.parametrize(
-    "cases", [CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in (MORE, PAIRS))], ids=["four", "more", "two"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [CASES, MORE, PAIRS], ids=["four", "more", "two"])
 def test_it_trains_as_in_one_process(cases):
     ranks = torch.Size(cases[0][0].values()).numel()
     torch.manual_seed(1)

@@ -133,6 +133,7 @@ def test_a_pipeline_waits_as_the_formula_says():
     assert pipelined_report(one, 4, 4, 6).ranks[0].phases["step"].seconds == staged["step"].seconds
 
 
+@pytest.mark.slow
 def test_weights_and_stages_are_cut_as_well():
     found = advise_mesh(_Blocks(), (4, 3, 8, 8), 4, device="a100")
     meshes = [{name: size for name, size in o.mesh.items() if size > 1} for o in found if o.works]

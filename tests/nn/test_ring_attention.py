@@ -106,6 +106,7 @@ def test_ways_on_one_rank():
     _check_ways(("ring", "heads"), ["causal", "additive mask"], lat=1)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_ways_on_four_ranks():
     _check_ways(("ring", "heads", "heads+ring"), CASES, lat=2, lon=2)
