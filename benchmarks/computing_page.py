@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from markdown_table import table_lines
+
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- begin: made by benchmarks/computing.py -->", "<!-- end: made by benchmarks/computing.py -->"
 TITLES = {
@@ -22,14 +24,6 @@ TITLES = {
     "vector transform": "Vector spherical harmonics there and back",
 }
 Result = dict[str, Any]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{' --- |' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-    yield ""
 
 
 def _read(pattern: str, every: bool = False) -> tuple[list[Result], list[str]]:
@@ -56,7 +50,7 @@ def _compared(results: Sequence[Result]) -> Iterator[str]:
             continue
         yield from (f"**{title}**, input {' x '.join(map(str, rows[0]['shape']))}", "")
         able = [r for r in rows if "refused" not in r]
-        yield from _table(
+        yield from table_lines(
             ("contender", "CPU s", "wall s", "sent MB", "largest error", ""),
             [_row(r, able) for r in sorted(able, key=lambda r: r["cpu_s"])],
         )
@@ -91,7 +85,7 @@ def _links(results: Sequence[Result]) -> Iterator[str]:
         ]
         for r in sorted(results, key=lambda r: r["case"])
     ]  # fmt: skip
-    yield from _table(
+    yield from table_lines(
         ("what travels", "computing s", "transfer s", "open link s", "slow link s", "hidden", "counted / formula",
          "on the link / formula"), rows,
     )  # fmt: skip

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from markdown_table import table_lines
+
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- begin: made by benchmarks/scaling.py -->", "<!-- end: made by benchmarks/scaling.py -->"
 WAYS = {1: "1-way: the batch alone", 2: "2-way: lat=2", 4: "4-way: lat=2, channel=2"}
@@ -23,14 +25,6 @@ CAPTION = (
 NETWORKS = {SHARED: "shared", ALONE: "alone"}
 SAMPLE_BYTES = 2 * 69 * 721 * 1440 * 4  # a state and the next one
 Result = dict[str, Any]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{' --- |' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-    yield ""
 
 
 def _mesh(r: Result) -> str:
@@ -79,7 +73,7 @@ def _weak(results: Sequence[Result]) -> Iterator[str]:
             [_billions(r), WAYS[_way(r)], efficiency, *both, power, " to ".join(powers),
              f"{_rate(r) * SAMPLE_BYTES / 1e9:.0f} to {_rate(wide) * SAMPLE_BYTES / 1e9:.0f}"]
         )  # fmt: skip
-    yield from _table(
+    yield from table_lines(
         ("billions", "way", "published", "predicted, network shared", "predicted, network alone", "PFLOP/s published",
          "PFLOP/s predicted", "to be read, GB/s"), rows,
     )  # fmt: skip
@@ -93,7 +87,7 @@ def _strong(results: Sequence[Result]) -> Iterator[str]:
          f"{r['peak_bytes'] / 2**30:.1f}"]
         for r in results
     ]  # fmt: skip
-    yield from _table(
+    yield from table_lines(
         ("GPUs", "mesh", "network", "step", "speed-up, predicted", "published", "bound", "peak, GiB"), rows
     )
 
@@ -111,7 +105,7 @@ def _best(results: Sequence[Result]) -> Iterator[str]:
                     [_billions(r), NETWORKS[network], f"{place + 1} of {len(able)}", _mesh(r), r["weights"],
                      _seconds(r["seconds"]), _seconds(r["messages_s"]), r["bound"], f"{r['peak_bytes'] / 2**30:.1f}"]
                 )  # fmt: skip
-    yield from _table(
+    yield from table_lines(
         ("billions", "network", "place", "mesh", "weights", "step", "of it messages", "bound", "peak, GiB"), rows
     )
 
@@ -130,7 +124,7 @@ def _four_billion(results: Sequence[Result]) -> Iterator[str]:
                 peak = f"{first['peak_bytes'] / 2**30:.0f} of {first['memory_bytes'] / 2**30:.0f}"
                 told = [_strategy(first), _seconds(first["seconds"]), each, first["bound"], peak]
             rows.append([device, mesh, str(ways[0]["batch"]), *told, ", ".join(too_big)])
-    yield from _table(
+    yield from table_lines(
         ("8 of", "mesh", "batch", "fastest that fits", "step", "a sample", "bound", "peak, GiB", "does not fit"), rows
     )
 

@@ -156,9 +156,6 @@ class _StageModules(nn.Module):
         for at, module in enumerate(modules):
             self.add_module(str(at), module)
 
-    def forward(self, *args: Any) -> None:
-        raise NotImplementedError
-
 
 _UNIT_BYTES = 4 * 2**20  # of weights within a module of a stage that are gathered by themselves
 

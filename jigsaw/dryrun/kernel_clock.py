@@ -62,11 +62,13 @@ def _looked_at(leaf: Any) -> Hashable:
 
 _KNOWN: dict[KernelCall, float | None] = {}
 _COLD_BYTES = 2**26  # arguments take turns, so that caches have forgotten those of the last time, as in a step
-_LEAST_SECONDS = 1e-3
+_LEAST_SECONDS, _MOST_CALLS = 1e-3, 2**14
 
 
 def timed_kernel(call: KernelCall) -> float | None:
-    """The processor seconds of a kernel on this machine, by one thread; None for one that cannot be run by itself."""
+    """The processor seconds of a kernel on this machine, by one thread; None for one that cannot be run by itself, with
+    tensors of ones and zeros for those of the step: the device's rates are its price then.
+    """
     if call not in _KNOWN:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -94,10 +96,8 @@ def _timed(call: KernelCall, times: int = 3) -> float:
             args, kwargs = turns[at % len(turns)]
             run(*args, **kwargs)
         seconds = time.thread_time() - since
-        if seconds < _LEAST_SECONDS and not found:
-            calls = 2 * calls if seconds < _LEAST_SECONDS / 4 else calls + calls
-            calls = min(calls, 2**14)
-            if calls < 2**14:
-                continue
-        found.append(seconds / calls)
+        if seconds < _LEAST_SECONDS and not found and calls < _MOST_CALLS:
+            calls *= 2
+        else:
+            found.append(seconds / calls)
     return sorted(found)[times // 2]

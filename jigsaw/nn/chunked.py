@@ -68,9 +68,9 @@ def chunked(module: M, slabs: int, dim: int = 2, align: int = 1) -> M:
     *Sends*: in every pass the rows that the module's output rows need of neighbours, for all its layers at once;
     backward their gradients.  A norm sends a mean and a sum of squares, backward their gradients; an attention all keys
     and values, to every rank that cuts tokens, as an all-reduce.
-    *Raises*: `ShardingError` for fewer rows than slabs on a rank, tiles that are cut differently along `dim`, weights
-    that are cut (DTensors), results without slabs, and, when it runs, functions that need all slabs at once,
-    and second derivatives.
+    *Raises*: `ShardingError` for fewer rows than slabs on a rank, tiles that are cut otherwise along `dim` (at the same
+    places of a multiple of the rows is well), weights that are cut (DTensors), results without slabs, and, when it
+    runs, functions that need all slabs at once, and second derivatives.
 
     The method is that of activation checkpointing (Chen et al., arXiv 1604.06174), over slabs of space.
 

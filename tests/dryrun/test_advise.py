@@ -157,7 +157,7 @@ def test_every_kernel_can_be_timed(name):
         for cost in phase.kernels:
             seconds = timed_kernel(cost.call)
             assert seconds is not None, cost.call
-            assert 0 < seconds < 1
+            assert seconds > 0
 
 
 def test_seconds_of_a_measured_processor():
