@@ -181,7 +181,7 @@ def compared(name: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
                 # values that lie elsewhere are not known to be wrong
                 facts["refused"] = f"not compared: {what}" if what else f"wrong: an error of {error:.2g}"
         except RankFailedError as failed:
-            facts["refused"] = _last_words(str(failed))
+            facts["refused"] = last_words(str(failed))
         fields[contender] = facts
     able = [contender for contender, facts in fields.items() if "refused" not in facts]
     if any("refused" in facts for facts in fields.values()):  # after a failure the ranks are new ones
@@ -206,7 +206,7 @@ def compared(name: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
     return list(fields.values())
 
 
-def _last_words(text: str) -> str:
+def last_words(text: str) -> str:
     """The error in a rank's traceback."""
     lines = [line.strip() for line in text.splitlines()]
     said = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and " " in line]
@@ -225,7 +225,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _in_own_namespace() -> None:
+def in_own_namespace() -> None:
     """Begin again where only this benchmark uses the loopback device; without root, bytes are not counted."""
     if os.environ.get(IN_NAMESPACE) or os.geteuid() != 0:
         return
@@ -248,7 +248,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     chosen = parser().parse_args()
     if not chosen.page:
-        _in_own_namespace()
+        in_own_namespace()
         lines: list[dict[str, Any]] = []
         if chosen.output:
             command = (

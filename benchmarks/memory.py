@@ -186,7 +186,7 @@ def prepare(name: str, small: bool, system: str, ranks: int, slabs: int) -> dict
     error = max((a - b).abs().max().item() for a, b in pairs)
     del got, expected, whole, pairs, plain
     _made[name, small, system] = mine
-    return {"peak_bytes": layers._peak(mine), "held_bytes": _held(mine), "max_abs_err": error}
+    return {"peak_bytes": layers.peak_bytes(mine), "held_bytes": _held(mine), "max_abs_err": error}
 
 
 def _held(mine: layers.Contender) -> int:

@@ -128,7 +128,7 @@ def measure(way: str, ranks: int, rounds: int, shape: tuple[int, ...]) -> dict[s
         mine.step()
         busy.append(time.process_time() - start)
     return {
-        "peak_bytes": layers._peak(mine),
+        "peak_bytes": layers.peak_bytes(mine),
         "halo_bytes": sum(c.sent_bytes for c in counted.calls if c.kind == "exchange"),
         "cpu_s": round(statistics.median(busy), 3),
         "max_abs_err": error,

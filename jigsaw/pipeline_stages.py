@@ -122,11 +122,13 @@ def _weight_count(module: nn.Module) -> int:
 
 
 def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, nn.Module]]:
-    """The children with parameters, and of those that are containers theirs, down to so many levels of containers."""
+    """The children with parameters, and of those that are containers theirs, down to so many levels of containers; but
+    lists, which nobody calls, never stand for themselves.
+    """
     prefix, found = f"{name}." if name else "", list[tuple[str, nn.Module]]()
     for child, its in module.named_children():
-        if levels and isinstance(its, (nn.Sequential, *_CONTAINERS)):
-            found += _expanded(prefix + child, its, levels - 1)
+        if isinstance(its, _CONTAINERS) or (levels and isinstance(its, nn.Sequential)):
+            found += _expanded(prefix + child, its, max(levels - 1, 0))
         elif _weight_count(its):
             found.append((prefix + child, its))
     return found

@@ -98,6 +98,31 @@ SCHEDULES = {
 }
 
 
+class PairsInLists(nn.Module):
+    """Lists in a list, which nobody calls, and norms of large images, whose way hangs on values."""
+
+    def __init__(self):
+        super().__init__()
+        pairs = [(nn.Conv2d(n, m, 3, padding=1), nn.GroupNorm(m // 2, m)) for n, m in ((3, 8), (8, 8), (8, 2))]
+        self.pairs = nn.ModuleList(nn.ModuleList(pair) for pair in pairs)
+
+    def forward(self, x):
+        for conv, norm in self.pairs:
+            x = F.gelu(norm(conv(x)))
+        return x
+
+
+@on_ranks(4)
+def test_lists_in_lists_and_norms_of_large_images():
+    mesh = world_mesh(pipe=2, lat=2)
+    torch.manual_seed(1)
+    model, (x, y) = _model(PairsInLists), (torch.randn(4, n, 81, 96).double() for n in (3, 2))
+    loss, grads = _expected(model, x, y)
+    pipe = jigsaw.pipeline(model, mesh, loss=F.mse_loss)
+    assert pipe.step(*(jigsaw.shard(v, mesh, SPEC) for v in (x, y))).item() == pytest.approx(loss, abs=1e-12)
+    _assert_gradients(pipe, grads)
+
+
 # -- nets that are no chains ------------------------------------------------------------------------------------------
 
 

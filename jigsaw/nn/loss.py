@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
-from jigsaw.graph_calls import is_making_graph
+from jigsaw.graph_calls import lacks_values
 from jigsaw.ops.along import log_softmax, shifted_by_global_max
 from jigsaw.ops.meeting import bring_together
 from jigsaw.ops.plain_operands import cut_whole_tensor
@@ -298,7 +298,7 @@ def _losses_of_cut_classes(
     (cut,) = x.layout.dim(dim)
     start, stop = cut.owned(x.layout.piece(cut, x.coordinate))
     counted = index != ignore
-    if not (index.is_cuda or is_making_graph()) and bool((((index < 0) | (index >= cut.size)) & counted).any()):
+    if not (index.is_cuda or lacks_values()) and bool((((index < 0) | (index >= cut.size)) & counted).any()):
         raise IndexError(f"class losses: a target is out of range for {cut.size} classes")
     local = shifted_by_global_max(x, dim).local if are_logits else x.local
     has_target = counted & (index >= start) & (index < stop)

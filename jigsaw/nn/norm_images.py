@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jigsaw.graph_calls import is_making_graph
+from jigsaw.graph_calls import lacks_values
 
 _LEAST_VALUES = 256
 _CHUNK_BYTES = 1 << 20  # what a kernel makes beside statistics is thrown away: it should not leave the cache
@@ -68,7 +68,7 @@ def as_norm_images(x: Tensor, dims: tuple[int, ...], *scales: Tensor | None) -> 
     while last - 1 in dims and all(s is None or _size_along(s, last - 1 - x.ndim) == 1 for s in scales):
         last -= 1
     size = math.prod(x.shape[last:])
-    if size < _LEAST_VALUES or not x.numel() or x.device.type != "cpu" or is_making_graph() or not x.is_contiguous():
+    if size < _LEAST_VALUES or not x.numel() or x.device.type != "cpu" or lacks_values() or not x.is_contiguous():
         return None
     return NormImages(x.view(1, -1, size), (*x.shape[:last], *(1,) * (x.ndim - last)), x.shape)
 
