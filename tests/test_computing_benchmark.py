@@ -1,4 +1,4 @@
-"""The benchmarks of computing and of links run at toy size; the first asserts that who is timed is right."""
+"""The benchmarks of computing, strategies and links at toy size; the first two assert that who is timed is right."""
 
 from __future__ import annotations
 
@@ -23,6 +23,29 @@ def test_those_who_are_timed_are_right():
     found = lines_of("computing.py", "--small", "--rounds", "1", "--case", "mlp")
     assert [line["engine"] for line in found if "refused" not in line] == [line["engine"] for line in found]
     assert all(line["max_rel_err"] < 1e-5 and line["cpu_s"] > 0 for line in found)
+
+
+@pytest.mark.slow
+def test_every_strategy_is_right():
+    found = lines_of("strategies.py", "--small", "--rounds", "1", "--net", "transformer", "experts")
+    assert not [line for line in found if "refused" in line]
+    assert all(line["max_rel_err"] < 1e-4 and line["peak_bytes"] > line["state_bytes"] > 0 for line in found)
+    cut = [line for line in found if line["engine"] == "jigsaw: batch, weights 1/P"]
+    assert 0.5 <= cut[0]["state_bytes"] / found[0]["state_bytes"] < 0.51
+
+
+@pytest.mark.slow
+def test_stages_wait_at_least_as_theory_says():
+    found = lines_of("pipeline_waits.py", "--ranks", "2", "--rounds", "1", "--seconds", "0.03")
+    assert len(found) == 6 and all(line["step_s"] > line["work_s"] for line in found)
+    assert all(line["waits"] > 0.9 * line["theory"] for line in found if line["theory"])
+
+
+@pytest.mark.slow
+def test_experts_are_asked_more_evenly_with_their_loss():
+    found = lines_of("expert_load.py", "--steps", "40")
+    plain, evened = found[1], found[-1]
+    assert evened["busiest_expert"] < plain["busiest_expert"]
 
 
 @pytest.mark.slow
