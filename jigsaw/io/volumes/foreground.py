@@ -237,7 +237,7 @@ def _search_chunk(
     order = [stored.roles.index(d) for d in volume.dims]
     rest = [d for d in range(table.grid.ndim) if d not in order]
     values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
-    return _search_values(values, [box[d][0] for d in order], volume.shape, asked.how, so_far)
+    return _search_values(values, [box[d][0] for d in order], volume.stored_shape, asked.how, so_far)
 
 
 def _search_values(

@@ -23,6 +23,7 @@ from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugme
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
+from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
 from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
 from jigsaw.layout import DimSpec
@@ -43,6 +44,7 @@ def open_volumes(
     crop: Sequence[int] | None,
     crops: int = 1,
     orientation: str | None = None,
+    spacing: float | Sequence[float] | None = None,
     foreground: Foreground | None = None,
     spec: Mapping[str, DimSpec] | None = None,
     halo: HaloWidth | Mapping[str, HaloWidth] | None = None,
@@ -76,7 +78,11 @@ def open_volumes(
     - `orientation`: towards which end of the world x, y and z run, like ``"RAS"``: axes are permuted and flipped while
       they are read, each volume by its own affine (a label map without one as its image), as MONAI's ``Orientation``
       and, for RAS, nibabel's ``as_closest_canonical`` do; by default they stay as stored;
-    - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`); without it every place is alike;
+    - `spacing`: the distance of voxels along z, y, x, or one for all, in the unit of the files (mm in most): each rank
+      reads the stored rows that its own lie between, after `orientation`, and interpolates images linearly, labels to
+      the nearest, on the grid of MONAI's ``Spacing``; `crop` counts voxels of that grid;
+    - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`), of the stored label maps; without it
+      every place is alike;
     - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels have no halo;
     - `boundary`: what the halo holds beyond the ends of a crop, by dim: with ``"reflect"``, ``"replicate"`` or
       ``("fill", number)`` the volume's own rows, and beyond the volume what the rule says (see
@@ -112,6 +118,7 @@ def open_volumes(
     pictures, maps = _turn_volumes(pictures, maps, checked_orientation(orientation))
     _check_volumes_match(pictures, maps)
     _warn_of_orientations(pictures)
+    pictures, maps = _respace_volumes(pictures, maps, checked_spacing(spacing, pictures[0].dims))
     if foreground is not None and not maps:
         raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
     if not is_whole_number(crops) or crops < 1:
@@ -150,6 +157,7 @@ def open_volumes(
         seed=seed,
     )
     _check_augment_fits(made)
+    _check_nothing_beyond(made)
     for index in range(0, len(made), crops):
         made.plans_of(
             made.crop(index), made.frame_of([index])
@@ -158,15 +166,23 @@ def open_volumes(
 
 
 def _check_augment_fits(made: Volumes) -> None:
-    """Raises: `GridError` where a step does not fit the samples, or where rows beyond a crop are asked for."""
+    """Raises: `GridError` where a step does not fit the samples."""
     for step in made.augment.steps:
         for volume in range(len(made.images)):
             step.check_fits(made.sample_grid(volume))
-        if any(rule.is_beyond for rule in made.frame.boundary):
-            raise GridError(
-                f"augment=: {step} with boundary=, whose rows beyond a crop are those of the scan as it is stored; "
-                "leave boundary= out and give a larger crop"
-            )
+
+
+def _check_nothing_beyond(made: Volumes) -> None:
+    """Raises: `GridError` where rows beyond a crop are asked for, and crops are no boxes of the stored scan."""
+    if not any(rule.is_beyond for rule in made.frame.boundary):
+        return
+    moved = [f"augment=: {step}" for step in made.augment.steps]
+    moved += ["spacing="] * any(image.respacing for image in made.images)
+    if moved:
+        raise GridError(
+            f"{moved[0]} with boundary=, whose rows beyond a crop are those of the scan as it is stored; "
+            "leave boundary= out and give a larger crop"
+        )
 
 
 def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *how: Any) -> SampleSpace:
@@ -223,12 +239,32 @@ def _turn_volumes(
 
 
 def _turn_of(image: StoredVolume, codes: str) -> AxisTurn:
+    _check_has_affine(image, f"orientation={codes!r}", "orientation=")
+    return AxisTurn.of(image.affine, codes)
+
+
+def _respace_volumes(
+    images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], spacing: tuple[float, ...] | None
+) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
+    """Images with voxels at these distances, and label maps on the grids of their images."""
+    if spacing is None:
+        return tuple(images), tuple(labels)
+    for image in images:
+        _check_has_affine(image, f"spacing={spacing}", "spacing=")
+    grids = [GridRespacing.of(i.url, i.affine, i.dims, i.stored_shape, spacing) for i in images]
+    return (
+        tuple(image.respaced(grid) for image, grid in zip(images, grids, strict=True)),
+        tuple(label and label.respaced(grid) for label, grid in zip(labels, grids, strict=False)),
+    )
+
+
+def _check_has_affine(image: StoredVolume, asked: str, argument: str) -> None:
+    """Raises: `GridError` for an image of which nobody knows where it lies in the world."""
     if not image.affines:
         raise GridError(
-            f"orientation={codes!r}: {image.url} has no affine, so nobody knows how it lies; write one into its "
-            "attribute 'affine' (4 x 4, from x, y, z to the world), or leave orientation= out"
+            f"{asked}: {image.url} has no affine, so nobody knows how it lies; write one into its "
+            f"attribute 'affine' (4 x 4, from x, y, z to the world), or leave {argument} out"
         )
-    return AxisTurn.of(image.affine, codes)
 
 
 def _warn_of_orientations(images: Sequence[StoredVolume]) -> None:

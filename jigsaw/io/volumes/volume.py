@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
 from jigsaw.io.volumes.orientation import AxisTurn
+from jigsaw.io.volumes.respacing import GridRespacing
 from jigsaw.redacted import redacted_text
 
 VOLUME_DIMS = ("z", "y", "x")
@@ -61,27 +62,34 @@ class VolumeArray:
 class StoredVolume:
     r"""An image [C, \*space] in the order ``z, y, x`` (or ``y, x``), whatever the order in which it is stored.
 
-    `given` are its stores, whose channels follow each other, `turn` what its stored axes become.  It pickles as those,
-    and is opened when it is asked for.
+    `given` are its stores, whose channels follow each other, `turn` what its stored axes become, `respacing` how far
+    apart its voxels are then.  It pickles as those, and is opened when it is asked for.
     """
 
     given: tuple[Any, ...]
     array: str | None = None
     level: int = 0
     turn: AxisTurn | None = None
+    respacing: GridRespacing | None = None
 
     def __repr__(self) -> str:
         return f"Volume({redacted_text(repr(self.given))}, array={self.array!r}, level={self.level})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.given, "array": self.array, "level": self.level, "turn": self.turn}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def turned(self, turn: AxisTurn) -> StoredVolume:
         """The same stores, with their axes turned.  Raises: `GridError` for a plane that would be none of y and x."""
         turn.check_dims(self.url, self.stored[0].roles)
-        made = replace(self, turn=turn)
-        vars(made)["_stores"] = self._stores  # opened already
-        return made
+        return self._opened_as(replace(self, turn=turn))
+
+    def respaced(self, respacing: GridRespacing | None) -> StoredVolume:
+        """The same stores, on another grid."""
+        return self._opened_as(replace(self, respacing=respacing))
+
+    def _opened_as(self, other: StoredVolume) -> StoredVolume:
+        vars(other)["_stores"] = self._stores
+        return other
 
     @property
     def url(self) -> str:
@@ -109,6 +117,11 @@ class StoredVolume:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        return self.respacing.sizes if self.respacing else self.stored_shape
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The rows along its dims before they are resampled."""
         return tuple(self.stored[0].size(d) for d in self.dims)
 
     @property
@@ -121,7 +134,7 @@ class StoredVolume:
         return {_plan_name(i, s): s.table for i, s in enumerate(self.stored)}
 
     def parts(self, window: Sequence[Interval]) -> tuple[ReadPart, ...]:
-        """What a window, from and to which row along each dim, takes of each array."""
+        """What a window, from and to which stored row along each dim, takes of each array."""
         at, channel = dict(zip(self.dims, window, strict=True)), 0
         found: list[ReadPart] = []
         for i, stored in enumerate(self.stored):
@@ -133,7 +146,7 @@ class StoredVolume:
 
     @cached_property
     def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:
-        """The name and affine of each of its stores that has an affine."""
+        """The name and affine of each of its stores that has an affine, before they are resampled."""
         given = [(st.url, affine_of_array(st, s.table), s) for st, s in zip(self._stores, self.stored, strict=True)]
         return tuple((url, self._turned_affine(affine, s)) for url, affine, s in given if affine is not None)
 
@@ -146,7 +159,8 @@ class StoredVolume:
     @property
     def affine(self) -> AffineMatrix:
         """From voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; the identity where it is unknown."""
-        return self.affines[0][1] if self.affines else np.eye(4)
+        stored = self.affines[0][1] if self.affines else np.eye(4)
+        return self.respacing.respaced_affine(stored, self.dims) if self.respacing else stored
 
     @property
     def spacing(self) -> tuple[float, ...]:

@@ -28,6 +28,7 @@ from jigsaw.io.volumes.augmented_crop import AugmentedCrop
 from jigsaw.io.volumes.crops import RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
+from jigsaw.io.volumes.respacing import RespaceStep
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
@@ -66,10 +67,14 @@ class VolumeCrop:
     origin: tuple[int, ...]
     augmented: AugmentedCrop | None = field(default=None, repr=False)
 
-    def chain(self, is_label: bool) -> AugmentedCrop | None:
-        """What is done to its image or to its label map; None where that is nothing."""
-        found = self.augmented.of_labels() if self.augmented and is_label else self.augmented
-        return found if found and found.steps else None
+    def chain(self, volume: StoredVolume, is_label: bool, fill: float) -> AugmentedCrop | None:
+        """What the stored voxels of its image or label map go through; None where that is nothing."""
+        found = self.augmented or AugmentedCrop((), (0,) * len(self.origin), volume.shape)
+        found = found.of_labels() if is_label else found
+        if volume.respacing:
+            offset = tuple(first + at for first, at in zip(found.first, self.origin, strict=True))
+            found = found.after(RespaceStep(volume.respacing, offset, is_label, fill))
+        return found if found.steps else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,8 +169,8 @@ class Volumes(MeshSamples):
         volume = index // self.crops
         draws = RandomDraws(self.seed, self.epoch, index)
         found = self.found[volume] if self.found else None
-        shape = self.images[volume].shape
-        origin = crop_origin(shape, frame.sizes, draws, self.foreground, found)
+        image = self.images[volume]
+        origin = crop_origin(image.shape, frame.sizes, draws, self.foreground, found, image.respacing)
         return VolumeCrop(volume, origin, self._augmented(index, volume, origin, frame))
 
     def sample_grid(self, volume: int) -> SampleGrid:
@@ -212,8 +217,8 @@ class Volumes(MeshSamples):
     def _plan_volume(
         self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, is_label: bool, **how: Any
     ) -> ReadPlan:
-        if chain := crop.chain(is_label):
-            window, first = chain.read_layout(layout, crop.origin, volume.shape)
+        if chain := crop.chain(volume, is_label, 0):
+            window, first = chain.read_layout(layout, crop.origin, volume.stored_shape)
         else:
             window, first = _crop_layout(layout, crop.origin, volume.shape)
         rows = [(a, a + cut.size) for a, cut in zip(first, window.cuts[2:], strict=True)]
@@ -236,10 +241,10 @@ class Volumes(MeshSamples):
         blocks = [engine.memory.empty(k.local_shape(here), np.dtype(n)) for k, n in zip(layouts, names, strict=True)]
         kinds = list(zip(blocks, layouts, (self.fill, self.label_fill), strict=True))
         for i, crop in enumerate(crops):
-            plans = self.plans_of(crop, frame)
+            plans, volume = self.plans_of(crop, frame), self.images[crop.volume]
             for is_label, ((block, layout, fill), plan) in enumerate(zip(kinds, plans, strict=False)):  # labels or none
-                if chain := crop.chain(bool(is_label)):
-                    shape, held = self.images[crop.volume].shape, chain.boxes(layout, here)
+                if chain := crop.chain(volume, bool(is_label), fill):  # a label map has the grid of its image
+                    shape, held = volume.stored_shape, chain.boxes(layout, here)
                     source = _read_box(engine, plan, chain, held[0], crop.origin, shape, block.dtype, fill)
                     block[i] = chain.applied(torch.from_numpy(source), held, bool(is_label)).numpy()
                 else:
