@@ -221,10 +221,7 @@ def _search_chunk(
         table.loader.fill(room, index)
     box = table.grid.box_of(index)
     values = table.loader.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
-    if table.masks or (table.scale, table.offset) != (1.0, 0.0):
-        missing = np.isin(values, table.masks)
-        values = values * np.float64(table.scale) + table.offset
-        values[missing] = np.nan
+    values = stored.unpacked(values)
     if values.dtype.kind == "f":
         warn_of_rounding(values, f"{table.name!r} of {volume.url}")
         values = np.rint(values)
@@ -233,10 +230,8 @@ def _search_chunk(
         (n - b, n - a) if d in stored.flip else (a, b)
         for d, (n, (a, b)) in enumerate(zip(table.shape, box, strict=True))
     )
-    values = np.flip(values, stored.flip)
+    values = stored.in_order(values, volume.dims)[..., 0]
     order = [stored.roles.index(d) for d in volume.dims]
-    rest = [d for d in range(table.grid.ndim) if d not in order]
-    values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
     return _search_values(values, [box[d][0] for d in order], volume.stored_shape, asked.how, so_far)
 
 

@@ -18,9 +18,11 @@ from jigsaw.io.chunks.dtypes import checked_dtype
 from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
+from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
+from jigsaw.io.volumes.intensities import intensities_of_volumes
 from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing
@@ -51,7 +53,8 @@ def open_volumes(
     boundary: Mapping[str, BoundaryRule] | None = None,
     split: SplitRule | Mapping[str, SplitRule] = "balanced",
     align: int | Mapping[str, int] = 1,
-    normalize: tuple[Any, Any] | None = None,
+    window: tuple[Any, Any] | None = None,
+    normalize: tuple[Any, Any] | Statistics | Sequence[Statistics] | str | None = None,
     fill: float = 0.0,
     label_fill: int = 0,
     label_map: Mapping[int, int] | None = None,
@@ -88,7 +91,11 @@ def open_volumes(
       ``("fill", number)`` the volume's own rows, and beyond the volume what the rule says (see
       `jigsaw.io.series.boundary`), but for `fill` where the volume is smaller than the crop; by default, ``"clip"``,
       it ends with the crop;
-    - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
+    - `window`: (low, high) of the stored values, a number each or one a channel: what is below or above becomes low or
+      high, after `spacing` and before `augment`; without `normalize` low is 0 then and high 1, as in MONAI's
+      ``ScaleIntensityRange(clip=True)``;
+    - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read; or what
+      `jigsaw.io.volume_statistics` gives, the path of a file of it, or a list with those of each volume;
     - `label_map`: which stored label becomes which, like ``{2: 1, 3: 1}``, before `foreground` looks for classes; the
       others stay;
     - `augment`: what is done to each sample as it is read, drawn from (seed, epoch, sample), alike on every mesh: a
@@ -131,7 +138,6 @@ def open_volumes(
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, pictures[0].dims)
-    scale, offset = _image_scales(normalize, pictures[0].channels)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
     filled = _label_fill(label_fill, label_type)
     renamed = RenamedLabels.of(label_map, label_type, filled)
@@ -144,8 +150,7 @@ def open_volumes(
         crops=crops,
         foreground=foreground,
         found=(),
-        scale=scale,
-        offset=offset,
+        intensities=intensities_of_volumes(normalize, window, pictures[0].channels, len(pictures)),
         dtype=checked_dtype("dtype", dtype),
         label_dtype=label_type,
         fill=_image_fill(fill),
@@ -173,7 +178,16 @@ def _check_augment_fits(made: Volumes) -> None:
 
 
 def _check_nothing_beyond(made: Volumes) -> None:
-    """Raises: `GridError` where rows beyond a crop are asked for, and crops are no boxes of the stored scan."""
+    """Raises: `GridError` where rows beyond a crop are asked for, and crops are no boxes of the stored scan, or where
+    those rows would be clipped.
+    """
+    for dim, rule in zip(made.frame.dims, made.frame.boundary, strict=True):
+        if rule.rule == "fill" and not all(each.holds(rule.value) for each in made.intensities):
+            low, high = made.intensities[0].low[0], made.intensities[0].high[0]
+            raise GridError(
+                f"boundary={{{dim!r}: ...}} fills with {rule.value:g}, which window= would clip to {low:g}..{high:g}; "
+                "fill with a number of this range"
+            )
     if not any(rule.is_beyond for rule in made.frame.boundary):
         return
     moved = [f"augment=: {step}" for step in made.augment.steps]
@@ -312,20 +326,6 @@ def _crop_sizes(crop: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
     if not isinstance(crop, Sequence) or len(crop) != len(dims) or not all(is_whole_number(n) and n >= 1 for n in crop):
         raise GridError(f"crop={crop!r} must be {len(dims)} whole numbers >= 1, of the dims {', '.join(dims)}")
     return {d: int(n) for d, n in zip(dims, crop, strict=True)}
-
-
-def _image_scales(normalize: tuple[Any, Any] | None, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    if normalize is None:
-        return (1.0,) * channels, (0.0,) * channels
-    try:
-        mean, std = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in normalize)
-    except (TypeError, ValueError) as e:  # no pair, no numbers, or not one for each channel
-        raise FieldError(
-            f"normalize={normalize!r} must be (mean, std), a number each or one for {channels} channels"
-        ) from e
-    if not (np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()):
-        raise FieldError(f"normalize={normalize!r}: means must be finite and standard deviations above 0")
-    return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
 
 
 def _image_fill(fill: Any) -> float:

@@ -20,6 +20,7 @@ from torch import Tensor
 from jigsaw.cut import Box, Cut, Interval, box_shape
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io.volumes.drawn_steps import VoxelStep
+from jigsaw.io.volumes.intensities import ImageIntensities
 
 _SAME_ROW = 1e-5
 """Rows that lie closer are one: a header's float32 makes 0.9 mm 0.89999998, and no row is read for that."""
@@ -96,13 +97,14 @@ class RespaceStep(VoxelStep):
     """Stored voxels to those of another grid: the first of the window is the row `offset` of the new and of the old.
 
     Images are interpolated linearly, labels (`nearest`) take the nearest stored voxel, of two as near that of the even
-    row; what lies beyond the volume is `fill`.
+    row; then images are clipped, and what lies beyond the volume is `fill`.
     """
 
     grid: GridRespacing
     offset: tuple[int, ...]
     nearest: bool
     fill: float
+    intensities: ImageIntensities | None = None
     moves_labels: ClassVar[bool] = True
 
     def _inside(self, d: int, rows: Interval) -> Interval:
@@ -136,6 +138,8 @@ class RespaceStep(VoxelStep):
             return block.new_full((block.shape[0], *shape), self.fill)
         for d, rows in enumerate(inside):
             block = self._between(block, d, rows, source[d][0])
+        if self.intensities:
+            self.intensities.clip_values(block.numpy())
         if tuple(block.shape[1:]) == shape:
             return block
         found = block.new_full((block.shape[0], *shape), self.fill)

@@ -14,6 +14,7 @@ from jigsaw.cut import Interval
 from jigsaw.errors import GridError, MissingArrayError, MissingLevelError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.formats.ome import is_multiscale_group, multiscale_level
+from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
@@ -44,6 +45,25 @@ class VolumeArray:
 
     def size(self, dim: str) -> int:
         return self.table.shape[self.roles.index(dim)]
+
+    def chunk_rows(self, dim: str) -> int:
+        """The rows of a chunk along a dim."""
+        return self.table.chunks[self.roles.index(dim)]
+
+    def unpacked(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Stored values as numbers; what is missing is NaN."""
+        table = self.table
+        if table.masks or (table.scale, table.offset) != (1.0, 0.0):
+            missing = np.isin(values, table.masks)
+            values = values * np.float64(table.scale) + table.offset
+            values[missing] = np.nan
+        return values
+
+    def in_order(self, values: NDArray[Any], dims: Sequence[str]) -> NDArray[Any]:
+        r"""The values of a stored box, turned, as [\*dims, channels]."""
+        order = [self.roles.index(d) for d in dims]
+        rest = [d for d in range(values.ndim) if d not in order]
+        return np.flip(values, self.flip).transpose(*order, *rest).reshape([*(values.shape[d] for d in order), -1])
 
     def part(self, name: str, window: Mapping[str, Interval], channel: int, space: Sequence[str]) -> ReadPart:
         """What is read of it for a window, from and to which row; its channels become those from `channel` on."""
@@ -141,6 +161,19 @@ class StoredVolume:
             found.append(stored.part(_plan_name(i, stored), at, channel, self.dims))
             channel += stored.channels
         return tuple(found)
+
+    def read_window(self, window: Sequence[Interval]) -> NDArray[Any]:
+        r"""The values [C, \*space] of stored rows, read by this rank alone."""
+        at, found = dict(zip(self.dims, window, strict=True)), list[NDArray[Any]]()
+        for stored in self.stored:
+            rows = [at.get(role, (0, n)) for role, n in zip(stored.roles, stored.table.shape, strict=True)]
+            box = tuple(
+                (n - b, n - a) if d in stored.flip else (a, b)
+                for d, ((a, b), n) in enumerate(zip(rows, stored.table.shape, strict=True))
+            )
+            values = stored.unpacked(read_table_box(stored.table, box))
+            found.append(np.moveaxis(stored.in_order(values, self.dims), -1, 0))
+        return np.concatenate(found)
 
     # -- the world ---------------------------------------------------------------------------------------------------
 
