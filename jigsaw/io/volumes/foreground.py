@@ -26,6 +26,7 @@ from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.drafts import draft_of
 from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
+from jigsaw.io.volumes.array_volumes import values_of_array
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.volume import StoredVolume, VolumeArray
 from jigsaw.layout import Layout
@@ -301,6 +302,8 @@ def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> Path:
     for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
         if (now := size_and_change(path)) is not None:  # not in a far store
             digest.update(f"{path} {now}".encode())
+    for values in filter(lambda each: each is not None, map(values_of_array, volume.given)):
+        digest.update(np.ascontiguousarray(values).tobytes())
     assert how.cache is not None
     return Path(how.cache) / f"foreground-{digest.hexdigest()}.npz"
 

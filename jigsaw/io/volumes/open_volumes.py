@@ -20,6 +20,7 @@ from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.times import is_whole_number
+from jigsaw.io.volumes.array_volumes import checked_dims
 from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.intensities import intensities_of_volumes
@@ -35,7 +36,7 @@ _LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
 _VOLUME_MODES = ("auto", "cooperative", "independent")
 
 GivenVolume = Any
-"""One image or label map: a path, URL or opened store; a list of them for channels in files of their own."""
+"""One image or label map: a path, URL, opened store or array; a list of them for channels in files of their own."""
 
 
 def open_volumes(
@@ -63,6 +64,7 @@ def open_volumes(
     label_dtype: str | torch.dtype = "int64",
     image_array: str | None = None,
     label_array: str | None = None,
+    dims: Sequence[str] | None = None,
     level: int = 0,
     seed: int = 0,
     mode: str = "auto",
@@ -72,7 +74,8 @@ def open_volumes(
     A sample is an image tile [C, \*crop] and, with labels, the label tile [C, \*crop] of the same box; space is
     ``z, y, x`` (or ``y, x``) in whatever order it is stored.  A dim beyond space holds the channels.
 
-    - `images`, `labels`: a path or URL each, or an opened store; a list of them where channels have files of their own;
+    - `images`, `labels`: a path or URL each, an opened store, or an array or tensor [z, y, x], [C, z, y, x] or [y, x],
+      which every rank has then; a list of them where channels have files of their own;
       None among `labels` for an image that has none, whose labels are `label_fill` everywhere;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side; None
@@ -102,6 +105,8 @@ def open_volumes(
       list of steps (see `jigsaw.io.augment`), then functions of (tile, generator); not to ``whole(i)``;
     - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
     - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
+    - `dims`: the names of the stored dims, ``channel``, ``z``, ``y`` and ``x`` in their order, where files (plain HDF5)
+      do not name them, or an array has another order; a label map may lack the channels;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
     - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
 
@@ -116,8 +121,9 @@ def open_volumes(
     >>> len(volumes), sample.image.shape, sample.label.dtype
     (4, torch.Size([1, 16, 16, 16]), torch.int64)
     """
-    pictures = _given_volumes("images", images, image_array, level)
-    maps = () if labels is None else _given_labels(labels, label_array, level)
+    named = checked_dims(dims)
+    pictures = _given_volumes("images", images, image_array, level, named)
+    maps = () if labels is None else _given_labels(labels, label_array, level, named)
     if labels is not None and len(pictures) != len(maps):
         raise FieldError(
             f"{len(pictures)} images and {len(maps)} labels: each image needs its label map, or None in its place"
@@ -219,22 +225,24 @@ def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:
     return frame
 
 
-def _given_volumes(name: str, given: Sequence[GivenVolume], array: str | None, level: int) -> tuple[StoredVolume, ...]:
+def _given_volumes(
+    name: str, given: Sequence[GivenVolume], array: str | None, level: int, dims: tuple[str, ...] | None
+) -> tuple[StoredVolume, ...]:
     if isinstance(given, str | os.PathLike) or not len(given):
         raise FieldError(f"{name}={given!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))")
     stores = (tuple(each) if isinstance(each, list | tuple) else (each,) for each in given)
-    return tuple(StoredVolume(each, array, level) for each in stores)
+    return tuple(StoredVolume(each, array, level, given_dims=dims) for each in stores)
 
 
 def _given_labels(
-    given: Sequence[GivenVolume | None], array: str | None, level: int
+    given: Sequence[GivenVolume | None], array: str | None, level: int, dims: tuple[str, ...] | None
 ) -> tuple[StoredVolume | None, ...]:
     if isinstance(given, str | os.PathLike) or not any(each is None for each in given):
-        return _given_volumes("labels", given, array, level)
+        return _given_volumes("labels", given, array, level, dims)
     there = [each for each in given if each is not None]
     if not there:
         raise FieldError(f"labels={given!r} names no label map; give labels=None where no image has one")
-    found = iter(_given_volumes("labels", there, array, level))
+    found = iter(_given_volumes("labels", there, array, level, dims))
     return tuple(None if each is None else next(found) for each in given)
 
 

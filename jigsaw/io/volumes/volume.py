@@ -18,6 +18,7 @@ from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
+from jigsaw.io.volumes.array_volumes import store_of_array, values_of_array, with_given_dims
 from jigsaw.io.volumes.orientation import AxisTurn
 from jigsaw.io.volumes.respacing import GridRespacing
 from jigsaw.redacted import redacted_text
@@ -82,8 +83,9 @@ class VolumeArray:
 class StoredVolume:
     r"""An image [C, \*space] in the order ``z, y, x`` (or ``y, x``), whatever the order in which it is stored.
 
-    `given` are its stores, whose channels follow each other, `turn` what its stored axes become, `respacing` how far
-    apart its voxels are then.  It pickles as those, and is opened when it is asked for.
+    `given` are its stores, whose channels follow each other, `given_dims` the names of their dims where the user gives
+    those, `turn` what its stored axes become, `respacing` how far apart its voxels are then.  It pickles as those, and
+    is opened when it is asked for.
     """
 
     given: tuple[Any, ...]
@@ -91,9 +93,11 @@ class StoredVolume:
     level: int = 0
     turn: AxisTurn | None = None
     respacing: GridRespacing | None = None
+    given_dims: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
-        return f"Volume({redacted_text(repr(self.given))}, array={self.array!r}, level={self.level})"
+        given = [each if values_of_array(each) is None else type(each).__name__ for each in self.given]
+        return f"Volume({redacted_text(repr(tuple(given)))}, array={self.array!r}, level={self.level})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -118,7 +122,7 @@ class StoredVolume:
 
     @cached_property
     def _stores(self) -> tuple[ArrayStore, ...]:
-        return tuple(_open_level(given, self.level) for given in self.given)
+        return tuple(_open_level(given, self.level, self.given_dims) for given in self.given)
 
     @cached_property
     def stored(self) -> tuple[VolumeArray, ...]:
@@ -218,13 +222,14 @@ def _plan_name(number: int, stored: VolumeArray) -> str:
     return f"{number}:{stored.table.name}" if number else stored.table.name
 
 
-def _open_level(given: Any, level: int) -> ArrayStore:
-    store = open_store(given)
+def _open_level(given: Any, level: int, dims: tuple[str, ...] | None) -> ArrayStore:
+    values = values_of_array(given)
+    store = open_store(given) if values is None else store_of_array(values, dims)
     if is_multiscale_group(store.attrs):
         return multiscale_level(store, level)
     if level:
         raise MissingLevelError(f"level={level}: {store.url} is no OME-Zarr image, so it has level 0 alone")
-    return store
+    return with_given_dims(store, dims)
 
 
 def _turn_array(found: VolumeArray, turn: AxisTurn | None) -> VolumeArray:
@@ -243,7 +248,7 @@ def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:
         shown = ", ".join(f"{name} {store.arrays[name].dims}" for name in sorted(fitting or store.arrays))
         raise MissingArrayError(
             f"{store.url} has {len(fitting)} arrays with dims z, y, x (or y, x), not one: {shown or 'no arrays'}; "
-            "name it by image_array= or label_array=, or name its dims"
+            "name it by image_array= or label_array=, or name its dims by dims="
         )
     name = array or fitting[0]
     table = store.arrays[name]
