@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from volume_store import image, label, write
 
+from jigsaw import comm
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io.series.statistics import Statistics
+from jigsaw.io.stats.compute import statistics
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.io.volumes.volume_statistics import volume_statistics
@@ -42,6 +44,20 @@ def scans(tmp_path_factory):
 
 def numbers_of(found):
     return {name: column.tolist() for name, column in found.columns.items()}
+
+
+def sent_for_percentiles(images, axes):
+    """The bytes that a rank sends to each other rank."""
+    ds = open_volumes(images, mesh=world_mesh(**axes), crop=None)
+    with comm.count() as sent:
+        volume_statistics(ds, percentiles=(0.5, 99.5))
+    return sum(call.sent_bytes for call in sent.calls) / (ds.mesh.size() - 1)
+
+
+def test_what_is_sent_are_counts(scans):
+    once = 2 * 2**19  # of two channels
+    for sent in run_on_ranks(2, sent_for_percentiles, scans[0], {"z": 2}):
+        assert once + 2 * once <= sent < once + 2 * 2 * once + 8192
 
 
 def all_statistics(images, labels, axes):
@@ -183,6 +199,8 @@ def test_intensities_that_cannot_be(scans):
         volume_statistics(ds, percentiles=(101,))
     with pytest.raises(FieldError, match="volume_statistics takes what open_volumes gives, not list"):
         volume_statistics([])
+    with pytest.raises(FieldError, match=r"statistics takes what jigsaw\.io\.open gives, not Volumes; of volumes"):
+        statistics(ds)
     none = open_volumes(images, labels, orientation="RAS", label_map={1: 0, 2: 0, 3: 0}, **how)
     with pytest.raises(FieldError, match=r"a0\.zarr has no voxel of the foreground in one of its channels"):
         volume_statistics(none, foreground=True)

@@ -32,7 +32,8 @@ def checked_spacing(spacing: Any, dims: Sequence[str]) -> tuple[float, ...] | No
     """A distance for each of `dims`.  Raises: `FieldError` for what is none."""
     if spacing is None:
         return None
-    given = tuple(spacing) if isinstance(spacing, Sequence | np.ndarray) and len(spacing) else (spacing,) * len(dims)
+    is_each = isinstance(spacing, Sequence | np.ndarray) and len(spacing) > 0
+    given: tuple[Any, ...] = tuple(spacing) if is_each else (spacing,) * len(dims)
     if len(given) != len(dims) or not all(_is_distance(each) for each in given):
         raise FieldError(
             f"spacing={spacing!r} must be a number > 0, or {len(dims)} of them, of the dims {', '.join(dims)}: the "
@@ -65,7 +66,7 @@ class GridRespacing:
         have = np.linalg.norm(axes, axis=0)
         tilts = np.abs(np.triu((axes / have).T @ (axes / have), 1))
         if tilts.max(initial=0) > _ALIKE:
-            one, other = np.unravel_index(int(tilts.argmax()), tilts.shape)
+            one, other = divmod(int(tilts.argmax()), len(dims))
             apart = math.degrees(math.asin(min(1.0, tilts[one, other])))
             raise GridError(
                 f"{url} is sheared: its axes {dims[one]} and {dims[other]} are {apart:.3g} degrees off a right angle, "

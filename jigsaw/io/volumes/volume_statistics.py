@@ -63,7 +63,8 @@ def volume_statistics(
 
     The result is what ``open_volumes(normalize=)`` takes, a list of `each` too; two of its columns are a ``window=``.
 
-    *Sends*: 512 KiB a channel to every other rank, twice; with `each`, for each volume.
+    *Sends*: 512 KiB a channel to every other rank, and then as much, at most twice, for each percentile; with `each`,
+    for each volume.
 
     Raises: `FieldError` for percentiles that are none, `foreground` without labels, or where there is no foreground;
     the `ReadError` of a chunk.  Alike on every rank.
