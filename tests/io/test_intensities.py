@@ -144,8 +144,7 @@ def read_ct(images, labels, axes):
     """nnU-Net's CT normalisation: clipped to the foreground's percentiles, then its mean and std; and MRI's."""
     how = {"mesh": world_mesh(**axes), "crop": None}
     stats = volume_statistics(open_volumes(images, labels, **how, orientation="RAS"), foreground=True)
-    window = stats.columns["percentile_0.5"], stats.columns["percentile_99.5"]
-    ct = open_volumes(images, window=window, normalize=stats, **how)
+    ct = open_volumes(images, window=stats, normalize=stats, **how)
     mri = open_volumes(images, normalize=volume_statistics(ct, percentiles=(), each=True), **how)
     mri = pickle.loads(pickle.dumps(mri))
     (batch,) = VolumeLoader(mri, batch_size=2)
@@ -165,6 +164,17 @@ def test_nnunets_normalisations(scans, axes):
             m, s = (np.reshape([f(row.astype("f8")) for row in values[i]], shape) for f in (np.nanmean, np.nanstd))
             box = tuple(slice(-a, -a + n) for a, n in zip(origins[i], values[i].shape[1:], strict=True))
             np.testing.assert_allclose(batch[(i, slice(None), *box)], (values[i] - m) / s, atol=1e-5)
+
+
+def test_windows_of_each_volume_are_monais(scans):
+    transforms = pytest.importorskip("monai.transforms")
+    images, _, values, _ = scans
+    packed = [pair[1] for pair in images]  # no NaN, which MONAI's percentiles would be
+    how = {"mesh": world_mesh(z=1), "crop": None}
+    each = volume_statistics(open_volumes(packed, **how), percentiles=(50, 99, 1), each=True)
+    for i, sample in enumerate(open_volumes(packed, window=each, **how)):
+        want = transforms.ScaleIntensityRangePercentiles(1, 99, 0, 1, clip=True)(values[i][1:].astype("f8"))
+        np.testing.assert_allclose(sample.image.local, want, atol=1e-6)
 
 
 def test_statistics_are_kept_in_files(scans, tmp_path):
@@ -187,6 +197,10 @@ def test_intensities_that_cannot_be(scans):
         open_volumes(images, window=WINDOW, **beyond, **how)
     ds = open_volumes(images, **how)
     stats = volume_statistics(ds, each=True)
+    with pytest.raises(FieldError, match=r"window=.* low < high, or statistics with two percentiles"):
+        open_volumes(images, window=volume_statistics(ds, percentiles=()), **how)
+    with pytest.raises(FieldError, match="window= has 1 statistics for 2 volumes; give one a volume, or one"):
+        open_volumes(images, window=stats[:1], **how)
     with pytest.raises(FieldError, match="normalize= has 1 statistics for 2 volumes; give one a volume, or one"):
         open_volumes(images, normalize=stats[:1], **how)
     with pytest.raises(

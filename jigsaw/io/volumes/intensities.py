@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import FieldError
-from jigsaw.io.series.statistics import Statistics
+from jigsaw.io.series.statistics import PERCENTILE_PREFIX, Statistics
 
 ChannelPair = tuple[NDArray[np.float64], NDArray[np.float64]]
 
@@ -28,10 +28,11 @@ class ImageIntensities:
     @classmethod
     def of(cls, normalize: Any, window: Any, channels: int) -> ImageIntensities:
         """Raises: `FieldError` for what are no (mean, std) and no (low, high)."""
-        ends = None if window is None else _channel_pair(window, channels)
+        ends = None if window is None else _channel_pair(_window_ends(window), channels)
         if window is not None and (ends is None or not (ends[0] < ends[1]).all()):
             raise FieldError(
-                f"window={window!r} must be (low, high), a number each or one for {channels} channels, low < high"
+                f"window={window!r} must be (low, high), a number each or one for {channels} channels, low < high, or "
+                "statistics with two percentiles"
             )
         if normalize is not None:
             mean, std = _given_mean_std(normalize, channels)
@@ -60,12 +61,25 @@ def intensities_of_volumes(normalize: Any, window: Any, channels: int, volumes: 
     """Those of each volume.  Raises: `FieldError` for another number of statistics than volumes."""
     if isinstance(normalize, str | os.PathLike):
         normalize = Statistics.read(normalize)
-    is_each = isinstance(normalize, list) and any(isinstance(one, Statistics) for one in normalize)
-    if not is_each:
-        return (ImageIntensities.of(normalize, window, channels),) * volumes
-    if len(normalize) != volumes:
-        raise FieldError(f"normalize= has {len(normalize)} statistics for {volumes} volumes; give one a volume, or one")
-    return tuple(ImageIntensities.of(one, window, channels) for one in normalize)
+    means, windows = (_one_a_volume(*each, volumes) for each in (("normalize", normalize), ("window", window)))
+    return tuple(ImageIntensities.of(n, w, channels) for n, w in zip(means, windows, strict=True))
+
+
+def _one_a_volume(name: str, given: Any, volumes: int) -> list[Any]:
+    """What is given for all, or a list of statistics, for each volume."""
+    if not isinstance(given, list) or not any(isinstance(one, Statistics) for one in given):
+        return [given] * volumes
+    if len(given) != volumes:
+        raise FieldError(f"{name}= has {len(given)} statistics for {volumes} volumes; give one a volume, or one")
+    return given
+
+
+def _window_ends(given: Any) -> Any:
+    """What is given; of statistics the lowest and the highest percentile that they have."""
+    if not isinstance(given, Statistics):
+        return given
+    numbers = sorted(float(n.removeprefix(PERCENTILE_PREFIX)) for n in given.columns if n.startswith(PERCENTILE_PREFIX))
+    return [given.columns[f"{PERCENTILE_PREFIX}{q:g}"] for q in (numbers[:1] + numbers[-1:])]
 
 
 def _given_mean_std(given: Any, channels: int) -> ChannelPair:

@@ -54,7 +54,7 @@ def open_volumes(
     boundary: Mapping[str, BoundaryRule] | None = None,
     split: SplitRule | Mapping[str, SplitRule] = "balanced",
     align: int | Mapping[str, int] = 1,
-    window: tuple[Any, Any] | None = None,
+    window: tuple[Any, Any] | Statistics | Sequence[Statistics] | None = None,
     normalize: tuple[Any, Any] | Statistics | Sequence[Statistics] | str | None = None,
     fill: float = 0.0,
     label_fill: int = 0,
@@ -96,7 +96,7 @@ def open_volumes(
       it ends with the crop;
     - `window`: (low, high) of the stored values, a number each or one a channel: what is below or above becomes low or
       high, after `spacing` and before `augment`; without `normalize` low is 0 then and high 1, as in MONAI's
-      ``ScaleIntensityRange(clip=True)``;
+      ``ScaleIntensityRange(clip=True)``; of statistics (as for `normalize`) the lowest and the highest percentile;
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read; or what
       `jigsaw.io.volume_statistics` gives, the path of a file of it, or a list with those of each volume;
     - `label_map`: which stored label becomes which, like ``{2: 1, 3: 1}``, before `foreground` looks for classes; the

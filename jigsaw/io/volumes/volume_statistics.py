@@ -61,7 +61,7 @@ def volume_statistics(
       without a label map are left out;
     - `each`: a list with the statistics of each volume.
 
-    The result is what ``open_volumes(normalize=)`` takes, a list of `each` too; two of its columns are a ``window=``.
+    The result is what ``open_volumes(window=, normalize=)`` take, a list of `each` too.
 
     *Sends*: 512 KiB a channel to every other rank, and then as much, at most twice, for each percentile; with `each`,
     for each volume.
@@ -71,8 +71,9 @@ def volume_statistics(
 
     >>> how = {"mesh": jigsaw.init_mesh(depth=1), "crop": (8, 8, 8)}
     >>> stats = jigsaw.io.volume_statistics(jigsaw.io.open_volumes(["scan.zarr"], **how))
-    >>> window = stats.columns["percentile_0.5"], stats.columns["percentile_99.5"]
-    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], window=window, normalize=stats, **how)
+    >>> sorted(stats.columns)
+    ['count', 'max', 'mean', 'min', 'missing', 'percentile_0.5', 'percentile_99.5', 'std']
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], window=stats, normalize=stats, **how)
     """
     if not isinstance(volumes, Volumes):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
         raise FieldError(f"volume_statistics takes what open_volumes gives, not {type(volumes).__name__}")
