@@ -170,11 +170,13 @@ def test_each_rank_reads_the_stored_rows_that_its_own_lie_between(scans):
     assert [b - a for a, b in crop.plan(0)[0].request.layout.cuts[3].held] == [9]  # four steps of two rows, and one row
 
 
-def test_what_is_there_already_stays(scans):
+def test_what_is_there_already_stays(scans, tmp_path):
     same = open_volumes(scans[0], mesh={}, crop=(4, 4, 4), spacing=(3.0004, 0.9, 0.7))
     assert same.images[0].respacing is None
     assert same.images[0].shape == (10, 17, 23)
     assert same.images[1].shape != same.images[1].stored_shape
+    metres = write(tmp_path / "metres.zarr", image((8, 8, 8)), affine=np.diag([1e-3, 1e-3, 1e-3, 1]))
+    assert open_volumes([metres], mesh={}, crop=(4, 4, 4), spacing=5e-4).images[0].shape == (15, 15, 15)
     one = open_volumes(scans[0], mesh={}, crop=(4, 4, 4), spacing=np.float32(2))
     np.testing.assert_allclose(one.images[0].spacing, (2, 2, 2), rtol=1e-6)
 

@@ -25,7 +25,9 @@ from jigsaw.io.volumes.intensities import ImageIntensities
 _SAME_ROW = 1e-5
 """Rows that lie closer are one: a header's float32 makes 0.9 mm 0.89999998, and no row is read for that."""
 _ALIKE = 1e-3
-"""Distances that differ by less stay as they are stored, as in MONAI; axes closer to a right angle are not sheared."""
+"""Distances that differ by less stay as they are stored, as in MONAI; those below 1 by less of themselves, for files in
+metres have small ones.  Axes closer to a right angle are not sheared.
+"""
 
 
 def checked_spacing(spacing: Any, dims: Sequence[str]) -> tuple[float, ...] | None:
@@ -72,7 +74,10 @@ class GridRespacing:
                 f"{url} is sheared: its axes {dims[one]} and {dims[other]} are {apart:.3g} degrees off a right angle, "
                 "and spacing= resamples along each axis by itself; resample it beforehand, or leave spacing= out"
             )
-        steps = [1.0 if abs(want - has) <= _ALIKE else want / has for want, has in zip(asked, have, strict=True)]
+        steps = [
+            1.0 if abs(want - has) <= _ALIKE * min(1, has) else want / has
+            for want, has in zip(asked, have, strict=True)
+        ]
         sizes = [round((n - 1) / step + 1) for n, step in zip(stored, steps, strict=True)]
         return None if all(step == 1 for step in steps) else cls(stored, tuple(sizes), tuple(map(float, steps)))
 
