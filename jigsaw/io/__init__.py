@@ -38,6 +38,7 @@ from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.scan_folders import FoundScans, find_scans
 from jigsaw.io.volumes.volume_dataset import Volumes, VolumeSample
 from jigsaw.io.volumes.volume_loader import VolumeBatch, VolumeLoader
+from jigsaw.io.volumes.volume_statistics import volume_statistics
 from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.io.writing.write import Writer, completeness, write
 from jigsaw.regrid.regridder import Regridder, regrid
@@ -96,6 +97,7 @@ __all__ = [
     "split",
     "statistics",
     "verify",
+    "volume_statistics",
     "write",
     "write_volume",
 ]

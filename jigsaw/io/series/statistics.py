@@ -30,6 +30,12 @@ StatisticsPath = str | os.PathLike[str]
 
 VALUE_STATISTICS = ("count", "missing", "mean", "std", "min", "max")
 ALL_STATISTICS = (*VALUE_STATISTICS, *(f"diff_{name}" for name in VALUE_STATISTICS))
+PERCENTILE_PREFIX = "percentile_"
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a column of this name is a statistic."""
+    return name in ALL_STATISTICS or name.startswith(PERCENTILE_PREFIX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +43,8 @@ class Statistics(Mapping[str, dict[str, float]]):
     """Statistics of channels: ``stats["t2m"]["mean"]``, or ``stats.columns["mean"]`` for all of them, [C] float64.
 
     The statistics are ``count, missing, mean, std, min, max`` of the values, and ``diff_count`` … ``diff_max`` of the
-    differences between consecutive steps, in the units of the fields; a file of another origin has some of them.
+    differences between consecutive steps, in the units of the fields; a file of another origin has some of them, and
+    those of volumes have ``percentile_0.5`` … instead of differences.
     `fields` is empty where the file has no names.  `attrs` say what they were taken of.
 
     >>> data = jigsaw.io.open("globe.zarr", mesh=jigsaw.init_mesh(lat=1), fields=["t2m"])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, writing_to
 from jigsaw.io.drafts import draft_of
 from jigsaw.io.packages import why_not_imported
-from jigsaw.io.series.statistics import ALL_STATISTICS, ChannelValues, Statistics
+from jigsaw.io.series.statistics import ALL_STATISTICS, ChannelValues, Statistics, is_statistic
 
 FieldNames = tuple[str, ...]
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def _read_nc(path: Path) -> Statistics:
         attrs = {name: file.getncattr(name) for name in file.ncattrs()}
         _check_format(path, attrs.pop("format", None))
         fields = tuple(str(name) for name in file.variables["channel"][...])
-        there = {n: file.variables[n][...] for n in ALL_STATISTICS if n in file.variables}
+        there = {n: file.variables[n][...] for n in file.variables if is_statistic(n)}
         values = {n: np.ma.getdata(found).astype(np.float64) for n, found in there.items()}
     return Statistics(fields, values, attrs, f"statistics {path}")
 
@@ -176,7 +176,7 @@ def _read_npz(path: Path) -> Statistics:
     with np.load(path, allow_pickle=False) as file:
         attrs = json.loads(str(file["attrs"])) if "attrs" in file else {}
         _check_format(path, attrs.pop("format", None))
-        values = {n: file[n] for n in ALL_STATISTICS if n in file}
+        values = {n: file[n] for n in file if is_statistic(n)}
         return Statistics(tuple(map(str, file["channel"])), values, attrs, f"statistics {path}")
 
 
@@ -184,7 +184,7 @@ def _read_json(path: Path) -> Statistics:
     found = json.loads(path.read_text())
     _check_format(path, found.get("format") if isinstance(found, dict) else None)
     channels: list[dict[str, Any]] = found["channels"]
-    names = [n for n in ALL_STATISTICS if any(n in c for c in channels)]
+    names = [n for n in dict.fromkeys(n for c in channels for n in c) if is_statistic(n)]
     values = {n: np.array([math.nan if c[n] is None else c[n] for c in channels], dtype=np.float64) for n in names}
     return Statistics(tuple(str(c["name"]) for c in channels), values, found["attrs"], f"statistics {path}")
 

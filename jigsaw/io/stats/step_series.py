@@ -36,6 +36,11 @@ class StepSeries:
 
         Raises: `FieldError` for a dataset of windows, `GridError` for area weights without latitudes.
         """
+        if not isinstance(dataset, Dataset):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
+            raise FieldError(
+                f"statistics takes what jigsaw.io.open gives, not {type(dataset).__name__}; of volumes "
+                "jigsaw.io.volume_statistics makes them"
+            )
         if len(dataset.inputs) != 1 or dataset.targets:
             raise FieldError(
                 f"statistics read each step once, but the dataset has inputs={list(dataset.inputs)} and "

@@ -30,6 +30,10 @@ class AugmentedCrop:
         """The steps that label maps follow."""
         return replace(self, steps=tuple(step for step in self.steps if step.moves_labels))
 
+    def after(self, step: VoxelStep) -> AugmentedCrop:
+        """The same after another step."""
+        return replace(self, steps=(step, *self.steps))
+
     def stages(self, layout: Layout) -> list[list[Cut]]:
         """What is held along each dim before each step, and after the last, in rows of the window."""
         cuts = [

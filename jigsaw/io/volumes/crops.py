@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
+from jigsaw.io.volumes.respacing import GridRespacing
 
 _WORD_VALUES = 1 << 64
 
@@ -41,10 +42,18 @@ class RandomDraws:
 
 
 def crop_origin(
-    shape: Sequence[int], crop: Sequence[int], draws: RandomDraws, how: Foreground | None, found: FoundVoxels | None
+    shape: Sequence[int],
+    crop: Sequence[int],
+    draws: RandomDraws,
+    how: Foreground | None,
+    found: FoundVoxels | None,
+    respacing: GridRespacing | None = None,
 ) -> tuple[int, ...]:
     """The first row of a crop along each dim; below 0 where the volume is smaller, which then lies in its middle."""
-    centre = None if how is None or found is None else _foreground_centre(shape, draws, how, found)
+    stored = respacing.stored if respacing else shape  # where foreground was found
+    centre = None if how is None or found is None else _foreground_centre(stored, draws, how, found)
+    if centre and respacing:
+        centre = respacing.nearest_voxel(centre)
     if centre is None:
         firsts = [draws.below(max(n - rows, 0) + 1) for n, rows in zip(shape, crop, strict=True)]
     else:

@@ -26,6 +26,7 @@ from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.drafts import draft_of
 from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
+from jigsaw.io.volumes.array_volumes import values_of_array
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.volume import StoredVolume, VolumeArray
 from jigsaw.layout import Layout
@@ -221,10 +222,7 @@ def _search_chunk(
         table.loader.fill(room, index)
     box = table.grid.box_of(index)
     values = table.loader.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
-    if table.masks or (table.scale, table.offset) != (1.0, 0.0):
-        missing = np.isin(values, table.masks)
-        values = values * np.float64(table.scale) + table.offset
-        values[missing] = np.nan
+    values = stored.unpacked(values)
     if values.dtype.kind == "f":
         warn_of_rounding(values, f"{table.name!r} of {volume.url}")
         values = np.rint(values)
@@ -233,11 +231,9 @@ def _search_chunk(
         (n - b, n - a) if d in stored.flip else (a, b)
         for d, (n, (a, b)) in enumerate(zip(table.shape, box, strict=True))
     )
-    values = np.flip(values, stored.flip)
+    values = stored.in_order(values, volume.dims)[..., 0]
     order = [stored.roles.index(d) for d in volume.dims]
-    rest = [d for d in range(table.grid.ndim) if d not in order]
-    values = values.transpose(*order, *rest).reshape([values.shape[d] for d in order])
-    return _search_values(values, [box[d][0] for d in order], volume.shape, asked.how, so_far)
+    return _search_values(values, [box[d][0] for d in order], volume.stored_shape, asked.how, so_far)
 
 
 def _search_values(
@@ -306,6 +302,8 @@ def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> Path:
     for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
         if (now := size_and_change(path)) is not None:  # not in a far store
             digest.update(f"{path} {now}".encode())
+    for values in filter(lambda each: each is not None, map(values_of_array, volume.given)):
+        digest.update(np.ascontiguousarray(values).tobytes())
     assert how.cache is not None
     return Path(how.cache) / f"foreground-{digest.hexdigest()}.npz"
 

@@ -18,11 +18,15 @@ from jigsaw.io.chunks.dtypes import checked_dtype
 from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
+from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.times import is_whole_number
+from jigsaw.io.volumes.array_volumes import checked_dims
 from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
+from jigsaw.io.volumes.intensities import intensities_of_volumes
 from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
+from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
 from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
 from jigsaw.layout import DimSpec
@@ -32,7 +36,7 @@ _LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
 _VOLUME_MODES = ("auto", "cooperative", "independent")
 
 GivenVolume = Any
-"""One image or label map: a path, URL or opened store; a list of them for channels in files of their own."""
+"""One image or label map: a path, URL, opened store or array; a list of them for channels in files of their own."""
 
 
 def open_volumes(
@@ -43,13 +47,15 @@ def open_volumes(
     crop: Sequence[int] | None,
     crops: int = 1,
     orientation: str | None = None,
+    spacing: float | Sequence[float] | None = None,
     foreground: Foreground | None = None,
     spec: Mapping[str, DimSpec] | None = None,
     halo: HaloWidth | Mapping[str, HaloWidth] | None = None,
     boundary: Mapping[str, BoundaryRule] | None = None,
     split: SplitRule | Mapping[str, SplitRule] = "balanced",
     align: int | Mapping[str, int] = 1,
-    normalize: tuple[Any, Any] | None = None,
+    window: tuple[Any, Any] | Statistics | Sequence[Statistics] | None = None,
+    normalize: tuple[Any, Any] | Statistics | Sequence[Statistics] | str | None = None,
     fill: float = 0.0,
     label_fill: int = 0,
     label_map: Mapping[int, int] | None = None,
@@ -58,6 +64,7 @@ def open_volumes(
     label_dtype: str | torch.dtype = "int64",
     image_array: str | None = None,
     label_array: str | None = None,
+    dims: Sequence[str] | None = None,
     level: int = 0,
     seed: int = 0,
     mode: str = "auto",
@@ -67,7 +74,8 @@ def open_volumes(
     A sample is an image tile [C, \*crop] and, with labels, the label tile [C, \*crop] of the same box; space is
     ``z, y, x`` (or ``y, x``) in whatever order it is stored.  A dim beyond space holds the channels.
 
-    - `images`, `labels`: a path or URL each, or an opened store; a list of them where channels have files of their own;
+    - `images`, `labels`: a path or URL each, an opened store, or an array or tensor [z, y, x], [C, z, y, x] or [y, x],
+      which every rank has then; a list of them where channels have files of their own;
       None among `labels` for an image that has none, whose labels are `label_fill` everywhere;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side; None
@@ -76,19 +84,29 @@ def open_volumes(
     - `orientation`: towards which end of the world x, y and z run, like ``"RAS"``: axes are permuted and flipped while
       they are read, each volume by its own affine (a label map without one as its image), as MONAI's ``Orientation``
       and, for RAS, nibabel's ``as_closest_canonical`` do; by default they stay as stored;
-    - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`); without it every place is alike;
+    - `spacing`: the distance of voxels along z, y, x, or one for all, in the unit of the files (mm in most): each rank
+      reads the stored rows that its own lie between, after `orientation`, and interpolates images linearly, labels to
+      the nearest, on the grid of MONAI's ``Spacing``; `crop` counts voxels of that grid;
+    - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`), of the stored label maps; without it
+      every place is alike;
     - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels have no halo;
     - `boundary`: what the halo holds beyond the ends of a crop, by dim: with ``"reflect"``, ``"replicate"`` or
       ``("fill", number)`` the volume's own rows, and beyond the volume what the rule says (see
       `jigsaw.io.series.boundary`), but for `fill` where the volume is smaller than the crop; by default, ``"clip"``,
       it ends with the crop;
-    - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read;
+    - `window`: (low, high) of the stored values, a number each or one a channel: what is below or above becomes low or
+      high, after `spacing` and before `augment`; without `normalize` low is 0 then and high 1, as in MONAI's
+      ``ScaleIntensityRange(clip=True)``; of statistics (as for `normalize`) the lowest and the highest percentile;
+    - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read; or what
+      `jigsaw.io.volume_statistics` gives, the path of a file of it, or a list with those of each volume;
     - `label_map`: which stored label becomes which, like ``{2: 1, 3: 1}``, before `foreground` looks for classes; the
       others stay;
     - `augment`: what is done to each sample as it is read, drawn from (seed, epoch, sample), alike on every mesh: a
       list of steps (see `jigsaw.io.augment`), then functions of (tile, generator); not to ``whole(i)``;
     - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
     - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
+    - `dims`: the names of the stored dims, ``channel``, ``z``, ``y`` and ``x`` in their order, where files (plain HDF5)
+      do not name them, or an array has another order; a label map may lack the channels;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
     - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
 
@@ -103,8 +121,9 @@ def open_volumes(
     >>> len(volumes), sample.image.shape, sample.label.dtype
     (4, torch.Size([1, 16, 16, 16]), torch.int64)
     """
-    pictures = _given_volumes("images", images, image_array, level)
-    maps = () if labels is None else _given_labels(labels, label_array, level)
+    named = checked_dims(dims)
+    pictures = _given_volumes("images", images, image_array, level, named)
+    maps = () if labels is None else _given_labels(labels, label_array, level, named)
     if labels is not None and len(pictures) != len(maps):
         raise FieldError(
             f"{len(pictures)} images and {len(maps)} labels: each image needs its label map, or None in its place"
@@ -112,6 +131,7 @@ def open_volumes(
     pictures, maps = _turn_volumes(pictures, maps, checked_orientation(orientation))
     _check_volumes_match(pictures, maps)
     _warn_of_orientations(pictures)
+    pictures, maps = _respace_volumes(pictures, maps, checked_spacing(spacing, pictures[0].dims))
     if foreground is not None and not maps:
         raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
     if not is_whole_number(crops) or crops < 1:
@@ -124,7 +144,6 @@ def open_volumes(
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, pictures[0].dims)
-    scale, offset = _image_scales(normalize, pictures[0].channels)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
     filled = _label_fill(label_fill, label_type)
     renamed = RenamedLabels.of(label_map, label_type, filled)
@@ -137,8 +156,7 @@ def open_volumes(
         crops=crops,
         foreground=foreground,
         found=(),
-        scale=scale,
-        offset=offset,
+        intensities=intensities_of_volumes(normalize, window, pictures[0].channels, len(pictures)),
         dtype=checked_dtype("dtype", dtype),
         label_dtype=label_type,
         fill=_image_fill(fill),
@@ -150,6 +168,7 @@ def open_volumes(
         seed=seed,
     )
     _check_augment_fits(made)
+    _check_nothing_beyond(made)
     for index in range(0, len(made), crops):
         made.plans_of(
             made.crop(index), made.frame_of([index])
@@ -158,15 +177,32 @@ def open_volumes(
 
 
 def _check_augment_fits(made: Volumes) -> None:
-    """Raises: `GridError` where a step does not fit the samples, or where rows beyond a crop are asked for."""
+    """Raises: `GridError` where a step does not fit the samples."""
     for step in made.augment.steps:
         for volume in range(len(made.images)):
             step.check_fits(made.sample_grid(volume))
-        if any(rule.is_beyond for rule in made.frame.boundary):
+
+
+def _check_nothing_beyond(made: Volumes) -> None:
+    """Raises: `GridError` where rows beyond a crop are asked for, and crops are no boxes of the stored scan, or where
+    those rows would be clipped.
+    """
+    for dim, rule in zip(made.frame.dims, made.frame.boundary, strict=True):
+        if rule.rule == "fill" and not all(each.holds(rule.value) for each in made.intensities):
+            low, high = made.intensities[0].low[0], made.intensities[0].high[0]
             raise GridError(
-                f"augment=: {step} with boundary=, whose rows beyond a crop are those of the scan as it is stored; "
-                "leave boundary= out and give a larger crop"
+                f"boundary={{{dim!r}: ...}} fills with {rule.value:g}, which window= would clip to {low:g}..{high:g}; "
+                "fill with a number of this range"
             )
+    if not any(rule.is_beyond for rule in made.frame.boundary):
+        return
+    moved = [f"augment=: {step}" for step in made.augment.steps]
+    moved += ["spacing="] * any(image.respacing for image in made.images)
+    if moved:
+        raise GridError(
+            f"{moved[0]} with boundary=, whose rows beyond a crop are those of the scan as it is stored; "
+            "leave boundary= out and give a larger crop"
+        )
 
 
 def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *how: Any) -> SampleSpace:
@@ -189,22 +225,24 @@ def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:
     return frame
 
 
-def _given_volumes(name: str, given: Sequence[GivenVolume], array: str | None, level: int) -> tuple[StoredVolume, ...]:
+def _given_volumes(
+    name: str, given: Sequence[GivenVolume], array: str | None, level: int, dims: tuple[str, ...] | None
+) -> tuple[StoredVolume, ...]:
     if isinstance(given, str | os.PathLike) or not len(given):
         raise FieldError(f"{name}={given!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))")
     stores = (tuple(each) if isinstance(each, list | tuple) else (each,) for each in given)
-    return tuple(StoredVolume(each, array, level) for each in stores)
+    return tuple(StoredVolume(each, array, level, given_dims=dims) for each in stores)
 
 
 def _given_labels(
-    given: Sequence[GivenVolume | None], array: str | None, level: int
+    given: Sequence[GivenVolume | None], array: str | None, level: int, dims: tuple[str, ...] | None
 ) -> tuple[StoredVolume | None, ...]:
     if isinstance(given, str | os.PathLike) or not any(each is None for each in given):
-        return _given_volumes("labels", given, array, level)
+        return _given_volumes("labels", given, array, level, dims)
     there = [each for each in given if each is not None]
     if not there:
         raise FieldError(f"labels={given!r} names no label map; give labels=None where no image has one")
-    found = iter(_given_volumes("labels", there, array, level))
+    found = iter(_given_volumes("labels", there, array, level, dims))
     return tuple(None if each is None else next(found) for each in given)
 
 
@@ -223,12 +261,32 @@ def _turn_volumes(
 
 
 def _turn_of(image: StoredVolume, codes: str) -> AxisTurn:
+    _check_has_affine(image, f"orientation={codes!r}", "orientation=")
+    return AxisTurn.of(image.affine, codes)
+
+
+def _respace_volumes(
+    images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], spacing: tuple[float, ...] | None
+) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
+    """Images with voxels at these distances, and label maps on the grids of their images."""
+    if spacing is None:
+        return tuple(images), tuple(labels)
+    for image in images:
+        _check_has_affine(image, f"spacing={spacing}", "spacing=")
+    grids = [GridRespacing.of(i.url, i.affine, i.dims, i.stored_shape, spacing) for i in images]
+    return (
+        tuple(image.respaced(grid) for image, grid in zip(images, grids, strict=True)),
+        tuple(label and label.respaced(grid) for label, grid in zip(labels, grids, strict=False)),
+    )
+
+
+def _check_has_affine(image: StoredVolume, asked: str, argument: str) -> None:
+    """Raises: `GridError` for an image of which nobody knows where it lies in the world."""
     if not image.affines:
         raise GridError(
-            f"orientation={codes!r}: {image.url} has no affine, so nobody knows how it lies; write one into its "
-            "attribute 'affine' (4 x 4, from x, y, z to the world), or leave orientation= out"
+            f"{asked}: {image.url} has no affine, so nobody knows how it lies; write one into its "
+            f"attribute 'affine' (4 x 4, from x, y, z to the world), or leave {argument} out"
         )
-    return AxisTurn.of(image.affine, codes)
 
 
 def _warn_of_orientations(images: Sequence[StoredVolume]) -> None:
@@ -276,20 +334,6 @@ def _crop_sizes(crop: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
     if not isinstance(crop, Sequence) or len(crop) != len(dims) or not all(is_whole_number(n) and n >= 1 for n in crop):
         raise GridError(f"crop={crop!r} must be {len(dims)} whole numbers >= 1, of the dims {', '.join(dims)}")
     return {d: int(n) for d, n in zip(dims, crop, strict=True)}
-
-
-def _image_scales(normalize: tuple[Any, Any] | None, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    if normalize is None:
-        return (1.0,) * channels, (0.0,) * channels
-    try:
-        mean, std = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in normalize)
-    except (TypeError, ValueError) as e:  # no pair, no numbers, or not one for each channel
-        raise FieldError(
-            f"normalize={normalize!r} must be (mean, std), a number each or one for {channels} channels"
-        ) from e
-    if not (np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()):
-        raise FieldError(f"normalize={normalize!r}: means must be finite and standard deviations above 0")
-    return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
 
 
 def _image_fill(fill: Any) -> float:

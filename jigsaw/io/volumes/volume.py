@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,10 +14,13 @@ from jigsaw.cut import Interval
 from jigsaw.errors import GridError, MissingArrayError, MissingLevelError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.formats.ome import is_multiscale_group, multiscale_level
+from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
+from jigsaw.io.volumes.array_volumes import store_of_array, values_of_array, with_given_dims
 from jigsaw.io.volumes.orientation import AxisTurn
+from jigsaw.io.volumes.respacing import GridRespacing
 from jigsaw.redacted import redacted_text
 
 VOLUME_DIMS = ("z", "y", "x")
@@ -44,6 +47,25 @@ class VolumeArray:
     def size(self, dim: str) -> int:
         return self.table.shape[self.roles.index(dim)]
 
+    def chunk_rows(self, dim: str) -> int:
+        """The rows of a chunk along a dim."""
+        return self.table.chunks[self.roles.index(dim)]
+
+    def unpacked(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Stored values as numbers; what is missing is NaN."""
+        table = self.table
+        if table.masks or (table.scale, table.offset) != (1.0, 0.0):
+            missing = np.isin(values, table.masks)
+            values = values * np.float64(table.scale) + table.offset
+            values[missing] = np.nan
+        return values
+
+    def in_order(self, values: NDArray[Any], dims: Sequence[str]) -> NDArray[Any]:
+        r"""The values of a stored box, turned, as [\*dims, channels]."""
+        order = [self.roles.index(d) for d in dims]
+        rest = [d for d in range(values.ndim) if d not in order]
+        return np.flip(values, self.flip).transpose(*order, *rest).reshape([*(values.shape[d] for d in order), -1])
+
     def part(self, name: str, window: Mapping[str, Interval], channel: int, space: Sequence[str]) -> ReadPart:
         """What is read of it for a window, from and to which row; its channels become those from `channel` on."""
         channels: IndexPicks = tuple((c, channel + c) for c in range(self.channels))
@@ -61,27 +83,37 @@ class VolumeArray:
 class StoredVolume:
     r"""An image [C, \*space] in the order ``z, y, x`` (or ``y, x``), whatever the order in which it is stored.
 
-    `given` are its stores, whose channels follow each other, `turn` what its stored axes become.  It pickles as those,
-    and is opened when it is asked for.
+    `given` are its stores, whose channels follow each other, `given_dims` the names of their dims where the user gives
+    those, `turn` what its stored axes become, `respacing` how far apart its voxels are then.  It pickles as those, and
+    is opened when it is asked for.
     """
 
     given: tuple[Any, ...]
     array: str | None = None
     level: int = 0
     turn: AxisTurn | None = None
+    respacing: GridRespacing | None = None
+    given_dims: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
-        return f"Volume({redacted_text(repr(self.given))}, array={self.array!r}, level={self.level})"
+        given = [each if values_of_array(each) is None else type(each).__name__ for each in self.given]
+        return f"Volume({redacted_text(repr(tuple(given)))}, array={self.array!r}, level={self.level})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.given, "array": self.array, "level": self.level, "turn": self.turn}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def turned(self, turn: AxisTurn) -> StoredVolume:
         """The same stores, with their axes turned.  Raises: `GridError` for a plane that would be none of y and x."""
         turn.check_dims(self.url, self.stored[0].roles)
-        made = replace(self, turn=turn)
-        vars(made)["_stores"] = self._stores  # opened already
-        return made
+        return self._opened_as(replace(self, turn=turn))
+
+    def respaced(self, respacing: GridRespacing | None) -> StoredVolume:
+        """The same stores, on another grid."""
+        return self._opened_as(replace(self, respacing=respacing))
+
+    def _opened_as(self, other: StoredVolume) -> StoredVolume:
+        vars(other)["_stores"] = self._stores
+        return other
 
     @property
     def url(self) -> str:
@@ -90,7 +122,7 @@ class StoredVolume:
 
     @cached_property
     def _stores(self) -> tuple[ArrayStore, ...]:
-        return tuple(_open_level(given, self.level) for given in self.given)
+        return tuple(_open_level(given, self.level, self.given_dims) for given in self.given)
 
     @cached_property
     def stored(self) -> tuple[VolumeArray, ...]:
@@ -109,6 +141,11 @@ class StoredVolume:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        return self.respacing.sizes if self.respacing else self.stored_shape
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The rows along its dims before they are resampled."""
         return tuple(self.stored[0].size(d) for d in self.dims)
 
     @property
@@ -121,7 +158,7 @@ class StoredVolume:
         return {_plan_name(i, s): s.table for i, s in enumerate(self.stored)}
 
     def parts(self, window: Sequence[Interval]) -> tuple[ReadPart, ...]:
-        """What a window, from and to which row along each dim, takes of each array."""
+        """What a window, from and to which stored row along each dim, takes of each array."""
         at, channel = dict(zip(self.dims, window, strict=True)), 0
         found: list[ReadPart] = []
         for i, stored in enumerate(self.stored):
@@ -129,11 +166,24 @@ class StoredVolume:
             channel += stored.channels
         return tuple(found)
 
+    def read_window(self, window: Sequence[Interval]) -> NDArray[Any]:
+        r"""The values [C, \*space] of stored rows, read by this rank alone."""
+        at, found = dict(zip(self.dims, window, strict=True)), list[NDArray[Any]]()
+        for stored in self.stored:
+            rows = [at.get(role, (0, n)) for role, n in zip(stored.roles, stored.table.shape, strict=True)]
+            box = tuple(
+                (n - b, n - a) if d in stored.flip else (a, b)
+                for d, ((a, b), n) in enumerate(zip(rows, stored.table.shape, strict=True))
+            )
+            values = stored.unpacked(read_table_box(stored.table, box))
+            found.append(np.moveaxis(stored.in_order(values, self.dims), -1, 0))
+        return np.concatenate(found)
+
     # -- the world ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:
-        """The name and affine of each of its stores that has an affine."""
+        """The name and affine of each of its stores that has an affine, before they are resampled."""
         given = [(st.url, affine_of_array(st, s.table), s) for st, s in zip(self._stores, self.stored, strict=True)]
         return tuple((url, self._turned_affine(affine, s)) for url, affine, s in given if affine is not None)
 
@@ -146,7 +196,8 @@ class StoredVolume:
     @property
     def affine(self) -> AffineMatrix:
         """From voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; the identity where it is unknown."""
-        return self.affines[0][1] if self.affines else np.eye(4)
+        stored = self.affines[0][1] if self.affines else np.eye(4)
+        return self.respacing.respaced_affine(stored, self.dims) if self.respacing else stored
 
     @property
     def spacing(self) -> tuple[float, ...]:
@@ -171,13 +222,14 @@ def _plan_name(number: int, stored: VolumeArray) -> str:
     return f"{number}:{stored.table.name}" if number else stored.table.name
 
 
-def _open_level(given: Any, level: int) -> ArrayStore:
-    store = open_store(given)
+def _open_level(given: Any, level: int, dims: tuple[str, ...] | None) -> ArrayStore:
+    values = values_of_array(given)
+    store = open_store(given) if values is None else store_of_array(values, dims)
     if is_multiscale_group(store.attrs):
         return multiscale_level(store, level)
     if level:
         raise MissingLevelError(f"level={level}: {store.url} is no OME-Zarr image, so it has level 0 alone")
-    return store
+    return with_given_dims(store, dims)
 
 
 def _turn_array(found: VolumeArray, turn: AxisTurn | None) -> VolumeArray:
@@ -196,7 +248,7 @@ def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:
         shown = ", ".join(f"{name} {store.arrays[name].dims}" for name in sorted(fitting or store.arrays))
         raise MissingArrayError(
             f"{store.url} has {len(fitting)} arrays with dims z, y, x (or y, x), not one: {shown or 'no arrays'}; "
-            "name it by image_array= or label_array=, or name its dims"
+            "name it by image_array= or label_array=, or name its dims by dims="
         )
     name = array or fitting[0]
     table = store.arrays[name]

@@ -27,7 +27,9 @@ from jigsaw.io.volumes.augment import AskedAugmentations, SampleGrid
 from jigsaw.io.volumes.augmented_crop import AugmentedCrop
 from jigsaw.io.volumes.crops import RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
+from jigsaw.io.volumes.intensities import ImageIntensities
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
+from jigsaw.io.volumes.respacing import RespaceStep
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
@@ -66,10 +68,16 @@ class VolumeCrop:
     origin: tuple[int, ...]
     augmented: AugmentedCrop | None = field(default=None, repr=False)
 
-    def chain(self, is_label: bool) -> AugmentedCrop | None:
-        """What is done to its image or to its label map; None where that is nothing."""
-        found = self.augmented.of_labels() if self.augmented and is_label else self.augmented
-        return found if found and found.steps else None
+    def chain(
+        self, volume: StoredVolume, is_label: bool, fill: float = 0, intensities: ImageIntensities | None = None
+    ) -> AugmentedCrop | None:
+        """What the stored voxels of its image or label map go through; None where that is nothing."""
+        found = self.augmented or AugmentedCrop((), (0,) * len(self.origin), volume.shape)
+        found = found.of_labels() if is_label else found
+        if volume.respacing:
+            offset = tuple(first + at for first, at in zip(found.first, self.origin, strict=True))
+            found = found.after(RespaceStep(volume.respacing, offset, is_label, fill, intensities))
+        return found if found.steps else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +108,7 @@ class Volumes(MeshSamples):
     crops: int
     foreground: Foreground | None
     found: tuple[FoundVoxels, ...]
-    scale: tuple[float, ...]
-    offset: tuple[float, ...]
+    intensities: tuple[ImageIntensities, ...]
     dtype: torch.dtype
     label_dtype: torch.dtype
     fill: float
@@ -164,8 +171,8 @@ class Volumes(MeshSamples):
         volume = index // self.crops
         draws = RandomDraws(self.seed, self.epoch, index)
         found = self.found[volume] if self.found else None
-        shape = self.images[volume].shape
-        origin = crop_origin(shape, frame.sizes, draws, self.foreground, found)
+        image = self.images[volume]
+        origin = crop_origin(image.shape, frame.sizes, draws, self.foreground, found, image.respacing)
         return VolumeCrop(volume, origin, self._augmented(index, volume, origin, frame))
 
     def sample_grid(self, volume: int) -> SampleGrid:
@@ -197,7 +204,8 @@ class Volumes(MeshSamples):
 
     def plans_of(self, crop: VolumeCrop, frame: SampleSpace) -> tuple[ReadPlan, ...]:
         image = self.images[crop.volume]
-        how: dict[str, Any] = {"scale": self.scale, "offset": self.offset, "boundary": frame.boundary}
+        values = self.intensities[crop.volume]
+        how: dict[str, Any] = {"scale": values.scale, "offset": values.offset, "boundary": frame.boundary}
         layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
         plans = [self._plan_volume(image, crop, layout, is_label=False, dtype=numpy_dtype_name(self.dtype), **how)]
         label = self.labels[crop.volume] if self.labels else None
@@ -212,8 +220,8 @@ class Volumes(MeshSamples):
     def _plan_volume(
         self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, is_label: bool, **how: Any
     ) -> ReadPlan:
-        if chain := crop.chain(is_label):
-            window, first = chain.read_layout(layout, crop.origin, volume.shape)
+        if chain := crop.chain(volume, is_label):
+            window, first = chain.read_layout(layout, crop.origin, volume.stored_shape)
         else:
             window, first = _crop_layout(layout, crop.origin, volume.shape)
         rows = [(a, a + cut.size) for a, cut in zip(first, window.cuts[2:], strict=True)]
@@ -236,14 +244,18 @@ class Volumes(MeshSamples):
         blocks = [engine.memory.empty(k.local_shape(here), np.dtype(n)) for k, n in zip(layouts, names, strict=True)]
         kinds = list(zip(blocks, layouts, (self.fill, self.label_fill), strict=True))
         for i, crop in enumerate(crops):
-            plans = self.plans_of(crop, frame)
+            plans, volume = self.plans_of(crop, frame), self.images[crop.volume]
             for is_label, ((block, layout, fill), plan) in enumerate(zip(kinds, plans, strict=False)):  # labels or none
-                if chain := crop.chain(bool(is_label)):
-                    shape, held = self.images[crop.volume].shape, chain.boxes(layout, here)
-                    source = _read_box(engine, plan, chain, held[0], crop.origin, shape, block.dtype, fill)
-                    block[i] = chain.applied(torch.from_numpy(source), held, bool(is_label)).numpy()
+                values = None if is_label else self.intensities[crop.volume]
+                if chain := crop.chain(volume, bool(is_label), fill, values):  # a label map has the grid of its image
+                    source, held = (
+                        VolumeRead(plan, crop.origin, fill, None if volume.respacing else values),
+                        chain.boxes(layout, here),
+                    )
+                    read = source.of_box(engine, chain, held[0], volume.stored_shape, block.dtype)
+                    block[i] = chain.applied(torch.from_numpy(read), held, bool(is_label)).numpy()
                 else:
-                    _read_crop(engine, plan, block[i : i + 1], layout.held(here)[2:], crop.origin, fill)
+                    VolumeRead(plan, crop.origin, fill, values).into(engine, block[i : i + 1], layout.held(here)[2:])
             if self.labels and self.labels[crop.volume] is None:
                 blocks[1][i] = self.label_fill
         if self.renamed.old:
@@ -338,43 +350,45 @@ def _widen_cut(cut: Cut, low: int, high: int) -> Cut:
     return Cut(high - low, points, cut.axes, tuple((a - low, b - low) for a, b in cut.held), wraps=False)
 
 
-def _read_crop(
-    engine: ReadEngine, plan: ReadPlan, out: NDArray[Any], held: Sequence[Interval], at: Sequence[int], fill: float
-) -> None:
-    """Read a crop into `out` [1, C, \\*held]; what a smaller volume lacks is `fill`."""
-    crop_sizes = [high - low for low, high in held]
-    window = plan.request.layout
-    lows = [max(-first, 0) for first in at]
-    spans = [
-        (max(a, low) - a, min(b, low + cut.size) - a) if cut.wraps else (0, b - a)
-        for (a, b), low, cut in zip(held, lows, window.cuts[2:], strict=True)
-    ]
-    inside = tuple(slice(a, max(a, b)) for a, b in spans)
-    if [(0, n) for n in crop_sizes] != spans:
-        out[...] = fill
-    engine.read(plan, out[(slice(None), slice(None), *inside)])
+@dataclass(frozen=True)
+class VolumeRead:
+    """What a plan reads of a volume for a crop from `origin` on, clipped; `fill` is what the volume lacks."""
 
+    plan: ReadPlan
+    origin: Sequence[int]
+    fill: float
+    intensities: ImageIntensities | None
 
-def _read_box(
-    engine: ReadEngine,
-    plan: ReadPlan,
-    chain: AugmentedCrop,
-    box: Box,
-    origin: Sequence[int],
-    shape: Sequence[int],
-    dtype: np.dtype[Any],
-    fill: float,
-) -> NDArray[Any]:
-    r"""What an augmented crop is made of [C, \*box]: a box of its window; `fill` where that leaves the volume."""
-    channels = plan.request.layout.cuts[1].size
-    out = np.full((channels, *box_shape(box)), fill, dtype)
-    inside: list[slice] = []
-    for (a, b), at, first, n in zip(box, origin, chain.first, shape, strict=True):
-        begin = a + first + at
-        low, high = (min(max(row + first + at, 0), n) for row in (a, b))
-        inside.append(slice(low - begin, high - begin) if low < high else slice(0, 0))
-    engine.read(plan, out[(None, slice(None), *inside)])
-    return out
+    def into(self, engine: ReadEngine, out: NDArray[Any], held: Sequence[Interval]) -> None:
+        r"""Read a crop into `out` [1, C, \*held]."""
+        crop_sizes = [high - low for low, high in held]
+        lows = [max(-first, 0) for first in self.origin]
+        spans = [
+            (max(a, low) - a, min(b, low + cut.size) - a) if cut.wraps else (0, b - a)
+            for (a, b), low, cut in zip(held, lows, self.plan.request.layout.cuts[2:], strict=True)
+        ]
+        if [(0, n) for n in crop_sizes] != spans:
+            out[...] = self.fill
+        self._read(engine, out[(slice(None), slice(None), *(slice(a, max(a, b)) for a, b in spans))])
+
+    def of_box(
+        self, engine: ReadEngine, chain: AugmentedCrop, box: Box, shape: Sequence[int], dtype: np.dtype[Any]
+    ) -> NDArray[Any]:
+        r"""What an augmented crop is made of [C, \*box]: a box of its window."""
+        channels = self.plan.request.layout.cuts[1].size
+        out = np.full((channels, *box_shape(box)), self.fill, dtype)
+        inside: list[slice] = []
+        for (a, b), at, first, n in zip(box, self.origin, chain.first, shape, strict=True):
+            begin = a + first + at
+            low, high = (min(max(row + first + at, 0), n) for row in (a, b))
+            inside.append(slice(low - begin, high - begin) if low < high else slice(0, 0))
+        self._read(engine, out[(None, slice(None), *inside)])
+        return out
+
+    def _read(self, engine: ReadEngine, room: NDArray[Any]) -> None:
+        engine.read(self.plan, room)
+        if self.intensities:
+            self.intensities.clip_values(room[0])
 
 
 def _refuse_array(name: str) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""`jigsaw.io.write_volume`: a tile as a NIfTI file, each rank its own slab of it.
+"""`jigsaw.io.write_volume`: a tile as a NIfTI file, each rank its own slab of it, or as OME-Zarr.
 
 A NIfTI image has x fastest and channels last, so a slab of z is one run of bytes for each channel: a rank writes its
 own at its own place.  A `.nii.gz` is a gzip file of several members, as RFC 1952 (2.2) has it: each rank compresses its
@@ -22,6 +22,7 @@ from torch import Tensor
 from jigsaw.cut import ShardingError
 from jigsaw.errors import GridError, WriteError
 from jigsaw.io.rank_results import results_of_ranks
+from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
@@ -44,24 +45,34 @@ def write_volume(
     affine: AffineMatrix | None = None,
     dtype: str | torch.dtype | None = None,
     mode: str = "w-",
+    levels: int | None = None,
+    coarser: str | None = None,
 ) -> None:
-    r"""Write a tile [z, y, x] or [C, z, y, x] (a batch dim of 1 before it is left out) as ``.nii`` or ``.nii.gz``.
+    r"""Write a tile [z, y, x] or [C, z, y, x] (a batch dim of 1 before it is left out) as ``.nii``, ``.nii.gz`` or
+    ``.ome.zarr``.
 
     - `like`: where it lies in the world: a `VolumeSample` or anything else with an `affine`, or the path of an image,
       in any format that `open_volumes` reads; of a NIfTI file the description is taken, too;
     - `affine`: 4 x 4, from voxels (x, y, z, 1) to the world, in its place; without either it is the identity;
     - `dtype`: of the file; by default the tile's, but bool as uint8, bfloat16 and float16 as float32, and int64, which
       few programs read, as int32;
-    - `mode`: ``"w-"`` makes a new file, ``"w"`` replaces one.
+    - `mode`: ``"w-"`` makes a new file, ``"w"`` replaces one;
+    - `levels`: of OME-Zarr (0.5, on Zarr v3), the volume itself counted; by default until no side is above 256; a level
+      has half the rows of the one before, fewer along dims of long voxels only once the others have become as long;
+    - `coarser`: what a voxel of a coarser level is of those of the level before: their ``"mean"``, by default of
+      floats, or the ``"mode"``, which most have and of several the smallest, by default of integers.
 
-    The file takes its name when it is whole.  Programs that read gzip by members, as zlib, nibabel, ITK and SimpleITK
-    do, read what several ranks have compressed.
+    A NIfTI file takes its name when it is whole; OME-Zarr lists its arrays then.  Programs that read gzip by members,
+    as zlib, nibabel, ITK and SimpleITK do, read what several ranks have compressed.
 
-    *Shapes*: global ``data.shape``; per rank its own tile, then a slab of z of ``ceil(z / P)`` rows.
-    *Sends*: the rows that another rank writes, once; besides, less than a kilobyte a rank.
+    *Shapes*: global ``data.shape``; per rank its own tile, then a slab of z of ``ceil(z / P)`` rows, of OME-Zarr its
+    part of every level.
+    *Sends*: the rows that another rank writes, once; of each coarser level a row a cut.  Besides, less than
+    a kilobyte a rank.
     *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI has not, values that do not fit it, sides
-    above 32767, or a file that is there; `GridError` for an affine that is not 4 x 4; `ShardingError` for other shapes.
-    Alike on every rank, and nothing is left then.
+    above 32767, levels that cannot be, or a file that is there; `GridError` for an affine that is not 4 x 4, or in
+    OME-Zarr one of turned axes; `ShardingError` for other shapes.  Alike on every rank; of a NIfTI file nothing is left
+    then.
 
     >>> mask = jigsaw.shard(torch.ones(4, 6, 5, dtype=torch.uint8), jigsaw.init_mesh(depth=1), ("depth", None, None))
     >>> jigsaw.io.write_volume("mask.nii.gz", mask, affine=np.diag([1.0, 1, 2, 1]))
@@ -69,23 +80,83 @@ def write_volume(
     (2.0, 1.0, 1.0)
     """
     where = Path(path)
-    packed = where.name.endswith(".nii.gz")
-    if not packed and where.suffix != ".nii":
-        raise WriteError(f"{where} must end with .nii or .nii.gz; jigsaw.io.write makes Zarr and NetCDF")
+    packed, is_ome = where.name.endswith(".nii.gz"), where.name.endswith(".ome.zarr")
+    if not packed and not is_ome and where.suffix != ".nii":
+        raise WriteError(f"{where} must end with .nii or .nii.gz, or .ome.zarr; jigsaw.io.write makes Zarr and NetCDF")
     if mode not in ("w-", "w"):
         raise WriteError(f"mode={mode!r} must be 'w-' or 'w'")
-    image = _channels_first(data)
-    mesh, kind = image.mesh, _stored_dtype(image.dtype, dtype)
+    image = _channels_first(data).owned()
+    kind = _stored_dtype(image.dtype, dtype)
+    if is_ome:
+        _write_ome(where, image, kind, like, affine, mode, levels, coarser)
+    elif levels is not None or coarser is not None:
+        raise WriteError(f"levels={levels}, coarser={coarser!r}: {where.name} has one level; write .ome.zarr")
+    else:
+        _write_nifti(where, image, kind, like, affine, mode, packed)
+
+
+def _write_ome(
+    where: Path,
+    image: Tile,
+    kind: np.dtype[Any],
+    like: Any,
+    affine: AffineMatrix | None,
+    mode: str,
+    levels: int | None,
+    coarser: str | None,
+) -> None:
+    how = coarser or ("mean" if image.dtype.is_floating_point else "mode")
+    if how not in COARSER_RULES:
+        raise WriteError(f"coarser={coarser!r} must be 'mean' or 'mode'")
+
+    def begin() -> tuple[list[PyramidLevel], str]:
+        if mode == "w-" and where.exists():
+            raise WriteError(f"{where} is there; mode='w' replaces it")
+        _check_fits(where, image, kind)
+        _, world = _place_in_world(like, affine)
+        return pyramid_levels(image.shape[1:], world, levels), _unit_of(like)
+
+    begun = results_of_ranks(image.mesh, begin, WriteError)
+    if any(other != begun[0] for other in begun):
+        raise WriteError(f"{where}: the ranks give it other affines, levels or units; give all of them the same")
+    # halves have no sums of their own everywhere, and numpy no bfloat16
+    wide = _STORED_AS.get(image.dtype, image.dtype)
+    write_pyramid(where, image if image.dtype == torch.int64 else image.to(wide), kind, *begun[0], how, mode == "w")
+
+
+def _unit_of(like: Any) -> str:
+    """The unit of the world, as OME-NGFF has it: that of the file that is given, else mm."""
+    told = StoredVolume((like,)).stored[0].table.attrs if isinstance(like, str | os.PathLike) else {}
+    unit = str(told.get("space_units") or "mm")
+    return {"m": "meter", "mm": "millimeter", "um": "micrometer"}.get(unit, unit)
+
+
+def _check_fits(where: Path, image: Tile, kind: np.dtype[Any]) -> None:
+    if not _fits(image.owned().local, kind):
+        raise WriteError(f"{where}: values of {image.dtype} do not fit {kind.name}; give a wider dtype=, or round them")
+
+
+def _write_nifti(
+    where: Path,
+    image: Tile,
+    kind: np.dtype[Any],
+    like: Any,
+    affine: AffineMatrix | None,
+    mode: str,
+    packed: bool,
+) -> None:
+    if max(image.shape) > _LONGEST_SIDE:
+        raise WriteError(
+            f"NIfTI-1 has sides of up to {_LONGEST_SIDE}, not {tuple(image.shape)}; write .ome.zarr instead"
+        )
+    mesh = image.mesh
     first = not any(mesh_coordinate(mesh))
     part = where.with_name(f"{where.name}.part")
 
     def begin() -> tuple[bytes, int]:
         if mode == "w-" and where.exists():
             raise WriteError(f"{where} is there; mode='w' replaces it")
-        if not _fits(image.owned().local, kind):
-            raise WriteError(
-                f"{where}: values of {image.dtype} do not fit {kind.name}; give a wider dtype=, or round them"
-            )
+        _check_fits(where, image, kind)
         header = _header_bytes(image.shape, kind, like, affine)
         start = gzip.compress(header, mtime=0) if packed else header
         if first:
@@ -124,8 +195,6 @@ def _channels_first(data: Tile) -> Tile:
             f"write_volume of a tile of shape {tuple(data.shape)}: it must be [z, y, x] or [C, z, y, x]; write the "
             "samples of a batch one by one"
         )
-    if max(found.shape) > _LONGEST_SIDE:
-        raise WriteError(f"NIfTI-1 has sides of up to {_LONGEST_SIDE}, not {tuple(found.shape)}; write Zarr instead")
     return found.detach()
 
 

@@ -1,0 +1,191 @@
+"""OME-Zarr with its levels: each rank makes its own part of every level, of the level before.
+
+The metadata are those of OME-NGFF 0.5 (https://ngff.openmicroscopy.org/0.5/), on Zarr v3.  A level has half the rows of
+the one before along each dim whose voxels are less than twice as long as the shortest, so that voxels become cubes; an
+odd row at the end is a row by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jigsaw.cut import Cut
+from jigsaw.errors import GridError, WriteError
+from jigsaw.io.series.times import is_whole_number
+from jigsaw.io.volumes.volume import VOLUME_DIMS, AffineMatrix
+from jigsaw.io.writing.deliver import deliver_boxes, gather_results
+from jigsaw.io.writing.outline import ArrayOutline, TileSource
+from jigsaw.io.writing.sink import StoreCompleteness
+from jigsaw.io.writing.zarr_writer import ZarrSink
+from jigsaw.layout import Layout
+from jigsaw.mesh import mesh_coordinate
+from jigsaw.tile import Tile
+
+COARSER_RULES = ("mean", "mode")
+_CHUNK_ROWS = 64
+_SMALL_SIDE = 256
+"""Levels are made until no side is longer, where their number is not given."""
+_BUDGET_BYTES = 256 << 20
+_MOST_TILT = 1e-4
+
+
+@dataclass(frozen=True)
+class PyramidLevel:
+    """One level along z, y, x: how many rows of the level before are one of its rows, and where those lie."""
+
+    sizes: tuple[int, ...]
+    factors: tuple[int, ...]
+    spacing: tuple[float, ...]
+    origin: tuple[float, ...]
+
+    def coarser(self) -> PyramidLevel | None:
+        """The next level; None where nothing is left to halve."""
+        lengths = [step for n, step in zip(self.sizes, self.spacing, strict=True) if n > 1]
+        if not lengths:
+            return None
+        rows = zip(self.sizes, self.spacing, strict=True)
+        factors = tuple(2 if n > 1 and step < 2 * min(lengths) else 1 for n, step in rows)
+        return PyramidLevel(
+            tuple(-(-n // f) for n, f in zip(self.sizes, factors, strict=True)),
+            factors,
+            tuple(step * f for step, f in zip(self.spacing, factors, strict=True)),
+            tuple(at + step * (f - 1) / 2 for at, step, f in zip(self.origin, self.spacing, factors, strict=True)),
+        )
+
+
+def pyramid_levels(sizes: Sequence[int], affine: AffineMatrix, levels: int | None) -> list[PyramidLevel]:
+    """The levels of a volume.
+
+    Raises: `WriteError` for a number of levels that cannot be; `GridError` for an affine that the format has not.
+    """
+    if levels is not None and (not is_whole_number(levels) or levels < 1):
+        raise WriteError(f"levels={levels!r} must be a whole number >= 1, the volume itself counted")
+    at = [2, 1, 0]  # z, y, x of an affine's x, y, z
+    steps = np.diag(affine)[at]
+    if (
+        np.abs(affine[:3, :3] - np.diag(np.diag(affine)[:3])).max() > _MOST_TILT * np.abs(steps).max()
+        or steps.min() <= 0
+    ):
+        raise GridError(
+            f"OME-Zarr has spacings and an origin, no axes that are turned, and the affine is {affine.tolist()}; open "
+            "the volumes with orientation='RAS', write .nii, or give affine="
+        )
+    found = [PyramidLevel(tuple(sizes), (1, 1, 1), tuple(steps.tolist()), tuple(affine[at, 3].tolist()))]
+    while len(found) < levels if levels is not None else max(found[-1].sizes) > _SMALL_SIDE:
+        further = found[-1].coarser()
+        if further is None:
+            raise WriteError(f"levels={levels}: a volume of {tuple(sizes)} has {len(found)}, down to one voxel")
+        found.append(further)
+    return found
+
+
+def ome_attributes(
+    name: str, levels: Sequence[PyramidLevel], has_channels: bool, unit: str, how: str
+) -> dict[str, Any]:
+    """The attributes of the group; a channel comes first, where there are any, and is 1 apart from the next."""
+    channel = [{"name": "c", "type": "channel"}] * has_channels
+    lead = [1.0] * has_channels
+    datasets = [
+        {
+            "path": str(number),
+            "coordinateTransformations": [
+                {"type": "scale", "scale": [*lead, *level.spacing]},
+                {"type": "translation", "translation": [*(0.0 for _ in lead), *level.origin]},
+            ],
+        }
+        for number, level in enumerate(levels)
+    ]
+    axes = [*channel, *({"name": d, "type": "space", "unit": unit} for d in VOLUME_DIMS)]
+    return {"ome": {"version": "0.5", "multiscales": [{"name": name, "axes": axes, "datasets": datasets, "type": how}]}}
+
+
+def write_pyramid(
+    where: Path, image: Tile, kind: np.dtype[Any], levels: Sequence[PyramidLevel], unit: str, how: str, replaces: bool
+) -> None:
+    """Write a tile [C, z, y, x] and its coarser levels.
+
+    *Sends*: the rows that another rank makes a level or writes a chunk of; no rank has a whole level.
+    *Raises*: `WriteError` when anything fails on any rank.
+    """
+    has_channels = image.shape[0] > 1
+    mesh, sink = image.mesh, ZarrSink(where, None, {}, "write it again: it is not whole")
+    sources = list[TileSource]()
+    for number, level in enumerate(levels):
+        image = coarser_tile(image, level.factors, how) if number else image
+        shape, dims = tuple(image.shape), ("c", *VOLUME_DIMS)
+        chunks = (1, *(max(1, min(n, _CHUNK_ROWS)) for n in shape[1:]))
+        kept = slice(None) if has_channels else slice(1, None)
+        tile = image if has_channels else image[0]
+        array = ArrayOutline(str(number), dims[kept], shape[kept], kind.name, chunks[kept], None, {})
+        sources.append(TileSource(tile, array))
+    arrays, first = [source.array for source in sources], not any(mesh_coordinate(mesh))
+    attrs = ome_attributes(where.name.partition(".")[0], levels, has_channels, unit, how)
+    try:
+        gather_results(mesh, lambda: sink.create(arrays, (), attrs, replaces) if first else None)
+        gather_results(mesh, lambda: sink.attach(arrays))
+        for source in sources:
+            deliver_boxes(source, mesh, sink, None, 0, _BUDGET_BYTES)
+        done = StoreCompleteness(None, 0, closed=True)
+        gather_results(mesh, lambda: sink.commit((), 0, done) if first else None)
+    finally:
+        sink.close(done=True)
+
+
+# -- one level of another --------------------------------------------------------------------------------------------
+
+
+def coarser_tile(tile: Tile, factors: Sequence[int], how: str) -> Tile:
+    """A tile [C, z, y, x] of which as many rows as `factors` say have become one.
+
+    *Sends*: the rows beyond the last whole block of a rank, to the next.
+    """
+    wide = [(cut, f) for cut, f in zip(tile.layout.cuts, (1, *factors), strict=True)]
+    even = [Cut(c.size, (*(p // f * f for p in c.points[:-1]), c.size), c.axes) for c, f in wide]
+    mine = tile.with_layout(Layout(tuple(even), tile.layout.axes)).local
+    halved = [
+        Cut(-(-c.size // f), tuple(-(-p // f) for p in c.points), c.axes) for c, (_, f) in zip(even, wide, strict=True)
+    ]
+    made = (_mean_of_blocks if how == "mean" else _mode_of_blocks)(_whole_blocks(mine, factors), factors)
+    return Tile(made.to(mine.dtype), Layout(tuple(halved), tile.layout.axes), tile.mesh)
+
+
+def _whole_blocks(block: Tensor, factors: Sequence[int]) -> Tensor:
+    """With the last row of an odd dim once more, which changes neither the mean nor the mode of what is there."""
+    for d, f in enumerate(factors, start=1):
+        if f == 2 and block.shape[d] % 2:
+            block = torch.cat([block, block.narrow(d, block.shape[d] - 1, 1)], d)
+    return block
+
+
+def _mean_of_blocks(block: Tensor, factors: Sequence[int]) -> Tensor:
+    # sums of two, one dim after the other, are the same bits wherever a rank's part begins
+    values = block if block.is_floating_point() else block.to(torch.float64)
+    for d, f in enumerate(factors, start=1):
+        if f == 2:
+            pairs = values.unflatten(d, (-1, 2))
+            values = (pairs.select(d + 1, 0) + pairs.select(d + 1, 1)) / 2
+    return values if block.is_floating_point() else values.round()
+
+
+def _mode_of_blocks(block: Tensor, factors: Sequence[int]) -> Tensor:
+    """The value that most voxels of a block have, of several the smallest."""
+    steps = [
+        tuple(slice(first, None, f) for first, f in zip(start, factors, strict=True))
+        for start in product(*map(range, factors))
+    ]
+    corners = torch.stack([block[(slice(None), *each)] for each in steps], -1).sort(-1).values
+    best, most = corners[..., 0], torch.zeros(corners.shape[:-1], dtype=torch.int64, device=block.device)
+    run = torch.ones_like(most)
+    for before, value in pairwise(corners.unbind(-1)):
+        run = torch.where(value == before, run + 1, 1)
+        longer = run > torch.clamp(most, min=1)
+        best, most = torch.where(longer, value, best), torch.where(longer, run, most)
+    return best

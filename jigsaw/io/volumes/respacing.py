@@ -1,0 +1,165 @@
+"""Voxels as far apart as the user asks: the grid that a scan gets, and how its voxels are made of the stored ones.
+
+The grid and the values are those of MONAI's ``Spacing``: the first voxel stays where it is, and beyond the last stored
+row the scan goes on as that row.  (Of an oblique scan MONAI keeps the first voxel or the middle, as the last bits of
+its affine will have it.)  An axis is resampled by itself, so a rank reads the stored rows that its own lie between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from jigsaw.cut import Box, Cut, Interval, box_shape
+from jigsaw.errors import FieldError, GridError
+from jigsaw.io.volumes.drawn_steps import VoxelStep
+from jigsaw.io.volumes.intensities import ImageIntensities
+
+_SAME_ROW = 1e-5
+"""Rows that lie closer are one: a header's float32 makes 0.9 mm 0.89999998, and no row is read for that."""
+_ALIKE = 1e-3
+"""Distances that differ by less stay as they are stored, as in MONAI; those below 1 by less of themselves, for files in
+metres have small ones.  Axes closer to a right angle are not sheared.
+"""
+
+
+def checked_spacing(spacing: Any, dims: Sequence[str]) -> tuple[float, ...] | None:
+    """A distance for each of `dims`.  Raises: `FieldError` for what is none."""
+    if spacing is None:
+        return None
+    is_each = isinstance(spacing, Sequence | np.ndarray) and len(spacing) > 0
+    given: tuple[Any, ...] = tuple(spacing) if is_each else (spacing,) * len(dims)
+    if len(given) != len(dims) or not all(_is_distance(each) for each in given):
+        raise FieldError(
+            f"spacing={spacing!r} must be a number > 0, or {len(dims)} of them, of the dims {', '.join(dims)}: the "
+            "distance of voxels in the unit of the files, mm in most"
+        )
+    return tuple(map(float, given))
+
+
+def _is_distance(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and 0 < float(value) < math.inf
+
+
+@dataclass(frozen=True)
+class GridRespacing:
+    """Row i of the `sizes` along a dim lies at the row ``i * step`` of the `stored` ones."""
+
+    stored: tuple[int, ...]
+    sizes: tuple[int, ...]
+    step: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls, url: str, affine: NDArray[np.float64], dims: Sequence[str], stored: tuple[int, ...], asked: Sequence[float]
+    ) -> GridRespacing | None:
+        """What brings voxels that `affine` places to the distances `asked`; None where they have them.
+
+        Raises: `GridError` for axes that are not at right angles.
+        """
+        axes = affine[:3, ["xyz".index(d) for d in dims]]
+        have = np.linalg.norm(axes, axis=0)
+        tilts = np.abs(np.triu((axes / have).T @ (axes / have), 1))
+        if tilts.max(initial=0) > _ALIKE:
+            one, other = divmod(int(tilts.argmax()), len(dims))
+            apart = math.degrees(math.asin(min(1.0, tilts[one, other])))
+            raise GridError(
+                f"{url} is sheared: its axes {dims[one]} and {dims[other]} are {apart:.3g} degrees off a right angle, "
+                "and spacing= resamples along each axis by itself; resample it beforehand, or leave spacing= out"
+            )
+        steps = [
+            1.0 if abs(want - has) <= _ALIKE * min(1, has) else want / has
+            for want, has in zip(asked, have, strict=True)
+        ]
+        sizes = [round((n - 1) / step + 1) for n, step in zip(stored, steps, strict=True)]
+        return None if all(step == 1 for step in steps) else cls(stored, tuple(sizes), tuple(map(float, steps)))
+
+    def respaced_affine(self, affine: NDArray[np.float64], dims: Sequence[str]) -> NDArray[np.float64]:
+        """The affine of the new voxels, of stored ones whose affine is given."""
+        found = affine.copy()
+        for d, step in zip(dims, self.step, strict=True):
+            found[:3, "xyz".index(d)] *= step
+        return found
+
+    def nearest_voxel(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """The new voxel that is nearest to a stored one."""
+        found = zip(stored, self.step, self.sizes, strict=True)
+        return tuple(min(round(row / step), size - 1) for row, step, size in found)
+
+    def places(self, d: int, rows: Interval) -> NDArray[np.float64]:
+        """Where rows of the new grid lie among the stored ones."""
+        return np.minimum(np.arange(*rows, dtype=np.float64) * self.step[d], self.stored[d] - 1)
+
+
+@dataclass(frozen=True)
+class RespaceStep(VoxelStep):
+    """Stored voxels to those of another grid: the first of the window is the row `offset` of the new and of the old.
+
+    Images are interpolated linearly, labels (`nearest`) take the nearest stored voxel, of two as near that of the even
+    row; then images are clipped, and what lies beyond the volume is `fill`.
+    """
+
+    grid: GridRespacing
+    offset: tuple[int, ...]
+    nearest: bool
+    fill: float
+    intensities: ImageIntensities | None = None
+    moves_labels: ClassVar[bool] = True
+
+    def _inside(self, d: int, rows: Interval) -> Interval:
+        """What of the rows of the window is in the volume, in rows of the new grid."""
+        low, high = (min(max(row + self.offset[d], 0), self.grid.sizes[d]) for row in rows)
+        return low, max(low, high)
+
+    def _stored_rows(self, d: int, rows: Interval) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The stored row at or before each row, and how far on from it that lies."""
+        at = self.grid.places(d, rows)
+        whole = np.rint(at)
+        if not self.nearest:
+            at = np.where(np.abs(at - whole) < _SAME_ROW, whole, at)
+        below = whole if self.nearest else np.floor(at)
+        return below.astype(np.int64), np.zeros_like(at) if self.nearest else at - below
+
+    def needed(self, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Cut]:
+        def reach(d: int, held: Interval) -> Interval:
+            rows, start = self._inside(d, held), self.offset[d]
+            if rows[0] == rows[1]:
+                return -start, -start
+            below, part = self._stored_rows(d, rows)
+            return int(below[0]) - start, int(below[-1]) + 1 + int(part[-1] > 0) - start
+
+        return [replace(cut, held=tuple(reach(d, held) for held in cut.held)) for d, cut in enumerate(cuts)]
+
+    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
+        inside = [self._inside(d, rows) for d, rows in enumerate(target)]
+        shape = box_shape(target)
+        if any(a == b for a, b in inside):
+            return block.new_full((block.shape[0], *shape), self.fill)
+        for d, rows in enumerate(inside):
+            block = self._between(block, d, rows, source[d][0])
+        if self.intensities:
+            self.intensities.clip_values(block.numpy())
+        if tuple(block.shape[1:]) == shape:
+            return block
+        found = block.new_full((block.shape[0], *shape), self.fill)
+        spans = zip(inside, target, self.offset, strict=True)
+        found[(slice(None), *(slice(a - first - at, b - first - at) for (a, b), (first, _), at in spans))] = block
+        return found
+
+    def _between(self, block: Tensor, d: int, rows: Interval, first: int) -> Tensor:
+        """The rows of a dim, of a block that begins at the row `first` of the window."""
+        below, part = self._stored_rows(d, rows)
+        index = torch.from_numpy(below - self.offset[d] - first)
+        one = block.index_select(1 + d, index)
+        if not part.any():
+            return one
+        other = block.index_select(1 + d, index + torch.from_numpy((part > 0).astype(np.int64)))
+        weight = torch.from_numpy(part).to(block.dtype)
+        return one + (other - one) * weight.reshape([-1 if k == d else 1 for k in range(block.ndim - 1)])

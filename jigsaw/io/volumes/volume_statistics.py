@@ -1,0 +1,227 @@
+"""`volume_statistics`: mean, std, range and percentiles of volumes, exact, the same bits on every mesh.
+
+Volumes are taken in slabs that follow from their chunks alone, shared out among the ranks.  Percentiles are those of
+all voxels, not of a sample of them: the order of float32 is that of integers of 32 bits, of which a first pass counts
+the upper halves and a second one the lower halves of those between which a percentile lies (a radix selection).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.cut import Interval
+from jigsaw.errors import FieldError, ReadError
+from jigsaw.io.rank_results import results_of_ranks
+from jigsaw.io.series.statistics import PERCENTILE_PREFIX, Statistics
+from jigsaw.io.stats.moments import ChannelMoments
+from jigsaw.io.volumes.volume_dataset import Volumes
+from jigsaw.layout import Layout
+from jigsaw.mesh import axes_of_mesh, mesh_coordinate
+
+T = TypeVar("T")
+_SLAB_VALUES = 1 << 23
+_HALF = 1 << 16
+
+HalfCounts = NDArray[np.int64]
+"""How many values have each of the 65536 upper (or lower) halves of their key."""
+
+
+@overload
+def volume_statistics(
+    volumes: Volumes, *, percentiles: Sequence[float] = ..., foreground: bool = ..., each: Literal[False] = False
+) -> Statistics: ...
+@overload
+def volume_statistics(
+    volumes: Volumes, *, percentiles: Sequence[float] = ..., foreground: bool = ..., each: Literal[True]
+) -> list[Statistics]: ...
+def volume_statistics(
+    volumes: Volumes,
+    *,
+    percentiles: Sequence[float] = (0.5, 99.5),
+    foreground: bool = False,
+    each: bool = False,
+) -> Statistics | list[Statistics]:
+    """Count, missing, mean, std, min, max and percentiles of every channel, over all voxels of all volumes.
+
+    Of the voxels as they are stored, whatever crops, spacing or intensities the `volumes` are opened with.  Each rank
+    of their mesh takes its share of slabs; every rank returns the same, with the same bits on every mesh.  NaN is
+    skipped and counted (`missing`); std is the population's; values are float32, as they are read.
+
+    - `percentiles`: as numpy's ``percentile`` has them, in the columns ``percentile_0.5`` …; they take a second pass
+      over the files, an empty list none;
+    - `foreground`: voxels whose label is not 0 alone, once ``label_map`` is applied, as nnU-Net normalises CT; images
+      without a label map are left out;
+    - `each`: a list with the statistics of each volume.
+
+    The result is what ``open_volumes(window=, normalize=)`` take, a list of `each` too.
+
+    *Sends*: 512 KiB a channel to every other rank, and then as much, at most twice, for each percentile; with `each`,
+    for each volume.
+
+    Raises: `FieldError` for percentiles that are none, `foreground` without labels, or where there is no foreground;
+    the `ReadError` of a chunk.  Alike on every rank.
+
+    >>> how = {"mesh": jigsaw.init_mesh(depth=1), "crop": (8, 8, 8)}
+    >>> stats = jigsaw.io.volume_statistics(jigsaw.io.open_volumes(["scan.zarr"], **how))
+    >>> sorted(stats.columns)
+    ['count', 'max', 'mean', 'min', 'missing', 'percentile_0.5', 'percentile_99.5', 'std']
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], window=stats, normalize=stats, **how)
+    """
+    if not isinstance(volumes, Volumes):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
+        raise FieldError(f"volume_statistics takes what open_volumes gives, not {type(volumes).__name__}")
+    if not all(isinstance(q, int | float) and 0 <= q <= 100 for q in percentiles):
+        raise FieldError(f"percentiles={percentiles!r} must be numbers from 0 to 100")
+    if foreground and not volumes.labels:
+        raise FieldError("foreground=True needs labels, and the volumes were opened without; give labels=")
+    numbers = [i for i in range(len(volumes.images)) if not foreground or volumes.labels[i] is not None]
+    asked = tuple(dict.fromkeys(map(float, percentiles)))
+    groups = [[i] for i in numbers] if each else [numbers]
+    found = [_statistics_of_group(VolumeSlabs(volumes, group, foreground), asked) for group in groups]
+    return found if each else found[0]
+
+
+def _statistics_of_group(slabs: VolumeSlabs, percentiles: tuple[float, ...]) -> Statistics:
+    channels = slabs.volumes.images[0].channels
+
+    def look() -> tuple[list[NDArray[np.float64]], HalfCounts]:
+        tables, uppers = list[NDArray[np.float64]](), np.zeros((channels, _HALF), np.int64)
+        for values in slabs.mine():
+            tables.append(ChannelMoments.of(values).table)
+            for channel, one in enumerate(values if percentiles else ()):
+                uppers[channel] += np.bincount(_ordered_keys(one) >> 16, minlength=_HALF)
+        return tables, uppers
+
+    told = slabs.results(look)
+    in_order = [told[k % len(told)][0][k // len(told)] for k in range(len(slabs))]
+    columns = ChannelMoments.nothing(channels).add(map(ChannelMoments, in_order)).summary()
+    if not columns["count"].all():
+        what = "voxel of the foreground" if slabs.foreground else "number"
+        raise FieldError(f"volume_statistics: {slabs.named()} has no {what} in one of its channels")
+    if percentiles:
+        columns |= _percentile_columns(slabs, np.sum([uppers for _, uppers in told], axis=0), percentiles)
+    attrs = {"foreground": int(slabs.foreground), "volumes": len(slabs.numbers)}
+    return Statistics(tuple(map(str, range(channels))), columns, attrs, f"statistics of {slabs.named()}")
+
+
+# -- percentiles -----------------------------------------------------------------------------------------------------
+
+
+def _percentile_columns(
+    slabs: VolumeSlabs, uppers: HalfCounts, percentiles: tuple[float, ...]
+) -> dict[str, NDArray[np.float64]]:
+    """Each percentile lies between two values of known places in the order: a second pass finds those."""
+    starts = np.cumsum(uppers, axis=1) - uppers  # how many values come before each upper half
+    counts = uppers.sum(axis=1)
+    places = [sorted({at for q in percentiles for at in _places_around(q, int(n))[:2]}) for n in counts]
+    halves = [
+        [int(np.searchsorted(start, at, "right")) - 1 for at in wanted]
+        for start, wanted in zip(starts, places, strict=True)
+    ]
+
+    def look() -> dict[tuple[int, int], HalfCounts]:
+        found = {(c, half): np.zeros(_HALF, np.int64) for c, wanted in enumerate(halves) for half in wanted}
+        for values in slabs.mine():
+            keys = [_ordered_keys(one) for one in values]
+            for channel, half in found:
+                mine = keys[channel]
+                found[channel, half] += np.bincount(mine[mine >> 16 == half] & (_HALF - 1), minlength=_HALF)
+        return found
+
+    told = slabs.results(look)
+    values = [dict[int, float]() for _ in counts]
+    for channel, (wanted, inside) in enumerate(zip(places, halves, strict=True)):
+        for at, half in zip(wanted, inside, strict=True):
+            lowers = np.cumsum(sum(each[channel, half] for each in told))
+            lower = int(np.searchsorted(lowers, at - starts[channel, half], "right"))
+            values[channel][at] = _value_of_key(half << 16 | lower)
+    columns = dict[str, NDArray[np.float64]]()
+    for q in percentiles:
+        ends = [(*_places_around(q, int(n)), known) for n, known in zip(counts, values, strict=True)]
+        columns[f"{PERCENTILE_PREFIX}{q:g}"] = np.array(
+            [known[a] + (known[b] - known[a]) * part for a, b, part, known in ends]
+        )
+    return columns
+
+
+def _places_around(q: float, count: int) -> tuple[int, int, float]:
+    """The two places in the order of `count` values that a percentile lies between, and how far on from the first."""
+    at = q / 100 * (count - 1)
+    return int(at), min(int(at) + 1, count - 1), at - int(at)
+
+
+def _ordered_keys(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """Integers in the order of the numbers, NaN left out: of negative ones all bits are turned, of others the first."""
+    bits = (values[~np.isnan(values)] + np.float32(0)).view(np.uint32)  # -0.0 as 0.0
+    return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+
+
+def _value_of_key(key: int) -> float:
+    bits = key ^ (1 << 31) if key >> 31 else ~key & 0xFFFFFFFF
+    return float(np.array(bits, np.uint32).view(np.float32))
+
+
+# -- slabs, each read by one rank ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class VolumeSlabs:
+    """The voxels of some volumes, in slabs of whole chunks, shared out among the ranks of their mesh."""
+
+    volumes: Volumes
+    numbers: Sequence[int]
+    foreground: bool
+
+    def named(self) -> str:
+        first = self.volumes.images[self.numbers[0]].url if self.numbers else "nothing"
+        return first if len(self.numbers) < 2 else f"{first} and {len(self.numbers) - 1} others"
+
+    def _windows(self) -> Iterator[tuple[int, list[Interval]]]:
+        for number in self.numbers:
+            image = self.volumes.images[number]
+            first, *rest = image.stored_shape
+            chunk = image.stored[0].chunk_rows(image.dims[0])
+            rows = chunk * max(1, _SLAB_VALUES // max(1, chunk * prod(rest) * image.channels))
+            for top in range(0, first, rows):
+                yield number, [(top, min(top + rows, first)), *((0, n) for n in rest)]
+
+    def _values(self, number: int, window: Sequence[Interval]) -> NDArray[np.float32]:
+        """[C, voxels] of a slab, of its foreground where that is asked for."""
+        values = self.volumes.images[number].read_window(window).astype(np.float32)
+        label = self.volumes.labels[number] if self.foreground else None
+        if label is None:
+            return values.reshape(len(values), -1)
+        labels = label.read_window(window)
+        known = ~np.isnan(labels) if labels.dtype.kind == "f" else np.ones(labels.shape, bool)
+        whole = self.volumes.renamed.applied(np.rint(labels) if labels.dtype.kind == "f" else labels)
+        return values[:, ((whole != 0) & known).any(0)]
+
+    @cached_property
+    def _windows_here(self) -> list[tuple[int, list[Interval]]]:
+        return list(self._windows())
+
+    def __len__(self) -> int:
+        return len(self._windows_here)
+
+    def mine(self) -> Iterator[NDArray[np.float32]]:
+        """This rank's slabs: every one whose number leaves its own when divided by that of the ranks."""
+        mesh, me, ranks = self._mesh, 0, 1
+        if mesh is not None:
+            me, ranks = Layout.of((), (), axes_of_mesh(mesh)).index(mesh_coordinate(mesh)), mesh.size()
+        for number, window in self._windows_here[me::ranks]:
+            yield self._values(number, window)
+
+    @property
+    def _mesh(self) -> DeviceMesh | None:
+        return None if self.volumes.mesh is None else self.volumes.device_mesh()
+
+    def results(self, look: Callable[[], T]) -> list[T]:
+        """What `look` sees on each rank, in mesh order.  Collective."""
+        return results_of_ranks(self._mesh, look, ReadError)
