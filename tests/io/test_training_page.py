@@ -15,6 +15,7 @@ from jigsaw.testing import run_on_ranks
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 MESH = "jigsaw.init_mesh(lat=1, lon=1)"
 TRAINED = "< EPOCHS:"
+PATIENCE = 240
 
 
 def run(folder, mesh, epochs="EPOCHS"):
@@ -51,12 +52,12 @@ def test_the_page_is_the_same_on_one_rank_and_goes_on_from_two_to_four(tmp_path)
     for folder in folders:
         folder.mkdir()
         os.symlink(source, folder / "globe.zarr")
-    ((losses, scores, state),) = run_on_ranks(1, run, folders[0], MESH)
+    ((losses, scores, state),) = run_on_ranks(1, run, folders[0], MESH, timeout=PATIENCE)
     assert state == {"seed": 0, "epoch": 3, "next_sample": 0}
     assert len(losses) == 30 and min(losses[-3:]) < losses[0]
-    for begun, _, _ in run_on_ranks(2, run, folders[1], "jigsaw.init_mesh(lat=2, lon=1)", "1"):
+    for begun, _, _ in run_on_ranks(2, run, folders[1], "jigsaw.init_mesh(lat=2, lon=1)", "1", timeout=PATIENCE):
         assert begun == pytest.approx(losses[:10], rel=1e-3)
-    for ended, theirs, there in run_on_ranks(4, run, folders[1], "jigsaw.init_mesh(lat=2, lon=2)"):
+    for ended, theirs, there in run_on_ranks(4, run, folders[1], "jigsaw.init_mesh(lat=2, lon=2)", timeout=PATIENCE):
         assert there == state and len(ended) == len(losses)
         assert ended == pytest.approx(losses, rel=1e-3)
         for name, values in scores.items():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NAMES_LISTED = 6
 _WAYS = {
-    "cooperative": "each of them is read and decoded once, by one rank, which hands the others their parts",
+    "cooperative": "what they need of each is read and decoded once, by one rank, which hands the others their parts",
     "neighbours": "each rank reads and decodes what it owns rows of, and hands halos to the ranks that own none",
     "independent": "each rank reads and decodes for itself what it needs of them",
 }
