@@ -230,7 +230,9 @@ def show_plan(alone: Any, shared: Any, count: int) -> None:
     if len(plan.rows) > 1:
         rows |= {f"rank {rank} of {len(plan.rows)}": row for rank, row in enumerate(plan.rows)}
         rows["each, if none were shared"] = max(plan.in_mode("independent").rows, key=lambda row: row.decoded_bytes)
-    print(f"MB to read {f'{count} samples':<14}{'read':>12}{'decoded':>12}{'useful':>12}{'sent':>12}")
+    print(
+        f"MB to read {f'{count} sample' + 's' * (count > 1):<14}{'read':>12}{'decoded':>12}{'useful':>12}{'sent':>12}"
+    )
     for name, row in rows.items():
         print(f"{name:<25}" + "".join(f"{n / 1e6:>12.2f}" for n in byte_figures(row)))
     print(plan.reasons, flush=True)

@@ -28,7 +28,7 @@ def run(folder, changes):
             if TRAINED in changes and "while" in block:
                 break
     left["loader"].close()
-    return left["losses"], left["scores"], left["loader"].state_dict()
+    return left["losses"], left["skill"], left["loader"].state_dict()
 
 
 def smooth(globe):
@@ -53,7 +53,7 @@ def test_the_page_is_the_same_on_one_rank_and_goes_on_from_two_to_four(tmp_path)
         os.symlink(source, folder / "globe.zarr")
     (narrow,) = run_on_ranks(1, run, folders[0], {}, timeout=PATIENCE)
     wide = {NARROW: "torch.bfloat16, enabled=False)"}
-    ((losses, scores, state),) = run_on_ranks(1, run, folders[1], wide, timeout=PATIENCE)
+    ((losses, skill, state),) = run_on_ranks(1, run, folders[1], wide, timeout=PATIENCE)
     assert state == narrow[2] == {"seed": 0, "epoch": 2, "next_sample": 0}
     assert len(losses) == 16 and losses[-1] < losses[0]
     assert narrow[0] == pytest.approx(losses, rel=0.02) and narrow[0] != losses
@@ -65,7 +65,7 @@ def test_the_page_is_the_same_on_one_rank_and_goes_on_from_two_to_four(tmp_path)
     for ended, theirs, there in run_on_ranks(4, run, folders[2], four, timeout=PATIENCE):
         assert there == state
         assert ended == pytest.approx(losses, rel=1e-5)
-        for name, values in scores.items():
+        for name, values in skill.items():
             np.testing.assert_allclose(theirs[name], values, rtol=1e-3)
     one, more = (xr.open_zarr(folder / "forecast.zarr").load() for folder in folders[1:])
     assert set(one) == {"2m_temperature", "geopotential"}

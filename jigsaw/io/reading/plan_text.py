@@ -69,7 +69,7 @@ def plan_reasons(plan: ReadPlan) -> list[str]:
 def _costs_text(plan: ReadPlan, names: Sequence[str], mode: str) -> str:
     """What the modes cost, and whether the one that is taken is the cheapest."""
     costs = {each: sum(plan.cost(name, each) for name in names) for each in PLAN_MODES}
-    told = ", ".join(f"{each} {costs[each] * 1e3:.2g}" for each in sorted(costs, key=costs.__getitem__))
+    told = ", ".join(f"{each} {float(f'{costs[each] * 1e3:.2g}'):g}" for each in sorted(costs, key=costs.__getitem__))
     why = "the cheapest" if costs[mode] == min(costs.values()) else f"which mode={mode!r} asks for"
     return f"({mode} reading, {why}; predicted CPU ms of all ranks: {told})"
 
