@@ -40,6 +40,7 @@ TEST = ("2008-01", "2025-12")  # the first target is 2009-01: its inputs are the
 PICTURE = "2015-12"  # the held-out month that is drawn
 WIDTHS, HALO, SEED = (16, 32, 64), 2, 0
 EPOCHS, BATCH, RATE, DECAY, CLIP = 3, 16, 4e-3, 0.01, 1.0
+BYTES = ("read", "decoded", "useful", "sent")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -220,6 +221,7 @@ def fit(
 
 
 def byte_figures(counts: Any) -> tuple[int, int, int, int]:
+    """Those `BYTES` of a plan's row, or of what a loader has counted."""
     return counts.stored_bytes, counts.decoded_bytes, counts.useful_bytes, counts.sent_bytes
 
 
@@ -229,10 +231,9 @@ def show_plan(alone: Any, shared: Any, count: int) -> None:
     plan, rows = shared.plan(batch), {"one rank alone": alone.plan(batch).rows[0]}
     if len(plan.rows) > 1:
         rows |= {f"rank {rank} of {len(plan.rows)}": row for rank, row in enumerate(plan.rows)}
-        rows["each, if none were shared"] = max(plan.in_mode("independent").rows, key=lambda row: row.decoded_bytes)
-    print(
-        f"MB to read {f'{count} sample' + 's' * (count > 1):<14}{'read':>12}{'decoded':>12}{'useful':>12}{'sent':>12}"
-    )
+        rows["each of them by itself"] = max(plan.in_mode("independent").rows, key=lambda row: row.decoded_bytes)
+    head = f"MB to read {count} sample{'s' * (count > 1)}"
+    print(f"{head:<25}" + "".join(f"{name:>12}" for name in BYTES))
     for name, row in rows.items():
         print(f"{name:<25}" + "".join(f"{n / 1e6:>12.2f}" for n in byte_figures(row)))
     print(plan.reasons, flush=True)
@@ -247,7 +248,7 @@ def show_ranks(loader: Any, mesh: Any) -> None:
     dist.all_gather_object(rows, (" x ".join(f"{a}:{b}" for a, b in box), figures))
     if dist.get_rank() != 0:
         return
-    names = ("read", "decoded", "useful", "sent", "a batch", "peak memory")
+    names = (*BYTES, "a batch", "peak memory")
     print(f"\nMB in all       {'tile (lat x lon)':>20}" + "".join(f"{name:>12}" for name in names))
     for rank, (tile, mine) in enumerate(rows):
         print(f"rank {rank:<10} {tile:>20}" + "".join(f"{n / 1e6:>12.1f}" for n in mine))

@@ -46,7 +46,7 @@ def smooth(globe):
 @pytest.mark.slow
 def test_the_page_is_the_same_on_one_rank_and_goes_on_from_two_to_four(tmp_path):
     assert PAGE.count(MESH) == PAGE.count(NARROW) == PAGE.count(TRAINED) == 1
-    source = write(tmp_path / "globe.zarr", smooth(globe(32, 721, 16)))
+    source = write(tmp_path / "globe.zarr", smooth(globe(28, 721, 16)))
     folders = [tmp_path / name for name in ("narrow", "one", "more")]
     for folder in folders:
         folder.mkdir()

@@ -122,11 +122,11 @@ def _draw_chunk_borders(axes: Any, dataset: Dataset, height: int, width: int) ->
 
 
 def _draw_bars(axes: Any, plan: ReadPlan, shades: list[Any]) -> None:
-    """A group of bars a rank; where ranks share chunks, one more of what the busiest would read if they did not."""
+    """A group of bars a rank; where they share chunks, one more of what the busiest would do by itself."""
     rows, names, wide = list(plan.rows), [str(rank) for rank in range(plan.ranks)], 0.8 / len(_DRAWN_BYTES)
     if any(mode != "independent" for mode in plan.modes.values()):
         rows.append(max(plan.in_mode("independent").rows, key=lambda row: row.decoded_bytes))
-        names.append("each,\nif none\nwere shared")
+        names.append("each\nby itself")
     for i, name in enumerate(_DRAWN_BYTES):
         at = [group + (i - 1.5) * wide for group in range(len(rows))]
         megabytes = [getattr(row, name) / 1e6 for row in rows]
