@@ -132,6 +132,7 @@ def test_nothing_hides_a_bar_of_the_picture(wb2, ranks, mode):
     beside, within = bars.get_legend().get_window_extent(), bars.get_window_extent()
     assert len(bars.patches) == 4 * (ranks + (mode == "cooperative" and ranks > 1))
     assert beside.y0 >= within.y1 and beside.x0 >= 0 and beside.x1 <= figure.bbox.x1
+    assert bars.title.get_window_extent().x1 <= figure.bbox.x1
     assert max(bar.get_height() for bar in bars.patches) < bars.get_ylim()[1]
 
 

@@ -138,5 +138,5 @@ def _draw_bars(axes: Any, plan: ReadPlan, shades: list[Any]) -> None:
     # beside the bars: within the axes it hides those of the last ranks
     axes.legend(frameon=False, fontsize=9, ncols=len(_DRAWN_BYTES), loc="lower center", bbox_to_anchor=(0.5, 1.06))
     how = " and ".join(sorted(set(plan.modes.values())))
-    told = f"{how} reading: {plan.total.chunks} chunks decoded, amplification {plan.amplification:.2f}"
-    axes.set_title(told, fontsize=10)
+    told = f"{how}: {plan.total.chunks} chunks decoded, amplification {plan.amplification:.2f}"
+    axes.set_title(told, fontsize=9)
