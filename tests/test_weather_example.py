@@ -52,16 +52,33 @@ def test_climatology_knows_nothing_of_the_test_years(example):
 
 
 @pytest.mark.slow
-def test_store_is_chunked_by_step_and_its_anomaly_has_no_season(example, air_store):
+def test_store_is_chunked_by_decade_and_its_anomaly_has_no_season(example, air_store):
     path = example.data.store(air_store)
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name]  # no draft is left
     with xr.open_zarr(path) as store:
         assert store["air_anomaly"].dims == ("time", "latitude", "longitude")
-        assert store["air_anomaly"].encoding["chunks"] == (1, 73, 144)
+        assert store["air_anomaly"].encoding["chunks"] == (120, 73, 144)
         anomaly = store["air_anomaly"].sel(time=slice("1948", "2008")).load()
         assert float(abs(anomaly.groupby("time.month").mean()).max()) < 0.01
         recent = store["air"].sel(time="2015-12").values - store["air_climatology"].sel(month=12).values
         np.testing.assert_allclose(store["air_anomaly"].sel(time="2015-12").values, recent, atol=0.0101)
+
+
+@pytest.mark.slow
+def test_four_ranks_read_together_what_one_reads(example, air_store, capsys):
+    """By themselves, without being told to; and no more of a chunk than the months that samples need."""
+    what = {"store": example.data.store(air_store), "fields": example.train.FIELDS, "inputs": example.train.INPUTS}
+    what |= {"train": example.train.TRAIN, "test": None, "normalize": None}
+    alone, four = (example.train.open_samples(what, mesh)[0] for mesh in ({"data": 1}, {"lat": 2, "lon": 2}))
+    example.train.show_plan(alone, four, 16)
+    told = capsys.readouterr().out
+    rows = [[float(n) for n in line.split()[-4:]] for line in told.splitlines()[1:7]]
+    months = 16 * 13 * 73 * 144 * 2 / 1e6
+    assert rows[0][1] == rows[5][1] == pytest.approx(months, abs=0.01)
+    for column in (0, 1):
+        assert sum(row[column] for row in rows[1:5]) == pytest.approx(rows[0][column], abs=0.03)
+        assert max(row[column] for row in rows[1:5]) < 0.35 * rows[5][column]
+    assert "all of which several ranks need" in told and "(cooperative reading, the cheapest;" in told
 
 
 def test_a_waiting_rank_says_who_failed(example, tmp_path):

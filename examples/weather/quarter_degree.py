@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/weather/quarter_degree.py
 
 It generates two states in the shape and chunks of WeatherBench2's ERA5 (a chunk holds the whole globe and all levels of
-a variable), runs one step of `train.py` on them, and prints the bytes that every rank has read and its peak memory.
+a variable), runs one step of `train.py` on them, and prints what one rank would read, what each of these has read,
+decoded and handed over, why so, and its peak memory.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ TEST = ("2008-01", "2025-12")  # the first target is 2009-01: its inputs are the
 PICTURE = "2015-12"  # the held-out month that is drawn
 WIDTHS, HALO, SEED = (16, 32, 64), 2, 0
 EPOCHS, BATCH, RATE, DECAY, CLIP = 3, 16, 4e-3, 0.01, 1.0
+BYTES = ("read", "decoded", "useful", "sent")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -74,8 +75,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     # The data, with the halo of the model's first convolution
     what = stored(args, mesh) if args.store else air()
-    grid = jigsaw.io.open(what["store"], fields=what["fields"], mesh={"data": 1}).whole_coords
     train, pairs, test = open_samples(what, mesh)
+    grid = train.whole_coords
     loader = jigsaw.io.DataLoader(train, args.batch, shuffle=True, seed=SEED, drop_last=True)
     weights = cell_areas(grid["lat"])
 
@@ -83,6 +84,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     model = GlobeModel(len(train.inputs), len(train.channels), (len(grid["lat"]), len(grid["lon"])), widths)
     model = jigsaw.parallelize(model, mesh)
     steps = args.steps or args.epochs * len(loader)
+    if dist.get_rank() == 0:
+        show_plan(open_samples(what, {"data": 1})[0], train, args.batch)
     settings = {"store": Path(what["store"]).name, "fields": what["fields"], "batch": args.batch, "steps": steps}
     report = {"mesh": args.mesh, "ranks": mesh.size(), "settings": settings | {"widths": list(widths), "seed": SEED}}
     report |= fit(model, loader, weights, steps, mesh, args.saves, args.save_every)
@@ -217,17 +220,41 @@ def fit(
     return speed | {"losses": list(losses)}
 
 
+def byte_figures(counts: Any) -> tuple[int, int, int, int]:
+    """Those `BYTES` of a plan's row, or of what a loader has counted."""
+    return counts.stored_bytes, counts.decoded_bytes, counts.useful_bytes, counts.sent_bytes
+
+
+def show_plan(alone: Any, shared: Any, count: int) -> None:
+    """What it takes to read a batch: by one rank, by ranks that share it, by each of these for itself; and why so."""
+    batch = np.linspace(0, len(shared) - 1, count).round().astype(int)
+    plan, rows = shared.plan(batch), {"one rank alone": alone.plan(batch).rows[0]}
+    if len(plan.rows) > 1:
+        rows |= {f"rank {rank} of {len(plan.rows)}": row for rank, row in enumerate(plan.rows)}
+        rows["each of them by itself"] = max(plan.in_mode("independent").rows, key=lambda row: row.decoded_bytes)
+    head = f"MB to read {count} sample{'s' * (count > 1)}"
+    print(f"{head:<25}" + "".join(f"{name:>12}" for name in BYTES))
+    for name, row in rows.items():
+        print(f"{name:<25}" + "".join(f"{n / 1e6:>12.2f}" for n in byte_figures(row)))
+    print(plan.reasons, flush=True)
+
+
 def show_ranks(loader: Any, mesh: Any) -> None:
-    """What every rank holds of a sample, has read, and used of memory."""
-    one = loader.dataset
+    """What every rank has read, decoded, put in its tiles and handed over, and what it holds."""
+    counts, box = loader.read_counts, loader.dataset.layout.owned(tuple(mesh.get_coordinate()))[2:]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    box = " x ".join(f"{a}:{b}" for a, b in one.layout.owned(tuple(mesh.get_coordinate()))[2:])
-    mine = f"{box:>20} {loader.batch_bytes / 2**20:>14.1f} {loader.bytes_read / 2**20:>12.1f} {peak / 2**20:>16.0f}"
+    figures = (*byte_figures(counts), loader.batch_bytes, peak)
     rows: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(rows, mine)
-    if dist.get_rank() == 0:
-        print(f"\nrank {'tile (lat x lon)':>20} {'MiB of a batch':>14} {'MiB read':>12} {'peak memory MiB':>16}")
-        print("\n".join(f"{rank:>4} {row}" for rank, row in enumerate(rows)))
+    dist.all_gather_object(rows, (" x ".join(f"{a}:{b}" for a, b in box), figures))
+    if dist.get_rank() != 0:
+        return
+    names = (*BYTES, "a batch", "peak memory")
+    print(f"\nMB in all       {'tile (lat x lon)':>20}" + "".join(f"{name:>12}" for name in names))
+    for rank, (tile, mine) in enumerate(rows):
+        print(f"rank {rank:<10} {tile:>20}" + "".join(f"{n / 1e6:>12.1f}" for n in mine))
+    if len(rows) > 1:
+        summed = [sum(mine[i] for _, mine in rows) / 1e6 for i in range(4)]
+        print(f"{'all ranks':<15} {'':>20}" + "".join(f"{n:>12.1f}" for n in summed))
 
 
 # -- held-out skill --------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from globe_store import globe, write
 
+import jigsaw
 from jigsaw.__main__ import main
 from jigsaw.io.commands.parse_options import parse_boundary
+from jigsaw.io.reports.plan_picture import plan_figure
 
 
 def planned(capsys, *argv):
@@ -118,6 +120,36 @@ def test_the_picture_is_drawn(tmp_path, capsys, chunk):
     assert out.rstrip().endswith(f"drawn to {picture}")
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+@pytest.mark.parametrize("mode", ["cooperative", "independent"])
+def test_nothing_hides_a_bar_of_the_picture(wb2, ranks, mode):
+    ds = jigsaw.io.open(wb2, mesh={"lat": ranks}, fields=["t2m", "z500"], mode=mode)
+    figure = plan_figure(ds, ds.plan(range(8)))
+    figure.draw_without_rendering()
+    bars = figure.axes[1]
+    beside, within = bars.get_legend().get_window_extent(), bars.get_window_extent()
+    assert len(bars.patches) == 4 * (ranks + (mode == "cooperative" and ranks > 1))
+    assert beside.y0 >= within.y1 and beside.x0 >= 0 and beside.x1 <= figure.bbox.x1
+    assert bars.title.get_window_extent().x1 <= figure.bbox.x1
+    assert max(bar.get_height() for bar in bars.patches) < bars.get_ylim()[1]
+
+
+def test_printing_a_plan_explains_it(wb2):
+    how = {"fields": ["t2m", "z500"], "halo": 2, "boundary": {"lon": "periodic"}}
+    told = str(jigsaw.io.open(wb2, mesh={"lat": 2, "lon": 2}, mode="cooperative", **how).plan(0))
+    assert told.startswith("1 steps of 2 channels, latitude 13 x longitude 16, read by 4 ranks (lat=2, lon=2)")
+    assert re.search(r"\n +0 +0 +0 +0:7 -0\+2 +0:8 -2\+2 +1 ", told)
+    assert "2m_temperature: 1 chunk of 1 x 13 x 16 = 416 B, all of which several ranks need:" in told
+    assert "by one rank, which hands the others their parts" in told
+    assert "(cooperative reading, which mode='cooperative' asks for; predicted CPU ms of all ranks: independent" in told
+    assert re.search(r"amplification 1\.00: .*\n  all independent: 4\.00, 8 chunks", told)
+    alone = str(jigsaw.io.open(wb2, mesh={"lat": 2, "lon": 2}, **how).plan(0))
+    assert "each rank reads and decodes for itself what it needs of them" in alone
+    assert "(independent reading, the cheapest; predicted" in alone
+    one = str(jigsaw.io.open(wb2, mesh={}, fields=["t2m"]).plan(0))
+    assert "read by one rank" in one and "416 B, none of which two ranks need" in one
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, needed_share
 from jigsaw.io.chunks.read_cost import read_cost
 from jigsaw.io.formats.store import open_store
-from jigsaw.io.reading.chunk_boxes import RowRun
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
-from jigsaw.io.series.request import ReadPart, ReadRequest, runs_of_pairs
+from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.layout import Layout
 
 MESHES = [{}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}, {"lon": 3, "lat": 2}, {"ens": 2, "lat": 2}]
@@ -98,10 +97,7 @@ class Enumerated:
         if ref is None:
             return ReadCounts()
         boxes = [rows for m in served for rows in self.held(name, chunk, m)]
-        rects = [
-            tuple(tuple(merge_ranges(RowRun(*run).rows for run in runs_of_pairs(dim))) for dim in rows)
-            for rows in boxes
-        ]
+        rects = [tuple(tuple(merge_ranges((row, row + 1) for row, _ in dim)) for dim in rows) for rows in boxes]
         shares = [needed_share([rect], table.grid.shape_of(chunk)) for rect in rects]
         part = table.finder.portion(chunk, rects) if max(shares) <= MOST_PORTION_SHARE else None
         if part is None or not table.finder.is_divisible:

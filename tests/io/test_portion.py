@@ -221,6 +221,33 @@ def test_bands_read_their_own_blocks(tmp_path, kind):
         assert plan.total.stored_bytes < 1.3 * whole
 
 
+@pytest.mark.parametrize("steps", [(3, 13, 23, 33), (33, 23, 13), (5, 6, 7, 39), (4,)], ids=str)
+@pytest.mark.parametrize("mode", ["independent", "cooperative"])
+@on_ranks(4)
+def test_steps_that_lie_apart_in_a_chunk_decode_their_own_blocks(tmp_path, steps, mode):
+    mesh = world_mesh(lat=2, lon=2)
+    x = np.random.default_rng(1).normal(size=(40, *ROWS)).round(2).astype("f4")
+    if mesh.get_rank() == 0:
+        by_step = Blosc("zstd", 1, 1, x[0].nbytes)
+        group = zarr.open_group(str(tmp_path / "s.zarr"), mode="w", zarr_format=2)
+        how = {"compressors": by_step, "attributes": {"_ARRAY_DIMENSIONS": ("time", "lat", "lon")}}
+        group.create_array("air", shape=x.shape, chunks=x.shape, dtype="f4", **how)[...] = x
+    import torch.distributed as dist
+
+    dist.barrier()
+    engine = ReadEngine(open_store(tmp_path / "s.zarr"), mesh, threads=1)
+    times = tuple((step, place) for place, step in enumerate(steps))
+    part = ReadPart("air", (times, None, None), (0, 2, 3), ((1, 0),))
+    request = ReadRequest(layout(1, len(steps), ROWS, {"lat": 2, "lon": 2}, 2), (part,))
+    plan = plan_read(request, engine.store.arrays, mode)
+    got = engine.read(plan)
+    np.testing.assert_array_equal(got, held(x[list(steps)][:, None], request.layout, mesh_coordinate(mesh)))
+    assert engine.stats == plan.rows[mesh.get_rank()]
+    # a block is a step, and so each that is loaded is decoded once, by one rank or by all
+    assert plan.total.decoded_bytes == len(steps) * x[0].nbytes * (4 if mode == "independent" else 1)
+    engine.close()
+
+
 @pytest.mark.parametrize(("kind", "shards", "frames"), [("sharded", 1, 2), ("blosc", 0, 2), ("plain", 0, 0)])
 def test_lookups_are_the_indices_and_tables_that_are_read(tmp_path, kind, shards, frames):
     path, _ = write(tmp_path, kind)

@@ -313,6 +313,22 @@ class Dataset(MeshSamples):
         """The read plan of one sample, or of several read together: bytes, chunks, who decodes what, amplification.
 
         Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
+
+        >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 2, "lon": 2}, fields=["t2m"], mode="cooperative")
+        >>> print(data.plan(0))
+        1 steps of 1 channels, latitude 9 x longitude 16, read by 4 ranks (lat=2, lon=2)
+        1 requests
+        <BLANKLINE>
+        rank  lat  lon  latitude  longitude  chunks  stored  decoded  useful   sent
+           0    0    0       0:5        0:8       1   ... B    576 B   160 B  416 B
+           1    0    1       0:5       8:16       0     0 B      0 B   160 B    0 B
+           2    1    0       5:9        0:8       0     0 B      0 B   128 B    0 B
+           3    1    1       5:9       8:16       0     0 B      0 B   128 B    0 B
+         all                                      1   ... B    576 B   576 B  416 B
+        <BLANKLINE>
+        2m_temperature: 1 chunk of 1 x 9 x 16 = 576 B, all of which several ranks need:
+          what they need of each is read and decoded once, by one rank, which hands the others their parts
+        ...
         """
         wanted: Sequence[Any] = list(sample) if isinstance(sample, Iterable) and np.ndim(sample) else [sample]
         return self.plan_of(self.reading(wanted)).ask_sizes()

@@ -19,6 +19,7 @@ from jigsaw.io.datasets.device_copy import DeviceCopier
 from jigsaw.io.datasets.prefetch import BatchPrefetch
 from jigsaw.io.datasets.sample_order import LoaderState, SampleOrder
 from jigsaw.io.datasets.samples import MeshSamples
+from jigsaw.io.reading.chunk_jobs import ReadCounts
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.series.sample_space import DATA_AXIS
 from jigsaw.io.series.times import is_whole_number
@@ -172,7 +173,12 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
     @property
     def bytes_read(self) -> int:
         """Stored bytes that this rank has fetched, over all iterations."""
-        return self._engine.stats.stored_bytes if "_engine" in vars(self) else 0
+        return self.read_counts.stored_bytes
+
+    @property
+    def read_counts(self) -> ReadCounts:
+        """What this rank has done over all iterations, counted as the `rows` of a plan: requests, chunks, bytes."""
+        return self._engine.stats if "_engine" in vars(self) else ReadCounts()
 
     @property
     def batch_bytes(self) -> int:

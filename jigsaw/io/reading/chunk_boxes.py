@@ -43,10 +43,17 @@ class RowRun(NamedTuple):
         return range(self.source, self.source + self.source_step * self.length, self.source_step)
 
     @property
-    def rows(self) -> Interval:
-        """The interval of the chunk's rows that it spans."""
+    def rows(self) -> tuple[Interval, ...]:
+        """The intervals of the chunk's rows that it takes: one, or of steps that lie apart each by itself."""
+        # The targets of samples 0, 50 and 90 are such a run.  As one interval they would decode all that is between.
+        if abs(self.source_step) > 1:
+            return tuple((row, row + 1) for row in self.each)
         last = self.source + self.source_step * (self.length - 1)
-        return min(self.source, last), max(self.source, last) + 1
+        return ((min(self.source, last), max(self.source, last) + 1),)
+
+
+def _rows_of_runs(runs: Sequence[RowRun]) -> tuple[Interval, ...]:
+    return tuple(merge_ranges(rows for run in runs for rows in run.rows))
 
 
 class ChunkBox(NamedTuple):
@@ -73,7 +80,7 @@ class ChunkBox(NamedTuple):
 
     @property
     def rect(self) -> ChunkRows:
-        return tuple(tuple(merge_ranges(run.rows for run in runs)) for runs in self.runs)
+        return tuple(map(_rows_of_runs, self.runs))
 
 
 # -- from one dim's rows to runs -------------------------------------------------------------------------------------
@@ -152,7 +159,7 @@ class DimPieces:
         for piece, (runs_of, own) in enumerate(zip(held, owned, strict=True)):
             for chunk, runs in runs_of.items():
                 # merged, because rows that are taken twice, as beyond an edge, are decoded once
-                rows = tuple(merge_ranges(run.rows for run in runs))
+                rows = _rows_of_runs(runs)
                 share = PieceShare(piece, rows, sum(run.length for run in runs), chunk in own)
                 found.setdefault(chunk, []).append(share)
         cutting = cut.axes if cut else ()

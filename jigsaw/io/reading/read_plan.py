@@ -30,6 +30,7 @@ from jigsaw.io.reading.chunk_readers import ChunkReaders
 from jigsaw.io.reading.fetch_batches import FetchBatch, fetch_batches
 from jigsaw.io.reading.found_chunks import ArrayTables, FoundChunks, look_up_chunks
 from jigsaw.io.reading.needed_chunks import NeededChunks
+from jigsaw.io.reading.plan_text import plan_reasons, plan_text
 from jigsaw.io.reading.read_modes import PLAN_MODES, choose_mode, cost_of_mode, sent_values, shared_jobs
 from jigsaw.io.reading.request_check import check_request_fits
 from jigsaw.io.series.request import ReadPart, ReadRequest
@@ -44,6 +45,8 @@ class ReadPlan:
     Ranks are numbered in the layout's row-major order.  `modes` says for each array how its chunks are loaded.  `sizes`
     are those of far objects that hold one chunk each, None for missing ones; they change nothing but `rows`, because
     ranks that read do not ask for them.
+
+    ``print(plan)`` explains it: what each rank reads, decodes, keeps and hands over, and why so.
     """
 
     needed: NeededChunks
@@ -68,6 +71,18 @@ class ReadPlan:
     def cost(self, name: str, mode: str) -> float:
         """What reading an array would cost in a mode, in CPU seconds over all ranks."""
         return cost_of_mode(self.found, name, mode)
+
+    def in_mode(self, mode: str) -> ReadPlan:
+        """The plan of the same request with all arrays read in `mode`, as `plan_read` takes it."""
+        return replace(self, modes={name: choose_mode(self.found, name, mode) for name in self.modes})
+
+    @property
+    def reasons(self) -> str:
+        """Why it is read so: whose the chunks are, and what each way of reading them would cost."""
+        return "\n".join(plan_reasons(self))
+
+    def __str__(self) -> str:
+        return plan_text(self)
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 

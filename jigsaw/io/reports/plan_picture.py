@@ -26,6 +26,14 @@ def draw_plan(dataset: Dataset, plan: ReadPlan, path: str | Path) -> None:
 
     Raises: `UnsupportedStoreError` where matplotlib is not installed or does not write such a file.
     """
+    save_figure(plan_figure(dataset, plan), path)
+
+
+def plan_figure(dataset: Dataset, plan: ReadPlan) -> Any:
+    """The picture as a figure of matplotlib.
+
+    Raises: `UnsupportedStoreError` where that is not installed.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -38,7 +46,7 @@ def draw_plan(dataset: Dataset, plan: ReadPlan, path: str | Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
     _draw_tiles(left, dataset, plan, shades)
     _draw_bars(right, plan, shades)
-    save_figure(figure, path)
+    return figure
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
@@ -114,14 +122,21 @@ def _draw_chunk_borders(axes: Any, dataset: Dataset, height: int, width: int) ->
 
 
 def _draw_bars(axes: Any, plan: ReadPlan, shades: list[Any]) -> None:
-    wide = 0.8 / len(_DRAWN_BYTES)
+    """A group of bars a rank; where they share chunks, one more of what the busiest would do by itself."""
+    rows, names, wide = list(plan.rows), [str(rank) for rank in range(plan.ranks)], 0.8 / len(_DRAWN_BYTES)
+    if any(mode != "independent" for mode in plan.modes.values()):
+        rows.append(max(plan.in_mode("independent").rows, key=lambda row: row.decoded_bytes))
+        names.append("each\nby itself")
     for i, name in enumerate(_DRAWN_BYTES):
-        at = [rank + (i - 1.5) * wide for rank in range(plan.ranks)]
-        megabytes = [getattr(row, name) / 1e6 for row in plan.rows]
+        at = [group + (i - 1.5) * wide for group in range(len(rows))]
+        megabytes = [getattr(row, name) / 1e6 for row in rows]
         axes.bar(at, megabytes, wide, color=_BAR_GREYS[i], label=name.partition("_")[0])
-    axes.set_xticks(range(plan.ranks), [f"{rank}" for rank in range(plan.ranks)])
-    for label, shade in zip(axes.get_xticklabels(), shades, strict=True):
+    axes.set_xticks(range(len(rows)), names)
+    for label, shade in zip(axes.get_xticklabels(), shades, strict=False):
         label.set(color=shade, weight="bold")
     axes.set(xlabel="rank", ylabel="MB")
-    axes.legend(frameon=False, fontsize=9)
-    axes.set_title(f"{plan.total.chunks} chunks decoded, amplification {plan.amplification:.2f}", fontsize=10)
+    # beside the bars: within the axes it hides those of the last ranks
+    axes.legend(frameon=False, fontsize=9, ncols=len(_DRAWN_BYTES), loc="lower center", bbox_to_anchor=(0.5, 1.06))
+    how = " and ".join(sorted(set(plan.modes.values())))
+    told = f"{how}: {plan.total.chunks} chunks decoded, amplification {plan.amplification:.2f}"
+    axes.set_title(told, fontsize=9)
