@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 Array = NDArray[Any]
 
 INK, PALE, BORDER = "#1d2733", "#8795a5", "#ffffff"
-COLOURS = ("#3fa7d6", "#f2a541", "#f6f2e5", "#e4572e")  # of the organs
+COLOURS = ("#3fa7d6", "#f2c14e", "#59c08b", "#e4572e")  # of the organs
 PALETTE = ("#0b6e99", "#e4572e", "#f2a541", "#5b8c5a")  # of the meshes
 WINDOW = (-250, 350)  # Hounsfield units from black to white
 
@@ -28,15 +28,17 @@ def comparable(report: Mapping[str, Any], folder: Path) -> dict[str, list[float]
     """The loss curves in `folder` that were trained as this one was, on whatever mesh, fewest ranks first."""
     runs = [json.loads(path.read_text()) for path in sorted(folder.glob("loss_*.json"))]
     runs = [run for run in runs if run["settings"] == report["settings"]]
-    return {
-        f"{run['ranks']} rank{'s' * (run['ranks'] > 1)} ({run['mesh']})": run["losses"]
-        for run in sorted(runs, key=lambda run: run["ranks"])
-    }
+    return {name_of(run): run["losses"] for run in sorted(runs, key=lambda run: run["ranks"])}
+
+
+def name_of(run: Mapping[str, Any]) -> str:
+    return f"{run['ranks']} rank{'s' * (run['ranks'] > 1)} ({run['mesh']})"
 
 
 def largest_gap(curves: Mapping[str, Sequence[float]]) -> float:
     """How far any curve is from the first, as a part of its value."""
-    first, *others = map(np.asarray, curves.values())
+    steps = min(map(len, curves.values()))
+    first, *others = (np.asarray(losses[:steps]) for losses in curves.values())
     return max(float(np.max(np.abs(other / first - 1))) for other in others)
 
 
@@ -54,9 +56,9 @@ def coronal(ax: Any, name: str, scan: Array, mask: Array, cuts: Mapping[str, Seq
     tiles = [(low + high) / 2 for low, high in zip(cuts["z"][:-1], cuts["z"][1:], strict=True)]
     for number, middle in enumerate(tiles if len(tiles) > 1 else []):
         ax.text(1, middle, f"tile {number}", color=BORDER, ha="right", va="center", fontsize=9)
-    ax.text(scan.shape[1] - 3, 3, "trained on", color=BORDER, fontsize=9)
+    ax.text(scan.shape[1] - 3, 3, "the net has learned\nfrom this half", color=BORDER, fontsize=9)
     ax.set_title(name)
-    ax.invert_xaxis()  # as a physician looks at a patient: the left half on the right
+    ax.set(xlim=(scan.shape[1] - 0.5, -0.5), ylim=(-0.5, rows - 0.5))  # as a physician looks: the left on the right
     ax.set_axis_off()
 
 
@@ -89,7 +91,7 @@ def save(path: Path, masks: Mapping[str, Array], cuts: Mapping[str, Sequence[int
     plt.rcParams.update({"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK})
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     figure = plt.figure(figsize=(13.5, 8.6), dpi=110, facecolor="white")
-    title = f"Organs of a left half, learned on the right one: {report['ranks']} ranks ({report['mesh']})"
+    title = f"Organs of a left half, learned on the right one: {name_of(report)}"
     figure.text(0.025, 0.955, title, fontsize=14, fontweight="bold")
     top = figure.add_gridspec(1, len(masks), left=0.025, right=0.975, top=0.91, bottom=0.42, wspace=0.04)
     scan = nibabel.as_closest_canonical(nibabel.load(data.SCAN)).get_fdata().T  # z, y, x

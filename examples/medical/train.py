@@ -23,6 +23,7 @@ from typing import Any
 import baseline
 import data
 import nibabel
+import numpy as np
 import plot
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ import jigsaw
 from jigsaw.io import Foreground, VolumeLoader, augment, open_volumes, sliding_window
 
 HERE = Path(__file__).parent
-CROP, CROPS, BATCH, STEPS, RATE, SEED = (64, 64, 48), 16, 2, 96, 4e-3, 0
+CROP, CROPS, BATCH, STEPS, RATE, SEED = (64, 48, 48), 40, 1, 240, 4e-3, 0
 FEATURES = (8, 16, 32, 64, 64, 8)  # of the net: channels of each of its five resolutions, and at its end
 UNITS = (-100.0, 300.0)  # Hounsfield units that become 0 and 1: their mean and deviation in a body, about
 CHANGES = [
@@ -48,7 +49,8 @@ CHANGES = [
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mesh", default=f"z={os.environ.get('WORLD_SIZE', '1')}", help="axes and sizes: data=2,z=2")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the whole training")
+    parser.add_argument("--first", type=int, help="stop after so many of them: a curve to compare, without a mask")
     parser.add_argument("--crop", type=int, nargs=3, default=CROP, help="voxels along z, y, x")
     parser.add_argument("--out", type=Path, default=HERE / "out")
     args = parser.parse_args(argv)
@@ -72,33 +74,42 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     model = BasicUNet(spatial_dims=3, in_channels=1, out_channels=len(data.CLASSES), features=FEATURES)
     model = jigsaw.parallelize(model, mesh)
     report = {"mesh": args.mesh, "ranks": mesh.size(), "settings": {"crop": list(args.crop), "steps": args.steps}}
-    report |= fit(model, loader, args.steps)
+    report |= fit(model, loader, args.steps, args.first or args.steps)
+    show_ranks(loader, mesh)
+    curve = args.out / f"loss_{args.mesh.replace(',', '_')}.json"
+    if len(report["losses"]) < args.steps:
+        if dist.get_rank() == 0:
+            curve.write_text(json.dumps(report))
+        return report
 
     # The left half: each rank has its tile of it, of the answer and of the mask
     held = open_volumes([halves["left"].scan], [halves["left"].labels], crop=None, **how).whole(0)
     model.eval()
     found = sliding_window(model, held.image.unsqueeze(0), args.crop, overlap=0.5).argmax(1)[0]
     jigsaw.io.write_volume(args.out / "mask.nii.gz", found, like=held, dtype="uint8", mode="w")
+    report["held"] = list(held.image.local.shape)
     report["net"] = scores(found, held.label[0], held.spacing)
-    report["atlas"] = scores(*atlas(halves), held.spacing)
-    report |= {"held": list(held.image.local.shape), "total_s": time.monotonic() - started}
-
-    show_ranks(loader, held, mesh)
+    guess, truth = atlas(halves)
+    report["atlas"] = scores(guess, truth, held.spacing)
+    report["total_s"] = time.monotonic() - started
     if dist.get_rank() == 0:
-        (args.out / f"loss_{args.mesh.replace(',', '_')}.json").write_text(json.dumps(report))
+        curve.write_text(json.dumps(report))
         show(report, curves := plot.comparable(report, args.out))
-        plot.save(args.out / "medical.png", report, curves, held.label.layout.cuts[1].points)
+        mask = nibabel.load(args.out / "mask.nii.gz").get_fdata().T
+        masks = {"truth": truth, "this net": mask, "atlas": guess}
+        cuts = {dim: cut.points for dim, cut in zip("zyx", held.label.layout.cuts[1:], strict=True)}
+        plot.save(args.out / "medical.png", {k: np.asarray(m, "u1") for k, m in masks.items()}, cuts, report, curves)
     return report
 
 
-def fit(model: torch.nn.Module, loader: VolumeLoader, steps: int) -> dict[str, Any]:
-    """The loss of every step. Nothing here knows of ranks."""
+def fit(model: torch.nn.Module, loader: VolumeLoader, steps: int, last: int) -> dict[str, Any]:
+    """The loss of every step up to the last one. Nothing here knows of ranks."""
     loss_of = DiceCELoss(to_onehot_y=True, softmax=True, include_background=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=max(steps, 2))
     losses, started = [], time.monotonic()
-    with tqdm(total=steps, desc="training", unit="step", disable=dist.get_rank() != 0) as bar:
-        while len(losses) < steps:
+    with tqdm(total=last, desc="training", unit="step", disable=dist.get_rank() != 0) as bar:
+        while len(losses) < last:
             for batch in loader:
                 loss = loss_of(model(batch.image), batch.label)
                 optimizer.zero_grad()
@@ -108,7 +119,7 @@ def fit(model: torch.nn.Module, loader: VolumeLoader, steps: int) -> dict[str, A
                 losses.append(loss.item())
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}")
                 bar.update()
-                if len(losses) == steps:
+                if len(losses) == last:
                     break
     return {"losses": losses, "train_s": time.monotonic() - started}
 
@@ -129,16 +140,15 @@ def atlas(halves: dict[str, data.Half]) -> tuple[torch.Tensor, torch.Tensor]:
     return found, truth
 
 
-def show_ranks(loader: VolumeLoader, held: Any, mesh: Any) -> None:
-    """What every rank holds of a crop and of the half, has read, and used of memory."""
+def show_ranks(loader: VolumeLoader, mesh: Any) -> None:
+    """What every rank holds of a crop, has read, and used of memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    crop = loader.dataset.layout.held(tuple(mesh.get_coordinate()))[-3:]
-    mine = " x ".join(str(b - a) for a, b in crop), " x ".join(map(str, held.image.local.shape[1:]))
-    row = f"{mine[0]:>14} {mine[1]:>16} {loader.bytes_read / 2**20:>9.1f} {peak / 2**20:>16.0f}"
+    box = loader.dataset.layout.owned(tuple(mesh.get_coordinate()))[1:]
+    crop = " x ".join(f"{a}:{b}" for a, b in box)
     rows: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, f"{crop:>24} {loader.bytes_read / 2**20:>9.1f} {peak / 2**20:>16.0f}")
     if dist.get_rank() == 0:
-        print(f"\nrank {'of a crop':>14} {'of the left half':>16} {'MiB read':>9} {'peak memory MiB':>16}")
+        print(f"\nrank {'of a crop (z x y x x)':>24} {'MiB read':>9} {'peak memory MiB':>16}")
         print("\n".join(f"{rank:>4} {row}" for rank, row in enumerate(rows)))
 
 

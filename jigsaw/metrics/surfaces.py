@@ -86,7 +86,8 @@ def surface_dice(
     if most.ndim > 1 or (most.ndim and (not classes or len(most) != classes[-1])):
         raise ShardingError(f"surface_dice(tolerance={tolerance}): one number, or one for each class of {classes}")
     both = _distances_both_ways("surface_dice", prediction, truth, spacing)
-    limits = most.expand(classes).flatten().tolist()
+    # steps of 0.8 mm are rounded as any number is: a tolerance of 0.8 has all of them
+    limits = (most.expand(classes).flatten() * (1 + 1e-9)).tolist()
     within = [torch.cat([there, back]) <= limit for there, back, limit in zip(*both, limits, strict=True)]
     return torch.stack([near.to(torch.float64).mean() for near in within]).view(classes)  # the mean of nothing is NaN
 
