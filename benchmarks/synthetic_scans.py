@@ -1,5 +1,4 @@
-"""Volumes for benchmarks: synthetic scans (two kinds of bright bodies in noise, Zarr stores of z, y, x with an affine),
-and a U-Net in plain torch."""
+"""Synthetic scans: two kinds of bright bodies in noise, as Zarr stores of z, y, x with an affine; and a plain U-Net."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The medical example: its halves are the CT, it learns alike on one rank and on two, and what it finds beats an atlas."""
+"""The medical example: its halves are the CT, it learns alike on one rank and two, and it beats an atlas."""
 
 import importlib
 import json
@@ -39,7 +39,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path, capsys):
     assert halves[0]["losses"] == halves[1]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert halves[0]["held"] == [1, 56, 101, 61]
     assert halves[0]["net"]["dice"] == halves[1]["net"]["dice"] == pytest.approx(alone["net"]["dice"], abs=2e-3)
-    assert halves[0]["atlas"] == alone["atlas"]
+    assert halves[0]["atlas"] == alone["atlas"] and min(alone["atlas"]["dice"]) > 0.5
     mask = nibabel.load(tmp_path / "mask.nii.gz")
     assert mask.shape == left.shape and np.allclose(mask.affine, left.affine)
     assert (tmp_path / "medical.png").stat().st_size > 50_000

@@ -56,7 +56,8 @@ def coronal(ax: Any, name: str, scan: Array, mask: Array, cuts: Mapping[str, Seq
     tiles = [(low + high) / 2 for low, high in zip(cuts["z"][:-1], cuts["z"][1:], strict=True)]
     for number, middle in enumerate(tiles if len(tiles) > 1 else []):
         ax.text(1, middle, f"tile {number}", color=BORDER, ha="right", va="center", fontsize=9)
-    ax.text(scan.shape[1] - 3, 3, "the net has learned\nfrom this half", color=BORDER, fontsize=9)
+    box = {"facecolor": "black", "edgecolor": "none", "alpha": 0.6, "pad": 2}
+    ax.text(scan.shape[1] - 4, 4, "the net has learned\nfrom this half", color=BORDER, fontsize=9, bbox=box)
     ax.set_title(name)
     ax.set(xlim=(scan.shape[1] - 0.5, -0.5), ylim=(-0.5, rows - 0.5))  # as a physician looks: the left on the right
     ax.set_axis_off()

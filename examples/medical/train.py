@@ -28,16 +28,17 @@ import plot
 import torch
 import torch.distributed as dist
 from monai.losses import DiceCELoss
-from monai.networks.nets import BasicUNet
+from monai.networks.nets import UNet
 from tqdm import tqdm
 
 import jigsaw
 from jigsaw.io import Foreground, VolumeLoader, augment, open_volumes, sliding_window
 
 HERE = Path(__file__).parent
-CROP, CROPS, BATCH, STEPS, RATE, SEED = (64, 48, 48), 40, 1, 240, 4e-3, 0
-FEATURES = (8, 16, 32, 64, 64, 8)  # of the net: channels of each of its five resolutions, and at its end
-UNITS = (-100.0, 300.0)  # Hounsfield units that become 0 and 1: their mean and deviation in a body, about
+CROP, CROPS, BATCH, STEPS, RATE, SEED = (96, 96, 48), 40, 2, 200, 1e-2, 0
+CHANNELS, STRIDES = (16, 32, 64, 128), (2, 2, 2)  # of the net
+UNITS, WINDOW = (40.0, 80.0), (-3.0, 4.0)  # Hounsfield units that become 0 and 1 more; what the net sees of them
+WEIGHT = (0.5, 3.0, 3.0, 1.0, 1.0)  # of the classes: lungs and kidneys are small
 CHANGES = [
     augment.Flip(p=0.5, dims=("x",)),  # what makes a right half a left one
     augment.Affine(p=0.5, degrees=10, scale=(0.85, 1.15)),
@@ -71,15 +72,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         **how,
     )
     loader = VolumeLoader(volumes, batch_size=BATCH, shuffle=True, seed=SEED)
-    model = BasicUNet(spatial_dims=3, in_channels=1, out_channels=len(data.CLASSES), features=FEATURES)
-    model = jigsaw.parallelize(model, mesh)
+    net = UNet(3, 1, len(data.CLASSES), channels=CHANNELS, strides=STRIDES, num_res_units=2)
+    model = jigsaw.parallelize(torch.nn.Sequential(torch.nn.Hardtanh(*WINDOW), net), mesh)
     report = {"mesh": args.mesh, "ranks": mesh.size(), "settings": {"crop": list(args.crop), "steps": args.steps}}
     report |= fit(model, loader, args.steps, args.first or args.steps)
     show_ranks(loader, mesh)
-    curve = args.out / f"loss_{args.mesh.replace(',', '_')}.json"
+    if dist.get_rank() == 0:
+        (args.out / f"loss_{args.mesh.replace(',', '_')}.json").write_text(json.dumps(report))
     if len(report["losses"]) < args.steps:
-        if dist.get_rank() == 0:
-            curve.write_text(json.dumps(report))
         return report
 
     # The left half: each rank has its tile of it, of the answer and of the mask
@@ -87,26 +87,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     model.eval()
     found = sliding_window(model, held.image.unsqueeze(0), args.crop, overlap=0.5).argmax(1)[0]
     jigsaw.io.write_volume(args.out / "mask.nii.gz", found, like=held, dtype="uint8", mode="w")
-    report["held"] = list(held.image.local.shape)
-    report["net"] = scores(found, held.label[0], held.spacing)
-    guess, truth = atlas(halves)
-    report["atlas"] = scores(guess, truth, held.spacing)
+    report |= {"held": list(held.image.local.shape), "net": scores(found, held.label[0], held.spacing)}
     report["total_s"] = time.monotonic() - started
     if dist.get_rank() == 0:
-        curve.write_text(json.dumps(report))
-        show(report, curves := plot.comparable(report, args.out))
-        mask = nibabel.load(args.out / "mask.nii.gz").get_fdata().T
-        masks = {"truth": truth, "this net": mask, "atlas": guess}
         cuts = {dim: cut.points for dim, cut in zip("zyx", held.label.layout.cuts[1:], strict=True)}
-        plot.save(args.out / "medical.png", {k: np.asarray(m, "u1") for k, m in masks.items()}, cuts, report, curves)
+        conclude(report, halves, held.spacing, cuts, args.out)
     return report
 
 
 def fit(model: torch.nn.Module, loader: VolumeLoader, steps: int, last: int) -> dict[str, Any]:
     """The loss of every step up to the last one. Nothing here knows of ranks."""
-    loss_of = DiceCELoss(to_onehot_y=True, softmax=True, include_background=False)
+    how = {"to_onehot_y": True, "softmax": True, "include_background": False, "batch": True}
+    loss_of = DiceCELoss(weight=torch.tensor(WEIGHT), **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=max(steps, 2))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=max(steps, 2), pct_start=0.15)
     losses, started = [], time.monotonic()
     with tqdm(total=last, desc="training", unit="step", disable=dist.get_rank() != 0) as bar:
         while len(losses) < last:
@@ -131,13 +125,19 @@ def scores(found: Any, truth: Any, spacing: Any) -> dict[str, list[float]]:
     return {"dice": dice.tolist(), "hd95": jigsaw.metrics.hausdorff95(*one_hot, spacing=spacing).tolist()}
 
 
-def atlas(halves: dict[str, data.Half]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the baseline finds in the left half, and the truth: [z, y, x], in plain torch on whole halves."""
+def conclude(report: dict[str, Any], halves: dict[str, data.Half], spacing: Any, cuts: Any, out: Path) -> None:
+    """The baseline, what is printed, and the picture: on the first rank, of whole halves."""
     stored = {half: [torch.tensor(nibabel.load(path).get_fdata().T) for path in halves[half]] for half in halves}
     renamed = torch.tensor([data.LABEL_MAP.get(n, 0) for n in range(118)])
     (scan, labels), (other, truth) = ((s.float(), renamed[n.long()]) for s, n in (stored["right"], stored["left"]))
-    found = baseline.atlas(scan, labels, other.flip(2), len(data.CLASSES)).flip(2)  # a left half is a mirrored right one
-    return found, truth
+    atlas = baseline.atlas(scan, labels, other.flip(2), len(data.CLASSES)).flip(2)  # a left half is a right one
+    report["atlas"] = scores(atlas, truth, spacing)
+    curves = plot.comparable(report, out)
+    show(report, curves)
+    mask = nibabel.load(out / "mask.nii.gz").get_fdata().T
+    masks = {"truth": truth, "this net": mask, "atlas": atlas}
+    plot.save(out / "medical.png", {name: np.asarray(m, "u1") for name, m in masks.items()}, cuts, report, curves)
+    print(f"written: {out / 'mask.nii.gz'}, {out / 'medical.png'}")
 
 
 def show_ranks(loader: VolumeLoader, mesh: Any) -> None:
@@ -153,14 +153,14 @@ def show_ranks(loader: VolumeLoader, mesh: Any) -> None:
 
 
 def show(report: dict[str, Any], curves: dict[str, list[float]]) -> None:
-    print(f"\n{len(report['losses'])} steps on {report['mesh']} in {report['train_s']:.0f} s; all in {report['total_s']:.0f} s")
+    print(f"\n{report['settings']['steps']} steps in {report['train_s']:.0f} s; all in {report['total_s']:.0f} s")
     if len(curves) > 1:
-        print(f"losses of {' and '.join(curves)} differ by at most {plot.largest_gap(curves):.0e} of their value")
+        steps, gap = min(map(len, curves.values())), plot.largest_gap(curves)
+        print(f"the first {steps} losses of {' and '.join(curves)} differ by at most {gap:.0e} of their value")
     print(f"\nDice in the left half (distance of surfaces, 95 %) {'this net':>18} {'atlas':>18}")
     for k, name in enumerate(data.CLASSES[1:]):
         cells = [f"{report[who]['dice'][k]:.3f} ({report[who]['hd95'][k]:4.1f} mm)" for who in ("net", "atlas")]
         print(f"  {name:<48} {cells[0]:>18} {cells[1]:>18}")
-    print(f"written: {', '.join(str(HERE / 'out' / name) for name in ('mask.nii.gz', 'medical.png'))}")
 
 
 if __name__ == "__main__":

@@ -45,8 +45,9 @@ def test_the_page_runs_alike_on_one_rank_and_two(tmp_path):
     save_scan(label((40, 36, 30)), tmp_path / "label.nii.gz")
     for case, centre in enumerate(((14, 14, 18), (24, 20, 14), (20, 15, 16))):
         body = ball((40, 34, 33), centre, 9)
-        save_scan(50 + 100 * body + 20 * image(body.shape, case), tmp_path / f"Dataset001_Balls/imagesTr/{case}_0000.nii.gz")
-        save_scan(body, tmp_path / f"Dataset001_Balls/labelsTr/{case}.nii.gz")
+        folder, scan = tmp_path / "Dataset001_Balls", 50 + 100 * body + 20 * image(body.shape, case)
+        save_scan(scan, folder / "imagesTr" / f"{case}_0000.nii.gz")
+        save_scan(body, folder / "labelsTr" / f"{case}.nii.gz")
     one, labels, report = run(tmp_path, MESH)
     assert one.shape == (2, 1, 24, 32, 32) and one.std() > 0.5
     assert report["dice"] > 0.8 and report["surfaces within 3 mm"] > 0.8 and report["hd95 in mm"] < 10
@@ -73,7 +74,8 @@ def nets_of_the_table():
 
 def test_the_table_has_what_the_zoo_found():
     text = (ROOT / "docs" / "models.md").read_text()
-    told = [text.split(f"\n## {package} ")[1].split("\n## ")[0] for package in ("monai", "dynamic-network-architectures")]
+    packages = ("monai", "dynamic-network-architectures")
+    told = [text.split(f"\n## {package} ")[1].split("\n## ")[0] for package in packages]
     exact = set(re.findall(r"^\| (\w+)[^|]* \| 2, 3, 2x2 \| \S+ \|[^|]*\| nothing \|$", "".join(told), re.MULTILINE))
     assert len(exact) > 35 and set(nets_of_the_table()) == exact
 
