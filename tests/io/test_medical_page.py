@@ -77,7 +77,7 @@ def test_the_table_has_what_the_zoo_found():
     packages = ("monai", "dynamic-network-architectures")
     told = [text.split(f"\n## {package} ")[1].split("\n## ")[0] for package in packages]
     exact = set(re.findall(r"^\| (\w+)[^|]* \| 2, 3, 2x2 \| \S+ \|[^|]*\| nothing \|$", "".join(told), re.MULTILINE))
-    assert len(exact) > 35 and set(nets_of_the_table()) == exact
+    assert len(exact) > 30 and set(nets_of_the_table()) == exact
 
 
 def test_the_table_says_what_was_tried_on_images_alone(monkeypatch):
