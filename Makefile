@@ -111,7 +111,8 @@ docs: setup ## the documentation as a site of plain files: open site/index.html
 dist: setup ## the source archive and the wheel, in dist/
 	$(BIN)/python -m build --outdir dist
 
-medical: setup ## train on crops of volumes on two ranks, then infer by sliding windows
+medical: setup ## organs of a real CT with MONAI's net and loss: the first steps on one rank, all on two, the picture
+	$(BIN)/python examples/medical/train.py --first 16
 	$(BIN)/torchrun --nproc-per-node 2 examples/medical/train.py
 
 clean: ## remove what the tools left, not .venv

@@ -4,7 +4,8 @@ same limit of memory; one JSON object a number of ranks, and the page's picture.
     python benchmarks/memory_limit.py --output benchmarks/results/memory-limit-MACHINE-MONTH.jsonl
     python benchmarks/memory_limit.py --draw benchmarks/results/memory-limit-MACHINE-MONTH.jsonl
 
-The data lies in a store on disk, of which each rank reads its tile; the nets are those of `examples/`, plain torch.
+The data lies in a store on disk, of which each rank reads its tile; the nets are plain torch:
+`synthetic_scans.py`'s U-Net and that of `examples/weather`.
 `limit_bytes` is RLIMIT_DATA of every process, Python and torch included: the kernel refuses more private memory, as a
 device would.  Without a limit (0) a run shows what each rank takes: `data_bytes` is the most private memory at a time
 (VmData, looked at every 20 ms), `resident_bytes` the most that was resident (VmHWM), of the rank that has the most.
@@ -40,16 +41,15 @@ STEPS = 3
 
 def volume_steps(folder: Path, mesh: Any, small: bool) -> Iterator[Any]:
     """The loss of each step on a whole volume: its image is read by tiles, and never on one rank."""
-    import data
     import torch
     import torch.nn.functional as F
-    from train import UNet
+    from synthetic_scans import CLASSES, UNet, scans
 
     import jigsaw
 
-    images, labels = data.scans(folder / ("small" if small else "scans"), 1, volume_shape(small), writes=False)
+    images, labels = scans(folder / ("small" if small else "scans"), 1, volume_shape(small), writes=False)
     volumes = jigsaw.io.open_volumes(images, labels, mesh=mesh, crop=None)
-    model = jigsaw.parallelize(UNet(1, data.CLASSES, 4 if small else WIDTH), mesh)
+    model = jigsaw.parallelize(UNet(1, CLASSES, 4 if small else WIDTH), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(STEPS):
         for batch in jigsaw.io.VolumeLoader(volumes, batch_size=1):
@@ -92,7 +92,10 @@ def weather_steps(folder: Path, mesh: Any, small: bool) -> Iterator[Any]:
             yield loss
 
 
-CASES = {"volume": (volume_steps, "medical", "z"), "weather": (weather_steps, "weather", "lat")}
+CASES = {
+    "volume": (volume_steps, "benchmarks", "z"),
+    "weather": (weather_steps, "examples/weather", "lat"),
+}
 
 
 class _DataWatch(threading.Thread):
@@ -121,8 +124,8 @@ def status_bytes(field: str) -> int:
 
 def run_rank(name: str, folder: Path, small: bool) -> None:
     """One rank of a run; the first prints what all of them found."""
-    steps, example, axis = CASES[name]
-    sys.path.insert(0, str(ROOT / "examples" / example))
+    steps, nets, axis = CASES[name]
+    sys.path.insert(0, str(ROOT / nets))
     import torch
     import torch.distributed as dist
 
@@ -161,11 +164,11 @@ def volume_shape(small: bool) -> tuple[int, ...]:
 
 
 def make_data(name: str, folder: Path, small: bool) -> None:
-    sys.path.insert(0, str(ROOT / "examples" / CASES[name][1]))
+    sys.path.insert(0, str(ROOT / CASES[name][1]))
     if name == "volume":
-        import data
+        import synthetic_scans
 
-        data.scans(folder / ("small" if small else "scans"), 1, volume_shape(small), writes=True)
+        synthetic_scans.scans(folder / ("small" if small else "scans"), 1, volume_shape(small), writes=True)
     elif not (folder / "quarter_degree.zarr").exists():
         import quarter_degree
 

@@ -1,57 +1,46 @@
-"""Synthetic scans: two kinds of bright bodies in noise, as Zarr stores of z, y, x with an affine."""
+"""One real CT and its organs (`data/README.md`), cut along the spine: a half to train on, and a half held out."""
 
 from __future__ import annotations
 
-import shutil
-import time
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
-import zarr
+import nibabel
+import torch.distributed as dist
 
-SPACING = (2.0, 1.0, 1.0)  # mm along z, y, x
-CLASSES = 3  # background, balls, shells
+HERE = Path(__file__).parent / "data"
+SCAN, LABELS = HERE / "ct.nii.gz", HERE / "labels.nii.gz"
 
-
-def scan(number: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """An image (float32) and its label map (uint8); the same for the same number."""
-    r = np.random.default_rng(number)
-    grid = np.stack(np.meshgrid(*(np.arange(n, dtype="f4") for n in shape), indexing="ij"))
-    label = np.zeros(shape, "u1")
-    for body in range(6):
-        centre = np.array([r.uniform(6, n - 6) for n in shape]).reshape(3, 1, 1, 1)
-        distance = np.sqrt(((grid - centre) ** 2).sum(0))
-        radius = r.uniform(4, 7)
-        label[distance <= radius] = 1 + body % 2
-        if body % 2:
-            label[distance <= radius - 2.5] = 0  # a shell is empty inside
-    image = np.array([0.0, 1.2, 0.8], "f4")[label] + r.normal(0, 0.4, shape).astype("f4")
-    return image.astype("f4"), label
+# Organs that both halves have, by the numbers of TotalSegmentator's classes; all others are background.
+ORGANS = {
+    "lung": range(10, 15),
+    "kidney": (2, 3),
+    "bone": (*range(25, 51), *range(69, 79), *range(91, 117)),  # spine, limbs and hips, skull, ribs, sternum
+    "muscle": range(80, 90),  # gluteal, back and hip muscles
+}
+CLASSES = ("background", *ORGANS)
+LABEL_MAP = dict.fromkeys(range(1, 118), 0) | {n: k for k, of in enumerate(ORGANS.values(), 1) for n in of}
 
 
-def write(folder: Path, count: int, shape: tuple[int, ...]) -> None:
-    """`count` scans as ``image-0.zarr``, ``label-0.zarr``, ..."""
-    affine = np.diag([*SPACING[::-1], 1.0]).tolist()
-    for number in range(count):
-        for name, values in zip(("image", "label"), scan(number, shape), strict=True):
-            group = zarr.open_group(str(folder / f"{name}-{number}.zarr"), mode="w", zarr_format=3)
-            group.attrs["affine"] = affine
-            made = group.create_array(
-                name, shape=shape, chunks=(16, 16, 16), dtype=values.dtype, dimension_names=("z", "y", "x")
-            )
-            made[...] = values
+class Half(NamedTuple):
+    """The paths of a half's image and label map."""
+
+    scan: str
+    labels: str
 
 
-def scans(folder: Path, count: int, shape: tuple[int, ...], writes: bool) -> tuple[list[str], list[str]]:
-    """Their paths; the one process that `writes` makes them on first use, the others wait."""
-    if writes and not folder.exists():
-        draft = folder.with_name(f".{folder.name}")
-        shutil.rmtree(draft, ignore_errors=True)
-        write(draft, count, shape)
-        draft.rename(folder)
-    deadline = time.monotonic() + 300
-    while not folder.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no scans at {folder}; the rank that writes them has failed")
-        time.sleep(0.05)
-    return tuple([str(folder / f"{name}-{n}.zarr") for n in range(count)] for name in ("image", "label"))
+def halves(folder: Path) -> dict[str, Half]:
+    """The right and the left half, which the first rank writes.
+
+    Their files are not compressed, so a rank reads the rows of its tile and no others.
+    """
+    paths = {side: Half(*(str(folder / f"{side}-{what}.nii") for what in Half._fields)) for side in ("right", "left")}
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for whole, what in zip((SCAN, LABELS), Half._fields, strict=True):
+            image = nibabel.as_closest_canonical(nibabel.load(whole))  # x runs from left to right of the patient
+            middle = image.shape[0] // 2
+            for side, rows in (("left", slice(0, middle)), ("right", slice(middle, None))):
+                nibabel.save(image.slicer[rows], getattr(paths[side], what))  # its affine says where the half lies
+    dist.barrier()
+    return paths

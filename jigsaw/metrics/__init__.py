@@ -10,7 +10,7 @@ from jigsaw.metrics.ensembles import crps, spread, spread_skill
 from jigsaw.metrics.field_errors import acc, bias, mae, rmse
 from jigsaw.metrics.overlaps import dice
 from jigsaw.metrics.spectra import spectrum
-from jigsaw.metrics.surfaces import hausdorff95
+from jigsaw.metrics.surfaces import hausdorff95, surface_dice
 
 __all__ = [
     "acc",
@@ -24,4 +24,5 @@ __all__ = [
     "spectrum",
     "spread",
     "spread_skill",
+    "surface_dice",
 ]

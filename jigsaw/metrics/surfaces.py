@@ -1,4 +1,4 @@
-"""How far apart the surfaces of two masks are.
+"""How far apart the surfaces of two masks are, and how much of them lies close.
 
 A surface has few of the volume's voxels, so it is their places that travel, never the volume: each rank finds the
 surface voxels of its tile (a convolution with a cross, one row from each neighbour), all ranks gather the places, and
@@ -54,22 +54,59 @@ def hausdorff95(
     >>> jigsaw.metrics.hausdorff95(tile.roll(2, 1), tile, spacing=(2.5, 1.0, 1.0))
     tensor([5., nan], dtype=torch.float64)
     """
-    check_same_shape("hausdorff95", prediction, truth)
+    both = _distances_both_ways("hausdorff95", prediction, truth, spacing)
+    of_classes = [torch.stack([_linear_percentile(d, percentile) for d in distances]) for distances in both]
+    one_is_empty = of_classes[0].isnan() != of_classes[1].isnan()
+    return torch.maximum(*of_classes).masked_fill(one_is_empty, torch.inf).view(prediction.shape[: -len(spacing)])
+
+
+def surface_dice(
+    prediction: MetricValues,
+    truth: MetricValues,
+    tolerance: float | Sequence[float],
+    spacing: Sequence[float] = (1.0, 1.0, 1.0),
+) -> Tensor:
+    """The share of both surfaces' voxels that lie within `tolerance` of the other surface, in the unit of `spacing`.
+
+    Surfaces and distances are those of `hausdorff95`, so it is MONAI's `compute_surface_dice`: the normalized surface
+    Dice of Nikolov et al. (2018), with voxels counted for area (Seidlitz et al. 2022).  `tolerance` is one number, or
+    one for each of the last dim of classes.  NaN where both masks are empty, 0 where one is.
+
+    *Shapes*, *Sends*: as `hausdorff95`.
+    *Raises*: `ShardingError` as there, and for tolerances that are not as many as classes.
+
+    >>> mesh, truth = jigsaw.init_mesh(z=1), torch.zeros(2, 9, 9, 9)
+    >>> truth[0, 2:5, 2:5, 2:5] = 1
+    >>> tile = jigsaw.shard(truth, mesh, (None, "z", None, None))
+    >>> jigsaw.metrics.surface_dice(tile.roll(1, 1), tile, tolerance=1.0)
+    tensor([1., nan], dtype=torch.float64)
+    """
+    classes = tuple(prediction.shape)[: -len(spacing)]
+    most = torch.as_tensor(tolerance, dtype=torch.float64)
+    if most.ndim > 1 or (most.ndim and (not classes or len(most) != classes[-1])):
+        raise ShardingError(f"surface_dice(tolerance={tolerance}): one number, or one for each class of {classes}")
+    both = _distances_both_ways("surface_dice", prediction, truth, spacing)
+    # steps of 0.8 mm are rounded as any number is: a tolerance of 0.8 has all of them
+    limits = (most.expand(classes).flatten() * (1 + 1e-9)).tolist()
+    within = [torch.cat([there, back]) <= limit for there, back, limit in zip(*both, limits, strict=True)]
+    return torch.stack([near.to(torch.float64).mean() for near in within]).view(classes)  # the mean of nothing is NaN
+
+
+def _distances_both_ways(
+    name: str, prediction: MetricValues, truth: MetricValues, spacing: Sequence[float]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each class the distances from the surface of the prediction to that of the truth, and the other way."""
+    check_same_shape(name, prediction, truth)
     space = len(spacing)
     if space not in _CONVOLUTIONS or space > prediction.ndim:
         raise ShardingError(
-            f"hausdorff95(spacing={tuple(spacing)}): one to three numbers, one for each of the last dims of "
+            f"{name}(spacing={tuple(spacing)}): one to three numbers, one for each of the last dims of "
             f"{tuple(prediction.shape)}"
         )
     with torch.no_grad():
         found, true = (_surface_voxels(mask, space) for mask in (prediction, truth))
         shape = tuple(prediction.shape)
-        of_classes = [
-            _percentile_by_class(own, other, shape, spacing, percentile)
-            for own, other in ((found, true), (true, found))
-        ]
-    one_is_empty = of_classes[0].isnan() != of_classes[1].isnan()
-    return torch.maximum(*of_classes).masked_fill(one_is_empty, torch.inf).view(shape[:-space])
+        return _distances_by_class(found, true, shape, spacing), _distances_by_class(true, found, shape, spacing)
 
 
 class SurfaceVoxels(NamedTuple):
@@ -115,10 +152,10 @@ def _gather_uneven(mine: Tensor, tile: Tile) -> Tensor:
     return torch.cat([x[:n] for x, n in zip(comm.all_gather(padded, tile.mesh, axes), counts, strict=True)])
 
 
-def _percentile_by_class(
-    own: SurfaceVoxels, other: SurfaceVoxels, shape: Sequence[int], spacing: Sequence[float], percentile: float
-) -> Tensor:
-    """The percentile of the distances from `own` to `other`, for each class; NaN where `own` is empty."""
+def _distances_by_class(
+    own: SurfaceVoxels, other: SurfaceVoxels, shape: Sequence[int], spacing: Sequence[float]
+) -> list[Tensor]:
+    """The distances from `own` to `other`, for each class; infinite where `other` is empty."""
     volume = math.prod(shape[-len(spacing) :])
     classes = math.prod(shape[: -len(spacing)])
     distances = own.mine.new_full(own.mine.shape, torch.inf, dtype=torch.float64)
@@ -133,7 +170,7 @@ def _percentile_by_class(
     if own.tile is not None:
         distances = _gather_uneven(distances, own.tile)
     of_class = own.of_all // volume
-    return torch.stack([_linear_percentile(distances[of_class == k], percentile) for k in range(classes)])
+    return [distances[of_class == k] for k in range(classes)]
 
 
 def _points_in_space(places: Tensor, sizes: Sequence[int], spacing: Sequence[float]) -> Tensor:

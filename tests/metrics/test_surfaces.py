@@ -1,11 +1,11 @@
-"""Dice and the 95th percentile of Hausdorff's distance: scipy's distance transforms and MONAI, on every mesh."""
+"""Dice, surface Dice and Hausdorff's distance: scipy's distance transforms and MONAI, on every mesh."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from monai.metrics import compute_dice, compute_hausdorff_distance
+from monai.metrics import compute_dice, compute_hausdorff_distance, compute_surface_dice
 from scipy import ndimage
 
 from jigsaw import comm, metrics
@@ -75,12 +75,23 @@ def test_classes_are_measured_as_by_monai():
     expected = compute_hausdorff_distance(found, true, include_background=True, percentile=95, spacing=list(spacing))
     got = metrics.hausdorff95(found, true, spacing)
     torch.testing.assert_close(got, expected.double(), rtol=1e-6, atol=0)
+    for tolerance in ([2.0, 0.9], [1.2, 1.2]):
+        expected = compute_surface_dice(found, true, tolerance, include_background=True, spacing=list(spacing))
+        assert 0.1 < expected.min() < expected.max() < 1
+        got = metrics.surface_dice(found, true, tolerance, spacing)
+        torch.testing.assert_close(got, expected.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(metrics.surface_dice(found, true, 1.2, spacing), got)  # one for all classes
     got = metrics.dice(found, true, dim=(2, 3, 4))
     torch.testing.assert_close(got, compute_dice(found, true).double(), rtol=1e-6, atol=0)
     weight = torch.arange(19)
     expected = 2 * (found * true * weight).sum() / ((found + true) * weight).sum()
     assert metrics.dice(found, true, weights=weight).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert metrics.dice(torch.zeros(3), torch.zeros(3)).isnan()
+    nothing = torch.zeros_like(true)
+    assert metrics.dice(nothing, nothing).isnan()
+    assert metrics.surface_dice(nothing, nothing, 1.0).isnan().all()
+    assert metrics.surface_dice(found, nothing, 1e6).tolist() == [[0, 0]]
+    rows = torch.eye(50)[:, :, None, None]  # one voxel each, 0.1 from the next, which is no number of base two
+    assert metrics.surface_dice(rows, rows.roll(1, 0), 0.1, (0.1, 1.0, 1.0))[1:].eq(1).all()
 
 
 def _assert_alike(axes, spec):
@@ -89,6 +100,8 @@ def _assert_alike(axes, spec):
     tiles = [shard(x, world_mesh(**axes), spec) for x in (found, true)]
     torch.testing.assert_close(metrics.hausdorff95(*tiles, spacing), expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(metrics.hausdorff95(tiles[0], true, spacing), expected, rtol=1e-12, atol=0)
+    near = metrics.surface_dice(found, true, [1.2, 2.0], spacing)
+    torch.testing.assert_close(metrics.surface_dice(*tiles, [1.2, 2.0], spacing), near, rtol=1e-15, atol=0)
     torch.testing.assert_close(metrics.dice(*tiles, dim=(2, 3, 4)).full_tensor(), dice, rtol=1e-15, atol=0)
 
 
@@ -132,3 +145,7 @@ def test_what_is_refused():
         ShardingError, match=r"hausdorff95\(spacing=\(1, 1, 1, 1\)\): one to three numbers, one for each"
     ):
         metrics.hausdorff95(x, x, (1, 1, 1, 1))
+    with pytest.raises(ShardingError, match=r"surface_dice\(tolerance=\[1, 2, 3\]\): one number, or one"):
+        metrics.surface_dice(x, x, [1, 2, 3], (1, 1))
+    with pytest.raises(ShardingError, match=r"surface_dice\(spacing=\(\)\): one to three numbers"):
+        metrics.surface_dice(x, x, 1.0, ())
