@@ -11,6 +11,7 @@ from operator import index
 from typing import Any, Self, TypeAlias, cast
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import data
 
 from jigsaw.cut import ShardingError
 from jigsaw.errors import ReadError
@@ -22,7 +23,6 @@ from jigsaw.layout import AxisSizes
 from jigsaw.mesh import axes_of_mesh, init_mesh
 from jigsaw.misuse import warn_once
 from jigsaw.tile import Tile
-
 
 TileIfAny: TypeAlias = Tile | Any
 """A Tile where there is one, else None: who asked for it knows, and need not tell a type checker again."""
@@ -39,8 +39,8 @@ class TileRecord:
 
 
 @dataclass(frozen=True, eq=False)
-class MeshSamples(ABC):
-    """Samples that the ranks of `mesh` read together, cut as `frame` says.
+class MeshSamples(ABC, data.Dataset[Any]):
+    """Samples that the ranks of `mesh` read together, cut as `frame` says; torch's loader takes them, too.
 
     It pickles as what it describes, without its mesh: unpickled in another process, it joins one of the same axes on
     the same `device` when it first reads.  Opened with integers for a mesh, it has no `device`, and plans only.
