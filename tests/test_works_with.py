@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import re
 import subprocess
@@ -196,10 +197,11 @@ def test_torchmetrics_of_tiles():
     torchmetrics = pytest.importorskip("torchmetrics", reason="what this is about")
     mesh, refused, tried = world_mesh(lat=2), set(), 0
     for kinds, options, whole, before in _metric_cases():
-        ((module, names),) = kinds.items()
+        ((room, names),) = kinds.items()
+        room = importlib.import_module(f"torchmetrics.{room}")
         for name in names.split():
             how = options if name != "UniversalImageQualityIndex" else {}
-            plain, metric = (getattr(getattr(torchmetrics, module), name)(sync_on_compute=False, **how) for _ in "ab")
+            plain, metric = (getattr(room, name)(sync_on_compute=False, **how) for _ in "ab")
             tried += 1
             try:
                 for times in (1, 2):
@@ -224,9 +226,9 @@ RUN_AS_THEY_ARE = {
     "CropForeground": (lambda x: x > 0.5,), "Resize": ((8, 9, 7),), "GaussianSmooth": (1.0,),
     "MedianSmooth": (1,), "SobelGradients": (), "AsDiscrete": (True, 2), "Activations": (True,), "LabelToContour": (),
     "RandFlip": (1.0, 0), "RandGaussianNoise": (1.0,), "RandAffine": (1.0, (0.2, 0, 0)),
-    "RandSpatialCrop": ((6, 6, 6), None, True, False), "RandZoom": (1.0,), "GibbsNoise": (0.5,),
+    "RandSpatialCrop": ((6, 6, 6), None, True, False), "RandZoom": (1.0,), "GibbsNoise": (0.5,), "EnsureType": (),
 }  # fmt: skip
-REFUSED_TRANSFORMS = {"ThresholdIntensity": (0.5,), "HistogramNormalize": (), "FillHoles": (), "EnsureType": ()}
+REFUSED_TRANSFORMS = {"ThresholdIntensity": (0.5,), "HistogramNormalize": (), "FillHoles": ()}
 
 
 @pytest.mark.slow
@@ -260,13 +262,13 @@ def test_monai_of_tiles():
     images = [x[:, None], x[:, None].square()]
     for name, options, pair in [
         ("DiceMetric", {"include_background": False}, masks), ("MeanIoU", {}, masks), ("MSEMetric", {}, images),
-        ("GeneralizedDiceScore", {}, masks), ("ConfusionMatrixMetric", {}, masks), ("PSNRMetric", {"max_val": 1}, images),
-        ("SSIMMetric", {"spatial_dims": 3, "win_size": 5}, images),
+        ("GeneralizedDiceScore", {}, masks), ("ConfusionMatrixMetric", {}, masks),
+        ("PSNRMetric", {"max_val": 1}, images), ("SSIMMetric", {"spatial_dims": 3, "win_size": 5}, images),
     ]:  # fmt: skip
         of_tiles, of_whole = (getattr(metrics, name)(**options) for _ in range(2))
         assert_whole(of_tiles(*[cut(m, mesh, -3) for m in pair]), of_whole(*pair))
         assert_whole(of_tiles.aggregate(), of_whole.aggregate())
-    with pytest.raises(ShardingError, match="numpy"):
+    with pytest.raises(ShardingError, match="full_tensor"):
         metrics.HausdorffDistanceMetric()(*[cut(m, mesh, -3) for m in masks])
 
 
@@ -390,12 +392,10 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(1, 1, 3, padding=1)
     wave = torch.from_numpy(xr.open_zarr(tmp_path / "wave.zarr").wave.values)[:, None]
-    shown = torch.nn.functional.pad(torch.nn.functional.pad(wave[:4], (1, 1), mode="circular"), (0, 0, 1, 1))
-    loss = torch.nn.functional.mse_loss(torch.nn.functional.conv2d(shown, layer.weight, layer.bias), wave[1:5])
-    for rank, rows in enumerate((18, 17)):
-        assert f"rank {rank} has (4, 1, 1, {rows}, 66) of (4, 1, 1, 33, 64), loss {loss.item():.3f}" in told[-1], told[
-            -1
-        ]
+    made = layer(wave[:4])
+    loss = torch.nn.functional.mse_loss(made, wave[1:5]).item()
+    for rank, rows in enumerate((17, 16)):
+        assert f"rank {rank} has (4, 1, 1, {rows}, 64) of (4, 1, 1, 33, 64), loss {loss:.3f}" in told[-1], told[-1]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -414,11 +414,12 @@ def test_code_of_the_pages_has_types(tmp_path):
     readme = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     page = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     more = """
-weights = torch.ones(33, 1)
-error = ((model(batch.input[:, 0]) - batch.target[:, 0]).square() * weights).mean() + 0.1 * now.abs().sum()
-rows: torch.Tensor = torch.cat([-now, 2 * later[:, :1] / 3], dim=1) > 0
-moved = batch.to("cuda", non_blocking=True).target.redistribute((None,) * 5).full_tensor().numpy()
-    """
+    weights = torch.ones(33, 1)
+    error = ((model(now) - later).square() * weights).mean() + 0.1 * now.abs().sum()
+    rows: torch.Tensor = torch.cat([-now, 2 * later[:, :1] / 3], dim=1) > 0
+    moved = batch.to("cuda", non_blocking=True).target.redistribute((None,) * 5).full_tensor().numpy()
+    batch.inptu
+"""
     (tmp_path / "page.py").write_text("\n".join(page))
     for number, code in enumerate([*readme, readme[1] + more]):
         (tmp_path / f"readme{number}.py").write_text(code)
@@ -426,7 +427,4 @@ moved = batch.to("cuda", non_blocking=True).target.redistribute((None,) * 5).ful
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", "."]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    (tmp_path / "readme0.py").write_text(readme[1] + "batch.inptu\n")
-    wrong = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert 'attribute "inptu"' in wrong.stdout
+    assert "\n1 error," in checked.stdout and 'attribute "inptu"' in checked.stdout, checked.stdout + checked.stderr
