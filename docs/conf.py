@@ -42,22 +42,10 @@ PAGES = {
     "Guides": [
         *(
             f"docs/{name}"
-            for name in (
-                "training",
-                "medical",
-                "works_with",
-                "failures",
-                "memory",
-                "attention",
-                "local",
-                "spheres",
-                "metrics",
-            )
+            for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
         ),
-        *(
-            f"docs/{name}"
-            for name in ("metrics", "compile", "parallelism", "dry_run", "scaling", "sources", "statistics")
-        ),
+        *(f"docs/{name}" for name in ("compile", "parallelism", "dry_run", "scaling", "sources", "statistics")),
+        "docs/works_with",
         "examples/*/README",
         "examples/*/data/README",
     ],

@@ -122,7 +122,7 @@ def _losses(folder, heading, changes):
 @pytest.mark.slow
 def test_lightning_trains_as_the_plain_loop(globe, tmp_path):
     """Whole weights, then cut ones; a checkpoint of two ranks goes on on one, and of one on two."""
-    pytest.importorskip("lightning", reason="the trainer that this is about: pip install jigsaw-torch[lightning]")
+    pytest.importorskip("lightning", reason="a package of dev that is not installed")
     plain = plain_losses(globe)
     for ranks in (1, 2):
         for losses in losses_on(ranks, globe, tmp_path / str(ranks), "Lightning"):
@@ -141,7 +141,7 @@ def test_lightning_trains_as_the_plain_loop(globe, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["Fabric", "Accelerate"])
 def test_fabric_and_accelerate_train_as_the_plain_loop(globe, tmp_path, trainer):
-    pytest.importorskip({"Fabric": "lightning"}.get(trainer, "accelerate"), reason="what this is about")
+    pytest.importorskip({"Fabric": "lightning"}.get(trainer, "accelerate"), reason="a package of dev that is not installed")
     for ranks in (1, 2):
         for losses in losses_on(ranks, globe, tmp_path / str(ranks), trainer):
             np.testing.assert_allclose(losses, plain_losses(globe)[: 2 * STEPS], rtol=2e-5)
@@ -194,7 +194,7 @@ def _metric_cases():
 @on_ranks(2)
 def test_torchmetrics_of_tiles():
     """Each metric, updated twice, is that of the whole tensors; what it cannot do on tiles is a typed error."""
-    torchmetrics = pytest.importorskip("torchmetrics", reason="what this is about")
+    torchmetrics = pytest.importorskip("torchmetrics", reason="a package of dev that is not installed")
     mesh, refused, tried = world_mesh(lat=2), set(), 0
     for kinds, options, whole, before in _metric_cases():
         ((room, names),) = kinds.items()
@@ -282,7 +282,7 @@ def _shown(folder, heading):
 
 @pytest.mark.slow
 def test_tensorboard_shows_what_tiles_are(globe):
-    pytest.importorskip("tensorboard", reason="what this is about")
+    pytest.importorskip("tensorboard", reason="a package of dev that is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (mean, *others) = run_on_ranks(2, _shown, globe, "TensorBoard and wandb")
@@ -306,7 +306,7 @@ def test_the_profiler_names_modules_and_messages(globe):
 
 @on_ranks(2)
 def test_torchinfo_counts_the_whole():
-    torchinfo = pytest.importorskip("torchinfo", reason="what this is about")
+    torchinfo = pytest.importorskip("torchinfo", reason="a package of dev that is not installed")
     nets = [torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3, padding=1), torch.nn.GELU()) for _ in range(2)]
     jigsaw.parallelize(nets[0], world_mesh(lat=2))
     one, plain = (torchinfo.summary(net, input_size=(1, 2, 13, 10), verbose=0) for net in nets)
@@ -356,7 +356,7 @@ def _windows(folder):
 
 @pytest.mark.slow
 def test_xbatcher_batches_become_tiles(globe):
-    pytest.importorskip("xbatcher", reason="what this is about")
+    pytest.importorskip("xbatcher", reason="a package of dev that is not installed")
     want = xr.open_zarr(globe / "globe.zarr")["2m_temperature"].values[None, 6:]
     for (found, shape), rows in zip(run_on_ranks(2, _windows, globe), (17, 16), strict=True):
         np.testing.assert_array_equal(found, want)
@@ -365,7 +365,7 @@ def test_xbatcher_batches_become_tiles(globe):
 
 @pytest.mark.slow
 def test_a_dask_cluster_is_read(globe):
-    distributed = pytest.importorskip("distributed", reason="what this is about")
+    distributed = pytest.importorskip("distributed", reason="a package of dev that is not installed")
     here = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
     with distributed.LocalCluster(**here) as cluster, distributed.Client(cluster):
         lazy = xr.open_zarr(globe / "globe.zarr").chunk(time=2) + 1
@@ -378,7 +378,7 @@ def test_a_dask_cluster_is_read(globe):
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
     """On one rank in the kernel, then on two by torchrun, with the loss of plain torch."""
-    nbclient = pytest.importorskip("nbclient", reason="what this is about")
+    nbclient = pytest.importorskip("nbclient", reason="a package of dev that is not installed")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
