@@ -141,7 +141,8 @@ def test_lightning_trains_as_the_plain_loop(globe, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["Fabric", "Accelerate"])
 def test_fabric_and_accelerate_train_as_the_plain_loop(globe, tmp_path, trainer):
-    pytest.importorskip({"Fabric": "lightning"}.get(trainer, "accelerate"), reason="a package of dev that is not installed")
+    package = "lightning" if trainer == "Fabric" else "accelerate"
+    pytest.importorskip(package, reason="a package of dev that is not installed")
     for ranks in (1, 2):
         for losses in losses_on(ranks, globe, tmp_path / str(ranks), trainer):
             np.testing.assert_allclose(losses, plain_losses(globe)[: 2 * STEPS], rtol=2e-5)
