@@ -45,6 +45,7 @@ PAGES = {
             for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
         ),
         *(f"docs/{name}" for name in ("compile", "parallelism", "dry_run", "scaling", "sources", "statistics")),
+        "docs/works_with",
         "examples/*/README",
         "examples/*/data/README",
     ],

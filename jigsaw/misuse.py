@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -85,6 +87,18 @@ def _look_at_inputs(axes: AxisSizes, working: frozenset[str], module: nn.Module,
             f"idle axes {idle}",
             f"the mesh axes {', '.join(idle)} cut no input of {type(module).__name__} and no weight: their ranks do "
             "the same work; name them in the spec of the inputs, or make the mesh without them",
+        )
+
+
+def warn_of_no_wrapper(module: nn.Module, args: Any) -> None:
+    """A forward pass whose gradients a wrapper is to sum, and there is none around it: before that pass."""
+    around = DistributedDataParallel._get_active_ddp_module()  # pyright: ignore[reportPrivateUsage]
+    if around is None and torch.is_grad_enabled():
+        warn_once(
+            "no wrapper",
+            f"{type(module).__name__} went through jigsaw.parallelize(reduce=False), which leaves it to a wrapper to "
+            "average gradients over all ranks, and no DistributedDataParallel is around this forward pass: each rank "
+            "keeps the gradient of its own part; wrap the model, or leave out reduce=False",
         )
 
 

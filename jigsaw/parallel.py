@@ -18,7 +18,7 @@ from jigsaw.agreement import checksum_of_bits
 from jigsaw.channel_parallel import cut_channels
 from jigsaw.cut import ShardingError
 from jigsaw.gradients import GradientReducer, axes_not_cutting, axes_of_copies, local_part, mark_averaged
-from jigsaw.misuse import mark_replaced, warn_of_idle_axes
+from jigsaw.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper
 from jigsaw.ops.whole_tensor import run_forward_whole
 from jigsaw.sharding import ShardingOptions, WeightSharding, sharding_units
 from jigsaw.sharding import shard_model_weights as cut_weights
@@ -63,8 +63,8 @@ def parallelize(
     - Where the mesh has the axis `channel`, linear, convolution and attention layers have their weights cut along it,
       and compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.  Tokens that
       the same axis cuts stay cut between them: norms, dropout and residuals work on 1/P of them.
-    - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks:
-      ``DistributedDataParallel(model)``.
+    - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks,
+      ``DistributedDataParallel(model)``; a forward pass without one warns.
 
     - ``strict=False`` lets the forward pass run a function that jigsaw cannot answer on tiles as they are cut on the
       whole tensor, on every rank, exactly; it warns once for each line of what that costs.  By default it raises
@@ -109,6 +109,8 @@ def parallelize(
         reducer = GradientReducer(rest, mesh, bucket_bytes)
         object.__setattr__(model, _REDUCER, reducer)
         model.register_forward_pre_hook(reducer.begin)
+    elif rest:
+        model.register_forward_pre_hook(warn_of_no_wrapper)
     if debug.IS_DEBUGGING:
         model.register_forward_pre_hook(_compare_now_and_then(model, mesh), prepend=True)  # before FSDP2 gathers them
     return model

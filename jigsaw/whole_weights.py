@@ -268,7 +268,8 @@ def _read_piece(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[i
     with weight.path.open("rb", buffering=0) as opened:
         for start, size in _byte_runs(weight, offsets, sizes):
             while size:
-                done = os.preadv(opened.fileno(), [raw[at : at + size]], start)
+                piece = min(size, 1 << 30)  # macOS refuses to read 2 GiB and more in one call
+                done = os.preadv(opened.fileno(), [raw[at : at + piece]], start)
                 if not done:
                     raise CheckpointError(f"{weight.path} has ended before its weights did")
                 start, at, size = start + done, at + done, size - done

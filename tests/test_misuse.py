@@ -80,6 +80,25 @@ def test_an_axis_that_cuts_nothing_warns_once():
 
 
 @on_ranks(2)
+def test_gradients_that_no_wrapper_averages_warn_once():
+    misuse._warned.clear()
+    mesh = world_mesh(lat=2)
+    x = jigsaw.shard(torch.ones(6, 4), mesh, ("lat", None))
+    model = jigsaw.parallelize(nn.Linear(4, 4), mesh, reduce=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.parallel.DistributedDataParallel(model)(x).sum().backward()
+        nn.parallel.DistributedDataParallel(nn.Sequential(model))(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+    with pytest.warns(UserWarning, match=r"Linear went through .*reduce=False.*no DistributedDataParallel is around"):
+        model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+
+
+@on_ranks(2)
 def test_weights_that_differ_are_not_saved(tmp_path):
     model = jigsaw.parallelize(nn.Linear(4, 4), world_mesh(lat=2))
     jigsaw.save(tmp_path / "good", model=model)

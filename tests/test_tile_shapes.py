@@ -38,6 +38,9 @@ CASES = {
     "diff with whole tensors": lambda x: torch.diff(x, dim=1, append=torch.ones(2, 2, 7, 10, dtype=x.dtype)),
     "diff of a whole tensor": lambda x: torch.diff(torch.ones(2, 1, 7, 10, dtype=x.dtype), dim=1, prepend=x),
     "repeat and tile": lambda x: [x.repeat(2, 1, 1, 1, 1), x.tile(2, 1, 1), torch.tile(x, (1, 2, 1, 1))],
+    "sizes that are tensors": lambda x: (
+        x.reshape(torch.tensor(6), 7, torch.tensor(10)) + x.view(torch.tensor(6), 7, -1)
+    ),
     "t": lambda x: [x[0, 0].t(), x[0, 0, 0].t(), torch.t(x[:, 0, :, 0])],
     "narrower": lambda x: [x.transpose(1, 3).contiguous().detach().view(torch.int16), x.sum()],
     "wider": lambda x: [

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def _full_shape(tile: Tile, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _size_arguments(first: Any, rest: Sequence[int]) -> tuple[int, ...]:
-    return (first, *rest) if isinstance(first, int) else tuple(first)
+    sizes = first if isinstance(first, (tuple, list)) else (first, *rest)
+    return tuple(map(index, sizes))  # torch takes tensors of one element, too
 
 
 @implements_torch(Tensor.view)

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch.distributed as dist
+import xarray as xr
+from globe_store import truth
 from ranks_apart import run_apart
 from toy_store import held, request, sample, write
 
@@ -232,3 +234,55 @@ def test_ranks_in_a_namespace_of_process_ids(tmp_path, wb2, victim, mounted, mon
     ((status, told),) = run_apart(tmp_path, 1, IN_A_NAMESPACE, before=starter)
     assert status == 0, told
     assert f"spread {not mounted} total" in told, told
+
+
+# -- where there is none of this -------------------------------------------------------------------------------------
+
+AS_ON_MACOS = """
+import builtins, errno, platform
+for name in ("memfd_create", "MFD_CLOEXEC", "pidfd_open", "sched_getaffinity", "posix_fallocate"):
+    delattr(os, name)
+platform.system, platform.machine = lambda: "Darwin", lambda: "arm64"
+
+def without_proc(call):
+    def hidden(path, *args, **kwargs):
+        if str(path).startswith(("/proc", "/dev/shm")):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return call(path, *args, **kwargs)
+    return hidden
+
+builtins.open, os.open, os.stat, os.readlink = map(without_proc, (open, os.open, os.stat, os.readlink))
+import jigsaw.io
+join()
+mesh = jigsaw.init_mesh(device="cpu", lat=2)
+ds = jigsaw.io.open(os.environ["STORE"], mesh=mesh, fields=["t2m"], mode="cooperative", targets=[1])
+total = 0.0
+dims = ("time", "channel", "latitude", "longitude")
+with jigsaw.io.Writer(f"{folder}/out.nc", dims=dims, like=ds, append_dim="time") as out:
+    for batch in jigsaw.io.DataLoader(ds, batch_size=2):
+        total += float(batch.input.double().sum())
+        out.append(batch.target[:, 0], coords={"time": batch.target_times[:, 0]})
+engine = ds.new_engine()
+assert engine.arena is None and engine.peers.is_spread
+assert engine.threads == max(1, min(8, os.cpu_count()))  # each rank takes its machine for its own
+engine.close()
+model = jigsaw.parallelize(torch.nn.Linear(16, 2), mesh)
+jigsaw.save(f"{folder}/saved", model=model)
+jigsaw.load(f"{folder}/saved", model=model)
+jigsaw.save_weights(f"{folder}/model.safetensors", model)
+jigsaw.load_weights(f"{folder}/model.safetensors", model)
+print("total", total, flush=True)
+leave()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_read_and_write_where_linux_calls_are_missing(tmp_path, wb2, monkeypatch):
+    """No /proc, memfd, pidfd, affinity or preallocation, as on macOS: boxes go over the network, values stay."""
+    monkeypatch.setenv("STORE", wb2)
+    want = truth(wb2)["2m_temperature"].values.astype("f8")
+    for status, told in run_apart(tmp_path, 2, AS_ON_MACOS):
+        assert status == 0, told
+        assert float(told.split("total")[1]) == pytest.approx(want[:-1].sum(), rel=1e-7)
+    with xr.open_dataset(tmp_path / "out.nc") as written:
+        np.testing.assert_allclose(written["2m_temperature"].values, want[1:], rtol=1e-6)

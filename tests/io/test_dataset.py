@@ -35,6 +35,25 @@ def test_a_sample_is_what_xarray_reads(tiled):
         np.testing.assert_allclose(sample.target.local, whole[i + 3 : i + 4], rtol=1e-6)
 
 
+def test_a_relative_path_is_that_of_the_folder_where_it_was_opened(tiled, tmp_path, monkeypatch):
+    """A chunk that is looked for in another folder would be missing, and read as fill."""
+    folder, _, name = tiled.rpartition("/")
+    monkeypatch.chdir(folder)
+    ds = one_rank(name, fields=FIELDS)
+    monkeypatch.chdir(tmp_path)
+    np.testing.assert_allclose(ds[3].input.local, stacked(tiled, LONG)[3:4], rtol=1e-6)
+
+
+def test_a_sample_and_a_batch_move_as_their_tiles_do(wb2):
+    ds = one_rank(wb2, fields=FIELDS, targets=[1])
+    for held in (ds[0], next(iter(jigsaw.io.DataLoader(ds)))):
+        moved = held.to("cpu", torch.float64, non_blocking=True)
+        assert type(moved) is type(held) and moved.target.dtype == torch.float64
+        assert moved.target_forcings is None and moved.input_times is held.input_times
+        assert moved.input.layout is held.input.layout
+        assert torch.equal(moved.input.local, held.input.local.double())
+
+
 def check_tiles(path, mesh, mode):
     ds = jigsaw.io.open(
         path,

@@ -18,6 +18,7 @@ FillTarget = tuple[int, ByteArray]
 
 _FILES_KEPT_OPEN = 128
 _STAMPS_REMEMBERED = 1 << 16
+_MOST_AT_ONCE = 1 << 30  # macOS refuses to read 2 GiB and more in one call
 
 
 def size_and_change(path: str | os.PathLike[str]) -> tuple[int, int] | None:
@@ -93,33 +94,36 @@ class LocalFiles:
     """Files on disk.
 
     `keep` holds them open (those of many chunks: shards, NetCDF), the 128 that were used last.  A file that is held
-    open and changes under the reader is refused.
+    open and changes under the reader is refused.  A relative path is that of the working folder in which this was made,
+    wherever the process goes later: a chunk that is looked for elsewhere would be a missing one, which reads as fill.
     """
 
     far = False
     gap = 1 << 14
 
-    def __init__(self, keep: bool = False) -> None:
+    def __init__(self, keep: bool = False, folder: str | None = None) -> None:
+        self._folder = _working_folder() if folder is None else folder
         self._open: OrderedDict[str, _OpenFile] | None = OrderedDict() if keep else None
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __getstate__(self) -> bool:
-        return self._open is not None
+    def __getstate__(self) -> tuple[bool, str]:
+        return self._open is not None, self._folder
 
-    def __setstate__(self, keep: bool) -> None:
-        self.__init__(keep)
+    def __setstate__(self, state: tuple[bool, str]) -> None:
+        self.__init__(*state)
 
     def size(self, path: str) -> int | None:
         try:
-            return os.stat(path).st_size
+            return os.stat(os.path.join(self._folder, path)).st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def identity(self, path: str) -> ObjectIdentity:
         """Its whole path, its size and time of change."""
+        path = os.path.abspath(os.path.join(self._folder, path))
         stamp = size_and_change(path)
-        return ObjectIdentity(os.path.abspath(path), "" if stamp is None else f"{stamp[0]} {stamp[1]}")
+        return ObjectIdentity(path, "" if stamp is None else f"{stamp[0]} {stamp[1]}")
 
     def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
         file = self._file(path)
@@ -138,6 +142,7 @@ class LocalFiles:
         return True
 
     def _file(self, path: str) -> _OpenFile | None:
+        path = os.path.join(self._folder, path)
         try:
             if self._open is None:
                 return _OpenFile(path)
@@ -162,6 +167,13 @@ class LocalFiles:
         if len(self._seen) > _STAMPS_REMEMBERED:
             self._seen.popitem(last=False)
         return file
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed, so no path is relative to it
+        return ""
 
 
 _FILE_CHANGED = "the file has changed since it was opened; open the store again"
@@ -192,7 +204,7 @@ class _OpenFile:
         if offset + length > self.size:
             raise ShortChunkError(f"it should have {length} bytes at {offset} and the file has {self.size}")
         while done < length:
-            got = os.preadv(self._fd, [view[done:]], offset + done)
+            got = os.preadv(self._fd, [view[done : done + _MOST_AT_ONCE]], offset + done)
             if got == 0:
                 raise ShortChunkError(f"the file ends after {done} of its {length} bytes")
             done += got

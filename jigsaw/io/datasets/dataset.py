@@ -18,7 +18,7 @@ from jigsaw.errors import MissingArrayError, WindowError
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.chunks.dtypes import numpy_dtype_name
 from jigsaw.io.datasets.held_steps import HeldSteps
-from jigsaw.io.datasets.samples import MeshSamples
+from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord
 from jigsaw.io.formats.store_source import StoreSource
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
@@ -36,7 +36,7 @@ from jigsaw.tile import Tile
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(TileRecord):
     r"""One sample: `input` and `target` tiles [T, C, \*space] (None without targets), and the times [T] of their steps.
 
     Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
@@ -54,11 +54,11 @@ class Sample:
     """
 
     input: Tile
-    target: Tile | None
+    target: TileIfAny
     index: int
     input_times: NDArray[Any]
     target_times: NDArray[Any]
-    target_forcings: Tile | None = None
+    target_forcings: TileIfAny = None
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,14 @@ from jigsaw.io.datasets.dataset import Dataset, SampleReading
 from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader, check_whole_number
 from jigsaw.io.datasets.held_steps import HeldSteps
 from jigsaw.io.datasets.sample_order import RolloutLengths
+from jigsaw.io.datasets.samples import TileIfAny, TileRecord
 from jigsaw.io.series.sample_space import DATA_AXIS
 from jigsaw.layout import Layout
 from jigsaw.tile import Tile
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(TileRecord):
     r"""`input` and `target` tiles [B, T, C, \*space] (None without targets), the samples, and their times [B, T].
 
     Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
@@ -42,11 +43,11 @@ class Batch:
     """
 
     input: Tile
-    target: Tile | None
+    target: TileIfAny
     samples: tuple[int, ...]
     input_times: NDArray[Any]
     target_times: NDArray[Any]
-    target_forcings: Tile | None = None
+    target_forcings: TileIfAny = None
 
 
 _LocalBatch = tuple[Dataset, list[Tensor]]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from operator import index
-from typing import Any, Self
+from typing import Any, Self, TypeAlias, cast
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import data
 
 from jigsaw.cut import ShardingError
 from jigsaw.errors import ReadError
@@ -21,11 +22,25 @@ from jigsaw.io.series.times import is_whole_number
 from jigsaw.layout import AxisSizes
 from jigsaw.mesh import axes_of_mesh, init_mesh
 from jigsaw.misuse import warn_once
+from jigsaw.tile import Tile
+
+TileIfAny: TypeAlias = Tile | Any
+"""A Tile where there is one, else None: who asked for it knows, and need not tell a type checker again."""
+
+
+class TileRecord:
+    """A dataclass of tiles and of what is said about them, which goes where its tiles go."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The same with its tiles on another device, or of another dtype, as `torch.Tensor.to` takes it."""
+        held = ((f.name, getattr(self, f.name)) for f in dataclass_fields(cast(Any, self)))
+        moved = {name: value.to(*args, **kwargs) for name, value in held if isinstance(value, Tile)}
+        return replace(cast(Any, self), **moved)
 
 
 @dataclass(frozen=True, eq=False)
-class MeshSamples(ABC):
-    """Samples that the ranks of `mesh` read together, cut as `frame` says.
+class MeshSamples(ABC, data.Dataset[Any]):
+    """Samples that the ranks of `mesh` read together, cut as `frame` says; torch's loader takes them, too.
 
     It pickles as what it describes, without its mesh: unpickled in another process, it joins one of the same axes on
     the same `device` when it first reads.  Opened with integers for a mesh, it has no `device`, and plans only.

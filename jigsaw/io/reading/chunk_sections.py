@@ -106,7 +106,8 @@ def sections_in_slot_order(
 
 def fair_thread_count(ranks: int) -> int:
     """The threads of a rank: the cores of its machine shared among the ranks there, at most 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks)) if hasattr(os, "sched_getaffinity") else 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cores // ranks))
 
 
 def slot_size_and_count(plan: ReadPlan, sections: Sequence[ChunkSection], threads: int, budget: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from jigsaw.cut import Box, Cut, Interval, box_shape
 from jigsaw.errors import ReadError
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.chunks.dtypes import dtype_name, numpy_dtype_name
-from jigsaw.io.datasets.samples import MeshSamples
+from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
 from jigsaw.io.series.request import ReadRequest
@@ -37,7 +37,7 @@ from jigsaw.tile import Tile
 
 
 @dataclass(frozen=True)
-class VolumeSample:
+class VolumeSample(TileRecord):
     r"""A crop, or a whole volume: `image` and `label` tiles [C, \*space] of one box (`label` None without labels).
 
     `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
@@ -52,7 +52,7 @@ class VolumeSample:
     """
 
     image: Tile
-    label: Tile | None
+    label: TileIfAny
     index: int
     volume: int
     origin: tuple[int, ...]

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader
+from jigsaw.io.datasets.samples import TileIfAny, TileRecord
 from jigsaw.io.series.sample_space import DATA_AXIS
 from jigsaw.io.volumes.volume import voxel_spacing
 from jigsaw.io.volumes.volume_dataset import VolumeCrop, Volumes
@@ -17,7 +18,7 @@ from jigsaw.tile import Tile
 
 
 @dataclass(frozen=True)
-class VolumeBatch:
+class VolumeBatch(TileRecord):
     r"""`image` and `label` tiles [B, C, \*space] (`label` None without labels), and of each sample where it lies.
 
     Values are in the units of the file, unless `normalize` says otherwise; labels have no halo.  Whole volumes of
@@ -33,7 +34,7 @@ class VolumeBatch:
     """
 
     image: Tile
-    label: Tile | None
+    label: TileIfAny
     samples: tuple[int, ...]
     volumes: tuple[int, ...]
     origins: NDArray[np.int64]
