@@ -101,7 +101,7 @@ def write_tables() -> None:
         results, where = _newest(pattern)
         title = {_waits: "### How long stages wait", _loads: "### How unevenly experts are asked"}.get(told)
         lines += [title, ""] if title and results else []
-        lines += told(results)
+        lines += told(results) if results else []
         sources += [where] if where else []
     before, rest = text.split(BEGIN)
     made = "\n".join(["", *lines, *sources, ""])
