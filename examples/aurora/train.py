@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         lat_order="north-first",
     )
     loader = jigsaw.io.DataLoader(data, batch_size=1)
-    model = jigsaw.parallelize(make_net(args, dtype).to(mesh.device_type), mesh, shard_weights=args.shard_weights)
+    model = jigsaw.parallelize(make_net(args).to(mesh.device_type, dtype), mesh, shard_weights=args.shard_weights)
     before = peak_memory()
     found = train(model, over(loader), data.whole_coords, args.steps)
     show_ranks(found, before, loader, mesh)
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
 # -- the net and what it takes -----------------------------------------------------------------------------------------
 
 
-def make_net(args: argparse.Namespace, dtype: torch.dtype) -> Aurora:
+def make_net(args: argparse.Namespace) -> Aurora:
     """Aurora with random weights, alike on every rank."""
     torch.manual_seed(SEED)
     net = Aurora(use_lora=False, **SIZES[args.size])
@@ -107,8 +107,8 @@ def make_net(args: argparse.Namespace, dtype: torch.dtype) -> Aurora:
         if isinstance(module, AdaptiveLayerNorm):
             nn.init.trunc_normal_(module.ln_modulation[-1].weight, std=0.02)
     if args.checkpoint:
-        net.configure_activation_checkpointing(("Swin3DTransformerBlock",))
-    return net.to(dtype)
+        net.configure_activation_checkpointing()
+    return net
 
 
 def as_batch(x: Tensor, coords: dict[str, np.ndarray], times: np.ndarray) -> Batch:
@@ -203,7 +203,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def compare(losses: list[float], gradients: dict[str, Tensor], args: Any, store: Any, coords: Any) -> bool:
     """Whether plain torch in this process, on the whole globe as xarray reads it, has the same losses and gradients."""
     print("\none process, plain torch on the whole globe:", flush=True)
-    net = make_net(args, torch.float64)
+    net = make_net(args).double()
     alone = train(net, whole_batches(store), coords, args.steps)["losses"]
     wanted = gradients_of(net)
     greatest = max(grad.abs().max().item() for grad in wanted.values())
