@@ -9,6 +9,7 @@ The step is that of `train.py`: two states of 72 channels in, 69 out, AdamW, on 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from typing import Any
@@ -16,14 +17,14 @@ from typing import Any
 import aurora.batch
 import globe
 import numpy as np
-import torch
 import train
 from aurora.model import fourier
 from torch import Tensor, nn
 
 import jigsaw
 
-MESHES = ["lat=1", "lat=2,lon=2", "lat=4,lon=2", "lat=4,lon=4", "lat=8,lon=8"]
+MESHES = ["lat=1", "lat=2,lon=2", "lat=4,lon=2", "lat=4,lon=4"]
+KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
 
 
 class OnChannels(nn.Module):
@@ -58,21 +59,21 @@ def main() -> None:
     parser.add_argument("--mesh", nargs="+", default=MESHES)
     parser.add_argument("--size", choices=train.SIZES, default="full")
     parser.add_argument("--degrees", type=float, default=0.25)
-    parser.add_argument("--device", default="h100")
+    parser.add_argument("--ways", nargs="+", choices=("plain", "saving"), default=("plain", "saving"))
     args = parser.parse_args()
     without_looks_at_values()
     channels = len(globe.SURFACE) + len(globe.AIR) * len(globe.LEVELS) + len(globe.STATIC)
     shape = (1, 2, channels, round(180 / args.degrees) + 1, round(360 / args.degrees))
-    print("| ranks | mesh | weights | blocks computed twice | GiB a rank | of it activations | GB sent a step |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"| ranks | mesh | | peak | {' | '.join(KINDS)} | sent a step |  (GiB a rank)")
+    print("|---" * (len(KINDS) + 5) + "|")
     for mesh in args.mesh:
         axes = {name: int(size) for name, size in (axis.split("=") for axis in mesh.split(","))}
-        for saving in (False, True):
-            report = dry_step(argparse.Namespace(size=args.size, checkpoint=saving), shape, axes, saving, args.device)
+        for saving in (way == "saving" for way in args.ways):
+            report = dry_step(argparse.Namespace(size=args.size, checkpoint=saving), shape, axes, saving)
             row(mesh, axes, saving, report)
 
 
-def dry_step(given: Any, shape: tuple[int, ...], axes: dict[str, int], cut: bool, device: str) -> Any:
+def dry_step(given: Any, shape: tuple[int, ...], axes: dict[str, int], cut: bool) -> Any:
     return jigsaw.dry_run(
         lambda: OnChannels(train.make_net(given)),
         shape,
@@ -80,16 +81,20 @@ def dry_step(given: Any, shape: tuple[int, ...], axes: dict[str, int], cut: bool
         spec=(None, None, None, *(dim if dim in axes else None for dim in ("lat", "lon"))),
         align=train.PATCH,
         shard_weights=cut,
-        device=device,
         ranks=[0],  # of uneven parts it has the largest
     )
 
 
-def row(mesh: str, axes: dict[str, int], cut: bool, twice: bool, report: Any) -> None:
-    print(report.remarks[:3], file=sys.stderr)
-    cells = [int(np.prod(list(axes.values()))), mesh, "cut" if cut else "whole", "yes" if twice else "no"]
-    cells += [f"{report.peak_bytes / 2**30:.1f}", f"{report.peak['activations'] / 2**30:.1f}", f"{report.sent_bytes / 1e9:.1f}"]
+def row(mesh: str, axes: dict[str, int], saving: bool, report: Any) -> None:
+    """A line of the table, and below it what would be refused, or has ended the dry run."""
+    cells = [math.prod(axes.values()), mesh, "saving" if saving else "plain"]
+    cells += [
+        f"{number / 2**30:.1f}" for number in (report.peak_bytes, *map(report.peak.get, KINDS), report.sent_bytes)
+    ]
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    for remark in report.remarks:
+        if remark.kind in ("refused", "stopped"):
+            print(f"  {remark}")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def write(path: Path, degrees: float) -> None:
     coordinates = {"time": np.arange(STATES) * 6, "level": np.array(LEVELS), "latitude": lat, "longitude": lon}
     units = {"time": "hours since 2020-01-01", "level": "hPa", "latitude": "degrees_north", "longitude": "degrees_east"}
     for name, values in coordinates.items():
-        group.create_array(name, data=values, fill_value=None, attributes={"_ARRAY_DIMENSIONS": [name], "units": units[name]})
+        group.create_array(
+            name, data=values, fill_value=None, attributes={"_ARRAY_DIMENSIONS": [name], "units": units[name]}
+        )
 
     def add(name: str, states: int, location: np.ndarray, scale: np.ndarray) -> None:
         dims = ["time"] * bool(states) + ["level"] * location.ndim + ["latitude", "longitude"]
