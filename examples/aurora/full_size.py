@@ -75,7 +75,7 @@ def main() -> None:
 
 def dry_step(given: Any, shape: tuple[int, ...], axes: dict[str, int], cut: bool) -> Any:
     return jigsaw.dry_run(
-        lambda: OnChannels(train.make_net(given)),
+        lambda: OnChannels(train.with_own_queries(train.make_net(given))),
         shape,
         mesh=axes,
         spec=(None, None, None, *(dim if dim in axes else None for dim in ("lat", "lon"))),

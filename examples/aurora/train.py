@@ -26,6 +26,7 @@ import torch.distributed as dist
 import xarray
 from aurora import Aurora, Batch, Metadata
 from aurora.model.film import AdaptiveLayerNorm
+from aurora.model.perceiver import PerceiverResampler
 from torch import Tensor, nn
 
 import jigsaw
@@ -83,7 +84,8 @@ def main(argv: list[str] | None = None) -> None:
         lat_order="north-first",
     )
     loader = jigsaw.io.DataLoader(data, batch_size=1)
-    model = jigsaw.parallelize(make_net(args).to(mesh.device_type, dtype), mesh, shard_weights=args.shard_weights)
+    net = with_own_queries(make_net(args)).to(mesh.device_type, dtype)
+    model = jigsaw.parallelize(net, mesh, shard_weights=args.shard_weights)
     before = peak_memory()
     found = train(model, over(loader), data.whole_coords, args.steps)
     show_ranks(found, before, loader, mesh)
@@ -110,6 +112,21 @@ def make_net(args: argparse.Namespace) -> Aurora:
             nn.init.trunc_normal_(module.ln_modulation[-1].weight, std=0.02)
     if args.checkpoint:
         net.configure_activation_checkpointing(TWICE)
+    return net
+
+
+def with_own_queries(net: Aurora) -> Aurora:
+    """Aurora asks each place for its levels by queries that are alike at all places, a plain tensor of the whole globe;
+    here each rank makes those of its own places.
+    """
+
+    def of_own_places(module: nn.Module, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        queries, x = given  # [places, levels, channels]
+        return queries[:1] + torch.zeros_like(x[:, :1, :1]), x
+
+    for module in net.modules():
+        if isinstance(module, PerceiverResampler):
+            module.register_forward_pre_hook(of_own_places)
     return net
 
 
