@@ -11,6 +11,7 @@ TORCH_NEWEST  ?= torch==2.15.0
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.jigsaw-installed
+AURORA_STAMP := $(VENV)/.aurora-installed
 NEWEST := .venv-newest
 NEWEST_STAMP := $(NEWEST)/.jigsaw-installed
 # What the tests need that run there; other tools of `dev` follow a new Python late.
@@ -26,7 +27,7 @@ ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termco
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 medical nginx test test-cuda check docs test-newest with-newest bench zoo clean
+.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda check docs test-newest with-newest bench zoo clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -48,6 +49,13 @@ weather: setup ## train the weather example on one rank, then on 4 of this machi
 
 weather-025: setup ## one training step on generated 0.25 degree data, with the bytes read and the memory of each rank
 	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/weather/quarter_degree.py
+
+aurora: $(AURORA_STAMP) ## train Aurora, a large published weather net, on 4 ranks of this machine, beside one process
+	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/aurora/train.py --check
+
+$(AURORA_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet "$(TORCH)" --editable ".[aurora]"
+	@touch $@
 
 # Some tests read from a real web server, which is no Python package. Without one they are skipped; not in CI, which
 # installs Debian's.

@@ -80,7 +80,7 @@ def test_the_shipped_package_needs_no_developers_tool():
 def test_all_brings_every_format():
     (everything,) = PROJECT["project"]["optional-dependencies"]["all"]
     named = set(re.search(r"\[(.*)\]", everything).group(1).split(","))
-    of_fields = {"weather", "medical", "lightning"}  # choices of the others, and packages to work with
+    of_fields = {"weather", "medical", "lightning", "aurora"}  # choices of the others, and packages to work with
     assert named == set(PROJECT["project"]["optional-dependencies"]) - {"all", "dev", "docs", "zoo"} - of_fields
 
 

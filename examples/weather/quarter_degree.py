@@ -45,13 +45,15 @@ def write(path: Path) -> None:
     attributes = {"time": {"units": "hours since 2020-01-01"}, "level": {"units": "hPa"}}
     attributes |= {"latitude": {"units": "degrees_north"}, "longitude": {"units": "degrees_east"}}
     for name, values in coordinates.items():
-        array = group.create_array(name, shape=values.shape, dtype=values.dtype, chunks=values.shape)
+        # xarray reads version 2's fill value as missing, and zarr's default is 0: the first time, the equator
+        shape = values.shape
+        array = group.create_array(name, shape=shape, dtype=values.dtype, chunks=shape, fill_value=None)
         array[:] = values
         array.attrs.update({"_ARRAY_DIMENSIONS": [name], **attributes[name]})
     for name in (*UPPER_AIR, *SURFACE):
         levels = (len(LEVELS),) if name in UPPER_AIR else ()
         shape = (STATES, *levels, ROWS, COLUMNS)
-        array = group.create_array(name, shape=shape, dtype="float32", chunks=(1, *shape[1:]))
+        array = group.create_array(name, shape=shape, dtype="float32", chunks=(1, *shape[1:]), fill_value=None)
         dims = ["time", *(["level"] if levels else []), "latitude", "longitude"]
         array.attrs.update({"_ARRAY_DIMENSIONS": dims})
         for step in range(STATES):
