@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from jigsaw.cut import ShardingError
@@ -33,6 +34,7 @@ class StepOption:
     report: DryRunReport | None
     refusal: str = ""
     microbatches: int = 1
+    replicate: tuple[str, ...] = ()
 
     @property
     def works(self) -> bool:
@@ -59,6 +61,8 @@ class StepOption:
     def strategy(self) -> str:
         """In words: what is cut beside the input, and what is computed twice."""
         weights = "weights cut (shard_weights=True)" if self.shard_weights else "whole weights"
+        if self.replicate:
+            weights = f"weights cut within the node (shard_weights=True, replicate={self.replicate[0]!r})"
         pipe = f", {self.microbatches} microbatches (1F1B)" if self.microbatches > 1 else ""
         return f"{weights}, blocks checkpointed{pipe}" if self.checkpoint else weights + pipe
 
@@ -114,6 +118,7 @@ class _MeshSearch:
         checkpoint: bool = False,
         microbatches: int = 1,
         blocks: int | None = None,
+        replicate: tuple[str, ...] = (),
     ) -> StepOption:
         """The option of a mesh; one with ``pipe`` by the microbatch of a stage."""
         here = {name: size for name, size in axes.items() if name != "pipe"}
@@ -122,13 +127,13 @@ class _MeshSearch:
         try:
             dataset = None if self._store is None else _opened_store(self._store, here)
             ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
-            ways |= {"device": self._device, "ranks": [_inside_rank(here)], "dataset": dataset, "blocks": blocks}
+            ways |= {"replicate": replicate, "device": self._device, "ranks": [_inside_rank(here)], "dataset": dataset, "blocks": blocks}
             found = dry_run(self._model, shape, here, **ways, **self._how)
         except ShardingError as refusal:
-            return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches)
+            return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
         if stages > 1 and found.blocks >= stages:
             found = pipelined_report(found, stages, microbatches, found.blocks)
-        return StepOption(axes, shard_weights, checkpoint, found, "", microbatches)
+        return StepOption(axes, shard_weights, checkpoint, found, "", microbatches, replicate)
 
     def tried_meshes(self, meshes: Sequence[Mapping[str, int]]) -> list[StepOption]:
         """Options with whole weights, the fastest first; of many meshes those that are fastest with one block a row."""
@@ -171,6 +176,27 @@ def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> 
             if ranks % size == 0 and made not in found:
                 found.append(made)
     return found
+
+
+def hybrid_axes(axes: Mapping[str, int], ranks_per_node: int) -> tuple[dict[str, int], str] | None:
+    """The mesh with an axis along which every node has the same parts of the weights, and its name: what of `data` goes
+    over the nodes.  None where weights cannot be cut within nodes and be alike between them.
+
+    >>> from jigsaw.dryrun.mesh_search import hybrid_axes
+    >>> hybrid_axes({"data": 64, "lat": 4}, 8)
+    ({'replicate': 32, 'data': 2, 'lat': 4}, 'replicate')
+    >>> hybrid_axes({"data": 64, "lat": 4}, 4)
+    ({'data': 64, 'lat': 4}, 'data')
+    """
+    data, others = axes.get("data", 1), 1
+    for name, size in axes.items():
+        others *= 1 if name == "data" else size
+    within = gcd(data, max(ranks_per_node // others, 1))
+    if data == within or within * others == 1:
+        return None
+    if within == 1:
+        return dict(axes), "data"
+    return {"replicate": data // within, **axes, "data": within}, "replicate"
 
 
 def _by_seconds(option: StepOption) -> float:

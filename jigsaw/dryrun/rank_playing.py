@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError, SplitRule
+from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.report import Remark
 from jigsaw.dryrun.step_meter import StepMeter
@@ -33,7 +34,7 @@ from jigsaw.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
 from jigsaw.ops.meeting import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.whole_tensor import hearing_costs
-from jigsaw.parallel import parallelize
+from jigsaw.parallel import parallelize, reducer_of
 from jigsaw.tile import Tile, tiles_in
 
 ModelMaker = Callable[..., nn.Module]
@@ -61,6 +62,10 @@ class StepPlan:
     shard_weights: bool
     checkpoint: str | Sequence[str]
     blocks: int | None = None
+    replicate: tuple[str, ...] = ()
+    every_block: bool = False
+    row: tuple[str, int] | None = None  # of which so many blocks alone are there
+    keeps_calls: bool = True
 
 
 @dataclass
@@ -70,50 +75,52 @@ class PlayedRank:
     rank: int
     coordinate: tuple[int, ...]
     parameters: int
-    meter: StepMeter
-    traffic: dict[str, list[comm.TrafficCall]]
+    phases: dict[str, CountedPhase]
     remarks: list[Remark]
     blocks: int = 0
+    is_periodic: bool = True  # gradients of each block of the row travel in buckets that end alike
 
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
     """Run the step as `rank` of a mesh of these axes."""
-    meter = StepMeter()
+    meter, traffic = StepMeter(plan.keeps_calls), dict[str, list[comm.TrafficCall]]()
     with fake_mesh(axes, rank) as mesh:
-        played = PlayedRank(rank, mesh_coordinate(mesh), 0, meter, {}, [])
-        _know_neighbours(mesh)
-        # what the mesh has in a tensor was asked above: here no tensor has values
+        played = PlayedRank(rank, mesh_coordinate(mesh), 0, {}, [])
+        know_neighbours(mesh)
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting():
             meter.begin_phase("setup")
-            _play_step(plan, mesh, played)
+            _play_step(plan, mesh, played, meter, traffic)
+    played.phases = {name: meter.counted_phase(name, calls) for name, calls in traffic.items()}
     for place, times in meter.value_reads.items():
         reason = f"asks {times} times for a value, of which the dry run knows nothing: it took False, or 1"
         played.remarks.append(Remark("value", "", place, 0, reason))
     return played
 
 
-def _know_neighbours(mesh: DeviceMesh) -> None:
+def know_neighbours(mesh: DeviceMesh) -> None:
+    """Ask a mesh for what it has in tensors, which have no values later."""
     names = [name for name, _ in axes_of_mesh(mesh)]
     for some in [*([name] for name in names), names]:
         ranks_along(mesh, some)
         groups_along(mesh, some)
 
 
-def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
-    model = _made_model(plan.model, mesh)
-    rows = _rows_of_blocks(model)
-    played.blocks = sum(map(len, rows))
-    for row in rows if plan.blocks is not None else ():
-        del row[plan.blocks :]
-    dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if plan.dtype is not None:
-        _cast_weights(model, plan.dtype)
-    played.parameters = sum(p.numel() for p in model.parameters())
-    inputs = _input_tiles(plan, mesh, dtype)
+def _play_step(
+    plan: StepPlan,
+    mesh: DeviceMesh,
+    played: PlayedRank,
+    meter: StepMeter,
+    traffic: dict[str, list[comm.TrafficCall]],
+) -> None:
+    model, dtype = prepared_model(plan, mesh, played)
+    inputs = prepared_inputs(plan, mesh, dtype)
     for module in _checkpointed_modules(model, plan.checkpoint):
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
-    model = parallelize(model, mesh, shard_weights=plan.shard_weights, strict=False)
-    meter, parameters = played.meter, list(model.parameters())
+    model = parallelize(model, mesh, shard_weights=plan.shard_weights, replicate=plan.replicate, strict=False)
+    reducer = reducer_of(model)
+    if plan.row is not None and reducer is not None:
+        played.is_periodic = reducer.ends_alike([list(b.parameters()) for b in model.get_submodule(plan.row[0]).children()])
+    parameters = list(model.parameters())
     meter.mark_memory([*parameters, *model.buffers()], "weights")
     is_trained = plan.optimizer is not None and any(p.requires_grad for p in parameters)
     optimizer = _with_state(plan.optimizer, parameters, meter) if plan.optimizer is not None and is_trained else None
@@ -124,9 +131,10 @@ def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
         meter.begin_phase(name)
         with comm.count() as counted:
             watch.follow(counted)
-            played.traffic[name] = counted.calls
+            traffic[name] = counted.calls
             yield
             watch.attribute()
+        meter.begin_phase("after")
 
     try:
         with phase("forward"), hearing_costs(watch.tell_refusal):
@@ -156,10 +164,47 @@ _WANT_VALUES = (
 )
 
 
+def prepared_model(
+    plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None
+) -> tuple[nn.Module, torch.dtype]:
+    """The model as it is before `parallelize`, with the blocks that are to be played; and the dtype of its input."""
+    model = _made_model(plan.model, mesh)
+    rows = rows_of_blocks(model)
+    if played is not None:
+        played.blocks = sum(map(len, rows))
+    for row in rows if plan.blocks is not None else ():
+        del row[plan.blocks :]
+    if plan.row is not None:
+        row: Any = model.get_submodule(plan.row[0])
+        del row[plan.row[1] :]
+    dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if plan.dtype is not None:
+        _cast_weights(model, plan.dtype)
+    if played is not None:
+        played.parameters = sum(p.numel() for p in model.parameters())
+    return model, dtype
+
+
+def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
+    """The model of a function that makes one without a mesh, its weights without memory, to be copied for each run; one
+    that has tensors beside weights and buffers is made anew each time.
+    """
+    if isinstance(model, nn.Module) or _wants_mesh(model):
+        return model
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made: nn.Module = model()
+    kept = {"_parameters", "_buffers", "_modules"}
+    attributes = [value for m in made.modules() for name, value in vars(m).items() if name not in kept]
+    return model if any(isinstance(x, Tensor) for x in pytree.tree_leaves(attributes)) else made
+
+
+def _wants_mesh(make: ModelMaker) -> bool:
+    return any(p.default is p.empty for p in inspect.signature(make).parameters.values())
+
+
 def _made_model(model: nn.Module | ModelMaker, mesh: DeviceMesh) -> nn.Module:
     if not isinstance(model, nn.Module):
-        wants_mesh = any(p.default is p.empty for p in inspect.signature(model).parameters.values())
-        return model(mesh) if wants_mesh else model()
+        return model(mesh) if _wants_mesh(model) else model()
     if hasattr(model, _PARALLELIZED):
         raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
     # a copy whose parameters have no memory: deepcopy takes them for copied already
@@ -207,10 +252,11 @@ def mean_square_of_tiles(output: Any) -> Tensor:
 # -- the input --------------------------------------------------------------------------------------------------------
 
 # where an axis of a name usually cuts
-_USUAL_PLACES = {"data": 0, "z": -3, "depth": -3, "y": -2, "lat": -2, "x": -1, "lon": -1}
+_USUAL_PLACES = {"replicate": 0, "data": 0, "z": -3, "depth": -3, "y": -2, "lat": -2, "x": -1, "lon": -1}
 
 
-def _input_tiles(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> list[Tile]:
+def prepared_inputs(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> list[Tile]:
+    """The tiles of this rank that the model is called with."""
     tiles: list[Tile] = []
     for shape, spec in zip(plan.shapes, _specs_of_inputs(plan, axes_of_mesh(mesh)), strict=True):
         layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=plan.split, align=plan.align)
@@ -230,12 +276,12 @@ def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec]:
 
 
 def _usual_cuts(shape: Sequence[int], axes: AxisSizes) -> LayoutSpec:
-    spec: list[str | None] = [None] * len(shape)
+    spec: list[tuple[str, ...]] = [()] * len(shape)
     for name, _ in axes:
         place = _USUAL_PLACES.get(name)
         if place is not None and -len(shape) <= place < len(shape):
-            spec[place] = name
-    return tuple(spec)
+            spec[place] = *spec[place], name
+    return tuple(names if len(names) > 1 else next(iter(names), None) for names in spec)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
@@ -254,7 +300,7 @@ def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[
     return [block for row in rows for block in row.children() if any(True for _ in block.parameters())]
 
 
-def _rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
+def rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
     """Lists of at least three modules that are alike in type and weights."""
 
     def look(module: nn.Module) -> Any:

@@ -153,7 +153,7 @@ def test_every_kernel_can_be_timed(name):
     rest = mean_square_of_tiles, torch.optim.AdamW, False, "none"
     plan = StepPlan(make, (shape,), small_nets.SPEC, None, "balanced", {2: align, 3: align}, *rest)
     played = play_rank(plan, {"lat": 2, "lon": 1}, 0)
-    for phase in played.meter.phases.values():
+    for phase in played.phases.values():
         for cost in phase.kernels:
             seconds = timed_kernel(cost.call)
             assert seconds is not None, cost.call
