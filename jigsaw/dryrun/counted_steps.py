@@ -2,14 +2,14 @@
 
 A step is a list of what happened: memory that began and ceased to be alive, kernels, messages.  One block more makes
 the list longer by one stretch, in one place, and where that holds the list of n blocks has the stretch as many times.
-For example memory of the forward pass with 2 and 3 blocks, x the input and y what a block keeps:
+For example memory of the forward pass with 1 and 2 blocks, x the input and y what a block keeps:
 
-    x +y +y -x          is  x +y | +y | -x
-    x +y +y +y -x       is  x +y | +y | +y -x      so n blocks have  x +y, n - 2 times +y, +y -x
+    +x +y -x
+    +x +y +y -x         so n blocks have  +x, n times +y, -x
 
 Nothing is added up for it: the highest point of n blocks is looked for in the list of n blocks.  Something may also be
 larger by a block, as what FSDP2 gathers for the rest of a model, which has the norms of all blocks.  Such a number of
-n blocks lies on the line through those of 2 and 3.
+n blocks lies on the line through those of 1 and 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,19 +98,6 @@ def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) ->
     before = {kind: _on_line(fewer.alive_before[kind], n, times) for kind, n in more.alive_before.items()}
     again = _on_line(fewer.kernels_again, more.kernels_again, times)
     return CountedPhase(**found, kernels_again=again, alive_before=Counter(before))
-
-
-def differ_by_stretches(fewer: CountedPhase, more: CountedPhase) -> bool:
-    """Whether each list has a stretch more and is the same otherwise: no number lies on a line."""
-    return all(
-        _is_one_stretch([*map(look, getattr(fewer, name))], [*map(look, getattr(more, name))])
-        for name, (look, _) in _LISTS.items()
-    )
-
-
-def _is_one_stretch(shorter: Sequence[Look], longer: Sequence[Look]) -> bool:
-    at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(shorter))
-    return list(longer[at + len(longer) - len(shorter) :]) == list(shorter[at:])
 
 
 def are_same_steps(some: CountedPhase, other: CountedPhase) -> bool:
@@ -200,8 +186,9 @@ def _places_of_stretches(shorter: Sequence[Look], longer: Sequence[Look]) -> lis
          for looks in (shorter, longer)]
         for part in (0, 1)
     ]  # fmt: skip
+    firsts = [np.array([look[1][0] for look in looks], dtype=np.float64) for looks in (shorter, longer)]
     # costs[d]: of the items so far, where the last one lies d places further on in `longer`; and d of the one before it
-    costs = np.full(extra + 1, _NEVER, dtype=np.int64)
+    costs = np.full(extra + 1, _NEVER, dtype=np.float64)
     costs[0] = 0
     came_from: list[Any] = []
     shifts = np.arange(extra + 1)
@@ -214,9 +201,11 @@ def _places_of_stretches(shorter: Sequence[Look], longer: Sequence[Look]) -> lis
         came_from.append(np.where(is_opened, np.concatenate([[0], where[:-1]]), shifts))
         costs = np.where(is_opened, opened, costs)
         if at < len(shorter):
-            is_other = ids[0][1][at : at + extra + 1] != ids[0][0][at]
-            differs = ids[1][1][at : at + extra + 1] != ids[1][0][at]
-            costs = np.minimum(costs + np.where(is_other, _NEVER, differs), _NEVER)
+            theirs = slice(at, at + extra + 1)
+            is_other = ids[0][1][theirs] != ids[0][0][at]
+            differs = ids[1][1][theirs] != ids[1][0][at]
+            change = np.abs(firsts[1][theirs] - firsts[0][at]) / np.maximum(np.abs(firsts[1][theirs]), 1)
+            costs = np.minimum(costs + np.where(is_other, _NEVER, differs * (1 + change)), _NEVER)
     if costs[extra] >= _NEVER:
         return None
     places, shift = list[int](), int(came_from[-1][extra])

@@ -60,14 +60,15 @@ def dry_run(
     several, with a spec each), `dtype` that of the input and the weights, by default the weights' own.  `spec`, `split`
     and `align` cut the input as `jigsaw.shard` does; by default axes named as dims usually are cut those.  `loss` takes
     the model's output; by default the mean square of all of it.  `optimizer=None` leaves the step out.
-    `shard_weights` and `replicate` are those of `jigsaw.parallelize`.  ``checkpoint="blocks"`` recomputes the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in
-    the backward pass; or name modules.  `device` is one of `DEVICES` or a `Device`.
+    `shard_weights` and `replicate` are those of `jigsaw.parallelize`.  ``checkpoint="blocks"`` recomputes the elements
+    of ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.  `device` is
+    one of `DEVICES` or a `Device`.
 
     Played are all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
     `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  With `blocks` only so many of
     each row of three or more blocks that are alike (``ModuleList``, ``Sequential``) are there: a quick look at a deep
-    model.  A row of seven or more that are alike in everything is played with two and with three of them where that
-    says the same to the byte; `every_block` plays all in any case.
+    model.  A row of seven or more that are alike in everything is played with one, two and three where these say
+    the same to the byte; `every_block` plays all in any case.
 
     *Sends*: nothing.
     *Raises*: `ShardingError` for a model that was parallelized before, or a spec that does not fit.  What would be
@@ -81,6 +82,7 @@ def dry_run(
     [(0, 0), (1, 1), (3, 1)]
     """
     axes = dict(axes_of_mesh(mesh)) if isinstance(mesh, DeviceMesh) else dict(mesh)
+    priced = device if isinstance(device, Device) else _device_named(device)
     plan = StepPlan(
         made_once(model),
         _as_shapes(x_shape),
@@ -95,8 +97,8 @@ def dry_run(
         blocks,
         (replicate,) if isinstance(replicate, str) else tuple(replicate),
         every_block,
+        keeps_calls=priced.times_kernels,
     )
-    priced = device if isinstance(device, Device) else _device_named(device)
     node = ranks_per_node or priced.ranks_per_node
     size = torch.Size(axes.values()).numel()
     chosen = _usual_ranks(axes) if ranks is None else list(ranks)

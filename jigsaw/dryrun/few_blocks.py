@@ -1,7 +1,7 @@
-"""A step of many blocks from those of two and of three of them: exact, or not done.
+"""A step of many blocks from those of one and of two of them: exact, or not done.
 
 Blocks of a row (``ModuleList``, ``Sequential``) that are alike in all that a module has, and are called one after the
-other with the same sizes, do the same.  So the step of twenty is played with two and with three, and what the third one
+other with the same sizes, do the same.  So the step of twenty is played with one and with two, and what the second one
 adds stands for each of the others (`counted_steps`).  Four things are looked at first, for a net may do at one of its
 blocks what it does at no other:
 
@@ -10,14 +10,15 @@ blocks what it does at no other:
   the net does around them must be the same at each;
 - gradients travel in buckets, which end where the bytes of all parameters say; they do so alike in all blocks where
   each block has a parameter that is a bucket by itself, or none of its parameters is in one;
-- two and three blocks must differ by one stretch in each list of what happened.
+- three blocks, played once for each way to keep weights, must do what follows from one and two.
 
 Where one of these does not hold, all blocks are played.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -29,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from jigsaw.cut import ShardingError
-from jigsaw.dryrun.counted_steps import CountedPhase, are_same_steps, differ_by_stretches, phase_of_more_blocks
+from jigsaw.dryrun.counted_steps import CountedPhase, are_same_steps, phase_of_more_blocks
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.rank_playing import (
     PlayedRank,
@@ -43,8 +44,20 @@ from jigsaw.dryrun.rank_playing import (
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.tile import Tile
 
-_FEW = 2  # blocks; and one more
-_WORTH = 7  # as many as are played in all, and more
+_WORTH = 7  # blocks: more than are played, one, two and three
+_Known = set[tuple[Any, ...]]
+_known: _Known | None = None
+
+
+@contextmanager
+def remembered_models() -> Generator[None]:
+    """Within the block models do not change: what was found of one holds for its next meshes, too."""
+    global _known
+    before, _known = _known, set() if _known is None else _known
+    try:
+        yield
+    finally:
+        _known = before
 
 
 def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
@@ -57,22 +70,25 @@ def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Pla
 
 
 def _play_few(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank | None:
+    """From one block and two, if what three do follows from these."""
     with fake_mesh(axes, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         row = longest_row(prepared_model(plan, mesh)[0])
-    if row is None or not _passes_blocks_alike(plan, axes, rank, *row):
+    if row is None:
         return None
     name, blocks = row
-    runs = [play_rank(replace(plan, row=(name, n)), axes, rank) for n in (_FEW, _FEW + 1)]
-    found = _of_more_blocks(*runs, blocks - _FEW)
-    if found is None:
+    model = id(plan.model), plan.dtype, name
+    way = *model, plan.shard_weights, plan.checkpoint, bool(plan.replicate)
+    known: _Known = set() if _known is None else _known
+    if model not in known and not _passes_blocks_alike(plan, axes, rank, *row):
         return None
-    few, more = (run.phases for run in runs)
-    if not all(differ_by_stretches(few[each], more[each]) for each in few):
-        # numbers on a line through two points: a third one must lie there, too
-        before = play_rank(replace(plan, row=(name, _FEW - 1)), axes, rank)
-        foretold = _of_more_blocks(before, runs[0], 2)
-        if foretold is None or not all(are_same_steps(foretold.phases[each], more[each]) for each in more):
+    known.add(model)
+    one, two = (play_rank(replace(plan, row=(name, n)), axes, rank) for n in (1, 2))
+    found = _of_more_blocks(one, two, blocks - 1)
+    if found is not None and way not in known:
+        three, foretold = play_rank(replace(plan, row=(name, 3)), axes, rank), _of_more_blocks(one, two, 2)
+        if foretold is None or not all(are_same_steps(foretold.phases[n], p) for n, p in three.phases.items()):
             return None
+        known.add(way)
     return found
 
 
@@ -82,9 +98,12 @@ def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int) -> PlayedRa
         return None
     if any(r.kind != "value" for r in fewer.remarks) or len(fewer.remarks) != len(more.remarks):
         return None
-    phases = {name: phase_of_more_blocks(fewer.phases[name], more.phases[name], times) for name in fewer.phases}
-    if None in phases.values():
-        return None
+    phases: dict[str, CountedPhase] = {}
+    for name in fewer.phases:
+        phase = phase_of_more_blocks(fewer.phases[name], more.phases[name], times)
+        if phase is None:
+            return None
+        phases[name] = phase
     parameters = fewer.parameters + times * (more.parameters - fewer.parameters)
     return replace(more, phases=phases, parameters=parameters)
 
@@ -141,13 +160,11 @@ class _UnlikeCallError(Exception):
 def _passes_blocks_alike(plan: StepPlan, axes: Mapping[str, int], rank: int, name: str, blocks: int) -> bool:
     """Whether the forward pass does the same around each block of a row."""
     try:
-        few, more, all_of_them = (
-            _outline(replace(plan, row=(name, n)), axes, rank) for n in (_FEW, _FEW + 1, blocks)
-        )
+        few, more, all_of_them = (_outline(replace(plan, row=(name, n)), axes, rank) for n in (2, 3, blocks))
     except (_UnlikeCallError, ShardingError, RuntimeError, LookupError, TypeError, ValueError, AttributeError):
         return False  # it shall stop, if it does, where all blocks are played
-    found = phase_of_more_blocks(few, more, blocks - _FEW)
-    return found is not None and differ_by_stretches(few, more) and are_same_steps(found, all_of_them)
+    found = phase_of_more_blocks(few, more, blocks - 2)
+    return found is not None and are_same_steps(found, all_of_them)
 
 
 def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase:

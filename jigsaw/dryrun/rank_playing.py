@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as run_checkpointed
@@ -28,8 +29,10 @@ from jigsaw import comm
 from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
+from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.dryrun.report import Remark
 from jigsaw.dryrun.step_meter import StepMeter
+from jigsaw.gradients import local_part
 from jigsaw.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
 from jigsaw.ops.meeting import REALIGN_KIND, RECUT_KIND
@@ -44,6 +47,15 @@ LossOfOutput = Callable[[Any], Tensor]
 _PARALLELIZED = "_jigsaw_parallelized"
 
 
+def mean_square_of_tiles(output: Any) -> Tensor:
+    """The sum over all floating tiles of an output of the mean of their squares."""
+    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else vars(output))
+    values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
+    if not values:
+        raise ShardingError("the model gives no tile to take a loss of; pass loss=")
+    return torch.stack(values).sum() if len(values) > 1 else values[0]
+
+
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
@@ -53,19 +65,32 @@ class StepPlan:
 
     model: nn.Module | ModelMaker
     shapes: tuple[tuple[int, ...], ...]
-    spec: Any
-    dtype: torch.dtype | None
-    split: SplitRule
-    align: int | Mapping[int, int]
-    loss: LossOfOutput
-    optimizer: OptimizerMaker | None
-    shard_weights: bool
-    checkpoint: str | Sequence[str]
+    spec: Any = None
+    dtype: torch.dtype | None = None
+    split: SplitRule = "balanced"
+    align: int | Mapping[int, int] = 1
+    loss: LossOfOutput = mean_square_of_tiles
+    optimizer: OptimizerMaker | None = torch.optim.AdamW
+    shard_weights: bool = False
+    checkpoint: str | Sequence[str] = "none"
     blocks: int | None = None
     replicate: tuple[str, ...] = ()
     every_block: bool = False
     row: tuple[str, int] | None = None  # of which so many blocks alone are there
     keeps_calls: bool = True
+    pieces: tuple[str, ...] = ()  # modules of which costs are told apart
+
+
+@dataclass(frozen=True)
+class PlayedPiece:
+    """What was counted of a piece of the model in the forward and backward pass, but for sums of gradients; bytes of
+    its weights, with gradients and optimizer state, and of what it keeps for the backward pass.
+    """
+
+    name: str
+    phases: dict[str, CountedPhase]
+    weight_bytes: int
+    kept_bytes: int
 
 
 @dataclass
@@ -79,6 +104,8 @@ class PlayedRank:
     remarks: list[Remark]
     blocks: int = 0
     is_periodic: bool = True  # gradients of each block of the row travel in buckets that end alike
+    pieces: tuple[PlayedPiece, ...] = ()
+    cut_share: float = 0.0  # of the parameters, those that are DTensors
 
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
@@ -119,11 +146,16 @@ def _play_step(
     model = parallelize(model, mesh, shard_weights=plan.shard_weights, replicate=plan.replicate, strict=False)
     reducer = reducer_of(model)
     if plan.row is not None and reducer is not None:
-        played.is_periodic = reducer.ends_alike([list(b.parameters()) for b in model.get_submodule(plan.row[0]).children()])
+        played.is_periodic = reducer.ends_alike(
+            [list(b.parameters()) for b in model.get_submodule(plan.row[0]).children()]
+        )
     parameters = list(model.parameters())
+    played.cut_share = sum(isinstance(p, DTensor) for p in parameters) / max(len(parameters), 1)
     meter.mark_memory([*parameters, *model.buffers()], "weights")
     is_trained = plan.optimizer is not None and any(p.requires_grad for p in parameters)
     optimizer = _with_state(plan.optimizer, parameters, meter) if plan.optimizer is not None and is_trained else None
+    if plan.pieces:
+        meter.marks = PieceMarks(model, plan.pieces)
     watch = _ModuleWatch(model, played.remarks)
 
     @contextmanager
@@ -131,7 +163,7 @@ def _play_step(
         meter.begin_phase(name)
         with comm.count() as counted:
             watch.follow(counted)
-            traffic[name] = counted.calls
+            traffic[name] = meter.calls = counted.calls
             yield
             watch.attribute()
         meter.begin_phase("after")
@@ -150,6 +182,17 @@ def _play_step(
         played.remarks.append(Remark("stopped", where, type(error).__name__, 0, f"{why}{error}"))
         return
     meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
+    if meter.marks is not None:
+        kept = meter.kept_by_piece()
+        played.pieces = tuple(
+            PlayedPiece(
+                name,
+                {phase: meter.phase_of_piece(phase, at, calls) for phase, calls in traffic.items()},
+                sum(_bytes_with_state(p, optimizer) for p in model.get_submodule(name).parameters()),
+                kept.get(at, 0),
+            )
+            for at, name in enumerate(plan.pieces)
+        )
     if optimizer is not None:
         del value
         with phase("step"):
@@ -164,9 +207,7 @@ _WANT_VALUES = (
 )
 
 
-def prepared_model(
-    plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None
-) -> tuple[nn.Module, torch.dtype]:
+def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:
     """The model as it is before `parallelize`, with the blocks that are to be played; and the dtype of its input."""
     model = _made_model(plan.model, mesh)
     rows = rows_of_blocks(model)
@@ -240,13 +281,10 @@ def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter:
     return optimizer
 
 
-def mean_square_of_tiles(output: Any) -> Tensor:
-    """The sum over all floating tiles of an output of the mean of their squares."""
-    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else vars(output))
-    values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
-    if not values:
-        raise ShardingError("the model gives no tile to take a loss of; pass loss=")
-    return torch.stack(values).sum() if len(values) > 1 else values[0]
+def _bytes_with_state(parameter: nn.Parameter, optimizer: Optimizer | None) -> int:
+    state = {} if optimizer is None else optimizer.state[parameter]
+    kept = [x for x in pytree.tree_leaves(dict(state)) if isinstance(x, Tensor)]
+    return sum(local_part(x).nbytes for x in (parameter, *([parameter] * parameter.requires_grad), *kept))
 
 
 # -- the input --------------------------------------------------------------------------------------------------------

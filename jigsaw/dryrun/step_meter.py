@@ -34,9 +34,11 @@ from jigsaw import call_places
 from jigsaw.comm import TrafficCall
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
+from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.gradients import local_part
 
 aten = torch.ops.aten
+
 
 @dataclass
 class PhaseCount:
@@ -47,6 +49,8 @@ class PhaseCount:
     events: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     begins_with: dict[int, int] = field(default_factory=dict[int, int])
     end: tuple[int, int] | None = None  # events and kernels until the last node of a backward pass had run
+    # where pieces of the model are told apart, that of each kernel, of each call of jigsaw and of each of FSDP2
+    pieces: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
     # what FSDP2 sends, which jigsaw.comm does not see
     of_weights: list[TrafficCall] = field(default_factory=list[TrafficCall])
 
@@ -64,6 +68,11 @@ class StepMeter(TorchDispatchMode):
         self._numbers = 0
         self._phase = PhaseCount()
         self._is_backward = False
+        # where pieces of the model are told apart: the one under way, that of each memory; messages of jigsaw so far
+        self.marks: PieceMarks | None = None
+        self.calls: list[TrafficCall] = []
+        self._piece = 0
+        self._piece_of_memory: dict[int, int] = {}
 
     def begin_phase(self, name: str) -> None:
         """Count what follows as `name`."""
@@ -90,6 +99,8 @@ class StepMeter(TorchDispatchMode):
         if known is None:
             self._numbers += 1
             known = self._live[at] = self._numbers, storage.nbytes()
+            if self.marks is not None:
+                self._piece_of_memory[self._numbers] = self._piece
             self._phase.events.append(known)
             # a storage has one Python object as long as it lives; who holds it keeps the reference alive, too
             weakref.finalize(storage, self._end, at, known[0]).atexit = False
@@ -140,9 +151,34 @@ class StepMeter(TorchDispatchMode):
                 return func(*args, **kwargs)
         if self._is_backward and self._phase.end is None and _is_behind_nodes():
             self._phase.end = len(self._phase.events), len(self._phase.kernels)
+        if self.marks is not None:
+            self._piece = self._piece_under_way(self.marks)
         out = func(*args, **kwargs)
         self._count_kernel(func, args, kwargs, out)
         return out
+
+    def _piece_under_way(self, marks: PieceMarks) -> int:
+        of_calls = self._phase.pieces[1]
+        of_calls += [self._piece] * (len(self.calls) - len(of_calls))
+        return marks.piece_here(self._piece)
+
+    def phase_of_piece(self, name: str, piece: int, calls: Sequence[TrafficCall]) -> CountedPhase:
+        """The kernels of a piece in a phase, and its messages but for sums of gradients, behind which work goes on."""
+        phase = self.phases[name]
+        of_kernels, of_calls, of_weights = phase.pieces
+        of_calls = of_calls + [self._piece] * (len(calls) - len(of_calls))
+        sent = [c for c, at in zip(calls, of_calls, strict=True) if at == piece and not c.is_behind]
+        gathered = [c for c, at in zip(phase.of_weights, of_weights, strict=True) if at == piece]
+        kernels = [cost for cost, at in zip(phase.kernels, of_kernels, strict=True) if at == piece]
+        return CountedPhase(kernels, calls=sent, calls_of_weights=gathered)
+
+    def kept_by_piece(self) -> Counter[int]:
+        """The bytes of activations that each piece keeps for the backward pass."""
+        found: Counter[int] = Counter()
+        for number, size in self.phases["backward"].begins_with.items():
+            if self._kinds.get(number) == "activations":
+                found[self._piece_of_memory.get(number, 0)] += size
+        return found
 
     def _count_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
@@ -152,8 +188,10 @@ class StepMeter(TorchDispatchMode):
             self._number_of(storage)
         if func in _OF_WEIGHTS:
             self._phase.of_weights.append(_call_of_weights(func, args))
+            self._phase.pieces[2].append(self._piece)
         elif func is _c10d.allreduce_.default and _is_called_by_fsdp():
             self._phase.of_weights.append(_sum_of_parts(args))
+            self._phase.pieces[2].append(self._piece)
         if func.namespace == "c10d" or not (fresh or func._schema.is_mutable) or func._overloadpacket in _WITHOUT_WORK:
             return
         scratch = _scratch_bytes(func, args, out)
@@ -170,6 +208,7 @@ class StepMeter(TorchDispatchMode):
         # nodes of the backward pass run without gradients, a checkpointed forward pass with them
         self._phase.kernels_again += self._is_backward and torch.is_grad_enabled()
         call = KernelCall.of(func, args, kwargs) if self._keeps_calls else None
+        self._phase.pieces[0].append(self._piece)
         self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call))
 
     def _assumed_value(self, func: Any, x: Tensor) -> Any:

@@ -36,8 +36,10 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
             seconds *= device.crowding
         bounds[bound] += times * seconds
     again = count.kernels_again
-    bounds["kernels"] += (len(kernels) - again) * device.host_seconds.get(name, 0.0)
-    bounds["kernels"] += again * device.host_seconds.get("forward", 0.0)
+    host = device.host_seconds.get(name, 0.0)
+    if name == "step":
+        host += played.cut_share * (device.host_seconds.get("step of parts", host) - host)
+    bounds["kernels"] += (len(kernels) - again) * host + again * device.host_seconds.get("forward", 0.0)
     computing = sum(bounds.values())
     traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
     links: defaultdict[str, Traffic] = defaultdict(Traffic)
