@@ -67,7 +67,7 @@ def dry_run(
     Played are all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
     `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  With `blocks` only so many of
     each row of three or more blocks that are alike (``ModuleList``, ``Sequential``) are there: a quick look at a deep
-    model.  A row of seven or more that are alike in everything is played with one, two and three where these say
+    model.  A row of seven or more that are alike in everything is played with one to four of them where these say
     the same to the byte; `every_block` plays all in any case.
 
     *Sends*: nothing.

@@ -1,16 +1,16 @@
-"""A step of many blocks from those of one and of two of them: exact, or not done.
+"""A step of many blocks from those of a few of them: exact, or not done.
 
 Blocks of a row (``ModuleList``, ``Sequential``) that are alike in all that a module has, and are called one after the
-other with the same sizes, do the same.  So the step of twenty is played with one and with two, and what the second one
-adds stands for each of the others (`counted_steps`).  Four things are looked at first, for a net may do at one of its
-blocks what it does at no other:
+other with the same sizes, do the same.  So the step of twenty is played with one and with two (or two and three), and
+what the last one adds stands for each of the others (`counted_steps`).  Four things are looked at first, for a net may
+do at one of its blocks what it does at no other:
 
 - the blocks: types, sizes of weights and buffers, and plain attributes all the way down;
 - an outline of the forward pass, once with all blocks, of which the first alone is run, and with two and three: what
-  the net does around them must be the same at each;
+  the net does around them must be the same at each, with tensors of the same age;
 - gradients travel in buckets, which end where the bytes of all parameters say; they do so alike in all blocks where
   each block has a parameter that is a bucket by itself, or none of its parameters is in one;
-- three blocks, played once for each way to keep weights, must do what follows from one and two.
+- one more block, played once for each way to keep weights, must do what follows from those.
 
 Where one of these does not hold, all blocks are played.
 """
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from jigsaw.cut import ShardingError
-from jigsaw.dryrun.counted_steps import CountedPhase, are_same_steps, phase_of_more_blocks
+from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost, are_same_steps, phase_of_more_blocks
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.rank_playing import (
     PlayedRank,
@@ -44,8 +44,8 @@ from jigsaw.dryrun.rank_playing import (
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.tile import Tile
 
-_WORTH = 7  # blocks: more than are played, one, two and three
-_Known = set[tuple[Any, ...]]
+_WORTH = 7  # blocks: more than are played, one, two and three; four now and then
+_Known = dict[tuple[Any, ...], int]
 _known: _Known | None = None
 
 
@@ -53,7 +53,7 @@ _known: _Known | None = None
 def remembered_models() -> Generator[None]:
     """Within the block models do not change: what was found of one holds for its next meshes, too."""
     global _known
-    before, _known = _known, set() if _known is None else _known
+    before, _known = _known, {} if _known is None else _known
     try:
         yield
     finally:
@@ -63,14 +63,14 @@ def remembered_models() -> Generator[None]:
 def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
     """Run the step as `rank` of a mesh of these axes, with all blocks or with a few that say as much."""
     if plan.blocks is None and not plan.every_block and isinstance(plan.checkpoint, str):
-        found = _play_few(plan, axes, rank)
+        found = play_few_blocks(plan, axes, rank)
         if found is not None:
             return found
     return play_rank(plan, axes, rank)
 
 
-def _play_few(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank | None:
-    """From one block and two, if what three do follows from these."""
+def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank | None:
+    """From one block and two, or two and three, if what the next number of blocks does follows from these."""
     with fake_mesh(axes, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         row = longest_row(prepared_model(plan, mesh)[0])
     if row is None:
@@ -78,18 +78,30 @@ def _play_few(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank 
     name, blocks = row
     model = id(plan.model), plan.dtype, name
     way = *model, plan.shard_weights, plan.checkpoint, bool(plan.replicate)
-    known: _Known = set() if _known is None else _known
+    known: _Known = {} if _known is None else _known
     if model not in known and not _passes_blocks_alike(plan, axes, rank, *row):
         return None
-    known.add(model)
-    one, two = (play_rank(replace(plan, row=(name, n)), axes, rank) for n in (1, 2))
-    found = _of_more_blocks(one, two, blocks - 1)
-    if found is not None and way not in known:
-        three, foretold = play_rank(replace(plan, row=(name, 3)), axes, rank), _of_more_blocks(one, two, 2)
-        if foretold is None or not all(are_same_steps(foretold.phases[n], p) for n, p in three.phases.items()):
-            return None
-        known.add(way)
-    return found
+    known[model] = 0
+    played: dict[int, PlayedRank] = {}
+
+    def play(n: int) -> PlayedRank:
+        if n not in played:
+            played[n] = play_rank(replace(plan, row=(name, n)), axes, rank)
+        return played[n]
+
+    # FSDP2 gathers the weights of a block while the one before it computes: what a second block adds is then another
+    # thing than what a third one does
+    for few in (known[way],) if way in known else (1, 2):
+        found = _of_more_blocks(play(few), play(few + 1), blocks - few)
+        if found is not None and (way in known or _is_foretold(play(few), play(few + 1), play(few + 2))):
+            known[way] = few
+            return found
+    return None
+
+
+def _is_foretold(few: PlayedRank, more: PlayedRank, still_more: PlayedRank) -> bool:
+    found = _of_more_blocks(few, more, 2)
+    return found is not None and all(are_same_steps(found.phases[n], p) for n, p in still_more.phases.items())
 
 
 def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int) -> PlayedRank | None:
@@ -169,7 +181,7 @@ def _passes_blocks_alike(plan: StepPlan, axes: Mapping[str, int], rank: int, nam
 
 def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase:
     """What a forward pass does around the blocks of its row, of which the first is run once."""
-    meter = StepMeter()
+    meter = _OutlineMeter()
     assert plan.row is not None
     with fake_mesh(axes, rank) as mesh:
         know_neighbours(mesh)
@@ -177,7 +189,7 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
             model, dtype = prepared_model(plan, mesh)
             inputs = prepared_inputs(plan, mesh, dtype)
             row: Any = model.get_submodule(plan.row[0])
-            calls = _BlockCalls()
+            calls = _BlockCalls(meter)
             for at, block in enumerate(row):
                 block.forward = partial(calls.answer, at, block.forward)
             meter.begin_phase("forward")
@@ -186,7 +198,44 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
             del said
     if calls.next != plan.row[1]:
         raise _UnlikeCallError
-    return _in_one_order(meter.counted_phase("forward", []))
+    return replace(_in_one_order(meter.counted_phase("forward", [])), kernels=meter.asked)
+
+
+class _OutlineMeter(StepMeter):
+    """Notes of each operator which tensors it is given: one that was made before the first block by its number, others
+    by how many have been made since.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(keeps_calls=False)
+        self.asked: list[KernelCost] = []
+        self._begun = 0
+        self.is_quiet = False  # while a block is answered for
+        self._first: int | None = None
+
+    def begin_phase(self, name: str) -> None:
+        """Count what follows as `name`."""
+        super().begin_phase(name)
+        self._begun = self._numbers
+
+    def begin_row(self) -> None:
+        """The first block is called."""
+        self._first = self._numbers
+
+    def note(self, what: Any, given: Any) -> None:
+        """Note that something is given tensors."""
+        ages: list[Any] = []
+        for x in pytree.tree_leaves(given):
+            if isinstance(x, Tensor):
+                number = self._number_of((x.local if isinstance(x, Tile) else x).untyped_storage())
+                early = self._first is None or number <= self._first
+                ages.append(("early", max(number - self._begun, 0)) if early else ("late", self._numbers - number))
+        self.asked.append(KernelCost(0, 0, torch.float32, (what, tuple(ages))))
+
+    def _count_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if self._begun and not self.is_quiet:
+            self.note(func, (args, kwargs))
+        super()._count_kernel(func, args, kwargs, out)
 
 
 def _in_one_order(phase: CountedPhase) -> CountedPhase:
@@ -199,8 +248,9 @@ def _in_one_order(phase: CountedPhase) -> CountedPhase:
 class _BlockCalls:
     """Answers the calls of the blocks of a row as the first one did."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: _OutlineMeter) -> None:
         self.next = 0
+        self._meter = meter
         self._asked: Any = None
         self._said: Any = None
 
@@ -209,13 +259,19 @@ class _BlockCalls:
         if at != self.next:
             raise _UnlikeCallError
         self.next += 1
+        if at == 0:
+            self._meter.begin_row()
+        self._meter.note("block", (args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         asked = [*map(_argument_look, leaves)], spec
         if self._said is None:
             self._asked, self._said = asked, forward(*args, **kwargs)
         if asked != self._asked:
             raise _UnlikeCallError
-        return pytree.tree_map_only(Tensor, _alike, self._said)
+        self._meter.is_quiet = True
+        answer = pytree.tree_map_only(Tensor, _alike, self._said)
+        self._meter.is_quiet = False
+        return answer
 
 
 def _argument_look(leaf: Any) -> Any:

@@ -22,6 +22,7 @@ from jigsaw.dryrun.stage_balance import balanced_cuts, piece_costs
 _SPACE = {4: ("lat", "lon"), 5: ("z", "y", "x")}
 _BEST = 5  # options that are shown
 _MESHES = 3  # the fastest ones, for which every strategy is tried
+_WAYS = 2  # the fastest on the fastest mesh, that are tried on the others
 _FAR = 1.25  # times the best
 _MANY = 8  # more meshes than these are compared by a few blocks of the model
 
@@ -88,8 +89,9 @@ def advise_mesh(
     of those that are the same but for the order of two dims of one size.  Within a node `channel` cuts weights
     (`jigsaw.parallelize`), and `pipe` a model with a row of blocks that are alike, for a batch of several samples: that
     is estimated (`pipelined_report`), with stages that are balanced (`balanced_cuts`).  An axis of the three fastest
-    meshes gives them its ranks.  These three, and the fastest with each of the two, also with ``shard_weights``, on
-    several nodes cut over all ranks or within a node (`replicate`), with checkpointing of blocks, and with both.
+    meshes gives them its ranks.  The fastest is also run with ``shard_weights``, on several nodes cut over all ranks or
+    within a node (`replicate`), with checkpointing of blocks, and with both; the next two, and the fastest with
+    `channel` and `pipe`, with the two of these ways that are fastest there.
 
     Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
     least; where one takes a quarter longer than the best, those that cut its space further are left out.  `how` are
@@ -108,8 +110,7 @@ def advise_mesh(
         narrow = search.tried_meshes([axes for size in sizes for axes in _giving_ranks(fastest, "channel", size)])
         pipes = search.tried_pipes(fastest)
         first = [o for o in (*plain[:_MESHES], *narrow[:1], *pipes[:1]) if o.report is not None]
-        # what a mesh makes of weights and of blocks that run twice hardly changes which mesh is fastest
-        others = [each for option in first for each in search.other_ways(option, node if devices > node else 0)]
+        others = search.tried_ways(first, node if devices > node else 0)
     return sorted([*plain, *narrow, *pipes, *others], key=lambda o: (not o.works, _by_seconds(o)))
 
 
@@ -167,19 +168,32 @@ class _MeshSearch:
         each = [sum(p.seconds for p in pieces[a:b]) for a, b in pairwise([0, *cuts, len(pieces)])]
         return tuple(pieces[at].name for at in cuts), max(each) / sum(each)
 
-    def other_ways(self, option: StepOption, ranks_per_node: int) -> Iterator[StepOption]:
-        """The mesh with weights cut over all ranks, or within nodes; with blocks that are computed twice; with both."""
+    def tried_ways(self, options: Sequence[StepOption], ranks_per_node: int) -> list[StepOption]:
+        """The first option's mesh with each way to keep weights and to compute blocks twice; those of the others with
+        the two that are fastest there: which they are hardly depends on the mesh.
+        """
+        found: list[StepOption] = []
+        chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in (False, True)][1:]
+        for option in options:
+            tried = {way: self._other_way(option, *way, ranks_per_node) for way in chosen}
+            made = {way: each for way, each in tried.items() if each is not None}
+            if not found:
+                able = sorted((way for way in made if made[way].works), key=lambda way: _by_seconds(made[way]))
+                chosen = able[:_WAYS] or chosen
+            found += made.values()
+        return found
+
+    def _other_way(self, option: StepOption, weights: str, twice: bool, ranks_per_node: int) -> StepOption | None:
+        """The mesh of an option with weights that are whole, or cut over all ranks or those of a node; or None."""
         axes, batches = option.mesh, option.microbatches
-        cuts: list[tuple[Mapping[str, int], bool, tuple[str, ...]]] = [(axes, False, ())]
-        if torch.Size(axes.values()).numel() > axes.get("pipe", 1):
-            cuts.append((axes, True, ()))
+        if weights == "whole":
+            return self.attempt(axes, False, twice, batches)
+        if torch.Size(axes.values()).numel() == axes.get("pipe", 1):
+            return None
+        if weights == "cut":
+            return self.attempt(axes, True, twice, batches)
         hybrid = hybrid_axes(axes, ranks_per_node) if ranks_per_node and "pipe" not in axes else None
-        if hybrid is not None:
-            cuts.append((hybrid[0], True, (hybrid[1],)))
-        for mesh, is_cut, replicate in cuts:
-            for twice in (False, True):
-                if is_cut or twice:
-                    yield self.attempt(mesh, is_cut, twice, batches, replicate=replicate)
+        return None if hybrid is None else self.attempt(hybrid[0], True, twice, batches, replicate=(hybrid[1],))
 
     def tried_meshes(self, meshes: Sequence[Mapping[str, int]]) -> list[StepOption]:
         """Options with whole weights, the fastest first; of many meshes those that are fastest with one block a row."""
