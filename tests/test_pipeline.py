@@ -160,10 +160,11 @@ def test_stages_are_balanced_by_a_dry_run():
     with comm.count() as counted:
         begins = balanced_stages(model, tiles[0], mesh, axis="pipe", stages=2, microbatches=4)
     assert not counted.calls
-    assert begins == ("2",)
+    # operations a pixel, as the first convolution needs no gradient of its input: 96, 768, 768 | 768, 96, 384, 768, 24
+    assert begins == ("3",)
     assert balanced_begins(model, 2) == ("6",)
     pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, stages="balanced", example=tiles[0])
-    assert {name.split(".")[0] for name, _ in pipe.named_parameters()} == set("01" if pipe.stages == [0] else "234567")
+    assert {name.split(".")[0] for name, _ in pipe.named_parameters()} == set("012" if pipe.stages == [0] else "34567")
     assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
     _assert_gradients(pipe, grads)
     with pytest.raises(ShardingError, match="needs example="):

@@ -146,7 +146,9 @@ class _MeshSearch:
                 "dataset": dataset,
                 "blocks": blocks,
             }
-            found = dry_run(self._model, shape, here, **ways, **self._how)
+            if blocks is not None and "channel" not in axes:
+                ways["optimizer"] = None  # takes the same on all meshes that keep weights whole
+            found = dry_run(self._model, shape, here, **{**self._how, **ways})
         except ShardingError as refusal:
             return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
         begins: tuple[str, ...] = ()
