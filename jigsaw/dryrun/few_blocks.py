@@ -71,8 +71,11 @@ def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Pla
 
 def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank | None:
     """From one block and two, or two and three, if what the next number of blocks does follows from these."""
-    with fake_mesh(axes, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        row = longest_row(prepared_model(plan, mesh)[0])
+    if isinstance(plan.model, nn.Module):
+        row = longest_row(plan.model)
+    else:
+        with fake_mesh(axes, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+            row = longest_row(prepared_model(plan, mesh)[0])
     if row is None:
         return None
     name, blocks = row

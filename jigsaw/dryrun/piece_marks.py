@@ -29,13 +29,14 @@ class PieceMarks:
         def hook(module: nn.Module, args: Any) -> None:
             if at not in self.order:
                 self.order.append(at)
-                self.first_nodes.append(torch._C._autograd._get_sequence_nr())  # pyright: ignore[reportPrivateUsage]
+                c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+                self.first_nodes.append(c._autograd._get_sequence_nr())
 
         return hook
 
     def piece_here(self, before: int) -> int:
         """The piece under way; `before`, that of the last look, where nothing says it."""
-        c: Any = torch._C
+        c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
         if c._current_graph_task_id() == -1:
             return self.order[-1] if self.order else before
         node = c._current_autograd_node()

@@ -209,15 +209,21 @@ _WANT_VALUES = (
 
 def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:
     """The model as it is before `parallelize`, with the blocks that are to be played; and the dtype of its input."""
-    model = _made_model(plan.model, mesh)
-    rows = rows_of_blocks(model)
-    if played is not None:
-        played.blocks = sum(map(len, rows))
-    for row in rows if plan.blocks is not None else ():
-        del row[plan.blocks :]
+    given = plan.model
+    source = given if isinstance(given, nn.Module) else given(mesh) if _wants_mesh(given) else given()
+    rows = rows_of_blocks(source)
+    blocks = sum(map(len, rows))
+    shorter: list[tuple[Any, int]] = [] if plan.blocks is None else [(row, plan.blocks) for row in rows]
     if plan.row is not None:
-        row: Any = model.get_submodule(plan.row[0])
-        del row[plan.row[1] :]
+        shorter.append((source.get_submodule(plan.row[0]), plan.row[1]))
+    left_out = {block for row, n in shorter for block in list(row)[n:] if block not in list(row)[:n]}
+    model = _bare_copy(source, left_out) if source is given else source
+    names, inside = {m: n for n, m in source.named_modules()}, {m for block in left_out for m in block.modules()}
+    for row, n in shorter:
+        short: Any = model.get_submodule(names[row]) if row not in inside else []
+        del short[n:]
+    if played is not None:
+        played.blocks = blocks
     dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if plan.dtype is not None:
         _cast_weights(model, plan.dtype)
@@ -243,16 +249,19 @@ def _wants_mesh(make: ModelMaker) -> bool:
     return any(p.default is p.empty for p in inspect.signature(make).parameters.values())
 
 
-def _made_model(model: nn.Module | ModelMaker, mesh: DeviceMesh) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        return model(mesh) if _wants_mesh(model) else model()
+def _bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
+    """A copy whose parameters have no memory, with nothing in the place of some modules."""
     if hasattr(model, _PARALLELIZED):
         raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
-    # a copy whose parameters have no memory: deepcopy takes them for copied already
-    known: dict[int, Any] = {}
-    for x in (*model.parameters(), *model.buffers()):
-        bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-        known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
+    # deepcopy takes for copied already what is in here
+    known: dict[int, Any] = {id(module): nn.Identity() for module in left_out}
+    inside = {module for each in left_out for module in each.modules()}
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False)) if module not in inside else ()
+        for x in own:
+            if id(x) not in known:
+                bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+                known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
     return copy.deepcopy(model, known)
 
 

@@ -97,8 +97,8 @@ def piece_costs(
             f"{stopped[0].reason}; name modules in stages="
         )
     costs = _costs_of(played, device, ranks_per_node, torch.Size(axes.values()).numel())
-    like = costs.get(blocks[1]) if blocks else None
-    return [costs[name] if name in costs else replace(like, name=name) for name in names if name in costs or like]
+    # a block that was not played is as the second one
+    return [costs[name] if name in costs else replace(costs[blocks[1]], name=name) for name in names]
 
 
 def _costs_of(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> dict[str, PieceCost]:

@@ -239,7 +239,7 @@ class StepMeter(TorchDispatchMode):
 
 def _is_behind_nodes() -> bool:
     """Whether a backward pass is under way whose nodes have all run: callbacks follow."""
-    c: Any = torch._C
+    c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     return c._current_graph_task_id() != -1 and c._current_autograd_node() is None
 
 
