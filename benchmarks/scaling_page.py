@@ -132,8 +132,8 @@ def _four_billion(results: Sequence[Result]) -> Iterator[str]:
 def _planning(results: Sequence[Result]) -> Iterator[str]:
     first = results[0]
     yield f"`advise` for {_billions(first)} billion parameters, 64 samples on 256 H100 in nodes of eight, looked at"
-    yield f"{first['options']} meshes and strategies in {first['cpu_s']:.0f} s of processor time of one core (goal: 60)."
-    yield "The best five:"
+    yield f"{first['options']} meshes and strategies, in {first['cpu_s']:.0f} s of processor time of one core."
+    yield "The goal is 60 s. The best five:"
     yield ""
     rows = [
         [_mesh(r), r["strategy"], _seconds(r["seconds"]), r["bound"], f"{r['peak_bytes'] / 2**30:.0f}"] for r in results

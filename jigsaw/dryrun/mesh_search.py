@@ -23,7 +23,7 @@ _SPACE = {4: ("lat", "lon"), 5: ("z", "y", "x")}
 _BEST = 5  # options that are shown
 _MESHES = 3  # the fastest ones, for which every strategy is tried
 _WAYS = 2  # the fastest on the fastest mesh, that are tried on the others
-_FAR = 1.25  # times the best
+_FAR = 1.1  # times the best
 _MANY = 8  # more meshes than these are compared by a few blocks of the model
 
 
@@ -94,7 +94,7 @@ def advise_mesh(
     `channel` and `pipe`, with the two of these ways that are fastest there.
 
     Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
-    least; where one takes a quarter longer than the best, those that cut its space further are left out.  `how` are
+    least; where one takes a tenth longer than the best, those that cut its space further are left out.  `how` are
     further arguments of `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
@@ -205,7 +205,7 @@ class _MeshSearch:
 
     def _fastest_by_a_block(self, meshes: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
         """Those that are fastest with one block a row.  A mesh is left out where one that cuts a dim of space into
-        fewer parts, and the batch into more, takes far longer than the best: it sends still
+        fewer parts, and the batch into more, takes longer than the best: it sends still
         more.
         """
         seconds: dict[tuple[int, ...], float] = {}
