@@ -99,7 +99,7 @@ def advise_mesh(
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
     >>> len(found), found[0].works
-    (8, True)
+    (7, True)
     """
     search = _MeshSearch(made_once(model), tuple(x_shape), device, how.pop("store", None), how)
     node = how.get("ranks_per_node") or (device if isinstance(device, Device) else DEVICES[device]).ranks_per_node
