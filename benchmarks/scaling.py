@@ -5,7 +5,7 @@
 
 Nothing here runs on a GPU: every number is a prediction of `jigsaw.dry_run`.  Cases: `weak`, as many samples as GPUs,
 1 to 256, the model on 1, 2 or 4 of them; `strong`, one sample on 1 to 8; `best`, a batch of 64 on 256 by every
-mesh; `four-billion`, that model on 8 GPUs of four kinds; `planning`, the processor time of such a dry run.  `seconds`
+mesh; `four-billion`, that model on 8 GPUs of four kinds; `planning`, the search for its mesh of 256.  `seconds`
 are of a step, `flop` of all ranks, `messages_s` is the part of `seconds` in which nothing but messages goes on.
 """
 
@@ -98,7 +98,7 @@ def foreseen(
                 "batch": batch,
                 "device": device.name,
                 "network": device.network_bandwidth,
-                "weights": "cut" if how.get("shard_weights") else "whole",
+                "weights": "within nodes" if "replicate" in how else "cut" if how.get("shard_weights") else "whole",
                 "checkpoint": "checkpoint" in how,
                 "seconds": report.seconds,
                 "messages_s": report.seconds_by_bound["messages"],
@@ -119,18 +119,18 @@ def foreseen(
 @contextmanager
 def played_once() -> Iterator[None]:
     """Dry runs within the block are of one step: what its ranks do is counted once, and has a price on each device."""
-    play, known = dry_runs.play_rank, {}
+    play, known = dry_runs.play_rank_shortly, {}
 
     def play_or_recall(plan: Any, axes: Any, rank: int) -> Any:
         if rank not in known:
             known[rank] = play(plan, axes, rank)
         return known[rank]
 
-    dry_runs.play_rank = play_or_recall
+    dry_runs.play_rank_shortly = play_or_recall
     try:
         yield
     finally:
-        dry_runs.play_rank = play
+        dry_runs.play_rank_shortly = play
 
 
 def weak() -> Iterator[dict[str, Any]]:
@@ -154,9 +154,9 @@ def strong() -> Iterator[dict[str, Any]]:
 def best() -> Iterator[dict[str, Any]]:
     for width in (WIDTHS[0], LARGEST):
         for data, lat, channel in ((64, 4, 1), (64, 2, 2), (32, 8, 1)):
-            for cut in (False, True):
+            for how in ({}, {"shard_weights": True}, {"shard_weights": True, "replicate": "data"}):
                 axes = {"data": data, "lat": lat, "channel": channel}
-                yield from foreseen("best", axes, 64, (NODE, ALONE), width=width, shard_weights=cut)
+                yield from foreseen("best", axes, 64, (NODE, ALONE), width=width, **how)
 
 
 def four_billion() -> Iterator[dict[str, Any]]:
@@ -169,9 +169,28 @@ def four_billion() -> Iterator[dict[str, Any]]:
 
 
 def planning() -> Iterator[dict[str, Any]]:
-    for cut in (False, True):
-        axes, devices = {"data": 64, "lat": 4}, [DEVICES["h100"]]
-        yield from foreseen("planning", axes, 64, devices, shard_weights=cut, ranks=None, **FOUR_BILLION)
+    """The search for the best mesh of 256 for four billion parameters, and what it finds."""
+    make = partial(HalfPrecision, CHANNELS, GRID, FOUR_BILLION["width"], FOUR_BILLION["blocks"], PATCH)
+    began = time.process_time()
+    found = jigsaw.dryrun.advise_mesh(make, (64, CHANNELS, *GRID), 256, align={2: PATCH, 3: PATCH})
+    seconds = time.process_time() - began
+    able = [option for option in found if option.works and option.report is not None]
+    for place, option in enumerate(able[:5], 1):
+        report = option.report
+        assert report is not None
+        yield {
+            "case": "planning",
+            "place": place,
+            "parameters": report.parameters,
+            "gpus": 256,
+            "mesh": {name: size for name, size in option.mesh.items() if size > 1},
+            "strategy": option.strategy,
+            "seconds": report.seconds,
+            "bound": report.bound,
+            "peak_bytes": report.peak_bytes,
+            "options": len(found),
+            "cpu_s": round(seconds, 1),
+        }
 
 
 CASES = {"weak": weak, "strong": strong, "best": best, "four-billion": four_billion, "planning": planning}

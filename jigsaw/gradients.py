@@ -319,6 +319,14 @@ class GradientReducer:
             "save model.state_dict()"
         )
 
+    def ends_alike(self, groups: Sequence[Sequence[nn.Parameter]]) -> bool:
+        """Whether buckets end at the same places in groups of parameters that are alike: a parameter that fills a
+        bucket begins the next one, whatever came before.
+        """
+        averaged = {p for bucket in self._buckets for p in bucket.parameters}
+        sizes = [[local_part(p).nbytes for p in group if p in averaged] for group in groups]
+        return all(not own or max(own) >= self._bytes for own in sizes)
+
     def begin(self, module: nn.Module, args: Any) -> None:
         """Forget what a backward pass that raised has left; called before the forward pass."""
         # DDP around the model reads every gradient where it lies, right when it has come

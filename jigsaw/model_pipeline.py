@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
+from jigsaw.dryrun.stage_balance import balanced_stages
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate, split_axis_mesh
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
@@ -54,7 +55,8 @@ def pipeline(
     loss: Callable[[Any, Any], Tensor],
     microbatches: int = 4,
     schedule: str = "1f1b",
-    stages: Sequence[str] | None = None,
+    stages: Sequence[str] | Literal["balanced"] | None = None,
+    example: Tile | None = None,
     axis: str = "pipe",
     shard_weights: bool = False,
     channel: str = "channel",
@@ -68,6 +70,8 @@ def pipeline(
 
     - `stages` names the modules that begin the stages after the first, as ``named_modules()`` does.  By default stages
       of about as many parameters each, cut between elements of ``Sequential`` and ``ModuleList``.
+      ``stages="balanced"`` makes stages that take about as long and fit the device, by a dry run of a microbatch of
+      `example`, a tile like the input of a step (`jigsaw.dryrun`).
     - `schedule` is one of torch's: ``"gpipe"``, ``"1f1b"`` (a stage a rank), ``"interleaved_1f1b"``,
       ``"interleaved_zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (two stages a rank, or as many as `stages` makes).
     - `loss` takes the model's output and the target of a microbatch and returns their mean.  The loss of a step is the
@@ -118,11 +122,32 @@ def pipeline(
                 f"a stage, those of {sizes} without {axis!r}: make the layer with the pipeline's mesh, or pass the "
                 "plain model and let pipeline cut its weights, with shard_weights=True or an axis 'channel'"
             )
-    begins = tuple(stages or ()) if ranks > 1 else ()
-    if stages is None and ranks > 1:
-        begins = balanced_begins(model, ranks * (how.per_rank or 2))
+    begins = _begins(model, mesh, stages, ranks * (how.per_rank or 2) if ranks > 1 else 1, example, axis, microbatches)
     _check_schedule(name, how, ranks, len(begins) + 1, microbatches)
     return ModelPipeline(model, mesh, axis, how, begins, microbatches, loss, shard_weights, channel)
+
+
+def _begins(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    stages: Sequence[str] | None,
+    count: int,
+    example: Tile | None,
+    axis: str,
+    microbatches: int,
+) -> tuple[str, ...]:
+    """The modules that begin the later stages, of which there are `count` where they are not named."""
+    if stages == "balanced" and example is None:
+        raise ShardingError("stages='balanced' needs example=, a tile like the input of a step, for its dry run")
+    if isinstance(stages, str) and stages != "balanced":
+        raise ShardingError(f"stages={stages!r} must be a list of names of modules, 'balanced' or None")
+    if count == 1:
+        return ()
+    if stages is None:
+        return balanced_begins(model, count)
+    if isinstance(stages, str) and example is not None:
+        return balanced_stages(model, example, mesh, axis=axis, stages=count, microbatches=microbatches)
+    return tuple(stages)
 
 
 def _check_schedule(name: str, how: PipeSchedule, ranks: int, stages: int, batches: int) -> None:

@@ -116,6 +116,11 @@ def parallelize(
     return model
 
 
+def reducer_of(model: nn.Module) -> GradientReducer | None:
+    """What averages the gradients of weights that are whole, after `parallelize`; None where nothing does."""
+    return getattr(model, _REDUCER, None)
+
+
 def _compare_now_and_then(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Module, Any], None]:
     """Compare the parameters before the first forward pass and every so many after it."""
     passes = count()
@@ -197,7 +202,7 @@ def no_sync(model: nn.Module) -> Generator[None]:
     >>> model.weight.grad
     tensor([[2., 2., 2., 2.]])
     """
-    reducer: GradientReducer | None = getattr(model, _REDUCER, None)
+    reducer = reducer_of(model)
     if reducer is not None:
         reducer.enabled = False
     if isinstance(model, FSDPModule):
@@ -217,7 +222,7 @@ def reduced_at_end(model: nn.Module) -> Generator[None]:
 
     Weights that are cut (`shard_weights`) are reduced by each backward pass.
     """
-    reducer: GradientReducer | None = getattr(model, _REDUCER, None)
+    reducer = reducer_of(model)
     if reducer is None:
         yield
         return

@@ -91,13 +91,21 @@ def _whole_name_of(parameter: str, stage_of: dict[str, int]) -> str:
 def balanced_begins(model: nn.Module, stages: int) -> tuple[str, ...]:
     """Modules to begin `stages` stages with, so that the stage of most parameters has as few as can be.
 
-    Cut is between elements of ``Sequential``, ``ModuleList`` and ``ModuleDict`` and between children of the model;
-    where these are too few, between children of the largest.
-
     *Raises*: `ShardingError` for a model of fewer modules with parameters.
     """
     if stages == 1:
         return ()
+    found = cut_places(model, stages)
+    sizes = [_weight_count(module) for _, module in found]
+    return tuple(found[at][0] for at in _least_largest_cuts(sizes, stages))
+
+
+def cut_places(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
+    """Modules that one of `stages` stages may begin with, by name: elements of ``Sequential``, ``ModuleList`` and
+    ``ModuleDict`` and children of the model; where these are too few, children of the largest.
+
+    *Raises*: `ShardingError` for a model of fewer modules with parameters.
+    """
     found = _expanded("", model, 0 if isinstance(model, (nn.Sequential, *_CONTAINERS)) else 1)
     while len(found) < stages:
         grown = [(_weight_count(module), name) for name, module in found if _expanded(name, module)]
@@ -113,8 +121,7 @@ def balanced_begins(model: nn.Module, stages: int) -> tuple[str, ...]:
             for name, module in found
             for each in (_expanded(name, module) if name == largest else [(name, module)])
         ]
-    sizes = [_weight_count(module) for _, module in found]
-    return tuple(found[at][0] for at in _least_largest_cuts(sizes, stages))
+    return found
 
 
 def _weight_count(module: nn.Module) -> int:

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import jigsaw
 from jigsaw import comm
 from jigsaw.cut import ShardingError
+from jigsaw.dryrun.stage_balance import PieceCost, balanced_cuts, balanced_stages
+from jigsaw.pipeline_stages import balanced_begins
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 SPEC = (None, None, "lat", None)
@@ -158,6 +160,58 @@ def test_skips_travel_through_the_stages_between(rows):
         pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, schedule=schedule, stages=stages)
         assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
         _assert_gradients(pipe, grads)
+
+
+class Narrowing(nn.Sequential):
+    """Most of the work where the rows are, most of the parameters where they are not."""
+
+    def __init__(self):
+        def conv(before, after, stride=1):
+            return nn.Sequential(nn.Conv2d(before, after, 3, stride, padding=1), nn.GELU())
+
+        wide = [conv(3, 16), conv(16, 16), conv(16, 16), conv(16, 16)]
+        super().__init__(*wide, conv(16, 32, 4), conv(32, 64), conv(64, 64), nn.Conv2d(64, 2, 1))
+
+
+@on_ranks(2)
+def test_stages_are_balanced_by_a_dry_run():
+    mesh = world_mesh(pipe=2)
+    model = _model(Narrowing)
+    x, y = torch.randn(8, 3, 32, 24).double(), torch.randn(8, 2, 8, 6).double()
+    for tensor in (x, y):
+        torch.distributed.broadcast(tensor, 0)
+    loss, grads = _expected(model, x, y)
+    tiles = [jigsaw.shard(v, mesh, (None, None, None, None)) for v in (x, y)]
+    with comm.count() as counted:
+        begins = balanced_stages(model, tiles[0], mesh, axis="pipe", stages=2, microbatches=4)
+    assert not counted.calls
+    # operations a pixel, as the first convolution needs no gradient of its input: 96, 768, 768 | 768, 96, 384, 768, 24
+    assert begins == ("3",)
+    assert balanced_begins(model, 2) == ("6",)
+    pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, stages="balanced", example=tiles[0])
+    assert {name.split(".")[0] for name, _ in pipe.named_parameters()} == set("012" if pipe.stages == [0] else "34567")
+    assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+    _assert_gradients(pipe, grads)
+    with pytest.raises(ShardingError, match="needs example="):
+        jigsaw.pipeline(model, mesh, loss=F.mse_loss, stages="balanced")
+    with pytest.raises(ShardingError, match="stages='even' must be a list of names"):
+        jigsaw.pipeline(model, mesh, loss=F.mse_loss, stages="even")
+    with pytest.raises(ShardingError, match="a batch of 8, which is no multiple of microbatches=3"):
+        jigsaw.pipeline(model, mesh, loss=F.mse_loss, stages="balanced", example=tiles[0], microbatches=3)
+
+
+def test_stages_fit_before_they_are_balanced():
+    pieces = [
+        PieceCost(str(at), seconds, size, 0) for at, (seconds, size) in enumerate([(1, 9), (1, 9), (1, 1), (5, 1)])
+    ]
+    assert balanced_cuts(pieces, 2, 4, 1e3) == [3]
+    assert balanced_cuts(pieces, 2, 4, 15) == [1]
+    # nothing fits: the least memory
+    assert balanced_cuts(pieces, 2, 4, 1) == [1]
+    # of four microbatches the first of three stages has three under way
+    kept = [PieceCost(str(at), 1, 0, 10) for at in range(6)]
+    assert balanced_cuts(kept, 3, 4, 1e3) == [2, 4]
+    assert balanced_cuts(kept, 3, 4, 40 / 0.9) == [1, 3]
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,9 @@ def measure_device(ranks: int = 2) -> Device:
         host = _host_seconds(run_on_ranks(1, _tiny_step_seconds)[0])
     finally:
         torch.set_num_threads(threads)
-    calls = run_on_ranks(ranks, _call_seconds)[0]
+    calls, more = run_on_ranks(ranks, _call_seconds)[0]
+    calls |= _beside_kernels(calls, more, host, kernel, ranks)
+    host["step of parts"] = host["step"] + max(more["step of parts"], 0.0) / _kernels_of_step()
     alone, together = run_on_ranks(1, _usual_layers_seconds)[0], max(run_on_ranks(ranks, _usual_layers_seconds))
     start, seconds_a_byte = calls["message"]
     return replace(
@@ -175,9 +178,9 @@ def _usual_layers_seconds() -> float:
 _LARGE = 2**23
 
 
-def _call_seconds() -> dict[str, tuple[float, float]]:
+def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     """On each of two ranks: the processor seconds of a message beside its bytes, and of a byte that is sent, for
-    messages to another rank and for each kind of collective.
+    messages to another rank and for each kind of collective; and what layers take more where they send.
     """
     from jigsaw.testing import world_mesh
 
@@ -206,28 +209,74 @@ def _call_seconds() -> dict[str, tuple[float, float]]:
         small, large = (_times_of(partial(way, torch.ones(size // 4)), 15) for size in (64, _LARGE))
         sent = 2 * (ranks - 1) * _LARGE // ranks if name == "all_reduce" else (ranks - 1) * _LARGE
         found[name] = statistics.median(small) / messages, max(min(large) - min(small), 1e-6) / sent
-    for name, seconds in _calls_of_layers(mesh).items():
-        found[name] = seconds, found[name][1]
-    return found
+    found["further message"] = found["message"]
+    return found, _more_of_layers(mesh)
 
 
-def _calls_of_layers(mesh: DeviceMesh) -> dict[str, float]:
-    """What a message costs where layers send it, with all that Python does for it."""
-    size = 1, 4, 8 * mesh.size(), 8
-    x = torch.randn(size)
+_ROWS = 8  # of a rank
+
+
+def _more_of_layers(mesh: DeviceMesh) -> dict[str, float]:
+    """What layers take more where they send than where they do not, with all that Python does for it: a convolution
+    with a halo, gradients and weights of one that is cut, the optimizer's step of parts.
+    """
+    x = torch.randn(1, 4, _ROWS * mesh.size(), 8)
     halves = shard(x, mesh, (None, None, "lat", None)), shard(x, mesh, (None, None, None, None))
-    conv = parallelize(nn.Conv2d(4, 4, 3, padding=1), mesh)
+    conv = parallelize(_with_halo(), mesh)
     with torch.no_grad():
         cut, whole = (_usual_time(partial(conv, t)) for t in halves)
-    rows = shard(x, mesh, (None, None, "lat", None))
 
     def step(model: nn.Module) -> None:
-        model(rows).sum().backward()
+        model(halves[0]).sum().backward()
 
-    weights = [parallelize(nn.Conv2d(4, 4, 1), mesh, shard_weights=is_cut) for is_cut in (False, True)]
+    weights = [parallelize(_without_halo(), mesh, shard_weights=is_cut) for is_cut in (False, True)]
     plain, parted = (_usual_time(partial(step, model)) for model in weights)
-    each = max(parted - plain, 0.0) / 2
-    return {"message": max(cut - whole, 0.0), "gathered weights": each, "gradients": each}
+    steps: list[float] = []
+    for is_cut in (False, True):
+        model = parallelize(_TinyNet(), mesh, shard_weights=is_cut)
+        model(shard(torch.randn(_TINY), mesh, (None, None, "lat", None))).square().mean().backward()
+        steps.append(_usual_time(torch.optim.AdamW(model.parameters()).step))
+    return {"message": cut - whole, "parts": parted - plain, "step of parts": steps[1] - steps[0]}
+
+
+def _with_halo() -> nn.Module:
+    return nn.Conv2d(4, 4, 3, padding=1)
+
+
+def _without_halo() -> nn.Module:
+    return nn.Conv2d(4, 4, 1)
+
+
+def _beside_kernels(
+    calls: Mapping[str, tuple[float, float]],
+    more: Mapping[str, float],
+    host: Mapping[str, float],
+    kernel: float,
+    ranks: int,
+) -> dict[str, tuple[float, float]]:
+    """What messages take where layers send them, beside their bytes and the kernels that pack and unpack them: a dry
+    run counts these, with what Python adds to each.
+    """
+
+    def kernels(model: nn.Module, spec: tuple[str | None, ...], **how: Any) -> dict[str, int]:
+        size = 1, 4, _ROWS * ranks, 8
+        phases = dry_run(model, size, {"lat": ranks}, spec=spec, optimizer=None, ranks=[0], **how).ranks[0].phases
+        return {name: phase.kernels for name, phase in phases.items()}
+
+    cut, whole = (kernels(_with_halo(), (None, None, name, None)) for name in ("lat", None))
+    message = more["message"] - (cut["forward"] - whole["forward"]) * (host["forward"] + kernel)
+    parted, plain = (
+        kernels(_without_halo(), (None, None, "lat", None), shard_weights=is_cut) for is_cut in (True, False)
+    )
+    seconds = more["parts"] + 2 * (ranks - 1) * calls["all_reduce"][0]  # which whole weights take for their gradients
+    seconds -= sum((parted[name] - plain[name]) * (host[name] + kernel) for name in plain)
+    each = max(seconds, 0.0) / 2 / (ranks - 1)
+    found = {"message": max(message, calls["message"][0]), "gathered weights": each, "gradients": each}
+    return {name: (start, calls[name][1]) for name, start in found.items()}
+
+
+def _kernels_of_step() -> int:
+    return dry_run(_TinyNet(), _TINY, {"lat": 1}).ranks[0].phases["step"].kernels
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ class Device:
     message takes beside that.  `overlap` is the share of the computing behind which gradients that are being summed,
     and weights that are being gathered, may hide; `reader_cores` are the processor cores that read for a rank.
 
-    Of a processor that was measured (`measure_device`): `host_seconds` is what Python adds to an operator, by phase;
-    `call_seconds` a message, and a byte of it, by kind; with `times_kernels` kernels are run here and timed;
+    Of a processor that was measured (`measure_device`): `host_seconds` is what Python adds to an operator, by phase,
+    ``"step of parts"`` that of an optimizer of cut weights; `call_seconds` a message, and a byte of it, by kind, where
+    ``"further message"`` is one more of an exchange; with `times_kernels` kernels are run here and timed;
     `crowding` is how many times as long they take where other ranks work beside this one.
 
     >>> from dataclasses import replace
@@ -63,7 +64,10 @@ class Device:
         measured = self.call_seconds.get(kind, self.call_seconds.get("message")) if link == "node" else None
         if measured is None:
             return self.link_time(link, sent_bytes, messages)
-        return messages * measured[0] + sent_bytes * measured[1]
+        # of an exchange with several ranks Python is there once
+        further = measured if kind in self.call_seconds else self.call_seconds.get("further message", measured)
+        starts = min(messages, 1) * measured[0] + max(messages - 1, 0) * further[0]
+        return starts + sent_bytes * measured[1]
 
     def link_time(self, link: str, sent_bytes: int, messages: int) -> float:
         """The seconds that messages of one rank take over a link, ``"node"`` or ``"network"``."""

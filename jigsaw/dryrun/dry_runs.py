@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.dryrun.devices import DEVICES, Device
+from jigsaw.dryrun.few_blocks import play_rank_shortly
 from jigsaw.dryrun.rank_playing import (
     LossOfOutput,
     ModelMaker,
     OptimizerMaker,
     PlayedRank,
     StepPlan,
+    made_once,
     mean_square_of_tiles,
-    play_rank,
 )
 from jigsaw.dryrun.report import DryRunReport, Remark
 from jigsaw.dryrun.step_prices import priced_rank
@@ -39,12 +40,14 @@ def dry_run(
     loss: LossOfOutput | None = None,
     optimizer: OptimizerMaker | None = torch.optim.AdamW,
     shard_weights: bool = False,
+    replicate: str | Sequence[str] = (),
     checkpoint: Literal["none", "blocks"] | Sequence[str] = "none",
     device: str | Device = "h100",
     ranks_per_node: int | None = None,
     ranks: Sequence[int] | None = None,
     dataset: Any = None,
     blocks: int | None = None,
+    every_block: bool = False,
 ) -> DryRunReport:
     """What one training step of `model` takes on every kind of rank of a mesh that need not be there.
 
@@ -57,13 +60,15 @@ def dry_run(
     several, with a spec each), `dtype` that of the input and the weights, by default the weights' own.  `spec`, `split`
     and `align` cut the input as `jigsaw.shard` does; by default axes named as dims usually are cut those.  `loss` takes
     the model's output; by default the mean square of all of it.  `optimizer=None` leaves the step out.
-    ``checkpoint="blocks"`` recomputes the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in
-    the backward pass; or name modules.  `device` is one of `DEVICES` or a `Device`.
+    `shard_weights` and `replicate` are those of `jigsaw.parallelize`.  ``checkpoint="blocks"`` recomputes the elements
+    of ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.  `device` is
+    one of `DEVICES` or a `Device`.
 
     Played are all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
     `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  With `blocks` only so many of
     each row of three or more blocks that are alike (``ModuleList``, ``Sequential``) are there: a quick look at a deep
-    model.
+    model.  A row of seven or more that are alike in everything is played with one to four of them where these say
+    the same to the byte; `every_block` plays all in any case.
 
     *Sends*: nothing.
     *Raises*: `ShardingError` for a model that was parallelized before, or a spec that does not fit.  What would be
@@ -77,8 +82,9 @@ def dry_run(
     [(0, 0), (1, 1), (3, 1)]
     """
     axes = dict(axes_of_mesh(mesh)) if isinstance(mesh, DeviceMesh) else dict(mesh)
+    priced = device if isinstance(device, Device) else _device_named(device)
     plan = StepPlan(
-        model,
+        made_once(model),
         _as_shapes(x_shape),
         spec,
         dtype,
@@ -89,14 +95,16 @@ def dry_run(
         shard_weights,
         checkpoint,
         blocks,
+        (replicate,) if isinstance(replicate, str) else tuple(replicate),
+        every_block,
+        keeps_calls=priced.times_kernels,
     )
-    priced = device if isinstance(device, Device) else _device_named(device)
     node = ranks_per_node or priced.ranks_per_node
     size = torch.Size(axes.values()).numel()
     chosen = _usual_ranks(axes) if ranks is None else list(ranks)
     if not chosen or not all(0 <= rank < size for rank in chosen):
         raise ShardingError(f"ranks={ranks} must be some of the mesh's, 0 to {size - 1}")
-    played = [play_rank(plan, axes, rank) for rank in chosen]
+    played = [play_rank_shortly(plan, axes, rank) for rank in chosen]
     return DryRunReport(
         axes,
         priced.name,

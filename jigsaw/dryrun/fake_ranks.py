@@ -7,8 +7,9 @@ old one back.  Thus a dry run works in a notebook, under torchrun, and within a 
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -35,9 +36,12 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
     world, held = _empty_world(), c10d._world  # pyright: ignore[reportPrivateUsage]
     meshes: Any = DeviceMesh
     joined = meshes.__dict__["_concatenate"]
+    fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    chunk = fsdp._chunk_with_empty
     was_debugging, hook = debug.IS_DEBUGGING, sys.excepthook  # torch lets tracebacks begin with a rank from now on
     c10d._world, debug.IS_DEBUGGING = world, False  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     meshes._concatenate = staticmethod(partial(_with_values, meshes._concatenate))
+    fsdp._chunk_with_empty = partial(_ChunksOfRanks, chunk)
     try:
         ranks = torch.Size(axes.values()).numel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -51,6 +55,7 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
             torch._C._distributed_c10d._unregister_process_group(name)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         c10d._world, debug.IS_DEBUGGING = held, was_debugging  # pyright: ignore[reportPrivateUsage]
         meshes._concatenate = joined
+        fsdp._chunk_with_empty = chunk
         sys.excepthook = hook
 
 
@@ -61,6 +66,25 @@ def _with_values(function: Any, *args: Any) -> Any:
     # FSDP2 joins the meshes of a weight that `channel` cuts as well, and looks for its rank in a tensor
     with _disable_current_modes():
         return function(*args)
+
+
+class _ChunksOfRanks(Sequence[torch.Tensor]):
+    """The parts of a weight for all ranks, of which FSDP2 makes all and reads one or two: here those that it reads."""
+
+    def __init__(self, chunk: Any, x: torch.Tensor, ranks: int, dim: int) -> None:
+        self._chunk, self._x, self._ranks, self._dim = chunk, x, ranks, dim
+
+    def __len__(self) -> int:
+        return self._ranks
+
+    def __getitem__(self, at: Any) -> Any:
+        size = self._x.size(self._dim)
+        rows = -(-size // self._ranks)
+        if isinstance(at, slice) or not rows or not 0 <= at < self._ranks:
+            return self._chunk(self._x, self._ranks, self._dim)[at]
+        if at * rows >= size:
+            return self._x.new_empty(0)
+        return self._x.narrow(self._dim, at * rows, min(rows, size - at * rows))
 
 
 def _empty_world() -> Any:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
 from typing import Any
+
+import torch
 
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
+from jigsaw.dryrun.few_blocks import remembered_models
 from jigsaw.dryrun.pipeline_estimate import pipelined_report
+from jigsaw.dryrun.rank_playing import StepPlan, made_once
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
+from jigsaw.dryrun.stage_balance import balanced_cuts, piece_costs
 
 _SPACE = {4: ("lat", "lon"), 5: ("z", "y", "x")}
 _BEST = 5  # options that are shown
 _MESHES = 3  # the fastest ones, for which every strategy is tried
+_WAYS = 2  # the fastest on the fastest mesh, that are tried on the others
+_FAR = 1.1  # times the best
 _MANY = 8  # more meshes than these are compared by a few blocks of the model
 
 
@@ -33,6 +42,8 @@ class StepOption:
     report: DryRunReport | None
     refusal: str = ""
     microbatches: int = 1
+    replicate: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()
 
     @property
     def works(self) -> bool:
@@ -59,6 +70,8 @@ class StepOption:
     def strategy(self) -> str:
         """In words: what is cut beside the input, and what is computed twice."""
         weights = "weights cut (shard_weights=True)" if self.shard_weights else "whole weights"
+        if self.replicate:
+            weights = f"weights cut within the node (shard_weights=True, replicate={self.replicate[0]!r})"
         pipe = f", {self.microbatches} microbatches (1F1B)" if self.microbatches > 1 else ""
         return f"{weights}, blocks checkpointed{pipe}" if self.checkpoint else weights + pipe
 
@@ -75,26 +88,29 @@ def advise_mesh(
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; one
     of those that are the same but for the order of two dims of one size.  Within a node `channel` cuts weights
     (`jigsaw.parallelize`), and `pipe` a model with a row of blocks that are alike, for a batch of several samples: that
-    is estimated (`pipelined_report`).  An axis of the three fastest meshes gives them its ranks.  These three, and the
-    fastest with each of the two, also with ``shard_weights``, with checkpointing of blocks, and with both.  Of more
-    than eight meshes the fastest are found by dry runs of one block of each row.  `how` are further arguments of
-    `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
+    is estimated (`pipelined_report`), with stages that are balanced (`balanced_cuts`).  An axis of the three fastest
+    meshes gives them its ranks.  The fastest is also run with ``shard_weights``, on several nodes cut over all ranks or
+    within a node (`replicate`), with checkpointing of blocks, and with both; the next two, and the fastest with
+    `channel` and `pipe`, with the two of these ways that are fastest there.
+
+    Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
+    least; where one takes a tenth longer than the best, those that cut its space further are left out.  `how` are
+    further arguments of `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
     >>> len(found), found[0].works
-    (8, True)
+    (7, True)
     """
-    search = _MeshSearch(model, tuple(x_shape), device, how.pop("store", None), how)
+    search = _MeshSearch(made_once(model), tuple(x_shape), device, how.pop("store", None), how)
     node = how.get("ranks_per_node") or (device if isinstance(device, Device) else DEVICES[device]).ranks_per_node
-    plain = search.tried_meshes(list(possible_meshes(x_shape, devices)))
-    fastest = [option.mesh for option in plain[:_MESHES]]
-    sizes = [size for size in range(2, min(node, devices) + 1) if devices % size == 0]
-    narrow = search.tried_meshes([axes for size in sizes for axes in _giving_ranks(fastest, "channel", size)])
-    pipes = search.tried_pipes(fastest)
-    first = [*plain[:_MESHES], *narrow[:1], *pipes[:1]]
-    # what a mesh makes of weights and of blocks that run twice hardly changes which mesh is fastest
-    ways = [(cut, twice) for cut in ((False, True) if devices > 1 else (False,)) for twice in (False, True)][1:]
-    others = [search.attempt(o.mesh, *way, o.microbatches) for o in first if o.report is not None for way in ways]
+    with remembered_models():
+        plain = search.tried_meshes(list(possible_meshes(x_shape, devices, how.get("align", 1))))
+        fastest = [option.mesh for option in plain[:_MESHES]]
+        sizes = [size for size in range(2, min(node, devices) + 1) if devices % size == 0]
+        narrow = search.tried_meshes([axes for size in sizes for axes in _giving_ranks(fastest, "channel", size)])
+        pipes = search.tried_pipes(fastest)
+        first = [o for o in (*plain[:_MESHES], *narrow[:1], *pipes[:1]) if o.report is not None]
+        others = search.tried_ways(first, node if devices > node else 0)
     return sorted([*plain, *narrow, *pipes, *others], key=lambda o: (not o.works, _by_seconds(o)))
 
 
@@ -114,6 +130,7 @@ class _MeshSearch:
         checkpoint: bool = False,
         microbatches: int = 1,
         blocks: int | None = None,
+        replicate: tuple[str, ...] = (),
     ) -> StepOption:
         """The option of a mesh; one with ``pipe`` by the microbatch of a stage."""
         here = {name: size for name, size in axes.items() if name != "pipe"}
@@ -122,19 +139,86 @@ class _MeshSearch:
         try:
             dataset = None if self._store is None else _opened_store(self._store, here)
             ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
-            ways |= {"device": self._device, "ranks": [_inside_rank(here)], "dataset": dataset, "blocks": blocks}
-            found = dry_run(self._model, shape, here, **ways, **self._how)
+            ways |= {
+                "replicate": replicate,
+                "device": self._device,
+                "ranks": [_inside_rank(here)],
+                "dataset": dataset,
+                "blocks": blocks,
+            }
+            if blocks is not None and "channel" not in axes:
+                ways["optimizer"] = None  # takes the same on all meshes that keep weights whole
+            found = dry_run(self._model, shape, here, **{**self._how, **ways})
         except ShardingError as refusal:
-            return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches)
+            return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
+        begins: tuple[str, ...] = ()
         if stages > 1 and found.blocks >= stages:
-            found = pipelined_report(found, stages, microbatches, found.blocks)
-        return StepOption(axes, shard_weights, checkpoint, found, "", microbatches)
+            begins, share = self._balanced(here, shape, stages, microbatches, shard_weights)
+            found = pipelined_report(found, stages, microbatches, share)
+        return StepOption(axes, shard_weights, checkpoint, found, "", microbatches, replicate, begins)
+
+    def _balanced(
+        self, axes: Mapping[str, int], shape: tuple[int, ...], stages: int, microbatches: int, shard_weights: bool
+    ) -> tuple[tuple[str, ...], float]:
+        """The modules that begin the later stages, and the share of the slowest one of a microbatch's seconds."""
+        known = {name: value for name, value in self._how.items() if name in StepPlan.__dataclass_fields__}
+        device = self._device if isinstance(self._device, Device) else DEVICES[self._device]
+        plan = StepPlan(self._model, (shape,), shard_weights=shard_weights, keeps_calls=device.times_kernels, **known)
+        node = self._how.get("ranks_per_node") or device.ranks_per_node
+        pieces = piece_costs(plan, axes, stages, device, node)
+        cuts = balanced_cuts(pieces, stages, microbatches, device.memory_bytes)
+        each = [sum(p.seconds for p in pieces[a:b]) for a, b in pairwise([0, *cuts, len(pieces)])]
+        return tuple(pieces[at].name for at in cuts), max(each) / sum(each)
+
+    def tried_ways(self, options: Sequence[StepOption], ranks_per_node: int) -> list[StepOption]:
+        """The first option's mesh with each way to keep weights and to compute blocks twice; those of the others with
+        the two that are fastest there: which they are hardly depends on the mesh.
+        """
+        found: list[StepOption] = []
+        chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in (False, True)][1:]
+        for option in options:
+            tried = {way: self._other_way(option, *way, ranks_per_node) for way in chosen}
+            made = {way: each for way, each in tried.items() if each is not None}
+            if not found:
+                able = sorted((way for way in made if made[way].works), key=lambda way: _by_seconds(made[way]))
+                chosen = able[:_WAYS] or chosen
+            found += made.values()
+        return found
+
+    def _other_way(self, option: StepOption, weights: str, twice: bool, ranks_per_node: int) -> StepOption | None:
+        """The mesh of an option with weights that are whole, or cut over all ranks or those of a node; or None."""
+        axes, batches = option.mesh, option.microbatches
+        if weights == "whole":
+            return self.attempt(axes, False, twice, batches)
+        if torch.Size(axes.values()).numel() == axes.get("pipe", 1):
+            return None
+        if weights == "cut":
+            return self.attempt(axes, True, twice, batches)
+        hybrid = hybrid_axes(axes, ranks_per_node) if ranks_per_node and "pipe" not in axes else None
+        return None if hybrid is None else self.attempt(hybrid[0], True, twice, batches, replicate=(hybrid[1],))
 
     def tried_meshes(self, meshes: Sequence[Mapping[str, int]]) -> list[StepOption]:
         """Options with whole weights, the fastest first; of many meshes those that are fastest with one block a row."""
-        if len(meshes) > _MANY and self._block_count(meshes[0]):
-            meshes = sorted(meshes, key=self._quick_seconds)[:_MESHES]
+        if len(meshes) > _MANY and self._block_count(min(meshes, key=_ranks_in_space)):
+            meshes = self._fastest_by_a_block(meshes)
         return sorted(map(self.attempt, meshes), key=_by_seconds)
+
+    def _fastest_by_a_block(self, meshes: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+        """Those that are fastest with one block a row.  A mesh is left out where one that cuts a dim of space into
+        fewer parts, and the batch into more, takes longer than the best: it sends still
+        more.
+        """
+        seconds: dict[tuple[int, ...], float] = {}
+        chosen: list[Mapping[str, int]] = []
+        for axes in sorted(meshes, key=_ranks_in_space):
+            wider = [tuple(other.values()) for other in _wider_meshes(axes)]
+            far = _FAR * min(seconds.values(), default=float("inf"))
+            if any(seconds.get(sizes, 0.0) > far for sizes in wider):
+                seconds[tuple(axes.values())] = float("inf")
+                continue
+            seconds[tuple(axes.values())] = self._quick_seconds(axes)
+            chosen.append(axes)
+        return sorted(chosen, key=lambda axes: seconds[tuple(axes.values())])[:_MESHES]
 
     def tried_pipes(self, fastest: Sequence[Mapping[str, int]]) -> list[StepOption]:
         """Options with stages along ``pipe``, where the model has as many blocks and the batch as many samples."""
@@ -144,7 +228,7 @@ class _MeshSearch:
             meshes = _giving_ranks(fastest, "pipe", stages)
             if batch < stages or not meshes or self._block_count(fastest[0]) < stages:
                 continue
-            for axes in meshes[:_MESHES]:
+            for axes in meshes[:1]:
                 # as many microbatches as there can be: each more makes the bubble smaller
                 possible = [n for n in range(stages, batch + 1) if batch % (n * axes.get("data", 1)) == 0]
                 found += [self.attempt(axes, microbatches=n) for n in possible[-1:]]
@@ -173,6 +257,39 @@ def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> 
     return found
 
 
+def hybrid_axes(axes: Mapping[str, int], ranks_per_node: int) -> tuple[dict[str, int], str] | None:
+    """The mesh with an axis along which every node has the same parts of the weights, and its name: what of `data` goes
+    over the nodes.  None where weights cannot be cut within nodes and be alike between them.
+
+    >>> from jigsaw.dryrun.mesh_search import hybrid_axes
+    >>> hybrid_axes({"data": 64, "lat": 4}, 8)
+    ({'replicate': 32, 'data': 2, 'lat': 4}, 'replicate')
+    >>> hybrid_axes({"data": 64, "lat": 4}, 4)
+    ({'data': 64, 'lat': 4}, 'data')
+    """
+    data, others = axes.get("data", 1), 1
+    for name, size in axes.items():
+        others *= 1 if name == "data" else size
+    within = gcd(data, max(ranks_per_node // others, 1))
+    if data == within or within * others == 1:
+        return None
+    if within == 1:
+        return dict(axes), "data"
+    return {"replicate": data // within, **axes, "data": within}, "replicate"
+
+
+def _ranks_in_space(axes: Mapping[str, int]) -> int:
+    return torch.Size(axes.values()).numel() // axes.get("data", 1)
+
+
+def _wider_meshes(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The meshes of as many ranks with one axis of space shorter, by a prime factor, and `data` longer."""
+    for name, size in axes.items():
+        for factor in range(2, size + 1) if name not in ("data", "channel") else ():
+            if size % factor == 0 and all(factor % n for n in range(2, factor)):
+                yield {**axes, name: size // factor, "data": axes.get("data", 1) * factor}
+
+
 def _by_seconds(option: StepOption) -> float:
     return option.report.seconds if option.report is not None and option.report.is_complete else float("inf")
 
@@ -185,20 +302,28 @@ def _inside_rank(axes: Mapping[str, int]) -> int:
     return rank
 
 
-def possible_meshes(x_shape: Sequence[int], devices: int) -> Iterator[dict[str, int]]:
-    """The meshes of so many ranks whose axes cut dims that are long enough, without those that are the same."""
+def possible_meshes(
+    x_shape: Sequence[int], devices: int, align: int | Mapping[int, int] = 1
+) -> Iterator[dict[str, int]]:
+    """The meshes of so many ranks whose axes cut dims that are long enough, without those that are the same; of rows
+    that stay together (`align`) each rank has some.
+    """
     names = _SPACE.get(len(x_shape))
     if names is None:
         raise ShardingError(
             f"a mesh is searched for images [N, C, lat, lon] and volumes [N, C, z, y, x], not for an input of "
             f"{len(x_shape)} dims; ask jigsaw.dry_run of the meshes that you think of"
         )
+    together = [align if isinstance(align, int) else align.get(dim, 1) for dim in range(2, len(x_shape))]
+    most = [n // 2 if rows == 1 else -(-n // rows) for n, rows in zip(x_shape[2:], together, strict=True)]
     sizes = x_shape[0], *x_shape[2:]
-    seen: set[tuple[tuple[int, int], ...]] = set()
+    seen: set[tuple[tuple[int, int, int], ...]] = set()
     for factors in _factorisations(devices, len(sizes)):
-        space = tuple(zip(sizes[1:], factors[1:], strict=True))
-        alike = (sizes[0], factors[0]), *sorted(space)
-        fits = sizes[0] % factors[0] == 0 and all(n >= 2 * f or f == 1 for n, f in space)
+        space = zip(sizes[1:], together, factors[1:], strict=True)
+        alike = (sizes[0], 1, factors[0]), *sorted(space)
+        fits = sizes[0] % factors[0] == 0 and all(
+            f in range(1, max(n, 1) + 1) for n, f in zip(most, factors[1:], strict=True)
+        )
         if fits and alike not in seen:
             seen.add(alike)
             yield dict(zip(("data", *names), factors, strict=True))
@@ -260,6 +385,8 @@ def _reasons(option: StepOption, report: DryRunReport, best: StepOption) -> Iter
     most = {kind: size for kind, size in report.peak.items() if size > report.peak_bytes / 10}
     memory = ", ".join(f"{kind} {size_text(size)}" for kind, size in most.items())
     yield f"{size_text(report.peak_bytes)} of {size_text(report.device_memory)} a device: {memory}"
+    if option.begins:
+        yield f"stages begin with {', '.join(option.begins)}, balanced by their seconds (stages='balanced')"
     yield f"each rank sends {size_text(report.sent_bytes)} in {report.messages} messages a step"
     for remark in report.remarks:
         if remark.kind != "value":

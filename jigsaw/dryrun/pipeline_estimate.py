@@ -2,7 +2,7 @@
 
 For example 12 blocks on pipe=4, 8 microbatches: a stage has 3 blocks, a quarter of the seconds of a microbatch, and the
 step takes 8 + 4 - 1 = 11 of these instead of 8: of the time 3/11 is the bubble.  With 10 blocks the longest stage has 3
-as well, which is 1.2 times the mean, so all is 1.2 times as long.
+as well, a share of 0.3, so all is 1.2 times as long.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from dataclasses import replace
 from jigsaw.dryrun.report import DryRunReport, PhaseCost, RankCost, Traffic
 
 
-def pipelined_report(report: DryRunReport, stages: int, microbatches: int, blocks: int) -> DryRunReport:
+def pipelined_report(report: DryRunReport, stages: int, microbatches: int, share: float) -> DryRunReport:
     """The report of a step of so many microbatches on ``pipe=stages`` times the ranks of `report`, which is that of one
-    microbatch of the whole model; 1F1B of stages that have about as many of the `blocks` each.
+    microbatch of the whole model; 1F1B of stages of which the slowest has a `share` of a microbatch's seconds.
 
     Its bound ``"bubble"`` is the time in which a rank has nothing to do.  Gradients are summed in each microbatch here,
     where the pipeline does so once; and what stages send to each other is not in it.
     """
-    share = -(-blocks // stages) / blocks  # of the longest stage
     under_way = min(stages, microbatches)
     ranks = tuple(
         RankCost(

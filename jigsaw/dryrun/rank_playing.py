@@ -20,20 +20,24 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError, SplitRule
+from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
+from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.dryrun.report import Remark
 from jigsaw.dryrun.step_meter import StepMeter
+from jigsaw.gradients import local_part
 from jigsaw.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
 from jigsaw.ops.meeting import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.whole_tensor import hearing_costs
-from jigsaw.parallel import parallelize
+from jigsaw.parallel import parallelize, reducer_of
 from jigsaw.tile import Tile, tiles_in
 
 ModelMaker = Callable[..., nn.Module]
@@ -41,6 +45,15 @@ OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LossOfOutput = Callable[[Any], Tensor]
 
 _PARALLELIZED = "_jigsaw_parallelized"
+
+
+def mean_square_of_tiles(output: Any) -> Tensor:
+    """The sum over all floating tiles of an output of the mean of their squares."""
+    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else vars(output))
+    values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
+    if not values:
+        raise ShardingError("the model gives no tile to take a loss of; pass loss=")
+    return torch.stack(values).sum() if len(values) > 1 else values[0]
 
 
 # -- the step ---------------------------------------------------------------------------------------------------------
@@ -52,15 +65,32 @@ class StepPlan:
 
     model: nn.Module | ModelMaker
     shapes: tuple[tuple[int, ...], ...]
-    spec: Any
-    dtype: torch.dtype | None
-    split: SplitRule
-    align: int | Mapping[int, int]
-    loss: LossOfOutput
-    optimizer: OptimizerMaker | None
-    shard_weights: bool
-    checkpoint: str | Sequence[str]
+    spec: Any = None
+    dtype: torch.dtype | None = None
+    split: SplitRule = "balanced"
+    align: int | Mapping[int, int] = 1
+    loss: LossOfOutput = mean_square_of_tiles
+    optimizer: OptimizerMaker | None = torch.optim.AdamW
+    shard_weights: bool = False
+    checkpoint: str | Sequence[str] = "none"
     blocks: int | None = None
+    replicate: tuple[str, ...] = ()
+    every_block: bool = False
+    row: tuple[str, int] | None = None  # of which so many blocks alone are there
+    keeps_calls: bool = True
+    pieces: tuple[str, ...] = ()  # modules of which costs are told apart
+
+
+@dataclass(frozen=True)
+class PlayedPiece:
+    """What was counted of a piece of the model in the forward and backward pass, but for sums of gradients; bytes of
+    its weights, with gradients and optimizer state, and of what it keeps for the backward pass.
+    """
+
+    name: str
+    phases: dict[str, CountedPhase]
+    weight_bytes: int
+    kept_bytes: int
 
 
 @dataclass
@@ -70,53 +100,62 @@ class PlayedRank:
     rank: int
     coordinate: tuple[int, ...]
     parameters: int
-    meter: StepMeter
-    traffic: dict[str, list[comm.TrafficCall]]
+    phases: dict[str, CountedPhase]
     remarks: list[Remark]
     blocks: int = 0
+    is_periodic: bool = True  # gradients of each block of the row travel in buckets that end alike
+    pieces: tuple[PlayedPiece, ...] = ()
+    cut_share: float = 0.0  # of the parameters, those that are DTensors
 
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
     """Run the step as `rank` of a mesh of these axes."""
-    meter = StepMeter()
+    meter, traffic = StepMeter(plan.keeps_calls), dict[str, list[comm.TrafficCall]]()
     with fake_mesh(axes, rank) as mesh:
-        played = PlayedRank(rank, mesh_coordinate(mesh), 0, meter, {}, [])
-        _know_neighbours(mesh)
-        # what the mesh has in a tensor was asked above: here no tensor has values
+        played = PlayedRank(rank, mesh_coordinate(mesh), 0, {}, [])
+        know_neighbours(mesh)
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting():
             meter.begin_phase("setup")
-            _play_step(plan, mesh, played)
+            _play_step(plan, mesh, played, meter, traffic)
+    played.phases = {name: meter.counted_phase(name, calls) for name, calls in traffic.items()}
     for place, times in meter.value_reads.items():
         reason = f"asks {times} times for a value, of which the dry run knows nothing: it took False, or 1"
         played.remarks.append(Remark("value", "", place, 0, reason))
     return played
 
 
-def _know_neighbours(mesh: DeviceMesh) -> None:
+def know_neighbours(mesh: DeviceMesh) -> None:
+    """Ask a mesh for what it has in tensors, which have no values later."""
     names = [name for name, _ in axes_of_mesh(mesh)]
     for some in [*([name] for name in names), names]:
         ranks_along(mesh, some)
         groups_along(mesh, some)
 
 
-def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
-    model = _made_model(plan.model, mesh)
-    rows = _rows_of_blocks(model)
-    played.blocks = sum(map(len, rows))
-    for row in rows if plan.blocks is not None else ():
-        del row[plan.blocks :]
-    dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if plan.dtype is not None:
-        _cast_weights(model, plan.dtype)
-    played.parameters = sum(p.numel() for p in model.parameters())
-    inputs = _input_tiles(plan, mesh, dtype)
+def _play_step(
+    plan: StepPlan,
+    mesh: DeviceMesh,
+    played: PlayedRank,
+    meter: StepMeter,
+    traffic: dict[str, list[comm.TrafficCall]],
+) -> None:
+    model, dtype = prepared_model(plan, mesh, played)
+    inputs = prepared_inputs(plan, mesh, dtype)
     for module in _checkpointed_modules(model, plan.checkpoint):
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
-    model = parallelize(model, mesh, shard_weights=plan.shard_weights, strict=False)
-    meter, parameters = played.meter, list(model.parameters())
+    model = parallelize(model, mesh, shard_weights=plan.shard_weights, replicate=plan.replicate, strict=False)
+    reducer = reducer_of(model)
+    if plan.row is not None and reducer is not None:
+        played.is_periodic = reducer.ends_alike(
+            [list(b.parameters()) for b in model.get_submodule(plan.row[0]).children()]
+        )
+    parameters = list(model.parameters())
+    played.cut_share = sum(isinstance(p, DTensor) for p in parameters) / max(len(parameters), 1)
     meter.mark_memory([*parameters, *model.buffers()], "weights")
     is_trained = plan.optimizer is not None and any(p.requires_grad for p in parameters)
     optimizer = _with_state(plan.optimizer, parameters, meter) if plan.optimizer is not None and is_trained else None
+    if plan.pieces:
+        meter.marks = PieceMarks(model, plan.pieces)
     watch = _ModuleWatch(model, played.remarks)
 
     @contextmanager
@@ -124,9 +163,10 @@ def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
         meter.begin_phase(name)
         with comm.count() as counted:
             watch.follow(counted)
-            played.traffic[name] = counted.calls
+            traffic[name] = meter.calls = counted.calls
             yield
             watch.attribute()
+        meter.begin_phase("after")
 
     try:
         with phase("forward"), hearing_costs(watch.tell_refusal):
@@ -142,6 +182,17 @@ def _play_step(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank) -> None:
         played.remarks.append(Remark("stopped", where, type(error).__name__, 0, f"{why}{error}"))
         return
     meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
+    if meter.marks is not None:
+        kept = meter.kept_by_piece()
+        played.pieces = tuple(
+            PlayedPiece(
+                name,
+                {phase: meter.phase_of_piece(phase, at, calls) for phase, calls in traffic.items()},
+                sum(_bytes_with_state(p, optimizer) for p in model.get_submodule(name).parameters()),
+                kept.get(at, 0),
+            )
+            for at, name in enumerate(plan.pieces)
+        )
     if optimizer is not None:
         del value
         with phase("step"):
@@ -156,17 +207,61 @@ _WANT_VALUES = (
 )
 
 
-def _made_model(model: nn.Module | ModelMaker, mesh: DeviceMesh) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        wants_mesh = any(p.default is p.empty for p in inspect.signature(model).parameters.values())
-        return model(mesh) if wants_mesh else model()
+def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:
+    """The model as it is before `parallelize`, with the blocks that are to be played; and the dtype of its input."""
+    given = plan.model
+    source = given if isinstance(given, nn.Module) else given(mesh) if _wants_mesh(given) else given()
+    rows = rows_of_blocks(source)
+    blocks = sum(map(len, rows))
+    shorter: list[tuple[Any, int]] = [] if plan.blocks is None else [(row, plan.blocks) for row in rows]
+    if plan.row is not None:
+        shorter.append((source.get_submodule(plan.row[0]), plan.row[1]))
+    left_out = {block for row, n in shorter for block in list(row)[n:] if block not in list(row)[:n]}
+    model = _bare_copy(source, left_out) if source is given else source
+    names, inside = {m: n for n, m in source.named_modules()}, {m for block in left_out for m in block.modules()}
+    for row, n in shorter:
+        short: Any = model.get_submodule(names[row]) if row not in inside else []
+        del short[n:]
+    if played is not None:
+        played.blocks = blocks
+    dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if plan.dtype is not None:
+        _cast_weights(model, plan.dtype)
+    if played is not None:
+        played.parameters = sum(p.numel() for p in model.parameters())
+    return model, dtype
+
+
+def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
+    """The model of a function that makes one without a mesh, its weights without memory, to be copied for each run; one
+    that has tensors beside weights and buffers is made anew each time.
+    """
+    if isinstance(model, nn.Module) or _wants_mesh(model):
+        return model
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made: nn.Module = model()
+    kept = {"_parameters", "_buffers", "_modules"}
+    attributes = [value for m in made.modules() for name, value in vars(m).items() if name not in kept]
+    return model if any(isinstance(x, Tensor) for x in pytree.tree_leaves(attributes)) else made
+
+
+def _wants_mesh(make: ModelMaker) -> bool:
+    return any(p.default is p.empty for p in inspect.signature(make).parameters.values())
+
+
+def _bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
+    """A copy whose parameters have no memory, with nothing in the place of some modules."""
     if hasattr(model, _PARALLELIZED):
         raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
-    # a copy whose parameters have no memory: deepcopy takes them for copied already
-    known: dict[int, Any] = {}
-    for x in (*model.parameters(), *model.buffers()):
-        bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-        known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
+    # deepcopy takes for copied already what is in here
+    known: dict[int, Any] = {id(module): nn.Identity() for module in left_out}
+    inside = {module for each in left_out for module in each.modules()}
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False)) if module not in inside else ()
+        for x in own:
+            if id(x) not in known:
+                bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+                known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
     return copy.deepcopy(model, known)
 
 
@@ -195,22 +290,20 @@ def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter:
     return optimizer
 
 
-def mean_square_of_tiles(output: Any) -> Tensor:
-    """The sum over all floating tiles of an output of the mean of their squares."""
-    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else vars(output))
-    values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
-    if not values:
-        raise ShardingError("the model gives no tile to take a loss of; pass loss=")
-    return torch.stack(values).sum() if len(values) > 1 else values[0]
+def _bytes_with_state(parameter: nn.Parameter, optimizer: Optimizer | None) -> int:
+    state = {} if optimizer is None else optimizer.state[parameter]
+    kept = [x for x in pytree.tree_leaves(dict(state)) if isinstance(x, Tensor)]
+    return sum(local_part(x).nbytes for x in (parameter, *([parameter] * parameter.requires_grad), *kept))
 
 
 # -- the input --------------------------------------------------------------------------------------------------------
 
 # where an axis of a name usually cuts
-_USUAL_PLACES = {"data": 0, "z": -3, "depth": -3, "y": -2, "lat": -2, "x": -1, "lon": -1}
+_USUAL_PLACES = {"replicate": 0, "data": 0, "z": -3, "depth": -3, "y": -2, "lat": -2, "x": -1, "lon": -1}
 
 
-def _input_tiles(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> list[Tile]:
+def prepared_inputs(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> list[Tile]:
+    """The tiles of this rank that the model is called with."""
     tiles: list[Tile] = []
     for shape, spec in zip(plan.shapes, _specs_of_inputs(plan, axes_of_mesh(mesh)), strict=True):
         layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=plan.split, align=plan.align)
@@ -230,12 +323,12 @@ def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec]:
 
 
 def _usual_cuts(shape: Sequence[int], axes: AxisSizes) -> LayoutSpec:
-    spec: list[str | None] = [None] * len(shape)
+    spec: list[tuple[str, ...]] = [()] * len(shape)
     for name, _ in axes:
         place = _USUAL_PLACES.get(name)
         if place is not None and -len(shape) <= place < len(shape):
-            spec[place] = name
-    return tuple(spec)
+            spec[place] = *spec[place], name
+    return tuple(names if len(names) > 1 else next(iter(names), None) for names in spec)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
@@ -254,7 +347,7 @@ def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[
     return [block for row in rows for block in row.children() if any(True for _ in block.parameters())]
 
 
-def _rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
+def rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
     """Lists of at least three modules that are alike in type and weights."""
 
     def look(module: nn.Module) -> Any:

@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,58 +32,52 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from jigsaw import call_places
 from jigsaw.comm import TrafficCall
+from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
+from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.gradients import local_part
 
 aten = torch.ops.aten
 
-MEMORY_KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "temporary")
-
-
-@dataclass(frozen=True)
-class KernelCost:
-    """One operator: its floating-point operations, the bytes it reads and writes, what it computes in, its call."""
-
-    flop: int
-    moved_bytes: int
-    dtype: torch.dtype
-    call: KernelCall | None = None
-
 
 @dataclass
 class PhaseCount:
-    """What was counted in one phase of a step; `events` are bytes that began (> 0) or ceased to be alive, by memory."""
+    """What is counted in one phase of a step; `events` are bytes that began (> 0) or ceased to be alive, by memory."""
 
-    kernels: Counter[KernelCost] = field(default_factory=Counter[KernelCost])
+    kernels: list[KernelCost] = field(default_factory=list[KernelCost])
+    kernels_again: int = 0
     events: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     begins_with: dict[int, int] = field(default_factory=dict[int, int])
+    end: tuple[int, int] | None = None  # events and kernels until the last node of a backward pass had run
+    # where pieces of the model are told apart, that of each kernel, of each call of jigsaw and of each of FSDP2
+    pieces: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
     # what FSDP2 sends, which jigsaw.comm does not see
     of_weights: list[TrafficCall] = field(default_factory=list[TrafficCall])
-
-    @property
-    def flop(self) -> int:
-        return sum(cost.flop * n for cost, n in self.kernels.items())
-
-    @property
-    def moved_bytes(self) -> int:
-        return sum(cost.moved_bytes * n for cost, n in self.kernels.items())
 
 
 class StepMeter(TorchDispatchMode):
     """Counts what runs within it, in phases; `value_reads` are lines that asked tensors without values for one."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_calls: bool = True) -> None:
         super().__init__()
+        self._keeps_calls = keeps_calls  # to time them
         self.phases: dict[str, PhaseCount] = {}
         self.value_reads: Counter[str] = Counter()
         self._kinds: dict[int, str] = {}  # memory -> kind, where known
         self._live: dict[int, tuple[int, int]] = {}  # address of a storage -> its number here, its bytes
         self._numbers = 0
         self._phase = PhaseCount()
+        self._is_backward = False
+        # where pieces of the model are told apart: the one under way, that of each memory; messages of jigsaw so far
+        self.marks: PieceMarks | None = None
+        self.calls: list[TrafficCall] = []
+        self._piece = 0
+        self._piece_of_memory: dict[int, int] = {}
 
     def begin_phase(self, name: str) -> None:
         """Count what follows as `name`."""
         alive = dict(self._live.values())
+        self._is_backward = name == "backward"
         self._phase = self.phases.setdefault(name, PhaseCount(begins_with=alive))
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -105,6 +99,8 @@ class StepMeter(TorchDispatchMode):
         if known is None:
             self._numbers += 1
             known = self._live[at] = self._numbers, storage.nbytes()
+            if self.marks is not None:
+                self._piece_of_memory[self._numbers] = self._piece
             self._phase.events.append(known)
             # a storage has one Python object as long as it lives; who holds it keeps the reference alive, too
             weakref.finalize(storage, self._end, at, known[0]).atexit = False
@@ -123,22 +119,24 @@ class StepMeter(TorchDispatchMode):
             self._phase.events.append((known[0], storage.nbytes() - known[1]))
             self._live[_address_of(storage)] = known[0], storage.nbytes()
 
-    def peak_of(self, name: str) -> dict[str, int]:
-        """The bytes alive at the highest point of a phase, by kind."""
+    def counted_phase(self, name: str, calls: Sequence[TrafficCall]) -> CountedPhase:
+        """What a phase came to, with the calls of `jigsaw.comm` in it; asked when it is known what each memory is."""
         phase = self.phases[name]
-        total = highest = sum(phase.begins_with.values())
-        where = 0
-        for at, (_, size) in enumerate(phase.events, 1):
-            total += size
-            if total > highest:
-                highest, where = total, at
-        alive = Counter(phase.begins_with)
-        for number, size in phase.events[:where]:
-            alive[number] += size
-        found: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
-        for number, size in alive.items():
-            found[self._kinds.get(number, "temporary")] += size
-        return found
+        before: Counter[str] = Counter()
+        for number, size in phase.begins_with.items():
+            before[self._kinds.get(number, "temporary")] += size
+        changes = [(self._kinds.get(number, "temporary"), size) for number, size in phase.events]
+        end, last = (len(changes), len(phase.kernels)) if phase.end is None else phase.end
+        return CountedPhase(
+            phase.kernels[:last],
+            phase.kernels[last:],
+            phase.kernels_again,
+            before,
+            changes[:end],
+            changes[end:],
+            list(calls),
+            phase.of_weights,
+        )
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
@@ -151,9 +149,36 @@ class StepMeter(TorchDispatchMode):
                 return self._assumed_value(func, args[0])
             with _disable_current_modes():  # states of random numbers are real
                 return func(*args, **kwargs)
+        if self._is_backward and self._phase.end is None and _is_behind_nodes():
+            self._phase.end = len(self._phase.events), len(self._phase.kernels)
+        if self.marks is not None:
+            self._piece = self._piece_under_way(self.marks)
         out = func(*args, **kwargs)
         self._count_kernel(func, args, kwargs, out)
         return out
+
+    def _piece_under_way(self, marks: PieceMarks) -> int:
+        of_calls = self._phase.pieces[1]
+        of_calls += [self._piece] * (len(self.calls) - len(of_calls))
+        return marks.piece_here(self._piece)
+
+    def phase_of_piece(self, name: str, piece: int, calls: Sequence[TrafficCall]) -> CountedPhase:
+        """The kernels of a piece in a phase, and its messages but for sums of gradients, behind which work goes on."""
+        phase = self.phases[name]
+        of_kernels, of_calls, of_weights = phase.pieces
+        of_calls = of_calls + [self._piece] * (len(calls) - len(of_calls))
+        sent = [c for c, at in zip(calls, of_calls, strict=True) if at == piece and not c.is_behind]
+        gathered = [c for c, at in zip(phase.of_weights, of_weights, strict=True) if at == piece]
+        kernels = [cost for cost, at in zip(phase.kernels, of_kernels, strict=True) if at == piece]
+        return CountedPhase(kernels, calls=sent, calls_of_weights=gathered)
+
+    def kept_by_piece(self) -> Counter[int]:
+        """The bytes of activations that each piece keeps for the backward pass."""
+        found: Counter[int] = Counter()
+        for number, size in self.phases["backward"].begins_with.items():
+            if self._kinds.get(number) == "activations":
+                found[self._piece_of_memory.get(number, 0)] += size
+        return found
 
     def _count_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
@@ -163,6 +188,10 @@ class StepMeter(TorchDispatchMode):
             self._number_of(storage)
         if func in _OF_WEIGHTS:
             self._phase.of_weights.append(_call_of_weights(func, args))
+            self._phase.pieces[2].append(self._piece)
+        elif func is _c10d.allreduce_.default and _is_called_by_fsdp():
+            self._phase.of_weights.append(_sum_of_parts(args))
+            self._phase.pieces[2].append(self._piece)
         if func.namespace == "c10d" or not (fresh or func._schema.is_mutable) or func._overloadpacket in _WITHOUT_WORK:
             return
         scratch = _scratch_bytes(func, args, out)
@@ -176,7 +205,11 @@ class StepMeter(TorchDispatchMode):
         flop = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         like = given[0] if given else results[0] if results else None
         dtype = torch.float32 if like is None else like.dtype
-        self._phase.kernels[KernelCost(flop, moved, dtype, KernelCall.of(func, args, kwargs))] += 1
+        # nodes of the backward pass run without gradients, a checkpointed forward pass with them
+        self._phase.kernels_again += self._is_backward and torch.is_grad_enabled()
+        call = KernelCall.of(func, args, kwargs) if self._keeps_calls else None
+        self._phase.pieces[0].append(self._piece)
+        self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call))
 
     def _assumed_value(self, func: Any, x: Tensor) -> Any:
         """What Python reads of a tensor without values: jigsaw's own looks find all well; others are told of."""
@@ -202,6 +235,12 @@ class StepMeter(TorchDispatchMode):
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize
+
+
+def _is_behind_nodes() -> bool:
+    """Whether a backward pass is under way whose nodes have all run: callbacks follow."""
+    c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return c._current_graph_task_id() != -1 and c._current_autograd_node() is None
 
 
 _READ_BY_PYTHON = {aten._local_scalar_dense.default, aten.equal.default}
@@ -236,6 +275,25 @@ def _call_of_weights(func: Any, args: Any) -> TrafficCall:
     moved = (len(ranks) - 1) * min(into.nbytes, given.nbytes)
     following = ranks[(dist.get_group_rank(group, dist.get_rank()) + 1) % len(ranks)]
     return TrafficCall(_OF_WEIGHTS[func], moved, moved, len(ranks) - 1, ((following, moved),), True)
+
+
+def _sum_of_parts(args: Any) -> TrafficCall:
+    """What a rank sends, on a ring, while gradients are summed over ranks that have the same part (`replicate`)."""
+    group: dist.ProcessGroup = dist.ProcessGroup.unbox(args[1])
+    ranks = dist.get_process_group_ranks(group)
+    moved = 2 * (len(ranks) - 1) * sum(x.nbytes for x in args[0]) // len(ranks)
+    following = ranks[(dist.get_group_rank(group, dist.get_rank()) + 1) % len(ranks)]
+    return TrafficCall("gradients", moved, moved, 2 * (len(ranks) - 1), ((following, moved),), True)
+
+
+def _is_called_by_fsdp() -> bool:
+    """Whether FSDP2 calls this; sums of jigsaw's own are counted where they are begun."""
+    frame: Any = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and not frame.f_code.co_filename.startswith(_OWN_FILES):
+        if "_fully_shard" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 _CHANNEL_BLOCK = 16

@@ -7,7 +7,7 @@ ranks of a node go over its links, others over the network; ranks lie on nodes i
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from jigsaw.comm import TrafficCall
 from jigsaw.dryrun.devices import Device
@@ -19,28 +19,32 @@ from jigsaw.dryrun.report import PHASES, PhaseCost, RankCost, Traffic
 def priced_rank(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
     """The rank's step on the device, one of so many ranks, `ranks_per_node` to a node."""
     phases = {
-        name: _priced_phase(played, name, device, ranks_per_node, ranks) for name in PHASES if name in played.traffic
+        name: _priced_phase(played, name, device, ranks_per_node, ranks) for name in PHASES if name in played.phases
     }
     return RankCost(played.rank, played.coordinate, phases)
 
 
 def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node: int, ranks: int) -> PhaseCost:
-    count = played.meter.phases[name]
-    calls = [*played.traffic[name], *count.of_weights]
+    count = played.phases[name]
     bounds: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels"), 0.0)
-    for cost, times in count.kernels.items():
+    kernels = count.all_kernels
+    for cost, times in Counter(kernels).items():
         seconds, bound = device.kernel_time(cost.flop, cost.moved_bytes, cost.dtype)
         if device.times_kernels and cost.call is not None:
             seconds = timed_kernel(cost.call) or seconds
         if ranks > 1:
             seconds *= device.crowding
         bounds[bound] += times * seconds
-        bounds["kernels"] += times * device.host_seconds.get(name, 0.0)
+    again = count.kernels_again
+    host = device.host_seconds.get(name, 0.0)
+    if name == "step":
+        host += played.cut_share * (device.host_seconds.get("step of parts", host) - host)
+    bounds["kernels"] += (len(kernels) - again) * host + again * device.host_seconds.get("forward", 0.0)
     computing = sum(bounds.values())
     traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
     links: defaultdict[str, Traffic] = defaultdict(Traffic)
     waited = {True: 0.0, False: 0.0}
-    for call in calls:
+    for call in count.all_calls:
         traffic[call.kind] += Traffic(call.sent_bytes, call.messages)
         by_link = _split_by_link(call, played.rank // ranks_per_node, ranks_per_node)
         for link, part in by_link.items():
@@ -49,10 +53,10 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
     hidden = min(waited[True], device.overlap * computing)
     shown = waited[False] + waited[True] - hidden
     return PhaseCost(
-        count.flop,
-        count.moved_bytes,
-        sum(count.kernels.values()),
-        played.meter.peak_of(name),
+        sum(cost.flop for cost in kernels),
+        sum(cost.moved_bytes for cost in kernels),
+        len(kernels),
+        count.peak,
         dict(traffic),
         dict(links),
         bounds,

@@ -117,7 +117,7 @@ def test_a_few_blocks_tell_of_all():
 
 def test_a_pipeline_waits_as_the_formula_says():
     one = jigsaw.dry_run(_Blocks(), SHAPE, {"lat": 2}, ranks=[0])
-    report = pipelined_report(one, stages=3, microbatches=4, blocks=6)
+    report = pipelined_report(one, stages=3, microbatches=4, share=1 / 3)
     assert report.mesh == {"pipe": 3, "lat": 2}
     whole, staged = (r.ranks[0].phases for r in (one, report))
     for name in ("forward", "backward"):
@@ -130,7 +130,7 @@ def test_a_pipeline_waits_as_the_formula_says():
     assert staged["step"].seconds == pytest.approx(whole["step"].seconds / 3)
     assert sum(report.seconds_by_bound.values()) == pytest.approx(report.seconds)
     # four stages of six blocks: the longest has two, as with three
-    assert pipelined_report(one, 4, 4, 6).ranks[0].phases["step"].seconds == staged["step"].seconds
+    assert pipelined_report(one, 4, 4, 2 / 6).ranks[0].phases["step"].seconds == staged["step"].seconds
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_every_kernel_can_be_timed(name):
     rest = mean_square_of_tiles, torch.optim.AdamW, False, "none"
     plan = StepPlan(make, (shape,), small_nets.SPEC, None, "balanced", {2: align, 3: align}, *rest)
     played = play_rank(plan, {"lat": 2, "lon": 1}, 0)
-    for phase in played.meter.phases.values():
+    for phase in played.phases.values():
         for cost in phase.kernels:
             seconds = timed_kernel(cost.call)
             assert seconds is not None, cost.call
@@ -164,6 +164,8 @@ def test_seconds_of_a_measured_processor():
     measured = {"message": (1e-3, 1e-9), "all_reduce": (2e-3, 2e-9)}
     device = replace(DEVICES["cpu"], host_seconds={"forward": 0.5}, call_seconds=measured, crowding=3.0)
     assert device.call_time("exchange", "node", 1000, 2) == pytest.approx(2e-3 + 1e-6)
+    cheap = replace(device, call_seconds=measured | {"further message": (1e-4, 1e-9)})
+    assert cheap.call_time("exchange", "node", 1000, 3) == pytest.approx(1e-3 + 2e-4 + 1e-6)
     assert device.call_time("all_reduce", "node", 1000, 2) == pytest.approx(4e-3 + 2e-6)
     assert device.call_time("all_reduce", "network", 1000, 2) == device.link_time("network", 1000, 2)
     how = {"optimizer": None, "ranks": [0]}
@@ -192,7 +194,7 @@ def test_calibration_measures_this_machine(tmp_path, capsys):
     assert 1e8 < device.flop_per_second[torch.float64] < 1e13
     assert 1e8 < device.node_bandwidth < 1e12
     assert 1e-8 < device.kernel_seconds < 1e-2
-    assert set(device.host_seconds) == {"forward", "backward", "step"}
+    assert set(device.host_seconds) == {"forward", "backward", "step", "step of parts"}
     assert {"message", "all_reduce", "gathered weights", "gradients"} <= set(device.call_seconds)
     assert device.times_kernels
     assert device.crowding >= 1

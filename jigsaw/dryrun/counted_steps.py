@@ -1,0 +1,215 @@
+"""What the phases of a step came to; and the counts of many blocks that are alike, from those of a few.
+
+A step is a list of what happened: memory that began and ceased to be alive, kernels, messages.  One block more makes
+the list longer by one stretch, in one place, and where that holds the list of n blocks has the stretch as many times.
+For example memory of the forward pass with 1 and 2 blocks, x the input and y what a block keeps:
+
+    +x +y -x
+    +x +y +y -x         so n blocks have  +x, n times +y, -x
+
+Nothing is added up for it: the highest point of n blocks is looked for in the list of n blocks.  Something may also be
+larger by a block, as what FSDP2 gathers for the rest of a model, which has the norms of all blocks.  Such a number of
+n blocks lies on the line through those of 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from jigsaw.comm import TrafficCall
+from jigsaw.dryrun.kernel_clock import KernelCall
+
+MEMORY_KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "temporary")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """One operator: its floating-point operations, the bytes it reads and writes, what it computes in, its call."""
+
+    flop: int
+    moved_bytes: int
+    dtype: torch.dtype
+    operator: Any = None
+    call: KernelCall | None = None
+
+
+@dataclass
+class CountedPhase:
+    """A phase of a step: its kernels, and of them those of a forward pass that runs again in the backward pass; the
+    bytes that were alive before it, and began (> 0) or ceased to be alive in it, by kind, while nodes of the graph ran
+    and once the last one had; its messages, and those by which FSDP2 gathers weights and sums gradients.
+    """
+
+    kernels: list[KernelCost] = field(default_factory=list[KernelCost])
+    kernels_at_end: list[KernelCost] = field(default_factory=list[KernelCost])
+    kernels_again: int = 0
+    alive_before: Counter[str] = field(default_factory=Counter[str])
+    changes: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    changes_at_end: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    calls: list[TrafficCall] = field(default_factory=list[TrafficCall])
+    calls_of_weights: list[TrafficCall] = field(default_factory=list[TrafficCall])
+
+    @property
+    def all_kernels(self) -> list[KernelCost]:
+        return [*self.kernels, *self.kernels_at_end]
+
+    @property
+    def all_calls(self) -> list[TrafficCall]:
+        return [*self.calls, *self.calls_of_weights]
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """The bytes alive at the phase's highest point, by kind."""
+        total = highest = sum(self.alive_before.values())
+        where, changes = 0, [*self.changes, *self.changes_at_end]
+        for at, (_, size) in enumerate(changes, 1):
+            total += size
+            if total > highest:
+                highest, where = total, at
+        found = {kind: self.alive_before[kind] for kind in MEMORY_KINDS}
+        for kind, size in changes[:where]:
+            found[kind] += size
+        return found
+
+
+def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) -> CountedPhase | None:
+    """The phase with `times` stretches more than `fewer`, of which `more` has one more; None where they have another
+    difference.
+
+    >>> from jigsaw.dryrun.counted_steps import CountedPhase, phase_of_more_blocks
+    >>> two, three = (CountedPhase(changes=[("activations", 1)] * n + [("temporary", 9)]) for n in (2, 3))
+    >>> phase_of_more_blocks(two, three, 4).peak["activations"]
+    6
+    """
+    found: dict[str, Any] = {}
+    for name, (look, make) in _LISTS.items():
+        made = _with_stretches(getattr(fewer, name), getattr(more, name), times, look, make)
+        if made is None:
+            return None
+        found[name] = made
+    before = {kind: _on_line(fewer.alive_before[kind], n, times) for kind, n in more.alive_before.items()}
+    again = _on_line(fewer.kernels_again, more.kernels_again, times)
+    return CountedPhase(**found, kernels_again=again, alive_before=Counter(before))
+
+
+def are_same_steps(some: CountedPhase, other: CountedPhase) -> bool:
+    """Whether two phases are equal but for what is kept to time kernels."""
+    if (some.kernels_again, some.alive_before) != (other.kernels_again, other.alive_before):
+        return False
+    return all([*map(look, getattr(some, n))] == [*map(look, getattr(other, n))] for n, (look, _) in _LISTS.items())
+
+
+def _on_line(few: int, more: int, times: int) -> int:
+    return few + times * (more - few)
+
+
+Look = tuple[Any, tuple[int, ...]]  # what something is, and its numbers
+
+
+def _look_of_change(change: tuple[str, int]) -> Look:
+    return (change[0], change[1] > 0), (change[1],)
+
+
+def _look_of_kernel(cost: KernelCost) -> Look:
+    return (cost.operator, cost.dtype), (cost.flop, cost.moved_bytes)
+
+
+def _look_of_call(call: TrafficCall) -> Look:
+    where = tuple(rank for rank, _ in call.sent_to)
+    sizes = tuple(size for _, size in call.sent_to)
+    return (call.kind, call.messages, call.is_behind, where), (call.sent_bytes, call.received_bytes, *sizes)
+
+
+def _made_change(like: tuple[str, int], numbers: tuple[int, ...]) -> tuple[str, int]:
+    return like[0], numbers[0]
+
+
+def _made_kernel(like: KernelCost, numbers: tuple[int, ...]) -> KernelCost:
+    return KernelCost(numbers[0], numbers[1], like.dtype, like.operator)
+
+
+def _made_call(like: TrafficCall, numbers: tuple[int, ...]) -> TrafficCall:
+    to = tuple((rank, size) for (rank, _), size in zip(like.sent_to, numbers[2:], strict=True))
+    return TrafficCall(like.kind, numbers[0], numbers[1], like.messages, to, like.is_behind)
+
+
+_LISTS: dict[str, tuple[Any, Any]] = {
+    "changes": (_look_of_change, _made_change),
+    "changes_at_end": (_look_of_change, _made_change),
+    "kernels": (_look_of_kernel, _made_kernel),
+    "kernels_at_end": (_look_of_kernel, _made_kernel),
+    "calls": (_look_of_call, _made_call),
+    "calls_of_weights": (_look_of_call, _made_call),
+}
+
+
+def _with_stretches(shorter: Sequence[T], longer: Sequence[T], times: int, look: Any, make: Any) -> list[T] | None:
+    """`shorter` with `times` stretches where `longer` has one, and its numbers on the line through both; None where
+    they differ otherwise.
+    """
+    few, more = [*map(look, shorter)], [*map(look, longer)]
+    places = _places_of_stretches(few, more)
+    if places is None:
+        return None
+    found: list[T] = []
+    for at, (item, mine) in enumerate(zip(shorter, few, strict=True)):
+        there = places[at]
+        if there > (before := places[at - 1] + 1 if at else 0):
+            found += list(longer[before:there]) * times
+        other = more[there]
+        numbers = (_on_line(a, b, times) for a, b in zip(mine[1], other[1], strict=True))
+        found.append(item if mine == other else make(item, tuple(numbers)))
+    return found + list(longer[places[-1] + 1 if places else 0 :]) * times
+
+
+_GAP, _NEVER = 3, 10**6  # that a stretch begins costs as much as three numbers that differ
+
+
+def _places_of_stretches(shorter: Sequence[Look], longer: Sequence[Look]) -> list[int] | None:
+    """The place in `longer` of each item of `shorter`, in order, so that stretches in `longer` that `shorter` lacks are
+    few, and few numbers differ; None where items differ in what they are.
+    """
+    extra = len(longer) - len(shorter)
+    if extra < 0:
+        return None
+    known: dict[Any, int] = {}
+    ids = [
+        [np.array([known.setdefault(look[part] if part == 0 else look, len(known)) for look in looks], dtype=np.int64)
+         for looks in (shorter, longer)]
+        for part in (0, 1)
+    ]  # fmt: skip
+    firsts = [np.array([look[1][0] for look in looks], dtype=np.float64) for looks in (shorter, longer)]
+    # costs[d]: of the items so far, where the last one lies d places further on in `longer`; and d of the one before it
+    costs = np.full(extra + 1, _NEVER, dtype=np.float64)
+    costs[0] = 0
+    came_from: list[Any] = []
+    shifts = np.arange(extra + 1)
+    for at in range(len(shorter) + 1):
+        least = np.minimum.accumulate(costs)
+        # the last shift of the least cost before each shift
+        where = np.maximum.accumulate(np.where(costs == least, shifts, 0))
+        opened = np.concatenate([[_NEVER], least[:-1] + _GAP])
+        is_opened = opened < costs
+        came_from.append(np.where(is_opened, np.concatenate([[0], where[:-1]]), shifts))
+        costs = np.where(is_opened, opened, costs)
+        if at < len(shorter):
+            theirs = slice(at, at + extra + 1)
+            is_other = ids[0][1][theirs] != ids[0][0][at]
+            differs = ids[1][1][theirs] != ids[1][0][at]
+            change = np.abs(firsts[1][theirs] - firsts[0][at]) / np.maximum(np.abs(firsts[1][theirs]), 1)
+            costs = np.minimum(costs + np.where(is_other, _NEVER, differs * (1 + change)), _NEVER)
+    if costs[extra] >= _NEVER:
+        return None
+    places, shift = list[int](), int(came_from[-1][extra])
+    for at in reversed(range(len(shorter))):
+        places.append(at + shift)
+        shift = int(came_from[at][shift])
+    return places[::-1]

@@ -1,0 +1,289 @@
+"""A step of many blocks from those of a few of them: exact, or not done.
+
+Blocks of a row (``ModuleList``, ``Sequential``) that are alike in all that a module has, and are called one after the
+other with the same sizes, do the same.  So the step of twenty is played with one and with two (or two and three), and
+what the last one adds stands for each of the others (`counted_steps`).  Four things are looked at first, for a net may
+do at one of its blocks what it does at no other:
+
+- the blocks: types, sizes of weights and buffers, and plain attributes all the way down;
+- an outline of the forward pass, once with all blocks, of which the first alone is run, and with two and three: what
+  the net does around them must be the same at each, with tensors of the same age;
+- gradients travel in buckets, which end where the bytes of all parameters say; they do so alike in all blocks where
+  each block has a parameter that is a bucket by itself, or none of its parameters is in one;
+- one more block, played once for each way to keep weights, must do what follows from those.
+
+Where one of these does not hold, all blocks are played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from jigsaw.cut import ShardingError
+from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost, are_same_steps, phase_of_more_blocks
+from jigsaw.dryrun.fake_ranks import fake_mesh
+from jigsaw.dryrun.rank_playing import (
+    PlayedRank,
+    StepPlan,
+    know_neighbours,
+    play_rank,
+    prepared_inputs,
+    prepared_model,
+    rows_of_blocks,
+)
+from jigsaw.dryrun.step_meter import StepMeter
+from jigsaw.tile import Tile
+
+_WORTH = 7  # blocks: more than are played, one, two and three; four now and then
+_Known = dict[tuple[Any, ...], int]
+_known: _Known | None = None
+
+
+@contextmanager
+def remembered_models() -> Generator[None]:
+    """Within the block models do not change: what was found of one holds for its next meshes, too."""
+    global _known
+    before, _known = _known, {} if _known is None else _known
+    try:
+        yield
+    finally:
+        _known = before
+
+
+def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
+    """Run the step as `rank` of a mesh of these axes, with all blocks or with a few that say as much."""
+    if plan.blocks is None and not plan.every_block and isinstance(plan.checkpoint, str):
+        found = play_few_blocks(plan, axes, rank)
+        if found is not None:
+            return found
+    return play_rank(plan, axes, rank)
+
+
+def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank | None:
+    """From one block and two, or two and three, if what the next number of blocks does follows from these."""
+    if isinstance(plan.model, nn.Module):
+        row = longest_row(plan.model)
+    else:
+        with fake_mesh(axes, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+            row = longest_row(prepared_model(plan, mesh)[0])
+    if row is None:
+        return None
+    name, blocks = row
+    model = id(plan.model), plan.dtype, name
+    way = *model, plan.shard_weights, plan.checkpoint, bool(plan.replicate)
+    known: _Known = {} if _known is None else _known
+    if model not in known and not _passes_blocks_alike(plan, axes, rank, *row):
+        return None
+    known[model] = 0
+    played: dict[int, PlayedRank] = {}
+
+    def play(n: int) -> PlayedRank:
+        if n not in played:
+            played[n] = play_rank(replace(plan, row=(name, n)), axes, rank)
+        return played[n]
+
+    # FSDP2 gathers the weights of a block while the one before it computes: what a second block adds is then another
+    # thing than what a third one does
+    for few in (known[way],) if way in known else (1, 2):
+        found = _of_more_blocks(play(few), play(few + 1), blocks - few)
+        if found is not None and (way in known or _is_foretold(play(few), play(few + 1), play(few + 2))):
+            known[way] = few
+            return found
+    return None
+
+
+def _is_foretold(few: PlayedRank, more: PlayedRank, still_more: PlayedRank) -> bool:
+    found = _of_more_blocks(few, more, 2)
+    return found is not None and all(are_same_steps(found.phases[n], p) for n, p in still_more.phases.items())
+
+
+def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int) -> PlayedRank | None:
+    """What is played with so many blocks more than `fewer`, of which `more` has one more."""
+    if not (fewer.is_periodic and more.is_periodic) or set(fewer.phases) != set(more.phases):
+        return None
+    if any(r.kind != "value" for r in fewer.remarks) or len(fewer.remarks) != len(more.remarks):
+        return None
+    phases: dict[str, CountedPhase] = {}
+    for name in fewer.phases:
+        phase = phase_of_more_blocks(fewer.phases[name], more.phases[name], times)
+        if phase is None:
+            return None
+        phases[name] = phase
+    parameters = fewer.parameters + times * (more.parameters - fewer.parameters)
+    return replace(more, phases=phases, parameters=parameters)
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def longest_row(model: nn.Module) -> tuple[str, int] | None:
+    """The name of the row of the most blocks that are alike in everything, and how many; None where few are."""
+    names = {module: name for name, module in model.named_modules()}
+    rows = [row for row in rows_of_blocks(model) if len(row) >= _WORTH]
+    for row in sorted(rows, key=len, reverse=True):
+        shared = len(list(row.parameters())) < sum(len(list(block.parameters())) for block in row)
+        first = _look_of(row[0])
+        if not shared and all(_look_of(block) == first for block in row):
+            return names[row], len(row)
+    return None
+
+
+_OWN_OF_MODULES = set(vars(nn.Module())) - {"training"}
+
+
+def _look_of(module: nn.Module) -> tuple[Any, ...]:
+    """All that decides what a module does but for its values, to be compared."""
+    hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+    plain = {name: _plain_look(value) for name, value in vars(module).items() if name not in _OWN_OF_MODULES}
+    tensors = [
+        (name, None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad))
+        for own in (module._parameters, module._buffers)  # pyright: ignore[reportPrivateUsage]
+        for name, x in own.items()
+    ]
+    inner = [(name, _look_of(child)) for name, child in module.named_children()]
+    return type(module), [id(module)] if hooks else [], plain, tensors, inner
+
+
+def _plain_look(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value), [_plain_look(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain_look(each) for key, each in value.items()}
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    known = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+    return value if isinstance(value, known) else id(value)
+
+
+# -- what is around them ----------------------------------------------------------------------------------------------
+
+
+class _UnlikeCallError(Exception):
+    """A block is called in another order or with other arguments than the first."""
+
+
+def _passes_blocks_alike(plan: StepPlan, axes: Mapping[str, int], rank: int, name: str, blocks: int) -> bool:
+    """Whether the forward pass does the same around each block of a row."""
+    try:
+        few, more, all_of_them = (_outline(replace(plan, row=(name, n)), axes, rank) for n in (2, 3, blocks))
+    except (_UnlikeCallError, ShardingError, RuntimeError, LookupError, TypeError, ValueError, AttributeError):
+        return False  # it shall stop, if it does, where all blocks are played
+    found = phase_of_more_blocks(few, more, blocks - 2)
+    return found is not None and are_same_steps(found, all_of_them)
+
+
+def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase:
+    """What a forward pass does around the blocks of its row, of which the first is run once."""
+    meter = _OutlineMeter()
+    assert plan.row is not None
+    with fake_mesh(axes, rank) as mesh:
+        know_neighbours(mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), torch.no_grad():
+            model, dtype = prepared_model(plan, mesh)
+            inputs = prepared_inputs(plan, mesh, dtype)
+            row: Any = model.get_submodule(plan.row[0])
+            calls = _BlockCalls(meter)
+            for at, block in enumerate(row):
+                block.forward = partial(calls.answer, at, block.forward)
+            meter.begin_phase("forward")
+            said = model(*inputs)
+            meter.begin_phase("after")
+            del said
+    if calls.next != plan.row[1]:
+        raise _UnlikeCallError
+    return replace(_in_one_order(meter.counted_phase("forward", [])), kernels=meter.asked)
+
+
+class _OutlineMeter(StepMeter):
+    """Notes of each operator which tensors it is given: one that was made before the first block by its number, others
+    by how many have been made since.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(keeps_calls=False)
+        self.asked: list[KernelCost] = []
+        self._begun = 0
+        self.is_quiet = False  # while a block is answered for
+        self._first: int | None = None
+
+    def begin_phase(self, name: str) -> None:
+        """Count what follows as `name`."""
+        super().begin_phase(name)
+        self._begun = self._numbers
+
+    def begin_row(self) -> None:
+        """The first block is called."""
+        self._first = self._numbers
+
+    def note(self, what: Any, given: Any) -> None:
+        """Note that something is given tensors."""
+        ages: list[Any] = []
+        for x in pytree.tree_leaves(given):
+            if isinstance(x, Tensor):
+                number = self._number_of((x.local if isinstance(x, Tile) else x).untyped_storage())
+                early = self._first is None or number <= self._first
+                ages.append(("early", max(number - self._begun, 0)) if early else ("late", self._numbers - number))
+        self.asked.append(KernelCost(0, 0, torch.float32, (what, tuple(ages))))
+
+    def _count_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if self._begun and not self.is_quiet:
+            self.note(func, (args, kwargs))
+        super()._count_kernel(func, args, kwargs, out)
+
+
+def _in_one_order(phase: CountedPhase) -> CountedPhase:
+    """Memory that ceases to be alive at one time in the order of sizes: what autocast kept goes in any order."""
+    runs = groupby(phase.changes, lambda change: change[1] > 0)
+    phase.changes = [each for begins, run in runs for each in (run if begins else sorted(run))]
+    return phase
+
+
+class _BlockCalls:
+    """Answers the calls of the blocks of a row as the first one did."""
+
+    def __init__(self, meter: _OutlineMeter) -> None:
+        self.next = 0
+        self._meter = meter
+        self._asked: Any = None
+        self._said: Any = None
+
+    def answer(self, at: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the block at a place returns, in its order."""
+        if at != self.next:
+            raise _UnlikeCallError
+        self.next += 1
+        if at == 0:
+            self._meter.begin_row()
+        self._meter.note("block", (args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        asked = [*map(_argument_look, leaves)], spec
+        if self._said is None:
+            self._asked, self._said = asked, forward(*args, **kwargs)
+        if asked != self._asked:
+            raise _UnlikeCallError
+        self._meter.is_quiet = True
+        answer = pytree.tree_map_only(Tensor, _alike, self._said)
+        self._meter.is_quiet = False
+        return answer
+
+
+def _argument_look(leaf: Any) -> Any:
+    if isinstance(leaf, Tile):
+        return leaf.layout, leaf.local.stride(), leaf.dtype
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return _plain_look(leaf)
+
+
+def _alike(x: Tensor) -> Tensor:
+    return Tile(torch.empty_like(x.local), x.layout, x.mesh) if isinstance(x, Tile) else torch.empty_like(x)

@@ -1,0 +1,45 @@
+"""Which piece of a model a kernel, a message or memory of a step belongs to.
+
+A *piece* is what a stage of a pipeline may begin with.  All that the forward pass does from the first call in a piece
+to that in the next counts as the first one's, and of the backward pass what leads back through it: nodes of the graph
+are numbered as the forward pass makes them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class PieceMarks:
+    """Says of each piece where in a forward pass it begins, by the numbers of the graph's nodes."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.first_nodes: list[int] = []
+        self.order: list[int] = []
+        for at, name in enumerate(names):
+            model.get_submodule(name).register_forward_pre_hook(self._begin(at), prepend=True)
+
+    def _begin(self, at: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if at not in self.order:
+                self.order.append(at)
+                c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+                self.first_nodes.append(c._autograd._get_sequence_nr())
+
+        return hook
+
+    def piece_here(self, before: int) -> int:
+        """The piece under way; `before`, that of the last look, where nothing says it."""
+        c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+        if c._current_graph_task_id() == -1:
+            return self.order[-1] if self.order else before
+        node = c._current_autograd_node()
+        if node is None or not self.order or "AccumulateGrad" in node.name():
+            return before
+        return self.order[max(bisect_right(self.first_nodes, node._sequence_nr()) - 1, 0)]
