@@ -407,6 +407,7 @@ STAYS_PLAIN = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_cannot_become_a_tile_is_left_as_it_was():
     tile = shard(torch.ones(7, 5, dtype=F64), world_mesh(lat=2), ("lat", None))

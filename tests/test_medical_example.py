@@ -29,8 +29,9 @@ def run(*argv):
         sys.modules.update({name: module for name, module in before.items() if module is not None})
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(tmp_path, capsys):
-    alone = run("--mesh", "z=1", "--out", str(tmp_path), *SMALL, timeout=240)
+    alone = run("--mesh", "z=1", "--out", str(tmp_path), *SMALL)
     whole = nibabel.as_closest_canonical(nibabel.load(EXAMPLE / "data" / "ct.nii.gz"))
     left, right = (nibabel.load(tmp_path / "halves" / f"{side}-scan.nii") for side in ("left", "right"))
     assert np.array_equal(np.concatenate([left.get_fdata(), right.get_fdata()]), whole.get_fdata())

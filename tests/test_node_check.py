@@ -36,6 +36,7 @@ def test_nodes_are_compared(tmp_path, monkeypatch):
     assert "store must be the same on all, and readable: cannot be opened: " in found_by([lacking])[0][0]
 
 
+@pytest.mark.slow
 def test_who_does_not_come_is_named():
     facts = facts_of_node(None)
     assert found_by([facts], ranks=3, seconds=0.5) == [

@@ -27,6 +27,7 @@ def _faults(ranks, names, seed, path, patience):
     return "\n".join(f"{f.how}: {f.name}, sample {f.sample}: {f.text}" for f in wrong)
 
 
+@pytest.mark.slow
 def test_some_samples_of_torch_are_answered_or_refused_alike(tmp_path):
     names = random.Random(0).sample([name for name, _ in all_infos()], 40)
     assert not _faults(3, names, 0, tmp_path / "under_way", 250)

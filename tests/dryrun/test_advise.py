@@ -71,6 +71,7 @@ def test_what_does_not_fit_is_no_advice_but_said():
     assert nowhere.startswith("none of the meshes works:\nnext better: ")
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_best(capsys, monkeypatch, tmp_path):
     (tmp_path / "nets_of_a_user.py").write_text("from small_nets import SmallUNet as Net\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -107,6 +107,7 @@ def _assert_measured_memory(axes, monkeypatch, **options):
         assert set(report.peak) == {"weights", "gradients", "optimizer", "activations", "temporary"}
 
 
+@pytest.mark.slow
 def test_memory_is_within_a_tenth_of_what_torch_allocates(monkeypatch):
     _assert_measured_memory({"lat": 2}, monkeypatch)
 

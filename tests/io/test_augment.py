@@ -233,6 +233,7 @@ def read_own(scans, axes):
     return [ds[i].image.full_tensor() for i in range(6)], torch.cat([b.image.full_tensor() for b in batches])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [MESHES[2], *MESHES[4:]], ids=str)
 def test_a_users_function_gets_tiles(scans, axes):
     plain = opened(scans, {"z": 1}, [Flip()], dtype="float64")

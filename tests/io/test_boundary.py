@@ -164,6 +164,7 @@ def test_three_uneven_bands_with_latitudes_turned(stores):
 MODES = ("independent", "neighbours", "cooperative")
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_the_ways_of_reading_give_identical_tiles(stores):
     check(stores["rows"], {"lat": 2, "lon": 2}, CASES, True, MODES)

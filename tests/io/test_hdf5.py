@@ -421,6 +421,7 @@ def body_collecting_store(path):
     return len(store.garbage)
 
 
+@pytest.mark.slow
 def test_a_far_file_is_opened_while_another_thread_collects_garbage(tmp_path):
     """h5py holds its lock around all that it reads, and its objects take it when they go: a thread that collects them
     and is waited for under the lock would never answer."""

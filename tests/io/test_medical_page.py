@@ -39,6 +39,7 @@ def save_scan(values, path):
     nibabel.save(nibabel.Nifti1Image(values, AFFINE), path)
 
 
+@pytest.mark.slow
 def test_the_page_runs_alike_on_one_rank_and_two(tmp_path):
     assert MESH in PAGE
     save_scan(100 + 50 * image((40, 36, 30)), tmp_path / "scan.nii.gz")

@@ -72,6 +72,7 @@ def _forget(monkeypatch, *packages):
             monkeypatch.delitem(sys.modules, name)
 
 
+@pytest.mark.slow
 def test_zarr_whose_insides_moved_is_not_called_absent(tmp_path):
     (tmp_path / "zarr").mkdir()
     (tmp_path / "zarr" / "__init__.py").write_text("from zarr.core.chunk_grids import RegularChunkGrid\n")

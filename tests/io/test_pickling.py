@@ -30,6 +30,7 @@ def read_elsewhere(pickled):
     return sample.input.local.numpy(), batches, loader.state_dict()
 
 
+@pytest.mark.slow
 def test_a_dataset_and_a_loader_in_mid_epoch_go_on_in_a_spawned_process(wb2):
     ds = opened(wb2, world_mesh(lat=1, lon=1))
     loader = jigsaw.io.DataLoader(ds, batch_size=2, shuffle=True, seed=5, rollout={0: 1})

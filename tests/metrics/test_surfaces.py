@@ -116,6 +116,7 @@ def test_on_four_ranks():
     assert metrics.hausdorff95(empty, _two_classes()[1][0]).isinf().all()
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_on_three_ranks():
     _assert_alike({"z": 3}, (None, None, "z", None, None))

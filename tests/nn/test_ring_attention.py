@@ -331,6 +331,7 @@ def _check_mirrored(*meshes):
         ring_order.MIRRORED_QUERIES = before
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_mirrored_queries():
     _check_mirrored(({"lat": 4}, ["ring"]), ({"lat": 2, "lon": 2}, ["ring", "heads+ring"]))

@@ -70,6 +70,7 @@ def _loss(outputs):
     return random_functional([torch.view_as_real(y) if y.is_complex() else y for y in leaves])
 
 
+@pytest.mark.slow
 def test_functions_made_of_others():
     torch.manual_seed(0)
     x, split = torch.randn(2, 3, 7, 10), {2: (0, 0, 7, 7)}
