@@ -32,11 +32,13 @@ def test_a_net_trains_on_tiles_as_in_one_process(key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ZOO)
-def test_every_net_trains_on_every_mesh_as_in_one_process(key):
+def test_every_net_trains_on_a_mesh_as_in_one_process(key):
+    """On one of its meshes, each net on another: a net takes half a minute on all of them, which `make zoo` tries."""
     net = ZOO[key]
     if installed_version(net) is None:
         pytest.skip(f"{net.package} is not installed: make zoo")
-    found = verdicts(key, [mesh_name(m) for m in net.meshes])
+    one = net.meshes[list(ZOO).index(key) % len(net.meshes)]
+    found = verdicts(key, [mesh_name(m) for m in (net.meshes if key in KNOWN_REFUSALS else [one])])
     mesh, last = list(found.items())[-1]
     if last["verdict"] == "absent":
         pytest.skip(f"{last['cause']}: make zoo")
