@@ -1,12 +1,15 @@
 """The seconds that a dry run predicts beside those that ranks take; one JSON object a net, mesh and strategy.
 
-    python benchmarks/dry_run.py --rounds 7
+    python benchmarks/dry_run.py --rounds 5     # five minutes a round
 
 The device is this machine's processor, as ``python -m jigsaw advise --calibrate`` measures it.  Compared are processor
 seconds of the thread that trains: `measured_s` is the median step of the busiest rank, `predicted_s` the dry run's,
 `ratio` the second over the first.  Ranks may thus share cores, as four do on two, and wait for each other: what a core
 is idle is in neither.  `process_s` is the same step with all threads of the process, gloo's among them; the last line
-counts the cases within a quarter by both clocks.  On each number of ranks the cases take turns, a step each a round.
+counts the cases within a quarter by both clocks.  On each number of ranks the cases take turns: in each round a case
+trains for some steps, as training does, and the first, which finds the caches and the memory of another case, is not
+counted.  The speed of a machine changes from minute to minute: in each round it is calibrated anew, and what is
+predicted is the median of the rounds, too.
 The last line also says how many pairs of a net's cases the prediction orders as the measurement does:
 all pairs, those of as many ranks, and of these the pairs that measurement itself tells apart (whose quartiles do not
 meet).
@@ -19,8 +22,10 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from torch import nn
 
 import jigsaw
 from jigsaw.dryrun.calibration import measure_device
+from jigsaw.dryrun.kernel_clock import forget_kernels
 from jigsaw.testing import run_on_ranks, world_mesh
 
 MESHES: dict[int, list[dict[str, int]]] = {
@@ -175,15 +181,16 @@ SMALL: dict[str, Net] = {
 }
 
 
+_STEPS = 3  # counted in a turn
+
+
 def spec_of(shape: Sequence[int], axes: Mapping[str, int]) -> tuple[str | None, ...]:
     names = "data", *[None] * (len(shape) - 3), "lat", "lon"
     return tuple(name if name in axes else None for name in names)
 
 
-def rank_steps(
-    names: Sequence[str], is_small: bool, rounds: int, warm: int
-) -> list[tuple[Any, list[tuple[float, float]]]]:
-    """On each rank: the processor seconds of the steps of every case, which take turns."""
+def rank_steps(names: Sequence[str], is_small: bool, warm: int) -> list[tuple[Any, list[tuple[float, float]]]]:
+    """On each rank: the processor seconds of some steps of every case, by thread and by process."""
     nets = SMALL if is_small else NETS
     cases: list[tuple[Any, Callable[[], None]]] = []
     for name in names:
@@ -192,8 +199,8 @@ def rank_steps(
             for way, how in WAYS.items():
                 cases.append(((name, axes, way), training_step(make, shape, align, axes, **how)))
     found: list[list[tuple[float, float]]] = [[] for _ in cases]
-    for at in range(warm + rounds):
-        for (_, step), seconds in zip(cases, found, strict=True):
+    for (_, step), seconds in zip(cases, found, strict=True):
+        for at in range(warm + _STEPS):
             torch.distributed.barrier()
             since, of_process = time.thread_time(), time.process_time()
             step()
@@ -246,6 +253,40 @@ def predicted(net: Net, axes: dict[str, int], device: Any, how: Mapping[str, Any
     )
 
 
+@dataclass
+class CaseRound:
+    """One round of a case: on each rank the seconds of its steps, by thread and by process; and what is predicted."""
+
+    of_ranks: list[list[tuple[float, float]]]
+    predicted: float
+    by_bound: dict[str, float]
+
+
+def row_of_case(name: str, ranks: int, axes: str, way: str, rounds: Sequence[CaseRound]) -> dict[str, Any]:
+    """The medians of all rounds, of the busiest rank."""
+    by_rank = [list(itertools.chain(*of)) for of in zip(*(each.of_ranks for each in rounds), strict=True)]
+    steps = max(([thread for thread, _ in of] for of in by_rank), key=statistics.median)
+    measured, predicted = statistics.median(steps), statistics.median(each.predicted for each in rounds)
+    quartiles = statistics.quantiles(steps, n=4)
+    bounds = {name: statistics.median(each.by_bound[name] for each in rounds) for name in rounds[0].by_bound}
+    return {
+        "net": name,
+        "ranks": ranks,
+        "mesh": json.loads(axes),
+        "way": way,
+        "measured_s": round(measured, 4),
+        "quartiles_s": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "process_s": round(max(statistics.median(whole for _, whole in of) for of in by_rank), 4),
+        "predicted_s": round(predicted, 4),
+        "ratio": round(predicted / measured, 3),
+        "ratios_of_rounds": [
+            round(each.predicted / max(statistics.median(t for t, _ in of) for of in each.of_ranks), 3)
+            for each in rounds
+        ],
+        "predicted_by": {name: round(seconds, 4) for name, seconds in bounds.items() if seconds},
+    }
+
+
 def ordered_pairs(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """How many pairs of a net's cases are ordered as measured."""
     counts = {"all": [0, 0], "of as many ranks": [0, 0], "told apart": [0, 0]}
@@ -280,8 +321,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=1, help="steps of each turn that are not counted")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
     parser.add_argument("--nets", type=lambda text: text.split(","), default=list(NETS))
     parser.add_argument("--table", metavar="FILE", help="print the table of the docs from a result file, and no more")
@@ -291,33 +332,24 @@ def main() -> None:
         print(table_of([json.loads(line) for line in Path(options.table).read_text().splitlines() if '"net"' in line]))
         return
     torch.set_num_threads(1)
-    nets, device = SMALL if options.small else NETS, measure_device()
-    rows: list[dict[str, Any]] = []
+    nets = SMALL if options.small else NETS
     names = [name for name in options.nets if name in nets]
-    for ranks in options.ranks:
-        by_rank = run_on_ranks(ranks, rank_steps, names, options.small, options.rounds, options.warm, timeout=3600)
-        for cases in zip(*by_rank, strict=True):
-            name, axes, way = cases[0][0]
-            of_ranks = [[thread for thread, _ in seconds] for _, seconds in cases]
-            steps = max(of_ranks, key=statistics.median)
-            of_process = max(statistics.median(whole for _, whole in seconds) for _, seconds in cases)
-            report = predicted(nets[name], axes, device, WAYS[way])
-            measured = statistics.median(steps)
-            quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3
-            row = {
-                "net": name,
-                "ranks": ranks,
-                "mesh": axes,
-                "way": way,
-                "measured_s": round(measured, 4),
-                "quartiles_s": [round(quartiles[0], 4), round(quartiles[2], 4)],
-                "process_s": round(of_process, 4),
-                "predicted_s": round(report.seconds, 4),
-                "ratio": round(report.seconds / measured, 3),
-                "predicted_by": {k: round(s, 4) for k, s in report.seconds_by_bound.items() if s},
-            }
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+    found: dict[tuple[str, int, str, str], list[CaseRound]] = {}
+    for at in range(options.rounds):
+        forget_kernels()
+        device = measure_device()
+        for ranks in options.ranks:
+            by_rank = run_on_ranks(ranks, rank_steps, names, options.small, options.warm, timeout=3600)
+            for cases in zip(*by_rank, strict=True):
+                name, axes, way = cases[0][0]
+                report = predicted(nets[name], axes, device, WAYS[way])
+                of_ranks = [seconds for _, seconds in cases]
+                case = found.setdefault((name, ranks, json.dumps(axes), way), [])
+                case.append(CaseRound(of_ranks, report.seconds, dict(report.seconds_by_bound)))
+        print(f"round {at + 1} of {options.rounds}", file=sys.stderr, flush=True)
+    rows = [row_of_case(*case, rounds) for case, rounds in found.items()]
+    for row in rows:
+        print(json.dumps(row), flush=True)
     within = sum(0.75 <= row["ratio"] <= 1.25 for row in rows)
     of_process = sum(0.75 <= row["predicted_s"] / row["process_s"] <= 1.25 for row in rows)
     summary = {"cases": len(rows), "within_a_quarter": within, "within_a_quarter_by_process": of_process}

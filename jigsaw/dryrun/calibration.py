@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
+from jigsaw.dryrun.kernel_clock import forget_kernels
 from jigsaw.dryrun.report import PHASES
 from jigsaw.parallel import parallelize
 from jigsaw.tile_making import shard
@@ -46,9 +47,8 @@ def measure_device(ranks: int = 2) -> Device:
     calls, more = run_on_ranks(ranks, _call_seconds)[0]
     calls |= _beside_kernels(calls, more, host, kernel, ranks)
     host["step of parts"] = host["step"] + max(more["step of parts"], 0.0) / _kernels_of_step()
-    alone, together = run_on_ranks(1, _usual_layers_seconds)[0], max(run_on_ranks(ranks, _usual_layers_seconds))
     start, seconds_a_byte = calls["message"]
-    return replace(
+    device = replace(
         DEVICES["cpu"],
         name="this machine",
         flop_per_second=flop,
@@ -58,9 +58,10 @@ def measure_device(ranks: int = 2) -> Device:
         node_seconds=start,
         host_seconds=host,
         call_seconds=calls,
-        crowding=max(together / alone, 1.0),
         times_kernels=True,
     )
+    crowding, of_host = _crowding(device, sorted({1, ranks, 2 * ranks}))
+    return replace(device, crowding=crowding, host_crowding=of_host)
 
 
 def _best_time(work: Callable[[], object], times: int = 5) -> float:
@@ -161,16 +162,94 @@ def _host_seconds(measured: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _usual_layers_seconds() -> float:
-    """The processor seconds of layers of a usual size, while every rank runs them."""
-    net = nn.Sequential(nn.Conv2d(24, 24, 3, padding=1), nn.GroupNorm(4, 24), nn.SiLU(), nn.Conv2d(24, 96, 1))
-    x = torch.randn(2, 24, 96, 96)
+# -- kernels beside others --------------------------------------------------------------------------------------------
 
-    def work() -> None:
-        net(x).square().mean().backward()
 
-    dist.barrier()
-    return _usual_time(work, 31)
+class _UsualNet(nn.Module):
+    """Convolutions, attention over patches, and layers over the channels, of sizes at which a step is kernels."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(4, width, 5, padding=2),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+        )
+        self.patches = nn.Conv2d(width, 4 * width, 2, stride=2)
+        self.tokens = nn.TransformerEncoderLayer(4 * width, 4, 8 * width, 0.0, batch_first=True, norm_first=True)
+        self.rise = nn.ConvTranspose2d(4 * width, 4, 4, stride=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(self.convolutions(x))
+        x = self.tokens(x.flatten(2).transpose(1, 2)).transpose(1, 2).unflatten(2, x.shape[2:])
+        return self.rise(x)
+
+
+_USUAL = 2, 4, 80, 112
+
+
+def _usual_step_seconds() -> tuple[float, float]:
+    """On each rank: the processor seconds of a training step of its own, and of one that all take, on tiles."""
+    from jigsaw.testing import world_mesh
+
+    mesh = world_mesh(lat=dist.get_world_size())
+    x = torch.randn(_USUAL)
+    cases = (_UsualNet(), x), (parallelize(_UsualNet(), mesh), shard(x, mesh, _usual_spec(), align=4))
+    steps: list[Callable[[], None]] = []
+    for net, given in cases:
+        steps.append(partial(_train, net, torch.optim.AdamW(net.parameters()), given))
+    found: list[list[float]] = [[], []]
+    for _ in range(3):
+        for step, seconds in zip(steps, found, strict=True):
+            dist.barrier()
+            seconds += _times_of(step, 4)
+    return statistics.median(found[0]), statistics.median(found[1])
+
+
+def _usual_spec() -> tuple[str | None, ...]:
+    return None, None, "lat", None
+
+
+def _train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+
+
+def _crowding(device: Device, counts: Sequence[int], rounds: int = 3) -> tuple[dict[int, float], dict[int, float]]:
+    """How many times as long kernels, and Python and messages, take in a step of so many ranks as each by itself.
+
+    In a step a kernel's arguments come from other kernels, memory is taken anew, Python is no longer in the caches, and
+    other ranks use these, too.  The speed of a machine changes from minute to minute: so both sides are measured by
+    turns.
+    """
+    from jigsaw.testing import run_on_ranks
+
+    of_kernels: dict[int, list[float]] = {n: [] for n in counts}
+    of_host: dict[int, list[float]] = {n: [] for n in counts if n > 1}
+    for _ in range(rounds):
+        forget_kernels()
+        alone = _priced_usual_step(device, 1)
+        for ranks in counts:
+            plain, cut = (max(of) for of in zip(*run_on_ranks(ranks, _usual_step_seconds), strict=True))
+            of_kernels[ranks].append((plain - alone[1]) / alone[0])
+            if ranks > 1:
+                kernels, host = _priced_usual_step(device, ranks)
+                of_host[ranks].append((cut - kernels * of_kernels[ranks][-1]) / host)
+    return tuple({n: max(statistics.median(x), 1.0) for n, x in of.items()} for of in (of_kernels, of_host))
+
+
+def _priced_usual_step(device: Device, ranks: int) -> tuple[float, float]:
+    """The seconds of a rank's kernels each by itself, and of its Python and messages."""
+    mesh, how = {"lat": ranks}, {"spec": _usual_spec(), "align": 4, "ranks": [0], "ranks_per_node": ranks}
+    phases = dry_run(_UsualNet(), _USUAL, mesh, device=device, **how).ranks[0].phases
+    python = sum(phase.kernels * device.host_seconds[name] for name, phase in phases.items())
+    messages = sum(phase.message_seconds for phase in phases.values())
+    return sum(phase.seconds for phase in phases.values()) - python - messages, python + messages
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -179,8 +258,8 @@ _LARGE = 2**23
 
 
 def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """On each of two ranks: the processor seconds of a message beside its bytes, and of a byte that is sent, for
-    messages to another rank and for each kind of collective; and what layers take more where they send.
+    """On each of two ranks: the processor seconds of a call beside its bytes, and of a byte that is sent, for a
+    message to another rank and for each kind of collective; and what layers take more where they send.
     """
     from jigsaw.testing import world_mesh
 
@@ -188,8 +267,9 @@ def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     mesh = world_mesh(lat=ranks)
     other = (dist.get_rank() + 1) % ranks
 
-    def swap(x: Tensor) -> object:
-        return comm.swap_messages(mesh, [(other, x)], [(other, torch.empty_like(x))]).wait()
+    def swap(x: Tensor, messages: int = 1) -> object:
+        outgoing, incoming = [(other, x)] * messages, [(other, torch.empty_like(x)) for _ in range(messages)]
+        return comm.swap_messages(mesh, outgoing, incoming).wait()
 
     def gather(x: Tensor) -> object:
         return dist.all_gather_single(x.new_empty(ranks * x.numel()), x)
@@ -197,19 +277,20 @@ def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     def scatter(x: Tensor) -> object:
         return dist.reduce_scatter_single(x, x.new_ones(ranks * x.numel()))
 
-    ways: dict[str, tuple[Callable[[Tensor], object], int]] = {
-        "message": (swap, 1),
-        "all_reduce": (lambda x: comm.all_reduce(x, mesh, "lat"), 2 * (ranks - 1)),
-        "all_gather": (lambda x: comm.all_gather(x, mesh, "lat"), ranks - 1),
-        "gathered weights": (gather, ranks - 1),
-        "gradients": (scatter, ranks - 1),
+    ways: dict[str, Callable[[Tensor], object]] = {
+        "message": swap,
+        "all_reduce": lambda x: comm.all_reduce(x, mesh, "lat"),
+        "all_gather": lambda x: comm.all_gather(x, mesh, "lat"),
+        "gathered weights": gather,
+        "gradients": scatter,
     }
     found: dict[str, tuple[float, float]] = {}
-    for name, (way, messages) in ways.items():
+    for name, way in ways.items():
         small, large = (_times_of(partial(way, torch.ones(size // 4)), 15) for size in (64, _LARGE))
         sent = 2 * (ranks - 1) * _LARGE // ranks if name == "all_reduce" else (ranks - 1) * _LARGE
-        found[name] = statistics.median(small) / messages, max(min(large) - min(small), 1e-6) / sent
-    found["further message"] = found["message"]
+        found[name] = statistics.median(small), max(min(large) - min(small), 1e-6) / sent
+    more = statistics.median(_times_of(partial(swap, torch.ones(16), 4), 15)) - found["message"][0]
+    found["further message"] = max(more / 3, 0.0), found["message"][1]
     return found, _more_of_layers(mesh)
 
 
@@ -268,9 +349,9 @@ def _beside_kernels(
     parted, plain = (
         kernels(_without_halo(), (None, None, "lat", None), shard_weights=is_cut) for is_cut in (True, False)
     )
-    seconds = more["parts"] + 2 * (ranks - 1) * calls["all_reduce"][0]  # which whole weights take for their gradients
+    seconds = more["parts"] + calls["all_reduce"][0]  # which whole weights take for their gradients
     seconds -= sum((parted[name] - plain[name]) * (host[name] + kernel) for name in plain)
-    each = max(seconds, 0.0) / 2 / (ranks - 1)
+    each = max(seconds, 0.0) / 2
     found = {"message": max(message, calls["message"][0]), "gathered weights": each, "gradients": each}
     return {name: (start, calls[name][1]) for name, start in found.items()}
 
@@ -301,5 +382,7 @@ def load_device(path: str | Path) -> Device:
     """
     said = json.loads(Path(path).read_text())
     said["flop_per_second"] = {getattr(torch, dtype): rate for dtype, rate in said["flop_per_second"].items()}
+    for crowding in ("crowding", "host_crowding"):
+        said[crowding] = {int(ranks): times for ranks, times in said.get(crowding, {}).items()}
     said["call_seconds"] = {kind: tuple(seconds) for kind, seconds in said.get("call_seconds", {}).items()}
     return Device(**said)

@@ -19,9 +19,10 @@ class Device:
     and weights that are being gathered, may hide; `reader_cores` are the processor cores that read for a rank.
 
     Of a processor that was measured (`measure_device`): `host_seconds` is what Python adds to an operator, by phase,
-    ``"step of parts"`` that of an optimizer of cut weights; `call_seconds` a message, and a byte of it, by kind, where
-    ``"further message"`` is one more of an exchange; with `times_kernels` kernels are run here and timed;
-    `crowding` is how many times as long they take where other ranks work beside this one.
+    ``"step of parts"`` that of an optimizer of cut weights; `call_seconds` a call, and a byte of it, by kind, where
+    ``"message"`` is an exchange with one rank and ``"further message"`` one with one more; with `times_kernels` kernels
+    are run here and timed, each by itself; `crowding` is how many times as long they take within a step of so many
+    ranks of a machine, whose caches and memory they share, and `host_crowding` the same of Python and messages.
 
     >>> from dataclasses import replace
     >>> slow = replace(jigsaw.dryrun.DEVICES["h100"], name="mine", network_bandwidth=1e9)
@@ -47,7 +48,8 @@ class Device:
     host_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     call_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     times_kernels: bool = False
-    crowding: float = 1.0
+    crowding: Mapping[int, float] = field(default_factory=dict[int, float])
+    host_crowding: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def kernel_time(self, flop: int, moved_bytes: int, dtype: torch.dtype) -> tuple[float, str]:
         """The seconds of one kernel, and which of the three bounds them: ``"flop"``, ``"memory"`` or ``"kernels"``."""
@@ -64,16 +66,33 @@ class Device:
         measured = self.call_seconds.get(kind, self.call_seconds.get("message")) if link == "node" else None
         if measured is None:
             return self.link_time(link, sent_bytes, messages)
-        # of an exchange with several ranks Python is there once
-        further = measured if kind in self.call_seconds else self.call_seconds.get("further message", measured)
-        starts = min(messages, 1) * measured[0] + max(messages - 1, 0) * further[0]
-        return starts + sent_bytes * measured[1]
+        # a collective is one call, whose ring turns in threads of gloo; of an exchange with several ranks Python is
+        # there once
+        start, each_byte = measured
+        further = 0.0 if kind in self.call_seconds else self.call_seconds.get("further message", measured)[0]
+        return min(messages, 1) * start + max(messages - 1, 0) * further + sent_bytes * each_byte
 
     def link_time(self, link: str, sent_bytes: int, messages: int) -> float:
         """The seconds that messages of one rank take over a link, ``"node"`` or ``"network"``."""
         bandwidth = self.node_bandwidth if link == "node" else self.network_bandwidth
         start = self.node_seconds if link == "node" else self.network_seconds
         return sent_bytes / (bandwidth * self.link_share) + messages * start
+
+
+def crowding_among(crowding: Mapping[int, float], ranks: int) -> float:
+    """How many times as long something takes beside so many ranks, on a line between the numbers that were measured; of
+    more, as of the most.
+
+    >>> from jigsaw.dryrun.devices import crowding_among
+    >>> crowding_among({1: 1.0, 2: 1.5, 4: 2.5}, 3)
+    2.0
+    """
+    if not crowding:
+        return 1.0
+    below = max((n for n in crowding if n <= ranks), default=min(crowding))
+    above = min((n for n in crowding if n >= ranks), default=max(crowding))
+    share = (ranks - below) / (above - below) if above > below else 0.0
+    return crowding[below] + share * (crowding[above] - crowding[below])
 
 
 def _flops(float64: float, float32: float, sixteen: float) -> dict[torch.dtype, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,12 +27,23 @@ class TensorLook:
 
     def made_tensor(self) -> Tensor:
         """A tensor like it, with values; integers are 0, indices that any tensor has."""
-        reach = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        made = torch.empty(max(reach, 0), dtype=self.dtype)
-        # no denormals, which are slow
-        is_real = self.dtype.is_floating_point or self.dtype.is_complex
-        made = made.fill_(1.0) if is_real else made.zero_()
+        reach = max(1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)), 0)
+        made = torch.empty(reach, dtype=self.dtype)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            values = _values_of(self.dtype)
+            whole = reach // len(values) * len(values)
+            made[:whole].view(-1, len(values)).copy_(values)
+            made[whole:].copy_(values[: reach - whole])
+        else:
+            made.zero_()
         return made.as_strided(self.shape, self.stride)
+
+
+@lru_cache
+def _values_of(dtype: torch.dtype) -> Tensor:
+    """Values from 0.5 to 1.5 in no order that a processor could foresee; no denormals, which are slow."""
+    given = torch.rand(2**20, generator=torch.Generator().manual_seed(0))
+    return given.add_(0.5).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,11 @@ def timed_kernel(call: KernelCall) -> float | None:
         finally:
             torch.set_num_threads(threads)
     return _KNOWN[call]
+
+
+def forget_kernels() -> None:
+    """Time each kernel anew the next time: what was measured is of the machine as it was."""
+    _KNOWN.clear()
 
 
 def _timed(call: KernelCall, times: int = 3) -> float:

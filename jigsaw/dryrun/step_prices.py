@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from jigsaw.comm import TrafficCall
-from jigsaw.dryrun.devices import Device
+from jigsaw.dryrun.devices import Device, crowding_among
 from jigsaw.dryrun.kernel_clock import timed_kernel
 from jigsaw.dryrun.rank_playing import PlayedRank
 from jigsaw.dryrun.report import PHASES, PhaseCost, RankCost, Traffic
@@ -28,18 +28,19 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
     count = played.phases[name]
     bounds: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels"), 0.0)
     kernels = count.all_kernels
+    beside = min(ranks, ranks_per_node)
+    crowding, host_crowding = (crowding_among(of, beside) for of in (device.crowding, device.host_crowding))
     for cost, times in Counter(kernels).items():
         seconds, bound = device.kernel_time(cost.flop, cost.moved_bytes, cost.dtype)
         if device.times_kernels and cost.call is not None:
             seconds = timed_kernel(cost.call) or seconds
-        if ranks > 1:
-            seconds *= device.crowding
-        bounds[bound] += times * seconds
+        bounds[bound] += times * seconds * crowding
     again = count.kernels_again
     host = device.host_seconds.get(name, 0.0)
     if name == "step":
         host += played.cut_share * (device.host_seconds.get("step of parts", host) - host)
-    bounds["kernels"] += (len(kernels) - again) * host + again * device.host_seconds.get("forward", 0.0)
+    host = (len(kernels) - again) * host + again * device.host_seconds.get("forward", 0.0)
+    bounds["kernels"] += host * host_crowding
     computing = sum(bounds.values())
     traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
     links: defaultdict[str, Traffic] = defaultdict(Traffic)
@@ -49,7 +50,7 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
         by_link = _split_by_link(call, played.rank // ranks_per_node, ranks_per_node)
         for link, part in by_link.items():
             links[link] += part
-            waited[call.is_behind] += device.call_time(call.kind, link, part.sent_bytes, part.messages)
+            waited[call.is_behind] += host_crowding * device.call_time(call.kind, link, part.sent_bytes, part.messages)
     hidden = min(waited[True], device.overlap * computing)
     shown = waited[False] + waited[True] - hidden
     return PhaseCost(
