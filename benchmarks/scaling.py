@@ -55,7 +55,6 @@ NODE = replace(
     network_bandwidth=12.5e9,  # a GPU's share of its node's adapters
     ranks_per_node=4,
 )
-ALONE = replace(NODE, network_bandwidth=50e9)  # all of them, where one GPU of a node alone sends
 
 
 class HalfPrecision(WeatherMixer):
@@ -97,7 +96,6 @@ def foreseen(
                 "mesh": mesh,
                 "batch": batch,
                 "device": device.name,
-                "network": device.network_bandwidth,
                 "weights": "within nodes" if "replicate" in how else "cut" if how.get("shard_weights") else "whole",
                 "checkpoint": "checkpoint" in how,
                 "seconds": report.seconds,
@@ -140,15 +138,13 @@ def weak() -> Iterator[dict[str, Any]]:
             size = torch.Size(way.values()).numel()
             for gpus in (1, 4, 16, 64, 256):
                 if gpus >= size and (width == LARGEST or gpus == 256 or gpus == size == 1):
-                    devices = (NODE, ALONE) if gpus == 256 else (NODE,)
-                    yield from foreseen("weak", {"data": gpus // size, **way}, gpus, devices, width=width)
+                    yield from foreseen("weak", {"data": gpus // size, **way}, gpus, [NODE], width=width)
 
 
 def strong() -> Iterator[dict[str, Any]]:
     for axes in ({"lat": 1}, {"lat": 2}, {"channel": 2}, {"lat": 4}, {"lat": 2, "channel": 2}, {"lat": 8},
                  {"lat": 4, "channel": 2}):  # fmt: skip
-        is_one_node = torch.Size(axes.values()).numel() <= NODE.ranks_per_node
-        yield from foreseen("strong", axes, 1, (NODE,) if is_one_node else (NODE, ALONE))
+        yield from foreseen("strong", axes, 1, [NODE])
 
 
 def best() -> Iterator[dict[str, Any]]:
@@ -156,7 +152,7 @@ def best() -> Iterator[dict[str, Any]]:
         for data, lat, channel in ((64, 4, 1), (64, 2, 2), (32, 8, 1)):
             for how in ({}, {"shard_weights": True}, {"shard_weights": True, "replicate": "data"}):
                 axes = {"data": data, "lat": lat, "channel": channel}
-                yield from foreseen("best", axes, 64, (NODE, ALONE), width=width, **how)
+                yield from foreseen("best", axes, 64, [NODE], width=width, **how)
 
 
 def four_billion() -> Iterator[dict[str, Any]]:

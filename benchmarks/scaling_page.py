@@ -17,12 +17,7 @@ BEGIN, END = "<!-- begin: made by benchmarks/scaling.py -->", "<!-- end: made by
 WAYS = {1: "1-way: the batch alone", 2: "2-way: lat=2", 4: "4-way: lat=2, channel=2"}
 # of the abstract, at 256 GPUs: efficiency and PFLOP/s; which of the two is 2-way it does not say
 PUBLISHED = {1: ("51 %", ""), 2: ("68 or 72 %", "9 or 11"), 4: ("68 or 72 %", "9 or 11")}
-SHARED, ALONE = 12.5e9, 50e9  # bytes a second of a GPU over the network
-CAPTION = (
-    "0.98 billion parameters. Filled: the network shared; triangles: alone; stars: published. To the right blue is "
-    "rows cut by `lat`, red with `channel`."
-)
-NETWORKS = {SHARED: "shared", ALONE: "alone"}
+CAPTION = "0.98 billion parameters. Stars: published. To the right blue is rows cut by `lat`, red with `channel`."
 SAMPLE_BYTES = 2 * 69 * 721 * 1440 * 4  # a state and the next one
 Result = dict[str, Any]
 
@@ -61,52 +56,47 @@ def _efficiency(r: Result, results: Sequence[Result]) -> float:
 
 def _weak(results: Sequence[Result]) -> Iterator[str]:
     rows: list[list[str]] = []
-    at_end = [r for r in results if r["gpus"] == 256 and r["network"] == SHARED]
+    at_end = [r for r in results if r["gpus"] == 256]
     largest = max(r["parameters"] for r in at_end)
     for r in sorted(at_end, key=lambda r: (-r["parameters"], _way(r))):
         efficiency, power = PUBLISHED[_way(r)] if r["parameters"] == largest else ("", "")
-        same = ("parameters", "mesh")
-        wide = next(o for o in results if o["network"] != SHARED and all(o[k] == r[k] for k in same))
-        both = [f"{100 * _efficiency(x, results):.0f} %" for x in (r, wide)]
-        powers = [f"{x['flop'] / x['seconds'] / 1e15:.1f}" for x in (r, wide)]
         rows.append(
-            [_billions(r), WAYS[_way(r)], efficiency, *both, power, " to ".join(powers),
-             f"{_rate(r) * SAMPLE_BYTES / 1e9:.0f} to {_rate(wide) * SAMPLE_BYTES / 1e9:.0f}"]
+            [_billions(r), WAYS[_way(r)], efficiency, f"{100 * _efficiency(r, results):.0f} %", power,
+             f"{r['flop'] / r['seconds'] / 1e15:.1f}", _seconds(r["seconds"]), _seconds(r["messages_s"]),
+             f"{_rate(r) * SAMPLE_BYTES / 1e9:.0f}"]
         )  # fmt: skip
     yield from table_lines(
-        ("billions", "way", "published", "predicted, network shared", "predicted, network alone", "PFLOP/s published",
-         "PFLOP/s predicted", "to be read, GB/s"), rows,
+        ("billions", "way", "efficiency published", "predicted", "PFLOP/s published", "predicted", "step",
+         "of it messages", "to be read, GB/s"), rows,
     )  # fmt: skip
 
 
 def _strong(results: Sequence[Result]) -> Iterator[str]:
     one = next(r for r in results if r["gpus"] == 1)
     rows = [
-        [str(r["gpus"]), _mesh(r), "" if r["gpus"] <= 4 else NETWORKS[r["network"]],
-         _seconds(r["seconds"]), f"{one['seconds'] / r['seconds']:.2f}", "6.4" if r["gpus"] == 8 else "", r["bound"],
+        [str(r["gpus"]), _mesh(r), _seconds(r["seconds"]), _seconds(r["messages_s"]), f"{one['seconds'] / r['seconds']:.2f}", "6.4" if r["gpus"] == 8 else "", r["bound"],
          f"{r['peak_bytes'] / 2**30:.1f}"]
         for r in results
     ]  # fmt: skip
     yield from table_lines(
-        ("GPUs", "mesh", "network", "step", "speed-up, predicted", "published", "bound", "peak, GiB"), rows
+        ("GPUs", "mesh", "step", "of it messages", "speed-up, predicted", "published", "bound", "peak, GiB"), rows
     )
 
 
 def _best(results: Sequence[Result]) -> Iterator[str]:
     rows: list[list[str]] = []
     for parameters in sorted({r["parameters"] for r in results}):
-        for network in (SHARED, ALONE):
-            able = [r for r in results if r["parameters"] == parameters and r["network"] == network and r["fits"]]
-            able.sort(key=lambda r: r["seconds"])
-            firsts = {r["weights"]: place for place, r in reversed(list(enumerate(able)))}
-            for place in sorted({0, 1, *firsts.values()}):
-                r = able[place]
-                rows.append(
-                    [_billions(r), NETWORKS[network], f"{place + 1} of {len(able)}", _mesh(r), r["weights"],
-                     _seconds(r["seconds"]), _seconds(r["messages_s"]), r["bound"], f"{r['peak_bytes'] / 2**30:.1f}"]
-                )  # fmt: skip
+        able = [r for r in results if r["parameters"] == parameters and r["fits"]]
+        able.sort(key=lambda r: r["seconds"])
+        firsts = {r["weights"]: place for place, r in reversed(list(enumerate(able)))}
+        for place in sorted({0, 1, *firsts.values()}):
+            r = able[place]
+            rows.append(
+                [_billions(r), f"{place + 1} of {len(able)}", _mesh(r), r["weights"], _seconds(r["seconds"]),
+                 _seconds(r["messages_s"]), r["bound"], f"{r['peak_bytes'] / 2**30:.1f}"]
+            )  # fmt: skip
     yield from table_lines(
-        ("billions", "network", "place", "mesh", "weights", "step", "of it messages", "bound", "peak, GiB"), rows
+        ("billions", "place", "mesh", "weights", "step", "of it messages", "bound", "peak, GiB"), rows
     )
 
 
@@ -160,12 +150,9 @@ def _draw(results: Sequence[Result], folder: Path) -> None:
     largest = max(r["parameters"] for r in weak)
     for way, name in WAYS.items():
         mine = [r for r in weak if _way(r) == way and r["parameters"] == largest]
-        shared = sorted((r for r in mine if r["network"] == SHARED), key=lambda r: r["gpus"])
-        left.plot([r["gpus"] for r in shared], [100 * _efficiency(r, weak) for r in shared], "o-", ms=3,
+        mine.sort(key=lambda r: r["gpus"])
+        left.plot([r["gpus"] for r in mine], [100 * _efficiency(r, weak) for r in mine], "o-", ms=3,
                   color=colours[way], label=f"{name}, predicted")  # fmt: skip
-        wide = [r for r in mine if r["network"] != SHARED]
-        left.plot([r["gpus"] for r in wide], [100 * _efficiency(r, weak) for r in wide], "^", mfc="none",
-                  color=colours[way])  # fmt: skip
     left.plot([256], [51], "*", ms=11, color=colours[1], mec="k", label="published, 1-way")
     left.plot([256, 256], [68, 72], "*", ms=11, color="w", mec="k", label="published, 2- and 4-way")
     left.set(xscale="log", xlabel="GPUs, as many samples", ylabel="efficiency [%]", ylim=(0, 108))
@@ -174,8 +161,7 @@ def _draw(results: Sequence[Result], folder: Path) -> None:
     one = next(r for r in strong if r["gpus"] == 1)["seconds"]
     for r in strong:
         colour = colours[4] if "channel" in r["mesh"] else colours[2]
-        marker = "o" if r["network"] == SHARED else "^"
-        right.plot(r["gpus"], one / r["seconds"], marker, ms=5, color=colour, mfc=colour if marker == "o" else "none")
+        right.plot(r["gpus"], one / r["seconds"], "o", ms=5, color=colour)
     right.plot([1, 8], [1, 8], ":", color="#9aa5b1")
     right.plot(8, 6.4, "*", ms=11, color="w", mec="k")
     right.set(xlabel="GPUs, one sample", ylabel="speed-up")

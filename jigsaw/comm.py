@@ -163,7 +163,7 @@ def _record_reduce(buffer: Tensor, line: Sequence[int], is_behind: bool = False)
     ranks = len(line)
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
     following = line[(line.index(dist.get_rank()) + 1) % ranks]  # on the ring
-    record_call("all_reduce", moved, moved, 2 * (ranks - 1), [(following, moved)], is_behind)
+    record_call("all_reduce", moved, moved, 2 * (ranks - 1), [(following, moved)], is_behind, line)
 
 
 @lru_cache(maxsize=4096)
@@ -331,7 +331,7 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
         sent_to = [(rank, found.nbytes) for rank in ranks if rank != dist.get_rank()] if open_counts else ()
-        record_call(kind, moved, moved, len(ranks) - 1, sent_to)
+        record_call(kind, moved, moved, len(ranks) - 1, sent_to, ring=ranks)
         # torch sorts the ranks of a group; a mesh may list them in another order
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         found = torch.cat([by_rank[r] for r in ranks])

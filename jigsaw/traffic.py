@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class TrafficCall:
     """One communication of this rank: what, how many payload bytes and messages; how many bytes to which rank of the
-    job, and whether other work goes on meanwhile.
+    job, and whether other work goes on meanwhile.  Of a collective that turns in a ring, `ring` are its ranks.
     """
 
     kind: str
@@ -19,6 +19,7 @@ class TrafficCall:
     messages: int
     sent_to: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     is_behind: bool = field(default=False, compare=False)
+    ring: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass
@@ -62,7 +63,8 @@ def record_call(
     messages: int,
     sent_to: Sequence[tuple[int, int]] = (),
     is_behind: bool = False,
+    ring: Sequence[int] = (),
 ) -> None:
     """Tell every open count of a call; see `TrafficCall`."""
     for each in open_counts:
-        each.calls.append(TrafficCall(kind, sent, received, messages, tuple(sent_to), is_behind))
+        each.calls.append(TrafficCall(kind, sent, received, messages, tuple(sent_to), is_behind, tuple(ring)))

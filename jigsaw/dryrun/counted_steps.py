@@ -125,7 +125,7 @@ def _look_of_kernel(cost: KernelCost) -> Look:
 def _look_of_call(call: TrafficCall) -> Look:
     where = tuple(rank for rank, _ in call.sent_to)
     sizes = tuple(size for _, size in call.sent_to)
-    return (call.kind, call.messages, call.is_behind, where), (call.sent_bytes, call.received_bytes, *sizes)
+    return (call.kind, call.messages, call.is_behind, where, call.ring), (call.sent_bytes, call.received_bytes, *sizes)
 
 
 def _made_change(like: tuple[str, int], numbers: tuple[int, ...]) -> tuple[str, int]:
@@ -138,7 +138,7 @@ def _made_kernel(like: KernelCost, numbers: tuple[int, ...]) -> KernelCost:
 
 def _made_call(like: TrafficCall, numbers: tuple[int, ...]) -> TrafficCall:
     to = tuple((rank, size) for (rank, _), size in zip(like.sent_to, numbers[2:], strict=True))
-    return TrafficCall(like.kind, numbers[0], numbers[1], like.messages, to, like.is_behind)
+    return TrafficCall(like.kind, numbers[0], numbers[1], like.messages, to, like.is_behind, like.ring)
 
 
 _LISTS: dict[str, tuple[Any, Any]] = {

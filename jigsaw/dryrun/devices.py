@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,9 +15,10 @@ class Device:
 
     `flop_per_second` by dtype (a dtype that is not there counts as float32), `memory_bytes`, `memory_bandwidth` in
     bytes a second.  A kernel takes at least `kernel_seconds`.  `node_bandwidth` and `network_bandwidth` are bytes a
-    second that one rank sends to ranks of its own node and to others, `node_seconds` and `network_seconds` what a
-    message takes beside that.  `overlap` is the share of the computing behind which gradients that are being summed,
-    and weights that are being gathered, may hide; `reader_cores` are the processor cores that read for a rank.
+    second that one rank sends to ranks of its own node, and to others while its neighbours do so, too; `node_seconds`
+    and `network_seconds` what a message takes beside that.  `overlap` is the share of the computing behind which
+    gradients that are being summed, and weights that are being gathered, may hide; `reader_cores` are the processor
+    cores that read for a rank.
 
     Of a processor that was measured (`measure_device`): `host_seconds` is what Python adds to an operator, by phase,
     ``"step of parts"`` that of an optimizer of cut weights; `call_seconds` a call, and a byte of it, by kind, where
@@ -71,6 +73,28 @@ class Device:
         start, each_byte = measured
         further = 0.0 if kind in self.call_seconds else self.call_seconds.get("further message", measured)[0]
         return min(messages, 1) * start + max(messages - 1, 0) * further + sent_bytes * each_byte
+
+    def ring_time(self, sent_bytes: int, messages: int, ranks: int, nodes: int) -> float:
+        """The seconds of a collective of `ranks` ranks on several nodes, of which each sends so much on a ring.
+
+        As NCCL foresees it, to choose between rings and trees (its ``src/graph/tuning.cc``): a ring goes from node to
+        node once a turn, with all adapters of the node's ranks that are on it; a sum takes a tree where that is faster:
+        as many bytes again as a ring over very many ranks, at 0.92 of its rate, and a start for each level alone.
+
+        >>> h100 = jigsaw.dryrun.DEVICES["h100"]
+        >>> on_ring, by_tree = (h100.ring_time(1000, n, ranks=64, nodes=8) for n in (63, 126))
+        >>> round(on_ring * 1e6), round(by_tree * 1e6)
+        (553, 202)
+        """
+        is_sum = messages == 2 * (ranks - 1)
+        on_node = ranks / nodes
+        bandwidth = min(self.node_bandwidth, on_node * self.network_bandwidth) * self.link_share
+        between = (nodes - 1) * (2 if is_sum else 1)
+        ring = sent_bytes / bandwidth + (messages - between) * self.node_seconds + between * self.network_seconds
+        if not is_sum:
+            return ring
+        levels = 2 * ((on_node - 1) * self.node_seconds + math.ceil(math.log2(nodes)) * self.network_seconds)
+        return min(ring, sent_bytes * ranks / (ranks - 1) / (0.92 * bandwidth) + levels)
 
     def link_time(self, link: str, sent_bytes: int, messages: int) -> float:
         """The seconds that messages of one rank take over a link, ``"node"`` or ``"network"``."""

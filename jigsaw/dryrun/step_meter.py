@@ -274,7 +274,7 @@ def _call_of_weights(func: Any, args: Any) -> TrafficCall:
     ranks = dist.get_process_group_ranks(group)
     moved = (len(ranks) - 1) * min(into.nbytes, given.nbytes)
     following = ranks[(dist.get_group_rank(group, dist.get_rank()) + 1) % len(ranks)]
-    return TrafficCall(_OF_WEIGHTS[func], moved, moved, len(ranks) - 1, ((following, moved),), True)
+    return TrafficCall(_OF_WEIGHTS[func], moved, moved, len(ranks) - 1, ((following, moved),), True, tuple(ranks))
 
 
 def _sum_of_parts(args: Any) -> TrafficCall:
@@ -283,7 +283,7 @@ def _sum_of_parts(args: Any) -> TrafficCall:
     ranks = dist.get_process_group_ranks(group)
     moved = 2 * (len(ranks) - 1) * sum(x.nbytes for x in args[0]) // len(ranks)
     following = ranks[(dist.get_group_rank(group, dist.get_rank()) + 1) % len(ranks)]
-    return TrafficCall("gradients", moved, moved, 2 * (len(ranks) - 1), ((following, moved),), True)
+    return TrafficCall("gradients", moved, moved, 2 * (len(ranks) - 1), ((following, moved),), True, tuple(ranks))
 
 
 def _is_called_by_fsdp() -> bool:

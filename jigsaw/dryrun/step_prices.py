@@ -50,7 +50,12 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
         by_link = _split_by_link(call, played.rank // ranks_per_node, ranks_per_node)
         for link, part in by_link.items():
             links[link] += part
-            waited[call.is_behind] += host_crowding * device.call_time(call.kind, link, part.sent_bytes, part.messages)
+        nodes = len({rank // ranks_per_node for rank in call.ring})
+        if nodes > 1:  # the slowest link holds up all ranks, also one that sends within its node
+            seconds = device.ring_time(call.sent_bytes, call.messages, len(call.ring), nodes)
+        else:
+            seconds = sum(device.call_time(call.kind, link, x.sent_bytes, x.messages) for link, x in by_link.items())
+        waited[call.is_behind] += host_crowding * seconds
     hidden = min(waited[True], device.overlap * computing)
     shown = waited[False] + waited[True] - hidden
     return PhaseCost(
