@@ -74,7 +74,8 @@ def _weak(results: Sequence[Result]) -> Iterator[str]:
 def _strong(results: Sequence[Result]) -> Iterator[str]:
     one = next(r for r in results if r["gpus"] == 1)
     rows = [
-        [str(r["gpus"]), _mesh(r), _seconds(r["seconds"]), _seconds(r["messages_s"]), f"{one['seconds'] / r['seconds']:.2f}", "6.4" if r["gpus"] == 8 else "", r["bound"],
+        [str(r["gpus"]), _mesh(r), _seconds(r["seconds"]), _seconds(r["messages_s"]),
+         f"{one['seconds'] / r['seconds']:.2f}", "6.4" if r["gpus"] == 8 else "", r["bound"],
          f"{r['peak_bytes'] / 2**30:.1f}"]
         for r in results
     ]  # fmt: skip
