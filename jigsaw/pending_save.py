@@ -9,8 +9,11 @@ get between its messages, in another order on each rank.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -47,6 +50,7 @@ class PendingSave:
         self._thread.start()
 
     def _run(self) -> None:
+        _let_training_run_first()
         try:
             self._work(self._group)
         except BaseException as e:  # raised where somebody waits
@@ -77,6 +81,13 @@ class PendingSave:
             self._thread.join()
         else:
             self.wait()
+
+
+def _let_training_run_first() -> None:
+    """Give this thread what the cores have to spare: steps wait for no save, and a save has until the next one."""
+    if sys.platform == "linux":  # elsewhere all threads of a process have one priority
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 _last: list[PendingSave] = []
