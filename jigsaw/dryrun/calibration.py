@@ -27,12 +27,13 @@ from jigsaw.tile_making import shard
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def measure_device(ranks: int = 2) -> Device:
+def measure_device(ranks: int = 2, rounds: int = 3) -> Device:
     """This machine's processor, one thread a rank: what peaks it has, what Python adds to an operator, and messages.
 
-    Kernels are timed as they are called, once each, so the device holds for dry runs on this machine.  Takes some
-    seconds.  Counted are processor seconds of the thread that works, so that others on the machine, and ranks that
-    share its cores, disturb little; what gloo's own threads take comes on top (docs/dry_run.md).
+    Kernels are timed as they are called, each by itself, so the device holds for dry runs on this machine; how much
+    longer all takes in steps of one, `ranks` and twice as many ranks is measured in `rounds`, of some ten seconds each.
+    Counted are processor seconds of the thread that works, so that others on the machine, and ranks that share its
+    cores, disturb little; what gloo's own threads take comes on top (docs/dry_run.md).
     """
     from jigsaw.testing import run_on_ranks
 
@@ -60,7 +61,7 @@ def measure_device(ranks: int = 2) -> Device:
         call_seconds=calls,
         times_kernels=True,
     )
-    crowding, of_host = _crowding(device, sorted({1, ranks, 2 * ranks}))
+    crowding, of_host = _crowding(device, sorted({1, ranks, 2 * ranks}), rounds)
     return replace(device, crowding=crowding, host_crowding=of_host)
 
 
@@ -220,7 +221,7 @@ def _train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.step()
 
 
-def _crowding(device: Device, counts: Sequence[int], rounds: int = 3) -> tuple[dict[int, float], dict[int, float]]:
+def _crowding(device: Device, counts: Sequence[int], rounds: int) -> tuple[dict[int, float], dict[int, float]]:
     """How many times as long kernels, and Python and messages, take in a step of so many ranks as each by itself.
 
     In a step a kernel's arguments come from other kernels, memory is taken anew, Python is no longer in the caches, and

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import jigsaw
 from jigsaw.__main__ import main
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun import DEVICES, DryRunReport, advice_text, advise_mesh
-from jigsaw.dryrun.calibration import load_device, save_device
+from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.kernel_clock import timed_kernel
 from jigsaw.dryrun.mesh_search import possible_meshes
 from jigsaw.dryrun.pipeline_estimate import pipelined_report
@@ -163,11 +164,12 @@ def test_every_kernel_can_be_timed(name):
 
 def test_seconds_of_a_measured_processor():
     measured = {"message": (1e-3, 1e-9), "all_reduce": (2e-3, 2e-9)}
-    device = replace(DEVICES["cpu"], host_seconds={"forward": 0.5}, call_seconds=measured, crowding=3.0)
+    crowding = {1: 1.0, 2: 3.0}
+    device = replace(DEVICES["cpu"], host_seconds={"forward": 0.5}, call_seconds=measured, crowding=crowding)
     assert device.call_time("exchange", "node", 1000, 2) == pytest.approx(2e-3 + 1e-6)
     cheap = replace(device, call_seconds=measured | {"further message": (1e-4, 1e-9)})
     assert cheap.call_time("exchange", "node", 1000, 3) == pytest.approx(1e-3 + 2e-4 + 1e-6)
-    assert device.call_time("all_reduce", "node", 1000, 2) == pytest.approx(4e-3 + 2e-6)
+    assert device.call_time("all_reduce", "node", 1000, 6) == pytest.approx(2e-3 + 2e-6)
     assert device.call_time("all_reduce", "network", 1000, 2) == device.link_time("network", 1000, 2)
     how = {"optimizer": None, "ranks": [0]}
     forward = [
@@ -176,19 +178,22 @@ def test_seconds_of_a_measured_processor():
             (1, replace(device, host_seconds={})),
             (1, device),
             (2, device),
-            (2, replace(device, crowding=1)),
+            (2, replace(device, crowding={})),
+            (2, replace(device, host_crowding={2: 2.0})),
         )
     ]
-    alone, slow, crowded, quiet = forward
+    alone, slow, crowded, quiet, slower_host = forward
     assert slow.seconds - alone.seconds == pytest.approx(0.5 * slow.kernels)
     added = 0.5 * crowded.kernels
     kernels = [sum(phase.seconds_by_bound.values()) - added for phase in (crowded, quiet)]
     assert kernels[0] == pytest.approx(3 * kernels[1])
+    assert slower_host.seconds - crowded.seconds == pytest.approx(added + crowded.message_seconds)
 
 
 @pytest.mark.slow
-def test_calibration_measures_this_machine(tmp_path, capsys):
+def test_calibration_measures_this_machine(tmp_path, capsys, monkeypatch):
     path = tmp_path / "cpu.json"
+    monkeypatch.setattr("jigsaw.dryrun.advise_command.measure_device", partial(measure_device, rounds=1))
     assert main(["advise", "--calibrate", str(path)]) == 0
     device = load_device(path)
     assert device.name == "this machine"
@@ -198,7 +203,9 @@ def test_calibration_measures_this_machine(tmp_path, capsys):
     assert set(device.host_seconds) == {"forward", "backward", "step", "step of parts"}
     assert {"message", "all_reduce", "gathered weights", "gradients"} <= set(device.call_seconds)
     assert device.times_kernels
-    assert device.crowding >= 1
+    assert set(device.crowding) == {1, 2, 4}
+    assert set(device.host_crowding) == {2, 4}
+    assert all(times >= 1 for of in (device.crowding, device.host_crowding) for times in of.values())
     save_device(device, path)
     assert load_device(path) == device
 

@@ -154,6 +154,29 @@ def test_messages_go_by_the_link_between_two_ranks():
     assert one.seconds < two.seconds
 
 
+def test_a_ring_over_nodes_is_as_slow_as_its_slowest_link():
+    device = DEVICES["a100"]
+    a_second = 0.75 * device.network_bandwidth * 2  # two ranks of a node send to the next one, each by its adapter
+    assert device.ring_time(int(a_second), 3, ranks=4, nodes=2) == pytest.approx(1 + 2 * 8e-6 + 15e-6)
+    # a sum of many bytes goes round the ring twice, with one start between nodes less than there are nodes
+    assert device.ring_time(int(a_second), 6, ranks=4, nodes=2) == pytest.approx(1 + 4 * 8e-6 + 2 * 15e-6)
+    # a sum of few takes a tree: up and down, a start for the other rank of the node and three for eight nodes
+    assert device.ring_time(16, 30, ranks=16, nodes=8) == pytest.approx(2 * (8e-6 + 3 * 15e-6), rel=1e-3)
+    # where every rank is a node of its own, no link of nodes is there
+    assert device.ring_time(0, 3, ranks=4, nodes=4) == pytest.approx(3 * 15e-6)
+
+    # ranks 1 and 3 of both nodes sum the gradients of a net with 3 * 3 + 3 weights
+    how = {"optimizer": None, "ranks": [1], "ranks_per_node": 2, "device": device}
+    report = jigsaw.dry_run(nn.Linear(3, 3), (4, 3), {"data": 4}, **how)
+    backward = report.ranks[0].phases["backward"]
+    sent = backward.traffic["all_reduce"]
+    assert set(backward.links) == {"network"}
+    assert backward.message_seconds == pytest.approx(device.ring_time(sent.sent_bytes, 6, ranks=4, nodes=2))
+    first = jigsaw.dry_run(nn.Linear(3, 3), (4, 3), {"data": 4}, **how | {"ranks": [0]}).ranks[0].phases["backward"]
+    assert set(first.links) == {"node"}  # it sends to its neighbour, and waits for the slower links as well
+    assert first.message_seconds == backward.message_seconds
+
+
 def test_checkpointing_computes_twice_and_keeps_less():
     how = {"shard_weights": True}
     plain = dry_step("transformer", {"lat": 2}, ranks=[0], **how)
