@@ -199,7 +199,7 @@ def _usual_step_seconds() -> tuple[float, float]:
 
     mesh = world_mesh(lat=dist.get_world_size())
     x = torch.randn(_USUAL)
-    cases = (_UsualNet(), x), (parallelize(_UsualNet(), mesh), shard(x, mesh, _usual_spec(), align=4))
+    cases = (_UsualNet(), x), (parallelize(_UsualNet(), mesh), shard(x, mesh, _spec_of_rows(), align=4))
     steps: list[Callable[[], None]] = []
     for net, given in cases:
         steps.append(partial(_train, net, torch.optim.AdamW(net.parameters()), given))
@@ -211,7 +211,7 @@ def _usual_step_seconds() -> tuple[float, float]:
     return statistics.median(found[0]), statistics.median(found[1])
 
 
-def _usual_spec() -> tuple[str | None, ...]:
+def _spec_of_rows() -> tuple[str | None, ...]:
     return None, None, "lat", None
 
 
@@ -239,15 +239,17 @@ def _crowding(device: Device, counts: Sequence[int], rounds: int) -> tuple[dict[
             plain, cut = (max(of) for of in zip(*run_on_ranks(ranks, _usual_step_seconds), strict=True))
             of_kernels[ranks].append((plain - alone[1]) / alone[0])
             if ranks > 1:
-                kernels, host = _priced_usual_step(device, ranks)
-                of_host[ranks].append((cut - kernels * of_kernels[ranks][-1]) / host)
-    return tuple({n: max(statistics.median(x), 1.0) for n, x in of.items()} for of in (of_kernels, of_host))
+                itself, beside = _priced_usual_step(device, ranks)
+                of_host[ranks].append((cut - itself * of_kernels[ranks][-1]) / beside)
+    kernels, host = ({n: max(statistics.median(x), 1.0) for n, x in of.items()} for of in (of_kernels, of_host))
+    return kernels, host
 
 
 def _priced_usual_step(device: Device, ranks: int) -> tuple[float, float]:
     """The seconds of a rank's kernels each by itself, and of its Python and messages."""
-    mesh, how = {"lat": ranks}, {"spec": _usual_spec(), "align": 4, "ranks": [0], "ranks_per_node": ranks}
-    phases = dry_run(_UsualNet(), _USUAL, mesh, device=device, **how).ranks[0].phases
+    mesh, spec = {"lat": ranks}, _spec_of_rows()
+    report = dry_run(_UsualNet(), _USUAL, mesh, spec=spec, align=4, device=device, ranks=[0], ranks_per_node=ranks)
+    phases = report.ranks[0].phases
     python = sum(phase.kernels * device.host_seconds[name] for name, phase in phases.items())
     messages = sum(phase.message_seconds for phase in phases.values())
     return sum(phase.seconds for phase in phases.values()) - python - messages, python + messages
