@@ -206,8 +206,9 @@ def tell_of_repeats(whole: Tensor, part: Tensor) -> None:
     """Tell who listens of a plain tensor of which this rank has taken a part."""
     unused = (whole.numel() - part.numel()) * whole.itemsize if _repeat_listeners else 0
     product = _product_behind(whole) if unused >= _BYTES_TO_TELL_OF else None
-    for listener in _repeat_listeners if product is not None else ():
-        listener(product, unused)
+    if product is not None:
+        for listener in _repeat_listeners:
+            listener(product, unused)
 
 
 def _product_behind(x: Tensor) -> str | None:
