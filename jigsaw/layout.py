@@ -10,6 +10,7 @@ Words: an *axis* is a mesh axis (``"lat"``, ``"data"``), a *dim* is a tensor dim
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -36,6 +37,8 @@ AxisSizes = tuple[tuple[str, int], ...]
 DimSpec = None | str | Sequence[str]
 LayoutSpec = Sequence[DimSpec]
 T = TypeVar("T")
+
+_SAMPLE_AXES = ("data", "replicate", "ensemble")  # by their names: they cut batches and members, not space
 
 
 def _entry_axes(entry: DimSpec) -> tuple[str, ...]:
@@ -86,14 +89,20 @@ class Layout(FrozenValue):
         """Cut `shape` by `spec`: for each dim None, an axis name, or several names (major to minor).
 
         `split` and `align` apply to every dim that `spec` names, or are mappings from dim to value, as `halo` is; dims
-        may be negative.  An axis that the mesh lacks counts as size 1.
+        may be negative.  A whole number as `align` is for space: not for a dim that ``data``, ``replicate`` or
+        ``ensemble`` cuts, whose rows are samples or members.  An axis that the mesh lacks counts as size 1.
 
         Raises: `ShardingError` for a spec of the wrong length, an axis used twice, a dim that does not exist, or cuts
         that break their rule.
+        Warns: where a whole number as `align` leaves ranks without rows of a dim that has rows for all.
+
+        >>> by_four = jigsaw.Layout.of((4, 3, 16), ("data", None, "lat"), {"data": 4, "lat": 2}, align=4)
+        >>> by_four.local_shape((0, 0)), by_four.local_shape((3, 1))
+        ((1, 3, 8), (1, 3, 8))
         """
         sizes = dict(axes)
         _check_spec(shape, spec)
-        splits, aligns = _values_by_dim("split", split, shape), _values_by_dim("align", align, shape)
+        splits, aligns = _values_by_dim("split", split, shape), _rows_together(align, shape, spec)
         halos, wraps = (
             _values_by_dim("halo", halo or {}, shape),
             _values_by_dim("periodic", dict.fromkeys(periodic, True), shape),
@@ -109,6 +118,8 @@ class Layout(FrozenValue):
             except ShardingError as error:
                 raise ShardingError(f"dim {dim} of shape {tuple(shape)}, spec {entry!r}: {error}") from None
             cuts.append(cut)
+        if not isinstance(align, Mapping) and align > 1:
+            _warn_of_empty_pieces([(d, cuts[d]) for d in aligns if splits.get(d, "balanced") == "balanced"], align)
         return cls.from_dims([(cut,) for cut in cuts], tuple(sizes.items()))
 
     # -- shape ----------------------------------------------------------------------------------------------------
@@ -356,6 +367,27 @@ def _values_by_dim(what: str, value: T | Mapping[int, T], shape: Sequence[int]) 
             f"{-len(shape)} to {len(shape) - 1}"
         )
     return {d % len(shape): v for d, v in given.items()}
+
+
+def _rows_together(align: int | Mapping[int, int], shape: Sequence[int], spec: LayoutSpec) -> dict[int, int]:
+    """How many rows of each dim stay together: a whole number is for space, a batch is cut at any sample."""
+    if isinstance(align, Mapping):
+        return _values_by_dim("align", align, shape)
+    check_split_rule(1, "balanced", align)
+    return {dim: align for dim, entry in enumerate(spec) if not set(_SAMPLE_AXES).intersection(_entry_axes(entry))}
+
+
+def _warn_of_empty_pieces(cuts: Iterable[tuple[int, Cut]], align: int) -> None:
+    """A dim may be a batch that an axis of another name cuts: its ranks would do nothing, in silence."""
+    for dim, cut in cuts:
+        empty = sum(start == stop for start, stop in pairwise(cut.points))
+        if empty and cut.size >= cut.pieces:
+            text = (
+                f"align={align} leaves {empty} of the {cut.pieces} pieces of dim {dim} ({cut.size} rows, cut by "
+                f"{cut.axes}) without rows, although it has rows for all; say which dims it is for, as in "
+                f"align={{2: {align}, 3: {align}}}"
+            )
+            warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def _check_cut_axes(cuts: Sequence[Cut], sizes: Mapping[str, int]) -> None:

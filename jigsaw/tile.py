@@ -286,7 +286,7 @@ class Tile(TensorShell):
         *,
         placements: Sequence[Any] | None = None,
     ) -> Tile:
-        """The same tensor, cut by another `spec`.
+        """The same tensor, cut by another `spec`; `split` and `align` as in `jigsaw.shard`.
 
         ``placements=[Replicate()]`` is the word of torch's DTensor for a spec that cuts nothing: nets say it to any
         tensor that has this method.

@@ -32,7 +32,8 @@ def shard(
     """Cut a whole tensor, the same on every rank, into tiles.
 
     *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus
-    `halo` rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.
+    `halo` rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.  ``align=4`` keeps four rows
+    together along every dim but those that ``data``, ``replicate`` or ``ensemble`` cuts, ``align={2: 4}`` along dim 2.
     *Sends*: nothing but one agreement on the arguments and a checksum of `x`; backward, one exchange when `x` requires
     grad, so that its gradient is whole on every rank.
     *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes, values or

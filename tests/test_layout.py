@@ -258,6 +258,32 @@ def test_an_align_for_all_dims_spares_those_that_nothing_cuts():
     assert Layout.of((3, 8), (None, "x"), {"x": 2}, align=4).cuts[1].points == (0, 4, 8)
 
 
+@pytest.mark.parametrize("axis", ["data", "replicate", "ensemble"])
+def test_an_align_for_all_dims_is_for_space(axis, recwarn):
+    axes = {axis: 4, "lat": 2}
+    layout = Layout.of((4, 3, 16), (axis, None, "lat"), axes, align=8)
+    assert [c.points for c in layout.cuts] == [(0, 1, 2, 3, 4), (0, 3), (0, 8, 16)]
+    assert Layout.of((16, 3), ((axis, "lat"), None), axes, align=4).cuts[0].points == tuple(range(0, 18, 2))
+    assert Layout.of((5, 3), (axis, None), axes, split={0: [0, 1, 2, 3, 5]}, align=4).cuts[0].points == (0, 1, 2, 3, 5)
+    assert Layout.of((4, 3), (axis, None), axes, align={0: 4}).cuts[0].points == (0, 4, 4, 4, 4)
+    assert Layout.of((5, 3), (axis, None), axes, split="chunk", align=4).cuts[0].points == (0, 2, 4, 5, 5)
+    with pytest.raises(ShardingError, match="align=0 must be a whole number"):
+        Layout.of((4, 3), (axis, None), axes, align=0)
+    assert not recwarn.list
+
+
+def test_a_batch_that_an_unknown_axis_cuts_in_blocks_is_told(recwarn):
+    words = (
+        r"align=4 leaves 3 of the 4 pieces of dim 0 \(4 rows, cut by \('batch',\)\) without rows, although it has rows"
+    )
+    with pytest.warns(UserWarning, match=words):
+        Layout.of((4, 16), ("batch", "lat"), {"batch": 4, "lat": 2}, align=4)
+    Layout.of((4, 16), ("batch", "lat"), {"batch": 4, "lat": 2}, align={0: 4})  # said by dim
+    Layout.of((3, 16), ("batch", "lat"), {"batch": 4, "lat": 2}, align=4)  # too few rows for all in any case
+    Layout.of((4,), ("batch",), {"batch": 4}, split=[0, 4, 4, 4, 4], align=4)
+    assert not recwarn.list
+
+
 def test_a_halo_on_a_dim_that_nothing_cuts_wraps():
     layout = Layout.of((4,), (None,), {"x": 2}, halo={0: 1}, periodic=(0,))
     assert layout.held((1,)) == ((-1, 5),)

@@ -29,6 +29,21 @@ def _tile(mesh, shape=(2, 3, 7, 10), spec=SPACE, **options):
 
 
 @on_ranks(4)
+def test_an_align_for_all_dims_leaves_no_rank_without_a_sample():
+    mesh, x = world_mesh(data=2, lat=2), torch.randn(2, 3, 13)
+    for tile in (
+        shard(x, mesh, ("data", None, "lat"), align=4),
+        shard(x, mesh, (None, None, None)).redistribute(("data", None, "lat"), align=4),
+        from_local(x[:1, :, : 8 - 3 * mesh["lat"].get_local_rank()], mesh, ("data", None, "lat"), x.shape, align=4),
+    ):
+        assert tile.layout.owned(tile.coordinate)[0] == (tile.coordinate[0], tile.coordinate[0] + 1)
+        assert tile.local.shape == (1, 3, (8, 5)[tile.coordinate[1]])
+    report = jigsaw.dry_run(nn.Conv1d(3, 3, 3), (4, 3, 16), mesh={"data": 4}, align=4, ranks=[0, 3])
+    kept = [rank.phases["forward"].flop for rank in report.ranks]
+    assert kept[0] == kept[1] > 0
+
+
+@on_ranks(4)
 def test_the_global_view():
     mesh = world_mesh(lat=2, lon=2)
     x, tile = _tile(mesh, halo={2: 1})

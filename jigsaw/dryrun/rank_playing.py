@@ -36,6 +36,7 @@ from jigsaw.gradients import local_part
 from jigsaw.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
 from jigsaw.ops.meeting import REALIGN_KIND, RECUT_KIND
+from jigsaw.ops.plain_operands import hearing_repeats
 from jigsaw.ops.whole_tensor import hearing_costs
 from jigsaw.parallel import parallelize, reducer_of
 from jigsaw.tile import Tile, tiles_in
@@ -169,7 +170,7 @@ def _play_step(
         meter.begin_phase("after")
 
     try:
-        with phase("forward"), hearing_costs(watch.tell_refusal):
+        with phase("forward"), hearing_costs(watch.tell_refusal), hearing_repeats(watch.tell_repeat):
             value = plan.loss(model(*inputs))
         meter.mark_memory((t.local for t in inputs), "activations")
         meter.mark_the_rest("activations")
@@ -394,6 +395,13 @@ class _ModuleWatch:
 
     def tell_refusal(self, function: str, lacking: int, refusal: ShardingError) -> None:
         self._remarks.append(Remark("refused", self.module, function, lacking, str(refusal)))
+
+    def tell_repeat(self, product: str, unused: int) -> None:
+        reason = (
+            "every rank makes the whole of a plain tensor by a product, and then takes its own rows of it; make it a "
+            "tile before the product, as x = x + torch.zeros_like(tile) does for one that broadcasts"
+        )
+        self._remarks.append(Remark("repeated", self.module, product, unused, reason))
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self.attribute()

@@ -17,6 +17,9 @@ class Remark:
     - ``"refused"``: jigsaw raises here at more than one rank; with ``parallelize(strict=False)`` the function runs
       whole on every rank and brings `sent_bytes` to it;
     - ``"re-cut"``: rows that lay at other cut points travel, `sent_bytes` of them;
+    - ``"repeated"``: each rank computes the whole of a plain tensor (learned queries of each place) by a product, and
+      takes its own rows of it; nothing is sent, `sent_bytes` are those of the rows that it makes for others, a mebibyte
+      or more;
     - ``"value"``: Python reads a value of a tensor; the dry run assumed 1, or False;
     - ``"stopped"``: the dry run could not go on, and its numbers end there.
 

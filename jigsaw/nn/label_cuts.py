@@ -28,7 +28,7 @@ from jigsaw.exchange import redistribute_rows
 from jigsaw.layout import Layout
 from jigsaw.matmul_grid import refine_cut
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, size_of_cuts, take_owned_rows
-from jigsaw.ops.plain_operands import plain_operand
+from jigsaw.ops.plain_operands import plain_operand, tell_of_repeats
 from jigsaw.ops.reshaped_cuts import merge_cut_group
 from jigsaw.tile import Tile
 
@@ -61,6 +61,8 @@ class LabelCuts:
         x = plain_operand(operand, like, self.work)
         for d, group in wanted:
             x = take_owned_rows(x, d, group, self.work, like.coordinate)
+        if wanted:
+            tell_of_repeats(operand, x)
         return x
 
     def wanted_cuts(self, shape: Sequence[int], labels: DimLabels) -> tuple[CutGroup, ...]:

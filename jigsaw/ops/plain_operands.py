@@ -10,7 +10,9 @@ torch.Size([9])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -140,12 +142,15 @@ def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
     return left, leaves
 
 
+_repeat_listeners: list[Callable[[str, int], None]] = []
+
+
 def cut_whole_tensor(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
     """A plain whole tensor, broadcast against `layout` from the right, cut to the box that this rank holds.
 
     *Raises*: `ShardingError` when a dim is neither 1 nor the global size.
     """
-    layout = layout or tile.layout
+    layout, whole = layout or tile.layout, x
     if x.layout != torch.strided:
         raise ShardingError(f"a tensor of layout {x.layout} cannot meet a Tile: use to_dense(), or tile.full_tensor()")
     x = plain_operand(x, tile, layout)
@@ -159,6 +164,8 @@ def cut_whole_tensor(x: Tensor, tile: Tile, layout: Layout | None = None) -> Ten
         cuts = layout.dim(lead + d)
         if x.shape[d] == layout.shape[lead + d] and any(c.is_cut or c.has_halo for c in cuts):
             x = _take_held_rows(x, d, cuts, tile, layout)
+    if _repeat_listeners:
+        tell_of_repeats(whole, x)
     return x
 
 
@@ -175,3 +182,48 @@ def _take_held_rows(x: Tensor, dim: int, cuts: Sequence[Cut], tile: Tile, layout
         else:
             x = x.narrow(dim + k, start, stop - start)
     return x.flatten(dim, dim + len(sizes) - 1) if len(sizes) > 1 else x
+
+
+# -- what every rank has computed for nothing -------------------------------------------------------------------------
+
+_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "linear", "convolution")
+_BYTES_TO_TELL_OF = 1 << 20
+
+
+@contextmanager
+def hearing_repeats(listener: Callable[[str, int], None]) -> Generator[None]:
+    """Within it, `listener` is told of plain tensors that every rank makes whole by a product, to take its own rows of
+    them: which product, and the bytes of the others' rows.
+    """
+    _repeat_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _repeat_listeners.remove(listener)
+
+
+def tell_of_repeats(whole: Tensor, part: Tensor) -> None:
+    """Tell who listens of a plain tensor of which this rank has taken a part."""
+    unused = (whole.numel() - part.numel()) * whole.itemsize if _repeat_listeners else 0
+    product = _product_behind(whole) if unused >= _BYTES_TO_TELL_OF else None
+    if product is not None:
+        for listener in _repeat_listeners:
+            listener(product, unused)
+
+
+def _product_behind(x: Tensor) -> str | None:
+    """The product of plain tensors, as large as `x`, that it was made of; weights, and what is made of them element by
+    element or looked up in them, need none.
+    """
+    seen: set[Any] = set()
+    todo: list[Any] = [x.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node.name() in (ENTER_NODE, LEAVE_NODE):
+            continue
+        seen.add(node)
+        name = node.name().partition("Backward")[0].lower()
+        if name in _PRODUCTS and math.prod(node._input_metadata[0].shape) >= x.numel():
+            return name
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return None

@@ -236,6 +236,32 @@ def test_remarks_name_what_fails_on_several_ranks():
     assert not jigsaw.dry_run(nn.Conv2d(3, 3, 3), (1, 3, 33, 12), {"lat": 4}, ranks=[1]).remarks
 
 
+class _Queries(nn.Module):
+    """Learned queries of each row, alike at all rows: made for the whole tensor, or for those that a rank has."""
+
+    def __init__(self, own: bool):
+        super().__init__()
+        self.own, self.table, self.product = own, nn.Parameter(torch.randn(2, 32)), nn.Linear(32, 32)
+
+    def forward(self, x):
+        queries = self.table.expand(x.shape[0], -1, -1)
+        if self.own:
+            queries = self.table + torch.zeros_like(x[:, :2])
+        y = nn.functional.scaled_dot_product_attention(self.product(queries), x, x)
+        return y + queries + queries.sin()
+
+
+def test_a_plain_tensor_that_every_rank_makes_whole_is_remarked():
+    how = {"mesh": {"lat": 4}, "spec": ("lat", None, None)}
+    (remark,) = jigsaw.dry_run(nn.Sequential(_Queries(own=False)), (8192, 5, 32), **how).remarks
+    assert (remark.kind, remark.module, remark.function) == ("repeated", "0", "mm")
+    assert remark.sent_bytes == 8192 * 3 // 4 * 2 * 32 * 4
+    assert not jigsaw.dry_run(nn.Sequential(_Queries(own=True)), (8192, 5, 32), **how).remarks
+    # what is small, and what no axis cuts
+    assert not jigsaw.dry_run(_Queries(own=False), (512, 5, 32), **how).remarks
+    assert not jigsaw.dry_run(_Queries(own=False), (8192, 5, 32), {"lat": 2}, spec=(None, "lat", None)).remarks
+
+
 def test_what_needs_values_stops_with_its_module():
     report = jigsaw.dry_run(_Chosen(), (2, 3, 33, 12), {"lat": 2}, ranks=[0])
     assert [(r.kind, r.module) for r in report.remarks] == [("stopped", "inner.1")]
