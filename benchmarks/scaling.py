@@ -5,7 +5,7 @@
 
 Nothing here runs on a GPU: every number is a prediction of `jigsaw.dry_run`.  Cases: `weak`, as many samples as GPUs,
 1 to 256, the model on 1, 2 or 4 of them; `strong`, one sample on 1 to 8; `best`, a batch of 64 on 256 by every
-mesh; `four-billion`, that model on 8 GPUs of four kinds; `planning`, the search for its mesh of 256.  `seconds`
+mesh; `four-billion`, that model on 8 GPUs of four kinds; `eight` and `planning`, the search for its mesh of 8 and 256.  `seconds`
 are of a step, `flop` of all ranks, `messages_s` is the part of `seconds` in which nothing but messages goes on.
 """
 
@@ -166,19 +166,31 @@ def four_billion() -> Iterator[dict[str, Any]]:
 
 def planning() -> Iterator[dict[str, Any]]:
     """The search for the best mesh of 256 for four billion parameters, and what it finds."""
+    yield from best_found("planning", 256, 64)
+
+
+def eight() -> Iterator[dict[str, Any]]:
+    """The same search for eight GPUs, with pipelines."""
+    yield from best_found("eight", 8, 8)
+
+
+def best_found(case: str, gpus: int, batch: int) -> Iterator[dict[str, Any]]:
+    """The best five meshes and strategies for four billion parameters, and the first of each axis beside them."""
     make = partial(HalfPrecision, CHANNELS, GRID, FOUR_BILLION["width"], FOUR_BILLION["blocks"], PATCH)
     began = time.process_time()
-    found = jigsaw.dryrun.advise_mesh(make, (64, CHANNELS, *GRID), 256, align={2: PATCH, 3: PATCH})
+    found = jigsaw.dryrun.advise_mesh(make, (batch, CHANNELS, *GRID), gpus, align={2: PATCH, 3: PATCH})
     seconds = time.process_time() - began
     able = [option for option in found if option.works and option.report is not None]
-    for place, option in enumerate(able[:5], 1):
-        report = option.report
+    firsts = {name: at for at, option in reversed(list(enumerate(able))) for name in option.mesh}
+    for at in sorted({*range(min(5, len(able))), *firsts.values()}):
+        option, report = able[at], able[at].report
         assert report is not None
         yield {
-            "case": "planning",
-            "place": place,
+            "case": case,
+            "place": at + 1,
             "parameters": report.parameters,
-            "gpus": 256,
+            "gpus": gpus,
+            "batch": batch,
             "mesh": {name: size for name, size in option.mesh.items() if size > 1},
             "strategy": option.strategy,
             "seconds": report.seconds,
@@ -189,7 +201,14 @@ def planning() -> Iterator[dict[str, Any]]:
         }
 
 
-CASES = {"weak": weak, "strong": strong, "best": best, "four-billion": four_billion, "planning": planning}
+CASES = {
+    "weak": weak,
+    "strong": strong,
+    "best": best,
+    "four-billion": four_billion,
+    "eight": eight,
+    "planning": planning,
+}
 
 
 def main() -> None:
