@@ -5,8 +5,9 @@
 
 Nothing here runs on a GPU: every number is a prediction of `jigsaw.dry_run`.  Cases: `weak`, as many samples as GPUs,
 1 to 256, the model on 1, 2 or 4 of them; `strong`, one sample on 1 to 8; `best`, a batch of 64 on 256 by every
-mesh; `four-billion`, that model on 8 GPUs of four kinds; `eight` and `planning`, the search for its mesh of 8 and 256.  `seconds`
-are of a step, `flop` of all ranks, `messages_s` is the part of `seconds` in which nothing but messages goes on.
+mesh; `four-billion`, that model on 8 GPUs of four kinds; `eight` and `planning`, the search for its mesh of 8 and
+256.  `seconds` are of a step, `flop` of all ranks, `messages_s` is the part of `seconds` in which nothing but messages
+goes on.
 """
 
 from __future__ import annotations

@@ -121,10 +121,10 @@ def _four_billion(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _planning(results: Sequence[Result]) -> Iterator[str]:
-    first = results[0]
-    yield f"`advise` for {_billions(first)} billion parameters, {first['batch']} samples on {first['gpus']} H100 in nodes"
-    yield f"of eight, looked at {first['options']} meshes and strategies, in {first['cpu_s']:.0f} s of processor time of"
-    yield "one core. The best five, and behind them the first with each axis:"
+    one = results[0]
+    yield f"`advise` for {_billions(one)} billion parameters, {one['batch']} samples on {one['gpus']} H100 in nodes of"
+    yield f"eight, looked at {one['options']} meshes and strategies, in {one['cpu_s']:.0f} s of processor time of one core."
+    yield "The best five, and behind them the first with each axis:"
     yield ""
     rows = [
         [str(r["place"]), _mesh(r), r["strategy"], _seconds(r["seconds"]), r["bound"], f"{r['peak_bytes'] / 2**30:.0f}"]
