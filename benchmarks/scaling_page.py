@@ -123,7 +123,7 @@ def _four_billion(results: Sequence[Result]) -> Iterator[str]:
 def _planning(results: Sequence[Result]) -> Iterator[str]:
     one = results[0]
     yield f"`advise` for {_billions(one)} billion parameters, {one['batch']} samples on {one['gpus']} H100 in nodes of"
-    yield f"eight, looked at {one['options']} meshes and strategies, in {one['cpu_s']:.0f} s of processor time of one core."
+    yield f"eight, looked at {one['options']} meshes and strategies, in {one['cpu_s']:.0f} s of one core."
     yield "The best five, and behind them the first with each axis:"
     yield ""
     rows = [
