@@ -84,8 +84,10 @@ def _mark_parameter(parameter: nn.Parameter, ranks: int) -> None:
 
 def local_part(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, not differentiable; any other tensor as it is."""
+    if not isinstance(x, DTensor):
+        return x.detach()
     with torch.no_grad():
-        return x.to_local() if isinstance(x, DTensor) else x.detach()
+        return x.to_local()
 
 
 _LENT_BYTES = 2**20  # of a gradient that is summed where it lies, at the price of one more message
@@ -103,6 +105,7 @@ class GradientBucket:
     parameters: list[nn.Parameter]
     axes: tuple[str, ...]
     arrived: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
+    seen: int = 0  # so many of the parameters, from the first on, have arrived or are frozen
     sent: list[nn.Parameter] = field(default_factory=list[nn.Parameter])
     flat: Tensor | None = None
     flags: Tensor | None = None
@@ -111,9 +114,14 @@ class GradientBucket:
     pending: Sequence[comm.PendingWork] | None = None
     late: bool = False
 
-    @property
     def is_full(self) -> bool:
-        return all(p in self.arrived or not p.requires_grad for p in self.parameters)
+        """Whether no parameter is awaited; asked at every arrival, it looks at each once."""
+        while self.seen < len(self.parameters):
+            p = self.parameters[self.seen]
+            if p.requires_grad and p not in self.arrived:
+                return False
+            self.seen += 1
+        return True
 
     def launch(self, mesh: DeviceMesh, lends: bool) -> None:
         """Start the sum of all gradients, zeros where this rank has none, and of one flag each: whether there is one;
@@ -198,7 +206,7 @@ class GradientBucket:
             work.wait()
 
     def forget(self) -> None:
-        self.arrived, self.sent, self.pending, self.late = set(), [], None, False
+        self.arrived, self.seen, self.sent, self.pending, self.late = set(), 0, [], None, False
         self.flat = self.flags = self.lent = None
         self.blocks = []
 
@@ -359,7 +367,7 @@ class GradientReducer:
         # buckets leave in their order, so that two ranks that fill them in different orders still meet
         bucket.arrived.add(parameter)
         bucket.late = bucket.pending is not None
-        while self._next < len(self._buckets) and self._buckets[self._next].is_full:
+        while self._next < len(self._buckets) and self._buckets[self._next].is_full():
             self._launch_next()
 
     def _launch_next(self) -> None:
