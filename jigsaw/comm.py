@@ -28,9 +28,9 @@ from jigsaw.graph_calls import graph_call, is_shape_run, refuse_in_graph
 from jigsaw.mesh import (
     axes_along,
     axes_of_mesh,
+    group_patience,
     groups_along,
     mesh_group,
-    mesh_patience,
     ranks_along,
     ranks_in_mesh,
     sends_through_host,
@@ -149,7 +149,9 @@ def swap_messages(
             works = [way(x, rank, group, tag) for way, x, rank in messages]
         else:
             works = dist.batch_isend_irecv([dist.P2POp(way, x, rank, group, tag) for way, x, rank in messages])
-    limit = mesh_patience(mesh) if on_host else None  # a gloo message's; NCCL's would block the host
+    limit = (
+        group_patience(group, mesh.device_type) if on_host else None
+    )  # a gloo message's; NCCL's would block the host
     return PendingWork(works, [x for _, x in outgoing], kind, others, limit, landed)
 
 

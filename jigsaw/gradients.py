@@ -50,8 +50,11 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
         for parameter in module.parameters():
             _mark_parameter(parameter, ranks)
         return
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter.requires_grad and torch.is_grad_enabled() and not hasattr(parameter, AVERAGED_MARK):
+    # not `named_parameters`, which walks through the module: it is asked of every module in every forward pass
+    for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+        if parameter is None or hasattr(parameter, AVERAGED_MARK):
+            continue
+        if parameter.requires_grad and torch.is_grad_enabled():
             raise ShardingError(
                 f"parameter {name!r} of {type(module).__name__} was replaced or added after parallelize: nothing "
                 f"would reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
@@ -133,8 +136,8 @@ class GradientBucket:
         # same number of elements.  A flag tells apart a gradient of zeros and none.
         trained = [p for p in self.parameters if p.requires_grad]
         self.blocks = self._start_blocks(trained, lends)
-        apart = [block.parameter for block in self.blocks]
-        self.sent = [p for p in trained if not any(p is other for other in apart)]
+        apart = {block.parameter for block in self.blocks}
+        self.sent = [p for p in trained if p not in apart] if apart else trained
         self.pending, self.flat, self.late = (), None, False
         if trained:
             like = local_part(trained[0])

@@ -65,7 +65,7 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     axes = _with_the_rest(axes, dist.get_world_size())
     made = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in (_world_group(), *made.get_all_groups()):  # torch lets a new group wait for 30 minutes
-        _let_wait(group, device, limit or _patience_of(_world_group(), device))
+        _let_wait(group, device, limit or group_patience(_world_group(), device))
     return made
 
 
@@ -78,7 +78,7 @@ def _checked_timeout(timeout: timedelta | float) -> timedelta:
 
 def mesh_patience(mesh: DeviceMesh) -> timedelta:
     """How long a rank of the mesh waits for others: the time-out of its process group, whoever made it."""
-    return _patience_of(mesh_group(mesh), mesh.device_type)
+    return group_patience(mesh_group(mesh), mesh.device_type)
 
 
 def sends_through_host(mesh: DeviceMesh) -> bool:
@@ -91,10 +91,11 @@ def sends_through_host(mesh: DeviceMesh) -> bool:
 
 def job_patience() -> timedelta:
     """How long a rank of the job waits for others in the group that has them all."""
-    return _patience_of(_world_group(), "cuda" if "nccl" in dist.get_backend() else "cpu")
+    return group_patience(_world_group(), "cuda" if "nccl" in dist.get_backend() else "cpu")
 
 
-def _patience_of(group: dist.ProcessGroup, device: str) -> timedelta:
+def group_patience(group: dist.ProcessGroup, device: str) -> timedelta:
+    """How long who is in the group waits for a message between devices of that kind."""
     try:
         backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
     except RuntimeError:  # a group that does not talk of this device
@@ -103,7 +104,7 @@ def _patience_of(group: dist.ProcessGroup, device: str) -> timedelta:
 
 
 def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
-    if _patience_of(group, device) != limit:
+    if group_patience(group, device) != limit:
         dist.distributed_c10d._set_pg_timeout(limit, group)  # pyright: ignore[reportPrivateUsage]
 
 
