@@ -146,7 +146,7 @@ def swap_messages(
     others = sorted({rank for _, _, rank in messages})
     with OpenWait(kind, others):
         if on_host:  # gloo has no batches, and torch's looks at each message twice
-            works = [way(x, rank, group, tag) for way, x, rank in messages]
+            works = [work for way, x, rank in messages if (work := way(x, rank, group, tag)) is not None]
         else:
             works = dist.batch_isend_irecv([dist.P2POp(way, x, rank, group, tag) for way, x, rank in messages])
     limit = (

@@ -236,7 +236,7 @@ def axes_in_mesh_order(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[str
 
 def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
     """The global ranks along `axes` through this rank, in mesh order."""
-    lines: dict[tuple[str, ...], tuple[int, ...]] = mesh.__dict__.setdefault(_LINES, {})
+    lines: dict[tuple[str, ...], tuple[int, ...]] = vars(mesh).setdefault(_LINES, {})
     names = axes_along(mesh, axes).names
     if names not in lines:
         here = mesh_coordinate(mesh)
@@ -345,7 +345,7 @@ def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist
 
 def _axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """What ``mesh.get_group(axis)`` is, which looks for the name of the group at every call."""
-    names: dict[str, str] = mesh.__dict__.setdefault(_GROUPS, {})
+    names: dict[str, Any] = vars(mesh).setdefault(_GROUPS, {})
     if axis not in names:
         names[axis] = mesh.get_group(axis).group_name
     return _resolve_process_group(names[axis])
