@@ -1,11 +1,15 @@
 """The host time that a tile adds to a function: processor microseconds of small tensors; one JSON object a function.
 
     python benchmarks/host_time.py --ranks 1
+    python benchmarks/host_time.py --ranks 2 --steps unet,transformer,mixer,volumes
 
 A GPU waits for the host where tiles are small, so what Python adds to a call is speed.  The same function is called on
 tiles and on their local tensors by turns; `plain_us` and `tile_us` are the least of `--rounds` means over `--calls`
 calls, processor time of this process, and `added_us` is their difference.  With several ranks the slowest rank's;
 functions that send (`sends`: bytes a call) then wait for others too, so their processor time says little.
+
+With ``--steps`` it is the nets of dry_run.py, their rows cut over the ranks: `python_calls` is how many Python
+functions a training step calls, torch's among them, `step_ms` the median processor time of the thread that trains.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dry_run import NETS, training_step
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -206,12 +212,53 @@ def measure(rounds: int, calls: int) -> list[dict[str, Any]]:
     return found
 
 
+def measure_steps(names: list[str], rounds: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    found: list[dict[str, Any]] = []
+    for name in names:
+        make, shape, align = NETS[name]
+        step = training_step(make, shape, align, {"lat": dist.get_world_size()})
+        for _ in range(4):
+            step()
+        seconds: list[float] = []
+        for _ in range(rounds):
+            dist.barrier()
+            since = time.thread_time()
+            step()
+            seconds.append(time.thread_time() - since)
+        found.append({"net": name, "python_calls": count_calls(step), "step_ms": statistics.median(seconds) * 1e3})
+    return found
+
+
+def count_calls(function: Callable[[], Any]) -> int:
+    """How many Python functions it calls in this thread, in which a backward pass on CPUs runs as well."""
+    found = 0
+
+    def notice(frame: Any, event: str, argument: Any) -> None:
+        nonlocal found
+        found += event == "call"
+
+    sys.setprofile(notice)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--steps", metavar="NETS", type=lambda text: text.split(","))
     options = parser.parse_args()
+    if options.steps:
+        by_rank = run_on_ranks(options.ranks, measure_steps, options.steps, options.rounds, timeout=600)
+        for of_net in zip(*by_rank, strict=True):
+            slowest = max(of_net, key=lambda one: one["step_ms"])
+            print(json.dumps({"ranks": options.ranks, **slowest, "step_ms": round(slowest["step_ms"], 2)}), flush=True)
+        return
     by_rank = run_on_ranks(options.ranks, measure, options.rounds, options.calls, timeout=600)
     added: list[float] = []
     for of_function in zip(*by_rank, strict=True):

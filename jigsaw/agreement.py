@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.cut import RanksDifferError
 from jigsaw.mesh import axes_of_mesh, ranks_along
-from jigsaw.waiting_ranks import name_who_waits
+from jigsaw.waiting_ranks import OpenWait
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -84,7 +84,7 @@ def decide_on_first_rank(
     is_first = ranks == 1 or dist.get_rank() == 0
     every: list[Any] | None = [given] * ranks if is_first else None
     if ranks > 1:
-        with name_who_waits(what, range(ranks)):
+        with OpenWait(what, range(ranks)):
             dist.gather_object(given, every, dst=0, group=group)
     results: list[Any] | None = None
     if every is not None:
@@ -96,7 +96,7 @@ def decide_on_first_rank(
         results = [(None, failed)] * ranks if found is None else [(each, None) for each in found]
     told: list[Any] = [None]
     if ranks > 1:
-        with name_who_waits(what, range(ranks)):
+        with OpenWait(what, range(ranks)):
             dist.scatter_object_list(told, results, src=0, group=group)
     else:
         told = results or told

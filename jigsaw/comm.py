@@ -9,7 +9,6 @@ in parts) are adjoint.
 
 from __future__ import annotations
 
-import math
 import pickle
 import zlib
 from collections.abc import Hashable, Sequence
@@ -27,13 +26,13 @@ from jigsaw.cut import RanksDifferError, ShardingError
 from jigsaw.debug import compare_calls
 from jigsaw.graph_calls import graph_call, is_shape_run, refuse_in_graph
 from jigsaw.mesh import (
-    axes_in_mesh_order,
+    axes_along,
     axes_of_mesh,
+    group_patience,
     groups_along,
     mesh_group,
-    mesh_patience,
-    rank_at,
     ranks_along,
+    ranks_in_mesh,
     sends_through_host,
 )
 from jigsaw.slab_mesh import SlabMesh
@@ -41,7 +40,7 @@ from jigsaw.traffic import TrafficCall as TrafficCall
 from jigsaw.traffic import TrafficCount as TrafficCount
 from jigsaw.traffic import count as count
 from jigsaw.traffic import open_counts, record_call
-from jigsaw.waiting_ranks import name_who_waits
+from jigsaw.waiting_ranks import OpenWait
 from jigsaw.wire_values import byte_view, floats_from_order, is_narrow, order_as_integers, plain_memory, wire_dtype
 
 AxisNames = str | Sequence[str]
@@ -70,7 +69,9 @@ class PendingWork:
         self._landed = landed  # (where it belongs, memory of the host that it arrives in)
 
     def wait(self) -> None:
-        with name_who_waits(self._kind, self._others):
+        if not self._works:
+            return
+        with OpenWait(self._kind, self._others):
             for work in self._works:
                 _ = work.wait() if self._limit is None else work.wait(self._limit)
         for memory, host in self._landed:
@@ -100,7 +101,7 @@ def connect_ranks(mesh: DeviceMesh) -> None:
         )
     if group not in _connected_groups:
         _connected_groups.add(group)
-        with name_who_waits("the first message", dist.get_process_group_ranks(group)):
+        with OpenWait("the first message", dist.get_process_group_ranks(group)):
             dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
 
 
@@ -128,8 +129,10 @@ def swap_messages(
     connect_ranks(mesh)
     outgoing = [(at, byte_view(plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, byte_view(x)) for at, x in receives if x.numel()]
-    sent_to = [(rank_at(mesh, at), x.numel()) for at, x in outgoing] if open_counts else ()
-    record_call(kind, sum(x.numel() for _, x in outgoing), sum(x.numel() for _, x in incoming), len(outgoing), sent_to)
+    if open_counts:
+        given, taken = [x.numel() for _, x in outgoing], [x.numel() for _, x in incoming]
+        to = [ranks_in_mesh(mesh)[at] for at, _ in outgoing]
+        record_call(kind, sum(given), sum(taken), len(given), list(zip(to, given, strict=True)))
     if not (outgoing or incoming):
         return PendingWork((), ())
     group, on_host, landed = mesh_group(mesh), sends_through_host(mesh), list[tuple[Tensor, Tensor]]()
@@ -138,12 +141,16 @@ def swap_messages(
         landed = [(x, torch.empty_like(x, device="cpu")) for _, x in incoming]
         incoming = [(at, host) for (at, _), (_, host) in zip(incoming, landed, strict=True)]
     # gloo sends once it hears that the other side receives: that word must not queue behind this rank's own message
-    ways = (dist.irecv, incoming), (dist.isend, outgoing)
-    ops = [dist.P2POp(way, x, rank_at(mesh, at), group, tag) for way, messages in ways for at, x in messages]
-    others = sorted({rank_at(mesh, at) for at, _ in (*outgoing, *incoming)})
-    with name_who_waits(kind, others):
-        works = dist.batch_isend_irecv(ops)
-    limit = mesh_patience(mesh) if on_host else None  # a gloo message's; NCCL's would block the host
+    ways, ranks = ((dist.irecv, incoming), (dist.isend, outgoing)), ranks_in_mesh(mesh)
+    messages = [(way, x, ranks[at]) for way, some in ways for at, x in some]
+    others = sorted({rank for _, _, rank in messages})
+    with OpenWait(kind, others):
+        if on_host:  # gloo has no batches, and torch's looks at each message twice
+            works = [work for way, x, rank in messages if (work := way(x, rank, group, tag)) is not None]
+        else:
+            works = dist.batch_isend_irecv([dist.P2POp(way, x, rank, group, tag) for way, x, rank in messages])
+    # a gloo message's; NCCL's would block the host
+    limit = group_patience(group, mesh.device_type) if on_host else None
     return PendingWork(works, [x for _, x in outgoing], kind, others, limit, landed)
 
 
@@ -152,14 +159,15 @@ def swap_messages(
 
 def rank_count(mesh: DeviceMesh, axes: AxisNames) -> int:
     """The number of ranks along `axes`."""
-    names = axes_in_mesh_order(mesh, axes)
-    return math.prod(size for name, size in axes_of_mesh(mesh) if name in names)
+    return axes_along(mesh, axes).ranks
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
 
 
 def _record_reduce(buffer: Tensor, line: Sequence[int], is_behind: bool = False) -> None:
+    if not open_counts:
+        return
     ranks = len(line)
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
     following = line[(line.index(dist.get_rank()) + 1) % ranks]  # on the ring
@@ -227,7 +235,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     mine = x.detach()
     if ranks == 1:
         return _plain_copy(mine)
-    compare_calls(mesh, "all_reduce", op, *(same or ()), axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
+    compare_calls(mesh, "all_reduce", op, *(same or ()), axes=axes, shape=x.shape)
     if x.numel() == 0:
         return _plain_copy(mine)
     groups = groups_along(mesh, axes)
@@ -247,7 +255,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     # several groups only on a mesh that leaves out ranks of the job: summed along one axis after the other, which
     # still gives every rank the same bits
     for group, line in groups:
-        with name_who_waits("all_reduce", line):
+        with OpenWait("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
         _record_reduce(buffer, line)
     if marks:
@@ -276,13 +284,13 @@ def _sum_in_shares(x: Tensor, group: dist.ProcessGroup, line: Sequence[int], sam
         number = torch.tensor([_number_of(same, ranks)], device=x.device).view(x.dtype)
         given = torch.cat([given, number.expand(ranks, -1)], 1)
     taken = torch.empty_like(given)
-    with name_who_waits("all_reduce", line):
+    with OpenWait("all_reduce", line):
         dist.all_to_all_single(byte_view(taken), byte_view(given), group=group)
     if same is not None:
         _check_marks((taken[:, share:].view(torch.int16) == given[:, share:].view(torch.int16)).all(), same)
     mine = taken[:, :share].sum(0, dtype=torch.float32).to(x.dtype)
     whole = x.new_empty(ranks, share)
-    with name_who_waits("all_reduce", line):
+    with OpenWait("all_reduce", line):
         dist.all_gather([byte_view(row) for row in whole], byte_view(mine), group=group)
     each = given[0].nbytes + mine.nbytes
     sent_to = [(rank, each) for rank in line if rank != dist.get_rank()]
@@ -308,7 +316,7 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks =
     ranks = rank_count(mesh, axes)
     if ranks == 1:
         return [x.detach()]
-    compare_calls(mesh, "all_gather", *(same or ()), axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
+    compare_calls(mesh, "all_gather", *(same or ()), axes=axes, shape=x.shape)
     if x.numel() == 0:
         return [x.detach()] * ranks
     mine = byte_view(plain_memory(x))
@@ -327,7 +335,7 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
     found = mine
     for group, ranks in reversed(groups_along(mesh, axes)):
         parts = [torch.empty_like(found) for _ in ranks]
-        with name_who_waits(kind, ranks):
+        with OpenWait(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
         sent_to = [(rank, found.nbytes) for rank in ranks if rank != dist.get_rank()] if open_counts else ()
@@ -367,14 +375,14 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
     *Sends*: 2 (P-1)/P of the bytes of `x`.
     """
     refuse_in_graph("the sum of a bucket of gradients")
-    compare_calls(mesh, "sum of gradients", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
+    compare_calls(mesh, "sum of gradients", axes=axes, shape=x.shape)
     if x.numel() == 0:
         return PendingWork((), ())
     buffer = torch.view_as_real(x) if x.is_complex() else x
     under_way = PendingWork((), ())
     for group, ranks in groups_along(mesh, axes):
         under_way.wait()
-        with name_who_waits("all_reduce", ranks):
+        with OpenWait("all_reduce", ranks):
             work = dist.all_reduce(buffer, group=group, async_op=True)
         under_way = PendingWork([] if work is None else [work], (x,), "all_reduce", ranks)
         _record_reduce(buffer, ranks, is_behind=True)
@@ -387,20 +395,20 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
     *Sends*: the bytes of `x` once a rank (tree).
     """
     refuse_in_graph("a broadcast")
-    compare_calls(mesh, "broadcast", axes=axes_in_mesh_order(mesh, axes), shape=x.shape)
+    compare_calls(mesh, "broadcast", axes=axes, shape=x.shape)
     if x.numel() == 0:
         return
     for group, ranks in groups_along(mesh, axes):
         mine = ranks[0] == dist.get_rank()
         record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
-        with name_who_waits("broadcast", ranks):
+        with OpenWait("broadcast", ranks):
             dist.broadcast(byte_view(x), ranks[0], group=group)
 
 
 def job_barrier() -> None:
     """Wait for every rank of the job."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        with name_who_waits("barrier", range(dist.get_world_size())):
+        with OpenWait("barrier", range(dist.get_world_size())):
             dist.barrier()
 
 
@@ -413,7 +421,7 @@ def all_gather_in_job(value: T) -> list[T]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    with name_who_waits("agreement of the job", range(dist.get_world_size())):
+    with OpenWait("agreement of the job", range(dist.get_world_size())):
         dist.all_gather_object(found, value)
     return found
 

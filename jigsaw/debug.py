@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.call_places import place_of_call
 from jigsaw.cut import RanksDifferError
-from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate
+from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_coordinate
 from jigsaw.slab_mesh import SlabMesh
-from jigsaw.waiting_ranks import name_who_waits
+from jigsaw.waiting_ranks import OpenWait
 
 DEBUG_VARIABLE = "JIGSAW_DEBUG"
 EVERY_VARIABLE = "JIGSAW_DEBUG_EVERY"
@@ -42,7 +42,7 @@ def hash_interval() -> int:
 
 
 def compare_calls(
-    mesh: DeviceMesh, kind: str, *alike: Hashable, axes: Sequence[str] = (), shape: Sequence[int] = ()
+    mesh: DeviceMesh, kind: str, *alike: Hashable, axes: str | Sequence[str] = (), shape: Sequence[int] = ()
 ) -> None:
     """Compare, when debugging, what the ranks of the mesh are about to send.
 
@@ -57,7 +57,9 @@ def compare_calls(
     number = _message_numbers[mesh] = _message_numbers.get(mesh, 0) + 1
     function, where = place_of_call()
     said = f"{kind} {', '.join(map(str, alike))}".strip(), function
-    along = tuple(c for (name, _), c in zip(axes_of_mesh(mesh), mesh_coordinate(mesh), strict=True) if name not in axes)
+    names = axes_in_mesh_order(mesh, axes)
+    here = zip(axes_of_mesh(mesh), mesh_coordinate(mesh), strict=True)
+    along = tuple(c for (name, _), c in here if name not in names)
     mine = dist.get_rank(), number, said, (along, tuple(shape)), where
     every = _told_by_all(mesh, mine)
     shapes = {theirs[3][0]: theirs for theirs in reversed(every)}
@@ -100,7 +102,7 @@ def _told_by_all(mesh: DeviceMesh, mine: Any) -> list[Any]:
     said = [mine]
     for group, ranks in reversed(groups_along(mesh, [name for name, _ in axes_of_mesh(mesh)])):
         parts: list[Any] = [None] * group.size()
-        with name_who_waits("the comparison of JIGSAW_DEBUG", ranks):
+        with OpenWait("the comparison of JIGSAW_DEBUG", ranks):
             dist.all_gather_object(parts, said, group=group)
         said = [each for part in parts for each in part]
     return sorted(said, key=lambda each: each[0])

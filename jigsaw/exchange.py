@@ -32,8 +32,13 @@ ShapesByPeer = Sequence[tuple[int, Sequence[Sequence[int]]]]
 
 
 def _box_view(x: Tensor, box: Box, margins: CutMargins | None = None) -> Tensor:
+    return x[_slices_of_box(box, margins)]
+
+
+@lru_cache(maxsize=4096)
+def _slices_of_box(box: Box, margins: CutMargins | None) -> tuple[slice, ...]:
     shift = [low for low, _ in margins] if margins else [0] * len(box)
-    return x[tuple(slice(start + s, stop + s) for (start, stop), s in zip(box, shift, strict=True))]
+    return tuple(slice(start + s, stop + s) for (start, stop), s in zip(box, shift, strict=True))
 
 
 class PackedSwap:
@@ -84,8 +89,9 @@ def _box_views(x: Tensor, by_peer: BoxesByPeer, margins: CutMargins | None = Non
     return [(peer, [_box_view(x, box, margins) for box in boxes]) for peer, boxes in by_peer]
 
 
+@lru_cache(maxsize=4096)
 def _box_shapes(by_peer: BoxesByPeer) -> ShapesByPeer:
-    return [(peer, [box_shape(box) for box in boxes]) for peer, boxes in by_peer]
+    return tuple((peer, tuple(map(box_shape, boxes))) for peer, boxes in by_peer)
 
 
 def _boxes_in_order(by_peer: BoxesByPeer) -> list[Box]:

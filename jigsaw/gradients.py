@@ -50,8 +50,11 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
         for parameter in module.parameters():
             _mark_parameter(parameter, ranks)
         return
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter.requires_grad and torch.is_grad_enabled() and not hasattr(parameter, AVERAGED_MARK):
+    # not `named_parameters`, which walks through the module: it is asked of every module in every forward pass
+    for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+        if parameter is None or hasattr(parameter, AVERAGED_MARK):
+            continue
+        if parameter.requires_grad and torch.is_grad_enabled():
             raise ShardingError(
                 f"parameter {name!r} of {type(module).__name__} was replaced or added after parallelize: nothing "
                 f"would reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
@@ -84,8 +87,10 @@ def _mark_parameter(parameter: nn.Parameter, ranks: int) -> None:
 
 def local_part(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, not differentiable; any other tensor as it is."""
+    if not isinstance(x, DTensor):
+        return x.detach()
     with torch.no_grad():
-        return x.to_local() if isinstance(x, DTensor) else x.detach()
+        return x.to_local()
 
 
 _LENT_BYTES = 2**20  # of a gradient that is summed where it lies, at the price of one more message
@@ -103,6 +108,7 @@ class GradientBucket:
     parameters: list[nn.Parameter]
     axes: tuple[str, ...]
     arrived: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
+    seen: int = 0  # so many of the parameters, from the first on, have arrived or are frozen
     sent: list[nn.Parameter] = field(default_factory=list[nn.Parameter])
     flat: Tensor | None = None
     flags: Tensor | None = None
@@ -111,9 +117,14 @@ class GradientBucket:
     pending: Sequence[comm.PendingWork] | None = None
     late: bool = False
 
-    @property
     def is_full(self) -> bool:
-        return all(p in self.arrived or not p.requires_grad for p in self.parameters)
+        """Whether no parameter is awaited; asked at every arrival, it looks at each once."""
+        while self.seen < len(self.parameters):
+            p = self.parameters[self.seen]
+            if p.requires_grad and p not in self.arrived:
+                return False
+            self.seen += 1
+        return True
 
     def launch(self, mesh: DeviceMesh, lends: bool) -> None:
         """Start the sum of all gradients, zeros where this rank has none, and of one flag each: whether there is one;
@@ -125,8 +136,8 @@ class GradientBucket:
         # same number of elements.  A flag tells apart a gradient of zeros and none.
         trained = [p for p in self.parameters if p.requires_grad]
         self.blocks = self._start_blocks(trained, lends)
-        apart = [block.parameter for block in self.blocks]
-        self.sent = [p for p in trained if not any(p is other for other in apart)]
+        apart = {block.parameter for block in self.blocks}
+        self.sent = [p for p in trained if p not in apart] if apart else trained
         self.pending, self.flat, self.late = (), None, False
         if trained:
             like = local_part(trained[0])
@@ -198,7 +209,7 @@ class GradientBucket:
             work.wait()
 
     def forget(self) -> None:
-        self.arrived, self.sent, self.pending, self.late = set(), [], None, False
+        self.arrived, self.seen, self.sent, self.pending, self.late = set(), 0, [], None, False
         self.flat = self.flags = self.lent = None
         self.blocks = []
 
@@ -359,7 +370,7 @@ class GradientReducer:
         # buckets leave in their order, so that two ranks that fill them in different orders still meet
         bucket.arrived.add(parameter)
         bucket.late = bucket.pending is not None
-        while self._next < len(self._buckets) and self._buckets[self._next].is_full:
+        while self._next < len(self._buckets) and self._buckets[self._next].is_full():
             self._launch_next()
 
     def _launch_next(self) -> None:

@@ -7,12 +7,14 @@ import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.cut import ShardingError
@@ -20,9 +22,7 @@ from jigsaw.launcher import torchrun_variables
 from jigsaw.layout import AxisSizes, MeshCoordinate
 from jigsaw.restart_store import is_shared_between_starts, store_of_this_start
 
-# The ranks through this one along each choice of axes: asked for by every message, and slow to ask of a mesh tensor.
-# Weak, so that neither a mesh nor a job that ended is kept alive.
-_ranks_by_axes: WeakKeyDictionary[DeviceMesh, dict[tuple[str, ...], tuple[int, ...]]] = WeakKeyDictionary()
+# Weak, so that no job that ended is kept alive.
 _flat_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 _split_by_axis: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 
@@ -65,7 +65,7 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     axes = _with_the_rest(axes, dist.get_world_size())
     made = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in (_world_group(), *made.get_all_groups()):  # torch lets a new group wait for 30 minutes
-        _let_wait(group, device, limit or _patience_of(_world_group(), device))
+        _let_wait(group, device, limit or group_patience(_world_group(), device))
     return made
 
 
@@ -78,7 +78,7 @@ def _checked_timeout(timeout: timedelta | float) -> timedelta:
 
 def mesh_patience(mesh: DeviceMesh) -> timedelta:
     """How long a rank of the mesh waits for others: the time-out of its process group, whoever made it."""
-    return _patience_of(mesh_group(mesh), mesh.device_type)
+    return group_patience(mesh_group(mesh), mesh.device_type)
 
 
 def sends_through_host(mesh: DeviceMesh) -> bool:
@@ -91,10 +91,11 @@ def sends_through_host(mesh: DeviceMesh) -> bool:
 
 def job_patience() -> timedelta:
     """How long a rank of the job waits for others in the group that has them all."""
-    return _patience_of(_world_group(), "cuda" if "nccl" in dist.get_backend() else "cpu")
+    return group_patience(_world_group(), "cuda" if "nccl" in dist.get_backend() else "cpu")
 
 
-def _patience_of(group: dist.ProcessGroup, device: str) -> timedelta:
+def group_patience(group: dist.ProcessGroup, device: str) -> timedelta:
+    """How long who is in the group waits for a message between devices of that kind."""
     try:
         backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
     except RuntimeError:  # a group that does not talk of this device
@@ -103,7 +104,7 @@ def _patience_of(group: dist.ProcessGroup, device: str) -> timedelta:
 
 
 def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
-    if _patience_of(group, device) != limit:
+    if group_patience(group, device) != limit:
         dist.distributed_c10d._set_pg_timeout(limit, group)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -170,7 +171,7 @@ def _leave_process_group(process: int) -> None:
 
 def axes_of_mesh(mesh: DeviceMesh) -> AxisSizes:
     """The names and sizes of the axes, in mesh order."""
-    known = mesh.__dict__.get(_AXES)
+    known: AxisSizes | None = mesh.__dict__.get(_AXES)
     if known is not None:
         return known
     names = mesh.mesh_dim_names
@@ -180,7 +181,7 @@ def axes_of_mesh(mesh: DeviceMesh) -> AxisSizes:
             f"make it with jigsaw.init_mesh(lat=2, ...) or pass mesh_dim_names"
         )
     found = tuple(zip(names, mesh.shape, strict=True))
-    setattr(mesh, _AXES, found)  # asked several times in every function on tiles, and it never changes
+    setattr(mesh, _AXES, found)
     return found
 
 
@@ -190,11 +191,14 @@ def mesh_size(mesh: DeviceMesh) -> int:
     if known is not None:
         return known
     found = mesh.size()
-    setattr(mesh, _SIZE, found)  # asked for every parameter, and counted anew by the mesh
+    setattr(mesh, _SIZE, found)
     return found
 
 
-_AXES, _SIZE = "_jigsaw_axes", "_jigsaw_size"
+# What never changes of a mesh, and is asked of it for every parameter or message, is kept with it, as plain values: a
+# mesh is pickled with its tensors, and a group that it had would be kept alive.
+_AXES, _SIZE, _RANKS = "_jigsaw_axes", "_jigsaw_size", "_jigsaw_ranks"
+_LINES, _GROUPS = "_jigsaw_lines", "_jigsaw_groups"
 
 
 def mesh_coordinate(mesh: DeviceMesh) -> MeshCoordinate:
@@ -205,16 +209,35 @@ def mesh_coordinate(mesh: DeviceMesh) -> MeshCoordinate:
     return tuple(found)
 
 
+class AxesAlong(NamedTuple):
+    """Some of a mesh's axes, in its order, those of them that have several ranks, and how many ranks they join."""
+
+    names: tuple[str, ...]
+    long: tuple[str, ...]
+    ranks: int
+
+
+def axes_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> AxesAlong:
+    """Those of `axes` that the mesh has."""
+    return _axes_among(axes_of_mesh(mesh), (axes,) if isinstance(axes, str) else tuple(axes))
+
+
+@lru_cache(maxsize=4096)
+def _axes_among(sizes: AxisSizes, wanted: tuple[str, ...]) -> AxesAlong:
+    found = [(name, size) for name, size in sizes if name in wanted]
+    long = tuple(name for name, size in found if size > 1)
+    return AxesAlong(tuple(name for name, _ in found), long, math.prod(size for _, size in found))
+
+
 def axes_in_mesh_order(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[str, ...]:
     """Those of `axes` that the mesh has, in mesh order."""
-    wanted = (axes,) if isinstance(axes, str) else axes
-    return tuple(name for name, _ in axes_of_mesh(mesh) if name in wanted)
+    return axes_along(mesh, axes).names
 
 
 def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
     """The global ranks along `axes` through this rank, in mesh order."""
-    names = axes_in_mesh_order(mesh, axes)
-    lines = _ranks_by_axes.setdefault(mesh, {})
+    lines: dict[tuple[str, ...], tuple[int, ...]] = vars(mesh).setdefault(_LINES, {})
+    names = axes_along(mesh, axes).names
     if names not in lines:
         here = mesh_coordinate(mesh)
         line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of_mesh(mesh), here, strict=True))
@@ -225,13 +248,13 @@ def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
 
 def ranks_in_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
     """The global ranks of a mesh, whether this one is among them or not, in its order."""
+    known: tuple[int, ...] | None = mesh.__dict__.get(_RANKS)
+    if known is not None:
+        return known
     with _disable_current_modes():  # as above
-        return tuple(mesh.mesh.flatten().tolist())
-
-
-def rank_at(mesh: DeviceMesh, index: int) -> int:
-    """The global rank at a row-major position of the mesh."""
-    return ranks_along(mesh, [name for name, _ in axes_of_mesh(mesh)])[index]
+        found = tuple(mesh.mesh.flatten().tolist())
+    setattr(mesh, _RANKS, found)
+    return found
 
 
 def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
@@ -313,18 +336,26 @@ def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist
     out ranks of the job cannot make a group without them: `torch` names a group by how many each rank knows.  There the
     axes follow each other, major to minor.
     """
-    sizes = dict(axes_of_mesh(mesh))
-    long = tuple(name for name in axes_in_mesh_order(mesh, axes) if sizes[name] > 1)
-    if len(long) > 1 and mesh.size() == dist.get_world_size():
+    long = axes_along(mesh, axes).long
+    if len(long) > 1 and mesh_size(mesh) == dist.get_world_size():
         ranks = ranks_along(mesh, long)
-        return [(_world_group() if len(ranks) == mesh.size() else flat_submesh(mesh, long).get_group(), ranks)]
-    return [(mesh.get_group(name), ranks_along(mesh, name)) for name in long]
+        return [(_world_group() if len(ranks) == mesh_size(mesh) else flat_submesh(mesh, long).get_group(), ranks)]
+    return [(_axis_group(mesh, name), ranks_along(mesh, name)) for name in long]
+
+
+def _axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """What ``mesh.get_group(axis)`` is, which looks for the name of the group at every call."""
+    names: dict[str, Any] = vars(mesh).setdefault(_GROUPS, {})
+    if axis not in names:
+        names[axis] = mesh.get_group(axis).group_name
+    return _resolve_process_group(names[axis])
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A group that every rank of the mesh is in, for messages between any two: an axis' own, or the job's."""
-    long = [name for name, size in axes_of_mesh(mesh) if size > 1]
-    return mesh.get_group(long[0]) if len(long) == 1 else _world_group()
+    sizes = axes_of_mesh(mesh)
+    long = _axes_among(sizes, tuple(dict(sizes))).long
+    return _axis_group(mesh, long[0]) if len(long) == 1 else _world_group()
 
 
 def _world_group() -> dist.ProcessGroup:

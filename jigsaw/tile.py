@@ -115,8 +115,8 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
             is_quick = is_quick and is_tile is not False
         elif is_tile or kind not in _GIVEN_KINDS:
             is_sequence = not is_tile and (kind is tuple or kind is list)
-            is_quick = is_quick and is_sequence and all(type(v) in _GIVEN_KINDS for v in value)
-    if kwargs and not (names.isdisjoint(kwargs) and all(type(value) in _GIVEN_KINDS for value in kwargs.values())):
+            is_quick = is_quick and is_sequence and _GIVEN_KINDS.issuperset(map(type, value))
+    if kwargs and not (names.isdisjoint(kwargs) and _GIVEN_KINDS.issuperset(map(type, kwargs.values()))):
         is_quick = False
     if not is_quick:
         args, kwargs = _as_arguments(function, args, kwargs)

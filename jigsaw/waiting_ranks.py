@@ -17,10 +17,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -39,40 +38,40 @@ class WaitError(RuntimeError):
     """Other ranks of the mesh have ended, or did not take part for as long as `init_mesh(timeout=)` says."""
 
 
-class _OpenWait(NamedTuple):
-    kind: str
-    ranks: Sequence[int]
-    since: float
-
-
-_open_waits: dict[int, _OpenWait] = {}
-"""What each thread of this rank waits for."""
-
-
-@contextmanager
-def name_who_waits(kind: str, ranks: Sequence[int]) -> Generator[None]:
-    """Wait for `ranks`, this one among them or not.
+class OpenWait:
+    """A block in which this thread waits for `ranks`, itself among them or not.
 
     Raises: `WaitError` in place of gloo's and NCCL's own, which name neither the call nor the ranks.
     """
-    _start_watch()
-    thread, since = threading.get_ident(), time.monotonic()
-    _open_waits[thread] = _OpenWait(kind, ranks, since)
-    try:
-        yield
-    except RuntimeError as e:
-        if not isinstance(e, dist.DistError) and "/gloo/" not in str(e):
-            raise  # of arguments, not of ranks
-        others = [rank for rank in ranks if rank != dist.get_rank()]
+
+    # no generator: each message opens one or two of these
+    def __init__(self, kind: str, ranks: Sequence[int]) -> None:
+        self.kind, self.ranks, self.since = kind, ranks, time.monotonic()
+
+    def __enter__(self) -> None:
+        _start_watch()
+        _open_waits[threading.get_ident()] = self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+                raise self._error_of(error) from error  # all else is of arguments, not of ranks
+        finally:
+            _open_waits.pop(threading.get_ident(), None)
+
+    def _error_of(self, error: BaseException) -> WaitError:
+        others = [rank for rank in self.ranks if rank != dist.get_rank()]
         function, where = place_of_call()
-        waited = f"{kind} waited {time.monotonic() - since:.1f} s for ranks {others}"
-        found = found_of_others(kind, others, f"{waited}, in {function}, {where}")
-        raise WaitError(
+        waited = f"{self.kind} waited {time.monotonic() - self.since:.1f} s for ranks {others}"
+        found = found_of_others(self.kind, others, f"{waited}, in {function}, {where}")
+        return WaitError(
             f"{waited}: they have ended, or do not answer; init_mesh(timeout=) says how long ranks wait; this was in "
-            f"{function}, {where}{found} ({e})"
-        ) from e
-    finally:
-        _open_waits.pop(thread, None)
+            f"{function}, {where}{found} ({error})"
+        )
+
+
+_open_waits: dict[int, OpenWait] = {}
+"""What each thread of this rank waits for."""
 
 
 def found_of_others(kind: str, others: Sequence[int], mine: str) -> str:

@@ -17,6 +17,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import jigsaw
 from jigsaw.testing import on_ranks, world_mesh
@@ -27,8 +28,8 @@ SPACE = (None, None, "lat", None)
 
 def _operands(mesh):
     torch.manual_seed(0)
-    specs = {"x": SPACE, "y": SPACE, "z": SPACE, "tokens": (None, "lat", None), "heads": SPACE}
-    sizes = {"tokens": (1, 16, 4), "heads": (1, 2, 16, 4)}
+    specs = {"tall": SPACE, "x": SPACE, "y": SPACE, "z": SPACE, "tokens": (None, "lat", None), "heads": SPACE}
+    sizes = {"tall": (1, 4, 64, 8), "tokens": (1, 16, 4), "heads": (1, 2, 16, 4)}
     tiles = {k: shard(torch.randn(sizes.get(k, (1, 4, 8, 8))), mesh, spec) for k, spec in specs.items()}
     return tiles | {"labels": shard(torch.randint(4, (1, 8, 8)), mesh, (None, "lat", None))}
 
@@ -56,6 +57,15 @@ ALONE: dict[str, tuple[int, Callable[[dict[str, Any]], Any]]] = {
     "einsum": (40, lambda t: torch.einsum("bchw,oc->bohw", t["x"], W)),
     "mse_loss": (45, lambda t: F.mse_loss(t["x"], t["y"])),
     "cross_entropy": (65, lambda t: F.cross_entropy(t["x"], t["labels"])),
+}
+
+
+# what sends, on two ranks: of a convolution of a small tile one exchange, of a large one strips
+SENDING: dict[str, tuple[int, Callable[[dict[str, Any]], Any]]] = {
+    "sum": (75, lambda t: t["x"].sum()),
+    "group_norm": (210, lambda t: F.group_norm(t["x"], 2, B, B)),
+    "conv2d 3x3": (195, lambda t: F.conv2d(t["x"], W3, B, padding=1)),
+    "conv2d by strips": (270, lambda t: F.conv2d(t["tall"], W3, B, padding=1)),
 }
 
 
@@ -99,6 +109,24 @@ def test_calls_on_one_rank():
 @on_ranks(2)
 def test_calls_of_what_sends_nothing_on_two_ranks():
     assert not _too_many(world_mesh(lat=2), CALLS)
+
+
+@on_ranks(2)
+def test_calls_of_what_sends():
+    found = _too_many(world_mesh(lat=2), SENDING)
+    assert not found, found
+
+
+@on_ranks(2)
+def test_calls_of_a_step_grow_as_its_parameters_do():
+    mesh = world_mesh(lat=2)
+    tile = shard(torch.randn(8, 4), mesh, ("lat", None))
+
+    def step_calls(layers):
+        model = jigsaw.parallelize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), mesh)
+        return _calls_of(lambda: model(tile).square().mean().backward())
+
+    assert step_calls(60) < 2 * step_calls(30)
 
 
 @on_ranks(1)

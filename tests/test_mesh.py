@@ -20,8 +20,8 @@ from jigsaw.mesh import (
     is_same_mesh,
     mesh_coordinate,
     mesh_group,
-    rank_at,
     ranks_along,
+    ranks_in_mesh,
 )
 from jigsaw.nn.weights import cut_parameter
 from jigsaw.testing import on_ranks, world_mesh
@@ -73,7 +73,7 @@ def test_a_mesh_without_names():
 def test_ranks_along_axes_come_in_mesh_order():
     mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("lat", "lon"))
     lat, lon = mesh_coordinate(mesh)
-    assert [rank_at(mesh, i) for i in range(4)] == [3, 1, 0, 2]
+    assert ranks_in_mesh(mesh) == (3, 1, 0, 2)
     assert ranks_along(mesh, "lon") == ((3, 1), (0, 2))[lat]
     assert ranks_along(mesh, ["lat", "absent"]) == ((3, 0), (1, 2))[lon]
     assert ranks_along(mesh, ["lon", "lat"]) == (3, 1, 0, 2)

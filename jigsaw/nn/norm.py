@@ -25,7 +25,7 @@ from jigsaw.cut import ShardingError
 from jigsaw.layout import MeshCoordinate
 from jigsaw.nn.standardize import is_whole_along, owned_along, standardize_tile
 from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
-from jigsaw.ops.plain_operands import cut_whole_tensor, plain_operand
+from jigsaw.ops.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.ops.reductions import elements_per_value, reducing_axes
 from jigsaw.tile import Tile, implements_torch
 
@@ -53,7 +53,10 @@ def _norm_operand(value: Tensor | None, shape: Sequence[int], input: Tile) -> Te
     Raises: `ShardingError` for a DTensor that is not cut as the input is.
     """
     if not is_dtensor(value):
-        return None if value is None else cut_whole_tensor(value.reshape(tuple(shape)), input)
+        if value is None:
+            return None
+        # it enters before it is reshaped: of a leaf there is no graph to be looked at
+        return cut_entered_tensor(plain_operand(value, input).reshape(tuple(shape)), input, input.layout)
     stored, last = weight_layout(value, input), range(input.ndim - len(shape), input.ndim)
 
     def at(coord: MeshCoordinate) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -64,15 +65,24 @@ def as_norm_images(x: Tensor, dims: tuple[int, ...], *scales: Tensor | None) -> 
     """The images of a tensor that is normalised over `dims` and has these `scales`, a value an image; None where images
     are small or do not lie in order, and where another device, or a compiler, does better.
     """
-    last = x.ndim
-    while last - 1 in dims and all(s is None or _size_along(s, last - 1 - x.ndim) == 1 for s in scales):
-        last -= 1
+    if x.device.type != "cpu" or lacks_values() or not x.is_contiguous():
+        return None
+    last = _first_dim_within(tuple(x.shape), dims, tuple(None if s is None else tuple(s.shape) for s in scales))
     size = math.prod(x.shape[last:])
-    if size < _LEAST_VALUES or not x.numel() or x.device.type != "cpu" or lacks_values() or not x.is_contiguous():
+    if size < _LEAST_VALUES or not x.numel():
         return None
     return NormImages(x.view(1, -1, size), (*x.shape[:last], *(1,) * (x.ndim - last)), x.shape)
 
 
-def _size_along(x: Tensor, dim: int) -> int:
+@lru_cache(maxsize=4096)
+def _first_dim_within(shape: tuple[int, ...], dims: tuple[int, ...], scales: tuple[tuple[int, ...] | None, ...]) -> int:
+    """The first of the dims that lie within an image: the last ones, normalised over, along which no scale varies."""
+    first = len(shape)
+    while first - 1 in dims and all(s is None or _size_along(s, first - 1 - len(shape)) == 1 for s in scales):
+        first -= 1
+    return first
+
+
+def _size_along(shape: tuple[int, ...], dim: int) -> int:
     """The size along `dim`, counted from the last, as broadcasting sees it."""
-    return x.shape[dim] if -dim <= x.ndim else 1
+    return shape[dim] if -dim <= len(shape) else 1

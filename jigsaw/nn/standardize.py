@@ -54,7 +54,7 @@ def standardize_tile(
     axes = reducing_axes(x.layout, dims)
     return cast(
         "tuple[Tensor, Tensor, Tensor]",
-        _Standardize.apply(x.local, weight, bias, x.mesh, axes, dims, eps, elements_per_value(x, dims)),
+        _Standardize.apply(x.local, weight, bias, (x.mesh, axes, dims, eps, elements_per_value(x, dims))),
     )
 
 
@@ -114,17 +114,13 @@ class _Standardize(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        mesh: DeviceMesh,
-        axes: Sequence[str],
-        dims: tuple[int, ...],
-        eps: float,
-        count: int,
+        how: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
+        mesh, axes, dims, eps, count = ctx.how = how
         images = as_norm_images(x, dims, weight, bias)
         mean, squares = _global_statistics(x, images, mesh, axes, dims, count)
         inverse = torch.rsqrt(squares / count + eps)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
-        ctx.how = mesh, axes, dims, eps, count
         ctx.mark_non_differentiable(mean, squares)
         scale = inverse if weight is None else inverse * weight
         if images is not None and _are_near_zero(mean, inverse):
@@ -136,18 +132,18 @@ class _Standardize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, mean, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # differentiable twice, from the pieces
-            return *_differentiable_gradients(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), *(None,) * 5
+            return *_differentiable_gradients(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), None
         images = as_norm_images(x, ctx.how[2], weight, bias)
         if images is not None and _are_near_zero(mean, inverse):
             saved = images, weight, bias, mean, inverse
-            return *_gradients_by_images(grads[0], *saved, ctx.how, ctx.needs_input_grad), *(None,) * 5
+            return *_gradients_by_images(grads[0], *saved, ctx.how, ctx.needs_input_grad), None
         mesh, axes, dims, _, count = ctx.how
         unit = (x - mean).mul_(inverse)
         along = grads[0] * unit
         of_weight = along.sum_to_size(weight.shape) if weight is not None and ctx.needs_input_grad[1] else None
         of_bias = grads[0].sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
-            return None, of_weight, of_bias, *(None,) * 5
+            return None, of_weight, of_bias, None
         grad = grads[0] if weight is None else grads[0] * weight
         if weight is not None:  # of a tensor of the weight's own shape, `of_weight` is `along` itself
             along = along * weight if weight.shape == along.shape else along.mul_(weight)
@@ -156,7 +152,7 @@ class _Standardize(torch.autograd.Function):
         del along
         # (grad - shift - unit * tilt) / sqrt(var + eps), in the memory of `unit`
         of_x = torch.sub(grad, unit.mul_(tilt).add_(shift), out=unit).mul_(inverse)
-        return of_x, of_weight, of_bias, *(None,) * 5
+        return of_x, of_weight, of_bias, None
 
 
 def _gradients_by_images(

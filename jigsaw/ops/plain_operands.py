@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -150,10 +150,19 @@ def cut_whole_tensor(x: Tensor, tile: Tile, layout: Layout | None = None) -> Ten
 
     *Raises*: `ShardingError` when a dim is neither 1 nor the global size.
     """
-    layout, whole = layout or tile.layout, x
+    layout = layout or tile.layout
     if x.layout != torch.strided:
         raise ShardingError(f"a tensor of layout {x.layout} cannot meet a Tile: use to_dense(), or tile.full_tensor()")
-    x = plain_operand(x, tile, layout)
+    part = cut_entered_tensor(plain_operand(x, tile, layout), tile, layout)
+    if _repeat_listeners:
+        tell_of_repeats(x, part)
+    return part
+
+
+def cut_entered_tensor(x: Tensor, tile: Tile, layout: Layout) -> Tensor:
+    """`cut_whole_tensor` of what `plain_operand` has given, or of what was made of that."""
+    if is_taken_whole(x, layout):
+        return x
     lead = layout.ndim - x.ndim
     if lead < 0 or any(n not in (1, layout.shape[lead + d]) for d, n in enumerate(x.shape)):
         raise ShardingError(
@@ -164,9 +173,22 @@ def cut_whole_tensor(x: Tensor, tile: Tile, layout: Layout | None = None) -> Ten
         cuts = layout.dim(lead + d)
         if x.shape[d] == layout.shape[lead + d] and any(c.is_cut or c.has_halo for c in cuts):
             x = _take_held_rows(x, d, cuts, tile, layout)
-    if _repeat_listeners:
-        tell_of_repeats(whole, x)
     return x
+
+
+def is_taken_whole(x: Tensor, layout: Layout) -> bool:
+    """Whether a plain tensor meets tiles of `layout` without making them larger, and each rank needs all of it."""
+    return x.layout == torch.strided and _has_whole_dims(x.shape, layout)
+
+
+@lru_cache(maxsize=4096)
+def _has_whole_dims(shape: tuple[int, ...], layout: Layout) -> bool:
+    lead = layout.ndim - len(shape)
+    sizes = layout.shape[max(lead, 0) :]
+    if lead < 0 or any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
+        return False
+    whole = layout.complete_dims[lead:]
+    return all(n != size or is_whole for n, size, is_whole in zip(shape, sizes, whole, strict=True))
 
 
 def _take_held_rows(x: Tensor, dim: int, cuts: Sequence[Cut], tile: Tile, layout: Layout) -> Tensor:

@@ -26,7 +26,7 @@ from jigsaw.exchange import exchange_rows
 from jigsaw.layout import Layout
 from jigsaw.ops.filling import fill_from_tiles
 from jigsaw.ops.meeting import bring_together, has_moved_rows
-from jigsaw.ops.plain_operands import cut_whole_tensor, plain_operand
+from jigsaw.ops.plain_operands import cut_whole_tensor, is_taken_whole, plain_operand
 from jigsaw.tile import (
     Tile,
     implements_torch,
@@ -226,7 +226,7 @@ def run_on_tiles(function: Any, *args: Any, **kwargs: Any) -> Any:
             ready.append(value)
         else:
             return _run_beside_plain(function, args, kwargs)
-    if first is None or not all(type(value) in _NO_TENSORS for value in kwargs.values()):
+    if first is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
         return _run_pointwise(function, *args, **kwargs)
     out = function(*ready, **kwargs)
     return Tile(out, first.layout, first.mesh) if type(out) is Tensor else wrap_tiles(out, first.layout, first)
@@ -246,7 +246,7 @@ def _run_on_other_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str,
 def _run_beside_plain(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`run_on_tiles` for tiles of one layout, numbers, and plain tensors."""
     first = next((value for value in args if type(value) is Tile), None)
-    if first is None or not all(type(value) in _NO_TENSORS for value in kwargs.values()):
+    if first is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
         return _run_pointwise(function, *args, **kwargs)
     if not _meet_at_once(args, first):
         return _run_pointwise(function, *args, **kwargs)
@@ -256,7 +256,7 @@ def _run_beside_plain(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
 def run_in_place(function: Any, *args: Any, **kwargs: Any) -> Any:
     """`_run_pointwise` of what changes its first argument; quick where nothing has to move, and the shape stays."""
     target = args[0] if args else None
-    if type(target) is not Tile or not all(type(value) in _NO_TENSORS for value in kwargs.values()):
+    if type(target) is not Tile or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
         return _run_pointwise(function, *args, **kwargs)
     if not _meet_at_once(args, target) or has_moved_rows(target.local):
         return _run_pointwise(function, *args, **kwargs)
@@ -272,7 +272,7 @@ def _meet_at_once(args: Sequence[Any], first: Tile) -> bool:
     for value in args:
         kind = type(value)
         lies_alike = value.layout is layout and value.mesh is mesh if kind is Tile else kind in _NO_TENSORS
-        if not lies_alike and not (kind in (Tensor, Parameter) and _is_taken_whole(value, layout)):
+        if not lies_alike and not (kind in (Tensor, Parameter) and is_taken_whole(value, layout)):
             return False
     return layout.without_beyond() is layout
 
@@ -284,25 +284,10 @@ def _ready_at_once(args: Sequence[Any], first: Tile) -> list[Any]:
     ]
 
 
-def _is_taken_whole(x: Tensor, layout: Layout) -> bool:
-    """Whether a plain tensor meets tiles of `layout` without making them larger, and each rank needs all of it."""
-    return x.layout == torch.strided and _has_whole_dims(x.shape, layout)
-
-
-@lru_cache(maxsize=4096)
-def _has_whole_dims(shape: tuple[int, ...], layout: Layout) -> bool:
-    lead = layout.ndim - len(shape)
-    sizes = layout.shape[max(lead, 0) :]
-    if lead < 0 or any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
-        return False
-    whole = layout.complete_dims[lead:]
-    return all(n != size or is_whole for n, size, is_whole in zip(shape, sizes, whole, strict=True))
-
-
 def run_copy(function: Any, *args: Any, **kwargs: Any) -> Any:
     """`_run_pointwise` of what makes the same rows again, of another dtype or in other memory."""
     first = args[0] if args else None
-    if type(first) is not Tile or not all(type(value) in _NO_TENSORS for value in (*args[1:], *kwargs.values())):
+    if type(first) is not Tile or not _NO_TENSORS.issuperset(map(type, (*args[1:], *kwargs.values()))):
         return _run_pointwise(function, *args, **kwargs)
     out = function(first.local, *args[1:], **kwargs)
     if out is first.local and not has_moved_rows(out):

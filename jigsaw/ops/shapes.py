@@ -33,7 +33,7 @@ from jigsaw.tile import Tile, implements_torch, in_own_memory, leave_tile, refus
 
 
 def _full_shape(tile: Tile, shape: Sequence[int]) -> tuple[int, ...]:
-    known = math.prod(n for n in shape if n != -1)
+    known = math.prod([n for n in shape if n != -1])
     if -1 in shape and known:
         shape = [tile.numel() // known if n == -1 else n for n in shape]
     if math.prod(shape) != tile.numel():
