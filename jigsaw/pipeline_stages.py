@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import ShardingError
+from jigsaw.parallel import parallelize
+from jigsaw.sharding import ShardingOptions, sharding_units
 
 # are never called themselves: their elements are
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -156,3 +160,31 @@ def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
         end = best[k][end][1]
         cuts.append(end)
     return cuts[::-1]
+
+
+# -- their weights ----------------------------------------------------------------------------------------------------
+
+
+class StageModules(nn.Module):
+    """The modules of a rank's stages, for who looks for their parameters; the model calls them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for at, module in enumerate(modules):
+            self.add_module(str(at), module)
+
+
+_UNIT_BYTES = 4 * 2**20  # of weights within a module of a stage that are gathered by themselves
+
+
+def parallel_stage(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, sharding: ShardingOptions | None, channel: str
+) -> StageModules:
+    """`parallelize` the whole modules of a rank's stages together, with a unit of cut weights for each of them."""
+    holder = StageModules(modules)
+    how: dict[str, Any] = {}
+    if sharding is not None:
+        inner = [unit for unit in sharding_units(holder, _UNIT_BYTES) if unit not in modules]
+        cut = "keep" if sharding.keeps else True
+        how = {"shard_weights": cut, "replicate": sharding.replicate, "units": [*inner, *modules]}
+    return parallelize(holder, mesh, channel=channel, **how)

@@ -153,17 +153,24 @@ class _MeshSearch:
             return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
         begins: tuple[str, ...] = ()
         if stages > 1 and found.blocks >= stages:
-            begins, share = self._balanced(here, shape, stages, microbatches, shard_weights)
+            begins, share = self._balanced(here, shape, stages, microbatches, shard_weights, replicate)
             found = pipelined_report(found, stages, microbatches, share)
         return StepOption(axes, shard_weights, checkpoint, found, "", microbatches, replicate, begins)
 
     def _balanced(
-        self, axes: Mapping[str, int], shape: tuple[int, ...], stages: int, microbatches: int, shard_weights: bool
+        self,
+        axes: Mapping[str, int],
+        shape: tuple[int, ...],
+        stages: int,
+        microbatches: int,
+        shard_weights: bool,
+        replicate: tuple[str, ...],
     ) -> tuple[tuple[str, ...], float]:
         """The modules that begin the later stages, and the share of the slowest one of a microbatch's seconds."""
         known = {name: value for name, value in self._how.items() if name in StepPlan.__dataclass_fields__}
         device = self._device if isinstance(self._device, Device) else DEVICES[self._device]
-        plan = StepPlan(self._model, (shape,), shard_weights=shard_weights, keeps_calls=device.times_kernels, **known)
+        known |= {"shard_weights": shard_weights, "replicate": replicate, "keeps_calls": device.times_kernels}
+        plan = StepPlan(self._model, (shape,), **known)
         node = self._how.get("ranks_per_node") or device.ranks_per_node
         pieces = piece_costs(plan, axes, stages, device, node)
         cuts = balanced_cuts(pieces, stages, microbatches, device.memory_bytes)
@@ -194,8 +201,12 @@ class _MeshSearch:
             return None
         if weights == "cut":
             return self.attempt(axes, True, twice, batches)
-        hybrid = hybrid_axes(axes, ranks_per_node) if ranks_per_node and "pipe" not in axes else None
-        return None if hybrid is None else self.attempt(hybrid[0], True, twice, batches, replicate=(hybrid[1],))
+        stages = {name: size for name, size in axes.items() if name == "pipe"}
+        within = {name: size for name, size in axes.items() if name != "pipe"}
+        hybrid = hybrid_axes(within, ranks_per_node) if ranks_per_node else None
+        if hybrid is None:
+            return None
+        return self.attempt({**stages, **hybrid[0]}, True, twice, batches, replicate=(hybrid[1],))
 
     def tried_meshes(self, meshes: Sequence[Mapping[str, int]]) -> list[StepOption]:
         """Options with whole weights, the fastest first; of many meshes those that are fastest with one block a row."""
