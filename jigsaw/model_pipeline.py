@@ -16,14 +16,14 @@ from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun.stage_balance import balanced_stages
 from jigsaw.gradients import axes_not_cutting
-from jigsaw.mesh import axes_of_mesh, mesh_coordinate, split_axis_mesh
+from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.parallel import PIPE_MARK, reduced_at_end
 from jigsaw.pipeline_batch import BatchSplit, as_on_paper
 from jigsaw.pipeline_plan import CallWatch, PaperModel, PipelinePlan
 from jigsaw.pipeline_runner import StageBatch, StageRunner
-from jigsaw.pipeline_stages import balanced_begins, cut_stages, parallel_stage
+from jigsaw.pipeline_stages import balanced_begins, cut_stages, mesh_of_stage, parallel_stage
 from jigsaw.sharding import ShardingOptions, WeightSharding
 from jigsaw.tile import Tile
 
@@ -118,7 +118,7 @@ def pipeline(
             f"shard_weights=True with schedule={schedule!r}: it computes gradients of weights after those of inputs, "
             "when FSDP2 has parted the weights again; take schedule='1f1b', 'gpipe' or 'interleaved_1f1b'"
         )
-    stage_mesh = _mesh_of_stage(mesh, axis)
+    stage_mesh = mesh_of_stage(mesh, axis)
     options = ShardingOptions.checked(stage_mesh, shard_weights, replicate, None, None)
     for parameter, p in model.named_parameters():
         if is_dtensor(p) and not set(axes_of_mesh(p.device_mesh)) <= set(axes_of_mesh(mesh)) - {(axis, ranks)}:
@@ -449,11 +449,3 @@ class ModelPipeline:
 
 def _as_it_is(loss: Tensor, place: Tensor) -> Tensor:
     return loss
-
-
-def _mesh_of_stage(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """The ranks that have one stage together."""
-    names = tuple(name for name, _ in axes_of_mesh(mesh) if name != axis)
-    if names:
-        return mesh[names]
-    return split_axis_mesh(mesh, axis, ((axis, mesh.size()), ("alone", 1)))["alone"]

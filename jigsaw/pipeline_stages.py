@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import ShardingError
+from jigsaw.mesh import axes_of_mesh, split_axis_mesh
 from jigsaw.parallel import parallelize
 from jigsaw.sharding import ShardingOptions, sharding_units
 
@@ -47,7 +48,7 @@ def cut_stages(model: nn.Module, begins: Sequence[str]) -> StageCuts:
         raise ShardingError(
             f"stages={list(begins)!r}: the model has no module {unknown[0]!r}; name modules as in named_modules()"
         )
-    names = list(_whole_names("", model, begins))
+    names = whole_names(model, begins)
     for name in begins:
         if name not in names:
             within = [other for other in begins if other.startswith(f"{name}.")]
@@ -64,6 +65,11 @@ def cut_stages(model: nn.Module, begins: Sequence[str]) -> StageCuts:
     stage_of = {name: sum(at >= place for place in places) for at, name in enumerate(names)}
     _check_shared(model, stage_of)
     return StageCuts(tuple(begins), stage_of)
+
+
+def whole_names(model: nn.Module, begins: Sequence[str]) -> list[str]:
+    """The whole modules of a model whose stages begin with these modules, in the order of registration."""
+    return list(_whole_names("", model, begins))
 
 
 def _whole_names(name: str, module: nn.Module, begins: Sequence[str]) -> Iterator[str]:
@@ -162,7 +168,15 @@ def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
     return cuts[::-1]
 
 
-# -- their weights ----------------------------------------------------------------------------------------------------
+# -- on the ranks of a stage ------------------------------------------------------------------------------------------
+
+
+def mesh_of_stage(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The ranks that have one stage together."""
+    names = tuple(name for name, _ in axes_of_mesh(mesh) if name != axis)
+    if names:
+        return mesh[names]
+    return split_axis_mesh(mesh, axis, ((axis, mesh.size()), ("alone", 1)))["alone"]
 
 
 class StageModules(nn.Module):
