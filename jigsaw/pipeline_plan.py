@@ -183,23 +183,31 @@ def on_paper(mode: FakeTensorMode) -> Generator[None]:
 
 
 class PaperModel:
-    """A copy of a model whose parameters and buffers have no values, made before its stages are parted."""
+    """A copy of a model whose parameters and buffers have no values, made before its stages are parted.
 
-    def __init__(self, model: nn.Module, cuts: StageCuts, mesh: DeviceMesh) -> None:
+    One whose tensors have none already, in a mode that is given, is taken as it is.
+    """
+
+    def __init__(self, model: nn.Module, cuts: StageCuts, mesh: DeviceMesh, mode: FakeTensorMode | None = None) -> None:
         self.cuts, self.mesh = cuts, mesh
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self.model = self._copy_without_values(model) if mode is None else model
+        for p in self.model.parameters():
+            setattr(p, AVERAGED_MARK, mesh.size())  # as that of a stage
+        self.watch = CallWatch(self.model, cuts)
+        # what has neither is the same in every stage
+        self._with_state = frozenset(n for n in cuts.stage_of if _tensors_of(self.model.get_submodule(n)))
+
+    def _copy_without_values(self, model: nn.Module) -> nn.Module:
         with self.mode:
-            memo: dict[int, Any] = {id(x): _without_values(x, mesh) for x in _tensors_of(model)}
+            memo: dict[int, Any] = {id(x): _without_values(x, self.mesh) for x in _tensors_of(model)}
         try:
-            self.model = copy.deepcopy(model, memo)
+            return copy.deepcopy(model, memo)
         except Exception as error:
             raise ShardingError(
                 f"pipeline needs a copy of {type(model).__name__} without values, but copy.deepcopy(model) fails: "
                 f"{error}; keep what cannot be copied out of the model's attributes"
             ) from error
-        self.watch = CallWatch(self.model, cuts)
-        # what has neither is the same in every stage
-        self._with_state = frozenset(n for n in cuts.stage_of if _tensors_of(self.model.get_submodule(n)))
 
     def plan(self, args: Sequence[Any], training: Mapping[str, bool]) -> PipelinePlan:
         """What travels for a microbatch of these arguments (tiles on paper)."""
@@ -230,11 +238,7 @@ def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
         made: Tensor = dtensor.from_local(local, *how, run_check=False, shape=x.shape, stride=x.stride())
     else:
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
-    if not isinstance(x, nn.Parameter):
-        return made
-    parameter = nn.Parameter(made, requires_grad=x.requires_grad)
-    setattr(parameter, AVERAGED_MARK, mesh.size())  # as that of a stage
-    return parameter
+    return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
 
 
 class _PlanningPass(WatchedPass):

@@ -15,10 +15,10 @@ from torch import nn
 import jigsaw
 from jigsaw.__main__ import main
 from jigsaw.cut import ShardingError
-from jigsaw.dryrun import DEVICES, DryRunReport, advice_text, advise_mesh
+from jigsaw.dryrun import DEVICES, DryRunReport, Traffic, advice_text, advise_mesh
 from jigsaw.dryrun.calibration import load_device, save_device
 from jigsaw.dryrun.kernel_clock import timed_kernel
-from jigsaw.dryrun.mesh_search import possible_meshes
+from jigsaw.dryrun.mesh_search import _MeshSearch, possible_meshes
 from jigsaw.dryrun.pipeline_estimate import StageShare, pipelined_report
 from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
 
@@ -142,6 +142,23 @@ def test_a_pipeline_waits_as_the_formula_says():
     assert [phase.peak["activations"] / whole["forward"].peak["activations"] for phase in waiting] == pytest.approx(
         [3 / 6, 6 / 6, 2 / 6], abs=1e-3
     )
+
+
+def test_weights_of_stages_are_cut_within_nodes():
+    search = _MeshSearch(_Blocks(width=32), (8, 3, 8, 8), replace(DEVICES["a100"], ranks_per_node=2), None, {})
+    plain = search.attempt({"pipe": 2, "data": 4, "lat": 1, "lon": 1}, microbatches=2)
+    found = {(o.shard_weights, o.checkpoint, o.replicate): o for o in search.tried_ways([plain], 2)}
+    assert all(option.works for option in found.values())
+    hybrid, cut = found[True, False, ("replicate",)], found[True, False, ()]
+    assert hybrid.mesh == {"pipe": 2, "replicate": 2, "data": 2, "lat": 1, "lon": 1}
+    assert "replicate='replicate'" in str(hybrid)
+    assert [r.rank for r in hybrid.report.ranks] == [3, 7]
+    sent = [sum((phase.links.get("network", Traffic()) for phase in o.report.ranks[1].phases.values()), Traffic())
+            for o in (hybrid, cut)]  # fmt: skip
+    assert sent[0].messages < sent[1].messages
+    # a sum of what each rank keeps, in place of gathers of weights and of their gradients in parts
+    kinds = [o.report.ranks[0].phases["forward"].traffic["gathered weights"].sent_bytes for o in (hybrid, cut)]
+    assert kinds[0] / kinds[1] == pytest.approx((1 / 2) / (3 / 4), rel=0.02)
 
 
 @pytest.mark.slow
