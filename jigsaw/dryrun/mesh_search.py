@@ -87,10 +87,10 @@ def advise_mesh(
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; one
     of those that are the same but for the order of two dims of one size.  Within a node `channel` cuts weights
     (`jigsaw.parallelize`), and `pipe` a model with a row of blocks that are alike, for a batch of several samples: that
-    is estimated from one microbatch (`pipelined_report`), with stages that are balanced (`balanced_cuts`).  An axis of the three fastest
-    meshes gives them its ranks.  The fastest is also run with ``shard_weights``, on several nodes cut over all ranks or
-    within a node (`replicate`), with checkpointing of blocks, and with both; the next two, and the fastest with
-    `channel` and `pipe`, with the two of these ways that are fastest there.
+    is estimated from one microbatch (`pipelined_report`), with stages that are balanced (`balanced_cuts`).  An axis of
+    the three fastest meshes gives them its ranks.  The fastest is also run with ``shard_weights``, on several nodes cut
+    over all ranks or within a node (`replicate`), with checkpointing of blocks, and with both; the next two, and the
+    fastest with `channel` and `pipe`, with the two of these ways that are fastest there.
 
     Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
     least; where one takes a tenth longer than the best, those that cut its space further are left out.  `how` are

@@ -195,22 +195,32 @@ def _play_step(
         return
     meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
     if meter.marks is not None:
-        kept = meter.kept_by_piece()
-        played.pieces = tuple(
-            PlayedPiece(
-                name,
-                {phase: meter.phase_of_piece(phase, at, calls) for phase, calls in traffic.items()},
-                sum(_bytes_with_state(p, optimizer) for p in model.get_submodule(name).parameters()),
-                kept.get(at, 0),
-            )
-            for at, name in enumerate(plan.pieces)
-        )
+        played.pieces = _played_pieces(plan.pieces, model, optimizer, meter, traffic)
     if stages is not None:
         stages.play_sums(phase)
     if optimizer is not None:
         del value
         with phase("step"):
             optimizer.step()
+
+
+def _played_pieces(
+    names: Sequence[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    meter: StepMeter,
+    traffic: Mapping[str, Sequence[comm.TrafficCall]],
+) -> tuple[PlayedPiece, ...]:
+    kept = meter.kept_by_piece()
+    return tuple(
+        PlayedPiece(
+            name,
+            {phase: meter.phase_of_piece(phase, at, calls) for phase, calls in traffic.items()},
+            sum(_bytes_with_state(p, optimizer) for p in model.get_submodule(name).parameters()),
+            kept.get(at, 0),
+        )
+        for at, name in enumerate(names)
+    )
 
 
 class PlayedStages:
