@@ -299,9 +299,11 @@ class _PlanningPass(WatchedPass):
     def _read_again(self, number: int, where: Any, tile: Tile) -> Tensor:
         shape, stride, dtype, device = where
         self._read[self.stage].add(number)
-        # a new tensor: it comes from another rank
+        # a new tensor: it comes from another rank; a view of it, for one without a node would be traced back to what a
+        # custom Function of another stage was given
         local = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        tile.__dict__["local"] = local.requires_grad_(torch.is_grad_enabled() and dtype.is_floating_point)
+        needs = torch.is_grad_enabled() and dtype.is_floating_point
+        local = tile.__dict__["local"] = local.requires_grad_(needs).view_as(local)
         return local
 
     def _check_order(self, name: str) -> None:
