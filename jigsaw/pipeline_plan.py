@@ -265,7 +265,9 @@ class _PlanningPass(WatchedPass):
             )
 
     def keep(self, number: int, tile: Tile) -> None:
-        self._tiles.append((tile, tile.local.dtype))
+        # of one that a custom Function is about to return `local` must not be read: it has no node yet
+        rows: Tensor = tile.__dict__.get("_rows")
+        self._tiles.append((tile, (tile.local if rows is None else rows).dtype))
 
     def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in self.cuts.begins[self.stage :]:
@@ -285,16 +287,18 @@ class _PlanningPass(WatchedPass):
                 f"stages={list(self.cuts.begins)!r}: the model calls {name!r} before {self.cuts.begins[self.stage]!r}; "
                 "name modules in the order of their calls"
             )
+        tiles = enumerate(tile for tile, _ in self._tiles)
+        known = {n: tile.local for n, tile in tiles if "local" in tile.__dict__ or "awaited" not in tile.__dict__}
         self.stage += 1
         self.made.first_calls.append(self.calls)
         self.made.tiles_before.append(self.tiles)
         self._found.append({n: TileOnPaper(n, tile.layout, dtype) for n, (tile, dtype) in enumerate(self._tiles)})
         self._read.append(set())
-        for number, (tile, _) in enumerate(self._tiles):
-            local = tile.__dict__.pop("local", None)
-            if local is not None:
-                where = local.shape, local.stride(), local.dtype, local.device
-                tile.__dict__["awaited"] = partial(self._read_again, number, where)
+        for number, local in known.items():
+            where = local.shape, local.stride(), local.dtype, local.device
+            state = self._tiles[number][0].__dict__
+            state["awaited"] = partial(self._read_again, number, where)
+            del state["local"]
 
     def _read_again(self, number: int, where: Any, tile: Tile) -> Tensor:
         shape, stride, dtype, device = where

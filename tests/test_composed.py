@@ -179,7 +179,6 @@ PIPES = [
     ({"pipe": 2, "lat": 2}, {"schedule": "1f1b"}, "lat"),
     ({"pipe": 2, "lat": 2, "expert": 2}, {"schedule": "zbv"}, "expert"),
     ({"pipe": 2, "data": 2, "lat": 2}, {"schedule": "1f1b", "shard_weights": True}, ("data", "lat")),
-    ({"pipe": 2, "data": 2, "lat": 2}, {"schedule": "1f1b", "shard_weights": True, "replicate": "data"}, None),
 ]
 
 
