@@ -266,7 +266,7 @@ class _PlanningPass(WatchedPass):
 
     def keep(self, number: int, tile: Tile) -> None:
         # of one that a custom Function is about to return `local` must not be read: it has no node yet
-        rows: Tensor = tile.__dict__.get("_rows")
+        rows: Tensor | None = tile.__dict__.get("_rows")
         self._tiles.append((tile, (tile.local if rows is None else rows).dtype))
 
     def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
