@@ -266,7 +266,7 @@ def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     names = axes_in_mesh_order(mesh, axes)
     if len(names) == 1:
         return mesh if mesh.ndim == 1 else mesh[names[0]]
-    made, root = _flat_by_axes.setdefault(_world_group(), {}), _root_mesh(mesh)
+    made, root = _flat_by_axes.setdefault(_world_group(), {}), root_mesh(mesh)
     key = root, mesh, names
     if key not in made:
         made[key] = _flattened_apart(mesh if len(names) == mesh.ndim else mesh[names], root)
@@ -286,7 +286,8 @@ def hybrid_submesh(mesh: DeviceMesh, axes: Sequence[str], replicate: Sequence[st
         return DeviceMesh._concatenate(parts)  # pyright: ignore[reportPrivateUsage]
 
 
-def _root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` is a part of, or itself."""
     return mesh._get_root_mesh()  # pyright: ignore[reportPrivateUsage]
 
 

@@ -15,15 +15,16 @@ from torch.utils import _pytree as pytree
 from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun.stage_balance import balanced_stages
-from jigsaw.mesh import axes_of_mesh, mesh_coordinate, split_axis_mesh
+from jigsaw.gradients import axes_not_cutting
+from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
-from jigsaw.parallel import PIPE_MARK, parallelize, reduced_at_end
+from jigsaw.parallel import PIPE_MARK, reduced_at_end
 from jigsaw.pipeline_batch import BatchSplit, as_on_paper
 from jigsaw.pipeline_plan import CallWatch, PaperModel, PipelinePlan
 from jigsaw.pipeline_runner import StageBatch, StageRunner
-from jigsaw.pipeline_stages import balanced_begins, cut_stages
-from jigsaw.sharding import sharding_units
+from jigsaw.pipeline_stages import balanced_begins, cut_stages, mesh_of_stage, parallel_stage
+from jigsaw.sharding import ShardingOptions, WeightSharding
 from jigsaw.tile import Tile
 
 
@@ -58,7 +59,8 @@ def pipeline(
     stages: Sequence[str] | Literal["balanced"] | None = None,
     example: Tile | None = None,
     axis: str = "pipe",
-    shard_weights: bool = False,
+    shard_weights: WeightSharding = False,
+    replicate: str | Sequence[str] = (),
     channel: str = "channel",
 ) -> ModelPipeline:
     """Cut the layers of `model` into stages along the mesh axis `axis`; ``step`` trains on microbatches in turn.
@@ -76,16 +78,17 @@ def pipeline(
       ``"interleaved_zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (two stages a rank, or as many as `stages` makes).
     - `loss` takes the model's output and the target of a microbatch and returns their mean.  The loss of a step is the
       mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm.
-    - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights` and
-      `channel`.
+    - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights`,
+      `replicate` and `channel`.
     - A tile that a later stage reads (a skip) travels through the stages between.  A parameter of a module that has a
       cut within it (a positional embedding of the whole net) is kept by every stage.
 
     *Shapes*: unchanged; a stage is sent ``[batch / microbatches, ...]`` of a tile, per rank the rows that it owns.
     *Sends*: for each microbatch and border between stages on two ranks the tiles that a later stage reads, backward
     their gradients.  A step: the loss, and what `parallelize` sends for one backward pass.
-    *Raises*: `ShardingError` for a mesh without the axis, stages that do not fit the model or the schedule, parameters
-    that are DTensors over other axes or in two stages; in the first step for a forward pass that calls modules in
+    *Raises*: `ShardingError` for a mesh without the axis, stages that do not fit the model or the schedule,
+    `shard_weights` and `replicate` that do not fit the axes of a stage, parameters that are DTensors over other axes or
+    in two stages; in the first step for a forward pass that calls modules in
     another order, uses a plain tensor of one stage in another, or has a cut within what is checkpointed.
 
     Source of the schedules: Huang et al., arXiv 1811.06965 (GPipe); Narayanan et al., arXiv 2104.04473 (1F1B); Qi et
@@ -115,6 +118,8 @@ def pipeline(
             f"shard_weights=True with schedule={schedule!r}: it computes gradients of weights after those of inputs, "
             "when FSDP2 has parted the weights again; take schedule='1f1b', 'gpipe' or 'interleaved_1f1b'"
         )
+    stage_mesh = mesh_of_stage(mesh, axis)
+    options = ShardingOptions.checked(stage_mesh, shard_weights, replicate, None, None)
     for parameter, p in model.named_parameters():
         if is_dtensor(p) and not set(axes_of_mesh(p.device_mesh)) <= set(axes_of_mesh(mesh)) - {(axis, ranks)}:
             raise ShardingError(
@@ -124,7 +129,7 @@ def pipeline(
             )
     begins = _begins(model, mesh, stages, ranks * (how.per_rank or 2) if ranks > 1 else 1, example, axis, microbatches)
     _check_schedule(name, how, ranks, len(begins) + 1, microbatches)
-    return ModelPipeline(model, mesh, axis, how, begins, microbatches, loss, shard_weights, channel)
+    return ModelPipeline(model, mesh, stage_mesh, axis, how, begins, microbatches, loss, options, channel)
 
 
 def _begins(
@@ -173,18 +178,6 @@ def _check_schedule(name: str, how: PipeSchedule, ranks: int, stages: int, batch
         )
 
 
-class _StageModules(nn.Module):
-    """The modules of a rank's stages, for who looks for their parameters; the model calls them."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        for at, module in enumerate(modules):
-            self.add_module(str(at), module)
-
-
-_UNIT_BYTES = 4 * 2**20  # of weights within a module of a stage that are gathered by themselves
-
-
 class ModelPipeline:
     """The stages of a model that this rank has, and the schedule that runs them; `jigsaw.pipeline` makes one.
 
@@ -198,25 +191,25 @@ class ModelPipeline:
         self,
         model: nn.Module,
         mesh: DeviceMesh,
+        stage_mesh: DeviceMesh,
         axis: str,
         how: PipeSchedule,
         begins: Sequence[str],
         microbatches: int,
         loss: Callable[[Any, Any], Tensor],
-        shard_weights: bool,
+        sharding: ShardingOptions | None,
         channel: str,
     ) -> None:
-        self.model, self.mesh, self.microbatches = model, mesh, microbatches
+        self.model, self.mesh, self.stage_mesh, self.microbatches = model, mesh, stage_mesh, microbatches
         self._axis, self._how = axis, how
         self._ranks = dict(axes_of_mesh(mesh))[axis]
         self._here = mesh_coordinate(mesh)[[name for name, _ in axes_of_mesh(mesh)].index(axis)]
         self._cuts = cut_stages(model, begins)
-        self.stage_mesh = _mesh_of_stage(mesh, axis)
         self._check_alike()
         self.names_of_all_stages = list(model.state_dict())
         self.stages = self._stages_at(self._here)
         self._paper = PaperModel(model, self._cuts, self.stage_mesh)
-        self._keep_own_stages(shard_weights, channel)
+        self._keep_own_stages(sharding, channel)
         elsewhere = {
             name
             for name, stage in self._cuts.stage_of.items()
@@ -241,7 +234,7 @@ class ModelPipeline:
                     "the mesh passed others"
                 )
 
-    def _keep_own_stages(self, shard_weights: bool, channel: str) -> None:
+    def _keep_own_stages(self, sharding: ShardingOptions | None, channel: str) -> None:
         """Move the weights of other stages to the meta device, and prepare the gradients of those that stay."""
         stage_of = self._cuts.stage_of
         whole = {name: self.model.get_submodule(name) for name in stage_of}
@@ -252,10 +245,9 @@ class ModelPipeline:
                 module.to("meta")
         own = [module for name, module in whole.items() if stage_of[name] in self.stages]
         own = [module for module in own if next(module.parameters(), None) is not None]
-        self._holder = _StageModules(own)
-        inner = [unit for unit in sharding_units(self._holder, _UNIT_BYTES) if unit not in own] if shard_weights else []
-        units = [*inner, *own]
-        parallelize(self._holder, self.stage_mesh, shard_weights=shard_weights, channel=channel, units=units)
+        if sharding is not None:
+            self._join_groups(sharding, channel)
+        self._holder = parallel_stage(own, self.stage_mesh, sharding, channel)
         axes = [name for name, _ in axes_of_mesh(self.mesh)]
         with torch.no_grad():
             for p in self._shared.values():
@@ -265,6 +257,16 @@ class ModelPipeline:
                 setattr(p, AVERAGED_MARK, self.stage_mesh.size())
         for name, p in self.named_parameters():
             setattr(p, PIPE_MARK, (self.mesh, self._axis, name not in self._shared or self._here == 0))
+
+    def _join_groups(self, sharding: ShardingOptions, channel: str) -> None:
+        """Make the groups that any stage cuts weights over: all ranks of the job make each, and of what `channel` cuts
+        or is a DTensor some stages may have nothing.
+        """
+        names = tuple(name for name, _ in axes_of_mesh(self.stage_mesh))
+        cut = (axes_not_cutting(p, self.stage_mesh) for p in self.model.parameters() if is_dtensor(p))
+        for axes in dict.fromkeys([names, tuple(name for name in names if name != channel), *cut]):
+            if comm.rank_count(self.stage_mesh, [name for name in axes if name not in sharding.replicate]) > 1:
+                sharding.mesh_along(self.stage_mesh, axes)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -447,11 +449,3 @@ class ModelPipeline:
 
 def _as_it_is(loss: Tensor, place: Tensor) -> Tensor:
     return loss
-
-
-def _mesh_of_stage(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """The ranks that have one stage together."""
-    names = tuple(name for name, _ in axes_of_mesh(mesh) if name != axis)
-    if names:
-        return mesh[names]
-    return split_axis_mesh(mesh, axis, ((axis, mesh.size()), ("alone", 1)))["alone"]

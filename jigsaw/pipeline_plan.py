@@ -183,23 +183,31 @@ def on_paper(mode: FakeTensorMode) -> Generator[None]:
 
 
 class PaperModel:
-    """A copy of a model whose parameters and buffers have no values, made before its stages are parted."""
+    """A copy of a model whose parameters and buffers have no values, made before its stages are parted.
 
-    def __init__(self, model: nn.Module, cuts: StageCuts, mesh: DeviceMesh) -> None:
+    One whose tensors have none already, in a mode that is given, is taken as it is.
+    """
+
+    def __init__(self, model: nn.Module, cuts: StageCuts, mesh: DeviceMesh, mode: FakeTensorMode | None = None) -> None:
         self.cuts, self.mesh = cuts, mesh
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self.model = self._copy_without_values(model) if mode is None else model
+        for p in self.model.parameters():
+            setattr(p, AVERAGED_MARK, mesh.size())  # as that of a stage
+        self.watch = CallWatch(self.model, cuts)
+        # what has neither is the same in every stage
+        self._with_state = frozenset(n for n in cuts.stage_of if _tensors_of(self.model.get_submodule(n)))
+
+    def _copy_without_values(self, model: nn.Module) -> nn.Module:
         with self.mode:
-            memo: dict[int, Any] = {id(x): _without_values(x, mesh) for x in _tensors_of(model)}
+            memo: dict[int, Any] = {id(x): _without_values(x, self.mesh) for x in _tensors_of(model)}
         try:
-            self.model = copy.deepcopy(model, memo)
+            return copy.deepcopy(model, memo)
         except Exception as error:
             raise ShardingError(
                 f"pipeline needs a copy of {type(model).__name__} without values, but copy.deepcopy(model) fails: "
                 f"{error}; keep what cannot be copied out of the model's attributes"
             ) from error
-        self.watch = CallWatch(self.model, cuts)
-        # what has neither is the same in every stage
-        self._with_state = frozenset(n for n in cuts.stage_of if _tensors_of(self.model.get_submodule(n)))
 
     def plan(self, args: Sequence[Any], training: Mapping[str, bool]) -> PipelinePlan:
         """What travels for a microbatch of these arguments (tiles on paper)."""
@@ -230,11 +238,7 @@ def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
         made: Tensor = dtensor.from_local(local, *how, run_check=False, shape=x.shape, stride=x.stride())
     else:
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
-    if not isinstance(x, nn.Parameter):
-        return made
-    parameter = nn.Parameter(made, requires_grad=x.requires_grad)
-    setattr(parameter, AVERAGED_MARK, mesh.size())  # as that of a stage
-    return parameter
+    return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
 
 
 class _PlanningPass(WatchedPass):
@@ -261,7 +265,9 @@ class _PlanningPass(WatchedPass):
             )
 
     def keep(self, number: int, tile: Tile) -> None:
-        self._tiles.append((tile, tile.local.dtype))
+        # of one that a custom Function is about to return `local` must not be read: it has no node yet
+        rows: Tensor | None = tile.__dict__.get("_rows")
+        self._tiles.append((tile, (tile.local if rows is None else rows).dtype))
 
     def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in self.cuts.begins[self.stage :]:
@@ -281,23 +287,27 @@ class _PlanningPass(WatchedPass):
                 f"stages={list(self.cuts.begins)!r}: the model calls {name!r} before {self.cuts.begins[self.stage]!r}; "
                 "name modules in the order of their calls"
             )
+        tiles = enumerate(tile for tile, _ in self._tiles)
+        known = {n: tile.local for n, tile in tiles if "local" in tile.__dict__ or "awaited" not in tile.__dict__}
         self.stage += 1
         self.made.first_calls.append(self.calls)
         self.made.tiles_before.append(self.tiles)
         self._found.append({n: TileOnPaper(n, tile.layout, dtype) for n, (tile, dtype) in enumerate(self._tiles)})
         self._read.append(set())
-        for number, (tile, _) in enumerate(self._tiles):
-            local = tile.__dict__.pop("local", None)
-            if local is not None:
-                where = local.shape, local.stride(), local.dtype, local.device
-                tile.__dict__["awaited"] = partial(self._read_again, number, where)
+        for number, local in known.items():
+            where = local.shape, local.stride(), local.dtype, local.device
+            state = self._tiles[number][0].__dict__
+            state["awaited"] = partial(self._read_again, number, where)
+            del state["local"]
 
     def _read_again(self, number: int, where: Any, tile: Tile) -> Tensor:
         shape, stride, dtype, device = where
         self._read[self.stage].add(number)
-        # a new tensor: it comes from another rank
+        # a new tensor: it comes from another rank; a view of it, for one without a node would be traced back to what a
+        # custom Function of another stage was given
         local = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        tile.__dict__["local"] = local.requires_grad_(torch.is_grad_enabled() and dtype.is_floating_point)
+        needs = torch.is_grad_enabled() and dtype.is_floating_point
+        local = tile.__dict__["local"] = local.requires_grad_(needs).view_as(local)
         return local
 
     def _check_order(self, name: str) -> None:

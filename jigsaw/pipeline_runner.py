@@ -128,8 +128,10 @@ class StagePass(WatchedPass):
 
     def outgoing(self) -> tuple[Tensor, ...]:
         """The tensors for the next stage."""
+        tiles = [self.kept[number] for number in self._sent]
+        for tile in tiles:
+            tile.check_no_history()  # what comes right out of a custom Function
         # cloned: the graph of a stage must not end in its own input, nor in a view of what the stage goes on to change
-        tiles = (self.kept[number] for number in self._sent)
         return tuple(tile.owned().local.clone(memory_format=torch.contiguous_format) for tile in tiles)
 
 

@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import ShardingError
+from jigsaw.mesh import axes_of_mesh, split_axis_mesh
+from jigsaw.parallel import parallelize
+from jigsaw.sharding import ShardingOptions, sharding_units
 
 # are never called themselves: their elements are
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -43,7 +48,7 @@ def cut_stages(model: nn.Module, begins: Sequence[str]) -> StageCuts:
         raise ShardingError(
             f"stages={list(begins)!r}: the model has no module {unknown[0]!r}; name modules as in named_modules()"
         )
-    names = list(_whole_names("", model, begins))
+    names = whole_names(model, begins)
     for name in begins:
         if name not in names:
             within = [other for other in begins if other.startswith(f"{name}.")]
@@ -60,6 +65,11 @@ def cut_stages(model: nn.Module, begins: Sequence[str]) -> StageCuts:
     stage_of = {name: sum(at >= place for place in places) for at, name in enumerate(names)}
     _check_shared(model, stage_of)
     return StageCuts(tuple(begins), stage_of)
+
+
+def whole_names(model: nn.Module, begins: Sequence[str]) -> list[str]:
+    """The whole modules of a model whose stages begin with these modules, in the order of registration."""
+    return list(_whole_names("", model, begins))
 
 
 def _whole_names(name: str, module: nn.Module, begins: Sequence[str]) -> Iterator[str]:
@@ -156,3 +166,39 @@ def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
         end = best[k][end][1]
         cuts.append(end)
     return cuts[::-1]
+
+
+# -- on the ranks of a stage ------------------------------------------------------------------------------------------
+
+
+def mesh_of_stage(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The ranks that have one stage together."""
+    names = tuple(name for name, _ in axes_of_mesh(mesh) if name != axis)
+    if names:
+        return mesh[names]
+    return split_axis_mesh(mesh, axis, ((axis, mesh.size()), ("alone", 1)))["alone"]
+
+
+class StageModules(nn.Module):
+    """The modules of a rank's stages, for who looks for their parameters; the model calls them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for at, module in enumerate(modules):
+            self.add_module(str(at), module)
+
+
+_UNIT_BYTES = 4 * 2**20  # of weights within a module of a stage that are gathered by themselves
+
+
+def parallel_stage(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, sharding: ShardingOptions | None, channel: str
+) -> StageModules:
+    """`parallelize` the whole modules of a rank's stages together, with a unit of cut weights for each of them."""
+    holder = StageModules(modules)
+    how: dict[str, Any] = {}
+    if sharding is not None:
+        inner = [unit for unit in sharding_units(holder, _UNIT_BYTES) if unit not in modules]
+        cut = "keep" if sharding.keeps else True
+        how = {"shard_weights": cut, "replicate": sharding.replicate, "units": [*inner, *modules]}
+    return parallelize(holder, mesh, channel=channel, **how)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.gradients import axes_not_cutting
-from jigsaw.mesh import axes_of_mesh, flat_submesh, has_every_rank, hybrid_submesh
+from jigsaw.mesh import axes_of_mesh, flat_submesh, has_every_rank, hybrid_submesh, root_mesh
 
 WeightSharding = bool | Literal["after_forward", "keep"]
 
@@ -63,18 +63,19 @@ class ShardingOptions:
                     )
             return None
         sizes = dict(axes_of_mesh(mesh))
-        if copies and not has_every_rank(mesh):
+        if copies and not has_every_rank(root_mesh(mesh)):
             raise ShardingError(f"replicate={copies} needs a mesh of all ranks of the job; {mesh} leaves out some")
         if not set(copies) <= set(sizes) or (copies and set(copies) == set(sizes)):
             raise ShardingError(
-                f"replicate={copies} must be some, not all, of the mesh's axes {tuple(sizes)}: weights are cut along "
-                "the others"
+                f"replicate={copies} must be some, not all, of the axes {tuple(sizes)}: weights are cut along the "
+                "others"
             )
         return cls(shard_weights == "keep", copies, mp_policy, offload_policy)
 
     def mesh_along(self, mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
         """The mesh of one or two axes that `fully_shard` takes, over the ranks along `axes`."""
-        return hybrid_submesh(mesh, axes, self.replicate) if self.replicate else flat_submesh(mesh, axes)
+        is_hybrid = any(name in self.replicate for name in axes)
+        return hybrid_submesh(mesh, axes, self.replicate) if is_hybrid else flat_submesh(mesh, axes)
 
 
 def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:

@@ -226,6 +226,13 @@ class Tile(TensorShell):
             _watcher(tile)
         return tile
 
+    def view_of_itself(self) -> Any:
+        """As that of a shell; whoever watches new tiles sees it."""
+        view = super().view_of_itself()
+        if _watcher is not None:
+            _watcher(view)
+        return view
+
     if TYPE_CHECKING:  # what a type checker sees of the operators that are set below
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _any_operator
         __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _any_operator

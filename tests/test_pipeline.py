@@ -162,6 +162,48 @@ def test_skips_travel_through_the_stages_between(rows):
         _assert_gradients(pipe, grads)
 
 
+class Negated(torch.autograd.Function):
+    """Another gradient than torch would find; of a given tile as it is, or times a plain weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight=None):
+        ctx.save_for_backward(x, weight)
+        return x if weight is None else x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return (-grad, None) if weight is None else (-grad * weight, (grad * x).sum())
+
+
+class Reversed(nn.Module):
+    """A custom Function right before a border: of its own input, of a weight, of two stages."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.tensor(1.5))
+        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        y = Negated.apply(x, *([] if self.how == "input" else [self.weight]))
+        return self.second(y) + (y[:, :2] - x[:, :2] if self.how == "skip" else 0)
+
+
+@on_ranks(2)
+def test_results_of_custom_functions_cross_borders():
+    mesh, (x, y) = world_mesh(pipe=2, lat=1), _batch()
+    tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
+    for how, sent in (("input", 1), ("weight", 1), ("skip", 2)):
+        model = _model(Reversed, how)
+        loss, grads = _expected(model, x, y)
+        pipe = jigsaw.pipeline(model, mesh, loss=F.mse_loss, stages=["second"])
+        assert _sent(pipe, *tiles) == (pytest.approx(loss, abs=1e-12), sent * 8 * x.numel())
+        _assert_gradients(
+            pipe, {name: torch.zeros_like(x[0, 0, 0, 0]) if g is None else g for name, g in grads.items()}
+        )
+
+
 class Narrowing(nn.Sequential):
     """Most of the work where the rows are, most of the parameters where they are not."""
 
@@ -252,13 +294,16 @@ def _assert_weights(pipe, model):
         torch.testing.assert_close(whole, model.get_parameter(name), rtol=0, atol=1e-11)
 
 
-def _check_training(folder):
+HYBRID = {"shard_weights": True, "replicate": "data"}
+
+
+def _check_training(folder, axes, cut):
     """FSDP2 in a stage, checkpointing, clipping; the checkpoint of one is read by a plain model and by the other."""
-    mesh = world_mesh(pipe=2, lat=2)
+    mesh = world_mesh(**axes)
     x, y = _batch()
-    tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
+    tiles = [jigsaw.shard(v, mesh, ("data" if "data" in axes else None, *SPEC[1:])) for v in (x, y)]
     pipes = []
-    for make, schedule, options in ((Chain, "1f1b", {"shard_weights": True}), (Checkpointed, "zbv", {})):
+    for make, schedule, options in ((Chain, "1f1b", cut), (Checkpointed, "zbv", {})):
         norms, expected, theirs = _trained(_model(make), x, y)
         pipe = jigsaw.pipeline(_model(make), mesh, loss=F.mse_loss, schedule=schedule, **options)
         found, optimizer = _pipe_trained(pipe, tiles)
@@ -280,10 +325,53 @@ def _check_training(folder):
     jigsaw.load(folder / "whole", model=pipe, optimizer=optimizer)
     _assert_weights(pipe, expected)
 
+    # of each dim 0 a stage's ranks along `lat` have parts, those along `data` the same
+    for p in (p for name, p in pipe.named_parameters() if name != "position"):
+        assert len(p.to_local()) <= -(-len(p) // axes["lat"])
+        assert [how.is_replicate() for how in p.placements] == ([True, False] if "data" in axes else [False])
+
+
+@pytest.mark.parametrize(
+    ("axes", "cut"),
+    [
+        pytest.param({"pipe": 2, "lat": 2}, {"shard_weights": True}, marks=pytest.mark.slow),
+        pytest.param({"pipe": 2, "data": 2, "lat": 2}, HYBRID, marks=pytest.mark.slow),
+    ],
+    ids=["cut", "hybrid"],
+)
+def test_training_and_its_checkpoints(axes, cut, tmp_path):
+    run_on_ranks(8 if "data" in axes else 4, _check_training, tmp_path, axes, cut)
+
+
+@on_ranks(4)
+def test_hybrid_weights_in_stages():
+    mesh = world_mesh(data=2, pipe=2, lat=1)
+    model, (x, y) = _model(Chain), _batch()
+    loss, grads = _expected(model, x, y)
+    tiles = [jigsaw.shard(v, mesh, ("data", None, "lat", None)) for v in (x, y)]
+    for options in (HYBRID, HYBRID | {"shard_weights": "keep", "replicate": ["data"], "schedule": "gpipe"}):
+        pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, **options)
+        for step in (1, 2):
+            assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+            _assert_gradients(pipe, grads, step)
+
+
+def _check_channels_in_one_stage():
+    """Only the first stage has weights that are cut by `channel` and over the other axes as well."""
+    mesh = world_mesh(pipe=2, data=2, spare=1, channel=2)
+    model = _model(lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.GELU(), nn.GroupNorm(2, 8), nn.GroupNorm(4, 8)))
+    torch.manual_seed(1)
+    x, y = (torch.randn(8, n, 6, 5).double() for n in (4, 8))
+    loss, grads = _expected(model, x, y)
+    pipe = jigsaw.pipeline(model, mesh, loss=F.mse_loss, stages=["3"], shard_weights=True)
+    tiles = [jigsaw.shard(v, mesh, ("data", None, None, None)) for v in (x, y)]
+    assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+    _assert_gradients(pipe, grads)
+
 
 @pytest.mark.slow
-def test_training_and_its_checkpoints(tmp_path):
-    run_on_ranks(4, _check_training, tmp_path)
+def test_stages_of_which_one_has_weights_that_channel_cuts():
+    run_on_ranks(8, _check_channels_in_one_stage)
 
 
 # -- other axes, other dtypes, what is sent ---------------------------------------------------------------------------
@@ -388,6 +476,11 @@ def test_refused():
     _refused(r"needs microbatches >= 2, not 1", microbatches=1)
     _refused("of 6 samples cut at .* into 4 equal parts", x=torch.randn(6, 3, 7, 5))
     _refused("shard_weights=True with schedule='zbv': .* take schedule='1f1b'", schedule="zbv", shard_weights=True)
+    _refused("replicate=.*pass shard_weights=True with it", replicate="lat")
+    wide = {"mesh": world_mesh(pipe=2, data=1, lat=1), "shard_weights": True}
+    _refused(r"replicate=\('pipe',\) must be some, not all, of the axes \('data', 'lat'\)", replicate="pipe", **wide)
+    _refused(r"replicate=\('data', 'lat'\) must be some, not all", replicate=["data", "lat"], **wide)
+    _refused("shard_weights='always' must be True or 'after_forward'", shard_weights="always")
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.few_blocks import play_rank_shortly
 from jigsaw.dryrun.rank_playing import (
+    ONCE_A_STEP,
     LossOfOutput,
     ModelMaker,
     OptimizerMaker,
@@ -22,7 +23,7 @@ from jigsaw.dryrun.rank_playing import (
     made_once,
     mean_square_of_tiles,
 )
-from jigsaw.dryrun.report import DryRunReport, Remark
+from jigsaw.dryrun.report import DryRunReport, RankCost, Remark
 from jigsaw.dryrun.step_prices import priced_rank
 from jigsaw.layout import LayoutSpec
 from jigsaw.mesh import axes_of_mesh
@@ -68,7 +69,8 @@ def dry_run(
     `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  With `blocks` only so many of
     each row of three or more blocks that are alike (``ModuleList``, ``Sequential``) are there: a quick look at a deep
     model.  A row of seven or more that are alike in everything is played with one to four of them where these say
-    the same to the byte; `every_block` plays all in any case.
+    the same to the byte; `every_block` plays all in any case.  Of a mesh with an axis `pipe`, `x_shape` is that of a
+    microbatch, which runs through all stages on ranks of the first; `jigsaw.dryrun.advise_mesh` makes a step of it.
 
     *Sends*: nothing.
     *Raises*: `ShardingError` for a model that was parallelized before, or a spec that does not fit.  What would be
@@ -110,11 +112,22 @@ def dry_run(
         priced.name,
         priced.memory_bytes,
         played[0].parameters,
-        tuple(priced_rank(rank, priced, node, size) for rank in played),
+        tuple(_priced_with_sums(rank, priced, node, size) for rank in played),
         _merged_remarks(played),
         _reader_seconds(dataset, plan.shapes[0][0], size, priced),
         blocks=played[0].blocks,
     )
+
+
+def _priced_with_sums(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
+    """The rank's step on the device, with what a pipeline does once behind its backward passes."""
+    found = priced_rank(played, device, ranks_per_node, ranks)
+    sums = {
+        name: priced_rank(replace(played, phases={"backward": played.phases[name]}), device, ranks_per_node, ranks)
+        for name in ONCE_A_STEP
+        if name in played.phases
+    }
+    return replace(found, phases={**found.phases, **{name: cost.phases["backward"] for name, cost in sums.items()}})
 
 
 def _as_shapes(given: Any) -> tuple[tuple[int, ...], ...]:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw import debug
+from jigsaw.pipeline_stages import mesh_of_stage
 
 # Groups are found by name in C++ as well, where the real ones are "0", "1", ...; each dry run has names of its own.
 _first_names = count(10**6, 10**6)
@@ -46,9 +47,7 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
         ranks = torch.Size(axes.values()).numel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        # meshes are told apart by their ranks and names, not by whose they are: what is kept for rank 0 of a dry run
-        # must never answer rank 1 of the next one
-        mesh._thread_id, mesh._hash = next(_mesh_numbers), None  # pyright: ignore[reportPrivateUsage]
+        _tell_apart(mesh)
         yield mesh
     finally:
         for name in world.pg_names.values():
@@ -59,7 +58,20 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
         sys.excepthook = hook
 
 
+def fake_stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The ranks of one stage of a fake mesh whose axis has stages."""
+    found = mesh_of_stage(mesh, axis)
+    _tell_apart(found)
+    return found
+
+
 _mesh_numbers = count(-1, -1)
+
+
+def _tell_apart(mesh: DeviceMesh) -> None:
+    # meshes are told apart by their ranks and names, not by whose they are: what is kept for rank 0 of a dry run must
+    # never answer rank 1 of the next one
+    mesh._thread_id, mesh._hash = next(_mesh_numbers), None  # pyright: ignore[reportPrivateUsage]
 
 
 def _with_values(function: Any, *args: Any) -> Any:

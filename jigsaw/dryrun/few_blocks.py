@@ -33,6 +33,7 @@ from jigsaw.cut import ShardingError
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost, are_same_steps, phase_of_more_blocks
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.rank_playing import (
+    PIPE_AXIS,
     PlayedRank,
     StepPlan,
     know_neighbours,
@@ -80,7 +81,7 @@ def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Playe
         return None
     name, blocks = row
     model = id(plan.model), plan.dtype, name
-    way = *model, plan.shard_weights, plan.checkpoint, bool(plan.replicate)
+    way = *model, plan.shard_weights, plan.checkpoint, bool(plan.replicate), PIPE_AXIS in axes
     known: _Known = {} if _known is None else _known
     if model not in known and not _passes_blocks_alike(plan, axes, rank, *row):
         return None

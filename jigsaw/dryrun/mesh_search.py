@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -14,7 +13,7 @@ from jigsaw.cut import ShardingError
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
 from jigsaw.dryrun.few_blocks import remembered_models
-from jigsaw.dryrun.pipeline_estimate import pipelined_report
+from jigsaw.dryrun.pipeline_estimate import Borders, pipelined_report, stage_shares, tiles_at_borders
 from jigsaw.dryrun.rank_playing import StepPlan, made_once
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.dryrun.stage_balance import balanced_cuts, piece_costs
@@ -88,10 +87,10 @@ def advise_mesh(
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; one
     of those that are the same but for the order of two dims of one size.  Within a node `channel` cuts weights
     (`jigsaw.parallelize`), and `pipe` a model with a row of blocks that are alike, for a batch of several samples: that
-    is estimated (`pipelined_report`), with stages that are balanced (`balanced_cuts`).  An axis of the three fastest
-    meshes gives them its ranks.  The fastest is also run with ``shard_weights``, on several nodes cut over all ranks or
-    within a node (`replicate`), with checkpointing of blocks, and with both; the next two, and the fastest with
-    `channel` and `pipe`, with the two of these ways that are fastest there.
+    is estimated from one microbatch (`pipelined_report`), with stages that are balanced (`balanced_cuts`).  An axis of
+    the three fastest meshes gives them its ranks.  The fastest is also run with ``shard_weights``, on several nodes cut
+    over all ranks or within a node (`replicate`), with checkpointing of blocks, and with both; the next two, and the
+    fastest with `channel` and `pipe`, with the two of these ways that are fastest there.
 
     Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
     least; where one takes a tenth longer than the best, those that cut its space further are left out.  `how` are
@@ -120,8 +119,11 @@ class _MeshSearch:
     def __init__(
         self, model: Any, x_shape: tuple[int, ...], device: str | Device, store: Any, how: Mapping[str, Any]
     ) -> None:
-        self._model, self._shape, self._device, self._store, self._how = model, x_shape, device, store, how
+        self._model, self._shape, self._store, self._how = model, x_shape, store, how
+        self._device = device if isinstance(device, Device) else DEVICES[device]
+        self._node: int = how.get("ranks_per_node") or self._device.ranks_per_node
         self._blocks: int | None = None
+        self._borders: dict[Any, Borders] = {}
 
     def attempt(
         self,
@@ -148,27 +150,36 @@ class _MeshSearch:
             }
             if blocks is not None and "channel" not in axes:
                 ways["optimizer"] = None  # takes the same on all meshes that keep weights whole
-            found = dry_run(self._model, shape, here, **{**self._how, **ways})
+            found = dry_run(self._model, shape, axes, **{**self._how, **ways})
         except ShardingError as refusal:
             return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
         begins: tuple[str, ...] = ()
-        if stages > 1 and found.blocks >= stages:
-            begins, share = self._balanced(here, shape, stages, microbatches, shard_weights)
-            found = pipelined_report(found, stages, microbatches, share)
+        if stages > 1 and found.is_complete:
+            plan = self._plan(shape, shard_weights, replicate)
+            try:
+                begins, found = self._pipelined(found, plan, axes, microbatches)
+            except ShardingError as refusal:
+                return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
         return StepOption(axes, shard_weights, checkpoint, found, "", microbatches, replicate, begins)
 
-    def _balanced(
-        self, axes: Mapping[str, int], shape: tuple[int, ...], stages: int, microbatches: int, shard_weights: bool
-    ) -> tuple[tuple[str, ...], float]:
-        """The modules that begin the later stages, and the share of the slowest one of a microbatch's seconds."""
+    def _plan(self, shape: tuple[int, ...], shard_weights: bool, replicate: tuple[str, ...]) -> StepPlan:
         known = {name: value for name, value in self._how.items() if name in StepPlan.__dataclass_fields__}
-        device = self._device if isinstance(self._device, Device) else DEVICES[self._device]
-        plan = StepPlan(self._model, (shape,), shard_weights=shard_weights, keeps_calls=device.times_kernels, **known)
-        node = self._how.get("ranks_per_node") or device.ranks_per_node
-        pieces = piece_costs(plan, axes, stages, device, node)
-        cuts = balanced_cuts(pieces, stages, microbatches, device.memory_bytes)
-        each = [sum(p.seconds for p in pieces[a:b]) for a, b in pairwise([0, *cuts, len(pieces)])]
-        return tuple(pieces[at].name for at in cuts), max(each) / sum(each)
+        known |= {"shard_weights": shard_weights, "replicate": replicate, "keeps_calls": self._device.times_kernels}
+        return StepPlan(self._model, (shape,), **known)
+
+    def _pipelined(
+        self, report: DryRunReport, plan: StepPlan, axes: Mapping[str, int], microbatches: int
+    ) -> tuple[tuple[str, ...], DryRunReport]:
+        """The modules that begin the later stages, balanced, and the report of a step, from that of a microbatch."""
+        here, stages = {name: size for name, size in axes.items() if name != "pipe"}, axes["pipe"]
+        pieces = piece_costs(plan, here, stages, self._device, self._node)
+        cuts = balanced_cuts(pieces, stages, microbatches, self._device.memory_bytes)
+        begins = tuple(pieces[at].name for at in cuts)
+        key = tuple(axes.items()), plan.shapes, begins
+        if key not in self._borders:
+            self._borders[key] = tiles_at_borders(plan, axes, begins)
+        shares, borders = stage_shares(pieces, cuts), self._borders[key]
+        return begins, pipelined_report(report, shares, borders, microbatches, self._device, self._node)
 
     def tried_ways(self, options: Sequence[StepOption], ranks_per_node: int) -> list[StepOption]:
         """The first option's mesh with each way to keep weights and to compute blocks twice; those of the others with
@@ -194,8 +205,12 @@ class _MeshSearch:
             return None
         if weights == "cut":
             return self.attempt(axes, True, twice, batches)
-        hybrid = hybrid_axes(axes, ranks_per_node) if ranks_per_node and "pipe" not in axes else None
-        return None if hybrid is None else self.attempt(hybrid[0], True, twice, batches, replicate=(hybrid[1],))
+        stages = {name: size for name, size in axes.items() if name == "pipe"}
+        within = {name: size for name, size in axes.items() if name != "pipe"}
+        hybrid = hybrid_axes(within, ranks_per_node) if ranks_per_node else None
+        if hybrid is None:
+            return None
+        return self.attempt({**stages, **hybrid[0]}, True, twice, batches, replicate=(hybrid[1],))
 
     def tried_meshes(self, meshes: Sequence[Mapping[str, int]]) -> list[StepOption]:
         """Options with whole weights, the fastest first; of many meshes those that are fastest with one block a row."""

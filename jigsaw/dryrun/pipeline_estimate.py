@@ -1,64 +1,240 @@
-"""What a pipeline would make of a step, from the dry run of one microbatch on the ranks of one stage.
+"""What a pipeline would make of a step, from the dry run of one microbatch that runs through all of its stages.
 
 For example 12 blocks on pipe=4, 8 microbatches: a stage has 3 blocks, a quarter of the seconds of a microbatch, and the
 step takes 8 + 4 - 1 = 11 of these instead of 8: of the time 3/11 is the bubble.  With 10 blocks the longest stage has 3
 as well, a share of 0.3, so all is 1.2 times as long.
+
+What is sent is counted as often as it is: messages of layers, weights that are gathered and gradients of cut weights in
+each microbatch, gradients of whole weights once a step, and what stages send to each other by the pipeline's own plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from jigsaw.dryrun.devices import Device
+from jigsaw.dryrun.fake_ranks import fake_mesh, fake_stage_mesh
+from jigsaw.dryrun.rank_playing import (
+    ONCE_A_STEP,
+    PIPE_AXIS,
+    StepPlan,
+    know_neighbours,
+    prepared_inputs,
+    prepared_model,
+)
 from jigsaw.dryrun.report import DryRunReport, PhaseCost, RankCost, Traffic
+from jigsaw.dryrun.stage_balance import PieceCost
+from jigsaw.pipeline_batch import as_on_paper
+from jigsaw.pipeline_plan import PaperModel, TileOnPaper
+from jigsaw.pipeline_stages import cut_stages
+
+Borders = Sequence[Sequence[TileOnPaper]]
 
 
-def pipelined_report(report: DryRunReport, stages: int, microbatches: int, share: float) -> DryRunReport:
-    """The report of a step of so many microbatches on ``pipe=stages`` times the ranks of `report`, which is that of one
-    microbatch of the whole model; 1F1B of stages of which the slowest has a `share` of a microbatch's seconds.
+@dataclass(frozen=True)
+class StageShare:
+    """The shares of a stage: of a microbatch's seconds, of the weights, of what is kept for the backward pass."""
 
-    Its bound ``"bubble"`` is the time in which a rank has nothing to do.  Gradients are summed in each microbatch here,
-    where the pipeline does so once; and what stages send to each other is not in it.
+    seconds: float
+    weights: float
+    kept: float
+
+
+def stage_shares(pieces: Sequence[PieceCost], cuts: Sequence[int]) -> list[StageShare]:
+    """The shares of the stages that begin with these pieces."""
+    each = [
+        [(p.seconds, p.weight_bytes, p.kept_bytes) for p in pieces[a:b]] for a, b in pairwise([0, *cuts, len(pieces)])
+    ]
+    sums = [[sum(values) for values in zip(*stage, strict=True)] for stage in each]
+    totals = [sum(values) or 1 for values in zip(*sums, strict=True)]
+    return [StageShare(*(n / total for n, total in zip(stage, totals, strict=True))) for stage in sums]
+
+
+def tiles_at_borders(plan: StepPlan, axes: Mapping[str, int], begins: Sequence[str]) -> Borders:
+    """The tiles that each stage is sent for a microbatch, as `jigsaw.pipeline` plans it.
+
+    *Raises*: `ShardingError` for a model that cannot be cut there.
     """
-    under_way = min(stages, microbatches)
-    ranks = tuple(
-        RankCost(
-            rank.rank,
-            (0, *rank.coordinate),
-            {
-                name: _staged_phase(
-                    phase, share, 1 if name == "step" else microbatches, 0 if name == "step" else stages - 1, under_way
-                )
-                for name, phase in rank.phases.items()
-            },
-        )
+    with fake_mesh(axes, 0) as mesh:
+        stage_mesh = fake_stage_mesh(mesh, PIPE_AXIS)
+        know_neighbours(stage_mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model, dtype = prepared_model(plan, mesh)
+            inputs = prepared_inputs(plan, stage_mesh, dtype)
+        paper = PaperModel(model, cut_stages(model, begins), stage_mesh, mode)
+        return paper.plan(as_on_paper(inputs), {name: module.training for name, module in model.named_modules()}).sent
+
+
+def pipelined_report(
+    report: DryRunReport,
+    shares: Sequence[StageShare],
+    borders: Borders,
+    microbatches: int,
+    device: Device,
+    ranks_per_node: int,
+) -> DryRunReport:
+    """The report of a step of so many microbatches, 1F1B, from that of one on a mesh with ``pipe``; of each rank of it
+    one for every stage.
+
+    Its bound ``"bubble"`` is the time in which a rank has nothing to do.
+    """
+    ranks = [
+        cost
         for rank in report.ranks
+        for cost in _StagesOfRank(report.mesh, rank, borders, device, ranks_per_node).costs(shares, microbatches)
+    ]
+    return replace(report, ranks=tuple(ranks), reader_seconds=microbatches * report.reader_seconds)
+
+
+@dataclass(frozen=True)
+class _BorderMessage:
+    """What a stage sends to another one for each microbatch."""
+
+    link: str
+    traffic: Traffic
+    seconds: float
+
+
+_NOTHING = _BorderMessage("node", Traffic(), 0.0)
+
+
+class _StagesOfRank:
+    """The ranks of all stages at the place of one within its stage."""
+
+    def __init__(
+        self, mesh: Mapping[str, int], rank: RankCost, borders: Borders, device: Device, ranks_per_node: int
+    ) -> None:
+        self._rank, self._borders, self._device, self._node = rank, borders, device, ranks_per_node
+        self._axis, self._sizes = list(mesh).index(PIPE_AXIS), list(mesh.values())
+
+    def costs(self, shares: Sequence[StageShare], microbatches: int) -> list[RankCost]:
+        """What each stage's rank does in a step."""
+        phases, last = self._rank.phases, len(shares) - 1
+        sent = {
+            "forward": [*(self._message(at, at + 1, at + 1) for at in range(last)), _NOTHING],
+            "backward": [_NOTHING, *(self._message(at, at - 1, at) for at in range(1, last + 1))],
+        }
+        found = list[RankCost]()
+        for at, share in enumerate(shares):
+            mine = dict[str, PhaseCost]()
+            for name, messages in sent.items():
+                each = zip(shares, messages, strict=True)
+                slot = max(phases[name].seconds * s.seconds + message.seconds for s, message in each)
+                under_way = min(len(shares) - at, microbatches)
+                one = _phase_of_stage(phases[name], share, under_way, microbatches)
+                mine[name] = _with_messages(one, messages[at], microbatches, slot * (microbatches + last))
+            for name, part in zip(ONCE_A_STEP, (share.weights, 1.0), strict=True):
+                mine["backward"] = _one_after_other(mine["backward"], _part_of_phase(phases[name], part))
+            if "step" in phases:
+                mine["step"] = _part_of_phase(phases["step"], share.weights)
+            found.append(RankCost(self._number(at), self._coordinate(at), mine))
+        return found
+
+    def _coordinate(self, stage: int) -> tuple[int, ...]:
+        here = self._rank.coordinate
+        return (*here[: self._axis], stage, *here[self._axis + 1 :])
+
+    def _number(self, stage: int) -> int:
+        number = 0
+        for size, at in zip(self._sizes, self._coordinate(stage), strict=True):
+            number = number * size + at
+        return number
+
+    def _message(self, stage: int, to: int, border: int) -> _BorderMessage:
+        """The tiles at a border, or their gradients on the way back."""
+        here = self._rank.coordinate
+        within = (*here[: self._axis], *here[self._axis + 1 :]) or (0,)
+        tiles = [x for x in self._borders[border] if to > stage or x.dtype.is_floating_point or x.dtype.is_complex]
+        sizes = [torch.Size(x.sent_layout.local_shape(within)).numel() * x.dtype.itemsize for x in tiles]
+        traffic = Traffic(sum(sizes), len(sizes))
+        link = "node" if self._number(stage) // self._node == self._number(to) // self._node else "network"
+        return _BorderMessage(link, traffic, self._device.call_time("pipeline", link, *_numbers(traffic)))
+
+
+_OF_WEIGHTS = ("weights", "gradients", "optimizer")  # memory
+_SENT_OF_WEIGHTS = ("gathered weights", "gradients")
+
+
+def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: int) -> PhaseCost:
+    """The stage's part of a phase for so many microbatches; what each keeps is there for all that are under way."""
+    parts = {kind: share.weights if kind in _SENT_OF_WEIGHTS else share.seconds for kind in phase.traffic}
+    traffic = {kind: _part_of_traffic(t, times * parts[kind]) for kind, t in phase.traffic.items()}
+    before, after = (sum(found.values(), Traffic()) for found in (phase.traffic, traffic))
+    # links have all kinds together
+    of_bytes, of_messages = after.sent_bytes / max(before.sent_bytes, 1), after.messages / max(before.messages, 1)
+    memory = dict.fromkeys(_OF_WEIGHTS, share.weights) | {"activations": share.kept * under_way}
+    return replace(
+        _part_of_phase(phase, times * share.seconds),
+        peak={kind: round(size * memory.get(kind, share.seconds)) for kind, size in phase.peak.items()},
+        traffic=traffic,
+        links={
+            link: Traffic(round(t.sent_bytes * of_bytes), round(t.messages * of_messages))
+            for link, t in phase.links.items()
+        },
     )
-    return replace(report, mesh={"pipe": stages, **report.mesh}, ranks=ranks)
 
 
-def _staged_phase(phase: PhaseCost, share: float, times: int, waits: int, under_way: int) -> PhaseCost:
-    """A phase of one stage, `times` times, with `waits` times of nothing to do."""
-    part = share * times
+def _with_messages(phase: PhaseCost, message: _BorderMessage, times: int, seconds: float) -> PhaseCost:
+    """The phase with what goes to another stage in each microbatch; it ends when all stages have ended."""
+    waiting, sent = times * message.seconds, _part_of_traffic(message.traffic, times)
+    traffic, links = dict(phase.traffic), dict(phase.links)
+    if sent.messages:
+        traffic["pipeline"] = sent
+        links[message.link] = links.get(message.link, Traffic()) + sent
+    return replace(
+        phase,
+        traffic=traffic,
+        links=links,
+        seconds_by_bound={**phase.seconds_by_bound, "bubble": max(seconds - phase.seconds - waiting, 0.0)},
+        message_seconds=phase.message_seconds + waiting,
+        seconds=seconds,
+    )
+
+
+def _part_of_phase(phase: PhaseCost, part: float) -> PhaseCost:
     return PhaseCost(
         round(phase.flop * part),
         round(phase.moved_bytes * part),
         round(phase.kernels * part),
-        _staged_memory(phase.peak, share, under_way),
-        _staged_traffic(phase.traffic, part),
-        _staged_traffic(phase.links, part),
-        {name: seconds * part for name, seconds in phase.seconds_by_bound.items()}
-        | {"bubble": phase.seconds * share * waits},
+        {kind: round(size * part) for kind, size in phase.peak.items()},
+        {kind: _part_of_traffic(t, part) for kind, t in phase.traffic.items()},
+        {link: _part_of_traffic(t, part) for link, t in phase.links.items()},
+        {name: seconds * part for name, seconds in phase.seconds_by_bound.items()},
         phase.message_seconds * part,
         phase.hidden_seconds * part,
-        phase.seconds * share * (times + waits),
+        phase.seconds * part,
     )
 
 
-def _staged_memory(peak: Mapping[str, int], share: float, under_way: int) -> dict[str, int]:
-    # the first stage keeps what the backward passes of all microbatches that are under way need
-    return {kind: round(size * share * (under_way if kind == "activations" else 1)) for kind, size in peak.items()}
+def _one_after_other(first: PhaseCost, then: PhaseCost) -> PhaseCost:
+    """Two phases as one."""
+    bounds = {**then.seconds_by_bound, **first.seconds_by_bound}
+    return PhaseCost(
+        first.flop + then.flop,
+        first.moved_bytes + then.moved_bytes,
+        first.kernels + then.kernels,
+        max(first, then, key=lambda phase: phase.peak_bytes).peak,
+        _sum_of_traffic(first.traffic, then.traffic),
+        _sum_of_traffic(first.links, then.links),
+        {name: first.seconds_by_bound.get(name, 0.0) + then.seconds_by_bound.get(name, 0.0) for name in bounds},
+        first.message_seconds + then.message_seconds,
+        first.hidden_seconds + then.hidden_seconds,
+        first.seconds + then.seconds,
+    )
 
 
-def _staged_traffic(traffic: Mapping[str, Traffic], part: float) -> dict[str, Traffic]:
-    return {kind: Traffic(round(t.sent_bytes * part), round(t.messages * part)) for kind, t in traffic.items()}
+def _sum_of_traffic(first: Mapping[str, Traffic], then: Mapping[str, Traffic]) -> dict[str, Traffic]:
+    return {kind: first.get(kind, Traffic()) + then.get(kind, Traffic()) for kind in {**first, **then}}
+
+
+def _part_of_traffic(traffic: Traffic, part: float) -> Traffic:
+    return Traffic(round(traffic.sent_bytes * part), round(traffic.messages * part))
+
+
+def _numbers(traffic: Traffic) -> tuple[int, int]:
+    return traffic.sent_bytes, traffic.messages

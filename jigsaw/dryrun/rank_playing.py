@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from jigsaw import comm
 from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.dryrun.counted_steps import CountedPhase
-from jigsaw.dryrun.fake_ranks import fake_mesh
+from jigsaw.dryrun.fake_ranks import fake_mesh, fake_stage_mesh
 from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.dryrun.report import Remark
 from jigsaw.dryrun.step_meter import StepMeter
@@ -36,15 +36,21 @@ from jigsaw.gradients import local_part
 from jigsaw.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
 from jigsaw.ops.meeting import REALIGN_KIND, RECUT_KIND
-from jigsaw.ops.plain_operands import hearing_repeats
+from jigsaw.ops.plain_operands import AVERAGED_MARK, hearing_repeats
 from jigsaw.ops.whole_tensor import hearing_costs
-from jigsaw.parallel import parallelize, reducer_of
+from jigsaw.parallel import parallelize, reduced_at_end, reducer_of
+from jigsaw.pipeline_stages import cut_places, parallel_stage, whole_names
+from jigsaw.sharding import ShardingOptions
 from jigsaw.tile import Tile, tiles_in
 
 ModelMaker = Callable[..., nn.Module]
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LossOfOutput = Callable[[Any], Tensor]
 
+PIPE_AXIS = "pipe"
+"""The mesh axis whose ranks have stages: a dry run plays one microbatch of all of them on the ranks of the first."""
+ONCE_A_STEP = ("sums", "shared")
+"""Phases of a pipeline's step behind the last microbatch: sums of gradients within stages, and over all of them."""
 _PARALLELIZED = "_jigsaw_parallelized"
 
 
@@ -115,9 +121,11 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
     with fake_mesh(axes, rank) as mesh:
         played = PlayedRank(rank, mesh_coordinate(mesh), 0, {}, [])
         know_neighbours(mesh)
+        stage_mesh = fake_stage_mesh(mesh, PIPE_AXIS) if PIPE_AXIS in axes else mesh
+        know_neighbours(stage_mesh)
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting():
             meter.begin_phase("setup")
-            _play_step(plan, mesh, played, meter, traffic)
+            _play_step(plan, mesh, stage_mesh, played, meter, traffic)
     played.phases = {name: meter.counted_phase(name, calls) for name, calls in traffic.items()}
     for place, times in meter.value_reads.items():
         reason = f"asks {times} times for a value, of which the dry run knows nothing: it took False, or 1"
@@ -136,16 +144,19 @@ def know_neighbours(mesh: DeviceMesh) -> None:
 def _play_step(
     plan: StepPlan,
     mesh: DeviceMesh,
+    stage_mesh: DeviceMesh,
     played: PlayedRank,
     meter: StepMeter,
     traffic: dict[str, list[comm.TrafficCall]],
 ) -> None:
     model, dtype = prepared_model(plan, mesh, played)
-    inputs = prepared_inputs(plan, mesh, dtype)
+    inputs = prepared_inputs(plan, stage_mesh, dtype)
     for module in _checkpointed_modules(model, plan.checkpoint):
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
-    model = parallelize(model, mesh, shard_weights=plan.shard_weights, replicate=plan.replicate, strict=False)
-    reducer = reducer_of(model)
+    stages = None if stage_mesh is mesh else PlayedStages(plan, model, mesh, stage_mesh)
+    if stages is None:
+        model = parallelize(model, mesh, shard_weights=plan.shard_weights, replicate=plan.replicate, strict=False)
+    reducer = reducer_of(model if stages is None else stages.holder)
     if plan.row is not None and reducer is not None:
         played.is_periodic = reducer.ends_alike(
             [list(b.parameters()) for b in model.get_submodule(plan.row[0]).children()]
@@ -184,20 +195,60 @@ def _play_step(
         return
     meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
     if meter.marks is not None:
-        kept = meter.kept_by_piece()
-        played.pieces = tuple(
-            PlayedPiece(
-                name,
-                {phase: meter.phase_of_piece(phase, at, calls) for phase, calls in traffic.items()},
-                sum(_bytes_with_state(p, optimizer) for p in model.get_submodule(name).parameters()),
-                kept.get(at, 0),
-            )
-            for at, name in enumerate(plan.pieces)
-        )
+        played.pieces = _played_pieces(plan.pieces, model, optimizer, meter, traffic)
+    if stages is not None:
+        stages.play_sums(phase)
     if optimizer is not None:
         del value
         with phase("step"):
             optimizer.step()
+
+
+def _played_pieces(
+    names: Sequence[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    meter: StepMeter,
+    traffic: Mapping[str, Sequence[comm.TrafficCall]],
+) -> tuple[PlayedPiece, ...]:
+    kept = meter.kept_by_piece()
+    return tuple(
+        PlayedPiece(
+            name,
+            {phase: meter.phase_of_piece(phase, at, calls) for phase, calls in traffic.items()},
+            sum(_bytes_with_state(p, optimizer) for p in model.get_submodule(name).parameters()),
+            kept.get(at, 0),
+        )
+        for at, name in enumerate(names)
+    )
+
+
+class PlayedStages:
+    """The model of a dry run as stages of a pipeline have it (`jigsaw.pipeline`), all of them on one rank."""
+
+    def __init__(self, plan: StepPlan, model: nn.Module, mesh: DeviceMesh, stage_mesh: DeviceMesh) -> None:
+        names = whole_names(model, [name for name, _ in cut_places(model, 1)])
+        modules = [model.get_submodule(name) for name in names]
+        modules = [module for module in modules if next(module.parameters(), None) is not None]
+        within = {p for module in modules for p in module.parameters()}
+        self._shared = [p for p in model.parameters() if p not in within]
+        self._mesh, self._held = mesh, ExitStack()
+        for p in self._shared:
+            setattr(p, AVERAGED_MARK, stage_mesh.size())
+        sharding = ShardingOptions.checked(stage_mesh, plan.shard_weights, plan.replicate, None, None)
+        self.holder = parallel_stage(modules, stage_mesh, sharding, "channel")
+        self._held.enter_context(reduced_at_end(self.holder))  # backward passes send no gradients of whole weights
+
+    def play_sums(self, phase: Callable[[str], Any]) -> None:
+        """What a step sends once: gradients of whole weights, those of parameters that all stages have, the loss."""
+        with phase("sums"):
+            self._held.close()
+        axes = [name for name, _ in axes_of_mesh(self._mesh)]
+        with phase("shared"):
+            for p in self._shared:
+                if p.requires_grad:
+                    comm.all_reduce(torch.zeros_like(p), self._mesh, axes)
+            comm.all_reduce(torch.zeros((), dtype=torch.float64), self._mesh, [PIPE_AXIS])
 
 
 _WANT_VALUES = (

@@ -16,11 +16,11 @@ from torch import nn
 import jigsaw
 from jigsaw.__main__ import main
 from jigsaw.cut import ShardingError
-from jigsaw.dryrun import DEVICES, DryRunReport, advice_text, advise_mesh
+from jigsaw.dryrun import DEVICES, DryRunReport, Traffic, advice_text, advise_mesh
 from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.kernel_clock import timed_kernel
-from jigsaw.dryrun.mesh_search import possible_meshes
-from jigsaw.dryrun.pipeline_estimate import pipelined_report
+from jigsaw.dryrun.mesh_search import _MeshSearch, possible_meshes
+from jigsaw.dryrun.pipeline_estimate import StageShare, pipelined_report
 from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
 
 SHAPE = (1, 3, 32, 40)
@@ -96,11 +96,12 @@ class _Blocks(nn.Module):
 
     def __init__(self, blocks=6, width=8):
         super().__init__()
-        self.first, self.last = nn.Conv2d(3, width, 1), nn.Conv2d(width, 3, 1)
+        self.first = nn.Conv2d(3, width, 1)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.GELU(), nn.Conv2d(2 * width, width, 1))
             for _ in range(blocks)
         )
+        self.last = nn.Conv2d(width, 3, 1)
 
     def forward(self, x):
         x = self.first(x)
@@ -118,21 +119,47 @@ def test_a_few_blocks_tell_of_all():
 
 
 def test_a_pipeline_waits_as_the_formula_says():
-    one = jigsaw.dry_run(_Blocks(), SHAPE, {"lat": 2}, ranks=[0])
-    report = pipelined_report(one, stages=3, microbatches=4, share=1 / 3)
-    assert report.mesh == {"pipe": 3, "lat": 2}
+    how = {"ranks": [0], "device": replace(DEVICES["a100"], node_seconds=0)}
+    one = jigsaw.dry_run(_Blocks(), SHAPE, {"pipe": 3, "lat": 2}, **how)
+    shares, border = [StageShare(1 / 3, 1 / 3, 1 / 3)] * 3, (DEVICES["a100"], 8)
+    report = pipelined_report(one, shares, [[]] * 3, 4, *border)
+    assert [(r.rank, r.coordinate) for r in report.ranks] == [(0, (0, 0)), (2, (1, 0)), (4, (2, 0))]
     whole, staged = (r.ranks[0].phases for r in (one, report))
+    once = whole["sums"].seconds / 3 + whole["shared"].seconds
     for name in ("forward", "backward"):
-        assert staged[name].seconds == pytest.approx(whole[name].seconds * (4 + 3 - 1) / 3)
-        assert staged[name].seconds_by_bound["bubble"] / staged[name].seconds == pytest.approx(2 / 6)
-        assert staged[name].flop == round(whole[name].flop * 4 / 3)
+        seconds = staged[name].seconds - (once if name == "backward" else 0)
+        assert seconds == pytest.approx(whole[name].seconds * (4 + 3 - 1) / 3)
+        assert staged[name].seconds_by_bound["bubble"] / seconds == pytest.approx(2 / 6)
         # three microbatches are under way in the first stage, each with a third of the net
         assert staged[name].peak["activations"] == whole[name].peak["activations"]
         assert staged[name].peak["weights"] == round(whole[name].peak["weights"] / 3)
+    assert staged["forward"].flop == round(whole["forward"].flop * 4 / 3)
     assert staged["step"].seconds == pytest.approx(whole["step"].seconds / 3)
     assert sum(report.seconds_by_bound.values()) == pytest.approx(report.seconds)
-    # four stages of six blocks: the longest has two, as with three
-    assert pipelined_report(one, 4, 4, 2 / 6).ranks[0].phases["step"].seconds == staged["step"].seconds
+    # all wait for the slowest stage
+    uneven = [StageShare(n / 6, n / 6, n / 6) for n in (1, 3, 2)]
+    waiting = [r.phases["forward"] for r in pipelined_report(one, uneven, [[]] * 3, 4, *border).ranks]
+    assert [phase.seconds for phase in waiting] == pytest.approx([whole["forward"].seconds * 6 / 2] * 3)
+    assert [phase.peak["activations"] / whole["forward"].peak["activations"] for phase in waiting] == pytest.approx(
+        [3 / 6, 6 / 6, 2 / 6], abs=1e-3
+    )
+
+
+def test_weights_of_stages_are_cut_within_nodes():
+    search = _MeshSearch(_Blocks(width=32), (8, 3, 8, 8), replace(DEVICES["a100"], ranks_per_node=2), None, {})
+    plain = search.attempt({"pipe": 2, "data": 4, "lat": 1, "lon": 1}, microbatches=2)
+    found = {(o.shard_weights, o.checkpoint, o.replicate): o for o in search.tried_ways([plain], 2)}
+    assert all(option.works for option in found.values())
+    hybrid, cut = found[True, False, ("replicate",)], found[True, False, ()]
+    assert hybrid.mesh == {"pipe": 2, "replicate": 2, "data": 2, "lat": 1, "lon": 1}
+    assert "replicate='replicate'" in str(hybrid)
+    assert [r.rank for r in hybrid.report.ranks] == [3, 7]
+    sent = [sum((phase.links.get("network", Traffic()) for phase in o.report.ranks[1].phases.values()), Traffic())
+            for o in (hybrid, cut)]  # fmt: skip
+    assert sent[0].messages < sent[1].messages
+    # a sum of what each rank keeps, in place of gathers of weights and of their gradients in parts
+    kinds = [o.report.ranks[0].phases["forward"].traffic["gathered weights"].sent_bytes for o in (hybrid, cut)]
+    assert kinds[0] / kinds[1] == pytest.approx((1 / 2) / (3 / 4), rel=0.02)
 
 
 @pytest.mark.slow
