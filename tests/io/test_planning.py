@@ -15,7 +15,9 @@ from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, needed_share
 from jigsaw.io.chunks.read_cost import read_cost
 from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading import found_chunks
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
+from jigsaw.io.reading.found_chunks import spread_places
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.series.request import ReadPart, ReadRequest
@@ -52,7 +54,8 @@ def tables(tmp_path_factory):
 class Enumerated:
     """A plan by its definition: row by row, rank by rank, chunk by chunk."""
 
-    def __init__(self, asked, tables, mode):
+    def __init__(self, asked, tables, mode, most_sizes):
+        self.most_sizes = most_sizes
         self.asked, self.tables, self.ranks = asked, tables, list(range(asked.layout.ranks))
         self.coords = list(asked.layout.coords())
         self.names = list(dict.fromkeys(part.array for part in asked.parts))
@@ -112,10 +115,25 @@ class Enumerated:
         borrowing = [m for m in readers if m not in owning]
         return [(owning[0], tuple(sorted([owning[0], *borrowing]))), *((m, (m,)) for m in owning[1:])]
 
+    def is_asked(self, name):
+        """Whether each chunk is asked for its size; what is read in part always is."""
+        small = [n for n in self.names if not self.tables[n].finder.is_divisible]
+        return name not in small or sum(len(self.readers[n]) for n in small) <= self.most_sizes
+
+    def estimate(self, name, jobs):
+        """All loads as if they were of the chunks that are looked at, on average."""
+        chunks = list(self.readers[name])
+        some = [self.counts(name, chunks[i], self.readers[name][chunks[i]]) for i in spread_places(len(chunks))]
+        found = sum(some, ReadCounts())
+        per = [found.requests, found.stored_bytes, found.decoded_bytes]
+        requests, stored, decoded = (total * len(jobs) // len(some) for total in per)
+        return ReadCounts(requests, stored_bytes=stored, decoded_bytes=decoded)
+
     def costs_of(self, name):
         def cost(mode):
             jobs = [(chunk, *load) for chunk in self.readers[name] for load in self.loads(name, chunk, mode)]
             row = sum((self.counts(name, chunk, served) for chunk, _, served in jobs), ReadCounts())
+            row = row if self.is_asked(name) else self.estimate(name, jobs)
             sent = sum(self.values(name, chunk, m) for chunk, owner, served in jobs for m in served if m != owner)
             shared = sum(len(served) > 1 for _, _, served in jobs)
             table = self.tables[name]
@@ -125,16 +143,21 @@ class Enumerated:
 
     def balanced(self, todo):
         def weight(job):
+            if not self.is_asked(job.array):
+                return self.tables[job.array].grid.chunk_bytes
             row = self.counts(job.array, job.chunk, job.readers)
             return row.stored_bytes or row.decoded_bytes
 
         load = [sum(weight(job) for job in self.private if job.owner == m) for m in self.ranks]
-        for i in sorted(range(len(todo)), key=lambda i: (-weight(todo[i]), i)):
+        step, turns = max(1, round(0.618 * len(self.ranks))) | 1, [0 for _ in self.ranks]
+        order = sorted(range(len(todo)), key=lambda i: (-weight(todo[i]), i))
+        for i in order:
             bytes_, owner = weight(todo[i]), todo[i].owner
             if self.modes[todo[i].array] == "cooperative":
-                owner = min(self.ranks, key=lambda m: (load[m], m))
+                owner = min(self.ranks, key=lambda m: (load[m], (m + step * turns[m]) % len(self.ranks)))
             todo[i] = todo[i]._replace(owner=owner if bytes_ else NO_OWNER)
             load[owner] += bytes_
+            turns[owner] += bytes_ > 0
         return tuple(todo)
 
     def rows(self):
@@ -162,14 +185,23 @@ def requests(draw):
     return ReadRequest(layout, tuple(parts))
 
 
-@given(requests(), st.sampled_from(["auto", *PLAN_MODES]))
-@settings(deadline=None, max_examples=40)
-def test_plans_equal_an_enumeration(tables, asked, mode):
-    plan, expected = plan_read(asked, tables, mode), Enumerated(asked, tables, mode)
+@given(requests(), st.sampled_from(["auto", *PLAN_MODES]), st.sampled_from([0, found_chunks.MOST_SIZES]))
+@settings(deadline=None, max_examples=60)
+def test_plans_equal_an_enumeration(tables, asked, mode, most_sizes):
+    """Those of few chunks, each asked for its size, and those of many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found_chunks, "MOST_SIZES", most_sizes)
+        _compare_with_enumeration(plan_read(asked, tables, mode), Enumerated(asked, tables, mode, most_sizes))
+
+
+def _compare_with_enumeration(plan, expected):
     assert plan.modes == expected.modes
     assert plan.shared == expected.shared
     for member in expected.ranks:
         assert sorted(plan.private(member)) == sorted(job for job in expected.private if job.owner == member)
+        assert plan.shared.read_by(member) == [job for job in expected.shared if member in job.readers]
+        mine = [(n, job) for n, job in enumerate(expected.shared) if job.owner == member]
+        assert plan.shared.loaded_by((member,)) == mine
     assert plan.rows == expected.rows()
     for name, each in product(expected.names, PLAN_MODES):
         assert plan.cost(name, each) == expected.costs_of(name)(each)
