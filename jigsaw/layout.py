@@ -231,6 +231,8 @@ class Layout(FrozenValue):
 
     def piece(self, cut: Cut, coord: MeshCoordinate) -> int:
         """Which piece of `cut` a coordinate has."""
+        if not cut.axes:
+            return 0
         # mixed radix, major axis first: of (lat, lon) = 2 x 3 the rank at (1, 2) has piece 1 * 3 + 2
         flat = 0
         for place, size in self._radix(cut.axes):

@@ -140,8 +140,9 @@ def _split_at_held(cut: Cut, need: _DimNeed, owner: int, span: Interval) -> Iter
     """The rows of one owner in one wrap, split where the rank that needs them begins or ends to hold them itself."""
     # a rank that holds -1:4 and needs -2:5 fetches -2 and 4 alone: -1 is in its halo, though another owns it
     base, first = span[0] - span[0] % cut.size, need.held[0]
-    mine = (base + h % cut.size for h in cut.inside(need.piece))
-    for start, stop in pairwise(sorted({*span, *(e for e in mine if span[0] < e < span[1])})):
+    mine = [base + h % cut.size for h in cut.inside(need.piece)]
+    edges = [e for e in mine if span[0] < e < span[1]]
+    for start, stop in pairwise(sorted({*span, *edges}) if edges else span):
         at = _where_held(cut, need.piece, start, stop - start)
         yield _Segment(owner, (start - base, stop - base), (start - first, stop - first), at)
 
@@ -185,10 +186,10 @@ def row_moves(source: Layout, target: Layout, coord: MeshCoordinate) -> tuple[Ro
     for cell in product(*by_dim):
         # a corner is at hand only where it is along every dim; else the owner of all its rows gives it, in one message
         # and without a second hop through a neighbour
-        if any(s.mine is None for s in cell):
+        if any([s.mine is None for s in cell]):
             giver = _owner_position(source, coord, [s.owner for s in cell])
-            taken = tuple(_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
-            found.append(RowMove(giver, taken, tuple(s.placed for s in cell)))
+            taken = tuple([_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True)])
+            found.append(RowMove(giver, taken, tuple([s.placed for s in cell])))
     return tuple(found)
 
 
@@ -206,15 +207,17 @@ def _owner_position(source: Layout, coord: MeshCoordinate, pieces: Sequence[int]
     """The position of who owns the given piece of every cut; along axes that cut nothing, the asking rank's own."""
     at = dict(zip((name for name, _ in source.axes), coord, strict=True))
     for cut, piece in zip(source.cuts, pieces, strict=True):
-        at.update(_axis_places(source, cut, piece))
+        if cut.axes:
+            at.update(_axis_places(source, cut, piece))
     return source.index(tuple(at.values()))
 
 
 def _axis_places(layout: Layout, cut: Cut, piece: int) -> dict[str, int]:
     """Where on its axes a piece of a cut is."""
     at: dict[str, int] = {}
+    sizes = dict(layout.axes)
     for axis in reversed(cut.axes):
-        piece, at[axis] = divmod(piece, layout.size_of(axis))
+        piece, at[axis] = divmod(piece, sizes[axis])
     return at
 
 

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob
 from jigsaw.io.reading.needed_chunks import ReadersByChunk, ReadersPattern
 
+GOLDEN_SECTION = 40503
+"""Of 2^16: whole numbers, so that all machines round alike."""
 SharingWays = tuple[tuple[ReadersPattern, str], ...]
 """The pattern and the mode of each array that has shared chunks."""
 
@@ -109,9 +111,8 @@ def order_of_jobs(ways: SharingWays, weights: bytes, loads: bytes) -> JobOrder:
 def _owners_of_jobs(weight: NDArray[np.int64], given: Sequence[int], load: list[int]) -> list[int]:
     """Who loads each job: the rank that it is `given`, or the one with the least so far."""
     ranks, turns = len(load), [0] * len(load)
-    # Among equals ranks take turns in an order that moves on each time, by about a golden section of them: were it
-    # always the lowest first, 64 tiles a field would give rank 3 of 64 tile 3 of each, which may lie in the ocean of all
-    step = max(1, round(0.618 * ranks)) | 1
+    # Among equals ranks take turns in an order that moves on each time, by a golden section of them: were it always the
+    # lowest first, 64 tiles a field would give rank 3 of 64 tile 3 of each, which may lie in the ocean of all.
     least = [(each, rank, rank) for rank, each in enumerate(load)]
     heapify(least)
     owners, weights = [NO_OWNER] * len(given), weight.tolist()
@@ -124,7 +125,8 @@ def _owners_of_jobs(weight: NDArray[np.int64], given: Sequence[int], load: list[
             break  # missing chunks have nobody to load them: their readers fill their boxes by themselves
         if owner == NO_OWNER:
             while least[0][0] < load[owner := least[0][2]]:  # it was given more since it was entered
-                heapreplace(least, (load[owner], (owner + step * turns[owner]) % ranks, owner))
+                turn = turns[owner] * ranks * GOLDEN_SECTION >> 16
+                heapreplace(least, (load[owner], (owner + turn) % ranks, owner))
         load[owner] += size
         turns[owner] += 1
         owners[number] = owner
