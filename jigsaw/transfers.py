@@ -186,7 +186,7 @@ def row_moves(source: Layout, target: Layout, coord: MeshCoordinate) -> tuple[Ro
     for cell in product(*by_dim):
         # a corner is at hand only where it is along every dim; else the owner of all its rows gives it, in one message
         # and without a second hop through a neighbour
-        if any([s.mine is None for s in cell]):
+        if any(s.mine is None for s in cell):
             giver = _owner_position(source, coord, [s.owner for s in cell])
             taken = tuple([_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True)])
             found.append(RowMove(giver, taken, tuple([s.placed for s in cell])))
@@ -242,7 +242,7 @@ def _boxes_given(
             [
                 tuple([rows for rows, _ in cell])
                 for cell in product(*by_dim)
-                if any([is_lacking for _, is_lacking in cell])
+                if any(is_lacking for _, is_lacking in cell)
             ]
         )
 

@@ -23,7 +23,7 @@ from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
 from jigsaw.io.reading.found_chunks import spread_places
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
-from jigsaw.io.reading.shared_jobs import GOLDEN_SECTION, _numbers_read_by, _owners_of_jobs, order_of_jobs
+from jigsaw.io.reading.shared_jobs import GOLDEN_SECTION, _numbers_read_by, order_of_jobs, owners_of_jobs
 from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.layout import Layout
 
@@ -158,7 +158,9 @@ class Enumerated:
         for i in order:
             bytes_, owner = weight(todo[i]), todo[i].owner
             if self.modes[todo[i].array] == "cooperative":
-                owner = min(self.ranks, key=lambda m: (load[m], (m + turns[m] * ranks * GOLDEN_SECTION // 2**16) % ranks))
+                owner = min(
+                    self.ranks, key=lambda m: (load[m], (m + turns[m] * ranks * GOLDEN_SECTION // 2**16) % ranks)
+                )
             todo[i] = todo[i]._replace(owner=owner if bytes_ else NO_OWNER)
             load[owner] += bytes_
             turns[owner] += bytes_ > 0
@@ -292,9 +294,9 @@ def test_the_order_of_many_chunks_is_kept_for_the_next_sample(tiles, monkeypatch
 
 
 def test_no_rank_gets_the_same_tiles_of_every_step():
-    """They may be those of an ocean: of 64 tiles of 48 steps each of 8 ranks gets six, and any tile at most 12 times."""
+    """They may be those of an ocean: of 64 tiles of 48 steps each of 8 ranks gets every one, at most 12 times."""
     tile = Counter[tuple[int, int]]()
-    owners = _owners_of_jobs(np.full(48 * 64, 100), [NO_OWNER] * (48 * 64), [0] * 8)
+    owners = owners_of_jobs(np.full(48 * 64, 100), [NO_OWNER] * (48 * 64), [0] * 8)
     for number, owner in enumerate(owners):
         tile[owner, number % 64] += 1
     assert Counter(owners) == dict.fromkeys(range(8), 48 * 8)

@@ -132,7 +132,7 @@ class FoundChunks:
         return self._whole[array]
 
     def counts_in_mode(self, array: str, mode: str) -> tuple[int, int, int]:
-        """What `counts_of_loads` gives of all needed chunks of an array; of many, as if all were like those looked at."""
+        """What `counts_of_loads` gives of all needed chunks of an array; of many, as if all were as those looked at."""
         readers_of = self.needed.readers[array]
         if self.tables[array].finder.is_divisible:
             counts = [self.counts_of_loads(array, chunk, mode) for chunk in readers_of]

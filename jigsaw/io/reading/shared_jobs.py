@@ -104,11 +104,11 @@ def order_of_jobs(ways: SharingWays, weights: bytes, loads: bytes) -> JobOrder:
     given = [pattern.loads(mode)[p].owner for (pattern, mode), some in zip(ways, places, strict=True) for p in some]
     is_chosen = np.array([mode == "cooperative" for _, mode in ways], bool)[arrays]
     load = np.frombuffer(loads, np.int64).tolist()
-    owners = _owners_of_jobs(weight, np.where(is_chosen, NO_OWNER, given).tolist(), load)
+    owners = owners_of_jobs(weight, np.where(is_chosen, NO_OWNER, given).tolist(), load)
     return JobOrder(ways, arrays.astype(np.int32), place.astype(np.int32), np.array(owners, np.int32))
 
 
-def _owners_of_jobs(weight: NDArray[np.int64], given: Sequence[int], load: list[int]) -> list[int]:
+def owners_of_jobs(weight: NDArray[np.int64], given: Sequence[int], load: list[int]) -> list[int]:
     """Who loads each job: the rank that it is `given`, or the one with the least so far."""
     ranks, turns = len(load), [0] * len(load)
     # Among equals ranks take turns in an order that moves on each time, by a golden section of them: were it always the
