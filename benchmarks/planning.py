@@ -12,7 +12,9 @@ middle.
 read, `next_ms` that of each sample after it, the median.  A plan is all that a rank works out before it loads: who
 loads what, the number that ranks compare, and its own chunks and boxes.  The other rows (`--integers`) are what layers
 ask: `layout`, the boxes of all ranks; `exchange`, one rank's plan of a halo; `redistribute`, of rows to columns; `grid`
-and `every_grid`, the choice of a matrix product's grid on these axes, and on any.  Each case runs in a process of its
+and `every_grid`, the choice of a matrix product's grid on these axes, and on any.  `busiest` is what the busiest rank
+loads over the mean, of 100 fields in 64 tiles whose sizes differ by tile (a fifth of them 20-fold) and field: where
+each is asked for its size, and where they are too many to be asked.  Each case runs in a process of its
 own, so nothing is kept from the case before.
 """
 
@@ -37,7 +39,9 @@ import numpy as np
 from stores import coordinates, field
 
 import jigsaw
+from jigsaw.io.reading.chunk_jobs import NO_OWNER
 from jigsaw.io.reading.read_plan import ReadPlan
+from jigsaw.io.reading.shared_jobs import owners_of_jobs
 from jigsaw.layout import Layout
 from jigsaw.matmul_grid import candidate_grids, choose_grid
 from jigsaw.transfers import plan_exchange
@@ -131,7 +135,7 @@ def read_case(path: Path, ranks: int, mode: str) -> dict[str, Any]:
     def planned(data: Any, sample: int) -> ReadPlan:
         plan = data.plan_of(data.reading([sample]))
         assert plan.digest
-        mine = [*plan.private(member), *(job for job in plan.shared if job.is_read_by(member))]
+        mine = [*plan.private(member), *plan.shared.read_by(member)]
         assert sum(len(plan.boxes(job, member)) for job in mine) >= 100
         return plan
 
@@ -168,7 +172,22 @@ def integer_case(ranks: int) -> dict[str, float]:
         "redistribute_ms": milliseconds(lambda: plan_exchange(rows, columns, middle))[1],
         "grid_ms": milliseconds(lambda: choose_grid(candidate_grids(product, axes)))[1],
         "every_grid_ms": milliseconds(lambda: choose_grid(candidate_grids(product, ranks)))[1],
+        **busiest_rank(ranks),
     }
+
+
+def busiest_rank(ranks: int) -> dict[str, float]:
+    """What the busiest rank loads, in bytes over the mean: of tiles asked for their sizes, or taken as equal."""
+    r = np.random.default_rng(0)
+    by_tile, by_field = r.uniform(0.4, 1.6, 64), r.uniform(0.5, 1.5, 100)
+    by_tile[r.permutation(64)[:12]] /= 20  # an ocean's
+    sizes = (40_000 * by_field[:, None] * by_tile * r.uniform(0.9, 1.1, (100, 64))).astype(np.int64).ravel()
+    found: dict[str, float] = {}
+    for case, weights in (("busiest_asked", sizes), ("busiest_unasked", np.full_like(sizes, 65520))):
+        owners = owners_of_jobs(weights, [NO_OWNER] * len(sizes), [0] * ranks)
+        loads = np.bincount(owners, sizes, ranks)
+        found[case] = round(float(loads.max() / loads.mean()), 3)
+    return found
 
 
 def main() -> None:

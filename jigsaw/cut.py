@@ -40,7 +40,7 @@ def box_slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
 
 def box_shape(box: Box) -> tuple[int, ...]:
     """The shape of a box."""
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
 def box_elements(box: Box) -> int:
@@ -85,7 +85,7 @@ def cut_points(size: int, pieces: int, split: SplitRule = "balanced", align: int
     else:
         step = -(-blocks // pieces)
         found = [min(i * step, blocks) for i in range(pieces + 1)]
-    return tuple(min(align * block, size) for block in found)
+    return tuple(found) if align == 1 else tuple(min(align * block, size) for block in found)
 
 
 def check_split_rule(pieces: int, split: Any, align: Any) -> None:
@@ -111,12 +111,12 @@ def _is_integer(value: Any) -> bool:
 
 
 def _explicit_points(size: int, pieces: int, points: tuple[int, ...], align: int) -> tuple[int, ...]:
-    rising = all(a <= b for a, b in pairwise(points))
+    rising = tuple(sorted(points)) == points
     if len(points) != pieces + 1 or not rising or points[0] != 0 or points[-1] != size:
         raise ShardingError(
             f"cut points {points} must be {pieces + 1} non-decreasing integers from 0 to {size}, for {pieces} pieces"
         )
-    if any(p % align and p != size for p in points[1:-1]):
+    if align > 1 and any(p % align and p != size for p in points[1:-1]):
         raise ShardingError(f"cut points {points} must be multiples of align={align}")
     return points
 
@@ -188,7 +188,7 @@ class Cut(FrozenValue):
         # filled in here, so that a cut without halo equals one whose held rows were given
         if not self.held:
             object.__setattr__(self, "held", tuple(pairwise(self.points)))
-        if len(self.held) != self.pieces or any(start > stop for start, stop in self.held):
+        elif len(self.held) != self.pieces or any(start > stop for start, stop in self.held):
             raise ShardingError(
                 f"held {self.held} must be one interval (start <= stop) for each of the {self.pieces} pieces "
                 f"that {self.points} make"
@@ -209,7 +209,7 @@ class Cut(FrozenValue):
 
     @cached_property
     def has_halo(self) -> bool:
-        return any(self.held[i] != self.owned(i) for i in range(self.pieces))
+        return self.held != tuple(pairwise(self.points))
 
     def owned(self, piece: int) -> Interval:
         return self.points[piece], self.points[piece + 1]

@@ -242,20 +242,33 @@ class Layout(FrozenValue):
 
     def piece(self, cut: Cut, coord: MeshCoordinate) -> int:
         """Which piece of `cut` a coordinate has."""
+        if not cut.axes:
+            return 0
         # mixed radix, major axis first: of (lat, lon) = 2 x 3 the rank at (1, 2) has piece 1 * 3 + 2
-        at = {name: c for (name, _), c in zip(self.axes, coord, strict=True)}
         flat = 0
-        for axis in cut.axes:
-            flat = flat * self.size_of(axis) + at[axis]
+        for place, size in self._radix(cut.axes):
+            flat = flat * size + coord[place]
         return flat
+
+    def _radix(self, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+        """The place of each of these axes in a coordinate, and its size."""
+        found = self._radices.get(axes)
+        if found is None:
+            places = {name: (place, size) for place, (name, size) in enumerate(self.axes)}
+            found = self._radices[axes] = tuple([places[axis] for axis in axes])
+        return found
+
+    @cached_property
+    def _radices(self) -> dict[tuple[str, ...], tuple[tuple[int, int], ...]]:
+        return {}
 
     def owned(self, coord: MeshCoordinate) -> Box:
         """The box a coordinate owns, an interval a cut."""
-        return tuple(c.owned(self.piece(c, coord)) for c in self.cuts)
+        return tuple([c.owned(self.piece(c, coord)) for c in self.cuts])
 
     def held(self, coord: MeshCoordinate) -> Box:
         """The box a coordinate holds, halo included, in unwrapped coordinates."""
-        return tuple(c.held[self.piece(c, coord)] for c in self.cuts)
+        return tuple([c.held[self.piece(c, coord)] for c in self.cuts])
 
     def local_shape(self, coord: MeshCoordinate) -> tuple[int, ...]:
         """The shape of the local tensor at a coordinate, halo included, an entry a tensor dim."""
@@ -322,7 +335,10 @@ def _with_dim_inserted(layout: Layout, dim: int, size: int) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _local_shape(layout: Layout, coord: MeshCoordinate) -> tuple[int, ...]:
-    extents = iter(box_shape(layout.held(coord)))
+    shape = box_shape(layout.held(coord))
+    if len(shape) == layout.ndim:  # no dims were flattened together
+        return shape
+    extents = iter(shape)
     return tuple(math.prod(next(extents) for _ in range(count)) for count in layout.groups)
 
 

@@ -366,8 +366,10 @@ def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: s
         return cut
     # each piece by itself, not the whole dim anew: a part at rest must lie inside its block, however uneven
     points = [0]
-    for start, stop in zip(cut.points, cut.points[1:], strict=False):
-        points += [start + p for p in cut_points(stop - start, parts, split)[1:]]
+    lengths = {stop - start for start, stop in pairwise(cut.points)}
+    within = {length: cut_points(length, parts, split)[1:] for length in lengths}  # balanced ones have two lengths
+    for start, stop in pairwise(cut.points):
+        points += [start + p for p in within[stop - start]]
     return Cut(cut.size, tuple(points), (*cut.axes, *axes))
 
 

@@ -140,8 +140,9 @@ def _split_at_held(cut: Cut, need: _DimNeed, owner: int, span: Interval) -> Iter
     """The rows of one owner in one wrap, split where the rank that needs them begins or ends to hold them itself."""
     # a rank that holds -1:4 and needs -2:5 fetches -2 and 4 alone: -1 is in its halo, though another owns it
     base, first = span[0] - span[0] % cut.size, need.held[0]
-    mine = (base + h % cut.size for h in cut.inside(need.piece))
-    for start, stop in pairwise(sorted({*span, *(e for e in mine if span[0] < e < span[1])})):
+    mine = [base + h % cut.size for h in cut.inside(need.piece)]
+    edges = [e for e in mine if span[0] < e < span[1]]
+    for start, stop in pairwise(sorted({*span, *edges}) if edges else span):
         at = _where_held(cut, need.piece, start, stop - start)
         yield _Segment(owner, (start - base, stop - base), (start - first, stop - first), at)
 
@@ -187,8 +188,8 @@ def row_moves(source: Layout, target: Layout, coord: MeshCoordinate) -> tuple[Ro
         # and without a second hop through a neighbour
         if any(s.mine is None for s in cell):
             giver = _owner_position(source, coord, [s.owner for s in cell])
-            taken = tuple(_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
-            found.append(RowMove(giver, taken, tuple(s.placed for s in cell)))
+            taken = tuple([_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True)])
+            found.append(RowMove(giver, taken, tuple([s.placed for s in cell])))
     return tuple(found)
 
 
@@ -206,28 +207,44 @@ def _owner_position(source: Layout, coord: MeshCoordinate, pieces: Sequence[int]
     """The position of who owns the given piece of every cut; along axes that cut nothing, the asking rank's own."""
     at = dict(zip((name for name, _ in source.axes), coord, strict=True))
     for cut, piece in zip(source.cuts, pieces, strict=True):
-        at.update(_axis_places(source, cut, piece))
+        if cut.axes:
+            at.update(_axis_places(source, cut, piece))
     return source.index(tuple(at.values()))
 
 
 def _axis_places(layout: Layout, cut: Cut, piece: int) -> dict[str, int]:
     """Where on its axes a piece of a cut is."""
     at: dict[str, int] = {}
+    sizes = dict(layout.axes)
     for axis in reversed(cut.axes):
-        piece, at[axis] = divmod(piece, layout.size_of(axis))
+        piece, at[axis] = divmod(piece, sizes[axis])
     return at
 
 
-def _boxes_given(source: Layout, target: Layout, coord: MeshCoordinate, other: MeshCoordinate) -> tuple[Box, ...]:
-    """What the rank at `coord` gives the one at `other`, in the order of the `row_moves` of `other`."""
-    by_dim: list[list[_Segment]] = []
-    for d, cut in enumerate(source.cuts):
-        by_dim.append(_segments_of_owner(cut, _dim_need(source, target, d, other), source.piece(cut, coord)))
-    return tuple(
-        tuple(_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True))
-        for cell in product(*by_dim)
-        if any(s.mine is None for s in cell)
-    )
+def _boxes_given(
+    source: Layout, target: Layout, coord: MeshCoordinate, others: Sequence[MeshCoordinate]
+) -> Iterator[tuple[Box, ...]]:
+    """What the rank at `coord` gives each of the `others`, in the order of the `row_moves` of that one."""
+    # A dim is asked once for all others that are alike along it: of 511 that need other columns of my rows, each dim
+    # that neither layout cuts is asked once, and of 1023 on 32 x 32 all dims are asked 32 times.
+    found: dict[tuple[int, int, int], list[tuple[Interval, bool]]] = {}
+    wanted = list(enumerate(zip(source.cuts, target.cuts, strict=True)))
+    for other in others:
+        by_dim: list[list[tuple[Interval, bool]]] = []
+        for d, (cut, needed) in wanted:
+            key = d, source.piece(cut, other), target.piece(needed, other)
+            if key not in found:
+                owner = source.piece(cut, coord)
+                segments = _segments_of_owner(cut, _dim_need(source, target, d, other), owner)
+                found[key] = [(_local_interval(s.rows, cut, owner), s.mine is None) for s in segments]
+            by_dim.append(found[key])
+        yield tuple(
+            [
+                tuple([rows for rows, _ in cell])
+                for cell in product(*by_dim)
+                if any(is_lacking for _, is_lacking in cell)
+            ]
+        )
 
 
 def _asking_coordinates(source: Layout, target: Layout, coord: MeshCoordinate) -> list[MeshCoordinate]:
@@ -296,10 +313,8 @@ def plan_exchange(source: Layout, target: Layout, coord: MeshCoordinate) -> Exch
     for m in mine:
         if m.giver != me:
             receives.setdefault(m.giver, []).append(m.placed)
-    given = [
-        (source.index(other), _boxes_given(source, target, coord, other))
-        for other in _asking_coordinates(source, target, coord)
-    ]
+    asking = _asking_coordinates(source, target, coord)
+    given = zip(map(source.index, asking), _boxes_given(source, target, coord, asking), strict=True)
     return ExchangePlan(
         box_shape(source.held(coord)),
         box_shape(target.held(coord)),

@@ -313,7 +313,15 @@ def test_a_halo_on_1024_ranks_is_planned_by_looking_at_neighbours():
 def test_a_gather_on_1024_ranks_costs_a_few_steps_a_message():
     axes = {"lat": 32, "lon": 32}
     source, target = (Layout.of((721, 1440), spec, axes) for spec in (("lat", "lon"), (None, None)))
-    assert calls_made(plan_exchange.__wrapped__, source, target, (3, 4)) < 100 * 1024
+    assert calls_made(plan_exchange.__wrapped__, source, target, (3, 4)) < 40 * 1024
+
+
+def test_rows_turned_to_columns_on_512_ranks_cost_a_few_steps_a_message():
+    axes, shape = {"lat": 16, "lon": 32}, (1, 100, 721, 1440)
+    source = Layout.of(shape, (None, None, ("lat", "lon"), None), axes)
+    target = Layout.of(shape, (None, None, None, ("lat", "lon")), axes)
+    assert len(plan_exchange(source, target, (8, 16)).sends) == 511
+    assert calls_made(plan_exchange.__wrapped__, source, target, (8, 16)) < 110 * 511
 
 
 def test_a_long_line_of_ranks_is_not_searched_for_every_row():

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from toy_store import FORMS, held, layout, request, sample, write
 
 from jigsaw.errors import CorruptChunkError, NaNError, PeerError, ReadError, TruncatedError
 from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading import found_chunks
+from jigsaw.io.reading.chunk_jobs import NO_OWNER
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.parcels import BoxParcels
 from jigsaw.io.reading.peers import meet_peers
@@ -225,7 +228,7 @@ def body_packed(path, truth, dtype):
     np.testing.assert_array_equal(filled[~np.isnan(got)], got[~np.isnan(got)])
     assert (filled[np.isnan(got)] == -1.0).all()
     with pytest.raises(
-        NaNError, match=r"array 't' has missing values at time 1 \(chunk \(1, 0, 0\)\) .* use nan=\"keep\""
+        NaNError, match=r"array '[ts]' has missing values at time 1 \(chunk \(1, 0, 0\)\) .* use nan=\"keep\""
     ):
         engine.read(plan_read(replace(asked, nan="raise"), engine.store.arrays, "cooperative"))
     clean = read_once(engine, packed_request({"lat": 2}, (0, 2), nan="raise", dtype=dtype))
@@ -242,9 +245,15 @@ def test_scale_offset_and_fill_as_xarray_reads_them(tmp_path, version, dtype):
 
 def body_missing(path, values):
     engine = ReadEngine(open_store(path), world_mesh(lat=2))
-    for mode in ("cooperative", "independent"):
+    for mode, most in product(("cooperative", "neighbours", "independent"), (found_chunks.MOST_SIZES, 0)):
         asked = request({"lat": 2}, scale=(2.0, 1.0, 1.0, 1.0))
-        np.testing.assert_array_equal(read_once(engine, asked, mode), expected(values, asked, engine.peers.me))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(found_chunks, "MOST_SIZES", most)  # with 0 a missing chunk has an owner, who finds it so
+            plan = plan_read(asked, engine.store.arrays, mode)
+            assert (NO_OWNER in [job.owner for job in plan.shared]) == (most > 0 and mode == "cooperative")
+            before = engine.stats
+            np.testing.assert_array_equal(engine.read(plan), expected(values, asked, engine.peers.me))
+            assert before + plan.rows[engine.peers.me] == engine.stats
     engine.close()
 
 
@@ -330,6 +339,17 @@ def body_corrupt(path, values, damage, mode):
 def test_a_bad_chunk_is_told_to_every_rank_and_the_next_read_works(tmp_path, damage, mode):
     path, values = write(tmp_path, chunk=(1, 3, 13, 10))
     run_on_ranks(4, body_corrupt, path, values, damage, mode)
+
+
+def body_corrupt_among_many(path, values):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(found_chunks, "MOST_SIZES", 0)
+        body_corrupt(path, values, "truncate", "cooperative")
+
+
+def test_a_bad_chunk_whose_size_nobody_asks_is_told_to_every_rank(tmp_path):
+    path, values = write(tmp_path, chunk=(1, 3, 13, 10))
+    run_on_ranks(4, body_corrupt_among_many, path, values)
 
 
 @pytest.mark.parametrize("mode", ["cooperative", "independent"])

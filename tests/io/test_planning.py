@@ -1,5 +1,7 @@
 """What is worked out once for chunks that lie alike equals what each chunk and rank gives by itself."""
 
+import sys
+from collections import Counter
 from itertools import product
 from math import prod
 
@@ -12,12 +14,16 @@ from numcodecs import Blosc, Zstd
 
 from jigsaw.io.chunks import chunk_finder
 from jigsaw.io.chunks.byte_ranges import merge_ranges
+from jigsaw.io.chunks.files import LocalFiles
 from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, needed_share
 from jigsaw.io.chunks.read_cost import read_cost
 from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading import found_chunks
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
+from jigsaw.io.reading.found_chunks import spread_places
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
+from jigsaw.io.reading.shared_jobs import GOLDEN_SECTION, _numbers_read_by, order_of_jobs, owners_of_jobs
 from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.layout import Layout
 
@@ -52,7 +58,8 @@ def tables(tmp_path_factory):
 class Enumerated:
     """A plan by its definition: row by row, rank by rank, chunk by chunk."""
 
-    def __init__(self, asked, tables, mode):
+    def __init__(self, asked, tables, mode, most_sizes):
+        self.most_sizes = most_sizes
         self.asked, self.tables, self.ranks = asked, tables, list(range(asked.layout.ranks))
         self.coords = list(asked.layout.coords())
         self.names = list(dict.fromkeys(part.array for part in asked.parts))
@@ -112,10 +119,25 @@ class Enumerated:
         borrowing = [m for m in readers if m not in owning]
         return [(owning[0], tuple(sorted([owning[0], *borrowing]))), *((m, (m,)) for m in owning[1:])]
 
+    def is_asked(self, name):
+        """Whether each chunk is asked for its size; what is read in part always is."""
+        small = [n for n in self.names if not self.tables[n].finder.is_divisible]
+        return name not in small or sum(len(self.readers[n]) for n in small) <= self.most_sizes
+
+    def estimate(self, name, jobs):
+        """All loads as if they were of the chunks that are looked at, on average."""
+        chunks = list(self.readers[name])
+        some = [self.counts(name, chunks[i], self.readers[name][chunks[i]]) for i in spread_places(len(chunks))]
+        found = sum(some, ReadCounts())
+        per = [found.requests, found.stored_bytes, found.decoded_bytes]
+        requests, stored, decoded = (total * len(jobs) // len(some) for total in per)
+        return ReadCounts(requests, stored_bytes=stored, decoded_bytes=decoded)
+
     def costs_of(self, name):
         def cost(mode):
             jobs = [(chunk, *load) for chunk in self.readers[name] for load in self.loads(name, chunk, mode)]
             row = sum((self.counts(name, chunk, served) for chunk, _, served in jobs), ReadCounts())
+            row = row if self.is_asked(name) else self.estimate(name, jobs)
             sent = sum(self.values(name, chunk, m) for chunk, owner, served in jobs for m in served if m != owner)
             shared = sum(len(served) > 1 for _, _, served in jobs)
             table = self.tables[name]
@@ -125,16 +147,23 @@ class Enumerated:
 
     def balanced(self, todo):
         def weight(job):
+            if not self.is_asked(job.array):
+                return self.tables[job.array].grid.chunk_bytes
             row = self.counts(job.array, job.chunk, job.readers)
             return row.stored_bytes or row.decoded_bytes
 
         load = [sum(weight(job) for job in self.private if job.owner == m) for m in self.ranks]
-        for i in sorted(range(len(todo)), key=lambda i: (-weight(todo[i]), i)):
+        turns, ranks = [0 for _ in self.ranks], len(self.ranks)
+        order = sorted(range(len(todo)), key=lambda i: (-weight(todo[i]), i))
+        for i in order:
             bytes_, owner = weight(todo[i]), todo[i].owner
             if self.modes[todo[i].array] == "cooperative":
-                owner = min(self.ranks, key=lambda m: (load[m], m))
+                owner = min(
+                    self.ranks, key=lambda m: (load[m], (m + turns[m] * ranks * GOLDEN_SECTION // 2**16) % ranks)
+                )
             todo[i] = todo[i]._replace(owner=owner if bytes_ else NO_OWNER)
             load[owner] += bytes_
+            turns[owner] += bytes_ > 0
         return tuple(todo)
 
     def rows(self):
@@ -162,14 +191,23 @@ def requests(draw):
     return ReadRequest(layout, tuple(parts))
 
 
-@given(requests(), st.sampled_from(["auto", *PLAN_MODES]))
-@settings(deadline=None, max_examples=40)
-def test_plans_equal_an_enumeration(tables, asked, mode):
-    plan, expected = plan_read(asked, tables, mode), Enumerated(asked, tables, mode)
+@given(requests(), st.sampled_from(["auto", *PLAN_MODES]), st.sampled_from([0, found_chunks.MOST_SIZES]))
+@settings(deadline=None, max_examples=60)
+def test_plans_equal_an_enumeration(tables, asked, mode, most_sizes):
+    """Those of few chunks, each asked for its size, and those of many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found_chunks, "MOST_SIZES", most_sizes)
+        _compare_with_enumeration(plan_read(asked, tables, mode), Enumerated(asked, tables, mode, most_sizes))
+
+
+def _compare_with_enumeration(plan, expected):
     assert plan.modes == expected.modes
     assert plan.shared == expected.shared
     for member in expected.ranks:
         assert sorted(plan.private(member)) == sorted(job for job in expected.private if job.owner == member)
+        assert plan.shared.read_by(member) == [job for job in expected.shared if member in job.readers]
+        mine = [(n, job) for n, job in enumerate(expected.shared) if job.owner == member]
+        assert plan.shared.loaded_by((member,)) == mine
     assert plan.rows == expected.rows()
     for name, each in product(expected.names, PLAN_MODES):
         assert plan.cost(name, each) == expected.costs_of(name)(each)
@@ -192,3 +230,78 @@ def test_what_ranks_take_of_a_chunk_is_worked_out_once(tables):
     for name, at in (("zstd", (0, 1)), ("blosc", (0, 0))):
         assert first.needed.readers[name][0, *at] is later.needed.readers[name][3, *at]
     assert [job.readers for job in first.shared] == [job.readers for job in later.shared] != []
+
+
+# -- many small chunks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiles(tmp_path):
+    """A folder of 2 steps in 8 x 8 tiles, and its tables."""
+    array = zarr.open_group(tmp_path / "t.zarr", mode="w", zarr_format=2).create_array(
+        "x", shape=(2, 64, 64), chunks=(1, 8, 8), dtype="f4", compressors=Zstd(1)
+    )
+    array[...] = np.random.default_rng(0).normal(size=array.shape).round(1)
+    array.attrs["_ARRAY_DIMENSIONS"] = ("time", "lat", "lon")
+    return tmp_path / "t.zarr" / "x", open_store(tmp_path / "t.zarr").arrays
+
+
+def tiles_request(*steps):
+    layout = Layout.of((len(steps), 1, 64, 64), (None, None, "lat", "lon"), {"lat": 2, "lon": 2}, halo={2: 1, 3: 1})
+    picks = tuple((step, i) for i, step in enumerate(steps))
+    return ReadRequest(layout, (ReadPart("x", (picks, None, None), (0, 2, 3), ((1, 0),)),))
+
+
+def sizes_asked(tables, mode):
+    """How many files a plan is made by asking for their size."""
+    asked = []
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code is LocalFiles.size.__code__:
+            asked.append(frame.f_locals["path"])
+
+    sys.setprofile(note)
+    try:
+        plan = plan_read(tiles_request(0), tables, mode)
+        assert plan.digest
+    finally:
+        sys.setprofile(None)
+    assert len(set(asked)) == len(asked)
+    return len(asked)
+
+
+def test_of_many_chunks_a_few_are_asked_for_their_size(tiles, monkeypatch):
+    _, tables = tiles
+    assert [sizes_asked(tables, mode) for mode in ("auto", "cooperative", "independent")] == [64, 64, 0]
+    monkeypatch.setattr(found_chunks, "MOST_SIZES", 63)
+    assert [sizes_asked(tables, mode) for mode in ("auto", "cooperative", "independent")] == [8, 0, 0]
+
+
+def test_the_order_of_many_chunks_is_kept_for_the_next_sample(tiles, monkeypatch):
+    folder, tables = tiles
+    monkeypatch.setattr(found_chunks, "MOST_SIZES", 63)
+    first, later = (plan_read(tiles_request(step), tables, "cooperative") for step in (0, 1))
+    assert first.shared.order is later.shared.order
+    assert [job.chunk[0] for job in later.shared] == [1] * len(later.shared) != []
+    assert first.digest != later.digest
+    assert len({plan_read(tiles_request(0), tables, mode).digest for mode in PLAN_MODES}) == len(PLAN_MODES)
+    # whoever is to load a chunk finds it missing; ranks that see it and ranks that do not have one plan
+    (folder / "0.3.3").unlink()
+    after = plan_read(tiles_request(0), tables, "cooperative")
+    assert after.digest == first.digest and NO_OWNER not in [job.owner for job in after.shared]
+    monkeypatch.setattr(found_chunks, "MOST_SIZES", 64)
+    assert plan_read(tiles_request(0), tables, "cooperative").digest != first.digest
+
+
+def test_no_rank_gets_the_same_tiles_of_every_step():
+    """They may be those of an ocean: of 64 tiles of 48 steps each of 8 ranks gets every one, at most 12 times."""
+    tile = Counter[tuple[int, int]]()
+    owners = owners_of_jobs(np.full(48 * 64, 100), [NO_OWNER] * (48 * 64), [0] * 8)
+    for number, owner in enumerate(owners):
+        tile[owner, number % 64] += 1
+    assert Counter(owners) == dict.fromkeys(range(8), 48 * 8)
+    assert max(tile.values()) <= 12 and len(tile) == 8 * 64
+
+
+def test_what_is_kept_of_shared_jobs_is_bounded():
+    assert order_of_jobs.cache_info().maxsize <= 8 and _numbers_read_by.cache_info().maxsize <= 16

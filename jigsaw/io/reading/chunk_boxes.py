@@ -227,7 +227,7 @@ class PartGeometry:
     def box(self, chunk: ChunkIndex, member: int) -> ChunkBox | None:
         """What a rank takes of a chunk; None for nothing."""
         held, at = self._of_member(member)
-        runs = tuple(row.get(c, ()) for row, c in zip(held, chunk, strict=True))
+        runs = tuple([row.get(c, ()) for row, c in zip(held, chunk, strict=True)])
         return None if at is None or not all(runs) else ChunkBox(self._number, runs, at, self._turned)
 
 

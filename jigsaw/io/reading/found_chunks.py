@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,10 @@ from jigsaw.io.reading.chunk_readers import ChunkLoads, ChunkReaders, ReaderGrou
 from jigsaw.io.reading.needed_chunks import NeededChunks
 
 ArrayTables = Mapping[str, ArrayTable]
+
+MOST_SIZES = 1024
+"""The small chunks of near stores that one plan asks for their sizes at most, 3 ms of every rank."""
+_SIZES_LOOKED_AT = 8
 
 
 class ReaderKinds:
@@ -99,9 +104,9 @@ class FoundChunks:
             self._refs[key] = self.tables[array].finder.locate(chunk)
         return self._refs[key]
 
-    def _refs_of(self, array: str) -> list[ChunkRef | None]:
-        """Where the needed chunks of an array lie, in C order; those that follow each other are looked up together."""
-        finder, chunks = self.tables[array].finder, list(self.needed.readers[array])
+    def _refs_of(self, array: str, chunks: Sequence[ChunkIndex]) -> list[ChunkRef | None]:
+        """Where chunks lie, in C order; those that follow each other are looked up together."""
+        finder = self.tables[array].finder
         if all((array, chunk) not in self._refs for chunk in chunks):
             for first, count in _strips_of_chunks(chunks):
                 try:
@@ -112,12 +117,13 @@ class FoundChunks:
         return [self.ref(array, chunk) for chunk in chunks]
 
     def _sizes(self, array: str) -> WholeSizes:
-        """The sizes of the needed chunks of an array, in C order."""
+        """The sizes of the needed chunks of an array, in C order; of many, those of a few of them."""
         if array not in self._whole:
-            grid, refs = self.tables[array].grid, self._refs_of(array)
-            decoded = [
-                0 if ref is None else grid.bytes_of(c) for c, ref in zip(self.needed.readers[array], refs, strict=True)
-            ]
+            grid, chunks = self.tables[array].grid, self.needed.readers[array].chunks
+            if self.size_of_all(array) is not None:
+                chunks = [chunks[place] for place in spread_places(len(chunks))]
+            refs = self._refs_of(array, chunks)
+            decoded = [0 if ref is None else grid.bytes_of(c) for c, ref in zip(chunks, refs, strict=True)]
             stored = [0 if ref is None else -1 if ref.length is None else ref.length for ref in refs]
             unsized = 0 if self.tables[array].decoder is None else np.array(decoded, np.int64)
             sizes = np.array(stored, np.int64)
@@ -126,29 +132,48 @@ class FoundChunks:
         return self._whole[array]
 
     def counts_in_mode(self, array: str, mode: str) -> tuple[int, int, int]:
-        """What `counts_of_loads` gives of all needed chunks of an array."""
+        """What `counts_of_loads` gives of all needed chunks of an array; of many, as if all were as those looked at."""
         readers_of = self.needed.readers[array]
         if self.tables[array].finder.is_divisible:
             counts = [self.counts_of_loads(array, chunk, mode) for chunk in readers_of]
             requests, decoded, stored = (sum(column) for column in zip(*counts, strict=True))
             return requests, decoded, stored
         loads, sizes = readers_of.pattern.counts(mode)[0], self._sizes(array)
+        if self.size_of_all(array) is not None:
+            every = readers_of.pattern.totals(mode)[0]
+            requests, decoded, stored = (int(column.sum()) * every // len(column) for column in sizes)
+            return requests, decoded, stored
         return int(loads @ sizes.there), int(loads @ sizes.decoded), int(loads @ sizes.stored)
 
-    def bytes_of_shared(self, array: str, mode: str) -> list[int]:
-        """For each needed chunk of an array, in C order, the bytes that its shared load fetches, or decodes where that
-        is not known; 0 of a missing one.
+    def bytes_of_shared(self, array: str, mode: str) -> NDArray[np.int64]:
+        """For each chunk of an array that is loaded for several ranks, in C order, the bytes that this load fetches, or
+        decodes where that is not known; 0 of a missing one.
         """
+        pattern = self.needed.readers[array].pattern
+        places = pattern.shared_places(mode)
+        if (decoded := self.size_of_all(array)) is not None:
+            return np.full(len(places), decoded, np.int64)
         if not self.tables[array].finder.is_divisible:
             sizes = self._sizes(array)
-            return np.where(sizes.stored, sizes.stored, sizes.decoded).tolist()
-        found: list[int] = []
-        for chunk, loads in zip(
-            self.needed.readers[array], self.needed.readers[array].pattern.loads(mode), strict=True
-        ):
-            row = self.load_counts(array, chunk, loads.served) if loads.served else ReadCounts()
-            found.append(row.stored_bytes or row.decoded_bytes)
-        return found
+            return np.where(sizes.stored, sizes.stored, sizes.decoded)[places]
+        chunks, loads = self.needed.readers[array].chunks, pattern.loads(mode)
+        rows = [self.load_counts(array, chunks[place], loads[place].served) for place in places.tolist()]
+        return np.array([row.stored_bytes or row.decoded_bytes for row in rows], np.int64)
+
+    def size_of_all(self, array: str) -> int | None:
+        """The bytes that each chunk of an array counts as where so many are needed that they are not asked for theirs;
+        None where each is asked.
+        """
+        table = self.tables[array]
+        if table.far or table.finder.is_divisible or self._are_few:
+            return None
+        return table.grid.chunk_bytes
+
+    @cached_property
+    def _are_few(self) -> bool:
+        """Whether the chunks that may be asked for their size are few."""
+        asked = (name for name in self.needed.readers if not self.tables[name].far)
+        return sum(len(self.needed.readers[n]) for n in asked if not self.tables[n].finder.is_divisible) <= MOST_SIZES
 
     def has_own_objects(self, array: str) -> bool:
         """Whether each needed chunk of an array lies in another object, so that no request brings two of them."""
@@ -300,6 +325,12 @@ def _strips_of_chunks(chunks: Sequence[ChunkIndex]) -> Iterator[tuple[ChunkIndex
         if last or chunks[i + 1][-1] != chunk[-1] + 1 or chunks[i + 1][:-1] != chunk[:-1]:
             yield chunks[start], i + 1 - start
             start = i + 1
+
+
+def spread_places(count: int) -> list[int]:
+    """Some places of so many, spread evenly whatever divides them, in rising order."""
+    # multiples of the golden section: of 8 x 8 tiles no two in a row, where equal steps would stay in one column
+    return sorted({int(count * ((0.5 + n) * 0.6180339887498949 % 1)) for n in range(_SIZES_LOOKED_AT)})
 
 
 def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:

@@ -28,6 +28,8 @@ class ReadersPattern:
         self.readers = readers
         self._loads: dict[str, tuple[ChunkLoads, ...]] = {}
         self._counts: dict[str, NDArray[np.int64]] = {}
+        self._totals: dict[str, tuple[int, int, int]] = {}
+        self._alone: dict[tuple[str, int], NDArray[np.int32]] = {}
 
     def loads(self, mode: str) -> tuple[ChunkLoads, ...]:
         """Who loads each chunk in a mode."""
@@ -42,13 +44,33 @@ class ReadersPattern:
             self._counts[mode] = np.array(rows, np.int64).reshape(-1, 3).T
         return self._counts[mode]
 
+    def totals(self, mode: str) -> tuple[int, int, int]:
+        """The sums of `counts` over all chunks."""
+        if mode not in self._totals:
+            loads, shared, sent = self.counts(mode).sum(1).tolist()
+            self._totals[mode] = loads, shared, sent
+        return self._totals[mode]
+
+    def shared_places(self, mode: str) -> NDArray[np.intp]:
+        """Where in C order the chunks stand that are loaded for several ranks in a mode."""
+        return np.flatnonzero(self.counts(mode)[1])
+
+    def loaded_alone(self, mode: str, ranks: int) -> NDArray[np.int32]:
+        """How many of the chunks each of so many ranks loads for itself alone in a mode."""
+        if (mode, ranks) not in self._alone:
+            count = np.zeros(ranks, np.int32)
+            for readers, loads in zip(self.readers, self.loads(mode), strict=True):
+                count[readers.at[loads.alone]] += 1
+            self._alone[mode, ranks] = count
+        return self._alone[mode, ranks]
+
 
 class ReadersByChunk(dict[ChunkIndex, ChunkReaders]):
-    """The needed chunks of an array in C order, and the readers of each: those of the `pattern`."""
+    """The needed chunks of an array in C order, `chunks`, and the readers of each: those of the `pattern`."""
 
     def __init__(self, chunks: Iterable[ChunkIndex], pattern: ReadersPattern) -> None:
         super().__init__(zip(chunks, pattern.readers, strict=True))
-        self.pattern = pattern
+        self.pattern, self.chunks = pattern, tuple(self)
 
 
 class NeededChunks:
@@ -80,10 +102,11 @@ class NeededChunks:
     def boxes(self, array: str, chunk: ChunkIndex, member: int) -> tuple[ChunkBox, ...]:
         """What a rank takes of a chunk: a box a part, and one of its rows beyond a pole."""
         key = array, chunk, member
-        if key not in self._taken:
-            found = (each.box(chunk, member) for each in self.geometries[array])
-            self._taken[key] = tuple(box for box in found if box is not None)
-        return self._taken[key]
+        found = self._taken.get(key)
+        if found is None:
+            boxes = [each.box(chunk, member) for each in self.geometries[array]]
+            found = self._taken[key] = tuple([box for box in boxes if box is not None])
+        return found
 
     def box_bytes(self, array: str, chunk: ChunkIndex, member: int) -> int:
         return sum(prod(box.extents) for box in self.boxes(array, chunk, member)) * self.grids[array].itemsize
@@ -102,7 +125,7 @@ def _readers_by_chunk(parts: Sequence[_PartDims]) -> ReadersByChunk:
             found.setdefault(chunk, []).append(PartShares(shares, fixed))
     every = {chunk: readers_of_chunk(tuple(found[chunk])) for chunk in sorted(found)}
     kept = {chunk: readers for chunk, readers in every.items() if readers.ranks}
-    return ReadersByChunk(kept, ReadersPattern(tuple(kept.values())))
+    return ReadersByChunk(kept, _pattern_of_readers(tuple(kept.values())))
 
 
 @lru_cache(maxsize=256)
@@ -112,4 +135,10 @@ def _pattern_of_part(
     """Of the chunks that one part takes rows of, by dim: which any rank reads, and the pattern of these."""
     every = [readers_of_chunk((PartShares(shares, fixed),)) for shares in product(*along)]
     taken = tuple(bool(readers.ranks) for readers in every)
-    return taken, ReadersPattern(tuple(compress(every, taken)))
+    return taken, _pattern_of_readers(tuple(compress(every, taken)))
+
+
+@lru_cache(maxsize=256)
+def _pattern_of_readers(readers: tuple[ChunkReaders, ...]) -> ReadersPattern:
+    """One object for those that are equal, so that what is worked out from it is found by it."""
+    return ReadersPattern(readers)

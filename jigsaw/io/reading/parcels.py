@@ -54,8 +54,8 @@ class BoxParcels:
             self._counts[to] += part.size
         self._going = np.concatenate([np.empty(0, np.uint8), *(part for _, part in packed)])
         self._wanted: list[list[ChunkJob]] = [[] for _ in self._counts]
-        for job in plan.shared:
-            if job.owner != NO_OWNER and job.owner not in self._near and job.is_read_by(me):
+        for job in plan.shared.read_by(me):
+            if job.owner != NO_OWNER and job.owner not in self._near:
                 self._wanted[job.owner].append(job)
         self._sizes = [sum(plan.box_bytes(job, me) for job in jobs) for jobs in self._wanted]
         self._coming = np.empty(sum(self._sizes), np.uint8)

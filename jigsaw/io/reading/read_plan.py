@@ -33,6 +33,7 @@ from jigsaw.io.reading.needed_chunks import NeededChunks
 from jigsaw.io.reading.plan_text import plan_reasons, plan_text
 from jigsaw.io.reading.read_modes import PLAN_MODES, choose_mode, cost_of_mode, sent_values, shared_jobs
 from jigsaw.io.reading.request_check import check_request_fits
+from jigsaw.io.reading.shared_jobs import SharedJobs
 from jigsaw.io.series.request import ReadPart, ReadRequest
 
 ObjectSizes = Mapping[str, "int | None"]
@@ -108,9 +109,9 @@ class ReadPlan:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def shared(self) -> tuple[ChunkJob, ...]:
+    def shared(self) -> SharedJobs:
         """The jobs whose chunk several ranks read, in the order in which all ranks take them."""
-        return tuple(shared_jobs(self.found, self.modes))
+        return shared_jobs(self.found, self.modes)
 
     def private(self, member: int) -> Iterator[ChunkJob]:
         for name in self.needed.readers:
@@ -120,6 +121,9 @@ class ReadPlan:
     def private_chunks(self, name: str, member: int) -> list[ChunkIndex]:
         """The chunks of an array that a rank loads for itself alone, in C order."""
         readers_of, mode = self.needed.readers[name], self.modes[name]
+        loads, shared, _ = readers_of.pattern.totals(mode)
+        if mode == "independent" or loads == shared:  # every chunk is, or none
+            return self.needed.chunks(name, member) if mode == "independent" else []
         return [chunk for chunk in self.needed.chunks(name, member) if readers_of[chunk].is_alone(member, mode)]
 
     @property
@@ -128,7 +132,7 @@ class ReadPlan:
 
     @property
     def jobs(self) -> tuple[ChunkJob, ...]:
-        return self.shared + tuple(job for member in range(self.ranks) for job in self.private(member))
+        return (*self.shared, *(job for member in range(self.ranks) for job in self.private(member)))
 
     def batches(self, member: int) -> Iterator[FetchBatch]:
         return fetch_batches(self.found, [*self._shared_by_owner[member], *self.private(member)])
@@ -230,8 +234,8 @@ class ReadPlan:
         """A number that ranks compare: equal when their plans are."""
         # Private jobs follow from request and modes.  What a rank finds of a store enters by `shared`: ranks that see
         # other chunks there, of a store that is written meanwhile, balance them otherwise, and must not go on: their
-        # owners differ, all else of them follows too.  Seven bytes fit the arena's signed words.
-        text = repr((self.request, self.modes, [job.owner for job in self.shared])).encode()
+        # order and owners differ, all else of them follows too.  Seven bytes fit the arena's signed words.
+        text = repr((self.request, self.modes, self.shared.order.digest)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 

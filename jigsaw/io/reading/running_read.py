@@ -134,7 +134,7 @@ class RunningRead:
         near = self.peers.neighbours
         self.local = {m: i for i, m in enumerate(near)}
         # a slot is of one machine: each counts places of its own, among the jobs that its ranks load
-        shared = [(n, job) for n, job in enumerate(plan.shared) if job.owner in near]
+        shared = plan.shared.loaded_by(near)
         self.sections = sections_in_slot_order(plan, shared, self.rank.lanes, cut=not self.peers.is_spread)
         # the threads of all ranks here, as all are to find the same slots; half of what the header has words for, since
         # there may be two a thread
@@ -164,8 +164,8 @@ class RunningRead:
         except RuntimeError as e:  # Python starts no threads while it ends
             raise ReadError("this process ends, and the read that it was to take part in with it") from e
         try:
-            for job in self.plan.shared:
-                if job.owner == NO_OWNER and job.is_read_by(self.me):
+            for job in self.plan.shared.read_by(self.me):
+                if job.owner == NO_OWNER:
                     self.take(ChunkSection(job), None)
             self._take_published()
             while wait(workers, 0.01).not_done:
