@@ -177,6 +177,15 @@ def test_a_ring_over_nodes_is_as_slow_as_its_slowest_link():
     assert first.message_seconds == backward.message_seconds
 
 
+def test_ranks_of_weights_cut_twice_are_told_apart():
+    net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    axes, spec = {"replicate": 2, "data": 2, "channel": 2}, (("replicate", "data"), None, None)
+    how = {"spec": spec, "shard_weights": True, "replicate": "replicate", "ranks": [0, 7, 2]}
+    report = jigsaw.dry_run(net, (8, 4, 8), axes, **how)
+    assert report.is_complete
+    assert len({(rank.sent_bytes, rank.messages, rank.flop) for rank in report.ranks}) == 1
+
+
 def test_checkpointing_computes_twice_and_keeps_less():
     how = {"shard_weights": True}
     plain = dry_step("transformer", {"lat": 2}, ranks=[0], **how)
