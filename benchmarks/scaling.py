@@ -182,7 +182,8 @@ def best_found(case: str, gpus: int, batch: int) -> Iterator[dict[str, Any]]:
     found = jigsaw.dryrun.advise_mesh(make, (batch, CHANNELS, *GRID), gpus, align={2: PATCH, 3: PATCH})
     seconds = time.process_time() - began
     able = [option for option in found if option.works and option.report is not None]
-    firsts = {name: at for at, option in reversed(list(enumerate(able))) for name in option.mesh}
+    places = reversed(list(enumerate(able)))
+    firsts = {name: at for at, option in places for name, size in option.mesh.items() if size > 1}
     for at in sorted({*range(min(5, len(able))), *firsts.values()}):
         option, report = able[at], able[at].report
         assert report is not None

@@ -985,7 +985,7 @@ def _weights_elsewhere():
         (_twice, "Linear went through jigsaw.parallelize before; call it once"),
         (_sparse, "module '0' makes sparse gradients.*sparse=False"),
         (_copies_of_whole_weights, "replicate=.*pass shard_weights=True"),
-        (_copies_of_everything, "some, not all, of the mesh.s axes"),
+        (_copies_of_everything, "some, not all, of the axes"),
         (_another_sharding, "shard_weights=.always. must be"),
         (_pickles, "cannot be pickled.*state_dict"),
         (
