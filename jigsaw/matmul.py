@@ -9,7 +9,8 @@ by part: a partial sum travels while the next one is computed.  After Agarwal et
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -371,7 +372,24 @@ def _oriented_rows(
 def _multiply_wide(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
     if left.dtype == wide:
         return torch.mm(left, right)
-    return torch.mm(left, right, out_dtype=wide) if left.is_cuda else torch.mm(left.to(wide), right.to(wide))
+    if left.is_cuda or _accelerators_played:
+        return torch.mm(left, right, out_dtype=wide)
+    return torch.mm(left.to(wide), right.to(wide))
+
+
+_accelerators_played: list[None] = []
+
+
+@contextmanager
+def products_of_accelerators() -> Generator[None]:
+    """Within it, products of narrow types are those of a GPU, which adds up in the wider type by itself: for a dry run,
+    whose tensors have no values and lie on the CPU.
+    """
+    _accelerators_played.append(None)
+    try:
+        yield
+    finally:
+        _accelerators_played.pop()
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:

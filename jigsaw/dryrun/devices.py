@@ -18,7 +18,8 @@ class Device:
     second that one rank sends to ranks of its own node, and to others while its neighbours do so, too; `node_seconds`
     and `network_seconds` what a message takes beside that.  `overlap` is the share of the computing behind which
     gradients that are being summed, and weights that are being gathered, may hide; `reader_cores` are the processor
-    cores that read for a rank.
+    cores that read for a rank.  One that `is_processor` widens bfloat16 before products of cut dims; a GPU adds them up
+    in float32 by itself.
 
     Of a processor that was measured (`measure_device`): `host_seconds` is what Python adds to an operator, by phase,
     ``"step of parts"`` that of an optimizer of cut weights; `call_seconds` a call, and a byte of it, by kind, where
@@ -50,6 +51,7 @@ class Device:
     host_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     call_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     times_kernels: bool = False
+    is_processor: bool = False
     crowding: Mapping[int, float] = field(default_factory=dict[int, float])
     host_crowding: Mapping[int, float] = field(default_factory=dict[int, float])
 
@@ -172,6 +174,7 @@ DEVICES: dict[str, Device] = {
             link_share=1.0,
             overlap=0.0,
             reader_cores=1,
+            is_processor=True,
         ),
     )
 }

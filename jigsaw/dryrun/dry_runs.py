@@ -100,6 +100,7 @@ def dry_run(
         (replicate,) if isinstance(replicate, str) else tuple(replicate),
         every_block,
         keeps_calls=priced.times_kernels,
+        on_processor=priced.is_processor,
     )
     node = ranks_per_node or priced.ranks_per_node
     size = torch.Size(axes.values()).numel()

@@ -165,6 +165,7 @@ class _MeshSearch:
     def _plan(self, shape: tuple[int, ...], shard_weights: bool, replicate: tuple[str, ...]) -> StepPlan:
         known = {name: value for name, value in self._how.items() if name in StepPlan.__dataclass_fields__}
         known |= {"shard_weights": shard_weights, "replicate": replicate, "keeps_calls": self._device.times_kernels}
+        known["on_processor"] = self._device.is_processor
         return StepPlan(self._model, (shape,), **known)
 
     def _pipelined(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from jigsaw.dryrun.report import Remark
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.gradients import local_part
 from jigsaw.layout import AxisSizes, Layout, LayoutSpec
+from jigsaw.matmul import products_of_accelerators
 from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
 from jigsaw.ops.meeting import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.plain_operands import AVERAGED_MARK, hearing_repeats
@@ -85,6 +86,7 @@ class StepPlan:
     every_block: bool = False
     row: tuple[str, int] | None = None  # of which so many blocks alone are there
     keeps_calls: bool = True
+    on_processor: bool = True
     pieces: tuple[str, ...] = ()  # modules of which costs are told apart
 
 
@@ -123,7 +125,8 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
         know_neighbours(mesh)
         stage_mesh = fake_stage_mesh(mesh, PIPE_AXIS) if PIPE_AXIS in axes else mesh
         know_neighbours(stage_mesh)
-        with FakeTensorMode(allow_non_fake_inputs=True), meter.counting():
+        products = nullcontext() if plan.on_processor else products_of_accelerators()
+        with FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), products:
             meter.begin_phase("setup")
             _play_step(plan, mesh, stage_mesh, played, meter, traffic)
     played.phases = {name: meter.counted_phase(name, calls) for name, calls in traffic.items()}

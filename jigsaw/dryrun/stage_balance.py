@@ -60,8 +60,9 @@ def balanced_stages(
     if batch % microbatches:
         raise ShardingError(f"example= has a batch of {batch}, which is no multiple of microbatches={microbatches}")
     spec = tuple(_without_axis(entry, axis) for entry in example.layout.spec)
-    plan = StepPlan(model, ((batch // microbatches, *rest),), spec, example.dtype, keeps_calls=False)
     device = DEVICES["cpu" if mesh.device_type == "cpu" else "h100"]
+    shapes, is_processor = ((batch // microbatches, *rest),), device.is_processor
+    plan = StepPlan(model, shapes, spec, example.dtype, keeps_calls=False, on_processor=is_processor)
     pieces = piece_costs(plan, axes, stages, device, device.ranks_per_node)
     memory = torch.cuda.get_device_properties(0).total_memory if mesh.device_type == "cuda" else device.memory_bytes
     return tuple(pieces[at].name for at in balanced_cuts(pieces, stages, microbatches, memory))

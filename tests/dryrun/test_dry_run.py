@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import jigsaw
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun import DEVICES, Traffic
-from jigsaw.dryrun.rank_playing import mean_square_of_tiles
+from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
 from jigsaw.gradients import local_part
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
@@ -137,6 +137,17 @@ def test_seconds_are_the_longest_of_three():
     assert device.kernel_time(int(67e12), 10, torch.float32) == (1.0, "flop")
     assert device.kernel_time(10, int(3.35e12), torch.float32) == (1.0, "memory")
     assert device.kernel_time(10, 10, torch.float32) == (1e-3, "kernels")
+
+
+def test_products_of_cut_dims_are_narrow_on_a_gpu_and_wide_on_a_processor():
+    plan = StepPlan(nn.Linear(64, 32), ((4, 16, 64),), (None, None, "lat"), torch.bfloat16, optimizer=None)
+    found = {}
+    for name in ("cpu", "h100"):
+        played = play_rank(replace(plan, on_processor=DEVICES[name].is_processor), {"lat": 2}, 0)
+        products = [k for phase in played.phases.values() for k in phase.kernels if k.flop]
+        found[name] = {k.dtype for k in products}, sum(k.flop for k in products)
+    assert found["cpu"] == ({torch.float32}, found["h100"][1])
+    assert found["h100"][0] == {torch.bfloat16}
 
 
 def test_messages_go_by_the_link_between_two_ranks():
