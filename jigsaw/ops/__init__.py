@@ -2,7 +2,6 @@
 
 from jigsaw.ops import (
     along,
-    checkpoint_frames,
     closeness,
     complex_parts,
     covariances,
@@ -32,7 +31,6 @@ from jigsaw.ops import (
 
 __all__ = [
     "along",
-    "checkpoint_frames",
     "closeness",
     "complex_parts",
     "covariances",
