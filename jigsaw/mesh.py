@@ -236,7 +236,7 @@ def axes_in_mesh_order(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[str
 
 def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
     """The global ranks along `axes` through this rank, in mesh order."""
-    lines = _kept_for_this_rank(mesh, _LINES)
+    lines: dict[tuple[str, ...], tuple[int, ...]] = vars(mesh).setdefault(_LINES, {})
     names = axes_along(mesh, axes).names
     if names not in lines:
         here = mesh_coordinate(mesh)
@@ -248,17 +248,13 @@ def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
 
 def ranks_in_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
     """The global ranks of a mesh, whether this one is among them or not, in its order."""
-    kept = _kept_for_this_rank(mesh, _RANKS)
-    if () not in kept:
-        with _disable_current_modes():  # as above
-            kept[()] = tuple(mesh.mesh.flatten().tolist())
-    return kept[()]
-
-
-def _kept_for_this_rank(mesh: DeviceMesh, what: str) -> dict[tuple[str, ...], tuple[int, ...]]:
-    # A dry run plays many ranks, and torch keeps what operators on DTensors give, with its mesh: that may be of a rank
-    # played before, whose parts of the mesh compare equal to this one's.
-    return vars(mesh).setdefault(what, {}).setdefault(dist.get_rank(), {})
+    known: tuple[int, ...] | None = mesh.__dict__.get(_RANKS)
+    if known is not None:
+        return known
+    with _disable_current_modes():  # as above
+        found = tuple(mesh.mesh.flatten().tolist())
+    setattr(mesh, _RANKS, found)
+    return found
 
 
 def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:

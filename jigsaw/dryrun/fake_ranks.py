@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw import debug
-from jigsaw.pipeline_stages import mesh_of_stage
 
 # Groups are found by name in C++ as well, where the real ones are "0", "1", ...; each dry run has names of its own.
 _first_names = count(10**6, 10**6)
@@ -36,42 +35,39 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
 
     world, held = _empty_world(), c10d._world  # pyright: ignore[reportPrivateUsage]
     meshes: Any = DeviceMesh
-    joined = meshes.__dict__["_concatenate"]
+    joined, made = meshes.__dict__["_concatenate"], meshes.__init__
     fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
     chunk = fsdp._chunk_with_empty
     was_debugging, hook = debug.IS_DEBUGGING, sys.excepthook  # torch lets tracebacks begin with a rank from now on
     c10d._world, debug.IS_DEBUGGING = world, False  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     meshes._concatenate = staticmethod(partial(_with_values, meshes._concatenate))
+    meshes.__init__ = _numbered(made, next(_mesh_numbers))
     fsdp._chunk_with_empty = partial(_ChunksOfRanks, chunk)
     try:
         ranks = torch.Size(axes.values()).numel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        _tell_apart(mesh)
-        yield mesh
+        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     finally:
         for name in world.pg_names.values():
             torch._C._distributed_c10d._unregister_process_group(name)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         c10d._world, debug.IS_DEBUGGING = held, was_debugging  # pyright: ignore[reportPrivateUsage]
-        meshes._concatenate = joined
+        meshes._concatenate, meshes.__init__ = joined, made
         fsdp._chunk_with_empty = chunk
         sys.excepthook = hook
-
-
-def fake_stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """The ranks of one stage of a fake mesh whose axis has stages."""
-    found = mesh_of_stage(mesh, axis)
-    _tell_apart(found)
-    return found
 
 
 _mesh_numbers = count(-1, -1)
 
 
-def _tell_apart(mesh: DeviceMesh) -> None:
-    # meshes are told apart by their ranks and names, not by whose they are: what is kept for rank 0 of a dry run must
-    # never answer rank 1 of the next one
-    mesh._thread_id, mesh._hash = next(_mesh_numbers), None  # pyright: ignore[reportPrivateUsage]
+def _numbered(make: Any, number: int) -> Any:
+    # Meshes are told apart by their ranks and names, not by whose they are: what is kept for rank 0 of a dry run, by
+    # us or by torch for operators on DTensors, must never answer rank 1 of the next one; parts of its mesh neither.
+    @wraps(make)
+    def make_with_number(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        make(mesh, *args, **kwargs)
+        mesh._thread_id, mesh._hash = number, None  # pyright: ignore[reportPrivateUsage]
+
+    return make_with_number
 
 
 def _with_values(function: Any, *args: Any) -> Any:

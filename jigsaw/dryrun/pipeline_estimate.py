@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jigsaw.dryrun.devices import Device
-from jigsaw.dryrun.fake_ranks import fake_mesh, fake_stage_mesh
+from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.rank_playing import (
     ONCE_A_STEP,
     PIPE_AXIS,
@@ -31,7 +31,7 @@ from jigsaw.dryrun.report import DryRunReport, PhaseCost, RankCost, Traffic
 from jigsaw.dryrun.stage_balance import PieceCost
 from jigsaw.pipeline_batch import as_on_paper
 from jigsaw.pipeline_plan import PaperModel, TileOnPaper
-from jigsaw.pipeline_stages import cut_stages
+from jigsaw.pipeline_stages import cut_stages, mesh_of_stage
 
 Borders = Sequence[Sequence[TileOnPaper]]
 
@@ -61,7 +61,7 @@ def tiles_at_borders(plan: StepPlan, axes: Mapping[str, int], begins: Sequence[s
     *Raises*: `ShardingError` for a model that cannot be cut there.
     """
     with fake_mesh(axes, 0) as mesh:
-        stage_mesh = fake_stage_mesh(mesh, PIPE_AXIS)
+        stage_mesh = mesh_of_stage(mesh, PIPE_AXIS)
         know_neighbours(stage_mesh)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model, dtype = prepared_model(plan, mesh)

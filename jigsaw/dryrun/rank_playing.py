@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from jigsaw import comm
 from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.dryrun.counted_steps import CountedPhase
-from jigsaw.dryrun.fake_ranks import fake_mesh, fake_stage_mesh
+from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.dryrun.report import Remark
 from jigsaw.dryrun.step_meter import StepMeter
@@ -40,7 +40,7 @@ from jigsaw.ops.meeting import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.plain_operands import AVERAGED_MARK, hearing_repeats
 from jigsaw.ops.whole_tensor import hearing_costs
 from jigsaw.parallel import parallelize, reduced_at_end, reducer_of
-from jigsaw.pipeline_stages import cut_places, parallel_stage, whole_names
+from jigsaw.pipeline_stages import cut_places, mesh_of_stage, parallel_stage, whole_names
 from jigsaw.sharding import ShardingOptions
 from jigsaw.tile import Tile, tiles_in
 
@@ -123,7 +123,7 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
     with fake_mesh(axes, rank) as mesh:
         played = PlayedRank(rank, mesh_coordinate(mesh), 0, {}, [])
         know_neighbours(mesh)
-        stage_mesh = fake_stage_mesh(mesh, PIPE_AXIS) if PIPE_AXIS in axes else mesh
+        stage_mesh = mesh_of_stage(mesh, PIPE_AXIS) if PIPE_AXIS in axes else mesh
         know_neighbours(stage_mesh)
         products = nullcontext() if plan.on_processor else products_of_accelerators()
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), products:
