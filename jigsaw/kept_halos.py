@@ -3,7 +3,8 @@
 ``torch.utils.checkpoint(use_reentrant=False)`` makes a frame for each call, which lives as long as the graph behind it.
 What a rank receives while the function runs for the first time is kept there, in the order of the messages, and taken
 from there when it runs again.  So a backward pass sends the gradients of halos once, and nothing else for halos,
-checkpointed or not.
+checkpointed or not.  A call within another one is part of it: what it receives goes into both lists, and when the outer
+one runs again, its inner calls take what they need from the outer's.
 
 Kept are halos alone: at most one row in eight of what the ranks hold, by layouts, which all have alike; whoever
 receives more receives it again.  Savers of tensors within the function (``save_on_cpu``) are not looked behind: there
@@ -19,7 +20,7 @@ import inspect
 import math
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.utils.checkpoint
@@ -50,6 +51,8 @@ class KeptMessages:
 
 
 _kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
+# for a frame that began while another one was computed: that, and which of its runs
+_outer: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
 
 
 def checkpoint_frame() -> tuple[Any, Any]:
@@ -68,6 +71,26 @@ def checkpoint_frame() -> tuple[Any, Any]:
     if place == _PLACE:
         return found.get("frame"), None
     return (found["target_frame_ref"](), found["gid"]) if found.keys() >= {"target_frame_ref", "gid"} else (None, None)
+
+
+def begin_within_frame(frame: Any) -> None:
+    """Remember within which other checkpoint, if any, this one begins."""
+    outer, run = checkpoint_frame()
+    if outer is not None:
+        _outer[frame] = ref(outer), run
+
+
+def open_frames() -> tuple[list[Any], Any, Any]:
+    """The checkpoints that are being computed for the first time, innermost first; the one around them, if any, that
+    runs again, and which run that is.
+    """
+    frame, run = checkpoint_frame()
+    first: list[Any] = []
+    while frame is not None and run is None:
+        first.append(frame)
+        outer, run = _outer.get(frame, (None, None))
+        frame = None if outer is None else outer()
+    return first, frame, run
 
 
 def results_are_kept() -> bool:
@@ -93,19 +116,25 @@ def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
     """What was received for `what` when the same call of a checkpoint ran for the first time; None where it has to be
     sent (again).
     """
-    frame, run = checkpoint_frame()
-    if frame is None or run is None or frame not in _kept:
+    first, frame, run = open_frames()
+    if frame is None or frame not in _kept:
         return None
     kept = _kept[frame]
     at = kept.taken[run] = kept.taken.get(run, -1) + 1
     found = kept.messages[at] if at < len(kept.messages) else None
-    return found[1] if found is not None and found[0] is what else None
+    if found is None or found[0] is not what:
+        return None
+    _keep_in(first, found)
+    return found[1]
 
 
 def keep_messages(what: object, layouts: tuple[Layout, Layout], received: list[tuple[int, Tensor]]) -> None:
     """Keep what is being received for `what`, an exchange between these layouts, if a checkpoint wants it again."""
-    frame, run = checkpoint_frame()
-    if frame is None or run is not None:
-        return
-    kept = _kept.setdefault(frame, KeptMessages())
-    kept.messages.append((what, received) if _is_small(*layouts) else None)
+    first, _, _ = open_frames()
+    if first:
+        _keep_in(first, (what, received) if _is_small(*layouts) else None)
+
+
+def _keep_in(frames: list[Any], message: tuple[object, list[tuple[int, Tensor]]] | None) -> None:
+    for frame in frames:
+        _kept.setdefault(frame, KeptMessages()).messages.append(message)

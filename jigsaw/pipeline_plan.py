@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jigsaw import debug
 from jigsaw.cut import ShardingError
 from jigsaw.graph_calls import shape_run
-from jigsaw.kept_halos import checkpoint_frame
+from jigsaw.kept_halos import open_frames
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.nn.weights import is_dtensor
@@ -256,8 +256,8 @@ class _PlanningPass(WatchedPass):
         self._check_checkpoint()
 
     def _check_checkpoint(self) -> None:
-        frame, _ = checkpoint_frame()
-        if frame is not None and self._stage_of_frame.setdefault(frame, self.stage) != self.stage:
+        frames, _, _ = open_frames()
+        if any(self._stage_of_frame.setdefault(frame, self.stage) != self.stage for frame in frames):
             raise ShardingError(
                 f"stages={list(self.cuts.begins)!r}: {self.cuts.begins[self.stage - 1]!r} begins a stage within what "
                 "is checkpointed, and no stage could run that again in its backward pass; cut between checkpointed "

@@ -374,6 +374,37 @@ def test_stages_of_which_one_has_weights_that_channel_cuts():
     run_on_ranks(8, _check_channels_in_one_stage)
 
 
+class Nested(Chain):
+    """Two blocks within each call, and within that each block's own."""
+
+    def _one(self, x, block):
+        return checkpoint(block, x, use_reentrant=False) + x.sin()
+
+    def _pair(self, x, first):
+        for block in self.blocks[first : first + 2]:
+            x = checkpoint(self._one, x, block, use_reentrant=False)
+        return x
+
+    def forward(self, x):
+        x = self.stem(x) + self.position
+        for first in (0, 2):
+            x = checkpoint(self._pair, x, first, use_reentrant=False)
+        return self.head(x) * self.position.mean()
+
+
+@on_ranks(4)
+def test_stages_begin_with_what_is_checkpointed():
+    mesh, (x, y) = world_mesh(pipe=2, lat=2), _batch()
+    tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
+    for make in (Checkpointed, Nested):
+        model = _model(make)
+        loss, grads = _expected(model, x, y)
+        for options in ({}, {"shard_weights": True}):
+            pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, stages=["blocks.2"], **options)
+            assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+            _assert_gradients(pipe, grads)
+
+
 # -- other axes, other dtypes, what is sent ---------------------------------------------------------------------------
 
 
@@ -441,9 +472,16 @@ class Odd(nn.Module):
         if how == "experts":
             self.third = jigsaw.nn.MoE(3, 4, 2, 1, mesh=world_mesh(pipe=2), axis="pipe")
 
+    def _in_turn(self, x):
+        for module in (self.first, self.second, self.third):
+            x = checkpoint(module, x, use_reentrant=False)
+        return x
+
     def forward(self, x):
         if self.how == "checkpointed":
             return checkpoint(lambda x: self.third(self.second(self.first(x))), x, use_reentrant=False)
+        if self.how == "nested":
+            return checkpoint(self._in_turn, x, use_reentrant=False)
         if self.how == "order":
             return self.first(self.third(self.second(x)))
         scale = torch.arange(6.0, dtype=x.dtype).sum() if self.how == "plain" else 1.0
@@ -471,6 +509,7 @@ def test_refused():
     _refused("module 'first' lies in stage 0, .* calls it in stage 1", "order", ["second"])
     _refused("a plain tensor of shape .* that stage 0 makes is used in stage 1, by aten.mul", "plain")
     _refused("'second' begins a stage within what is checkpointed", "checkpointed", ["second"])
+    _refused("'second' begins a stage within what is checkpointed", "nested", ["second"])
     _refused(r"'third.w1' is a DTensor over {'pipe': 2}, which are no axes of a stage", "experts")
     _refused("does not call 'third'; name modules that it calls", "never")
     _refused(r"needs microbatches >= 2, not 1", microbatches=1)

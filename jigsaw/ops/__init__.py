@@ -2,6 +2,7 @@
 
 from jigsaw.ops import (
     along,
+    checkpoint_frames,
     closeness,
     complex_parts,
     covariances,
@@ -31,6 +32,7 @@ from jigsaw.ops import (
 
 __all__ = [
     "along",
+    "checkpoint_frames",
     "closeness",
     "complex_parts",
     "covariances",
