@@ -81,7 +81,21 @@ class Deep(nn.Module):
         return self.second(F.gelu(self.first(x)))
 
 
+class Picks(nn.Module):
+    """Rows by index, of a cut dim and another, picked and added to."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x[:, [2, 0, 1]])
+        rows = torch.tensor([6, 0, 6])
+        return y.index_add(1, rows % 3, y * 2) + y.index_select(2, rows).mean(2, keepdim=True)
+
+
 NETS = {
+    "picks": (Picks, 7, 10),
     "unet": (SmallUNet, 13, 10),
     "convnext": (ConvNeXt, 33, 10),
     "tokens": (TokenBlock, 7, 10),
@@ -143,7 +157,7 @@ def test_nets_are_exact_and_send_what_they_send_without_a_graph():
 @pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_more_nets_on_two_ranks():
-    _check_nets("convnext", "deep", lat=2)
+    _check_nets("convnext", "deep", "picks", lat=2)
 
 
 @pytest.mark.slow

@@ -54,6 +54,8 @@ def _changed(x, change):
 PICKS = {
     "rows": lambda x: x[:, :, ROWS],
     "columns": lambda x: x[..., COLUMNS],
+    "of few rows": lambda x: x[:, :, 2:4][:, :, [1, 0, 1]],
+    "bools of few rows": lambda x: (x > 0)[:, :, 2:4][:, :, [1, 0, 1]],
     "an uncut dim": lambda x: x[:, [2, 0, 0]],
     "points": lambda x: x[:, :, ROWS, COLUMNS],
     "apart": lambda x: x[:, [0, 2, 1, 1], :, COLUMNS],

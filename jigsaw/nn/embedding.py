@@ -83,7 +83,7 @@ def _sum_over_rows(own: Tile, weight: Tensor, padding_idx: int | None, stored: L
         )
     index = gathered_tokens(own, axes) if are_cut else own
     places, (start, stop) = index.local, cut.owned(stored.piece(cut, own.coordinate))
-    if not (places.is_cuda or lacks_values()) and bool(((places < 0) | (places >= cut.size)).any()):
+    if not (places.is_cuda or lacks_values()) and not ((places >= 0) & (places < cut.size)).all():
         raise IndexError(f"embedding: an index is out of range for a table of {cut.size} rows")
     # each rank along `axes` looks up other rows of the table, whether or not they cut the indices
     work = out if are_cut else Layout.from_dims([stored.dim(0), *out.dims()], out.axes)

@@ -298,7 +298,7 @@ def _losses_of_cut_classes(
     (cut,) = x.layout.dim(dim)
     start, stop = cut.owned(x.layout.piece(cut, x.coordinate))
     counted = index != ignore
-    if not (index.is_cuda or lacks_values()) and bool((((index < 0) | (index >= cut.size)) & counted).any()):
+    if not (index.is_cuda or lacks_values()) and not (((index >= 0) & (index < cut.size)) | ~counted).all():
         raise IndexError(f"class losses: a target is out of range for {cut.size} classes")
     local = shifted_by_global_max(x, dim).local if are_logits else x.local
     has_target = counted & (index >= start) & (index < stop)
@@ -365,7 +365,7 @@ def _raised_variances(input: LossValues, var: Any, eps: float) -> LossValues:
     """The variances as torch takes them: one number, one an element, or one for all of the last dim."""
     if isinstance(var, (int, float)):
         var = torch.full_like(input, var)
-    if bool((var < 0).any()):
+    if not (var < 0).logical_not().all():  # not a number is none below 0
         raise ValueError("gaussian_nll_loss: var has negative entries")
     if tuple(var.shape) == tuple(input.shape)[:-1]:
         var = var.unsqueeze(-1)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.cut import Cut, ShardingError, whole_dim
+from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
 from jigsaw.ops.apart_copies import is_written_back, note_index_asked
 from jigsaw.ops.picking import pick_from_plain
@@ -219,10 +220,10 @@ def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
     for d, index in picked.items():
         n = view.shape[d]
         if isinstance(index, Tensor) and index.numel():
-            wrong = ((index < -n) | (index >= n)).any()
-            if index.is_cuda:
-                torch._assert_async(~wrong)  # pyright: ignore[reportPrivateUsage]
-            elif wrong:
+            is_right = ((index >= -n) & (index < n)).all()
+            if index.is_cuda or lacks_values():  # the host waits for no value
+                torch._assert_async(is_right)  # pyright: ignore[reportPrivateUsage]
+            elif not is_right:
                 raise IndexError(
                     f"an index of dim {d} is out of range: {n} rows, indices {index.min()} to {index.max()}"
                 )
@@ -248,19 +249,20 @@ def _cells_in_front(local: Tensor, tile: Tile, dims: Sequence[int]) -> tuple[Ten
     return local.permute([*front, *(p for p in range(local.ndim) if p not in front)]), cuts
 
 
-def _rows_here(flat: Tensor, cuts: Sequence[Cut], tile: Tile) -> tuple[tuple[Tensor, ...], Tensor]:
-    """For flat places of the dims that `cuts` make up, the local row along each, and the places that are held here."""
+def _rows_here(flat: Tensor, cuts: Sequence[Cut], tile: Tile) -> tuple[list[Tensor], Tensor | None]:
+    """For flat places of the dims that `cuts` make up, the local row along each, and which places are held here; None:
+    all.
+    """
     rest, rows, here = flat.reshape(-1), list[Tensor](), None
     for cut in reversed(cuts):
         start, stop = cut.held[tile.layout.piece(cut, tile.coordinate)]
         row = rest % max(cut.size, 1)
         rest = rest // max(cut.size, 1)
-        inside = (row >= start) & (row < stop)
-        here = inside if here is None else here & inside
+        if (start, stop) != (0, cut.size):
+            inside = (row >= start) & (row < stop)
+            here = inside if here is None else here & inside
         rows.insert(0, row - start)
-    assert here is not None
-    places = here.nonzero()[:, 0]
-    return tuple(row[places] for row in rows), places
+    return rows, here
 
 
 def _join_dims(index_dims: Sequence[Any], kept: Sequence[Any], at: int) -> list[Any]:
@@ -293,15 +295,27 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
         index_dims = [(whole_dim(n),) for n in flat.shape]
     cells, cuts = _cells_in_front(local, x, dims)
     rows, here = _rows_here(places, cuts, x)
-    found = cells[rows]
+    found = _cells_at(cells, rows, here)
     if any(x.layout.is_cut(d) for d in dims):
         wide = found.to(torch.uint8) if found.dtype == torch.bool else found
-        spread = wide.new_zeros((places.numel(), *found.shape[1:])).index_copy(0, here, wide)
-        found = sum_parts_over(spread, x, dims).to(found.dtype)
+        found = sum_parts_over(wide, x, dims).to(found.dtype)
     found = found.reshape((*places.shape, *found.shape[1:]))
     order = _join_dims(range(places.ndim), range(places.ndim, found.ndim), position)
     layout = Layout.from_dims(_join_dims(index_dims, [x.layout.dim(d) for d in kept], position), x.layout.axes)
     return Tile(found.permute(order), layout, x.mesh)
+
+
+def _cells_at(cells: Tensor, rows: Sequence[Tensor], here: Tensor | None) -> Tensor:
+    """The cells at local rows; zeros for places that are not held here."""
+    if here is None:
+        return cells[tuple(rows)]
+    sizes = cells.shape[: len(rows)]
+    if 0 in sizes:  # of no rows, which the graph has to know
+        none = cells.sum(tuple(range(len(rows)))).to(cells.dtype)
+        return none.expand(len(here), *cells.shape[len(rows) :])
+    # any row stands for those held elsewhere: how many these are nobody has to know, which a device would be asked for
+    found = cells[tuple(row.clamp(0, n - 1) for row, n in zip(rows, sizes, strict=True))]
+    return found.masked_fill(~here.reshape(-1, *[1] * (found.ndim - 1)), 0)
 
 
 @implements_torch(Tensor.__getitem__)
@@ -324,7 +338,7 @@ def _index_select(input: Any, dim: int, index: Any) -> Any:
             raise ShardingError("index_select(): a number has no dim that a Tile could index; use the number itself")
         return pick_from_plain(torch.index_select, input, (slice(None),) * (dim % max(input.ndim, 1)) + (index,))
     (at,) = reduced_dims(input, dim)
-    if isinstance(index, Tensor) and not index.is_cuda and (index < 0).any():
+    if isinstance(index, Tensor) and not (index.is_cuda or lacks_values()) and not (index >= 0).all():
         raise IndexError(
             f"index_select(): index {int(index.min())} is out of range for dim {at}, of {input.shape[at]} rows"
         )
@@ -418,7 +432,10 @@ def write_places(tile: Tile, places: TilePlaces, value: Any, accumulate: bool = 
     front = range(position, position + flat.ndim)
     part = part.permute([*front, *(d for d in range(part.ndim) if d not in front)])
     part = part.reshape(flat.numel(), *part.shape[flat.ndim :])
-    cells.index_put_(rows, part[here], accumulate)
+    if here is not None:
+        places = here.nonzero()[:, 0]
+        rows, part = [row[places] for row in rows], part[places]
+    cells.index_put_(tuple(rows), part, accumulate)
 
 
 def _shaped_value(value: Any, shape: Sequence[int], tile: Tile) -> Any:

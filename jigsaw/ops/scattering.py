@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.cut import whole_dim
+from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
 from jigsaw.ops.indexing import TilePlaces, check_can_change, operand_part, whole_index, write_places
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
@@ -28,13 +29,11 @@ from jigsaw.tile import Tile, implements_torch
 
 
 def _own_places(places: Tensor, tile: Tile, dim: int) -> tuple[Tensor, Tensor]:
-    """For places along a dim, the local row of each, and whether this rank holds it.
+    """For places along a dim that is cut or has a halo, the local row of each, and whether this rank holds it.
 
     A flattened dim is local rows of several cuts, row-major: of 3 x 4 rows whose columns are cut at 2, the second rank
     holds 2, 3, 6, 7, 10, 11, and place 6 is its row 2.
     """
-    if not tile.layout.is_cut(dim) and not any(c.has_halo for c in tile.layout.dim(dim)):
-        return places, torch.ones_like(places, dtype=torch.bool)
     rest, row, stride = places, torch.zeros_like(places), 1
     here = torch.ones_like(places, dtype=torch.bool)
     for cut in reversed(tile.layout.dim(dim)):
@@ -45,9 +44,15 @@ def _own_places(places: Tensor, tile: Tile, dim: int) -> tuple[Tensor, Tensor]:
     return row, here
 
 
+def _is_local(tile: Tile, dim: int) -> bool:
+    """Whether every rank holds all rows of a dim, once."""
+    return not tile.layout.is_cut(dim) and not any(c.has_halo for c in tile.layout.dim(dim))
+
+
 def _check_range(function: Any, index: Any, size: int) -> None:
     """Raises: an index out of range, where every rank has it; torch itself looks only at what lies in a rank's rows."""
-    if isinstance(index, Tensor) and index.numel() and not index.is_cuda and ((index < 0) | (index >= size)).any():
+    can_look = isinstance(index, Tensor) and index.numel() and not (index.is_cuda or lacks_values())
+    if can_look and not ((index >= 0) & (index < size)).all():
         raise IndexError(f"{function.__name__}: an index is out of range for a dim of size {size}")
 
 
@@ -65,16 +70,20 @@ def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, *
     size = input.layout.shape[at]
     index = torch.where(index < 0, index + size, index) if function is Tensor.index_fill_ else index
     _check_range(function, index, size)
-    rows, held = _own_places(index, input, at)
-    here = held.nonzero()[:, 0]
+    rows, here = index, None
+    if not _is_local(input, at):
+        rows, held = _own_places(index, input, at)
+        here = held.nonzero()[:, 0]
+        rows = rows[here]
     if not isinstance(source, (Tensor, Tile)) or source.ndim == 0:
-        function(input.local, at, rows[here], source, **named)
+        function(input.local, at, rows, source, **named)
         return input
     layout = input.layout.replace_dim(at, whole_dim(len(index)))
     if tuple(source.shape) != layout.shape:
         raise RuntimeError(f"{function.__name__}: values of shape {tuple(source.shape)} for places of {layout.shape}")
-    part = operand_part(source, input, layout).index_select(at, here)
-    function(input.local, at, rows[here], part.to(input.dtype), **named)
+    part = operand_part(source, input, layout)
+    part = part if here is None else part.index_select(at, here)
+    function(input.local, at, rows, part.to(input.dtype), **named)
     return input
 
 
@@ -210,7 +219,7 @@ def _scatter_elements(function: Any, input: Tile, dim: int, index: Any, source: 
         for d, n in enumerate(index.shape):
             source = source.narrow(d, 0, n) if source.shape[d] != n else source
         source = operand_part(source, input, layout).to(input.dtype).expand(places.shape)
-    if not view.layout.is_cut(at) and not any(c.has_halo for c in view.layout.dim(at)):
+    if _is_local(view, at):
         write(view.local, at, places, source)
         return input
     # what belongs to other ranks is written to one more row, which is then left out

@@ -188,6 +188,24 @@ def test_a_ring_over_nodes_is_as_slow_as_its_slowest_link():
     assert first.message_seconds == backward.message_seconds
 
 
+class Picking(nn.Module):
+    """What looks at indices and variances before it uses them: a dry run takes it that they are right."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 4), nn.Embedding(5, 4)
+
+    def forward(self, x):
+        y = self.linear(x)[:, [2, 0, 1, 3]] + x.index_select(0, torch.tensor([0, 5, 5])).mean()
+        y = y.index_add(1, torch.tensor([0, 2]), y[:, :2]).gather(1, torch.tensor([[3, 0, 1, 2]]).expand(8, 4))
+        return y + self.table(torch.tensor([1, 2])).sum() + nn.functional.gaussian_nll_loss(y, x, x.square())
+
+
+def test_indices_are_taken_to_be_right():
+    report = jigsaw.dry_run(Picking(), (8, 4), {"lat": 2}, spec=("lat", None), ranks=[0, 1])
+    assert report.is_complete and not report.remarks
+
+
 def test_ranks_of_weights_cut_twice_are_told_apart():
     net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     axes, spec = {"replicate": 2, "data": 2, "channel": 2}, (("replicate", "data"), None, None)
