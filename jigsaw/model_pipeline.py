@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from jigsaw import comm
@@ -85,7 +86,8 @@ def pipeline(
 
     *Shapes*: unchanged; a stage is sent ``[batch / microbatches, ...]`` of a tile, per rank the rows that it owns.
     *Sends*: for each microbatch and border between stages on two ranks the tiles that a later stage reads, backward
-    their gradients.  A step: the loss, and what `parallelize` sends for one backward pass.
+    their gradients; cut weights and the parts of their gradients.  A step: the loss, and the gradients of weights that
+    several ranks have alike.
     *Raises*: `ShardingError` for a mesh without the axis, stages that do not fit the model or the schedule,
     `shard_weights` and `replicate` that do not fit the axes of a stage, parameters that are DTensors over other axes or
     in two stages; in the first step for a forward pass that calls modules in
@@ -217,6 +219,10 @@ class ModelPipeline:
         }
         watch = CallWatch(model, self._cuts, elsewhere)
         self._runners = [StageRunner(watch, stage, self.stage_mesh, self._paper.mode, loss) for stage in self.stages]
+        if sharding is not None and sharding.replicate:
+            for runner in self._runners:
+                own = [model.get_submodule(n) for n, stage in self._cuts.stage_of.items() if stage == runner.stage]
+                runner.copied_units = [m for each in own for m in each.modules() if isinstance(m, FSDPModule)]
         self._built: dict[Any, tuple[PipelinePlan, Any]] = {}
 
     def _stages_at(self, place: int) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from jigsaw.cut import ShardingError
@@ -150,12 +151,14 @@ class StageRunner(nn.Module):
     ) -> None:
         super().__init__()
         # not as submodules: the model is one for all stages of a rank
-        self.__dict__.update(watch=watch, owned={})
+        self.__dict__.update(watch=watch, owned={}, copied_units=())
         self.stage, self.mesh, self.mode, self.loss = stage, mesh, mode, loss
         self.plan, self.batch = PipelinePlan(), StageBatch((), (), ())
         self.autocast: tuple[Any, ...] = ()
         self.owned: Mapping[str, nn.Parameter]
         self.watch: CallWatch
+        self.copied_units: Sequence[FSDPModule]
+        """Units of the stage whose parts several ranks have (`replicate`): these sum their gradients once a step."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.owned.items()
@@ -168,7 +171,7 @@ class StageRunner(nn.Module):
         with torch.autocast(*self.autocast, cache_enabled=False):
             out = run.run(self.watch, self.batch.on_paper if self.stage else self.batch.args[at])
             if self.stage + 1 < len(self.plan.sent):
-                return run.outgoing()
+                return self._with_sums_at_last(at, run.outgoing())
             found = self.loss(out, self.batch.targets[at])
         if not isinstance(found, Tensor) or found.numel() != 1:
             raise ShardingError(
@@ -176,4 +179,18 @@ class StageRunner(nn.Module):
                 "microbatch, a scalar tensor"
             )
         value = found.full_tensor() if isinstance(found, Tile) else found
-        return value.reshape(()) / len(self.batch.targets)
+        (value,) = self._with_sums_at_last(at, (value.reshape(()) / len(self.batch.targets),))
+        return value
+
+    def _with_sums_at_last(self, at: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # backward passes come in the order of the microbatches; until the last one, FSDP2 adds up the parts
+        is_last = at + 1 == len(self.batch.args)
+
+        def begin_backward(gradient: Tensor) -> None:
+            for unit in self.copied_units:
+                unit.set_requires_all_reduce(is_last, recurse=False)
+
+        for x in outputs if self.copied_units else ():
+            if x.requires_grad:
+                x.register_hook(begin_backward)
+        return outputs

@@ -18,6 +18,8 @@ import jigsaw
 from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun.stage_balance import PieceCost, balanced_cuts, balanced_stages
+from jigsaw.dryrun.step_meter import StepMeter
+from jigsaw.mesh import ranks_along
 from jigsaw.pipeline_stages import balanced_begins
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
@@ -354,6 +356,16 @@ def test_hybrid_weights_in_stages():
         for step in (1, 2):
             assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
             _assert_gradients(pipe, grads, step)
+    # the sums over ranks that have the same parts are sent once, however many microbatches there are
+    found = []
+    for microbatches in (2, 4):
+        pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, microbatches=microbatches, **HYBRID)
+        meter = StepMeter(keeps_calls=False)
+        with meter.counting():
+            meter.begin_phase("step")
+            pipe.step(*tiles)
+        found.append([c.sent_bytes for c in meter.phases["step"].of_weights if c.ring == ranks_along(mesh, "data")])
+    assert found[0] and found[0] == found[1]
 
 
 def _check_channels_in_one_stage():

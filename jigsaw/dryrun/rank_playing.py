@@ -125,15 +125,25 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
         know_neighbours(mesh)
         stage_mesh = mesh_of_stage(mesh, PIPE_AXIS) if PIPE_AXIS in axes else mesh
         know_neighbours(stage_mesh)
+        copies = ranks_along(stage_mesh, plan.replicate)
         products = nullcontext() if plan.on_processor else products_of_accelerators()
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), products:
             meter.begin_phase("setup")
             _play_step(plan, mesh, stage_mesh, played, meter, traffic)
     played.phases = {name: meter.counted_phase(name, calls) for name, calls in traffic.items()}
+    if stage_mesh is not mesh and plan.replicate and "sums" in played.phases:
+        _sum_copies_once(played.phases, copies)
     for place, times in meter.value_reads.items():
         reason = f"asks {times} times for a value, of which the dry run knows nothing: it took False, or 1"
         played.remarks.append(Remark("value", "", place, 0, reason))
     return played
+
+
+def _sum_copies_once(phases: Mapping[str, CountedPhase], copies: tuple[int, ...]) -> None:
+    """Move the sums over ranks that have the same parts of weights to what a pipeline does once a step."""
+    backward, sums = phases["backward"], phases["sums"]
+    sums.calls_of_weights = [*sums.calls_of_weights, *(c for c in backward.calls_of_weights if c.ring == copies)]
+    backward.calls_of_weights = [c for c in backward.calls_of_weights if c.ring != copies]
 
 
 def know_neighbours(mesh: DeviceMesh) -> None:

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.cut import Cut, ShardingError, whole_dim
+from jigsaw.cut import ShardingError, whole_dim
 from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
 from jigsaw.ops.apart_copies import is_written_back, note_index_asked
+from jigsaw.ops.local_cells import cells_at_rows, cells_in_front, rows_held
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
@@ -235,36 +236,6 @@ def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
     return flat
 
 
-def _cells_in_front(local: Tensor, tile: Tile, dims: Sequence[int]) -> tuple[Tensor, list[Cut]]:
-    """A view of a local tensor with the cuts of `dims` in front, each a dim of its own."""
-    cuts = [c for d in dims for c in tile.layout.dim(d)]
-    if any(len(tile.layout.dim(d)) > 1 for d in dims):
-        for d in sorted(dims, reverse=True):
-            group = tile.layout.dim(d)
-            held = [c.held[tile.layout.piece(c, tile.coordinate)] for c in group]
-            local = local.unflatten(d, [b - a for a, b in held])
-    lengths = [len(g) if d in dims else 1 for d, g in enumerate(tile.layout.dims())]
-    starts = [sum(lengths[:d]) for d in range(tile.ndim)]
-    front = [starts[d] + k for d in dims for k in range(lengths[d])]
-    return local.permute([*front, *(p for p in range(local.ndim) if p not in front)]), cuts
-
-
-def _rows_here(flat: Tensor, cuts: Sequence[Cut], tile: Tile) -> tuple[list[Tensor], Tensor | None]:
-    """For flat places of the dims that `cuts` make up, the local row along each, and which places are held here; None:
-    all.
-    """
-    rest, rows, here = flat.reshape(-1), list[Tensor](), None
-    for cut in reversed(cuts):
-        start, stop = cut.held[tile.layout.piece(cut, tile.coordinate)]
-        row = rest % max(cut.size, 1)
-        rest = rest // max(cut.size, 1)
-        if (start, stop) != (0, cut.size):
-            inside = (row >= start) & (row < stop)
-            here = inside if here is None else here & inside
-        rows.insert(0, row - start)
-    return rows, here
-
-
 def _join_dims(index_dims: Sequence[Any], kept: Sequence[Any], at: int) -> list[Any]:
     return [*kept[:at], *index_dims, *kept[at:]]
 
@@ -293,9 +264,9 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
     else:
         local, places = x.local, flat
         index_dims = [(whole_dim(n),) for n in flat.shape]
-    cells, cuts = _cells_in_front(local, x, dims)
-    rows, here = _rows_here(places, cuts, x)
-    found = _cells_at(cells, rows, here)
+    cells, cuts = cells_in_front(local, x, dims)
+    rows, here = rows_held(places.reshape(-1), cuts, x)
+    found = cells_at_rows(cells, rows, here)
     if any(x.layout.is_cut(d) for d in dims):
         wide = found.to(torch.uint8) if found.dtype == torch.bool else found
         found = sum_parts_over(wide, x, dims).to(found.dtype)
@@ -303,19 +274,6 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
     order = _join_dims(range(places.ndim), range(places.ndim, found.ndim), position)
     layout = Layout.from_dims(_join_dims(index_dims, [x.layout.dim(d) for d in kept], position), x.layout.axes)
     return Tile(found.permute(order), layout, x.mesh)
-
-
-def _cells_at(cells: Tensor, rows: Sequence[Tensor], here: Tensor | None) -> Tensor:
-    """The cells at local rows; zeros for places that are not held here."""
-    if here is None:
-        return cells[tuple(rows)]
-    sizes = cells.shape[: len(rows)]
-    if 0 in sizes:  # of no rows, which the graph has to know
-        none = cells.sum(tuple(range(len(rows)))).to(cells.dtype)
-        return none.expand(len(here), *cells.shape[len(rows) :])
-    # any row stands for those held elsewhere: how many these are nobody has to know, which a device would be asked for
-    found = cells[tuple(row.clamp(0, n - 1) for row, n in zip(rows, sizes, strict=True))]
-    return found.masked_fill(~here.reshape(-1, *[1] * (found.ndim - 1)), 0)
 
 
 @implements_torch(Tensor.__getitem__)
@@ -421,8 +379,8 @@ def write_places(tile: Tile, places: TilePlaces, value: Any, accumulate: bool = 
     rest = [view.layout.dim(d) for d in range(view.ndim) if d not in dims]
     layout = Layout.from_dims(_join_dims(index_dims, rest, position), view.layout.axes)
     # halo rows are written too: each rank looks for the places among the rows that it holds
-    cells, cuts = _cells_in_front(view.local, view, dims)
-    rows, here = _rows_here(flat, cuts, view)
+    cells, cuts = cells_in_front(view.local, view, dims)
+    rows, here = rows_held(flat.reshape(-1), cuts, view)
     source = _shaped_value(value, layout.shape, tile)
     if not isinstance(source, (Tensor, Tile)):
         source = torch.tensor(source, dtype=tile.dtype, device=tile.device)
@@ -433,8 +391,8 @@ def write_places(tile: Tile, places: TilePlaces, value: Any, accumulate: bool = 
     part = part.permute([*front, *(d for d in range(part.ndim) if d not in front)])
     part = part.reshape(flat.numel(), *part.shape[flat.ndim :])
     if here is not None:
-        places = here.nonzero()[:, 0]
-        rows, part = [row[places] for row in rows], part[places]
+        held = here.nonzero()[:, 0]
+        rows, part = [row[held] for row in rows], part[held]
     cells.index_put_(tuple(rows), part, accumulate)
 
 

@@ -22,6 +22,7 @@ from jigsaw.cut import whole_dim
 from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
 from jigsaw.ops.indexing import TilePlaces, check_can_change, operand_part, whole_index, write_places
+from jigsaw.ops.local_cells import rows_held
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import slice_dim
 from jigsaw.ops.unknown_functions import run_unknown_function
@@ -29,19 +30,14 @@ from jigsaw.tile import Tile, implements_torch
 
 
 def _own_places(places: Tensor, tile: Tile, dim: int) -> tuple[Tensor, Tensor]:
-    """For places along a dim that is cut or has a halo, the local row of each, and whether this rank holds it.
-
-    A flattened dim is local rows of several cuts, row-major: of 3 x 4 rows whose columns are cut at 2, the second rank
-    holds 2, 3, 6, 7, 10, 11, and place 6 is its row 2.
-    """
-    rest, row, stride = places, torch.zeros_like(places), 1
-    here = torch.ones_like(places, dtype=torch.bool)
-    for cut in reversed(tile.layout.dim(dim)):
+    """For places along a dim that is cut or has a halo, the local row of each, and whether this rank holds it."""
+    cuts = tile.layout.dim(dim)
+    rows, here = rows_held(places, cuts, tile)
+    row = rows[0]
+    for cut, along in zip(cuts[1:], rows[1:], strict=True):
         start, stop = cut.held[tile.layout.piece(cut, tile.coordinate)]
-        along, rest = rest % max(cut.size, 1), rest // max(cut.size, 1)
-        here = here & (along >= start) & (along < stop)
-        row, stride = row + (along - start) * stride, stride * (stop - start)
-    return row, here
+        row = row * (stop - start) + along
+    return row, torch.ones_like(places, dtype=torch.bool) if here is None else here
 
 
 def _is_local(tile: Tile, dim: int) -> bool:
