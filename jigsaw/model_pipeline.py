@@ -223,6 +223,9 @@ class ModelPipeline:
             for runner in self._runners:
                 own = [model.get_submodule(n) for n, stage in self._cuts.stage_of.items() if stage == runner.stage]
                 runner.copied_units = [m for each in own for m in each.modules() if isinstance(m, FSDPModule)]
+                for unit in runner.copied_units:
+                    # added up are all parameters of a unit in one tensor, whichever of them a microbatch uses
+                    unit.set_reduce_scatter_unused_params(True, recurse=False)
         self._built: dict[Any, tuple[PipelinePlan, Any]] = {}
 
     def _stages_at(self, place: int) -> list[int]:

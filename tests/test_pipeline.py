@@ -345,6 +345,20 @@ def test_training_and_its_checkpoints(axes, cut, tmp_path):
     run_on_ranks(8 if "data" in axes else 4, _check_training, tmp_path, axes, cut)
 
 
+class InTurn(nn.Module):
+    """In each microbatch one of two layers, or none."""
+
+    def __init__(self, turns):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.turns, self.calls = turns, 0
+
+    def forward(self, x):
+        layer = self.turns[self.calls % len(self.turns)]
+        self.calls += 1
+        return x + getattr(self, layer)(x).sin() if layer else x * 1
+
+
 @on_ranks(4)
 def test_hybrid_weights_in_stages():
     mesh = world_mesh(data=2, pipe=2, lat=1)
@@ -366,6 +380,17 @@ def test_hybrid_weights_in_stages():
             pipe.step(*tiles)
         found.append([c.sent_bytes for c in meter.phases["step"].of_weights if c.ring == ranks_along(mesh, "data")])
     assert found[0] and found[0] == found[1]
+    # whichever parameters a microbatch uses: gradients are added up, and none is left until the next step
+    for turns in (["first", "second", "first", "second"], ["first", "first", "second", None]):
+        model = _model(lambda turns=turns: nn.Sequential(nn.Conv2d(4, 4, 1), *(InTurn(turns) for _ in range(3))))
+        x, y = (torch.randn(8, 4, 33, 2).double() for _ in "xy")
+        # ranks of `data` have half of the rows each, and of each half a microbatch has the next
+        loss, grads = _expected(model, *(v.unflatten(0, (2, 4)).transpose(0, 1).flatten(0, 1) for v in (x, y)))
+        tiles = [jigsaw.shard(v, mesh, ("data", None, "lat", None)) for v in (x, y)]
+        pipe = jigsaw.pipeline(model, mesh, loss=F.mse_loss, **HYBRID)
+        for step in (1, 2):
+            assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+            _assert_gradients(pipe, grads, step)
 
 
 def _check_channels_in_one_stage():
