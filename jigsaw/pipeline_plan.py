@@ -23,7 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -223,6 +227,12 @@ class PaperModel:
                     raise ShardingError(
                         f"pipeline: in module {run.inside_of!r} Python reads a value ({error}), which there is none on "
                         "paper; leave it to tensor functions"
+                    ) from error
+                except DynamicOutputShapeException as error:
+                    raise ShardingError(
+                        f"pipeline: in module {run.inside_of!r}, or after it, a shape hangs on values ({error}), of "
+                        "which there are none on paper: a mask as an index, or rows of a cut dim that are written to "
+                        "by index; use torch.where"
                     ) from error
         return run.finished_plan()
 

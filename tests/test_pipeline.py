@@ -519,6 +519,8 @@ class Odd(nn.Module):
             return checkpoint(lambda x: self.third(self.second(self.first(x))), x, use_reentrant=False)
         if self.how == "nested":
             return checkpoint(self._in_turn, x, use_reentrant=False)
+        if self.how == "mask":
+            return self.third(self.second(self.first(x))[:, :, torch.arange(7) > 2])
         if self.how == "order":
             return self.first(self.third(self.second(x)))
         scale = torch.arange(6.0, dtype=x.dtype).sum() if self.how == "plain" else 1.0
@@ -544,6 +546,7 @@ def test_refused():
     _refused("3 modules with parameters to cut between, but the pipeline has 4", stages=None, schedule="zbv")
     _refused("parameter 'first.weight' of stage 0 is also third.weight, of stage 1", "tied", ["second"])
     _refused("module 'first' lies in stage 0, .* calls it in stage 1", "order", ["second"])
+    _refused("in module 'second', or after it, a shape hangs on values .*: a mask as an index", "mask")
     _refused("a plain tensor of shape .* that stage 0 makes is used in stage 1, by aten.mul", "plain")
     _refused("'second' begins a stage within what is checkpointed", "checkpointed", ["second"])
     _refused("'second' begins a stage within what is checkpointed", "nested", ["second"])

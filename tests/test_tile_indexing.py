@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,6 +64,7 @@ PICKS = {
     "after None and a step": lambda x: x[:, None, 1:, 1::2, ROWS],
     "three": lambda x: x[ROWS % 2, ROWS % 3, ROWS],
     "range": lambda x: x[:, :, range(1, 3)],
+    "narrow integers": lambda x: x.flatten()[np.array([-1, 5, -128], np.int8)],
     "no rows": lambda x: x[:, :, []],
     "a mask": lambda x: x[:, :, MASK],
     "a mask of rows": lambda x: x[:, :, MASK[:, 0]],

@@ -219,7 +219,7 @@ def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
     """One row-major index over the picked dims, for the index tensors of each; a tile where one of them is."""
     flat: Any = None
     for d, index in picked.items():
-        n = view.shape[d]
+        n, index = view.shape[d], index.long()  # an index of numpy's may be too narrow for row + n
         if isinstance(index, Tensor) and index.numel():
             is_right = ((index >= -n) & (index < n)).all()
             if index.is_cuda or lacks_values():  # the host waits for no value
@@ -228,7 +228,7 @@ def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
                 raise IndexError(
                     f"an index of dim {d} is out of range: {n} rows, indices {index.min()} to {index.max()}"
                 )
-        rows = torch.where(index < 0, index + n, index).long()
+        rows = torch.where(index < 0, index + n, index)
         flat = rows if flat is None else flat * n + rows
     if isinstance(flat, Tile):
         flat = flat.owned()

@@ -162,7 +162,7 @@ def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = Fal
         return Tile(local.gather(at, places), layout, x.mesh)
     rows, here = _own_places(places, x, at)
     if local.shape[at]:
-        found = local.gather(at, rows.clamp(0, local.shape[at] - 1))
+        found = local.gather(at, rows % local.shape[at])
     else:  # a rank without rows adds nothing, but its gradient passes through the same messages
         found = local.sum(at, keepdim=True).to(local.dtype).expand(places.shape)
     wide = found.to(torch.uint8) if found.dtype == torch.bool else found
