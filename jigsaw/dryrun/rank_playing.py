@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from jigsaw import comm
+from jigsaw.call_places import is_of_packages
 from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
@@ -57,7 +60,7 @@ _PARALLELIZED = "_jigsaw_parallelized"
 
 def mean_square_of_tiles(output: Any) -> Tensor:
     """The sum over all floating tiles of an output of the mean of their squares."""
-    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else vars(output))
+    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else getattr(output, "__dict__", ()))
     values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
     if not values:
         raise ShardingError("the model gives no tile to take a loss of; pass loss=")
@@ -195,16 +198,15 @@ def _play_step(
 
     try:
         with phase("forward"), hearing_costs(watch.tell_refusal), hearing_repeats(watch.tell_repeat):
-            value = plan.loss(model(*inputs))
+            value = _one_number(plan.loss(model(*inputs)))
         meter.mark_memory((t.local for t in inputs), "activations")
         meter.mark_the_rest("activations")
         if value.requires_grad:
             with phase("backward"), hearing_costs(watch.tell_refusal):
                 value.backward()
-    except (ShardingError, *_WANT_VALUES) as error:
-        why = "" if isinstance(error, ShardingError) else "it needs the values of tensors, which a dry run has not: "
-        where = watch.module_of_error(error)
-        played.remarks.append(Remark("stopped", where, type(error).__name__, 0, f"{why}{error}"))
+    except Exception as error:  # of the model or the loss, whatever it is: the report says where it ends
+        why = _why_it_stopped(error, guessed=bool(meter.value_reads))
+        played.remarks.append(Remark("stopped", watch.module_of_error(error), type(error).__name__, 0, why))
         return
     meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
     if meter.marks is not None:
@@ -215,6 +217,24 @@ def _play_step(
         del value
         with phase("step"):
             optimizer.step()
+
+
+def _one_number(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        made = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ShardingError(f"the loss is {made}; it must be a tensor of one number, as of loss=lambda y: y.mean()")
+    return loss
+
+
+def _why_it_stopped(error: Exception, guessed: bool) -> str:
+    if isinstance(error, ShardingError):
+        return str(error)
+    frames = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
+    file, line = next((at for at in reversed(frames) if not is_of_packages(at[0])), frames[-1])
+    if isinstance(error, _WANT_VALUES):
+        return f"it needs the values of tensors, which a dry run has not: {error}, from {file}:{line}"
+    why = "; values that Python had asked for were assumed, which may be why" if guessed else ""
+    return f"{error}, from {file}:{line}{why}"
 
 
 def _played_pieces(
@@ -290,7 +310,7 @@ def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None =
     if played is not None:
         played.blocks = blocks
     dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if plan.dtype is not None:
+    if plan.dtype is not None and (plan.dtype.is_floating_point or plan.dtype.is_complex):
         _cast_weights(model, plan.dtype)
     if played is not None:
         played.parameters = sum(p.numel() for p in model.parameters())
@@ -305,9 +325,14 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
         return model
     with FakeTensorMode(allow_non_fake_inputs=True):
         made: nn.Module = model()
+    return model if any(_plain_tensors(m) for m in made.modules()) else made
+
+
+def _plain_tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module has as plain attributes, beside weights and buffers."""
     kept = {"_parameters", "_buffers", "_modules"}
-    attributes = [value for m in made.modules() for name, value in vars(m).items() if name not in kept]
-    return model if any(isinstance(x, Tensor) for x in pytree.tree_leaves(attributes)) else made
+    leaves = pytree.tree_leaves([value for name, value in vars(module).items() if name not in kept])
+    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def _wants_mesh(make: ModelMaker) -> bool:
@@ -327,7 +352,11 @@ def _bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
             if id(x) not in known:
                 bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
                 known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
-    return copy.deepcopy(model, known)
+    with _disable_current_modes():  # other tensors are real, and remain so
+        for x in (x for module in model.modules() if module not in inside for x in _plain_tensors(module)):
+            if id(x) not in known:
+                known[id(x)] = x.detach().requires_grad_(x.is_leaf and x.requires_grad)
+        return copy.deepcopy(model, known)
 
 
 def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
@@ -380,10 +409,19 @@ def prepared_inputs(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> lis
 def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec]:
     if plan.spec is None:
         return [_usual_cuts(shape, axes) for shape in plan.shapes]
+    if all(isinstance(names, str | None) for names in plan.spec):  # one spec, for inputs that are cut alike
+        if any(len(shape) != len(plan.spec) for shape in plan.shapes):
+            some = "; of several inputs pass a list with a spec for each" * (len(plan.shapes) > 1)
+            shapes = ", ".join(map(str, plan.shapes))
+            raise ShardingError(f"spec={plan.spec} is for {len(plan.spec)} dims, but the input is {shapes}{some}")
+        return [plan.spec] * len(plan.shapes)
     several = len(plan.shapes) > 1 or any(isinstance(s, (tuple, list)) and None in s for s in plan.spec)
     specs = list(plan.spec) if several else [plan.spec]
     if len(specs) != len(plan.shapes):
-        raise ShardingError(f"dry_run has {len(plan.shapes)} inputs but {len(specs)} specs; pass one for each")
+        raise ShardingError(
+            f"dry_run has {len(plan.shapes)} inputs but {len(specs)} specs; pass a list with one for each, as in "
+            f"spec=[{', '.join(map(str, (_usual_cuts(shape, axes) for shape in plan.shapes)))}]"
+        )
     return specs
 
 
@@ -403,7 +441,11 @@ def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[
     if which == "none":
         return []
     if which != "blocks":
-        return [model.get_submodule(name) for name in which]
+        names = dict(model.named_modules())
+        if isinstance(which, str) or not all(name in names for name in which):
+            some = ", ".join(name for name in names if name)
+            raise ShardingError(f"checkpoint={which!r} is to be 'none', 'blocks' or names of modules, of {some}")
+        return [names[name] for name in which]
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())]
     inner = {id(n) for m in lists for n in m.modules() if n is not m}
     rows: list[nn.Module] = [m for m in lists if id(m) not in inner]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.cut import Cut, have_same_rows, whole_dim
 from jigsaw.debug import compare_calls
 from jigsaw.exchange import PackedSwap
-from jigsaw.graph_calls import graph_call
+from jigsaw.graph_calls import graph_call, lacks_values
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
@@ -82,6 +84,11 @@ def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord:
     if len(group) == 1:
         return w  # pieces of one cut lie one after the other anyway
     return w.index_select(dim, _rows_in_rank_order(group, layout).to(w.device))
+
+
+def host_values() -> AbstractContextManager[Any]:
+    """Within it tensors of places on the host have values, in a dry run, too; not in a graph that is being made."""
+    return nullcontext() if lacks_values() else _disable_current_modes()
 
 
 def put_in_dim_order(w: Tensor, dim: int, group: CutGroup, layout: Layout) -> Tensor:
