@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from jigsaw.cut import ShardingError
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost, are_same_steps, phase_of_more_blocks
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.rank_playing import (

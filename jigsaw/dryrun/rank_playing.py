@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
@@ -295,7 +296,8 @@ _WANT_VALUES = (
 def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:
     """The model as it is before `parallelize`, with the blocks that are to be played; and the dtype of its input."""
     given = plan.model
-    source = given if isinstance(given, nn.Module) else given(mesh) if _wants_mesh(given) else given()
+    source: Any = given if isinstance(given, nn.Module) else given(mesh) if _wants_mesh(given) else given()
+    _check_made(source)
     rows = rows_of_blocks(source)
     blocks = sum(map(len, rows))
     shorter: list[tuple[Any, int]] = [] if plan.blocks is None else [(row, plan.blocks) for row in rows]
@@ -325,6 +327,7 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
         return model
     with FakeTensorMode(allow_non_fake_inputs=True):
         made: nn.Module = model()
+    _check_made(made)
     return model if any(_plain_tensors(m) for m in made.modules()) else made
 
 
@@ -336,7 +339,26 @@ def _plain_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _wants_mesh(make: ModelMaker) -> bool:
-    return any(p.default is p.empty for p in inspect.signature(make).parameters.values())
+    if not callable(make):
+        raise ShardingError(f"model={make!r} must be a torch.nn.Module, or a function that makes one")
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = inspect.signature(make).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if len(needed) > 1:
+        name = getattr(make, "__name__", repr(make))
+        raise ShardingError(
+            f"model={name} is called without arguments, or with the mesh, but needs {', '.join(needed)}; pass a "
+            f"function that knows them, as lambda: {name}(...)"
+        )
+    return bool(needed)
+
+
+def _check_made(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ShardingError(f"the model is made by a function that gives {model!r}, no torch.nn.Module")
+    for name, p in model.named_parameters():
+        if is_lazy(p):
+            raise ShardingError(f"{name} is lazy, without a shape yet; call the model once before its dry run")
 
 
 def _bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
@@ -413,7 +435,7 @@ def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec]:
         if any(len(shape) != len(plan.spec) for shape in plan.shapes):
             some = "; of several inputs pass a list with a spec for each" * (len(plan.shapes) > 1)
             shapes = ", ".join(map(str, plan.shapes))
-            raise ShardingError(f"spec={plan.spec} is for {len(plan.spec)} dims, but the input is {shapes}{some}")
+            raise ShardingError(f"spec={plan.spec!r} is for {len(plan.spec)} dims, but the input is {shapes}{some}")
         return [plan.spec] * len(plan.shapes)
     several = len(plan.shapes) > 1 or any(isinstance(s, (tuple, list)) and None in s for s in plan.spec)
     specs = list(plan.spec) if several else [plan.spec]
@@ -442,7 +464,7 @@ def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[
         return []
     if which != "blocks":
         names = dict(model.named_modules())
-        if isinstance(which, str) or not all(name in names for name in which):
+        if isinstance(which, str) or not isinstance(which, Sequence) or not all(name in names for name in which):
             some = ", ".join(name for name in names if name)
             raise ShardingError(f"checkpoint={which!r} is to be 'none', 'blocks' or names of modules, of {some}")
         return [names[name] for name in which]
