@@ -11,16 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import ShardingError, SplitRule
+from jigsaw.dryrun.bare_models import ModelMaker, made_once
 from jigsaw.dryrun.devices import Device, device_named
 from jigsaw.dryrun.few_blocks import play_rank_shortly
 from jigsaw.dryrun.rank_playing import (
     ONCE_A_STEP,
     LossOfOutput,
-    ModelMaker,
     OptimizerMaker,
     PlayedRank,
     StepPlan,
-    made_once,
     mean_square_of_tiles,
 )
 from jigsaw.dryrun.report import DryRunReport, RankCost, Remark
@@ -86,7 +85,7 @@ def dry_run(
     [(0, 0), (1, 1), (3, 1)]
     """
     axes, priced = _checked_axes(mesh), device_named(device)
-    _check_kinds(dtype, loss, optimizer, dataset)
+    _check_types_given(dtype, loss, optimizer, dataset)
     plan = StepPlan(
         made_once(model),
         _as_shapes(x_shape),
@@ -156,7 +155,7 @@ def _as_shapes(given: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, shapes))
 
 
-def _check_kinds(dtype: Any, loss: Any, optimizer: Any, dataset: Any) -> None:
+def _check_types_given(dtype: Any, loss: Any, optimizer: Any, dataset: Any) -> None:
     for name, given, is_right, wanted in (
         ("dtype", dtype, isinstance(dtype, torch.dtype), "a torch.dtype, as torch.bfloat16"),
         ("loss", loss, callable(loss), "a function of the model's output, as lambda y: y.square().mean()"),

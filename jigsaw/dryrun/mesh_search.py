@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from jigsaw.cut import ShardingError
+from jigsaw.dryrun.bare_models import made_once
 from jigsaw.dryrun.devices import Device, device_named
 from jigsaw.dryrun.dry_runs import dry_run
 from jigsaw.dryrun.few_blocks import remembered_models
 from jigsaw.dryrun.pipeline_estimate import Borders, pipelined_report, stage_shares, tiles_at_borders
-from jigsaw.dryrun.rank_playing import StepPlan, made_once
+from jigsaw.dryrun.rank_playing import StepPlan
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.dryrun.stage_balance import balanced_cuts, piece_costs
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,15 +20,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from jigsaw import comm
 from jigsaw.call_places import is_of_packages
 from jigsaw.cut import ShardingError, SplitRule
+from jigsaw.dryrun.bare_models import ModelMaker, bare_copy, cast_weights, check_model_made, wants_mesh
 from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.piece_marks import PieceMarks
@@ -48,7 +45,6 @@ from jigsaw.pipeline_stages import cut_places, mesh_of_stage, parallel_stage, wh
 from jigsaw.sharding import ShardingOptions
 from jigsaw.tile import Tile, tiles_in
 
-ModelMaker = Callable[..., nn.Module]
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LossOfOutput = Callable[[Any], Tensor]
 
@@ -56,7 +52,6 @@ PIPE_AXIS = "pipe"
 """The mesh axis whose ranks have stages: a dry run plays one microbatch of all of them on the ranks of the first."""
 ONCE_A_STEP = ("sums", "shared")
 """Phases of a pipeline's step behind the last microbatch: sums of gradients within stages, and over all of them."""
-_PARALLELIZED = "_jigsaw_parallelized"
 
 
 def mean_square_of_tiles(output: Any) -> Tensor:
@@ -296,15 +291,15 @@ _WANT_VALUES = (
 def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:
     """The model as it is before `parallelize`, with the blocks that are to be played; and the dtype of its input."""
     given = plan.model
-    source: Any = given if isinstance(given, nn.Module) else given(mesh) if _wants_mesh(given) else given()
-    _check_made(source)
+    source: Any = given if isinstance(given, nn.Module) else given(mesh) if wants_mesh(given) else given()
+    check_model_made(source)
     rows = rows_of_blocks(source)
     blocks = sum(map(len, rows))
     shorter: list[tuple[Any, int]] = [] if plan.blocks is None else [(row, plan.blocks) for row in rows]
     if plan.row is not None:
         shorter.append((source.get_submodule(plan.row[0]), plan.row[1]))
     left_out = {block for row, n in shorter for block in list(row)[n:] if block not in list(row)[:n]}
-    model = _bare_copy(source, left_out) if source is given else source
+    model = bare_copy(source, left_out) if source is given else source
     names, inside = {m: n for n, m in source.named_modules()}, {m for block in left_out for m in block.modules()}
     for row, n in shorter:
         short: Any = model.get_submodule(names[row]) if row not in inside else []
@@ -313,85 +308,10 @@ def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None =
         played.blocks = blocks
     dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if plan.dtype is not None and (plan.dtype.is_floating_point or plan.dtype.is_complex):
-        _cast_weights(model, plan.dtype)
+        cast_weights(model, plan.dtype)
     if played is not None:
         played.parameters = sum(p.numel() for p in model.parameters())
     return model, dtype
-
-
-def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
-    """The model of a function that makes one without a mesh, its weights without memory, to be copied for each run; one
-    that has tensors beside weights and buffers is made anew each time.
-    """
-    if isinstance(model, nn.Module) or _wants_mesh(model):
-        return model
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        made: nn.Module = model()
-    _check_made(made)
-    return model if any(_plain_tensors(m) for m in made.modules()) else made
-
-
-def _plain_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors that a module has as plain attributes, beside weights and buffers."""
-    kept = {"_parameters", "_buffers", "_modules"}
-    leaves = pytree.tree_leaves([value for name, value in vars(module).items() if name not in kept])
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
-def _wants_mesh(make: ModelMaker) -> bool:
-    if not callable(make):
-        raise ShardingError(f"model={make!r} must be a torch.nn.Module, or a function that makes one")
-    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    parameters = inspect.signature(make).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-    if len(needed) > 1:
-        name = getattr(make, "__name__", repr(make))
-        raise ShardingError(
-            f"model={name} is called without arguments, or with the mesh, but needs {', '.join(needed)}; pass a "
-            f"function that knows them, as lambda: {name}(...)"
-        )
-    return bool(needed)
-
-
-def _check_made(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ShardingError(f"the model is made by a function that gives {model!r}, no torch.nn.Module")
-    for name, p in model.named_parameters():
-        if is_lazy(p):
-            raise ShardingError(f"{name} is lazy, without a shape yet; call the model once before its dry run")
-
-
-def _bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
-    """A copy whose parameters have no memory, with nothing in the place of some modules."""
-    if hasattr(model, _PARALLELIZED):
-        raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
-    # deepcopy takes for copied already what is in here
-    known: dict[int, Any] = {id(module): nn.Identity() for module in left_out}
-    inside = {module for each in left_out for module in each.modules()}
-    for module in model.modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False)) if module not in inside else ()
-        for x in own:
-            if id(x) not in known:
-                bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-                known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
-    with _disable_current_modes():  # other tensors are real, and remain so
-        for x in (x for module in model.modules() if module not in inside for x in _plain_tensors(module)):
-            if id(x) not in known:
-                known[id(x)] = x.detach().requires_grad_(x.is_leaf and x.requires_grad)
-        return copy.deepcopy(model, known)
-
-
-def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """``model.to(dtype)``, which cannot exchange tensors that somebody watches, as the meter does."""
-    cast: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            if p.is_floating_point():
-                cast[p] = cast[p] if p in cast else nn.Parameter(p.detach().to(dtype), p.requires_grad)
-                setattr(module, name, cast[p])
-        for name, x in module.named_buffers(recurse=False):
-            if x.is_floating_point():
-                setattr(module, name, x.to(dtype))
 
 
 def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter: StepMeter) -> Optimizer:
