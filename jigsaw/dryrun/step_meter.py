@@ -212,7 +212,7 @@ class StepMeter(TorchDispatchMode):
         self._phase.pieces[0].append(self._piece)
         self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call))
 
-    def _assumed_value(self, func: Any, x: Tensor) -> Any:
+    def _assumed_value(self, func: Any, x: FakeTensor) -> Any:
         """What Python reads of a tensor without values: jigsaw's own looks find all well; others are told of."""
         if x.constant is not None and func is not aten.equal.default:  # of a number that Python wrote down
             with _disable_current_modes():

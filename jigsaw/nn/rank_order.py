@@ -117,16 +117,17 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCo
     Of the tokens above, cut anew as 0:4, 4:8, 8:12, 12:16: rank 1 has 2, 3, 6, 7 and is to have 4 to 7.  It gives rank
     0 its rows 0 and 1 (2 and 3), puts what comes from there (4 and 5) at places 0 and 1, and keeps 6 and 7.
     """
-    mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
     gives: list[tuple[int, Tensor]] = []
     takes: list[tuple[int, Tensor]] = []
-    for there in coordinates_along(layout, axes_of_cuts(target), here):
-        given, taken = (
-            _shared_positions(mine, _global_rows(target, layout, there))[0],
-            _shared_positions(wanted, _global_rows(source, layout, there))[0],
-        )
-        gives.append((layout.index(there), given))
-        takes.append((layout.index(there), taken))
+    with _disable_current_modes():  # of a dry run, or of a graph that is made, whose tensors must not be kept
+        mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
+        for there in coordinates_along(layout, axes_of_cuts(target), here):
+            given, taken = (
+                _shared_positions(mine, _global_rows(target, layout, there))[0],
+                _shared_positions(wanted, _global_rows(source, layout, there))[0],
+            )
+            gives.append((layout.index(there), given))
+            takes.append((layout.index(there), taken))
     return tuple(gives), tuple(takes)
 
 

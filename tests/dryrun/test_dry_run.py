@@ -408,6 +408,24 @@ def test_a_causal_ring_has_half_of_the_work():
     assert len({rank.flop for rank in causal.ranks}) == 1  # halves of queries change ranks
 
 
+class _Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.register_buffer("mask", torch.ones(20, 20, dtype=torch.bool).triu(1))
+
+    def forward(self, x):
+        return self.attention(x, x, x, attn_mask=self.mask, need_weights=False)[0]
+
+
+def test_attention_whose_heads_channel_cuts():
+    axes = {"data": 2, "lat": 2, "channel": 2}
+    report = jigsaw.dry_run(_Heads(), (2, 20, 16), axes, spec=("data", ("lat", "channel"), None))
+    assert report.is_complete and not report.remarks
+    moved = {rank.phases["forward"].traffic["rows"].sent_bytes for rank in report.ranks}
+    assert moved == {8 * (16 + 1) * 4}  # of 24 rows of q, k and v (weight and bias) 16 are of heads that are there
+
+
 def test_the_process_is_left_as_it_was():
     hook, was_initialized = sys.excepthook, torch.distributed.is_initialized()
     net = nn.Conv2d(3, 3, 3, padding=1)
