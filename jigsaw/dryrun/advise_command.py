@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         how: dict[str, Any] = {} if args.store is None else {"store": {"store": args.store, "fields": args.fields}}
         if args.dtype is not None:
             how["dtype"] = getattr(torch, args.dtype)
-        if args.align > 1:
+        if args.align != 1:
             how["align"] = dict.fromkeys(range(2, len(args.input)), args.align)
         found = advise_mesh(
             _found_model(args.model),
@@ -93,4 +93,7 @@ def _found_model(named: str) -> Any:
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(","))
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write numbers, as in 1,69,721,1440") from error

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.cut import ShardingError
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
 from jigsaw.dryrun.kernel_clock import forget_kernels
@@ -383,8 +384,11 @@ def load_device(path: str | Path) -> Device:
     >>> load_device("mine.json") == jigsaw.dryrun.DEVICES["h100"]
     True
     """
-    said = json.loads(Path(path).read_text())
-    said["flop_per_second"] = {getattr(torch, dtype): rate for dtype, rate in said["flop_per_second"].items()}
+    try:
+        said = json.loads(Path(path).read_text())
+        said["flop_per_second"] = {getattr(torch, dtype): rate for dtype, rate in said["flop_per_second"].items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShardingError(f"{path} is no device that save_device, or advise --calibrate, wrote: {error}") from error
     for crowding in ("crowding", "host_crowding"):
         said[crowding] = {int(ranks): times for ranks, times in said.get(crowding, {}).items()}
     said["call_seconds"] = {kind: tuple(seconds) for kind, seconds in said.get("call_seconds", {}).items()}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from jigsaw.cut import ShardingError
+
 
 @dataclass(frozen=True)
 class Device:
@@ -178,3 +180,17 @@ DEVICES: dict[str, Device] = {
         ),
     )
 }
+
+
+def device_named(given: str | Device) -> Device:
+    """The device of a name, or the one that is given.
+
+    >>> from jigsaw.dryrun.devices import device_named
+    >>> device_named("a100").name
+    'a100'
+    """
+    if isinstance(given, Device):
+        return given
+    if given not in DEVICES:
+        raise ShardingError(f"device={given!r} is none of {', '.join(DEVICES)}; pass a jigsaw.dryrun.Device")
+    return DEVICES[given]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,16 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.cut import ShardingError, SplitRule
-from jigsaw.dryrun.devices import DEVICES, Device
+from jigsaw.dryrun.bare_models import ModelMaker, made_once
+from jigsaw.dryrun.devices import Device, device_named
 from jigsaw.dryrun.few_blocks import play_rank_shortly
 from jigsaw.dryrun.rank_playing import (
     ONCE_A_STEP,
     LossOfOutput,
-    ModelMaker,
     OptimizerMaker,
     PlayedRank,
     StepPlan,
-    made_once,
     mean_square_of_tiles,
 )
 from jigsaw.dryrun.report import DryRunReport, RankCost, Remark
@@ -58,9 +57,10 @@ def dry_run(
 
     `model` is left as it is; one that cannot be made here, for its size or because its layers take a mesh, is given
     as a function that makes it, without arguments or with the mesh.  `x_shape` is the global shape of the input (or
-    several, with a spec each), `dtype` that of the input and the weights, by default the weights' own.  `spec`, `split`
-    and `align` cut the input as `jigsaw.shard` does; by default axes named as dims usually are cut those.  `loss` takes
-    the model's output; by default the mean square of all of it.  `optimizer=None` leaves the step out.
+    several, with a spec each, or one of names and None for all), `dtype` that of the input and the weights, by default
+    the weights' own; one of integers is the input's alone.  `spec`, `split` and `align` cut the input as `jigsaw.shard`
+    does; by default axes named as dims usually are cut those.  `loss` takes the model's output; by default the mean
+    square of all of it.  `optimizer=None` leaves the step out.
     `shard_weights` and `replicate` are those of `jigsaw.parallelize`.  ``checkpoint="blocks"`` recomputes the elements
     of ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.  `device` is
     one of `DEVICES` or a `Device`.
@@ -73,8 +73,9 @@ def dry_run(
     microbatch, which runs through all stages on ranks of the first; `jigsaw.dryrun.advise_mesh` makes a step of it.
 
     *Sends*: nothing.
-    *Raises*: `ShardingError` for a model that was parallelized before, or a spec that does not fit.  What would be
-    refused at more than one rank is no error here, but one of ``report.remarks``.
+    *Raises*: `ShardingError` for a model that was parallelized before, a spec that does not fit, or another argument
+    that is none.  What would be refused at more than one rank is no error here, but one of ``report.remarks``; nor is
+    what the model or the loss raises, which stops the step there.
 
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(8, 3, 1))
     >>> report = jigsaw.dry_run(net, (1, 3, 33, 64), mesh={"lat": 4, "lon": 2})
@@ -83,8 +84,8 @@ def dry_run(
     >>> [rank.coordinate for rank in report.ranks]
     [(0, 0), (1, 1), (3, 1)]
     """
-    axes = dict(axes_of_mesh(mesh)) if isinstance(mesh, DeviceMesh) else dict(mesh)
-    priced = device if isinstance(device, Device) else _device_named(device)
+    axes, priced = _checked_axes(mesh), device_named(device)
+    _check_types_given(dtype, loss, optimizer, dataset)
     plan = StepPlan(
         made_once(model),
         _as_shapes(x_shape),
@@ -102,11 +103,13 @@ def dry_run(
         keeps_calls=priced.times_kernels,
         on_processor=priced.is_processor,
     )
-    node = ranks_per_node or priced.ranks_per_node
+    node = priced.ranks_per_node if ranks_per_node is None else ranks_per_node
+    if node < 1:
+        raise ShardingError(f"ranks_per_node={node} must be 1 or more")
     size = torch.Size(axes.values()).numel()
-    chosen = _usual_ranks(axes) if ranks is None else list(ranks)
-    if not chosen or not all(0 <= rank < size for rank in chosen):
-        raise ShardingError(f"ranks={ranks} must be some of the mesh's, 0 to {size - 1}")
+    chosen = _usual_ranks(axes) if ranks is None else list(ranks) if isinstance(ranks, Iterable) else []
+    if not chosen or not all(rank in range(size) for rank in chosen):
+        raise ShardingError(f"ranks={ranks!r} must be some of the mesh's, 0 to {size - 1}")
     played = [play_rank_shortly(plan, axes, rank) for rank in chosen]
     return DryRunReport(
         axes,
@@ -115,7 +118,7 @@ def dry_run(
         played[0].parameters,
         tuple(_priced_with_sums(rank, priced, node, size) for rank in played),
         _merged_remarks(played),
-        _reader_seconds(dataset, plan.shapes[0][0], size, priced),
+        _reader_seconds(dataset, plan.shapes[0], size, priced),
         blocks=played[0].blocks,
     )
 
@@ -131,15 +134,36 @@ def _priced_with_sums(played: PlayedRank, device: Device, ranks_per_node: int, r
     return replace(found, phases={**found.phases, **{name: cost.phases["backward"] for name, cost in sums.items()}})
 
 
+def _checked_axes(mesh: Any) -> dict[str, int]:
+    if isinstance(mesh, DeviceMesh):
+        return dict(axes_of_mesh(mesh))
+    axes: dict[Any, Any] = dict(mesh) if isinstance(mesh, Mapping) else {}
+    if not axes or not all(isinstance(name, str) and isinstance(n, int) and n >= 1 for name, n in axes.items()):
+        raise ShardingError(f"mesh={mesh!r} must name axes and their sizes, as in mesh={{'lat': 4, 'lon': 2}}")
+    return axes
+
+
 def _as_shapes(given: Any) -> tuple[tuple[int, ...], ...]:
-    shapes = tuple(given)
-    return tuple(map(tuple, shapes)) if shapes and isinstance(shapes[0], Sequence) else (shapes,)
+    shapes: list[Any] = list(given) if isinstance(given, Sequence) else []
+    if not any(isinstance(shape, Sequence) for shape in shapes):
+        shapes = [shapes] if shapes else []
+    if not shapes or not all(isinstance(s, Sequence) and all(isinstance(n, int) for n in s) for s in shapes):
+        shown = f"a {type(given).__name__}" if isinstance(given, torch.Tensor) else repr(given)
+        raise ShardingError(
+            f"x_shape={shown} must be the global shape of the input, as in (1, 3, 64, 128), or a list of several"
+        )
+    return tuple(map(tuple, shapes))
 
 
-def _device_named(name: str) -> Device:
-    if name not in DEVICES:
-        raise ShardingError(f"device={name!r} is none of {', '.join(DEVICES)}; pass a jigsaw.dryrun.Device")
-    return DEVICES[name]
+def _check_types_given(dtype: Any, loss: Any, optimizer: Any, dataset: Any) -> None:
+    for name, given, is_right, wanted in (
+        ("dtype", dtype, isinstance(dtype, torch.dtype), "a torch.dtype, as torch.bfloat16"),
+        ("loss", loss, callable(loss), "a function of the model's output, as lambda y: y.square().mean()"),
+        ("optimizer", optimizer, callable(optimizer), "what makes one of parameters, as torch.optim.AdamW"),
+        ("dataset", dataset, hasattr(dataset, "plan"), "what jigsaw.io.open gives on this mesh"),
+    ):
+        if given is not None and not is_right:
+            raise ShardingError(f"{name}={given!r} must be {wanted}, or None")
 
 
 def _usual_ranks(axes: Mapping[str, int]) -> list[int]:
@@ -155,12 +179,12 @@ def _usual_ranks(axes: Mapping[str, int]) -> list[int]:
     return sorted({0, inside, sizes.numel() - 1})
 
 
-def _reader_seconds(dataset: Any, batch: int, ranks: int, device: Device) -> float:
+def _reader_seconds(dataset: Any, shape: Sequence[int], ranks: int, device: Device) -> float:
     """How long the readers of all ranks work for the samples of one step, by the costs that plans go by."""
     if dataset is None:
         return 0.0
     plan = dataset.plan(len(dataset) // 2)
-    return batch * sum(plan.cost(*how) for how in plan.modes.items()) / (ranks * device.reader_cores)
+    return shape[0] * sum(plan.cost(*how) for how in plan.modes.items()) / (ranks * device.reader_cores)
 
 
 def _merged_remarks(played: Sequence[PlayedRank]) -> tuple[Remark, ...]:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from jigsaw.cut import ShardingError
-from jigsaw.dryrun.devices import DEVICES, Device
+from jigsaw.dryrun.bare_models import made_once
+from jigsaw.dryrun.devices import Device, device_named
 from jigsaw.dryrun.dry_runs import dry_run
 from jigsaw.dryrun.few_blocks import remembered_models
 from jigsaw.dryrun.pipeline_estimate import Borders, pipelined_report, stage_shares, tiles_at_borders
-from jigsaw.dryrun.rank_playing import StepPlan, made_once
+from jigsaw.dryrun.rank_playing import StepPlan
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.dryrun.stage_balance import balanced_cuts, piece_costs
 
@@ -100,8 +101,11 @@ def advise_mesh(
     >>> len(found), found[0].works
     (7, True)
     """
+    if devices < 1:
+        raise ShardingError(f"devices={devices} must be 1 or more")
+    device = device_named(device)
     search = _MeshSearch(made_once(model), tuple(x_shape), device, how.pop("store", None), how)
-    node = how.get("ranks_per_node") or (device if isinstance(device, Device) else DEVICES[device]).ranks_per_node
+    node = how.get("ranks_per_node") or device.ranks_per_node
     with remembered_models():
         plain = search.tried_meshes(list(possible_meshes(x_shape, devices, how.get("align", 1))))
         fastest = [option.mesh for option in plain[:_MESHES]]
@@ -117,10 +121,10 @@ class _MeshSearch:
     """Dry runs of one model on one kind of device."""
 
     def __init__(
-        self, model: Any, x_shape: tuple[int, ...], device: str | Device, store: Any, how: Mapping[str, Any]
+        self, model: Any, x_shape: tuple[int, ...], device: Device, store: Any, how: Mapping[str, Any]
     ) -> None:
         self._model, self._shape, self._store, self._how = model, x_shape, store, how
-        self._device = device if isinstance(device, Device) else DEVICES[device]
+        self._device = device
         self._node: int = how.get("ranks_per_node") or self._device.ranks_per_node
         self._blocks: int | None = None
         self._borders: dict[Any, Borders] = {}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -26,7 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from jigsaw import comm
+from jigsaw.call_places import is_of_packages
 from jigsaw.cut import ShardingError, SplitRule
+from jigsaw.dryrun.bare_models import ModelMaker, bare_copy, cast_weights, check_model_made, wants_mesh
 from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.piece_marks import PieceMarks
@@ -44,7 +45,6 @@ from jigsaw.pipeline_stages import cut_places, mesh_of_stage, parallel_stage, wh
 from jigsaw.sharding import ShardingOptions
 from jigsaw.tile import Tile, tiles_in
 
-ModelMaker = Callable[..., nn.Module]
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LossOfOutput = Callable[[Any], Tensor]
 
@@ -52,12 +52,11 @@ PIPE_AXIS = "pipe"
 """The mesh axis whose ranks have stages: a dry run plays one microbatch of all of them on the ranks of the first."""
 ONCE_A_STEP = ("sums", "shared")
 """Phases of a pipeline's step behind the last microbatch: sums of gradients within stages, and over all of them."""
-_PARALLELIZED = "_jigsaw_parallelized"
 
 
 def mean_square_of_tiles(output: Any) -> Tensor:
     """The sum over all floating tiles of an output of the mean of their squares."""
-    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else vars(output))
+    tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else getattr(output, "__dict__", ()))
     values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
     if not values:
         raise ShardingError("the model gives no tile to take a loss of; pass loss=")
@@ -195,16 +194,15 @@ def _play_step(
 
     try:
         with phase("forward"), hearing_costs(watch.tell_refusal), hearing_repeats(watch.tell_repeat):
-            value = plan.loss(model(*inputs))
+            value = _one_number(plan.loss(model(*inputs)))
         meter.mark_memory((t.local for t in inputs), "activations")
         meter.mark_the_rest("activations")
         if value.requires_grad:
             with phase("backward"), hearing_costs(watch.tell_refusal):
                 value.backward()
-    except (ShardingError, *_WANT_VALUES) as error:
-        why = "" if isinstance(error, ShardingError) else "it needs the values of tensors, which a dry run has not: "
-        where = watch.module_of_error(error)
-        played.remarks.append(Remark("stopped", where, type(error).__name__, 0, f"{why}{error}"))
+    except Exception as error:  # of the model or the loss, whatever it is: the report says where it ends
+        why = _why_it_stopped(error, guessed=bool(meter.value_reads))
+        played.remarks.append(Remark("stopped", watch.module_of_error(error), type(error).__name__, 0, why))
         return
     meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
     if meter.marks is not None:
@@ -215,6 +213,24 @@ def _play_step(
         del value
         with phase("step"):
             optimizer.step()
+
+
+def _one_number(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        made = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ShardingError(f"the loss is {made}; it must be a tensor of one number, as of loss=lambda y: y.mean()")
+    return loss
+
+
+def _why_it_stopped(error: Exception, guessed: bool) -> str:
+    if isinstance(error, ShardingError):
+        return str(error)
+    frames = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
+    file, line = next((at for at in reversed(frames) if not is_of_packages(at[0])), frames[-1])
+    if isinstance(error, _WANT_VALUES):
+        return f"it needs the values of tensors, which a dry run has not: {error}, from {file}:{line}"
+    why = "; values that Python had asked for were assumed, which may be why" if guessed else ""
+    return f"{error}, from {file}:{line}{why}"
 
 
 def _played_pieces(
@@ -275,14 +291,15 @@ _WANT_VALUES = (
 def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:
     """The model as it is before `parallelize`, with the blocks that are to be played; and the dtype of its input."""
     given = plan.model
-    source = given if isinstance(given, nn.Module) else given(mesh) if _wants_mesh(given) else given()
+    source: Any = given if isinstance(given, nn.Module) else given(mesh) if wants_mesh(given) else given()
+    check_model_made(source)
     rows = rows_of_blocks(source)
     blocks = sum(map(len, rows))
     shorter: list[tuple[Any, int]] = [] if plan.blocks is None else [(row, plan.blocks) for row in rows]
     if plan.row is not None:
         shorter.append((source.get_submodule(plan.row[0]), plan.row[1]))
     left_out = {block for row, n in shorter for block in list(row)[n:] if block not in list(row)[:n]}
-    model = _bare_copy(source, left_out) if source is given else source
+    model = bare_copy(source, left_out) if source is given else source
     names, inside = {m: n for n, m in source.named_modules()}, {m for block in left_out for m in block.modules()}
     for row, n in shorter:
         short: Any = model.get_submodule(names[row]) if row not in inside else []
@@ -290,57 +307,11 @@ def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None =
     if played is not None:
         played.blocks = blocks
     dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if plan.dtype is not None:
-        _cast_weights(model, plan.dtype)
+    if plan.dtype is not None and (plan.dtype.is_floating_point or plan.dtype.is_complex):
+        cast_weights(model, plan.dtype)
     if played is not None:
         played.parameters = sum(p.numel() for p in model.parameters())
     return model, dtype
-
-
-def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
-    """The model of a function that makes one without a mesh, its weights without memory, to be copied for each run; one
-    that has tensors beside weights and buffers is made anew each time.
-    """
-    if isinstance(model, nn.Module) or _wants_mesh(model):
-        return model
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        made: nn.Module = model()
-    kept = {"_parameters", "_buffers", "_modules"}
-    attributes = [value for m in made.modules() for name, value in vars(m).items() if name not in kept]
-    return model if any(isinstance(x, Tensor) for x in pytree.tree_leaves(attributes)) else made
-
-
-def _wants_mesh(make: ModelMaker) -> bool:
-    return any(p.default is p.empty for p in inspect.signature(make).parameters.values())
-
-
-def _bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
-    """A copy whose parameters have no memory, with nothing in the place of some modules."""
-    if hasattr(model, _PARALLELIZED):
-        raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
-    # deepcopy takes for copied already what is in here
-    known: dict[int, Any] = {id(module): nn.Identity() for module in left_out}
-    inside = {module for each in left_out for module in each.modules()}
-    for module in model.modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False)) if module not in inside else ()
-        for x in own:
-            if id(x) not in known:
-                bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-                known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
-    return copy.deepcopy(model, known)
-
-
-def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """``model.to(dtype)``, which cannot exchange tensors that somebody watches, as the meter does."""
-    cast: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            if p.is_floating_point():
-                cast[p] = cast[p] if p in cast else nn.Parameter(p.detach().to(dtype), p.requires_grad)
-                setattr(module, name, cast[p])
-        for name, x in module.named_buffers(recurse=False):
-            if x.is_floating_point():
-                setattr(module, name, x.to(dtype))
 
 
 def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter: StepMeter) -> Optimizer:
@@ -380,10 +351,19 @@ def prepared_inputs(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> lis
 def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec]:
     if plan.spec is None:
         return [_usual_cuts(shape, axes) for shape in plan.shapes]
+    if all(isinstance(names, str | None) for names in plan.spec):  # one spec, for inputs that are cut alike
+        if any(len(shape) != len(plan.spec) for shape in plan.shapes):
+            some = "; of several inputs pass a list with a spec for each" * (len(plan.shapes) > 1)
+            shapes = ", ".join(map(str, plan.shapes))
+            raise ShardingError(f"spec={plan.spec!r} is for {len(plan.spec)} dims, but the input is {shapes}{some}")
+        return [plan.spec] * len(plan.shapes)
     several = len(plan.shapes) > 1 or any(isinstance(s, (tuple, list)) and None in s for s in plan.spec)
     specs = list(plan.spec) if several else [plan.spec]
     if len(specs) != len(plan.shapes):
-        raise ShardingError(f"dry_run has {len(plan.shapes)} inputs but {len(specs)} specs; pass one for each")
+        raise ShardingError(
+            f"dry_run has {len(plan.shapes)} inputs but {len(specs)} specs; pass a list with one for each, as in "
+            f"spec=[{', '.join(map(str, (_usual_cuts(shape, axes) for shape in plan.shapes)))}]"
+        )
     return specs
 
 
@@ -403,7 +383,11 @@ def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[
     if which == "none":
         return []
     if which != "blocks":
-        return [model.get_submodule(name) for name in which]
+        names = dict(model.named_modules())
+        if isinstance(which, str) or not isinstance(which, Sequence) or not all(name in names for name in which):
+            some = ", ".join(name for name in names if name)
+            raise ShardingError(f"checkpoint={which!r} is to be 'none', 'blocks' or names of modules, of {some}")
+        return [names[name] for name in which]
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())]
     inner = {id(n) for m in lists for n in m.modules() if n is not m}
     rows: list[nn.Module] = [m for m in lists if id(m) not in inner]

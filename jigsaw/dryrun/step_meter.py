@@ -32,6 +32,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from jigsaw import call_places
 from jigsaw.comm import TrafficCall
+from jigsaw.cut import ShardingError
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
 from jigsaw.dryrun.piece_marks import PieceMarks
@@ -211,11 +212,19 @@ class StepMeter(TorchDispatchMode):
         self._phase.pieces[0].append(self._piece)
         self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call))
 
-    def _assumed_value(self, func: Any, x: Tensor) -> Any:
+    def _assumed_value(self, func: Any, x: FakeTensor) -> Any:
         """What Python reads of a tensor without values: jigsaw's own looks find all well; others are told of."""
+        if x.constant is not None and func is not aten.equal.default:  # of a number that Python wrote down
+            with _disable_current_modes():
+                return x.constant.item()
         place, is_own = _reading_line()
         if not is_own:
             self.value_reads[place] += 1
+            if self.value_reads[place] > _MOST_READS:
+                raise ShardingError(
+                    f"{place} asks for a value for the {_MOST_READS + 1}st time, and a dry run has none: a loop that "
+                    "ends by a value has no end here; bound its turns by a number"
+                )
         if x.dtype == torch.bool or func is aten.equal.default:
             return is_own
         return 1.0 if x.dtype.is_floating_point else 1
@@ -334,7 +343,9 @@ def _storages_of(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
 
 
 _OWN_FILES = str(Path(__file__).parents[1]) + os.sep
-_SHOWN_BY = ("tensor_shell.py", "tensor_methods.py", "tile.py", "step_meter.py")  # a Tile's own ways to a value
+# a Tile's own ways to a value; of the functions that give one (allclose, one_hot) those who call them are asked
+_SHOWN_BY = ("tensor_shell.py", "tensor_methods.py", "tile.py", "reductions.py", "lookup.py", "step_meter.py")
+_MOST_READS = 1000  # by one line
 
 
 def _reading_line() -> tuple[str, bool]:

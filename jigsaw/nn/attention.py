@@ -47,7 +47,7 @@ from jigsaw.nn.contraction import in_autocast_dtype, tile_in_autocast_dtype
 from jigsaw.nn.key_ring import KeyRing
 from jigsaw.nn.label_cuts import LabelCuts, cuts_of_tile
 from jigsaw.nn.product import contract_labels
-from jigsaw.nn.rank_order import take_owned_rows
+from jigsaw.nn.rank_order import host_values, take_owned_rows
 from jigsaw.nn.rank_split import RankSplit, SplitAxes
 from jigsaw.nn.ring_attention import RingOptions, ring_attention
 from jigsaw.nn.ring_order import QueryMirror
@@ -101,7 +101,8 @@ def _local_mask(
 
 def _places_along(label: str, size: int, plan: LabelCuts, like: Tile) -> Tensor:
     """The global places of this rank's rows."""
-    return take_owned_rows(torch.arange(size), 0, plan.cuts[label], plan.work, like.coordinate)
+    with host_values():
+        return take_owned_rows(torch.arange(size), 0, plan.cuts[label], plan.work, like.coordinate)
 
 
 def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.cut import Cut, have_same_rows, whole_dim
 from jigsaw.debug import compare_calls
 from jigsaw.exchange import PackedSwap
-from jigsaw.graph_calls import graph_call
+from jigsaw.graph_calls import graph_call, lacks_values
 from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
@@ -84,6 +86,11 @@ def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord:
     return w.index_select(dim, _rows_in_rank_order(group, layout).to(w.device))
 
 
+def host_values() -> AbstractContextManager[Any]:
+    """Within it tensors of places on the host have values, in a dry run, too; not in a graph that is being made."""
+    return nullcontext() if lacks_values() else _disable_current_modes()
+
+
 def put_in_dim_order(w: Tensor, dim: int, group: CutGroup, layout: Layout) -> Tensor:
     """The rows of a whole `dim`, which came in rank order, in the order of the dim."""
     return w if len(group) == 1 else w.index_select(dim, _rows_in_rank_order(group, layout).argsort().to(w.device))
@@ -110,16 +117,17 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCo
     Of the tokens above, cut anew as 0:4, 4:8, 8:12, 12:16: rank 1 has 2, 3, 6, 7 and is to have 4 to 7.  It gives rank
     0 its rows 0 and 1 (2 and 3), puts what comes from there (4 and 5) at places 0 and 1, and keeps 6 and 7.
     """
-    mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
     gives: list[tuple[int, Tensor]] = []
     takes: list[tuple[int, Tensor]] = []
-    for there in coordinates_along(layout, axes_of_cuts(target), here):
-        given, taken = (
-            _shared_positions(mine, _global_rows(target, layout, there))[0],
-            _shared_positions(wanted, _global_rows(source, layout, there))[0],
-        )
-        gives.append((layout.index(there), given))
-        takes.append((layout.index(there), taken))
+    with _disable_current_modes():  # of a dry run, or of a graph that is made, whose tensors must not be kept
+        mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
+        for there in coordinates_along(layout, axes_of_cuts(target), here):
+            given, taken = (
+                _shared_positions(mine, _global_rows(target, layout, there))[0],
+                _shared_positions(wanted, _global_rows(source, layout, there))[0],
+            )
+            gives.append((layout.index(there), given))
+            takes.append((layout.index(there), taken))
     return tuple(gives), tuple(takes)
 
 

@@ -34,7 +34,7 @@ from jigsaw.cut import Interval
 from jigsaw.graph_calls import graph_call
 from jigsaw.nn.block_attention import BlockRows, block_gradients, has_fused_kernel, sum_block
 from jigsaw.nn.key_ring import KeyRing
-from jigsaw.nn.rank_order import size_of_cuts
+from jigsaw.nn.rank_order import host_values, size_of_cuts
 from jigsaw.ops.random_numbers import chances_at
 
 # scores of a block, or its mask, are made for as many queries at a time as fit in here
@@ -80,6 +80,18 @@ class _RingKernel:
     is_fused: bool
 
 
+class _SeenBlock(NamedTuple):
+    """Rows of queries and the keys among a member's that they see: which, at what places; the places of the queries
+    where these hide some of the keys, and whether they are those of the keys.
+    """
+
+    rows: slice
+    columns: slice
+    at: Tensor
+    order: Tensor | None
+    is_triangle: bool
+
+
 class _RingPass:
     """One rank's way through the blocks."""
 
@@ -121,16 +133,21 @@ class _RingPass:
         """All queries, or an interval of them, before a member's keys, some at a time; keys that the order of the
         tokens hides are left out.
         """
-        places = self.ring.positions(member)
-        for rows, order in self._some_rows(q, len(places), mask, queries or (0, q.shape[-2])):
-            for columns, is_hidden in _seen_columns(places, order):
-                at = places[columns]
-                is_triangle = is_hidden and order is not None and torch.equal(at, order)
-                at = at.to(q.device)
-                some = None if mask is None else mask if mask.shape[-2] == 1 else mask[..., rows, :]
-                some = some if some is None or some.shape[-1] == 1 else some.index_select(-1, at)
-                kept = self._kept(rows, at, q.dtype)
-                yield BlockRows(rows, columns, at, some, order if is_hidden else None, is_triangle, kept)
+        for rows, columns, here, order, is_triangle in self._blocks_seen(q, mask, member, queries):
+            at = here.to(q.device)
+            some = None if mask is None else mask if mask.shape[-2] == 1 else mask[..., rows, :]
+            some = some if some is None or some.shape[-1] == 1 else some.index_select(-1, at)
+            yield BlockRows(rows, columns, at, some, order, is_triangle, self._kept(rows, at, q.dtype))
+
+    def _blocks_seen(self, q: Tensor, mask: Tensor | None, member: int, queries: Interval | None) -> list[_SeenBlock]:
+        found: list[_SeenBlock] = []
+        with host_values():  # what is seen follows from them
+            places = self.ring.positions(member)
+            for rows, order in self._some_rows(q, len(places), mask, queries or (0, q.shape[-2])):
+                for columns, is_hidden in _seen_columns(places, order):
+                    at, hides = places[columns], order if is_hidden else None
+                    found.append(_SeenBlock(rows, columns, at, hides, hides is not None and torch.equal(at, hides)))
+        return found
 
     def _some_rows(
         self, q: Tensor, keys: int, mask: Tensor | None, queries: Interval

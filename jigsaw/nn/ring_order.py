@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm, debug
 from jigsaw.graph_calls import graph_call
 from jigsaw.nn.key_ring import KeyRing
-from jigsaw.nn.rank_order import CutGroup, size_of_cuts, take_owned_rows
+from jigsaw.nn.rank_order import CutGroup, host_values, size_of_cuts, take_owned_rows
 
 # a rank with fewer queries has less work than messages
 MIRRORED_QUERIES = 256
@@ -55,11 +55,12 @@ class QueryMirror:
     @classmethod
     def through(cls, queries: CutGroup, ring: KeyRing, mesh: DeviceMesh) -> QueryMirror:
         """Of this rank of a ring."""
-        every = torch.arange(size_of_cuts(queries))
-        rows = [take_owned_rows(every, 0, queries, ring.layout, at) for at in ring.places]
-        counts, other = mirrored_counts([len(r) for r in rows]), ring.size - 1 - ring.me
-        kept, taken = len(rows[ring.me]) - counts[ring.me], len(rows[other]) - counts[other]
-        places = rows[ring.me][:kept], rows[other][taken:]
+        with host_values():
+            every = torch.arange(size_of_cuts(queries))
+            rows = [take_owned_rows(every, 0, queries, ring.layout, at) for at in ring.places]
+            counts, other = mirrored_counts([len(r) for r in rows]), ring.size - 1 - ring.me
+            kept, taken = len(rows[ring.me]) - counts[ring.me], len(rows[other]) - counts[other]
+            places = rows[ring.me][:kept], rows[other][taken:]
         return cls(mesh, ring.layout.index(ring.places[other]), counts[ring.me], places)
 
     def exchange(self, q: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class _TilePair(_TorchsPair):
         mesh, layout = self._first.mesh, self._layout
         wrong = ~torch.isclose(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
         axes = [name for name, _ in axes_of_mesh(mesh)]  # all: ranks that have the same rows may differ by mistake
-        if not comm.all_reduce(wrong.sum(), mesh, axes, same=(layout,)):
+        if (comm.all_reduce(wrong.sum(), mesh, axes, same=(layout,)) == 0).all():
             return
         mine = _greatest_differences(actual, expected, wrong, self._first, layout)
         of_ranks: list[_Mismatches] = comm.all_gather_object(mesh, mine)

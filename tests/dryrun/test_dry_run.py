@@ -1,5 +1,6 @@
 """A dry run beside the real one: messages counted, memory measured; and what it says of nets that would not run."""
 
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -307,6 +308,124 @@ def test_what_needs_values_stops_with_its_module():
     assert "values of tensors" in str(report)
 
 
+class _Said(nn.Module):
+    """A convolution, and whatever a function makes of what it gives."""
+
+    def __init__(self, say):
+        super().__init__()
+        self.conv, self.say, self.table = nn.Conv2d(3, 3, 3, padding=1), say, torch.arange(12.0)
+
+    def forward(self, x):
+        return self.say(self.conv(x * self.table))
+
+
+def _raising(y):
+    raise ValueError("no")
+
+
+def _never_small(y):
+    while not (y.abs() < 1).all():
+        y = y / 2
+    return y
+
+
+@pytest.mark.parametrize(
+    ("say", "loss", "stopped"),
+    [
+        (_raising, None, r"no, from .*test_dry_run.py:\d+"),
+        (lambda y: y[:, 3], None, r"index 3 is out of range for dim 1 .* from .*test_dry_run.py:\d+"),
+        (lambda y: y.missing, None, "missing"),
+        (lambda y: None, None, "gives no tile to take a loss of; pass loss="),
+        (lambda y: y, lambda y: (y, y), "the loss is a tuple; it must be a tensor of one number"),
+        (lambda y: y, lambda y: y, r"the loss is a tensor of shape \(2, 3, 16, 12\)"),
+        (lambda y: y, lambda y: y.mean().item(), "the loss is a float"),
+        (lambda y: _raising(y) if not y.isfinite().all() else y, None, "no, from .* were assumed, which may be why"),
+        (_never_small, None, "a loop that ends by a value has no end here"),
+    ],
+)
+def test_whatever_a_model_raises_ends_in_a_report(say, loss, stopped):
+    report = jigsaw.dry_run(_Said(say), (2, 3, 16, 12), {"lat": 2}, loss=loss, ranks=[0])
+    (remark,) = [r for r in report.remarks if r.kind == "stopped"]
+    assert re.search(stopped, remark.reason)
+    assert not report.is_complete
+    assert str(report)
+
+
+def test_numbers_that_python_wrote_down_have_values():
+    sizes = []
+    net = _Said(lambda y: sizes.append(int(torch.tensor(5)) + torch.tensor(0.5).item()) or y)
+    report = jigsaw.dry_run(net, (2, 3, 16, 12), {"lat": 2}, ranks=[0])
+    assert sizes == [5.5]
+    assert report.is_complete and not report.remarks
+
+
+def test_looks_by_functions_are_told():
+    def look(y):
+        return y if torch.allclose(y, y) or torch.equal(y, y) else nn.functional.one_hot(y.argmax(1)).sum() + y
+
+    report = jigsaw.dry_run(_Said(look), (2, 3, 16, 12), {"lat": 2}, ranks=[0])
+    (remark,) = report.remarks
+    assert (remark.kind, "asks 3 times" in remark.reason) == ("value", True)
+    alike = _Said(lambda y: torch.testing.assert_close(y, y) or y)
+    assert not jigsaw.dry_run(alike, (2, 3, 16, 12), {"lat": 2}, ranks=[0]).remarks
+
+
+class _Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+
+    def forward(self, x, y):
+        return self.table(x) + self.table(y)
+
+
+def test_integers_are_of_inputs_alone_and_one_spec_is_for_all():
+    how = {"spec": ("data", "lat"), "dtype": torch.int64}
+    report = jigsaw.dry_run(_Sum(), [(4, 6), (4, 6)], {"data": 2, "lat": 2}, **how)
+    assert report.is_complete and not report.remarks
+    assert report.ranks[0].phases["forward"].peak["weights"] == 7 * 4 * 4
+    with pytest.raises(
+        ShardingError, match=r"the input is \(4, 6\), \(4,\); of several inputs pass a list with a spec"
+    ):
+        jigsaw.dry_run(_Sum(), [(4, 6), (4,)], {"data": 2}, **how)
+
+
+class _Causal(nn.Module):
+    def __init__(self, is_causal):
+        super().__init__()
+        self.linear, self.is_causal = nn.Linear(15, 45), is_causal
+
+    def forward(self, x):
+        q, k, v = self.linear(x).unflatten(-1, (3, 3, 5)).permute(2, 0, 3, 1, 4).unbind(0)
+        with jigsaw.nn.attention_way("ring"):
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+
+
+def test_a_causal_ring_has_half_of_the_work():
+    how = {"x_shape": (1, 4096, 15), "mesh": {"lat": 4}, "spec": (None, "lat", None), "ranks": [0, 2]}
+    causal, every = (jigsaw.dry_run(_Causal(is_causal), **how) for is_causal in (True, False))
+    assert causal.flop == pytest.approx(every.flop / 2, rel=0.15)
+    assert len({rank.flop for rank in causal.ranks}) == 1  # halves of queries change ranks
+
+
+class _Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.register_buffer("mask", torch.ones(20, 20, dtype=torch.bool).triu(1))
+
+    def forward(self, x):
+        return self.attention(x, x, x, attn_mask=self.mask, need_weights=False)[0]
+
+
+def test_attention_whose_heads_channel_cuts():
+    axes = {"data": 2, "lat": 2, "channel": 2}
+    report = jigsaw.dry_run(_Heads(), (2, 20, 16), axes, spec=("data", ("lat", "channel"), None))
+    assert report.is_complete and not report.remarks
+    moved = {rank.phases["forward"].traffic["rows"].sent_bytes for rank in report.ranks}
+    assert moved == {8 * (16 + 1) * 4}  # of 24 rows of q, k and v (weight and bias) 16 are of heads that are there
+
+
 def test_the_process_is_left_as_it_was():
     hook, was_initialized = sys.excepthook, torch.distributed.is_initialized()
     net = nn.Conv2d(3, 3, 3, padding=1)
@@ -356,15 +475,34 @@ def test_models_that_are_too_big_are_made_without_memory():
     [
         ({"device": "abacus"}, "device='abacus' is none of a100"),
         ({"ranks": [4]}, r"ranks=\[4\] must be some of the mesh's, 0 to 3"),
-        ({"spec": [(None, None, None, "lat"), (None,)]}, "1 inputs but 2 specs"),
+        (
+            {"spec": [(None, None, None, "lat"), (None,)]},
+            r"1 inputs but 2 specs; .* spec=\[\(None, None, 'lat', None\)",
+        ),
+        ({"spec": ("lat",)}, r"spec=\('lat',\) is for 1 dims, but the input is \(1, 3, 16, 16\)"),
+        ({"x_shape": "1,3"}, r"x_shape='1,3' must be the global shape"),
+        ({"x_shape": ()}, r"x_shape=\(\) must be the global shape"),
+        ({"mesh": 4}, "mesh=4 must name axes and their sizes"),
+        ({"mesh": {"lat": 0}}, "mesh={'lat': 0} must name axes"),
+        ({"ranks": 0}, "ranks=0 must be some of the mesh's, 0 to 3"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0 must be 1 or more"),
+        ({"checkpoint": ["1"]}, r"checkpoint=\['1'\] is to be 'none', 'blocks' or names of modules"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16' must be a torch.dtype"),
+        ({"loss": "mse"}, "loss='mse' must be a function"),
+        ({"optimizer": "adam"}, "optimizer='adam' must be what makes one"),
+        ({"dataset": 3}, "dataset=3 must be what jigsaw.io.open gives"),
+        ({"model": None}, "model=None must be a torch.nn.Module"),
+        ({"model": nn.Conv2d}, "model=Conv2d .* needs in_channels, out_channels, kernel_size; .* lambda: Conv2d"),
+        ({"model": lambda: 3}, "a function that gives 3, no torch.nn.Module"),
+        ({"model": nn.LazyConv2d(3, 3)}, "weight is lazy"),
         ({"loss": lambda y: mean_square_of_tiles([])}, None),
     ],
 )
 def test_refusals(how, match):
-    net = nn.Conv2d(3, 3, 3, padding=1)
+    how = {"model": nn.Conv2d(3, 3, 3, padding=1), "x_shape": (1, 3, 16, 16), "mesh": {"lat": 4}} | how
     if match is None:
-        (remark,) = jigsaw.dry_run(net, (1, 3, 16, 16), {"lat": 4}, **how).remarks
+        (remark,) = jigsaw.dry_run(**how).remarks
         assert "pass loss=" in remark.reason
     else:
         with pytest.raises(ShardingError, match=match):
-            jigsaw.dry_run(net, (1, 3, 16, 16), {"lat": 4}, **how)
+            jigsaw.dry_run(**how)

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import jigsaw
+from jigsaw.dryrun.bare_models import made_once
 from jigsaw.dryrun.counted_steps import CountedPhase, phase_of_more_blocks
 from jigsaw.dryrun.few_blocks import play_few_blocks
-from jigsaw.dryrun.rank_playing import StepPlan, made_once
+from jigsaw.dryrun.rank_playing import StepPlan
 
 SHAPE = (2, 3, 32, 40)
 

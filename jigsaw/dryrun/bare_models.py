@@ -1,0 +1,98 @@
+"""The model of a dry run: made by a function or copied, its weights without memory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from jigsaw.cut import ShardingError
+
+ModelMaker = Callable[..., nn.Module]
+
+_PARALLELIZED = "_jigsaw_parallelized"
+
+
+def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
+    """The model of a function that makes one without a mesh, its weights without memory, to be copied for each run; one
+    that has tensors beside weights and buffers is made anew each time.
+    """
+    if isinstance(model, nn.Module) or wants_mesh(model):
+        return model
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made: nn.Module = model()
+    check_model_made(made)
+    return model if any(_plain_tensors(m) for m in made.modules()) else made
+
+
+def _plain_tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module has as plain attributes, beside weights and buffers."""
+    kept = {"_parameters", "_buffers", "_modules"}
+    leaves = pytree.tree_leaves([value for name, value in vars(module).items() if name not in kept])
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def wants_mesh(make: ModelMaker) -> bool:
+    """Whether a function makes its model of the mesh: it has an argument without a default, and no more."""
+    if not callable(make):
+        raise ShardingError(f"model={make!r} must be a torch.nn.Module, or a function that makes one")
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = inspect.signature(make).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if len(needed) > 1:
+        name = getattr(make, "__name__", repr(make))
+        raise ShardingError(
+            f"model={name} is called without arguments, or with the mesh, but needs {', '.join(needed)}; pass a "
+            f"function that knows them, as lambda: {name}(...)"
+        )
+    return bool(needed)
+
+
+def check_model_made(model: Any) -> None:
+    """*Raises*: `ShardingError` where a function made no module, or one whose weights have no shapes yet."""
+    if not isinstance(model, nn.Module):
+        raise ShardingError(f"the model is made by a function that gives {model!r}, no torch.nn.Module")
+    for name, p in model.named_parameters():
+        if is_lazy(p):
+            raise ShardingError(f"{name} is lazy, without a shape yet; call the model once before its dry run")
+
+
+def bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
+    """A copy whose parameters have no memory, with nothing in the place of some modules."""
+    if hasattr(model, _PARALLELIZED):
+        raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
+    # deepcopy takes for copied already what is in here
+    known: dict[int, Any] = {id(module): nn.Identity() for module in left_out}
+    inside = {module for each in left_out for module in each.modules()}
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False)) if module not in inside else ()
+        for x in own:
+            if id(x) not in known:
+                bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+                known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
+    with _disable_current_modes():  # other tensors are real, and remain so
+        for x in (x for module in model.modules() if module not in inside for x in _plain_tensors(module)):
+            if id(x) not in known:
+                known[id(x)] = x.detach().requires_grad_(x.is_leaf and x.requires_grad)
+        return copy.deepcopy(model, known)
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """``model.to(dtype)``, which cannot exchange tensors that somebody watches, as the meter does."""
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p.is_floating_point():
+                cast[p] = cast[p] if p in cast else nn.Parameter(p.detach().to(dtype), p.requires_grad)
+                setattr(module, name, cast[p])
+        for name, x in module.named_buffers(recurse=False):
+            if x.is_floating_point():
+                setattr(module, name, x.to(dtype))
