@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -190,7 +190,15 @@ class StageRunner(nn.Module):
             for unit in self.copied_units:
                 unit.set_requires_all_reduce(is_last, recurse=False)
 
-        for x in outputs if self.copied_units else ():
-            if x.requires_grad:
-                x.register_hook(begin_backward)
+        with_grad = [x for x in outputs if x.requires_grad]
+        for x in with_grad if self.copied_units else ():
+            x.register_hook(begin_backward)
+        if is_last and not with_grad and torch.is_grad_enabled() and self._sums_copies():
+            raise ShardingError(
+                f"stage {self.stage} computes nothing with a gradient in the last microbatch, when replicate= sums "
+                "what the others have found: use its parameters in each microbatch, or leave replicate= out"
+            )
         return outputs
+
+    def _sums_copies(self) -> bool:
+        return any(p.requires_grad for unit in self.copied_units for p in cast(nn.Module, unit).parameters())

@@ -21,7 +21,7 @@ from jigsaw.dryrun.stage_balance import PieceCost, balanced_cuts, balanced_stage
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.mesh import ranks_along
 from jigsaw.pipeline_stages import balanced_begins
-from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 
 SPEC = (None, None, "lat", None)
 PAGE = (Path(__file__).parents[1] / "docs" / "parallelism.md").read_text()
@@ -391,6 +391,19 @@ def test_hybrid_weights_in_stages():
         for step in (1, 2):
             assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
             _assert_gradients(pipe, grads, step)
+
+
+def _skip_the_last_microbatch():
+    model = _model(lambda: nn.Sequential(InTurn(["first", None]), nn.Conv2d(4, 2, 1)))
+    x, y = torch.randn(8, 4, 6, 5).double(), torch.randn(8, 2, 6, 5).double()
+    options = HYBRID | {"stages": ["1"], "microbatches": 2}
+    jigsaw.pipeline(model, world_mesh(data=2, pipe=2, lat=1), loss=F.mse_loss, **options).step(x, y)
+
+
+@pytest.mark.slow
+def test_a_stage_that_has_no_gradients_to_sum_is_refused():
+    with pytest.raises(RankFailedError, match="stage 0 computes nothing with a gradient in the last microbatch"):
+        run_on_ranks(4, _skip_the_last_microbatch)
 
 
 def _check_channels_in_one_stage():
