@@ -221,10 +221,12 @@ def main() -> None:
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     if not chosen.page:
-        header = {"hardware": "none: dry runs, on one core", "date": f"{datetime.date.today()}",
-                  "command": "python benchmarks/scaling.py"}  # fmt: skip
-        kept = chosen.output.read_text().splitlines()[1:] if chosen.output.exists() else []
-        lines = [json.loads(line) for line in kept]
+        kept = chosen.output.read_text().splitlines() if chosen.output.exists() else []
+        lines = [json.loads(line) for line in kept[1:]]
+        date = f"{datetime.date.today()}"
+        if kept and set(chosen.case) != set(CASES):  # the other cases are of another day
+            date = f"{json.loads(kept[0])['date']}; {', '.join(chosen.case)}: {date}"
+        header = {"hardware": "none: dry runs, on one core", "date": date, "command": "python benchmarks/scaling.py"}
         for case in chosen.case:
             made: list[dict[str, Any]] = []
             for found in CASES[case]():

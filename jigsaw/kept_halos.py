@@ -55,7 +55,7 @@ _kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
 _outer: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
 
 
-def checkpoint_frame() -> tuple[Any, Any]:
+def _checkpoint_frame() -> tuple[Any, Any]:
     """The frame of the checkpoint that is being computed, if any, and which of its runs again this is (None: the
     first).
     """
@@ -75,7 +75,7 @@ def checkpoint_frame() -> tuple[Any, Any]:
 
 def begin_within_frame(frame: Any) -> None:
     """Remember within which other checkpoint, if any, this one begins."""
-    outer, run = checkpoint_frame()
+    outer, run = _checkpoint_frame()
     if outer is not None:
         _outer[frame] = ref(outer), run
 
@@ -84,7 +84,7 @@ def open_frames() -> tuple[list[Any], Any, Any]:
     """The checkpoints that are being computed for the first time, innermost first; the one around them, if any, that
     runs again, and which run that is.
     """
-    frame, run = checkpoint_frame()
+    frame, run = _checkpoint_frame()
     first: list[Any] = []
     while frame is not None and run is None:
         first.append(frame)

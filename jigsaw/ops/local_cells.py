@@ -52,7 +52,7 @@ def cells_at_rows(cells: Tensor, rows: Sequence[Tensor], here: Tensor | None) ->
     if 0 in sizes:  # of no rows, which the graph has to know
         none = cells.sum(tuple(range(len(rows)))).to(cells.dtype)
         return none.expand(len(here), *cells.shape[len(rows) :])
-    # Any row stands for those held elsewhere: how many these are nobody has to know, which a device would be asked for.
-    # Each time another, for a GPU adds up the gradients of one row one after the other.
+    # Any row stands for those held elsewhere: how many these are nobody has to know, so the shape follows from `here`.
+    # Each time another: gradients of one row may be added up one after the other.
     found = cells[tuple(row % n for row, n in zip(rows, sizes, strict=True))]
     return found.masked_fill(~here.reshape(-1, *[1] * (found.ndim - 1)), 0)
