@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jigsaw.agreement import decide_on_first_rank
 from jigsaw.checkpoint_files import fail_together
 from jigsaw.checkpoint_state import CheckpointError, CheckpointPath
+from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.tile import Tile
 
 _DTYPES = {
@@ -81,28 +82,32 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
     True
     """
     final = Path(path)
-    part = final.with_name(f"{final.name}.part")
     tensors = fail_together(lambda: _whole_state(model))
-    header, weights = _header_of(part, tensors)
+    draft = fail_together(lambda: begin_draft_file(final), of_first=True)
+    header, weights = _header_of(draft, tensors)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     planner = dcp.DefaultSavePlanner()
     what = f"the weights of {final} cannot be written"
 
     def plan() -> dcp.SavePlan:
         if is_first:
-            with part.open("wb") as out:
+            with os.fdopen(open_unlinked(draft, os.O_WRONLY), "wb") as out:
                 out.write(header)
                 out.truncate(len(header) + sum(_size_of(each) for each in weights.values()))
         planner.set_up_planner(dict(tensors), None, is_first)
         return planner.create_local_plan()
 
-    mine = decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
-
     def close(done: list[None]) -> list[None]:
-        part.rename(final)
+        draft.replace(final)
         return done
 
-    decide_on_first_rank(lambda: _write_pieces(planner, mine, weights, part), close, what, CheckpointError)
+    try:
+        mine = decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
+        decide_on_first_rank(lambda: _write_pieces(planner, mine, weights, draft), close, what, CheckpointError)
+    except CheckpointError:  # on every rank, so nobody writes any more
+        if is_first:
+            draft.unlink(missing_ok=True)
+        raise
 
 
 def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -139,7 +144,7 @@ def _header_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, 
 def _write_pieces(
     planner: dcp.DefaultSavePlanner, plan: dcp.SavePlan, weights: Mapping[str, _StoredWeight], path: Path
 ) -> None:
-    with path.open("r+b", buffering=0) as out:
+    with os.fdopen(open_unlinked(path, os.O_WRONLY), "wb", buffering=0) as out:
         for item in plan.items:
             assert item.tensor_data is not None
             chunk, weight = item.tensor_data.chunk, weights[item.index.fqn]

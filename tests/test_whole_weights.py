@@ -114,7 +114,23 @@ def test_damaged_and_foreign_files_are_told_and_nothing_is_changed(tmp_path, raw
 def test_what_a_file_cannot_have_is_told(tmp_path):
     with pytest.raises(CheckpointError, match=r"'weight' is .*complex128, which a file of weights cannot have; it has"):
         jigsaw.save_weights(tmp_path / "it", nn.Linear(2, 2, bias=False).to(torch.complex128))
-    with pytest.raises(CheckpointError, match=r"the weights of .*none/it cannot be written: rank 0: FileNotFoundError"):
+    with pytest.raises(CheckpointError, match=r"No such file or directory: .*none/\.it\."):
         jigsaw.save_weights(tmp_path / "none" / "it", nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"is neither a \.safetensors file nor a folder with some"):
         jigsaw.load_weights(tmp_path, nn.Linear(2, 2))
+
+
+def test_nothing_is_written_through_a_link_and_nothing_half_is_left(tmp_path):
+    victim = tmp_path / "mine"
+    victim.write_bytes(b"mine")
+    for name in ("it.safetensors", "it.safetensors.part"):
+        (tmp_path / name).symlink_to(victim)
+    jigsaw.save_weights(tmp_path / "it.safetensors", nn.Linear(3, 2))
+    assert victim.read_bytes() == b"mine"
+    assert not (tmp_path / "it.safetensors").is_symlink()
+    jigsaw.load_weights(tmp_path / "it.safetensors", nn.Linear(3, 2))
+    (tmp_path / "it.safetensors.part").unlink()
+    (tmp_path / "a folder").mkdir()
+    with pytest.raises(CheckpointError, match=r"the weights of .*a folder cannot be written: rank 0: IsADirectory"):
+        jigsaw.save_weights(tmp_path / "a folder", nn.Linear(3, 2))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a folder", "it.safetensors", "mine"]

@@ -13,8 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
+from jigsaw.drafts import draft_of, open_unlinked
 from jigsaw.errors import UnsupportedStoreError
-from jigsaw.io.drafts import draft_of, open_unlinked
 
 CACHE_COUNT_FILE = "count"
 _USUAL_CACHE_BYTES = 64 * 10**9

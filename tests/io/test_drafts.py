@@ -10,11 +10,11 @@ import torch
 from small_disk import no_space
 
 import jigsaw
+from jigsaw.drafts import draft_of, open_unlinked
 from jigsaw.errors import WriteError
 from jigsaw.io.cache_folder import CACHE_COUNT_FILE, CacheFolder
 from jigsaw.io.chunks.files import LocalFiles, ObjectIdentity
 from jigsaw.io.conversion.journal import ConversionJournal
-from jigsaw.io.drafts import draft_of, open_unlinked
 from jigsaw.io.formats import hdf5_index
 from jigsaw.io.formats.disk_cache import KeptAnswers
 from jigsaw.io.formats.hdf5_index import Hdf5File

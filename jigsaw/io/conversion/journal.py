@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.drafts import open_unlinked
 from jigsaw.errors import WriteError, writing_to
-from jigsaw.io.drafts import open_unlinked
 
 CONVERT_AGAIN = "convert again with the same arguments: it goes on with what is not there yet"
 UnitIndex = tuple[int, ...]

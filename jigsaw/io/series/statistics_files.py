@@ -14,8 +14,8 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.drafts import draft_of
 from jigsaw.errors import FieldError, writing_to
-from jigsaw.io.drafts import draft_of
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.series.statistics import ALL_STATISTICS, ChannelValues, Statistics, is_statistic
 

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.drafts import draft_of
 from jigsaw.errors import FieldError, GridError, ReadError
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.memory import ScratchMemory
-from jigsaw.io.drafts import draft_of
 from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
 from jigsaw.io.volumes.array_volumes import values_of_array

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.cut import Box, box_slices
+from jigsaw.drafts import open_unlinked
 from jigsaw.errors import WriteError, writing_to
 from jigsaw.io.chunks.files import size_and_change
-from jigsaw.io.drafts import open_unlinked
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore

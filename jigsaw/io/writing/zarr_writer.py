@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.cut import Box, box_slices
+from jigsaw.drafts import draft_of
 from jigsaw.errors import WriteError
-from jigsaw.io.drafts import draft_of
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
