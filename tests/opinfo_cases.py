@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import jigsaw
 from jigsaw import comm
 from jigsaw.cut import RanksDifferError, ShardingError
+from jigsaw.layout import Layout
 from jigsaw.tile import Tile
 from jigsaw.tile_making import shard
 from jigsaw.waiting_ranks import WaitError
@@ -131,8 +132,10 @@ def _mesh(ranks, device):
     return jigsaw.init_mesh(device=device, timeout=_WAIT, **AXES[ranks])
 
 
-def answer_samples(ranks, names, most, seed, path, device="cpu"):
-    """The findings of these functions, on this rank; `path` is where it says which one is under way."""
+def answer_samples(ranks, names, most, seed, path, device="cpu", halos=False):
+    """The findings of these functions, on this rank; `path` is where it says which one is under way.  With `halos` the
+    tiles hold rows of their neighbours, and axes cut different dims where there are as many.
+    """
     warnings.simplefilter("ignore")
     mesh = _mesh(ranks, device)
     infos = dict(all_infos())
@@ -148,7 +151,7 @@ def answer_samples(ranks, names, most, seed, path, device="cpu"):
             findings.append(Finding(name, 0, "no sample", repr(error)[:200]))
             continue
         for at, (made, arguments) in enumerate(_same_on_ranks(samples, mesh)):
-            found = _try_sample(name, _function_of(infos[name], made), arguments, mesh, generator)
+            found = _try_sample(name, _function_of(infos[name], made), arguments, mesh, generator, halos)
             if found is not None:
                 findings.append(Finding(name, at, *found))
     return findings
@@ -167,10 +170,10 @@ def _pickled(sample):
         return None
 
 
-def _try_sample(name, function, arguments, mesh, generator):
+def _try_sample(name, function, arguments, mesh, generator, halos):
     leaves, tree = tree_flatten(arguments)
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if _is_plain(x) else x for x in leaves]
-    specs = [_any_cut(x, mesh, generator) if _is_plain(x) else None for x in leaves]
+    specs = [_any_cut(x, mesh, generator, halos) if _is_plain(x) else None for x in leaves]
     if not any(specs):
         return None
     whole, again = copy.deepcopy(function), copy.deepcopy(function)
@@ -186,9 +189,10 @@ def _try_sample(name, function, arguments, mesh, generator):
         return None
     is_random = any(heard)
     tiles = [x if spec is None else _cut(x, mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
+    given = [_with_halo(x, spec) if isinstance(x, Tile) else x for x, spec in zip(tiles, specs, strict=True)]
     text = f"{[(tuple(x.shape), s) for x, s in zip(leaves, specs, strict=True) if _is_plain(x)]}"
     try:
-        found = _run_sample(function, tiles, tree, 0)
+        found = _run_sample(function, given, tree, 0)
         how, said = "answered", ""
     except (RanksDifferError, WaitError):
         raise  # the worst: ranks whose messages differ
@@ -211,29 +215,43 @@ def _is_plain(x):
     return isinstance(x, torch.Tensor) and x.layout == torch.strided
 
 
-def _any_cut(x, mesh, generator):
-    """None (plain), or (spec, split) with each axis of the mesh in some dim, at any points."""
+def _any_cut(x, mesh, generator, halos):
+    """None (plain), or (spec, split, halo, periodic) with each axis of the mesh in some dim, at any points."""
     if x.ndim == 0 or generator.random() < 0.25:
         return None
-    spec, split = [()] * x.ndim, {}
+    axes_of_dim, split, halo, periodic = [()] * x.ndim, {}, {}, []
+    free = list(range(x.ndim))
     for axis in mesh.mesh_dim_names:
-        place = generator.randrange(x.ndim)
-        spec[place] = (*spec[place], axis)
-    for d, axes in enumerate(spec):
+        place = generator.choice(free)
+        axes_of_dim[place] = (*axes_of_dim[place], axis)
+        if halos and len(free) > 1:
+            free.remove(place)
+    for d, axes in enumerate(axes_of_dim):
         pieces = 1
         for axis in axes:
             pieces *= mesh.size(mesh.mesh_dim_names.index(axis))
         inner = sorted(generator.randint(0, x.shape[d]) for _ in range(pieces - 1))
         if axes and generator.random() < 0.5:
             split[d] = (0, *inner, x.shape[d])
-    return tuple(axes or None for axes in spec), split
+        if halos and axes and x.shape[d] and generator.random() < 0.7:
+            halo[d] = (generator.randint(0, min(2, x.shape[d])), generator.randint(0, min(2, x.shape[d])))
+            periodic += [d] if generator.random() < 0.4 else []
+    return tuple(axes or None for axes in axes_of_dim), split, halo, tuple(periodic)
 
 
 def _cut(x, mesh, how):
-    spec, split = how
-    tile = shard(x.detach(), mesh, spec, split=split) if split else shard(x.detach(), mesh, spec)
+    spec, split, _, _ = how
+    tile = shard(x.detach(), mesh, spec, split=split or "balanced")
     tile.local.requires_grad_(x.requires_grad)
     return tile
+
+
+def _with_halo(tile, how):
+    """The tile with rows of its neighbours, whose gradients go back to it."""
+    spec, split, halo, periodic = how
+    axes = tile.layout.axes
+    layout = Layout.of(tuple(tile.shape), spec, axes, split=split or "balanced", halo=halo, periodic=periodic)
+    return tile.with_layout(layout) if halo else tile
 
 
 def _run_sample(function, leaves, tree, seed):

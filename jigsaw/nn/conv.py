@@ -128,16 +128,24 @@ def _convolve_cut_channels(
     w, b, groups = channel_weight(ways, input, weight, bias, out, how.groups, how.transposed)
     how = replace(how, groups=groups)
     if ways.row:
-        mine = input.owned() if input.layout.dim(1)[0].has_halo else input
+        mine = input.with_layout(input.layout.replace_dim(1, input.layout.dim(1)[0].bare()))
         local = mine.local
         if ways.taken is not None and not input.layout.is_cut(1):
             low, high = ways.taken.owned(input.layout.piece(ways.taken, input.coordinate))
             local = comm.use_in_parts(local, input.mesh, ways.taken.axes).narrow(1, low, high - low)
         mine = Tile(local, mine.layout.replace_dim(1, whole_dim(local.shape[1])), mine.mesh)
         to = plan_stencil(mine.layout, along, mine.coordinate, "convolution")
-        sums = _convolve_local(mine, w, None, how, along, to, out.replace_dim(1, whole_dim(ways.out.size)))
+        held = out.replace_dim(1, whole_dim(ways.out.size))
+        sums = Tile(_convolve_local(mine, w, None, how, along, to, held), held, input.mesh)
+        if not ways.taken:
+            # two ranks that hold a row would both add to it: a halo saves the exchange of rows, and ends here
+            sums, out = sums.owned(), out.without_halo()
         # a weight cut by its input channels: y is whole, so one all-reduce instead of a reduce-scatter and a gather
-        y = comm.sum_parts(sums, input.mesh, ways.taken.axes) if ways.taken else add_partial_sums(sums, out, input)
+        y = (
+            comm.sum_parts(sums.local, input.mesh, ways.taken.axes)
+            if ways.taken
+            else add_partial_sums(sums.local, out, input)
+        )
         return Tile(y if b is None else y + b.to(y.dtype).reshape(-1, *[1] * how.dims), out, input.mesh)
     if not input.layout.is_cut(1):
         local = comm.use_in_parts(input.local, input.mesh, ways.out.axes)

@@ -52,6 +52,46 @@ def test_a_rank_without_channels(name):
         assert_same_on_every_mesh(LAYERS[name], x, [mesh], spec=CHANNEL, split={1: points})
 
 
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("periodic", [(), (1, 2)])
+def test_rows_of_a_halo_and_cut_channels(name, periodic):
+    mesh, halo = {"channel": 2, "lat": 2}, {1: (1, 0), 2: (2, 1)}
+    x = torch.randn(2, 10, 7, 5)
+    assert_same_on_every_mesh(LAYERS[name], x, [mesh], spec=CHANNEL, halo=halo, periodic=periodic)
+    assert_same_on_every_mesh(LAYERS[name], x, [mesh], spec=CHANNEL, halo=halo, periodic=periodic, split={2: (0, 0, 7)})
+
+
+class PaddedFirst(nn.Conv2d):
+    mode = ""
+
+    def forward(self, input):
+        return super().forward(nn.functional.pad(input, (1, 1, 2, 1), mode=self.mode))
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+def test_padding_left_over_by_a_smaller_kernel_on_cut_channels(mode):
+    for layer in (PaddedFirst(10, 3, 1), PaddedFirst(10, 3, (2, 3), stride=(2, 3)), PaddedFirst(10, 12, 2)):
+        layer.mode = mode
+        for spec in (CHANNEL, (None, "channel", None, "lat")):
+            x = torch.randn(2, 10, 8, 6)
+            assert_same_on_every_mesh(layer, x, [{"channel": 2, "lat": 2}], spec=spec, halo={1: (1, 0)})
+
+
+@on_ranks(4)
+def test_a_halo_spares_the_rows_where_sums_of_cut_channels_travel():
+    sent = []
+    for halo in ({}, {2: 1}):
+        tile = shard(torch.randn(1, 4, 8, 6), world_mesh(channel=2, lat=2), CHANNEL, halo=halo)
+        with comm.count() as counted:
+            y = nn.Conv2d(4, 1, 3, padding=1)(tile)
+        assert not y.layout.has_halo
+        sent.append(counted.sent_bytes)
+    sums = sent[1]
+    # one channel of y, which rank 0 along `channel` owns: the other sends its 4 rows; without a halo 2 channels of a row
+    assert sums == (4 * 6 * 4 if world_mesh(channel=2, lat=2).get_coordinate()[0] else 0)
+    assert sent[0] == sums + 2 * 6 * 4
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_halo_of_channels_that_nothing_cuts(mesh):
     layer, spec = nn.Conv2d(3, 4, 3, padding=1), (None, None, "lat", "channel")
@@ -121,12 +161,13 @@ def cut_by_inputs(model, mesh):
     return model
 
 
+@pytest.mark.parametrize("halo", [{}, {1: (1, 0), 2: (2, 1)}], ids=["no halo", "a halo"])
 @pytest.mark.parametrize("channels", [None, "channel"])
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_cut_by_input_channels(name, channels):
+def test_weights_cut_by_input_channels(name, channels, halo):
     model, meshes = MODELS[name], [{"channel": 2, "lat": 2}, {"lat": 2, "channel": 2}]
     spec = (None, channels, "lat", None)
-    how = {"gradients": "parts", "align": {2: 2}, "split": "chunk"}
+    how = {"gradients": "parts", "align": {2: 2}, "split": "chunk", "halo": halo}
     assert_same_on_every_mesh(model, torch.randn(2, 3, 12, 6), meshes, spec=spec, build=cut_by_inputs, **how)
 
 
