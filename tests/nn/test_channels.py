@@ -87,7 +87,7 @@ def test_a_halo_spares_the_rows_where_sums_of_cut_channels_travel():
         assert not y.layout.has_halo
         sent.append(counted.sent_bytes)
     sums = sent[1]
-    # one channel of y, which rank 0 along `channel` owns: the other sends its 4 rows; without a halo 2 channels of a row
+    # a channel of y that rank 0 along `channel` owns: the other sends 4 rows; without a halo 2 channels of a row more
     assert sums == (4 * 6 * 4 if world_mesh(channel=2, lat=2).get_coordinate()[0] else 0)
     assert sent[0] == sums + 2 * 6 * 4
 
