@@ -132,7 +132,7 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # ranks that compare what they do look at every call; and within another graph there is no need of one more
-        if debug.IS_DEBUGGING or is_making_graph():
+        if debug.is_comparing() or is_making_graph():
             return self.call_plain(*args, **kwargs)
         if self._weights is None:
             self._weights = ModuleWeights(self.module)

@@ -111,7 +111,7 @@ def parallelize(
         model.register_forward_pre_hook(reducer.begin)
     elif rest:
         model.register_forward_pre_hook(warn_of_no_wrapper)
-    if debug.IS_DEBUGGING:
+    if debug.is_comparing():
         model.register_forward_pre_hook(_compare_now_and_then(model, mesh), prepend=True)  # before FSDP2 gathers them
     return model
 

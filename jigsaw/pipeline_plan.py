@@ -175,12 +175,8 @@ class CallWatch:
 @contextmanager
 def on_paper(mode: FakeTensorMode) -> Generator[None]:
     """Within it tensors have no values, and nothing is sent or compared."""
-    before, debug.IS_DEBUGGING = debug.IS_DEBUGGING, False
-    try:
-        with mode, shape_run():
-            yield
-    finally:
-        debug.IS_DEBUGGING = before
+    with mode, shape_run(), debug.without_comparing():
+        yield
 
 
 # -- the model on paper -----------------------------------------------------------------------------------------------

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from test_checkpoint import Counter, _setting, _steps
 
 import jigsaw
 from jigsaw.checkpoint import CheckpointError, load, save
 from jigsaw.checkpoint_files import PlannedTensors
+from jigsaw.pending_save import begin_save
 from jigsaw.testing import run_on_ranks
 
 
@@ -149,3 +152,51 @@ def test_misuse_of_numbers_is_told(tmp_path):
         save(tmp_path / name, model=model)
     with pytest.raises(CheckpointError, match=r"numbered checkpoints of several names, 'epoch-' and 'step-' among"):
         jigsaw.latest(tmp_path)
+
+
+# -- beside a dry run -------------------------------------------------------------------------------------------------
+
+
+_disk_goes_on, _saves = threading.Event(), []
+
+
+class _BesideASave(torch.nn.Module):
+    """A model in whose forward pass a disk goes on that has kept a save waiting, and the save ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(2, 4, 3, padding=1), torch.nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        _disk_goes_on.set()
+        while not all(pending.done() for pending in _saves):
+            time.sleep(0.01)
+        return self.second(self.first(x))
+
+
+def _saved_beside_a_dry_run(path, is_pipeline):
+    mesh, model, told = jigsaw.init_mesh(pipe=2), _BesideASave(), []
+
+    def write_slowly(group):
+        _disk_goes_on.wait(60)
+        ranks = [None] * 2
+        dist.all_gather_object(ranks, dist.get_rank(), group=group)
+        told.append((ranks, dist.get_world_size(), dist.get_backend()))
+
+    _disk_goes_on.clear()
+    pending = begin_save(path, write_slowly)
+    _saves[:] = [pending]
+    if is_pipeline:
+        tile = jigsaw.shard(torch.ones(2, 2, 8, 8), mesh, (None, None, None, None))
+        jigsaw.pipeline(model, mesh, loss=F.mse_loss, stages="balanced", example=tile, microbatches=2)
+    else:
+        assert jigsaw.dry_run(model, (1, 2, 8, 8), mesh={"lat": 4, "lon": 2}).is_complete
+    pending.wait()
+    assert told == [([0, 1], 2, "gloo")]
+    assert dist.get_rank() in told[0][0]  # the job is as it was
+    save(path, model=torch.nn.Linear(2, 2), wait=False).wait()
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True])
+def test_a_dry_run_leaves_a_save_in_the_background_alone(tmp_path, is_pipeline):
+    run_on_ranks(2, _saved_beside_a_dry_run, tmp_path / "it", is_pipeline)

@@ -1,14 +1,16 @@
 """One rank of a job that is not there: torch's fake process group, beside whatever group the process is in.
 
 A fake group carries nothing and never waits, so one process plays any rank of any mesh.  torch keeps its process groups
-in one object, which it calls the point where others may put their own; a dry run puts an empty one there, and gives the
-old one back.  Thus a dry run works in a notebook, under torchrun, and within a test that has joined a real group.
+in one object, which it calls the point where others may put their own.  A dry run puts one there that shows its own
+thread an empty world, and every other thread the old one: a save in the background, a loader and a watch go on with the
+groups of the job.  Thus a dry run works in a notebook, under torchrun, and within a test that has joined a real group.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -24,36 +26,54 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from jigsaw import debug
 
+_one_at_a_time = threading.RLock()  # what a dry run changes of torch it changes for the process
+
 # Groups are found by name in C++ as well, where the real ones are "0", "1", ...; each dry run has names of its own.
 _first_names = count(10**6, 10**6)
 
 
 @contextmanager
 def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
-    """A mesh of CPU ranks of which this process plays `rank`, within the block."""
+    """A mesh of CPU ranks of which this thread plays `rank`, within the block; dry runs of other threads wait."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    world, held = _empty_world(), c10d._world  # pyright: ignore[reportPrivateUsage]
-    meshes: Any = DeviceMesh
-    joined, made = meshes.__dict__["_concatenate"], meshes.__init__
-    fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    chunk = fsdp._chunk_with_empty
-    was_debugging, hook = debug.IS_DEBUGGING, sys.excepthook  # torch lets tracebacks begin with a rank from now on
-    c10d._world, debug.IS_DEBUGGING = world, False  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    meshes._concatenate = staticmethod(partial(_with_values, meshes._concatenate))
-    meshes.__init__ = _numbered(made, next(_mesh_numbers))
-    fsdp._chunk_with_empty = partial(_ChunksOfRanks, chunk)
-    try:
-        ranks = torch.Size(axes.values()).numel()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    finally:
-        for name in world.pg_names.values():
-            torch._C._distributed_c10d._unregister_process_group(name)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        c10d._world, debug.IS_DEBUGGING = held, was_debugging  # pyright: ignore[reportPrivateUsage]
-        meshes._concatenate, meshes.__init__ = joined, made
-        fsdp._chunk_with_empty = chunk
-        sys.excepthook = hook
+    with _one_at_a_time, debug.without_comparing():
+        groups: Any = c10d
+        world, held = _empty_world(), groups._world
+        meshes: Any = DeviceMesh
+        joined, made = meshes.__dict__["_concatenate"], meshes.__init__
+        fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+        chunk, hook = fsdp._chunk_with_empty, sys.excepthook  # torch lets tracebacks begin with a rank from now on
+        groups._world = _WorldOfThread(world, held)
+        meshes._concatenate = staticmethod(partial(_with_values, meshes._concatenate))
+        meshes.__init__ = _numbered(made, next(_mesh_numbers))
+        fsdp._chunk_with_empty = partial(_ChunksOfRanks, chunk)
+        try:
+            ranks = torch.Size(axes.values()).numel()
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+            yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        finally:
+            binding: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            for name in world.pg_names.values():
+                binding._unregister_process_group(name)
+            groups._world = held
+            binding._set_global_rank(dist.get_rank() if dist.is_initialized() else -1)  # of torch's log
+            meshes._concatenate, meshes.__init__ = joined, made
+            fsdp._chunk_with_empty = chunk
+            sys.excepthook = hook
+
+
+class _WorldOfThread:
+    """The process groups that torch knows: for the thread that makes this `mine`, for all others `theirs`."""
+
+    def __init__(self, mine: Any, theirs: Any) -> None:
+        self.__dict__.update(thread=threading.get_ident(), mine=mine, theirs=theirs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mine if threading.get_ident() == self.thread else self.theirs, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.mine if threading.get_ident() == self.thread else self.theirs, name, value)
 
 
 _mesh_numbers = count(-1, -1)
@@ -62,10 +82,13 @@ _mesh_numbers = count(-1, -1)
 def _numbered(make: Any, number: int) -> Any:
     # Meshes are told apart by their ranks and names, not by whose they are: what is kept for rank 0 of a dry run, by
     # us or by torch for operators on DTensors, must never answer rank 1 of the next one; parts of its mesh neither.
+    thread = threading.get_ident()
+
     @wraps(make)
     def make_with_number(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         make(mesh, *args, **kwargs)
-        mesh._thread_id, mesh._hash = number, None  # pyright: ignore[reportPrivateUsage]
+        if threading.get_ident() == thread:
+            mesh._thread_id, mesh._hash = number, None  # pyright: ignore[reportPrivateUsage]
 
     return make_with_number
 
