@@ -80,6 +80,7 @@ ROOMS = {
         "any, alike for input and target",
         "one all-reduce of the sum; of cut classes three numbers a position",
     ),
+    "nn.margin_losses": ("any", "one all-reduce of the sum; what the functions send that a loss is made of"),
     "nn.dropout": ("any", "a seed of 8 bytes"),
     "nn.embedding": (
         "any indices; a DTensor weight by rows",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from jigsaw.cut import Cut, cut_points
 from jigsaw.nn.weights import StoredWeight, gathered_weight
-from jigsaw.ops.indexing import check_can_change
+from jigsaw.ops.pointwise import run_in_place, run_on_tiles
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import slice_dim
 from jigsaw.tile import Tile, implements_torch, refusal_error
@@ -35,22 +35,17 @@ def _softmin(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: t
     return F.softmax(-input, dim, dtype=dtype)
 
 
-def threshold_tile(input: Tile, threshold: float, value: float, inplace: bool = False) -> Any:
-    """y = x where x > threshold, else value."""
-    out = input.where(input > threshold, value)
-    if inplace:
-        check_can_change(torch.threshold_, input)
-        return input.copy_(out)
-    return out
-
-
 # F.threshold is the private function that dispatches
-implements_torch(F.threshold, torch.threshold)(threshold_tile)
+@implements_torch(F.threshold, torch.threshold)
+def _threshold(input: Tile, threshold: float, value: float, inplace: bool = False) -> Any:
+    """y = x where x > threshold, else value."""
+    run = run_in_place if inplace else run_on_tiles
+    return run(torch.threshold_ if inplace else torch.threshold, input, threshold, value)
 
 
 @implements_torch(torch.threshold_)
 def _threshold_in_place(input: Tile, threshold: float, value: float) -> Any:
-    return threshold_tile(input, threshold, value, True)
+    return run_in_place(torch.threshold_, input, threshold, value)
 
 
 @implements_torch(F.prelu, torch.prelu)

@@ -79,7 +79,8 @@ def check_same_shape(name: str, input: LossValues, target: LossValues) -> None:
         )
 
 
-def _refuse_old_arguments(name: str, size_average: object, reduce: object) -> None:
+def refuse_old_arguments(name: str, size_average: object, reduce: object) -> None:
+    """Raise for the words that torch had before ``reduction=``."""
     if size_average is not None or reduce is not None:
         raise ShardingError(f"{name}(size_average=, reduce=) on tiles is not supported: use reduction=")
 
@@ -99,7 +100,7 @@ def _answer_elementwise_loss(
 
     def answer(input: LossValues, target: LossValues, *args: Any, **kwargs: Any) -> Any:
         options = dict(zip(names, args, strict=False)) | kwargs if args else kwargs
-        _refuse_old_arguments(function.__name__, options.pop("size_average", None), options.pop("reduce", None))
+        refuse_old_arguments(function.__name__, options.pop("size_average", None), options.pop("reduce", None))
         reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
         check_same_shape(function.__name__, input, target)
         values = difference(input, target, **options)
@@ -169,7 +170,7 @@ def binary_cross_entropy_with_logits(
     pos_weight: LossValues | None = None,
 ) -> Any:
     """y = (1 - t) x - log sigmoid x, with `pos_weight` for the positive class, then reduced."""
-    _refuse_old_arguments("binary_cross_entropy_with_logits", size_average, reduce)
+    refuse_old_arguments("binary_cross_entropy_with_logits", size_average, reduce)
     check_same_shape("binary_cross_entropy_with_logits", input, target)
     input, target = _widened_input(input), _widened_input(target)
     log_weight: Any = 1.0 if pos_weight is None else 1 + (pos_weight - 1) * target
@@ -198,7 +199,7 @@ def cross_entropy(
     `label_smoothing` the sum of logits too): three all-reduces' worth of positions, no logits; backward nothing.  With
     probabilities of cut classes, as `log_softmax`, and one more of positions.  After Shoeybi et al., arXiv 1909.08053.
     """
-    _refuse_old_arguments("cross_entropy", size_average, reduce)
+    refuse_old_arguments("cross_entropy", size_average, reduce)
     dim = 1 if input.ndim > 1 else 0
     if not input.layout.cut_axes and _lies_alike(input, target, dim):
         # nothing cuts it, so each rank has the whole answer
@@ -346,7 +347,7 @@ def nll_loss(
     """y = -input[target] over the class dim 1, reduced as `cross_entropy`; *Sends*: over cut classes one all-reduce
     more, of the positions.
     """
-    _refuse_old_arguments("nll_loss", size_average, reduce)
+    refuse_old_arguments("nll_loss", size_average, reduce)
     dim = 1 if input.ndim > 1 else 0
     return _loss_with_indices(input, target, weight, ignore_index, reduction, 0.0, dim, are_logits=False)
 
@@ -385,7 +386,7 @@ def _poisson_nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """y = exp x - t x of logarithms, or x - t log x, then reduced; `full` adds Stirling's log t! where t > 1."""
-    _refuse_old_arguments("poisson_nll_loss", size_average, reduce)
+    refuse_old_arguments("poisson_nll_loss", size_average, reduce)
     check_same_shape("poisson_nll_loss", input, target)
     losses = torch.exp(input) - target * input if log_input else input - target * torch.log(input + eps)
     if full:

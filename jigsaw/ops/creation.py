@@ -70,14 +70,14 @@ def _new_full(self: Tile, size: Sequence[int], fill_value: Any, **named: Any) ->
 
 @implements_torch(Tensor.new_tensor)
 def _new_tensor(self: Any, data: Any, **named: Any) -> Any:
-    """Data is whole on every rank, so the result is a tile that nothing cuts."""
+    """Data is whole on every rank, so the result is a tile that nothing cuts; of the tile's dtype, as in torch."""
     if not isinstance(self, Tile):
         return run_unknown_function(Tensor.new_tensor, self, data, **named)
+    named = {"dtype": self.dtype, "device": self.device} | {k: v for k, v in named.items() if v is not None}
     if isinstance(data, Tile):
-        made = data.clone().detach().to(named.get("dtype") or data.dtype)
+        made = data.clone().detach().to(named["dtype"])
         return made.requires_grad_(bool(named.get("requires_grad")))
-    how: dict[str, Any] = {"dtype": None, "device": self.device, **named}
-    x = data.detach().clone().to(how["device"]) if isinstance(data, Tensor) else torch.tensor(data, **how)
+    x = torch.empty(0, dtype=named["dtype"], device=named["device"]).new_tensor(data, **named)
     return Tile(x, Layout.of(x.shape, (None,) * x.ndim, self.layout.axes), self.mesh)
 
 

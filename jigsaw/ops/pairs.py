@@ -10,6 +10,7 @@ Of two operands that one axis cuts along dims that meet crosswise, the later one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,13 +160,23 @@ def _without_row(x: Tensor, dim: int) -> Tensor:
 
 @implements_torch(F.cosine_similarity)
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """<x1, x2> / (|x1| |x2|) along `dim`; *Sends*: along a cut one, an all-gather and an all-reduce of the results."""
-    first, second = (_row_lengths(x, dim).clamp_min(eps) for x in (x1, x2))
+    """<x1, x2> / (|x1| |x2|) along `dim` of their broadcast.
+
+    *Sends*: along a cut dim, an all-gather and an all-reduce of the results.
+    """
+    shape = torch.broadcast_shapes(x1.shape, x2.shape)
+    dtype = torch.result_type(x1, x2)
+    x1, x2 = (x.to(dtype).reshape((1,) * (len(shape) - x.ndim) + tuple(x.shape)) for x in (x1, x2))
+    first, second = (_lengths_along(x, dim, shape, eps) for x in (x1, x2))
     return (x1 / first * (x2 / second)).sum(dim)
 
 
-def _row_lengths(x: Any, dim: int) -> Any:
-    return torch.linalg.vector_norm(x, 2, dim, True)
+def _lengths_along(x: Any, dim: int, shape: Sequence[int], eps: float) -> Any:
+    """|x| along `dim` of x broadcast to `shape`: one row counts as often as it is repeated."""
+    lengths = torch.linalg.vector_norm(x, 2, dim, True)
+    if x.shape[dim] != shape[dim]:
+        lengths = lengths * math.sqrt(shape[dim])
+    return lengths + (lengths.clamp_min(eps) - lengths).detach()  # raised to eps with the gradient of what it was
 
 
 @implements_torch(F.pairwise_distance)

@@ -192,8 +192,7 @@ def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     shape = torch.broadcast_shapes(torch.Size(1 if d == at else n for d, n in enumerate(indices.shape)), other)
     wide = indices.expand([indices.shape[d] if d == at else n for d, n in enumerate(shape)])
     from_shape = [sizes[d] if d == at else n for d, n in enumerate(shape)]
-    rows = torch.where(wide < 0, wide + input.shape[at], wide)
-    return torch.gather(input.expand(from_shape), at, rows)
+    return torch.gather(input.expand(from_shape), at, wide.remainder(input.shape[at]))  # torch counts on from the end
 
 
 Scatter = Callable[[Tensor, int, Tensor, Any], Any]

@@ -94,6 +94,11 @@ def _is_complex(tile: Tile) -> bool:
     return tile.dtype.is_complex
 
 
+@implements_torch(torch.result_type)
+def _result_type(tensor1: Any, tensor2: Any) -> torch.dtype:
+    return torch.result_type(*(x.local if isinstance(x, Tile) else x for x in (tensor1, tensor2)))
+
+
 # -- the same rows elsewhere ------------------------------------------------------------------------------------------
 
 

@@ -38,3 +38,26 @@ def test_groups_must_divide_the_channels():
     tile = shard(torch.randn(1, 4, 6, 6), world_mesh(lat=2), SPACE)
     with pytest.raises(ShardingError, match="4 channels into 3 groups: they must divide evenly"):
         F.channel_shuffle(tile, 3)
+
+
+@on_ranks(2)
+def test_dtypes_and_places_are_those_of_torch():
+    mesh, numbers = world_mesh(lat=2), torch.arange(12).reshape(4, 3)
+    for dtype in (torch.float64, torch.int32):
+        x = numbers.to(dtype)
+        tile = shard(x, mesh, ("lat", None))
+        for data in ([0.5], 3, torch.tensor([1, 2]), [True]):
+            assert tile.new_tensor(data).full_tensor().equal(x.new_tensor(data))
+            assert tile.new_tensor(data).dtype == dtype
+        assert tile.new_tensor(tile.double()).dtype == dtype
+        assert tile.new_tensor([2], dtype=torch.float32).dtype == torch.float32
+        for value in (9, 2.5):
+            assert F.threshold(tile, 4, value).full_tensor().equal(F.threshold(x, 4, value))
+        assert F.threshold(tile * 1, 4, 9, inplace=True).full_tensor().equal(F.threshold(x, 4, 9))
+        assert torch.result_type(tile, 1.5) == torch.result_type(x, 1.5)
+        assert torch.result_type(torch.ones(1, dtype=torch.float16), tile) == torch.result_type(torch.ones(1).half(), x)
+    for first, places in ((numbers[:1], numbers % 2), (numbers, numbers[:, :1] % 4), (numbers, -numbers[:2] % 7 - 3)):
+        tile = shard(first.double(), mesh, (None, "lat"))
+        assert (
+            torch.take_along_dim(tile, places, 0).full_tensor().equal(torch.take_along_dim(first.double(), places, 0))
+        )

@@ -1,0 +1,133 @@
+"""Losses of margins and distances, and of sequences: what torch makes of functions that tiles answer, made of them.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> x, y = (jigsaw.shard(torch.tensor(rows), mesh, ("lat", None)) for rows in ([[1.0, 0.0]], [[0.0, 1.0]]))
+>>> torch.nn.functional.triplet_margin_loss(x, x, y, margin=2.0)
+tensor(0.5858)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from jigsaw.nn.loss import reduce_losses, refuse_old_arguments
+from jigsaw.ops.whole_dims import with_whole_dims
+from jigsaw.tile import Tile, implements_torch
+
+
+def _answers_reduced(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Answer a loss of torch by its unreduced values, which the decorated function gives of torch's own arguments."""
+    signature = inspect.signature(function)
+
+    def register(values: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            options = bound.arguments
+            refuse_old_arguments(function.__name__, options.pop("size_average", None), options.pop("reduce", None))
+            reduction = options.pop("reduction")
+            return reduce_losses(values(**options), reduction)
+
+        implements_torch(function)(answer)
+        return values
+
+    return register
+
+
+def _check_dims(function: Any, *operands: Any) -> None:
+    if len({x.ndim for x in operands}) > 1:
+        shapes = [tuple(x.shape) for x in operands]
+        raise RuntimeError(f"{function.__name__}: operands of shapes {shapes} must have as many dims")
+
+
+# -- of two or three operands -----------------------------------------------------------------------------------------
+
+
+@_answers_reduced(F.margin_ranking_loss)
+def _margin_ranking(input1: Any, input2: Any, target: Any, margin: float) -> Any:
+    """max(0, -t (x1 - x2) + margin)."""
+    _check_dims(F.margin_ranking_loss, input1, input2, target)
+    return (-target * (input1 - input2) + margin).clamp_min(0)
+
+
+@_answers_reduced(F.hinge_embedding_loss)
+def _hinge_embedding(input: Any, target: Any, margin: float) -> Any:
+    """x where t = 1, max(0, margin - x) where t = -1, and their sum elsewhere."""
+    apart = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
+    return apart + torch.where(target != -1, input, 0.0)
+
+
+@_answers_reduced(F.cosine_embedding_loss)
+def _cosine_embedding(input1: Any, input2: Any, target: Any, margin: float) -> Any:
+    """1 - cos where t = 1, max(0, cos - margin) where t = -1, else 0."""
+    if target.ndim > 1 or input1.ndim != target.ndim + 1 or input2.ndim != input1.ndim:
+        shapes = [tuple(x.shape) for x in (input1, input2, target)]
+        raise RuntimeError(f"cosine_embedding_loss of shapes {shapes}: pass [batch, features] twice, and [batch]")
+    along = target.ndim
+    squares = [(x * x).sum(along) + 1e-12 for x in (input1, input2)]
+    cosine = (input1 * input2).sum(along) / (squares[0] * squares[1]).sqrt()
+    alike = torch.where(target == 1, 1 - cosine, 0.0)
+    return alike + torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
+
+
+@_answers_reduced(F.triplet_margin_with_distance_loss)
+def _triplet_by_distance(
+    anchor: Any, positive: Any, negative: Any, distance_function: Any, margin: float, swap: bool
+) -> Any:
+    """max(0, margin + d(anchor, positive) - d(anchor, negative))."""
+    _check_dims(F.triplet_margin_with_distance_loss, anchor, positive, negative)
+    if margin <= 0:
+        raise ValueError(f"margin must be greater than 0, got {margin}")
+    distance = F.pairwise_distance if distance_function is None else distance_function
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return (margin + near - far).clamp_min(0)
+
+
+@_answers_reduced(F.triplet_margin_loss)
+def _triplet(anchor: Any, positive: Any, negative: Any, margin: float, p: float, eps: float, swap: bool) -> Any:
+    def distance(x: Any, y: Any) -> Any:
+        return F.pairwise_distance(x, y, p, eps)
+
+    return _triplet_by_distance(anchor, positive, negative, distance, margin, swap)
+
+
+# -- of classes -------------------------------------------------------------------------------------------------------
+
+
+@_answers_reduced(F.multi_margin_loss)
+def _multi_margin(input: Any, target: Any, p: int, margin: float, weight: Any) -> Any:
+    """sum over classes k other than t of w[t] max(0, margin - x[t] + x[k])^p / classes."""
+    if p not in (1, 2):
+        raise ValueError(f"multi_margin_loss: p={p} is not 1 or 2")
+    classes, places = input.shape[-1], target.reshape((*input.shape[:-1], 1))
+    # relu, whose gradient at 0 is 0 as that of the loss is
+    losses = F.relu(margin - input.gather(-1, places) + input)
+    losses = (losses if p == 1 else losses.square()) * (torch.arange(classes, device=input.device) != places)
+    losses = losses if weight is None else losses * weight[places]
+    return losses.sum(-1) / classes
+
+
+@_answers_reduced(F.multilabel_margin_loss)
+def _multilabel_margin(input: Any, target: Any) -> Any:
+    """sum over the labels j before the first -1, and classes k that are none, of max(0, 1 - x[j] + x[k]) / classes."""
+    input, target = (with_whole_dims(x, (x.ndim - 1,)) if isinstance(x, Tile) else x for x in (input, target))
+    classes, places = input.shape[-1], target.clamp_min(0)
+    is_label = ((target < 0).cumsum(-1) == 0).unsqueeze(-1)
+    of_class = (places.unsqueeze(-1) == torch.arange(classes, device=input.device)) & is_label
+    losses = F.relu(1 - input.gather(-1, places).unsqueeze(-1) + input.unsqueeze(-2))
+    return (losses * is_label * ~of_class.any(-2, keepdim=True)).sum((-2, -1)) / classes
+
+
+@_answers_reduced(F.multilabel_soft_margin_loss)
+def _multilabel_soft_margin(input: Any, target: Any, weight: Any) -> Any:
+    """The mean over classes of -t log sigmoid x - (1 - t) log sigmoid -x, times their weights."""
+    losses = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
+    losses = losses if weight is None else losses * weight
+    return losses.sum(-1) / input.shape[-1]
