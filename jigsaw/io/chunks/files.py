@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
 
 ByteAllocator = Callable[[int], ByteArray]
@@ -18,6 +21,7 @@ FillTarget = tuple[int, ByteArray]
 
 _FILES_KEPT_OPEN = 128
 _STAMPS_REMEMBERED = 1 << 16
+_FOLDERS_REMEMBERED = 1 << 16
 _MOST_AT_ONCE = 1 << 30  # macOS refuses to read 2 GiB and more in one call
 
 
@@ -90,27 +94,91 @@ def fill_targets(
     return True
 
 
+class StoreBounds:
+    """The folders that the files of a store may lie in, wherever names and symbolic links lead: its own, `root`, and
+    those that the user names.
+
+    What lies under one name is looked at once for a folder and each time for a file.  It protects from what a store
+    holds when it is read, and not from somebody who may write to it meanwhile.
+    """
+
+    def __init__(self, root: str, others: Sequence[str] = ()) -> None:
+        self.root, self.others = os.path.abspath(root), tuple(map(os.path.abspath, others))
+        self._within = tuple(os.path.realpath(each) for each in (self.root, *self.others))
+        self._sound: dict[str, bool] = {}
+
+    def __getstate__(self) -> tuple[str, tuple[str, ...]]:
+        return self.root, self.others
+
+    def __setstate__(self, state: tuple[str, tuple[str, ...]]) -> None:
+        self.__init__(*state)
+
+    def opened(self, path: str, flags: int) -> int:
+        """`os.open` of a file within the bounds.
+
+        Raises: `UnsupportedStoreError` for one that lies elsewhere.
+        """
+        if not self._is_sound(os.path.dirname(path)):
+            raise self._refusal(path)
+        try:
+            return os.open(path, flags | os.O_NOFOLLOW)
+        except OSError as e:
+            if e.errno != errno.ELOOP:
+                raise
+        real = os.path.realpath(path)
+        if not self._holds(real):
+            raise self._refusal(path)
+        return os.open(real, flags | os.O_NOFOLLOW)
+
+    def _is_sound(self, folder: str) -> bool:
+        known = self._sound.get(folder)
+        if known is None:
+            known = folder == self.root or self._lies_within(folder)
+            if len(self._sound) >= _FOLDERS_REMEMBERED:
+                self._sound.clear()
+            self._sound[folder] = known
+        return known
+
+    def _lies_within(self, folder: str) -> bool:
+        plain = folder.startswith(f"{self.root}{os.sep}") and os.pardir not in folder.split(os.sep)
+        if plain and not os.path.islink(folder) and self._is_sound(os.path.dirname(folder)):
+            return True
+        return self._holds(os.path.realpath(folder))
+
+    def _holds(self, real: str) -> bool:
+        return any(real == each or real.startswith(each.rstrip(os.sep) + os.sep) for each in self._within)
+
+    def _refusal(self, path: str) -> UnsupportedStoreError:
+        real = os.path.realpath(path)
+        return UnsupportedStoreError(
+            f"{path} leads to {real}, outside of the store {self.root}; if you trust the store, open it with "
+            f"options={{'outside': [{os.path.dirname(real)!r}]}}, the folders that it may lead to, or copy it without "
+            "links"
+        )
+
+
 class LocalFiles:
     """Files on disk.
 
-    `keep` holds them open (those of many chunks: shards, NetCDF), the 128 that were used last.  A file that is held
-    open and changes under the reader is refused.  A relative path is that of the working folder in which this was made,
-    wherever the process goes later: a chunk that is looked for elsewhere would be a missing one, which reads as fill.
+    `bounds` refuses those that a store may not lead to.  `keep` holds them open (those of many chunks: shards, NetCDF),
+    the 128 that were used last.  A file that is held open and changes under the reader is refused.  A relative path
+    is that of the working folder in which this was made, wherever the process goes later: a chunk that is looked for
+    elsewhere would be a missing one, which reads as fill.
     """
 
     far = False
     gap = 1 << 14
 
-    def __init__(self, keep: bool = False, folder: str | None = None) -> None:
-        self._folder = _working_folder() if folder is None else folder
+    def __init__(self, keep: bool = False, folder: str | None = None, bounds: StoreBounds | None = None) -> None:
+        self._folder, self._bounds = _working_folder() if folder is None else folder, bounds
         self._open: OrderedDict[str, _OpenFile] | None = OrderedDict() if keep else None
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __getstate__(self) -> tuple[bool, str]:
-        return self._open is not None, self._folder
+    def __getstate__(self) -> tuple[bool, str, StoreBounds | None]:
+        return self._open is not None, self._folder, self._bounds
 
-    def __setstate__(self, state: tuple[bool, str]) -> None:
+    def __setstate__(self, state: tuple[bool, str, StoreBounds | None]) -> None:
         self.__init__(*state)
 
     def size(self, path: str) -> int | None:
@@ -145,10 +213,10 @@ class LocalFiles:
         path = os.path.join(self._folder, path)
         try:
             if self._open is None:
-                return _OpenFile(path)
+                return _OpenFile(path, self._bounds)
             with self._lock:
                 if path not in self._open:
-                    self._open[path] = self._as_before(path, _OpenFile(path))
+                    self._open[path] = self._as_before(path, _OpenFile(path, self._bounds))
                     if len(self._open) > _FILES_KEPT_OPEN:
                         self._open.popitem(last=False)
                 self._open.move_to_end(path)
@@ -182,9 +250,12 @@ _FILE_CHANGED = "the file has changed since it was opened; open the store again"
 class _OpenFile:
     """An open file, closed when nobody uses it any more."""
 
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: str, bounds: StoreBounds | None) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would keep us waiting for somebody who writes
+        self._fd = os.open(path, flags) if bounds is None else bounds.opened(path, flags)
         found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise BadChunkError("it is a folder, pipe or device, and a file is expected")
         self.size, self._changed = found.st_size, found.st_mtime_ns
         self.stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 

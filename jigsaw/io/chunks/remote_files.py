@@ -35,7 +35,7 @@ from jigsaw.redacted import redacted_text
 
 T = TypeVar("T")
 REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
-OWN_OPTIONS = ("arrays",)
+OWN_OPTIONS = ("arrays", "outside")
 """Options that are jigsaw's, not obstore's."""
 
 _STAMPS_KEPT = 1024

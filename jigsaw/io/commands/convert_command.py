@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("source", nargs="+", help="paths, a URL, or a quoted glob; several files are joined")
     parser.add_argument("target", help="the Zarr store to make; a conversion that was ended goes on")
-    options.add_shared_options(parser, "--fields", "--time", "--every", "--dims", "--scheduler")
+    options.add_shared_options(parser, "--fields", "--time", "--every", "--dims", "--outside", "--scheduler")
     sizes: dict[str, Any] = {"type": options.parse_integers}
     parser.add_argument(
         "--mesh", **sizes, default={}, metavar="lat=2,lon=2", help="what will read it: chunks are for it"
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_conversion(args: argparse.Namespace) -> Converted:
-    names = ("fields", "time", "every", "mesh", "chunks", "shards", "dims", "dtype", "engine", "replace")
+    names = ("fields", "time", "every", "mesh", "chunks", "shards", "dims", "dtype", "engine", "replace", "outside")
     asked = {name: getattr(args, name) for name in names} | {"threads": args.workers}
     source = args.source[0] if len(args.source) == 1 else args.source
     with options.scheduler_client(args.scheduler, args.workers) as client:

@@ -23,7 +23,7 @@ _WORLD_WORDS = {"L": "left", "R": "right", "P": "back", "A": "front", "I": "feet
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    options.add_shared_options(parser, "store", "--fields", "--dims", "--select")
+    options.add_shared_options(parser, "store", "--fields", "--dims", "--select", "--outside")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--plot", metavar="map.png", help="draw a map of the first field")
     parser.add_argument("--step", type=int, default=0, metavar="0", help="which step is drawn; -1 is the last")
@@ -32,10 +32,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
     """Print what there is; 1 with the reason when it cannot be read."""
-    found = summarize_store(args.store, args.fields, args.dims)
+    reach = {"outside": args.outside}
+    found = summarize_store(args.store, args.fields, args.dims, reach)
     print(json.dumps(found.as_dict(), indent=1, default=str) if args.json else inspection_report(found))
     if args.plot:
-        drawn = draw_field_map(open_store(args.store), args.plot, args.fields, args.step, args.select, args.dims)
+        drawn = draw_field_map(open_store(args.store, reach), args.plot, args.fields, args.step, args.select, args.dims)
         print(f"\n{drawn}, drawn to {args.plot}", file=sys.stderr if args.json else sys.stdout)
     return 0
 

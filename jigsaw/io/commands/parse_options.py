@@ -122,6 +122,11 @@ def parse_every(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
+def parse_outside(text: str) -> bool | list[str]:
+    """``s3://bucket,/data``, or ``all``."""
+    return text == "all" or parse_names(text)
+
+
 _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "store": {"help": "path or URL of the store"},
     "--fields": {"type": parse_names, "metavar": "t2m,z500", "help": "channels; by default every variable"},
@@ -129,6 +134,12 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "--dims": {"type": parse_pairs, "metavar": "lat=j,lon=i", "help": "what the store's dims are"},
     "--time": {"type": parse_time_span, "metavar": "1979..2015", "help": "dates, both included, or steps like 0..100"},
     "--every": {"type": parse_every, "default": 1, "metavar": "6h", "help": "thin the steps: a duration, or a number"},
+    "--outside": {
+        "type": parse_outside,
+        "default": False,
+        "metavar": "s3://bucket,/data",
+        "help": "where links and references of the store may lead beyond its own folder; all: anywhere",
+    },
     "--scheduler": {
         "default": "threads",
         "metavar": "threads|local|tcp://host:8786",

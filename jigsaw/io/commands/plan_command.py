@@ -22,7 +22,7 @@ from jigsaw.io.series import coords
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    options.add_shared_options(parser, "store", "--fields", "--select")
+    options.add_shared_options(parser, "store", "--fields", "--select", "--outside")
     sizes: dict[str, Any] = {"type": options.parse_integers, "default": {}}
     parser.add_argument("--mesh", **sizes, metavar="lat=2,lon=2", help="mesh axes and their sizes")
     rows = "rows of halo, for all dims or lat=2,lon=3"
@@ -67,7 +67,7 @@ def _advice_lines(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) ->
 
 
 def _open_for_plan(args: argparse.Namespace) -> Dataset:
-    store = open_store(args.store)
+    store = open_store(args.store, {"outside": args.outside})
 
     def attempt(boundary: dict[str, Any], targets: Sequence[int]) -> Dataset:
         how = ("mesh", "fields", "spec", "halo", "inputs", "select", "mode")

@@ -82,6 +82,7 @@ def convert(
     budget: int = 1 << 30,
     replace: bool = False,
     progress: ConversionProgress | None = None,
+    outside: bool | Sequence[str] = False,
 ) -> Converted:
     """Write what xarray reads of a source to a local Zarr v3 store, decoded: missing values are NaN, packed numbers are
     what they stand for.  Coordinates, attributes and CF metadata are kept.
@@ -94,7 +95,9 @@ def convert(
     - `dtype`: what floats are rounded to, such as ``"float32"``; by default they stay what xarray makes of them;
     - `client`: a `dask.distributed` client whose workers do it; without one, `threads` of this process (one a core);
     - `budget`: bytes that this process (or a worker's thread) holds at a time, at least one region;
-    - `replace`: start again, whatever Zarr store there is at `target`, unless it is the source.
+    - `replace`: start again, whatever Zarr store there is at `target`, unless it is the source;
+    - `outside`: folders and URLs that links of a Zarr store and references may lead to beyond their own folder, or True
+      for all.
 
     Raises: `WriteError` for a target that is complete already, belongs to another conversion, cannot be written (on a
     full disk: the same call goes on once there is room), or reads back other than written; a `ReadError` for the
@@ -105,7 +108,7 @@ def convert(
     Dataset(file://train.zarr: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
     path = Path(target)
-    chosen = select_source(source, fields, time, every, dims, engine)
+    chosen = select_source(source, fields, time, every, dims, engine, outside)
     sizes = recommended_chunks(chosen, mesh or {}, dims) if chunks is None else chunks
     arrays = tuple(chosen.outline(sizes, shards, dtype))
     if replace:

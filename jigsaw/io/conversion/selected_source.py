@@ -48,6 +48,7 @@ class SelectedSource:
     found: StoreSurvey
     arrays: tuple[str, ...]
     time: str | None
+    outside: Any = False
 
     @property
     def coordinates(self) -> list[StoredCoordinate]:
@@ -127,10 +128,13 @@ class SelectedSource:
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-def open_with_xarray(source: Any, engine: str | None = None) -> tuple[str, tuple[str, ...], xr.Dataset]:
+def open_with_xarray(
+    source: Any, engine: str | None = None, outside: Any = False
+) -> tuple[str, tuple[str, ...], xr.Dataset]:
     """The name, files and dataset of a path, URL, glob or list of files (joined by their coordinates), or dataset.
 
     Of a Zarr v2 store that is given by its place, the same values are missing as for `jigsaw.io.open`: a 0 seldom is.
+    Links of a Zarr store and references lead to no other place than `outside` allows.
 
     Raises: `UnsupportedStoreError` for what xarray does not open, and for codecs that run code; `GridError` for files
     that do not join.
@@ -148,21 +152,37 @@ def open_with_xarray(source: Any, engine: str | None = None) -> tuple[str, tuple
     if engine == "cfgrib" or (engine is None and paths[0].lower().endswith(_GRIB)):
         # an index that lies beside the file is a pickle, and whoever wrote the file may have written it
         options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}
-    for path in paths:
-        if _is_read_by_zarr(path, engine):
-            from jigsaw.io.formats.zarr_group import refuse_code_in
-
-            refuse_code_in(path)  # before xarray opens it, for it reads coordinates then
+    stores: list[Any] = [_checked_store(path, engine, outside) for path in paths]
+    if not all(isinstance(store, str) for store in stores):
+        options["engine"] = "zarr"
     try:
         with warnings.catch_warnings():  # a store without consolidated metadata is as good
             warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
             if len(paths) == 1:
-                found = xr.open_dataset(paths[0], **options)
+                found = xr.open_dataset(stores[0], **options)
                 return redacted_text(paths[0]), (paths[0],), _decode_as_reader(found) if raw else found
-            made = _join_files(paths, {**options, "preprocess": _decode_as_reader} if raw else options)
+            made = _join_files(stores, {**options, "preprocess": _decode_as_reader} if raw else options)
             return redacted_text(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), made
     except (OSError, ValueError, ImportError, KeyError) as e:
         raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from cause_without_secrets(e)
+
+
+def _checked_store(path: str, engine: str | None, outside: Any) -> Any:
+    """What xarray is given for a path, before it opens it and reads coordinates: a Zarr store leads nowhere else, and
+    neither code nor references of others do harm.
+    """
+    if engine == "kerchunk":
+        from jigsaw.io.formats.zarr_reach import check_reference_file, checked_outside
+
+        check_reference_file(path, checked_outside(outside))
+    if not _is_read_by_zarr(path, engine):
+        return path
+    from jigsaw.io.formats.zarr_group import bounded_zarr_folder, refuse_code_in
+    from jigsaw.io.formats.zarr_reach import checked_outside
+
+    store = bounded_zarr_folder(path, checked_outside(outside))
+    refuse_code_in(store)
+    return store
 
 
 def _is_read_by_zarr(path: str, engine: str | None) -> bool:
@@ -193,7 +213,7 @@ def _source_paths(source: Any) -> list[str]:
     return found
 
 
-def _join_files(paths: Sequence[str], options: Mapping[str, Any]) -> xr.Dataset:
+def _join_files(paths: Sequence[Any], options: Mapping[str, Any]) -> xr.Dataset:
     import xarray as xr
 
     how: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
@@ -217,6 +237,7 @@ def select_source(
     every: Any = 1,
     dims: Mapping[str, str] | None = None,
     engine: str | None = None,
+    outside: Any = False,
 ) -> SelectedSource:
     """What of a source is converted: variables, levels and steps.
 
@@ -224,8 +245,8 @@ def select_source(
 
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
-    name, files, data = open_with_xarray(source, engine)
-    found = StoreSurvey(open_xarray(data), dims)
+    name, files, data = open_with_xarray(source, engine, outside)
+    found = StoreSurvey(open_xarray(data, {"outside": outside}), dims)
     channels = [] if fields is None else channels_of_fields(fields, found.levels)
     chosen = list(found.variables if fields is None else dict.fromkeys(c.array for c in channels))
     if not chosen:
@@ -242,7 +263,9 @@ def select_source(
         [str(n) for n, v in data.data_vars.items() if v.dtype.kind in _CONVERTED_KINDS] if fields is None else chosen
     )
     kept = data if fields is None else _keep_coordinates(data, chosen)
-    return SelectedSource(name, files, kept, StoreSurvey(open_xarray(kept), dims), tuple(moved), time_dim)
+    return SelectedSource(
+        name, files, kept, StoreSurvey(open_xarray(kept, {"outside": outside}), dims), tuple(moved), time_dim, outside
+    )
 
 
 def _keep_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:
@@ -289,9 +312,13 @@ def recommended_chunks(
             targets=[1] if steps > 1 else [],
             select=further,
             dims=dims,
+            options={"outside": selected.outside},
         )
     except (WindowError, GridError):  # gaps at every step, or several grids: one step of one field
-        dataset = open(selected.data, mesh=mesh, fields=[alike[0].table.name], select=further, dims=dims)
+        options = {"outside": selected.outside}
+        dataset = open(
+            selected.data, mesh=mesh, fields=[alike[0].table.name], select=further, dims=dims, options=options
+        )
     return dict(best_chunks(dataset).chunks)
 
 

@@ -19,7 +19,10 @@ from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.formats.hdf5_index import Hdf5File
 
 _DEEPEST = 16
-_TRUST = "if you trust the file, open it with jigsaw.io.open_hdf5(path, outside=True)"
+_TRUST = (
+    "if you trust the file, open it with jigsaw.io.open(..., options={'outside': True}), or jigsaw.io.open_hdf5(path, "
+    "outside=True)"
+)
 
 
 def referenced_path(source: Hdf5File, name: str, outside: bool, what: str) -> str:

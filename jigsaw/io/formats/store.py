@@ -36,9 +36,12 @@ _OPENERS_BY_MAGIC = {
 def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     """Open a store: a path, a glob or a list of paths, a URL, an object of the format's own library, a user's source.
 
-    `options` are those of the object store behind a URL: see `jigsaw.io.chunks.remote_files.files_of_url`.
+    `options` are those of the object store behind a URL: see `jigsaw.io.chunks.remote_files.files_of_url`.  Of any
+    Zarr store, references and HDF5 files ``outside`` says what they may lead to beyond their own folder: a list of
+    folders and URLs, or True for all.
 
-    Raises: `UnsupportedStoreError` for what no format of jigsaw's claims, or options where there is no URL.
+    Raises: `UnsupportedStoreError` for what no format of jigsaw's claims, what leads elsewhere, or options where there
+    is no URL.
 
     >>> store = jigsaw.io.open_store("globe.zarr")
     >>> sorted(store.arrays), store.arrays["2m_temperature"].attrs["units"]
@@ -51,28 +54,37 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
         raise UnsupportedStoreError(f"{url.__name__} is a class, and its instances can be opened: {url.__name__}(…)")
     if isinstance(url, str) and "://" in url and not url.startswith("file://"):
         return _open_by_url(str(url), options)
-    if options:
+    if set(options or ()) - {"outside"}:
         raise UnsupportedStoreError(
-            f"options={{…}} with {sorted(options)} are for URLs (s3://, https://…), and {url!r} is none"
+            f"options={{…}} with {sorted(options or ())} are for URLs (s3://, https://…), and {url!r} is none"
         )
     if type(url).__module__.partition(".")[0] == "xarray":
         if not hasattr(url, "variables"):
             kind = type(url).__name__
             raise UnsupportedStoreError(f"an xarray {kind} is no Dataset: give .to_dataset(name='t2m') of it")
-        return _format_function("formats.xarray_dataset", "open_xarray")(url)
+        return _format_function("formats.xarray_dataset", "open_xarray")(url, options)
     is_file = isinstance(url, str | os.PathLike) and os.path.isfile(os.fspath(url))
     _check_there_is_a_file(url, is_file)
     for module, opener, extra in _FORMAT_OPENERS:
         if extra and not is_file:
             continue
         if _format_function(module, "claims", extra)(url):
-            return _format_function(module, opener)(url)
+            reach = {"outside": _is_all_outside(url, options)} if extra == "hdf5" else {}
+            return _format_function(module, opener)(url, **reach)
     if _format_function("formats.slab_arrays", "magic_bytes")(url, 4) == b"GRIB":
         raise UnsupportedStoreError(
             f"{url!r} is GRIB, which cfgrib reads: open xarray.open_dataset({str(url)!r}, engine='cfgrib'), "
             "or convert it: python -m jigsaw convert"
         )
-    return _format_function("formats.zarr_group", "open_zarr", "zarr")(url)
+    return _format_function("formats.zarr_group", "open_zarr", "zarr")(url, options)
+
+
+def _is_all_outside(url: Any, options: Mapping[str, Any] | None) -> bool:
+    """Whether an HDF5 file may lead anywhere: libhdf5 looks for what it names in several folders."""
+    found = (options or {}).get("outside", False)
+    if isinstance(found, bool):
+        return found
+    raise UnsupportedStoreError(f"options={{'outside': {found!r}}} of the HDF5 file {url!r} must be True or False")
 
 
 def _check_there_is_a_file(url: Any, is_file: bool) -> None:

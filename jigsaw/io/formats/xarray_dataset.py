@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,16 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-def open_xarray(dataset: xr.Dataset) -> ArrayStore:
-    """The chunk tables of a dataset as it is: selections, renamings and lazy computations of the user included."""
+def open_xarray(dataset: xr.Dataset, options: Mapping[str, Any] | None = None) -> ArrayStore:
+    """The chunk tables of a dataset as it is: selections, renamings and lazy computations of the user included.
+
+    Of references that it reads none may lead elsewhere, but to what ``options["outside"]`` allows.
+    """
     variables: Mapping[Any, xr.Variable] = dataset.variables
+    if "zarr" in sys.modules:
+        from jigsaw.io.formats.zarr_reach import check_references_within, checked_outside
+
+        check_references_within(variables.values(), checked_outside((options or {}).get("outside")))
     tables = {str(name): _table_of_variable(str(name), variable) for name, variable in variables.items()}
     name = f"xarray dataset of {dataset.encoding.get('source', 'computed values')}"
     return ArrayStore(name, tables, dict(dataset.attrs), lambda name: np.asarray(variables[name].values))

@@ -16,9 +16,11 @@ from zarr.abc.store import RangeByteRequest
 from zarr.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
+from jigsaw.errors import ReadError
 from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
 from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, fill_targets
+from jigsaw.io.formats.zarr_reach import BoundedReferences
 from jigsaw.redacted import cause_without_secrets
 
 
@@ -66,6 +68,8 @@ def _lasting_store_name(store: Any) -> str:
     """What tells a store from all others: the snapshot of an Icechunk session that only reads, or what a file system of
     fsspec is made from; "" for those that have nothing of that kind, such as a store in memory.
     """
+    if isinstance(store, BoundedReferences):
+        store = store.inner
     session, system = getattr(store, "session", None), getattr(store, "fs", None)
     if session is not None:
         return f"icechunk {session.snapshot_id}" if session.read_only else ""
@@ -80,7 +84,7 @@ def _answer_of_store(asked: Coroutine[Any, Any, Any]) -> Any:
     """What the store answers; one of anybody's may raise anything, as a zip file does for a damaged member."""
     try:
         return asyncio.run_coroutine_threadsafe(asked, _loop_of_zarr(os.getpid())).result()
-    except OSError:
+    except (OSError, ReadError):
         raise
     except Exception as e:
         raise BadChunkError(f"its store says: {e}") from cause_without_secrets(e)

@@ -131,15 +131,18 @@ class StoreSummary:
 
 
 def summarize_store(
-    store: Any, fields: Sequence[str] | None = None, dims: Mapping[str, str] | None = None
+    store: Any,
+    fields: Sequence[str] | None = None,
+    dims: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> StoreSummary:
-    """What is in a store; of the variables that `fields` name, by default of all.
+    """What is in a store; of the variables that `fields` name, by default of all.  `options` are those of `open_store`.
 
     Reads coordinates, and asks where a few chunks of each variable lie.
 
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
-    opened = open_store(store)
+    opened = open_store(store, options)
     found = StoreSurvey(opened, dims)
     wanted = found.variables if fields is None else {c.array: None for c in channels_of_fields(fields, found.levels)}
     if fields is None and not opened.arrays:

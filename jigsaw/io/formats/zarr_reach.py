@@ -1,0 +1,252 @@
+"""Which other files and objects a Zarr store leads to: by links in its folder, or by references to what lies elsewhere.
+
+A store that somebody else made shall not have its reader open what it names: a file of the reader's own, or a server
+that only the reader can ask.  What lies in its folder, or in that of its references, may be read; for all else the user
+names it: ``options={"outside": ["s3://bucket/archive", "/data"]}``, or True for whatever there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import pickle
+import posixpath
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+from urllib.parse import unquote
+
+from numpy import ndarray
+from zarr.abc.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
+from zarr.buffer import default_buffer_prototype
+from zarr.storage import FsspecStore, LocalStore, WrapperStore
+
+from jigsaw.errors import UnsupportedStoreError
+from jigsaw.io.chunks.files import LocalFiles, StoreBounds
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.redacted import redacted_text
+
+OutsidePlaces = bool | tuple[str, ...]
+"""What a store may lead to beyond its own folder: nothing, anything (True), or what lies below these."""
+
+_LOCAL_PROTOCOLS = ("file", "local")
+
+
+def checked_outside(given: Any) -> OutsidePlaces:
+    """``options["outside"]`` as it was meant.  Raises: `UnsupportedStoreError` for what names no places."""
+    if isinstance(given, bool | None):
+        return bool(given)
+    places = (given,) if isinstance(given, str | os.PathLike) else given
+    if not isinstance(places, list | tuple) or not all(isinstance(each, str | os.PathLike) for each in places):
+        raise UnsupportedStoreError(
+            f"options={{'outside': {given!r}}} must be a list of folders and URLs that the store may lead to, or True"
+        )
+    return tuple(os.fspath(each) for each in places)
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+class BoundedLocalStore(LocalStore):
+    """Zarr's store of a folder, which reads no file that a link puts elsewhere."""
+
+    def __init__(self, root: Any, *, read_only: bool = True, outside: OutsidePlaces = False) -> None:
+        super().__init__(root, read_only=True)
+        self.outside = outside
+        bounds = None if outside is True else StoreBounds(str(self.root), outside or ())
+        self.files = LocalFiles(keep=True, bounds=bounds)  # those that change are refused: what is known is kept
+        self._metadata = LocalFiles(bounds=bounds)
+
+    def with_read_only(self, read_only: bool = False) -> BoundedLocalStore:
+        return self
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        return await asyncio.to_thread(self.get_sync, key, prototype=prototype, byte_range=byte_range)
+
+    def get_sync(
+        self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        path = str(self.root / key)
+        if os.path.isdir(path):
+            return None
+        raw = self._metadata.whole(path, fresh_memory)
+        if raw is None:
+            return None
+        if isinstance(byte_range, RangeByteRequest):
+            raw = raw[byte_range.start : byte_range.end]
+        elif byte_range is not None:
+            raw = raw[byte_range.offset if isinstance(byte_range, OffsetByteRequest) else -byte_range.suffix :]
+        return (prototype or default_buffer_prototype()).buffer.from_bytes(raw.tobytes())
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return [await self.get(key, prototype, part) for key, part in key_ranges]
+
+
+# -- references ------------------------------------------------------------------------------------------------------
+
+
+class BoundedReferences(WrapperStore[FsspecStore]):
+    """A store of references (kerchunk's), which follows none that leads elsewhere."""
+
+    def __init__(self, store: FsspecStore, outside: OutsidePlaces = False) -> None:
+        super().__init__(store)
+        self.inner, self.outside = store, outside
+        self._reach = ReferenceReach(store.fs, outside)
+
+    def with_read_only(self, read_only: bool = False) -> BoundedReferences:
+        return self
+
+    def __getstate__(self) -> tuple[FsspecStore, OutsidePlaces]:
+        return self.inner, self.outside
+
+    def __setstate__(self, state: tuple[FsspecStore, OutsidePlaces]) -> None:
+        self.__init__(*state)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        self._reach.check_key(f"{self.inner.path}/{key}")
+        return await self.inner.get(key, prototype, byte_range)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return [await self.get(key, prototype, part) for key, part in key_ranges]
+
+    async def getsize(self, key: str) -> int:
+        self._reach.check_key(f"{self.inner.path}/{key}")
+        return await self.inner.getsize(key)
+
+
+class ReferenceReach:
+    """What the references of a file system of fsspec's may name: what lies in the folder that they lie in or below, and
+    what the user names.  Those that were given as a dictionary lie nowhere.
+    """
+
+    def __init__(self, system: Any, outside: OutsidePlaces) -> None:
+        self._system, self._outside = system, outside
+        given = system.storage_options.get("fo", next(iter(system.storage_args), None))
+        self._home = _folder_of(given) if isinstance(given, str) else None
+        named = () if isinstance(outside, bool) else outside
+        self._allowed = [_canonical_place(place) for place in (*filter(None, [self._home]), *named)]
+        self._sound: set[Any] = set()
+
+    def check_key(self, key: str) -> None:
+        """Refuse the reference of one key where it leads elsewhere."""
+        if self._outside is True:
+            return
+        with suppress(KeyError):
+            self._check(self._system.references[key.strip("/")], key.strip("/"))
+
+    def check_all(self) -> None:
+        """Refuse references of which one leads elsewhere."""
+        if self._outside is True:
+            return
+        for key in self._system.references:
+            self.check_key(key)
+
+    def _check(self, reference: Any, key: str) -> None:
+        if not isinstance(reference, list | tuple):
+            return  # the bytes themselves
+        url = reference[0] if reference and reference[0] is not None else self._system.target
+        if url in self._sound:
+            return
+        place = _canonical_place(url, self._usual_protocol())
+        if not any(_lies_below(place, allowed) for allowed in self._allowed):
+            raise UnsupportedStoreError(
+                f"the reference {key!r} leads to {redacted_text(str(url))}, outside of "
+                f"{redacted_text(self._home or 'what is given')}; "
+                "if you trust the references, open them with options={'outside': […]}, the folders and URLs that they "
+                "may lead to"
+            )
+        self._sound.add(url)
+
+    def _usual_protocol(self) -> str:
+        found = self._system.fss[None].protocol
+        return str(found if isinstance(found, str) else found[0])
+
+
+def _folder_of(url: str) -> str:
+    return posixpath.dirname(url.rpartition("::")[2].rstrip("/")) or "."
+
+
+def _canonical_place(url: Any, usual: str = "file") -> tuple[str, str] | None:
+    """Protocol and path of a place, by which it is compared with others; None of one that may lead anywhere."""
+    if not isinstance(url, str) or "::" in url:
+        return None
+    protocol, mark, path = url.rpartition("://")
+    protocol = protocol.lower() if mark else usual
+    if protocol in _LOCAL_PROTOCOLS:
+        return "file", os.path.realpath(path)
+    parts = unquote(path.partition("?")[0]).replace("\\", "/").split("/")
+    return None if ".." in parts or "." in parts else (protocol, "/".join(parts).rstrip("/"))
+
+
+def _lies_below(place: tuple[str, str] | None, allowed: tuple[str, str] | None) -> bool:
+    if place is None or allowed is None or place[0] != allowed[0]:
+        return False
+    return place[1] == allowed[1] or place[1].startswith(f"{allowed[1].rstrip('/')}/")
+
+
+def bounded_store(store: Any, outside: OutsidePlaces) -> Any:
+    """A store of zarr's that leads to no place but its own and those that `outside` allows; `store` itself where it is
+    bounded, or of a kind that leads nowhere or whose own rules say where to, as Icechunk's do.
+    """
+    if isinstance(store, BoundedLocalStore | BoundedReferences):
+        return store
+    if isinstance(store, LocalStore):
+        return BoundedLocalStore(store.root, outside=outside)
+    if isinstance(store, FsspecStore):
+        if _is_reference_system(store.fs):
+            return BoundedReferences(store, outside)
+        if {store.fs.protocol} & {*_LOCAL_PROTOCOLS, _LOCAL_PROTOCOLS}:
+            return BoundedLocalStore(store.path, outside=outside)
+    return store
+
+
+def _is_reference_system(system: Any) -> bool:
+    module = sys.modules.get("fsspec.implementations.reference")
+    return module is not None and isinstance(system, module.ReferenceFileSystem)
+
+
+def check_reference_file(path: str, outside: OutsidePlaces) -> None:
+    """Refuse a file or folder of references of which one leads elsewhere."""
+    system = importlib.import_module("fsspec").filesystem("reference", fo=path)
+    ReferenceReach(system, outside).check_all()
+
+
+def check_references_within(held: Iterable[Any], outside: OutsidePlaces) -> None:
+    """Refuse objects that would read references that lead elsewhere, such as an xarray variable over such a store.
+
+    Found are those that such an object would take with it to another process.
+    """
+    if outside is True or "fsspec.implementations.reference" not in sys.modules:
+        return
+    for system in _reference_systems(held):
+        ReferenceReach(system, outside).check_all()
+
+
+def _reference_systems(held: Iterable[Any]) -> Iterator[Any]:
+    found: dict[int, Any] = {}
+
+    class Seen(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if _is_reference_system(obj):
+                found[id(obj)] = obj
+            return (int, ()) if isinstance(obj, ndarray) else NotImplemented  # values lead nowhere, and may be many
+
+    pickler = Seen(_Discarded(), protocol=5)
+    for each in held:
+        with suppress(Exception):  # what cannot be pickled raises anything
+            pickler.dump(each)
+    yield from found.values()
+
+
+class _Discarded:
+    def write(self, data: Any) -> int:
+        return len(data)
