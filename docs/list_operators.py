@@ -46,6 +46,10 @@ ROOMS = {
     "ops.indexing": ("any", "writing plain values nothing; picking by whole indices one all-reduce of what is picked"),
     "ops.listing": ("any", "the tile to every rank: the size depends on the values"),
     "ops.lookup": ("any", "nothing for whole tables"),
+    "ops.masked": (
+        "any; functions of `torch.masked`",
+        "what the function without a mask sends, and of means the counts",
+    ),
     "ops.pairs": ("any", "the operand that meets every row of the other; norms an all-reduce"),
     "ops.quantiles": ("any", "a cut dim is brought whole and sent back"),
     "ops.random_numbers": ("any", "a seed of 8 bytes"),

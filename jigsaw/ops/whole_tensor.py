@@ -24,12 +24,9 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial, wraps
-from types import FunctionType
 from typing import Any
 
 import torch
-import torch.masked
 from torch import Tensor, nn
 
 from jigsaw.call_places import is_of_packages
@@ -42,9 +39,8 @@ from jigsaw.ops.meeting import mark_rows_moved
 from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.pointwise import changes_in_place, changes_plain, replace_tensors
 from jigsaw.ops.random_numbers import random_states
-from jigsaw.ops.unknown_functions import run_unknown_function
 from jigsaw.refusals import answers_refusals
-from jigsaw.tile import Tile, implements_torch, leave_tile, lie_in_one_memory, refusal_error, shared_mesh, tiles_in
+from jigsaw.tile import Tile, leave_tile, lie_in_one_memory, refusal_error, shared_mesh, tiles_in
 
 GATHERED = "gathered"
 
@@ -269,26 +265,3 @@ def _cut_tensor(out: Tensor, like: Tile, given: Sequence[tuple[Tile, Tensor]]) -
         # of a view torch would change the tile with it; on every rank, also where the rows themselves came back
         mark_rows_moved(cut.local)
     return cut
-
-
-# -- torch.masked -----------------------------------------------------------------------------------------------------
-
-
-def _asks_the_table(function: Any) -> Any:
-    """A function of torch.masked that a tile is asked of before it looks at ``tile.layout``, which is jigsaw's."""
-    implements_torch(function)(partial(run_unknown_function, function))
-
-    @wraps(function)
-    def masked(*args: Any, **kwargs: Any) -> Any:
-        if next(tiles_in((args, kwargs)), None) is None:
-            return function(*args, **kwargs)
-        return Tile.__torch_function__(function, (), args, kwargs)
-
-    return masked
-
-
-# They are Python code that asks no tensor whether it answers itself, and end in errors of their own on tiles.
-for _name in torch.masked.__all__:
-    _found = getattr(torch.masked, _name)
-    if isinstance(_found, FunctionType) and _found.__module__ == "torch.masked._ops":
-        setattr(torch.masked, _name, _asks_the_table(_found))

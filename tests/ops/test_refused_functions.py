@@ -23,10 +23,6 @@ SERIES = torch.randn(7, generator=A, dtype=torch.float64)
 POSITIVE = WIDE.abs() + 1.5
 
 
-def _masked(name, *args, **kwargs):
-    return lambda x: getattr(torch.masked, name)(x, *args, mask=x > -0.8, **kwargs)
-
-
 def _symmetric(function):
     return lambda x: function(x + x.mT)
 
@@ -107,18 +103,6 @@ OTHERS = [
     ("unravel_index", lambda x: torch.unravel_index(x.detach().argsort(0), (3, 9)), WIDE),
     ("nonzero_static", lambda x: torch.nonzero_static(x.detach() > 0, size=7), WIDE),
 ]  # fmt: skip
-MASKED = [
-    (f"masked {name}", _masked(name, *args), WIDE)
-    for name, *args in (
-        ("sum", 0), ("mean", 1), ("prod", 1), ("amax", 0), ("amin", 1), ("var", 0), ("std", 1), ("softmax", 0),
-        ("log_softmax", 1), ("softmin", 0), ("norm", 2.0, 0), ("normalize", 2.0, 1), ("logsumexp", 0), ("cumsum", 0),
-        ("cumprod", 1), ("argmax", 0), ("argmin", 1), ("median", 1),
-    )
-]  # fmt: skip
-MASKED += [
-    ("masked mean of all", torch.masked.mean, WIDE),
-    ("masked logaddexp", lambda x: torch.masked.logaddexp(x, x.sin(), input_mask=x > 0, other_mask=x < 1), WIDE),
-]
 
 
 def _leaves(out):
@@ -174,7 +158,7 @@ def test_refused_functions_are_typed_when_strict_and_else_those_of_plain_torch()
     warnings.simplefilter("ignore")
     mesh = world_mesh(lat=2)
     wrong = []
-    for name, function, x in [*LINEAR, *OTHERS, *MASKED]:
+    for name, function, x in [*LINEAR, *OTHERS]:
         for spec in dict.fromkeys([("lat", *(None,) * (x.ndim - 1)), (*(None,) * (x.ndim - 1), "lat")]):
             told = _differs(function, x, mesh, spec)
             if told is not None and not told.startswith("refused"):

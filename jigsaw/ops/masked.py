@@ -1,0 +1,218 @@
+"""`torch.masked` on tiles: what a mask leaves out becomes what changes no result, then torch's own function answers.
+
+These functions are Python code that asks no tensor whether it answers itself, and looks at ``tile.layout``, which is
+jigsaw's.  So each is replaced, in `torch.masked`, by one that asks the table first.
+
+>>> tile = jigsaw.shard(torch.arange(6.0).reshape(2, 3), jigsaw.init_mesh(lat=1), ("lat", None))
+>>> torch.masked.mean(tile, 0, mask=tile != 0).local
+tensor([3.0000, 2.5000, 3.5000])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.masked
+import torch.nn.functional as F
+
+from jigsaw.tile import Tile, implements_torch, tiles_in
+
+Dims = int | Sequence[int] | None
+
+
+def _answers_masked(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Answer a function of torch.masked with the decorated one, where a tile is among its arguments."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        implements_torch(function)(handler)
+
+        @wraps(function)
+        def masked(*args: Any, **kwargs: Any) -> Any:
+            if next(tiles_in((args, kwargs)), None) is None:
+                return function(*args, **kwargs)
+            return Tile.__torch_function__(function, (), args, kwargs)
+
+        setattr(torch.masked, function.__name__, masked)
+        return handler
+
+    return register
+
+
+def _kept(input: Any, mask: Any) -> Any:
+    """The mask in the shape of the input."""
+    if mask.ndim > input.ndim:
+        raise IndexError(f"a mask of shape {tuple(mask.shape)} has more dims than the input, {tuple(input.shape)}")
+    return mask.to(torch.bool).broadcast_to(input.shape)
+
+
+def _filled(input: Any, mask: Any, value: float) -> Any:
+    return input if mask is None else input.masked_fill(~_kept(input, mask), value)
+
+
+def _least(input: Any) -> float:
+    is_whole = not (input.dtype.is_floating_point or input.dtype.is_complex)
+    return torch.iinfo(input.dtype).min if is_whole else -math.inf
+
+
+def _greatest(input: Any) -> float:
+    return torch.iinfo(input.dtype).max if not input.dtype.is_floating_point else math.inf
+
+
+def _all_dims(input: Any, dim: Dims) -> Any:
+    """The dims that a function of torch.masked means: all for None and ()."""
+    return tuple(range(input.ndim)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else tuple(dim)
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
+@_answers_masked(torch.masked.sum)
+def _sum(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+    return torch.sum(_filled(input, mask, 0), _all_dims(input, dim), bool(keepdim), dtype=dtype)
+
+
+@_answers_masked(torch.masked.prod)
+def _prod(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+    out = _filled(input, mask, 1)
+    for d in sorted((d % max(input.ndim, 1) for d in _all_dims(input, dim)), reverse=True):
+        out = out.prod(dim=d, keepdim=bool(keepdim), dtype=dtype)
+    return out
+
+
+@_answers_masked(torch.masked.amax)
+def _amax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+    return torch.amax(_filled(input, mask, _least(input)), _all_dims(input, dim), bool(keepdim)).to(
+        dtype=dtype or input.dtype
+    )
+
+
+@_answers_masked(torch.masked.amin)
+def _amin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+    return torch.amin(_filled(input, mask, _greatest(input)), _all_dims(input, dim), bool(keepdim)).to(
+        dtype=dtype or input.dtype
+    )
+
+
+@_answers_masked(torch.masked.argmax)
+def _argmax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+    return torch.argmax(_filled(input, mask, _least(input)), dim, bool(keepdim)).to(dtype=dtype or input.dtype)
+
+
+@_answers_masked(torch.masked.argmin)
+def _argmin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+    return torch.argmin(_filled(input, mask, _greatest(input)), dim, bool(keepdim)).to(dtype=dtype or input.dtype)
+
+
+def _counts(input: Any, dim: Any, keepdim: bool, mask: Any) -> Any:
+    """How many elements each value is made of."""
+    dims = _all_dims(input, dim)
+    if mask is None:
+        return math.prod(input.shape[d] for d in dims)
+    return (torch.ones_like(input, dtype=torch.bool) & _kept(input, mask)).sum(dims, keepdim)
+
+
+@_answers_masked(torch.masked.mean)
+def _mean(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+    wanted = dtype or input.dtype
+    if not (wanted.is_floating_point or wanted.is_complex):
+        raise ValueError(f"masked mean: {wanted} is neither a floating point nor a complex dtype; pass dtype=")
+    total = _sum(input, dim, keepdim=keepdim, dtype=wanted, mask=mask)
+    return total / _counts(input, dim, bool(keepdim), mask)
+
+
+@_answers_masked(torch.masked.median)
+def _median(input: Any, dim: int = -1, *, keepdim: bool = False, dtype: Any = None, mask: Any = None) -> Any:
+    is_float = input.dtype.is_floating_point
+    values = _filled(input if is_float else input.to(torch.float), mask, math.nan)
+    out = torch.nanmedian(values, dim, keepdim).values
+    if is_float:
+        return out
+    if out.isnan().any():
+        raise ValueError(f"masked median of {input.dtype}: a row is masked out as a whole, and has none")
+    return out.to(dtype=dtype or input.dtype)
+
+
+@_answers_masked(torch.masked.logsumexp)
+def _logsumexp(input: Any, dim: Any = None, *, keepdim: bool = False, dtype: Any = None, mask: Any = None) -> Any:
+    out = torch.logsumexp(_filled(input, mask, _least(input)), _all_dims(input, dim), keepdim)
+    return out.to(dtype=dtype or input.dtype)
+
+
+@_answers_masked(torch.masked.norm)
+def _norm(
+    input: Any, ord: Any = 2.0, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None
+) -> Any:
+    values = _filled(input, mask, math.inf if ord == -math.inf else 0)
+    return torch.linalg.vector_norm(values, ord, _all_dims(input, dim), bool(keepdim), dtype=dtype or input.dtype)
+
+
+@_answers_masked(torch.masked.var)
+def _var(
+    input: Any,
+    dim: Any = None,
+    unbiased: bool | None = None,
+    *,
+    correction: Any = None,
+    keepdim: Any = False,
+    dtype: Any = None,
+    mask: Any = None,
+) -> Any:
+    if unbiased is not None and correction is not None:
+        raise ValueError("masked var and std: pass one of unbiased= and correction=")
+    off = float(correction) if correction is not None else 1.0 if unbiased is None or unbiased else 0.0
+    is_float = input.dtype.is_floating_point or input.dtype.is_complex
+    wanted = dtype or (input.dtype if is_float else torch.float32)
+    dims = _all_dims(input, dim)
+    from_mean = input - _sum(input, dims, keepdim=True, dtype=wanted, mask=mask) / _counts(input, dims, True, mask)
+    total = _sum(from_mean * from_mean.conj(), dims, keepdim=keepdim, dtype=wanted, mask=mask)
+    counts = _counts(input, dims, bool(keepdim), mask) - off
+    return (total / (max(counts, 0) if mask is None else counts.clamp_min(0))).to(dtype=wanted)
+
+
+@_answers_masked(torch.masked.std)
+def _std(*args: Any, **kwargs: Any) -> Any:
+    return torch.sqrt(_var(*args, **kwargs))
+
+
+# -- as large as the input --------------------------------------------------------------------------------------------
+
+
+@_answers_masked(torch.masked.softmax)
+def _softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+    return F.softmax(_filled(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
+
+
+@_answers_masked(torch.masked.log_softmax)
+def _log_softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+    return F.log_softmax(_filled(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
+
+
+@_answers_masked(torch.masked.softmin)
+def _softmin(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+    return F.softmin(_filled(input, mask, _greatest(input)), dim, dtype=dtype or input.dtype)
+
+
+@_answers_masked(torch.masked.normalize)
+def _normalize(input: Any, ord: float, dim: int, *, eps: float = 1e-12, dtype: Any = None, mask: Any = None) -> Any:
+    lengths = _norm(input, ord, dim, keepdim=True, dtype=dtype, mask=mask)
+    return _filled(input, mask, 0) / torch.maximum(lengths, torch.full((), eps, dtype=lengths.dtype))
+
+
+@_answers_masked(torch.masked.cumsum)
+def _cumsum(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+    return torch.cumsum(_filled(input, mask, 0), dim, dtype=dtype or input.dtype)
+
+
+@_answers_masked(torch.masked.cumprod)
+def _cumprod(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+    return torch.cumprod(_filled(input, mask, 1), dim, dtype=dtype or input.dtype)
+
+
+@_answers_masked(torch.masked.logaddexp)
+def _logaddexp(input: Any, other: Any, *, dtype: Any = None, input_mask: Any = None, other_mask: Any = None) -> Any:
+    first, second = _filled(input, input_mask, _least(input)), _filled(other, other_mask, _least(other))
+    return torch.logaddexp(first, second).to(dtype=dtype or input.dtype)
