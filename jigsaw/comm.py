@@ -35,6 +35,7 @@ from jigsaw.mesh import (
     ranks_in_mesh,
     sends_through_host,
 )
+from jigsaw.model_world import job_rank, job_size
 from jigsaw.slab_mesh import SlabMesh
 from jigsaw.traffic import TrafficCall as TrafficCall
 from jigsaw.traffic import TrafficCount as TrafficCount
@@ -170,7 +171,7 @@ def _record_reduce(buffer: Tensor, line: Sequence[int], is_behind: bool = False)
         return
     ranks = len(line)
     moved = 2 * (ranks - 1) * buffer.nbytes // ranks
-    following = line[(line.index(dist.get_rank()) + 1) % ranks]  # on the ring
+    following = line[(line.index(job_rank()) + 1) % ranks]  # on the ring
     record_call("all_reduce", moved, moved, 2 * (ranks - 1), [(following, moved)], is_behind, line)
 
 
@@ -191,7 +192,7 @@ def _alike_marks(buffer: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str, sam
     if buffer.dtype not in (torch.float32, torch.float64, torch.int32, torch.int64) or op == "prod":
         return []
     if op == "sum":
-        return [-(len(ranks) - 1) * number if dist.get_rank() == ranks[0] else number]
+        return [-(len(ranks) - 1) * number if job_rank() == ranks[0] else number]
     return [number, -number]
 
 
@@ -293,7 +294,7 @@ def _sum_in_shares(x: Tensor, group: dist.ProcessGroup, line: Sequence[int], sam
     with OpenWait("all_reduce", line):
         dist.all_gather([byte_view(row) for row in whole], byte_view(mine), group=group)
     each = given[0].nbytes + mine.nbytes
-    sent_to = [(rank, each) for rank in line if rank != dist.get_rank()]
+    sent_to = [(rank, each) for rank in line if rank != job_rank()]
     record_call("all_reduce", (ranks - 1) * each, (ranks - 1) * each, 2 * (ranks - 1), sent_to)
     return whole.view(-1)[:size].view(x.shape)
 
@@ -338,7 +339,7 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
         with OpenWait(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes
-        sent_to = [(rank, found.nbytes) for rank in ranks if rank != dist.get_rank()] if open_counts else ()
+        sent_to = [(rank, found.nbytes) for rank in ranks if rank != job_rank()] if open_counts else ()
         record_call(kind, moved, moved, len(ranks) - 1, sent_to, ring=ranks)
         # torch sorts the ranks of a group; a mesh may list them in another order
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
@@ -399,7 +400,7 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
     if x.numel() == 0:
         return
     for group, ranks in groups_along(mesh, axes):
-        mine = ranks[0] == dist.get_rank()
+        mine = ranks[0] == job_rank()
         record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
         with OpenWait("broadcast", ranks):
             dist.broadcast(byte_view(x), ranks[0], group=group)
@@ -407,8 +408,8 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
 
 def job_barrier() -> None:
     """Wait for every rank of the job."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        with OpenWait("barrier", range(dist.get_world_size())):
+    if job_size() > 1:
+        with OpenWait("barrier", range(job_size())):
             dist.barrier()
 
 
@@ -418,10 +419,10 @@ def all_gather_in_job(value: T) -> list[T]:
 
     *Sends*: the pickled value, to each of the other P-1 ranks; not counted.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if job_size() == 1:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    with OpenWait("agreement of the job", range(dist.get_world_size())):
+    found: list[Any] = [None] * job_size()
+    with OpenWait("agreement of the job", range(job_size())):
         dist.all_gather_object(found, value)
     return found
 

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.call_places import place_of_call
 from jigsaw.cut import RanksDifferError
 from jigsaw.mesh import axes_in_mesh_order, axes_of_mesh, groups_along, mesh_coordinate
+from jigsaw.model_world import job_rank
 from jigsaw.slab_mesh import SlabMesh
 from jigsaw.waiting_ranks import OpenWait
 
@@ -85,7 +86,7 @@ def compare_calls(
     names = axes_in_mesh_order(mesh, axes)
     here = zip(axes_of_mesh(mesh), mesh_coordinate(mesh), strict=True)
     along = tuple(c for (name, _), c in here if name not in names)
-    mine = dist.get_rank(), number, said, (along, tuple(shape)), where
+    mine = job_rank(), number, said, (along, tuple(shape)), where
     every = _told_by_all(mesh, mine)
     shapes = {theirs[3][0]: theirs for theirs in reversed(every)}
     for theirs in every:
@@ -108,7 +109,7 @@ def compare_parameters(mesh: DeviceMesh, named: Sequence[tuple[str, int, Sequenc
     for _, checksum, axes in named:
         off = tuple(c for a, c in zip(names, mesh_coordinate(mesh), strict=True) if a not in axes)
         mine.append((off, checksum))
-    every = _told_by_all(mesh, (dist.get_rank(), mine))
+    every = _told_by_all(mesh, (job_rank(), mine))
     for at, (name, _, _) in enumerate(named):
         first: dict[Any, tuple[int, int]] = {}
         for rank, sums in every:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from jigsaw.cut import ShardingError
 from jigsaw.launcher import torchrun_variables
 from jigsaw.layout import AxisSizes, MeshCoordinate
+from jigsaw.model_world import job_group, job_rank, job_size, of_the_job
 from jigsaw.restart_store import is_shared_between_starts, store_of_this_start
 
 # Weak, so that no job that ended is kept alive.
@@ -205,7 +206,7 @@ def mesh_coordinate(mesh: DeviceMesh) -> MeshCoordinate:
     """This rank's coordinate in the mesh."""
     found = mesh.get_coordinate()
     if found is None:
-        raise ShardingError(f"rank {dist.get_rank()} is not part of the mesh {mesh}; only its ranks may use its tiles")
+        raise ShardingError(f"rank {job_rank()} is not part of the mesh {mesh}; only its ranks may use its tiles")
     return tuple(found)
 
 
@@ -282,7 +283,7 @@ def hybrid_submesh(mesh: DeviceMesh, axes: Sequence[str], replicate: Sequence[st
     copies = axes_in_mesh_order(mesh, [name for name in axes if name in replicate])
     others = axes_in_mesh_order(mesh, [name for name in axes if name not in replicate])
     parts = [flat_submesh(mesh, copies), flat_submesh(mesh, others)]
-    with _disable_current_modes():
+    with of_the_job(), _disable_current_modes():
         return DeviceMesh._concatenate(parts)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -301,7 +302,10 @@ def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
     known: dict[str, DeviceMesh] = root._flatten_mapping  # pyright: ignore[reportPrivateUsage]
     before = dict(known)
     try:
-        with _disable_current_modes():  # a mesh has its ranks in a tensor, which has values while others have none
+        with (
+            of_the_job(),
+            _disable_current_modes(),
+        ):  # the ranks are in a tensor, which has values while others have none
             return mesh._flatten()  # pyright: ignore[reportPrivateUsage]
     finally:
         for name in known.keys() - before.keys():
@@ -317,7 +321,7 @@ def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh
     made, key = _split_by_axis.setdefault(_world_group(), {}), (mesh, axis, parts)
     if key not in made:
         names, sizes = zip(*parts, strict=True)
-        with _disable_current_modes():
+        with of_the_job(), _disable_current_modes():
             made[key] = mesh._unflatten(axis, sizes, names)  # pyright: ignore[reportPrivateUsage]
         for name in names:
             _let_wait(made[key].get_group(name), mesh.device_type, mesh_patience(mesh))
@@ -326,7 +330,7 @@ def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh
 
 def has_every_rank(mesh: DeviceMesh) -> bool:
     """Whether the mesh has all ranks of the job."""
-    return mesh_size(mesh) == (dist.get_world_size() if dist.is_initialized() else 1)
+    return mesh_size(mesh) == job_size()
 
 
 def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
@@ -338,7 +342,7 @@ def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist
     axes follow each other, major to minor.
     """
     long = axes_along(mesh, axes).long
-    if len(long) > 1 and mesh_size(mesh) == dist.get_world_size():
+    if len(long) > 1 and mesh_size(mesh) == job_size():
         ranks = ranks_along(mesh, long)
         return [(_world_group() if len(ranks) == mesh_size(mesh) else flat_submesh(mesh, long).get_group(), ranks)]
     return [(_axis_group(mesh, name), ranks_along(mesh, name)) for name in long]
@@ -360,11 +364,12 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _world_group() -> dist.ProcessGroup:
-    if dist.group.WORLD is None:
+    group = job_group()
+    if group is None:
         raise ShardingError(
             "the process group that the mesh was made in has ended; make a mesh in the one that runs now"
         )
-    return dist.group.WORLD
+    return group
 
 
 def is_same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:

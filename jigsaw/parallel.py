@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -12,16 +13,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from jigsaw import comm, debug
 from jigsaw.agreement import checksum_of_bits
 from jigsaw.channel_parallel import cut_channels
 from jigsaw.cut import ShardingError
 from jigsaw.gradients import GradientReducer, axes_not_cutting, axes_of_copies, local_part, mark_averaged
+from jigsaw.graph_calls import lacks_values
 from jigsaw.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper
+from jigsaw.model_world import begin_backward_pass, end_backward_pass, enter_model, leave_model
+from jigsaw.ops.reentrant import at_end_of_pass
 from jigsaw.ops.whole_tensor import run_forward_whole
 from jigsaw.sharding import ShardingOptions, WeightSharding, sharding_units
 from jigsaw.sharding import shard_model_weights as cut_weights
+from jigsaw.tile import Tile
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -104,6 +110,7 @@ def parallelize(
     if options is not None:
         rest = cut_weights(model, mesh, sharding_units(model, unit_bytes) if units is None else units, options)
     mark_replaced(made_before, model.parameters())
+    _run_as_one_process(model, reduce)
     mark_averaged(model, ranks)
     if rest and reduce:
         reducer = GradientReducer(rest, mesh, bucket_bytes)
@@ -114,6 +121,35 @@ def parallelize(
     if debug.is_comparing():
         model.register_forward_pre_hook(_compare_now_and_then(model, mesh), prepend=True)  # before FSDP2 gathers them
     return model
+
+
+def _run_as_one_process(model: nn.Module, reduce: bool) -> None:
+    """Let the model and its children, which may be called on their own, see a job of one process while they run."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        enter_model(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if leave_model(module) and reduce and torch.is_grad_enabled():
+            one_process_backward(output)
+
+    for module in (model, *model.children()):
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+
+def one_process_backward(output: Any) -> None:
+    """Let the backward pass that comes through what a model returned see one process, too."""
+    for x in pytree.tree_leaves(output):
+        local = x.local if isinstance(x, Tile) else x
+        if isinstance(local, Tensor) and local.grad_fn is not None and not lacks_values():
+            local.register_hook(_begin_backward)
+
+
+def _begin_backward(gradient: Tensor) -> None:
+    number = begin_backward_pass()
+    if number is not None:
+        at_end_of_pass(partial(end_backward_pass, number))
 
 
 def reducer_of(model: nn.Module) -> GradientReducer | None:

@@ -38,6 +38,7 @@ from jigsaw.graph_calls import shape_run
 from jigsaw.kept_halos import open_frames
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
+from jigsaw.model_world import within_model
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.pipeline_stages import StageCuts
@@ -166,7 +167,8 @@ class CallWatch:
                 watched.number(leaf)
         watch_new_tiles(watched.see)
         try:
-            return self.model(*args)
+            with within_model(self):
+                return self.model(*args)
         finally:
             watch_new_tiles(None)
             self.current = None

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from jigsaw.cut import ShardingError
 from jigsaw.exchange import redistribute_rows
+from jigsaw.parallel import one_process_backward
 from jigsaw.pipeline_plan import CallWatch, PipelinePlan, RecordedCall, TileOnPaper, WatchedPass, on_paper
 from jigsaw.tile import Tile
 
@@ -191,6 +192,7 @@ class StageRunner(nn.Module):
                 unit.set_requires_all_reduce(is_last, recurse=False)
 
         with_grad = [x for x in outputs if x.requires_grad]
+        one_process_backward(with_grad)
         for x in with_grad if self.copied_units else ():
             x.register_hook(begin_backward)
         if is_last and not with_grad and torch.is_grad_enabled() and self._sums_copies():

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from jigsaw.call_places import place_in_frames, place_of_call
 from jigsaw.mesh import job_patience
+from jigsaw.model_world import job_group, job_rank, job_size
 
 T = TypeVar("T")
 _FOLDER = "jigsaw.waits"
@@ -60,7 +61,7 @@ class OpenWait:
             _open_waits.pop(threading.get_ident(), None)
 
     def _error_of(self, error: BaseException) -> WaitError:
-        others = [rank for rank in self.ranks if rank != dist.get_rank()]
+        others = [rank for rank in self.ranks if rank != job_rank()]
         function, where = place_of_call()
         waited = f"{self.kind} waited {time.monotonic() - self.since:.1f} s for ranks {others}"
         found = found_of_others(self.kind, others, f"{waited}, in {function}, {where}")
@@ -82,7 +83,7 @@ def found_of_others(kind: str, others: Sequence[int], mine: str) -> str:
 
 
 def _read_others(kind: str, others: Sequence[int], mine: str) -> str:
-    store, me = _store_of_job(), dist.get_rank()
+    store, me = _store_of_job(), job_rank()
     first = store.compare_set(f"{_FOLDER}/first", "", f"rank {me}: {mine}").decode()
     missing: list[str] = []
     for rank in others[:_MOST_RANKS]:
@@ -128,8 +129,8 @@ class _WaitWatch(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="jigsaw waits", daemon=True)
-        self.world = dist.group.WORLD
-        self._rank, self._process = dist.get_rank(), os.getpid()
+        self.world = job_group()
+        self._rank, self._process = job_rank(), os.getpid()
         self._notice = min(_LONGEST_NOTICE, job_patience().total_seconds() / 4)
         self._ended, self._store = threading.Event(), _store_of_job()
         self._main = threading.main_thread().ident or 0
@@ -168,9 +169,9 @@ _watch: _WaitWatch | None = None
 
 def _start_watch() -> None:
     global _watch
-    if _watch is not None and _watch.world is dist.group.WORLD:
+    if _watch is not None and _watch.world is job_group():
         return
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if job_size() == 1 or dist.get_backend() == "fake":
         return  # nobody to wait for
     if _watch is None:
         atexit.register(_end_watch)
@@ -190,6 +191,6 @@ def _end_watch() -> None:
 def _tell_failure(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Say in the store what ends this rank, then show it."""
     if dist.is_initialized() and issubclass(kind, Exception):
-        told = f"rank {dist.get_rank()}: {kind.__name__}: {error}"
+        told = f"rank {job_rank()}: {kind.__name__}: {error}"
         _within(_STORE_SECONDS, lambda: _store_of_job().compare_set(f"{_FOLDER}/first", "", told))
     hook(kind, error, trace)

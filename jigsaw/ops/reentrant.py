@@ -25,6 +25,7 @@ torch.Size([2, 4])
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from torch.utils import checkpoint as _torchs_checkpoint
 from jigsaw.cut import ShardingError
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_size
+from jigsaw.model_world import is_one_process, within_model
 from jigsaw.ops.plain_operands import AVERAGED_MARK, averaged_operand, averaged_over, graph_origins
 from jigsaw.tile import Tile, leave_tile, shared_mesh
 
@@ -79,9 +81,11 @@ class _CheckpointTiles(_TorchsFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        as_model = within_model(ctx) if is_one_process() else nullcontext()  # the inner pass, too
         _outer_passes.append(_current_pass())
         try:
-            return _TorchsFunction.backward(ctx, *grads)
+            with as_model:
+                return _TorchsFunction.backward(ctx, *grads)
         finally:
             _outer_passes.pop()
             waiting = [] if _outer_passes else _at_end[:]

@@ -9,8 +9,8 @@ Four ranks, x [12, 32] cut in rows by lat=4, and `torch.linalg.pinv(x)`, [32, 12
 lacks, all compute the whole pseudo-inverse, and as no dim has the size of before, it stays uncut; of a `cholesky` each
 rank would keep its rows again.
 
-Ranks refuse alike, from what they all know (`RanksDifferError` is the one exception, and is raised as it is), so all of
-them come here, or none.  Only the function that was called on tiles runs whole, never one that its answer is made of.
+Ranks refuse alike, from what they all know (`RanksDifferError` is the one exception), so all of them come here, or
+none.  Only the function that was called on tiles runs whole, never one that its answer is made of.
 
 >>> with jigsaw.strict_mode(False):
 ...     torch.linalg.pinv(jigsaw.shard(torch.eye(3), jigsaw.init_mesh(lat=1), ("lat", None))).shape
@@ -35,6 +35,7 @@ from jigsaw.cut import RanksDifferError, ShardingError, whole_dim
 from jigsaw.exchange import redistribute_rows
 from jigsaw.layout import Layout
 from jigsaw.misuse import calling_line, warn_once
+from jigsaw.model_world import OneProcessError
 from jigsaw.ops.meeting import mark_rows_moved
 from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.pointwise import changes_in_place, changes_plain, replace_tensors
@@ -117,7 +118,7 @@ def _raise_or_run(refusal: ShardingError, function: Any, args: Sequence[Any], kw
     """Raise the refusal, or run the function on the whole tensors."""
     tiles = list(tiles_in((args, kwargs)))
     is_cut = any(t.layout.cut_dims or t.layout.has_halo for t in tiles)
-    if isinstance(refusal, RanksDifferError) or not is_cut or _is_in_another_call():
+    if isinstance(refusal, (RanksDifferError, OneProcessError)) or not is_cut or _is_in_another_call():
         raise refusal
     place = calling_line()
     if _is_strict(place):
