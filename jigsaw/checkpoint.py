@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol, overload
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -23,16 +22,15 @@ from jigsaw.agreement import checksum_of_bits, decide_on_first_rank
 from jigsaw.checkpoint_files import (
     PlannedTensors,
     WrittenTensors,
-    begin_checkpoint,
     check_file_share,
-    commit_checkpoint,
     fail_together,
     open_checkpoint,
-    part_folder,
     read_tensors,
 )
+from jigsaw.checkpoint_folder import CheckpointDraft, begin_checkpoint, commit_checkpoint, removed_on_failure
+from jigsaw.checkpoint_index import StoredTensor
 from jigsaw.checkpoint_state import CheckpointError, CheckpointPath, plain_state, restored_state
-from jigsaw.numbered_saves import check_numbered, latest, remove_older_saves
+from jigsaw.numbered_saves import check_numbered, latest, order_of_next, remove_older_saves
 from jigsaw.pending_save import PendingSave, begin_save, end_pending_save
 from jigsaw.tile import Tile
 
@@ -115,12 +113,14 @@ def save(
     training goes on; `PendingSave.wait` returns once the checkpoint is whole.  A save waits for the one before it.
 
     With `keep`, older checkpoints beside this one are removed once it is whole: of ``run/step-100``, ``run/step-200``,
-    ... those with the `keep` highest numbers stay.  `latest` finds the last one.
+    ... those with lower numbers, of which the last that were saved stay, so that `keep` are left with this one.
+    `latest` finds the last one.  Nothing is replaced or removed but checkpoints that jigsaw wrote, without other files.
 
     *Sends*: plans and checksums, and no tensors.
     *Raises*: `CheckpointError` for an optimizer without its model, a state that is not plain, and tensors that ranks
-    should hold alike and do not: a checkpoint would have those of one of them; on every rank, where one cannot write;
-    and where the save before failed in the background and nobody waited for it.
+    should hold alike and do not: a checkpoint would have those of one of them; where `path` is anything but a
+    checkpoint or an empty folder; on every rank, where one cannot write; and where the save before failed in the
+    background and nobody waited for it.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -136,18 +136,21 @@ def save(
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
     small = _joined_over_stages(model, small)
     _check_alike(tensors)
-    fail_together(lambda: begin_checkpoint(final) if rank == 0 else None)
-    planned = PlannedTensors(part_folder(final), tensors)
+    what = f"the tensors of {final} cannot be written"
+    draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
+    draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)  # of this rank's own working folder
+    with removed_on_failure(draft, rank == 0):
+        planned = PlannedTensors(draft.folder, tensors)
 
     def close(written: list[WrittenTensors]) -> list[None]:
-        commit_checkpoint(final, small, planned.write_index(written))
+        commit_checkpoint(draft, small, planned.write_index(written))
         if keep is not None:
             remove_older_saves(final, keep)
         return [None] * len(written)
 
     def write(group: dist.ProcessGroup | None) -> None:
-        what = f"the tensors of {part_folder(final)} cannot be written"
-        decide_on_first_rank(planned.write, close, what, CheckpointError, group)
+        with removed_on_failure(draft, rank == 0):
+            decide_on_first_rank(planned.write, close, what, CheckpointError, group)
 
     if wait:
         return write(None)
@@ -188,7 +191,7 @@ def load(
     if absent:
         raise CheckpointError(f"the checkpoint {os.fspath(path)} has no {' and no '.join(absent)}")
     small = {key: restored_state(value) for key, value in found.state.items()}
-    there = {**found.tensors.state_dict_metadata, **{key: None for key in small if _belongs_to_tensors(key)}}
+    there = {**found.tensors, **{key: None for key in small if _belongs_to_tensors(key)}}
     state = _model_state(path, there, model)
     slots = _optimizer_slots(path, there, model, optimizer)
     if optimizer is not None:
@@ -328,10 +331,10 @@ def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: Checkpoi
         saved = there.get(key)
         if key not in there:
             wrong.append(f"missing: {key!r}")
-        elif isinstance(saved, TensorStorageMetadata) != isinstance(x, torch.Tensor):
+        elif isinstance(saved, StoredTensor) != isinstance(x, torch.Tensor):
             wrong.append(f"{key!r} is a tensor in one and a value in the other")
-        elif isinstance(saved, TensorStorageMetadata) and saved.size != x.shape:
-            wrong.append(f"{key!r} has shape {tuple(saved.size)}, the model's {tuple(x.shape)}")
+        elif isinstance(saved, StoredTensor) and saved.shape != x.shape:
+            wrong.append(f"{key!r} has shape {tuple(saved.shape)}, the model's {tuple(x.shape)}")
     if wrong:
         raise CheckpointError(f"the checkpoint {os.fspath(path)} is of another model: {'; '.join(wrong[:5])}")
     return state
@@ -354,12 +357,12 @@ def _optimizer_slots(
             continue
         if name not in owners:
             raise CheckpointError(f"the checkpoint {os.fspath(path)} has {key!r}, but the model has no such parameter")
-        if not isinstance(saved, TensorStorageMetadata):
+        if not isinstance(saved, StoredTensor):
             slots[key] = None
-        elif kind != "step" and saved.size == owners[name].shape:
-            slots[key] = torch.zeros_like(owners[name], dtype=saved.properties.dtype, requires_grad=False)
+        elif kind != "step" and saved.shape == owners[name].shape:
+            slots[key] = torch.zeros_like(owners[name], dtype=saved.dtype, requires_grad=False)
         else:
-            slots[key] = torch.zeros(saved.size, dtype=saved.properties.dtype)
+            slots[key] = torch.zeros(saved.shape, dtype=saved.dtype)
     return slots
 
 

@@ -1,18 +1,13 @@
-"""The files of a checkpoint: torch's own, and ``jigsaw.json``, which is written last and says what all of them are.
+"""The files of a checkpoint: tensors as torch's distributed checkpoints have them, written and read by all ranks.
 
-It has the small state, and the size and CRC-32 of every file.  A checksum finds damage, and files of two checkpoints
-mixed; it is no signature.  That a checkpoint of others runs no code is seen to by how its files are read: JSON, tensors
-by ``torch.load(weights_only=True)``, and torch's ``.metadata``, a pickle, by an unpickler that makes nothing but what
-such an index is made of.
+That a checkpoint of others runs no code is seen to by how its files are read: JSON, and tensors by
+``torch.load(weights_only=True)``.  Torch's ``.metadata``, a pickle, is written for torch's own tools and not read.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
-import pickle
-import shutil
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,45 +18,38 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from jigsaw import comm
 from jigsaw.agreement import decide_on_first_rank
+from jigsaw.checkpoint_folder import (
+    FileSum,
+    checkpoint_contents,
+    read_regular_file,
+    whole_checkpoint,
+    write_new_file,
+)
+from jigsaw.checkpoint_index import (
+    TENSOR_INDEX_FILE,
+    TORCH_INDEX_FILE,
+    TensorIndex,
+    index_as_json,
+    index_from_json,
+    index_from_torch,
+    torch_index_of,
+)
 from jigsaw.checkpoint_state import CheckpointError
+from jigsaw.drafts import open_unlinked, path_of_draft
 
 T = TypeVar("T")
-_LAST = "jigsaw.json"
-_INDEX = ".metadata"
-_FORMAT = 1
 _AT_ONCE = 1 << 24
-_OF_TORCH = "torch.distributed.checkpoint"
-_IN_AN_INDEX = {
-    (f"{_OF_TORCH}.metadata", name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "BytesStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {(f"{_OF_TORCH}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
-class FileSum(NamedTuple):
-    """How many bytes a file has, and their CRC-32."""
-
-    size: int
-    crc32: int
-
-
-def fail_together(work: Callable[[], T], of_first: bool = False) -> T:
+def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "") -> T:
     """What `work` returns on this rank; where it fails on any rank, all of them raise what the first such rank found.
 
-    With `of_first` only the first rank works, and all have what it found.
+    With `of_first` only the first rank works, and all have what it found.  `what` stands before errors of the system.
 
     *Sends*: the message of a failure, to all ranks; `of_first`, what was found.
     """
@@ -69,87 +57,16 @@ def fail_together(work: Callable[[], T], of_first: bool = False) -> T:
     is_idle = of_first and dist.is_initialized() and dist.get_rank() != 0
     try:
         found = None if is_idle else work()
-    except (CheckpointError, OSError) as e:
+    except CheckpointError as e:
         failure = e
-    mine = "" if failure is None else str(failure) or repr(failure), found if of_first else None
+    except OSError as e:
+        failure = CheckpointError(f"{what}: {e}" if what else str(e) or repr(e))
+    mine = "" if failure is None else str(failure), found if of_first else None
     every = comm.all_gather_in_job(mine)
     told = next((why for why, _ in every if why), None)
     if told is not None:
         raise CheckpointError(told) from failure
     return every[0][1] if of_first else found  # pyright: ignore[reportReturnType]
-
-
-# -- where ------------------------------------------------------------------------------------------------------------
-
-
-def part_folder(final: Path) -> Path:
-    """Where a checkpoint is written before it takes its name."""
-    return final.with_name(f"{final.name}.part")
-
-
-def _replaced_folder(final: Path) -> Path:
-    return final.with_name(f"{final.name}.part.old")
-
-
-def whole_checkpoint(final: Path) -> Path:
-    """The folder of a checkpoint: `final`, or what a save that was killed left before it could take that name.
-
-    Raises: `CheckpointError` when there is none, or `final` is not whole.
-    """
-    if final.exists():
-        if not (final / _LAST).exists():
-            raise CheckpointError(
-                f"the checkpoint {final} is not whole: it has no {_LAST}, which is written last; jigsaw reads what "
-                "jigsaw.save of this version wrote"
-            )
-        return final
-    left = [each for each in (part_folder(final), _replaced_folder(final)) if each.exists()]
-    whole = next((each for each in left if (each / _LAST).exists()), None)
-    if whole is None:
-        why = f"; {left[0]} is there, but not whole: the save was ended before it had written all" if left else ""
-        raise CheckpointError(f"the checkpoint {final} does not exist{why}")
-    return whole
-
-
-def is_whole_checkpoint(folder: Path) -> bool:
-    """Whether a folder has a checkpoint with all its files, each of its size; their content is not read."""
-    try:
-        files = json.loads((folder / _LAST).read_text())["files"]
-        return all((folder / name).stat().st_size == size for name, (size, _) in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def begin_checkpoint(final: Path) -> None:
-    """Make room for a new checkpoint; what a killed save left whole takes the name that it was to have first."""
-    if not final.exists():
-        left = next((each for each in (part_folder(final), _replaced_folder(final)) if (each / _LAST).exists()), None)
-        if left is not None:
-            left.rename(final)
-    for each in (part_folder(final), _replaced_folder(final)):
-        shutil.rmtree(each, ignore_errors=True)
-
-
-def commit_checkpoint(final: Path, state: Mapping[str, Any], sums: Mapping[str, FileSum]) -> None:
-    """Close the new checkpoint, and put it in the place of the old one.
-
-    A kill between the two renames leaves both beside `final`, where `whole_checkpoint` and `begin_checkpoint` find
-    them.
-    """
-    part, old = part_folder(final), _replaced_folder(final)
-    content: dict[str, Any] = {"format": _FORMAT, "state": state, "files": dict(sorted(sums.items()))}
-    with (part / _LAST).open("w") as out:
-        json.dump({"crc32": _crc_of_json(content), **content}, out)
-        out.flush()
-        os.fsync(out.fileno())
-    if final.exists():
-        final.rename(old)
-    part.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _crc_of_json(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content).encode())
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -159,7 +76,7 @@ class _SummedFile(io.BufferedWriter):
     """A file whose checksum is taken of what is written to it, not of what the disk made of that."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+        super().__init__(io.FileIO(open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb"))
         self.sum = FileSum(0, 0)
 
     def write(self, data: Any, /) -> int:
@@ -231,8 +148,9 @@ class PlannedTensors:
 
     def __init__(self, part: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         self._writer, self._planner, self._index = _TensorWriter(part), _CopyingPlanner(), None
+        self._index_path = part / TENSOR_INDEX_FILE
         self._writer.fs = self._files = _SummingFileSystem()
-        what = f"the tensors of {part} cannot be written"
+        what = f"the tensors of {path_of_draft(part) or part} cannot be written"
         plan = decide_on_first_rank(lambda: self._local_plan(tensors), self._global_plans, what, CheckpointError)
         self._plan = self._planner.finish_plan(plan)
 
@@ -256,10 +174,12 @@ class PlannedTensors:
         return WrittenTensors(pieces, dict(self._files.sums))
 
     def write_index(self, written: Sequence[WrittenTensors]) -> dict[str, FileSum]:
-        """Write the index of what all ranks have written, on the first rank; the files of all."""
+        """Write the index of what all ranks have written, ours and torch's, on the first rank; the files of all."""
         assert self._index is not None
         self._writer.finish(self._index, [each.pieces for each in written])
-        return {name: each for rank in written for name, each in rank.sums.items()} | self._files.sums
+        ours = write_new_file(self._index_path, index_as_json(self._index))
+        sums = {name: each for rank in written for name, each in rank.sums.items()}
+        return sums | self._files.sums | {TENSOR_INDEX_FILE: ours}
 
 
 @contextmanager
@@ -276,12 +196,12 @@ def _as_checkpoint_error(path: Path) -> Generator[None]:
 
 
 class OpenedCheckpoint(NamedTuple):
-    """A checkpoint that was opened: its folder, small state as JSON, files, and the index of its tensors."""
+    """A checkpoint that was opened: its folder, small state as JSON, files to be compared, and tensors."""
 
     path: Path
     state: dict[str, Any]
     files: dict[str, FileSum]
-    tensors: Metadata
+    tensors: TensorIndex
 
 
 def open_checkpoint(final: Path) -> OpenedCheckpoint:
@@ -290,20 +210,17 @@ def open_checkpoint(final: Path) -> OpenedCheckpoint:
     Raises: `CheckpointError` for one that is not there or not whole, and for a damaged or foreign file.
     """
     path = whole_checkpoint(final)
+    contents = checkpoint_contents(path)
+    name = contents.index_file()
+    others = {each: saved for each, saved in contents.files.items() if each != name}
+    _check_is_there(path, name)
+    raw = read_regular_file(path / name)
+    _check_sum(path / name, FileSum(len(raw), zlib.crc32(raw)), contents.files[name])
     try:
-        told = json.loads((path / _LAST).read_text())
-        crc, form = told.pop("crc32"), told["format"]
-        sound = crc == _crc_of_json(told)
-        state, files = dict(told["state"]), {name: FileSum(*each) for name, each in told["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise CheckpointError(f"{path / _LAST} is damaged: it does not say what the checkpoint has ({e!r})") from e
-    if not sound or form != _FORMAT:
-        why = (
-            "damaged: its CRC-32 does not match" if not sound else f"of format {form}, and this jigsaw reads {_FORMAT}"
-        )
-        raise CheckpointError(f"{path / _LAST} is {why}")
-    _check_saved_file(path, _INDEX, files.get(_INDEX, FileSum(0, 0)))
-    return OpenedCheckpoint(path, state, files, _tensor_index(path, files))
+        tensors = (index_from_torch if name == TORCH_INDEX_FILE else index_from_json)(raw, others)
+    except Exception as e:  # what is not an index may end in anything
+        raise CheckpointError(f"{path / name} is no index of tensors: {e}") from e
+    return OpenedCheckpoint(path, contents.state, others, tensors)
 
 
 def check_file_share(found: OpenedCheckpoint, rank: int, ranks: int) -> None:
@@ -311,68 +228,49 @@ def check_file_share(found: OpenedCheckpoint, rank: int, ranks: int) -> None:
 
     Raises: `CheckpointError` that names the first that differs.
     """
-    names = sorted((name for name in found.files if name != _INDEX), key=lambda name: (-found.files[name].size, name))
+    names = sorted(found.files, key=lambda name: (-found.files[name].size, name))
     for name in names[rank::ranks]:
-        _check_saved_file(found.path, name, found.files[name])
+        _check_is_there(found.path, name)
+        here = FileSum((found.path / name).stat().st_size, 0)
+        saved = found.files[name]
+        _check_sum(found.path / name, _sum_of(found.path / name) if here.size == saved.size else here, saved)
 
 
 def read_tensors(found: OpenedCheckpoint, state: dict[str, torch.Tensor]) -> None:
     """Fill the tensors of `state`, each rank its own rows."""
     if state:
         with _as_checkpoint_error(found.path):
-            dcp.load(dict(state), storage_reader=_TensorReader(found), no_dist=not dist.is_initialized())
+            reader = _TensorReader(found.path, torch_index_of(found.tensors, state))
+            dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 class _TensorReader(dcp.FileSystemReader):
     """Torch's reader, with an index that was read already: its own way is `pickle.load`."""
 
-    def __init__(self, found: OpenedCheckpoint) -> None:
-        super().__init__(found.path)
-        self._index = found.tensors
+    def __init__(self, path: Path, index: Metadata) -> None:
+        super().__init__(path)
+        self._index = index
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         self._index.storage_meta = StorageMeta(load_id=self.load_id)
         return self._index
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """What an index of tensors is made of, and nothing else: a pickle may name any function, and it is then called."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if (module, name) in _IN_AN_INDEX:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
-
-
-def _tensor_index(path: Path, files: Mapping[str, FileSum]) -> Metadata:
-    """The index of a checkpoint's tensors, all of which lie in its own files."""
-    try:
-        index = _IndexUnpickler(io.BytesIO((path / _INDEX).read_bytes())).load()
-        tensors = all(isinstance(each, TensorStorageMetadata) for each in index.state_dict_metadata.values())
-        strays = {each.relative_path for each in index.storage_data.values()} - set(files)
-    except Exception as e:  # what is no index may end in anything
-        raise CheckpointError(f"{path / _INDEX} is no index of tensors: {e}") from e
-    if not tensors or strays:
-        why = f"files that the checkpoint does not have: {sorted(strays)[:3]}" if strays else "values that are pickled"
-        raise CheckpointError(f"{path / _INDEX} names {why}")
-    return index
-
-
-def _check_saved_file(path: Path, name: str, saved: FileSum) -> None:
-    """Raises: `CheckpointError` when a file is not the one that was saved."""
-    if name != os.path.basename(name) or not (path / name).is_file():
+def _check_is_there(path: Path, name: str) -> None:
+    """Raises: `CheckpointError` when a file of a checkpoint is missing."""
+    if not (path / name).is_file():
         raise CheckpointError(f"{path} has no file {name!r}, which was saved with it; bring it back, or load another")
-    here = (path / name).stat().st_size
-    if here != saved.size:
-        why = f"it has {here} bytes and was saved with {saved.size}"
-    elif _sum_of(path / name) != saved:
-        why = "its CRC-32 is not that of what was saved"
-    else:
+
+
+def _check_sum(file: Path, here: FileSum, saved: FileSum) -> None:
+    """Raises: `CheckpointError` when a file is not the one that was saved."""
+    if here == saved:
         return
+    why = f"it has {here.size} bytes and was saved with {saved.size}"
+    if here.size == saved.size:
+        why = "its CRC-32 is not that of what was saved"
     raise CheckpointError(
-        f"{path / name} is damaged, or of another checkpoint: {why}; bring back the one that was saved, or load another"
+        f"{file} is damaged, or of another checkpoint: {why}; bring back the one that was saved, or load another"
     )
 
 

@@ -1,31 +1,37 @@
-"""A folder of numbered checkpoints, ``step-100``, ``step-200``, ...: the last whole one, and the last n kept."""
+"""A folder of numbered checkpoints, ``step-100``, ``step-200``, ...: the last whole one, and the last n kept.
+
+Each save writes its order into its checkpoint: one more than the highest there.  So the last is the one that was saved
+last, also by a run that went back to an older one.
+"""
 
 from __future__ import annotations
 
-import re
-import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jigsaw.checkpoint_files import fail_together, is_whole_checkpoint
+from jigsaw.checkpoint_files import fail_together
+from jigsaw.checkpoint_folder import checkpoint_contents, contents_of_whole, remove_checkpoint, remove_leftover
 from jigsaw.checkpoint_state import CheckpointError, CheckpointPath
-
-# what a save that was killed may have left has the last two names
-_NAME = re.compile(r"(?P<stem>.*?)(?P<number>\d+)(\.part(\.old)?)?")
+from jigsaw.drafts import path_of_draft
 
 
 class _NumberedSave(NamedTuple):
+    """A folder that may be a checkpoint: `found` is its name, or that of what a killed save to `final` has left."""
+
     number: int
     final: Path
     found: Path
 
 
 def latest(folder: CheckpointPath) -> Path | None:
-    """The checkpoint with the highest number among those in `folder` that are whole; None where there is none.
+    """The checkpoint that was saved last, among those in `folder` that are whole; None where there is none.
 
     Those are folders whose names end in a number.  One that a save was killed in is passed over, and so is one of which
-    a file is missing or of another size.  Every rank calls this and gets what the first found.
+    a file is missing or of another size.  After a run has gone back to ``step-50`` and has saved ``step-60``, that is
+    the last one, whatever higher numbers an abandoned run has left.  Checkpoints without an order, which are older than
+    those that have one, go by their number.  Every rank calls this and gets what the first found.
 
     *Raises*: `CheckpointError` where numbered checkpoints have names of several kinds.
 
@@ -37,7 +43,7 @@ def latest(folder: CheckpointPath) -> Path | None:
     """
 
     def look() -> Path | None:
-        whole = sorted(each for each in _numbered_saves(Path(folder)) if _is_loaded(each))
+        whole = _whole_saves(each for each in _saves_in(Path(folder)) if each.number >= 0 and _is_loaded(each))
         stems = sorted({_stem_of(each.final) for each in whole})
         if len(stems) > 1:
             raise CheckpointError(
@@ -55,35 +61,74 @@ def check_numbered(final: Path, keep: int | None) -> None:
         return
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise CheckpointError(f"keep={keep!r} must be how many checkpoints are kept: an integer of 1 or more")
-    if _NAME.fullmatch(final.name) is None or not final.name[-1].isdigit():
+    if _number_of(final) < 0:
         raise CheckpointError(
-            f"keep={keep} keeps the checkpoints with the highest numbers, but {final.name!r} does not end in one; "
-            f"save to names such as {final.name}-100"
+            f"keep={keep} keeps the last of numbered checkpoints, but {final.name!r} does not end in a number; save to "
+            f"names such as {final.name}-100"
         )
 
 
+def order_of_next(final: Path) -> int:
+    """The order of a save to `final`: after all that were saved to its folder under such names."""
+    orders = [0]
+    for each in _family_of(final):
+        try:
+            orders.append(checkpoint_contents(each.found).order)
+        except CheckpointError:  # not a checkpoint
+            continue
+    return max(orders) + 1
+
+
 def remove_older_saves(final: Path, keep: int) -> None:
-    """Remove what has a lower number than `final`, and the same name before it; the last `keep` whole ones stay."""
-    mine = [each for each in _numbered_saves(final.parent) if _stem_of(each.final) == _stem_of(final)]
-    here = next(each.number for each in mine if each.final == final)
-    whole = sorted({each.number for each in mine if is_whole_checkpoint(each.found) and each.number <= here})
-    kept = set(whole[-keep:])
+    """Remove checkpoints with a lower number than `final`, and the same name before it, but the last `keep` whole ones.
+
+    Folders that are not jigsaw's stay, and so do checkpoints into which somebody has put more: with a warning.
+    """
+    mine = [each for each in _family_of(final) if 0 <= each.number <= _number_of(final)]
+    kept = {each.final for each in _whole_saves(mine)[-keep:]}
     for each in mine:
-        if each.number < here and each.number not in kept:
-            shutil.rmtree(each.found, ignore_errors=True)
+        if each.final == final or each.final in kept or each.found.is_symlink():
+            continue
+        try:
+            if each.found != each.final:
+                remove_leftover(each.found)
+            else:
+                remove_checkpoint(each.found)
+        except OSError as e:
+            warnings.warn(f"{each.found} is not removed: {e}", stacklevel=2)
+        except CheckpointError as e:
+            if contents_of_whole(each.found) is not None:
+                warnings.warn(f"{each.found} is not removed, though keep={keep}: {e}", stacklevel=2)
+
+
+def _whole_saves(found: Iterable[_NumberedSave]) -> list[_NumberedSave]:
+    """Those that are whole, the one that was saved last at the end."""
+    whole = [(contents.order, each) for each in found if (contents := contents_of_whole(each.found)) is not None]
+    return [each for _, each in sorted(whole)]
 
 
 def _is_loaded(each: _NumberedSave) -> bool:
     """Whether `load` would read this one: what a killed save left stands in for a name that nobody has."""
-    return is_whole_checkpoint(each.found) and (each.found == each.final or not each.final.exists())
+    return each.found == each.final or not each.final.exists()
 
 
 def _stem_of(final: Path) -> str:
     return final.name.rstrip("0123456789")
 
 
-def _numbered_saves(folder: Path) -> Iterator[_NumberedSave]:
+def _family_of(final: Path) -> list[_NumberedSave]:
+    """The folders beside `final` that have its name, before the number if there is one."""
+    return [each for each in _saves_in(final.parent) if _stem_of(each.final) == _stem_of(final)]
+
+
+def _saves_in(folder: Path) -> Iterator[_NumberedSave]:
     for found in folder.iterdir() if folder.is_dir() else ():
-        name = _NAME.fullmatch(found.name)
-        if name is not None and found.is_dir():
-            yield _NumberedSave(int(name["number"]), found.with_name(name["stem"] + name["number"]), found)
+        if found.is_dir():
+            final = path_of_draft(found) or found
+            yield _NumberedSave(_number_of(final), final, found)
+
+
+def _number_of(final: Path) -> int:
+    """The number at the end of a name, -1 where there is none."""
+    digits = final.name[len(_stem_of(final)) :]
+    return int(digits) if digits else -1

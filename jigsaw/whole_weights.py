@@ -83,11 +83,11 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
     """
     final = Path(path)
     tensors = fail_together(lambda: _whole_state(model))
-    draft = fail_together(lambda: begin_draft_file(final), of_first=True)
+    what = f"the weights of {final} cannot be written"
+    draft = final.with_name(fail_together(lambda: begin_draft_file(final).name, of_first=True, what=what))
     header, weights = _header_of(draft, tensors)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     planner = dcp.DefaultSavePlanner()
-    what = f"the weights of {final} cannot be written"
 
     def plan() -> dcp.SavePlan:
         if is_first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import threading
 import time
@@ -74,7 +75,7 @@ def _rank_1_has_no_room(path):
         failing = save(path, model=model, wait=False)  # whoever was told is not told again
         with pytest.raises(CheckpointError, match=r"the background failed: .* rank 1: .*File too large"):
             save(path, model=model)
-        with pytest.raises(CheckpointError, match=r"^the tensors of .*last\.part cannot be written: rank 1: .*large"):
+        with pytest.raises(CheckpointError, match=r"^the tensors of .*last cannot be written: rank 1: .*large"):
             save(path, model=model)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, room)
@@ -111,7 +112,8 @@ def _names(folder):
 def test_the_last_n_are_kept_and_the_last_whole_one_is_found(tmp_path):
     model = torch.nn.Linear(2, 3)
     assert jigsaw.latest(tmp_path / "none") is None
-    (tmp_path / "step-70.part").mkdir()  # what a kill left
+    left = [tmp_path / f".step-{n}.0123456789abcdef.draft" for n in (70, 130, 125)]
+    left[0].mkdir()  # what a kill left
     save(tmp_path / "best", model=model)
     for step in (8, 90, 100, 110):
         save(tmp_path / f"step-{step}", model=model, keep=2)
@@ -119,17 +121,40 @@ def test_the_last_n_are_kept_and_the_last_whole_one_is_found(tmp_path):
     save(tmp_path / "step-120", model=model, keep=2, wait=False).wait()
     assert _names(tmp_path) == ["best", "step-110", "step-120"]
     assert jigsaw.latest(tmp_path) == tmp_path / "step-120"
-    (tmp_path / "step-130.part").mkdir()
+    left[1].mkdir()
     (tmp_path / "step-120" / "__0_0.distcp").write_bytes(b"torn")
     assert jigsaw.latest(tmp_path) == tmp_path / "step-110"
     # killed between the two renames: whole, but not yet under its name
-    (tmp_path / "step-110").rename(tmp_path / "step-125.part")
+    (tmp_path / "step-110").rename(left[2])
     assert jigsaw.latest(tmp_path) == tmp_path / "step-125"
     load(jigsaw.latest(tmp_path), model=model)
-    # gone back to an older one: what is newer stays, for nobody said that it is wrong
-    save(tmp_path / "step-60", model=model, keep=1)
-    assert "step-60" in _names(tmp_path)
-    assert jigsaw.latest(str(tmp_path)) == tmp_path / "step-125"
+    save(tmp_path / "step-140", model=model, keep=1)
+    assert _names(tmp_path) == ["best", "step-140"]
+
+
+def test_after_going_back_the_last_is_what_was_saved_last(tmp_path):
+    models = {step: torch.nn.Linear(2, 3) for step in (50, 100, 200, 60, 110, 210)}
+    for step in (50, 100, 200):
+        save(tmp_path / f"step-{step}", model=models[step])
+    load(tmp_path / "step-50", model=torch.nn.Linear(2, 3))
+    save(tmp_path / "step-60", model=models[60], keep=1)
+    assert jigsaw.latest(tmp_path) == tmp_path / "step-60"
+    assert _names(tmp_path) == ["step-100", "step-200", "step-60"]  # higher numbers stay until they are passed
+    save(tmp_path / "step-110", model=models[110], keep=2)
+    assert _names(tmp_path) == ["step-110", "step-200", "step-60"]  # and then those go that were saved first
+    save(tmp_path / "step-100", model=models[100])  # again
+    assert jigsaw.latest(str(tmp_path)) == tmp_path / "step-100"
+    save(tmp_path / "step-210", model=models[210], keep=2)
+    assert _names(tmp_path) == ["step-100", "step-210"]
+
+
+def test_the_folder_of_another_run_counts_for_itself(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    for folder in ("a", "b"):
+        for step in (1, 2):
+            save(tmp_path / folder / f"step-{step}", model=model)
+    orders = [json.loads((tmp_path / at / "jigsaw.json").read_text())["order"] for at in ("a/step-2", "b/step-2")]
+    assert orders == [2, 2]
 
 
 def _latest_of_all(folder):
@@ -146,7 +171,7 @@ def test_misuse_of_numbers_is_told(tmp_path):
     for keep in (0, True, 1.5):
         with pytest.raises(CheckpointError, match=r"keep=.* must be how many checkpoints are kept: an integer of 1 or"):
             save(tmp_path / "step-1", model=model, keep=keep)
-    with pytest.raises(CheckpointError, match=r"keep=2 .* but 'best' does not end in one; save to names such as best-"):
+    with pytest.raises(CheckpointError, match=r"keep=2 .* but 'best' does not end in a number; save to names such as"):
         save(tmp_path / "best", model=model, keep=2)
     for name in ("step-1", "epoch-1"):
         save(tmp_path / name, model=model)

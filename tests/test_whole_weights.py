@@ -114,7 +114,7 @@ def test_damaged_and_foreign_files_are_told_and_nothing_is_changed(tmp_path, raw
 def test_what_a_file_cannot_have_is_told(tmp_path):
     with pytest.raises(CheckpointError, match=r"'weight' is .*complex128, which a file of weights cannot have; it has"):
         jigsaw.save_weights(tmp_path / "it", nn.Linear(2, 2, bias=False).to(torch.complex128))
-    with pytest.raises(CheckpointError, match=r"No such file or directory: .*none/\.it\."):
+    with pytest.raises(CheckpointError, match=r"the weights of .*none/it cannot be written: .*No such file"):
         jigsaw.save_weights(tmp_path / "none" / "it", nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"is neither a \.safetensors file nor a folder with some"):
         jigsaw.load_weights(tmp_path, nn.Linear(2, 2))
