@@ -193,8 +193,8 @@ class _TorchIndexUnpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._records = {name: _stand_in() for name in _RECORDS}
-        self._memory_format = _stand_in()
+        self._records = {name: _pickle_record_class() for name in _RECORDS}
+        self._memory_format = _pickle_record_class()
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -234,5 +234,5 @@ class _Record:
         self.state = state
 
 
-def _stand_in() -> type[_Record]:
+def _pickle_record_class() -> type[_Record]:
     return type("_StandIn", (_Record,), {})

@@ -61,7 +61,7 @@ def check_numbered(final: Path, keep: int | None) -> None:
         return
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise CheckpointError(f"keep={keep!r} must be how many checkpoints are kept: an integer of 1 or more")
-    if _number_of(final) < 0:
+    if _save_number(final) < 0:
         raise CheckpointError(
             f"keep={keep} keeps the last of numbered checkpoints, but {final.name!r} does not end in a number; save to "
             f"names such as {final.name}-100"
@@ -84,7 +84,7 @@ def remove_older_saves(final: Path, keep: int) -> None:
 
     Folders that are not jigsaw's stay, and so do checkpoints into which somebody has put more: with a warning.
     """
-    mine = [each for each in _family_of(final) if 0 <= each.number <= _number_of(final)]
+    mine = [each for each in _family_of(final) if 0 <= each.number <= _save_number(final)]
     kept = {each.final for each in _whole_saves(mine)[-keep:]}
     for each in mine:
         if each.final == final or each.final in kept or each.found.is_symlink():
@@ -125,10 +125,10 @@ def _saves_in(folder: Path) -> Iterator[_NumberedSave]:
     for found in folder.iterdir() if folder.is_dir() else ():
         if found.is_dir():
             final = path_of_draft(found) or found
-            yield _NumberedSave(_number_of(final), final, found)
+            yield _NumberedSave(_save_number(final), final, found)
 
 
-def _number_of(final: Path) -> int:
+def _save_number(final: Path) -> int:
     """The number at the end of a name, -1 where there is none."""
     digits = final.name[len(_stem_of(final)) :]
     return int(digits) if digits else -1
