@@ -27,7 +27,7 @@ ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termco
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda check docs test-newest with-newest bench zoo clean
+.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda check docs test-newest with-newest bench fuzz zoo clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -106,6 +106,10 @@ $(ZOO_STAMP): pyproject.toml
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" $(ZOO_NEMO)
 	$(ZOO)/bin/python -m pip install --quiet --no-deps $(ZOO_ALONE)
 	@touch $@
+
+# SEED=7 runs them again; the programs that fail are written to build/fuzz, each as a script.
+fuzz: setup ## random programs on tiles against plain torch (PROGRAMS=20000 is an hour of two cores)
+	$(BIN)/python tests/fuzz/run.py --programs $(or $(PROGRAMS),2000) $(if $(SEED),--seed $(SEED)) --write build/fuzz
 
 bench: setup ## every benchmark, one JSON object a case (an hour)
 	$(BIN)/python benchmarks/layers.py --ranks 2

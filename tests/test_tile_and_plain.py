@@ -517,3 +517,22 @@ def test_losses_have_the_dtype_of_autocast():
             found, plain = _whole(loss(layer(tile))), loss(layer(x))
         assert found.dtype == plain.dtype
         torch.testing.assert_close(found, plain, rtol=1e-2, atol=1e-2)
+
+
+# -- as torch rounds and derives --------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_wider_plain_tensor_is_divided_in_its_own_dtype():
+    tile = shard(torch.arange(1.0, 8), world_mesh(lat=2), ("lat",))
+    x = torch.arange(7, dtype=torch.float64) - 3
+    assert torch.equal((x / tile).full_tensor(), x / torch.arange(1.0, 8))
+
+
+@on_ranks(2)
+def test_the_gradient_of_rrelu_at_zero_is_its_slope():
+    tile = shard(torch.arange(7.0) - 3, world_mesh(lat=2), ("lat",)).requires_grad_()
+    x = (torch.arange(7.0) - 3).requires_grad_()
+    F.rrelu(tile, 0.5, 0.5).sum().backward()
+    F.rrelu(x, 0.5, 0.5).sum().backward()
+    assert torch.equal(tile.grad.full_tensor(), x.grad)

@@ -262,13 +262,13 @@ def _feature_alpha_dropout(
 def _rrelu(
     input: Tile, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> Any:
-    """x where x >= 0, else x times a number from `lower` to `upper`; where `training`, random by global position."""
+    """x where x > 0, else x times a number from `lower` to `upper`; where `training`, random by global position."""
     slope: Any = (lower + upper) / 2
     if training:
         slope = Tile(
             (global_uniform(input, input.ndim) * (upper - lower) + lower).to(input.dtype), input.layout, input.mesh
         )
-    out = input.where(input >= 0, input * slope)
+    out = input.where(input > 0, input * slope)  # the gradient at 0 is the slope
     if inplace:
         check_can_change(F.rrelu, input)
         return input.copy_(out)

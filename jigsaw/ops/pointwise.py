@@ -408,6 +408,16 @@ def check_halo_of_target(function: Any, target: Tile) -> None:
         )
 
 
+@implements_torch(Tensor.__rdiv__)
+def _divide_other(self: Tile, other: Any) -> Any:
+    """``other / self``. Torch's own multiplies by the reciprocal, which rounds twice, and in the dtype of `self`; for
+    tensors of its own Python asks the first one, which divides.
+    """
+    if isinstance(other, Tensor):
+        return run_on_tiles(torch.true_divide, other, self)
+    return run_on_tiles(Tensor.__rdiv__, self, other)
+
+
 @implements_torch(Tensor.where)
 def _method_where(*args: Any, **kwargs: Any) -> Any:
     return _run_pointwise(Tensor.where, *args, **kwargs)

@@ -1,0 +1,485 @@
+"""Random programs on real ranks: each statement on tiles and on whole tensors in turn, and what became of them.
+
+The verdicts: `exact`; `refused`, where statements ended in a typed error and the others were exact; `wrong`;
+`untyped`, any other error; `apart`, ranks that end differently; `hang`; `crash`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from fuzz_functions import SMOOTH
+from fuzz_programs import AXES, Program, ProgramInput, Statement, loss_of, make_program, names_in, plain_state
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.cut import RanksDifferError, ShardingError, box_slices
+from jigsaw.errors import ReadError
+from jigsaw.exchange import redistribute_rows
+from jigsaw.layout import Layout
+from jigsaw.mesh import axes_of_mesh
+from jigsaw.testing import run_on_ranks
+from jigsaw.testing.failure import RankFailedError
+from jigsaw.tile import Tile
+from jigsaw.waiting_ranks import WaitError
+
+BAD = ("wrong", "untyped", "apart", "hang", "crash")
+_REFUSALS = (ShardingError, ReadError)
+_ROUNDING = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
+_COARSE = 2e-2  # bfloat16 and float16
+
+
+@dataclass
+class ProgramVerdict:
+    """What became of a program: `key` names the statement that is to blame, `text` says what differs."""
+
+    seed: int
+    verdict: str = "exact"
+    key: str = ""
+    text: str = ""
+    answered: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    refusal: str = ""
+    chaotic: int = 0
+    parts: dict[str, Any] = field(default_factory=dict, repr=False)
+    whole_gradients: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def as_line(self) -> str:
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("parts", "whole_gradients")}
+        return json.dumps(told) + "\n"
+
+
+# -- on a rank ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _program_mesh(axes: tuple[tuple[str, int], ...], seconds: float) -> Any:
+    return jigsaw.init_mesh(device="cpu", timeout=timedelta(seconds=seconds), **dict(axes))
+
+
+def run_seeds(seeds: Sequence[int], left_out: frozenset[str], folder: str, seconds: float) -> int:
+    """Run the programs of these seeds; rank 0 writes the verdicts to the folder, one a line."""
+    world = torch.distributed.get_world_size()
+    mesh = _program_mesh(tuple(AXES[world][0].items()), seconds)
+    mine = [make_program(seed, left_out) for seed in seeds[mesh.get_rank() :: world]]
+    shared = comm.all_gather_object(mesh, mine)
+    programs = [shared[at % world][at // world] for at in range(len(seeds))]
+    return run_programs(programs, folder, seconds)
+
+
+def run_programs(programs: Iterable[Program], folder: str, seconds: float) -> int:
+    """Run programs, as `run_seeds` does."""
+    warnings.simplefilter("ignore")
+    rank, count = torch.distributed.get_rank(), 0
+    journal = os.open(Path(folder) / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    results = os.open(Path(folder) / "results", os.O_WRONLY | os.O_CREAT | os.O_APPEND) if rank == 0 else None
+    for program in programs:
+        os.write(journal, f"seed {program.seed}\n".encode())
+        mesh = _program_mesh(tuple(program.axes.items()), seconds)
+        verdict = _agreed_verdict(_ProgramRun(program, mesh, journal))
+        if verdict.verdict == "wrong":
+            closer = _agreed_verdict(_ProgramRun(program, mesh, journal, every=True))
+            if closer.verdict == "wrong":
+                verdict.key, verdict.text = closer.key, closer.text
+        if results is not None:
+            os.write(results, verdict.as_line().encode())
+        count += 1
+    os.close(journal)
+    return count
+
+
+def _agreed_verdict(run: _ProgramRun) -> ProgramVerdict:
+    mine = run.run()
+    heard: list[ProgramVerdict] = comm.all_gather_object(run.mesh, mine)
+    kinds = [(v.verdict == "untyped", v.refused) for v in heard]
+    if any(kind != kinds[0] for kind in kinds):
+        said = "; ".join(f"rank {at}: {v.verdict} {v.text[:150]} refused {v.refused}" for at, v in enumerate(heard))
+        return ProgramVerdict(mine.seed, "apart", mine.key, said)
+    run.compare_parts(heard)
+    heard[run.mesh.get_rank()] = mine
+    return next((v for v in heard if v.verdict in BAD), heard[0])
+
+
+class _ProgramRun:
+    """One program on this rank, in two states: of whole tensors, and of tiles."""
+
+    def __init__(self, program: Program, mesh: Any, journal: int, *, every: bool = False) -> None:
+        self.program, self.mesh, self.journal, self.every = program, mesh, journal, every
+        self.verdict = ProgramVerdict(program.seed)
+        self.done: list[Statement] = []
+        self.whole = plain_state(list(program.inputs))
+        self.tiles = plain_state([])
+        self.leaves = {x.name: {x.name} for x in program.inputs if x.spec is None and x.has_grad}
+        """The plain leaves that a plain value was made of."""
+        self.spoilt: set[str] = set()
+        for x in program.inputs:
+            self.tiles[x.name] = self._cut(x)
+
+    def _cut(self, x: ProgramInput) -> Any:
+        made = plain_state([replace(x, has_grad=False)])[x.name]
+        if x.spec is not None:  # as `shard` does, without its messages
+            layout = Layout.of(
+                x.shape,
+                x.spec,
+                axes_of_mesh(self.mesh),
+                split=x.split or "balanced",
+                halo=x.halo,
+                periodic=x.periodic,
+            )
+            uncut = Layout.of(x.shape, (None,) * len(x.shape), layout.axes)
+            made = Tile(redistribute_rows(made, uncut, layout, self.mesh).clone(), layout, self.mesh)
+        return made.requires_grad_() if x.has_grad else made
+
+    def run(self) -> ProgramVerdict:
+        torch.manual_seed(0)
+        for statement in self.program.statements:
+            if not self._step(statement):
+                return self.verdict
+        self._compare_values("at the end")
+        self._compare_one_whole()
+        if self.program.outputs and self.verdict.verdict == "exact":
+            self._compare_gradients()
+        if self.verdict.verdict == "exact" and self.verdict.refused:
+            self.verdict.verdict = "refused"
+        return self.verdict
+
+    def _step(self, statement: Statement) -> bool:
+        """Run one statement on both; False where the program ends here."""
+        try:
+            exec(statement.text, self.tiles)
+        except NameError:
+            return True  # it needs the answer of one that was refused
+        except (RanksDifferError, WaitError):
+            self._note(statement, "ranks differ")
+            raise
+        except _REFUSALS as error:
+            self._note(statement, f"refused: {error}")
+            self.verdict.refused.append(statement.key)
+            self.verdict.refusal = str(error)
+            if statement.writes:
+                self._compare_values(f"after {statement.text!r} was refused", statement)
+            return True
+        except Exception as error:
+            mine: Exception | None = error
+        else:
+            mine = None
+        torch.manual_seed(0)
+        try:
+            exec(statement.text, self.whole)
+        except Exception as error:  # what torch refuses too says nothing about tiles
+            if mine is not None:
+                return True
+            self._note(statement, "answered what torch refuses")
+            # as where another statement was refused, or was left out when the program was made shorter
+            self.verdict.chaotic += 1
+            del error
+            return False
+        if mine is not None:
+            self._note(statement, f"untyped: {mine!r}")
+            return self._blame("untyped", statement, f"{statement.text}: {type(mine).__name__}: {mine}")
+        self._follow_leaves(statement)
+        self.done.append(statement)
+        self.verdict.answered.append(statement.key)
+        self._compare_metadata(statement)
+        if self.every or statement.writes:
+            self._compare_values(f"after {statement.text!r}", statement)
+        return True  # also where a value is wrong: the other ranks, which see other rows, go on
+
+    def _follow_leaves(self, statement: Statement) -> None:
+        """A plain leaf that meets a plain tensor that left a tile has its whole gradient on each rank, not its part."""
+        names = [n for n in names_in(statement.text) if n not in statement.names]
+        if any(isinstance(self.tiles[n], Tile) for n in names):
+            return
+        leaves = set().union(*(self.leaves.get(n, set()) for n in names))
+        if not all(n in self.leaves or not _has_grad(self.tiles[n]) for n in names):
+            self.spoilt |= leaves
+        self.leaves |= dict.fromkeys(names[:1] if statement.writes else statement.names, leaves)
+
+    def _note(self, statement: Statement, what: str) -> None:
+        """What a rank says alone, in case the others wait for it."""
+        os.write(self.journal, f"  {statement.key} {what}\n".replace("\n", " ").encode() + b"\n")
+
+    def _blame(self, kind: str, statement: Statement | None, text: str) -> bool:
+        if self.verdict.verdict == "exact":
+            self.verdict.verdict, self.verdict.text = kind, text
+            self.verdict.key = statement.key if statement is not None else "backward"
+        return False
+
+    def _compare_metadata(self, statement: Statement) -> None:
+        for name in statement.names:
+            right, got = self.whole[name], self.tiles[name]
+            if not isinstance(right, torch.Tensor):
+                if isinstance(right, (bool, int, torch.Size, torch.dtype)) and (type(got), got) != (type(right), right):
+                    self._blame("wrong", statement, f"{statement.text}: {got!r}, not {right!r}")
+            elif not isinstance(got, torch.Tensor):
+                self._blame("wrong", statement, f"{statement.text}: a {type(got).__name__}, not a tensor")
+            else:
+                facts = [(tuple(v.shape), v.dtype, v.requires_grad) for v in (got, right)]
+                if facts[0] != facts[1]:
+                    self._blame("wrong", statement, f"{statement.text}: {facts[0]}, not {facts[1]}")
+
+    def _compare_values(self, when: str, statement: Statement | None = None) -> None:
+        """This rank's rows of all values that are alive; nothing is sent."""
+        for name in [n for n in self.whole if n[1:].isdigit()]:
+            right, got = self.whole[name], self.tiles[name]
+            if isinstance(right, torch.Tensor) and isinstance(got, torch.Tensor):
+                self._compare(name, got.detach(), right.detach(), when, statement or self._maker(name))
+
+    def _compare_one_whole(self) -> None:
+        """One value by `full_tensor`, on every rank, whatever is wrong."""
+        names = [n for n, v in self.tiles.items() if isinstance(v, Tile)]
+        if names:
+            name = names[self.program.seed % len(names)]
+            with torch.no_grad():
+                whole = self.tiles[name].full_tensor()
+            self._compare(name, whole, self.whole[name].detach(), "in full_tensor", self._maker(name))
+
+    def _maker(self, name: str) -> Statement | None:
+        return next((s for s in self.program.statements if name in s.names), None)
+
+    def _compare(self, name: str, got: Any, right: Any, when: str, statement: Statement | None) -> None:
+        if (got.shape, got.dtype) != (right.shape, right.dtype):
+            found = f"{tuple(got.shape)} {got.dtype}, not {tuple(right.shape)} {right.dtype}"
+            self._blame("wrong", statement, f"{name} is {found} {when}")
+            return
+        mine = _owned_rows(got, right)
+        if mine[0].shape != mine[1].shape:
+            self._blame("wrong", statement, f"{name} {when}: local {tuple(mine[0].shape)}, not {tuple(mine[1].shape)}")
+        elif not _is_close(*mine, 0.0):
+            spread = self._spread(name)
+            if isinstance(spread, torch.Tensor) and isinstance(got, Tile):
+                spread = _owned_rows(got, spread)[1]
+            if not _is_close(*mine, spread):
+                self._blame("wrong", statement, f"{name} {when}: {_said(mine[0])}, not {_said(mine[1])}")
+
+    def _spread(self, name: str) -> Any:
+        """How far small errors in every statement move a value: of a step, or a tie, anywhere."""
+        self.verdict.chaotic += 1
+        return value_spread(self.program, self.done, name)
+
+    def _compare_gradients(self) -> None:
+        outputs = [n for n in self.program.outputs if n in self.whole and _has_grad(self.whole[n])]
+        statement = Statement("backward", "loss.backward()")
+        mine: Exception | None = None
+        try:
+            loss_of(*(self.tiles[n] for n in outputs)).backward()
+        except (RanksDifferError, WaitError):
+            self._note(statement, "ranks differ")
+            raise
+        except _REFUSALS as error:
+            self._note(statement, f"refused: {error}")
+            self.verdict.refused.append("backward")
+            self.verdict.refusal = str(error)
+            return
+        except Exception as error:
+            mine = error
+        try:
+            loss_of(*(self.whole[n] for n in outputs)).backward()
+        except Exception:  # where another statement was refused, or left out
+            return
+        if mine is not None:
+            self._note(statement, f"untyped: {mine!r}")
+            self._blame("untyped", statement, f"backward: {type(mine).__name__}: {mine}")
+            return
+        for x in self.program.inputs:
+            if not x.has_grad:
+                continue
+            leaf, right = self.tiles[x.name], _gradient_of(self.whole[x.name])
+            if not isinstance(leaf, Tile):  # each rank has its part
+                self.verdict.parts[x.name] = _gradient_of(leaf)
+                self.verdict.whole_gradients[x.name] = right
+                continue
+            got = leaf.grad
+            got = Tile(torch.zeros_like(leaf.local), leaf.layout, leaf.mesh) if got is None else got
+            self._compare(f"{x.name}.grad", got.detach(), right, "in the backward pass", statement)
+
+    def compare_parts(self, heard: Sequence[ProgramVerdict]) -> None:
+        """The gradients of plain leaves: what the ranks have of them adds up."""
+        for name, right in self.verdict.whole_gradients.items():
+            if name not in self.spoilt and all(name in v.parts for v in heard):
+                total = torch.stack([v.parts[name] for v in heard]).sum(0)
+                statement = Statement("backward", "loss.backward()")
+                self._compare(f"{name}.grad", total, right, "in the backward pass", statement)
+
+
+def _has_grad(v: Any) -> bool:
+    return isinstance(v, torch.Tensor) and v.requires_grad
+
+
+def _gradient_of(leaf: Any) -> Any:
+    return torch.zeros_like(leaf).detach() if leaf.grad is None else leaf.grad
+
+
+def _owned_rows(got: Any, right: Any) -> tuple[Any, Any]:
+    """What this rank owns, as it is and as it should be."""
+    if not isinstance(got, Tile):
+        return got, right
+    with torch.no_grad():
+        mine = got.owned()
+    layout = mine.layout
+    cut = right.reshape([c.size for c in layout.cuts])[box_slices(layout.owned(got.coordinate))]
+    return mine.local, cut.reshape(layout.local_shape(got.coordinate))
+
+
+def _said(v: Any) -> str:
+    text = str(v.tolist())
+    return text if len(text) < 160 else f"{text[:157]}..."
+
+
+def _is_close(got: Any, right: Any, spread: Any) -> bool:
+    if not right.numel():
+        return True
+    if not (right.is_floating_point() or right.is_complex()):
+        return torch.equal(got, right) or (isinstance(spread, torch.Tensor) and bool((spread > 0).any()))
+    tolerance = 1000 * _ROUNDING.get(right.dtype, _COARSE / 500)
+    known = right.isfinite()
+    scale = right[known].abs().max().item() if bool(known.any()) else 1.0
+    off = torch.where(known, got.to(right.dtype) - right, 0).abs().double()
+    allowed = tolerance * max(scale, 1.0) + 10 * spread
+    # where plain torch has a NaN or an infinity it is not compared: 0 * inf follows from the order of operations
+    return bool((off.nan_to_num(float("inf")) <= allowed).all())
+
+
+# -- how well a program is posed ---------------------------------------------------------------------------------------
+
+
+def value_spread(program: Program, statements: Sequence[Statement], name: str) -> Any:
+    """How far a value (``x0``) or gradient (``x0.grad``) moves, where every rounded result has an error."""
+    results = [_noisy_value(program, statements, name, seed) for seed in range(5)]
+    first = results[0]
+    if any(r is None or r.shape != first.shape for r in results):
+        return float("inf")
+    spread = torch.zeros(first.shape, dtype=torch.float64)
+    for r in results[1:]:
+        off = (r.to(torch.complex128) - first.to(torch.complex128)).abs()
+        spread = torch.maximum(spread, off.nan_to_num(float("inf")))
+    return spread
+
+
+def _noisy_value(program: Program, statements: Sequence[Statement], name: str, seed: int) -> Any:
+    state = plain_state(list(program.inputs))
+    generator = torch.Generator().manual_seed(seed)
+    for statement in statements:
+        torch.manual_seed(0)
+        exec(statement.text, state)
+        if seed:
+            names = statement.names or [n for n in state if n[1:].isdigit()]
+            for v in [state[n] for n in names]:
+                if isinstance(v, torch.Tensor) and (statement.key in SMOOTH or not _is_whole(v)):
+                    _add_noise(v, generator)
+    if name.endswith(".grad"):
+        try:
+            loss_of(*(state[n] for n in program.outputs if _has_grad(state.get(n)))).backward()
+        except Exception:
+            return None
+        leaf = state[name.removesuffix(".grad")]
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    value = state[name]
+    return value.detach() if isinstance(value, torch.Tensor) else None
+
+
+def _is_whole(v: Any) -> bool:
+    if not (v.is_floating_point() or v.is_complex()):
+        return True
+    v = torch.view_as_real(v.detach().resolve_conj()) if v.is_complex() else v.detach()
+    exact = {torch.float64: 2**50, torch.float32: 2**22, torch.float16: 2**10, torch.bfloat16: 2**7}.get(v.dtype, 0)
+    return bool((v == v.round()).all()) and (not v.numel() or v.abs().max().item() < exact)
+
+
+def _add_noise(v: Any, generator: torch.Generator) -> None:
+    if not (v.is_floating_point() or v.is_complex()):
+        return
+    size = 10 * _ROUNDING.get(v.dtype, _COARSE / 10)
+    noise = torch.randn(v.shape, generator=generator, dtype=torch.float64) if not _is_expanded(v) else 1.0
+    scale = v.detach().abs().max().item() if v.numel() else 0.0
+    v.data.add_((size * scale * noise) if isinstance(noise, float) else (size * scale * noise).to(v.dtype))
+
+
+def _is_expanded(v: Any) -> bool:
+    return any(stride == 0 and n > 1 for stride, n in zip(v.stride(), v.shape, strict=True))
+
+
+# -- in the test's own process -----------------------------------------------------------------------------------------
+
+
+def verdicts_of_seeds(
+    ranks: int, seeds: Sequence[int], left_out: frozenset[str], folder: Path, *, seconds: float = 60.0, batch: int = 100
+) -> Iterator[ProgramVerdict]:
+    """The verdict of each seed; ranks that wait for each other, or die, are replaced and the next seed goes on.
+
+    A program after which ranks waited is run once more alone: on a busy machine they may only have been slow.
+    """
+    seeds = list(seeds)
+    while seeds:
+        part = seeds[:batch]
+        error = _run_or_error(ranks, run_seeds, part, left_out, folder, seconds)
+        done = _read_results(folder)
+        yield from done.values()
+        if error is None:
+            assert set(done) == set(part)
+        else:
+            rest = [seed for seed in part if seed not in done]
+            first = _verdict_of_end(rest[0], ranks, folder, error)
+            again = verdict_of_program(ranks, make_program(rest[0], left_out), folder, seconds)
+            if again.verdict not in BAD:
+                print(f"seed {rest[0]}: {first.verdict} ({first.text[:300]}), but {again.verdict} when it ran alone")
+            yield again
+            part = part[: part.index(rest[0]) + 1]
+        seeds = seeds[len(part) :]
+
+
+def verdict_of_program(ranks: int, program: Program, folder: Path, seconds: float = 8.0) -> ProgramVerdict:
+    """What becomes of one program."""
+    error = _run_or_error(ranks, run_programs, [program], folder, seconds)
+    done = _read_results(folder)
+    return _verdict_of_end(program.seed, ranks, folder, error) if error is not None else done[program.seed]
+
+
+def _run_or_error(ranks: int, function: Any, work: Sequence[Any], *arguments: Any) -> RankFailedError | None:
+    folder, seconds = arguments[-2:]
+    folder.mkdir(exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    try:
+        patience = 4 * seconds + 5.0 * len(work) + 60
+        run_on_ranks(ranks, function, work, *arguments[:-2], str(folder), seconds, timeout=patience)
+    except RankFailedError as error:
+        return error
+    return None
+
+
+def _read_results(folder: Path) -> dict[int, ProgramVerdict]:
+    path = folder / "results"
+    lines = path.read_text().splitlines() if path.exists() else []
+    verdicts = [ProgramVerdict(**json.loads(line)) for line in lines if line.endswith("}")]
+    return {v.seed: v for v in verdicts}
+
+
+def _verdict_of_end(seed: int, ranks: int, folder: Path, error: RankFailedError) -> ProgramVerdict:
+    """Of a program that ended the world: what each rank had said of it alone."""
+    said = []
+    for rank in range(ranks):
+        path = folder / f"rank{rank}"
+        parts = path.read_text().split("seed ") if path.exists() else [""]
+        lines = parts[-1].splitlines()[1:] if parts[-1].startswith(f"{seed}\n") else []
+        said.append([line.strip() for line in lines])
+    text = str(error)
+    ended = [f.summary for f in error.failures]
+    if "ended without a word" in text:
+        return ProgramVerdict(seed, "crash", text=text[:2000])
+    kind = "hang" if all(lines == said[0] for lines in said) else "apart"
+    waits = any("WaitError" in each or "still running" in each for each in ended)
+    if not waits and "RanksDifferError" not in text:
+        kind = "untyped"  # of what this file does around the statements: full_tensor, a gradient, shard
+    told = "; ".join(f"rank {rank}: {lines[-1] if lines else 'waits'}" for rank, lines in enumerate(said))
+    key = next((line.rsplit(" untyped:")[0].rsplit(" refused:")[0] for lines in said for line in lines[-1:]), "")
+    return ProgramVerdict(seed, kind, key.removesuffix(" ranks differ"), f"{told} | {text[-1500:]}")

@@ -1,0 +1,77 @@
+"""Random programs of torch functions on random cuts, against plain torch: exact, or refused alike on every rank."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from fuzz_functions import FUNCTIONS, KNOWN_FAULTS, WRITES
+from fuzz_programs import Program, ProgramInput, Statement, make_program, ranks_of_seed
+from fuzz_ranks import BAD, verdict_of_program, verdicts_of_seeds
+
+MINUTES = float(os.environ.get("JIGSAW_FUZZ_MINUTES", "5"))
+LEFT_OUT = frozenset(KNOWN_FAULTS)
+
+
+def _faults(seeds, folder, end=float("inf")):
+    """The programs that were neither exact nor refused alike, as scripts."""
+    said, programs = [], 0
+    for ranks in (2, 4):
+        part = [seed for seed in seeds if ranks_of_seed(seed) == ranks]
+        for verdict in verdicts_of_seeds(ranks, part, LEFT_OUT, folder):
+            programs += 1
+            if verdict.verdict in BAD:
+                title = f"{verdict.verdict} (seed {verdict.seed}): {verdict.key}: {verdict.text}"
+                said.append(make_program(verdict.seed, LEFT_OUT).text(title))
+            if time.monotonic() > end:
+                break
+    assert programs
+    return "\n".join(said)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_programs_are_exact_or_refused(ranks, tmp_path):
+    seeds = [seed for seed in range(240) if ranks_of_seed(seed) == ranks]
+    assert not _faults(seeds, tmp_path / "verdicts")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 * MINUTES + 600)
+def test_new_random_programs_are_exact_or_refused(tmp_path):
+    first = int(time.time()) * 100
+    end = time.monotonic() + 60 * MINUTES
+    while time.monotonic() < end:
+        print(f"python tests/fuzz/run.py --seed {first} --programs 200")
+        assert not _faults(range(first, first + 200), tmp_path / "verdicts")
+        first += 200
+
+
+def test_a_program_is_the_same_from_the_same_seed():
+    assert make_program(5) == make_program(5)
+
+
+def test_known_faults_are_statements_of_the_table():
+    assert set(KNOWN_FAULTS) <= FUNCTIONS.keys() | WRITES.keys()
+
+
+IS_TILE, ON_FIRST = "(type(x0).__name__ == 'Tile')", "torch.distributed.get_rank() == 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (f"v0 = x0 + {IS_TILE}", "wrong"),
+        (f"v0 = x0.double() if {IS_TILE} else x0", "wrong"),
+        (f"v0 = x0.detach() if {IS_TILE} else x0 * 1", "wrong"),
+        (f"v0 = x0 / (1 if {IS_TILE} else 2)", "wrong"),
+        (f"v0 = x0 * (1 + 1 / (not {IS_TILE}))", "untyped"),
+        (f"v0 = x0 + 1 / (not ({IS_TILE} and {ON_FIRST}))", "apart"),
+        (f"v0 = torch.zeros(2) if {IS_TILE} and {ON_FIRST} else x0.sum() + 0 * x0.sum(0)[:2]", "apart"),
+    ],
+)
+def test_faults_are_noticed(text, verdict, tmp_path):
+    x = ProgramInput("x0", (7, 3), "float32", spec=("lat", None), has_grad=True)
+    program = Program(0, {"lat": 2}, (x,), (Statement("mine", text, ("v0",)),))
+    found = verdict_of_program(2, program, tmp_path / "verdicts", 3)
+    assert (found.verdict, found.key) == (verdict, "mine")
