@@ -17,13 +17,14 @@ _DRAFT_NAME = re.compile(r"\.(?P<final>.+)\.[0-9a-f]{16}\.(draft|replaced)", re.
 
 
 @contextmanager
-def draft_of(path: Path) -> Generator[BinaryIO]:
+def draft_of(path: Path, mode: int = 0o666) -> Generator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends, and is gone when it fails.
 
-    What is at `path` is replaced at once: a reader meets the old file or the new one.
+    What is at `path` is replaced at once: a reader meets the old file or the new one.  The user's umask takes from
+    `mode`, the permissions.
     """
     draft = unforeseen_name(path)
-    handle = open_unlinked(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    handle = open_unlinked(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(handle, "w+b") as file:
             yield file
@@ -58,8 +59,8 @@ def path_of_draft(draft: Path) -> Path | None:
     return None if name is None else draft.with_name(name["final"])
 
 
-def open_unlinked(path: str | os.PathLike[str], flags: int) -> int:
+def open_unlinked(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """`os.open` of a file that is made as the user's umask says, and never through a symbolic link: in a folder that
     others write to, one may lead anywhere.
     """
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)

@@ -57,6 +57,10 @@ class FetchError(ReadError):
     """A store that refuses a request or does not answer it; names the object and the last answer."""
 
 
+class CacheError(ReadError):
+    """A cache folder that others own or may write to, or a lock in it that somebody holds."""
+
+
 class NaNError(ReadError, ValueError):
     """A missing value where ``nan="raise"`` allows none."""
 

@@ -1,6 +1,7 @@
 """Reading: stores of any format as samples that are cut while they are read.  Writing: tiles, each rank its own."""
 
 from jigsaw.errors import (
+    CacheError,
     CorruptChunkError,
     FetchError,
     FieldError,
@@ -47,6 +48,7 @@ from jigsaw.sliding import sliding_window
 __all__ = [
     "ArraySource",
     "Batch",
+    "CacheError",
     "Converted",
     "CorruptChunkError",
     "DataLoader",

@@ -1,12 +1,19 @@
-"""A folder of files that can be made again: so many bytes at most, each file whole or absent, whoever writes them."""
+"""A folder of files that can be made again: so many bytes at most, each file whole or absent, whoever writes them.
+
+It is the user's own: what others put there is not read, and what is put there others cannot read.  One that several
+users share is asked for by name (``DiskCache(..., shared=True)``, $JIGSAW_CACHE_SHARED): they trust each other.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import re
+import socket
+import stat
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,11 +21,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jigsaw.drafts import draft_of, open_unlinked
-from jigsaw.errors import UnsupportedStoreError
+from jigsaw.errors import CacheError, UnsupportedStoreError
 
 CACHE_COUNT_FILE = "count"
 _USUAL_CACHE_BYTES = 64 * 10**9
 _CHECKSUM_BYTES = 16
+_USUAL_PATIENCE_SECONDS = 120.0
+_LOCK_POLL_SECONDS = 0.001, 0.05
+_BEAT_SECONDS = 1.0
+_HOLDER_OFFSET, _HOLDER_BYTES = 64, 256
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _CACHE_FILE_PATTERN = re.compile(r"\.?(hdf5-)?[0-9a-f]{32}\S*\.(chunk|raw|npz|draft)")
 """Files that are counted and removed, drafts too: a folder that a user names may have others."""
 
@@ -33,31 +45,82 @@ class CacheFolder:
     path: Path
     limit: int
     spare: int = 0
+    shared: bool = False
+
+    @property
+    def file_mode(self) -> int:
+        """The permissions of a file in it, before the umask."""
+        return 0o666 if self.shared else 0o600
+
+    def make_ready(self) -> None:
+        """Make the folder, for this user alone unless it is `shared`.
+
+        Raises: `CacheError` for one that others own or may write to; `OSError` where none can be made.
+        """
+        if self.shared:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+        found = os.stat(self.path)
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(f"{self.path} is a file")
+        remedy = (
+            "choose another folder (JIGSAW_CACHE, or the argument that names it), or, if you trust all who write to "
+            "it, share it: JIGSAW_CACHE_SHARED=1, DiskCache(..., shared=True)"
+        )
+        if found.st_uid != os.geteuid():
+            raise CacheError(
+                f"the cache {self.path} belongs to {_user_name(found.st_uid)}, who may put anything there; {remedy}"
+            )
+        if found.st_mode & _OTHERS_WRITE:
+            raise CacheError(
+                f"other users may write to the cache {self.path} (mode {stat.S_IMODE(found.st_mode):o}), so what is "
+                f"there may be theirs; chmod 700 it, {remedy}"
+            )
+
+    def opened(self, name: str) -> BinaryIO | None:
+        """A file of the folder, open for reading; None where there is none that may be read."""
+        handle = -1
+        try:
+            handle = open_unlinked(self.path / name, os.O_RDONLY | os.O_NONBLOCK)
+            found = os.fstat(handle)
+            if stat.S_ISREG(found.st_mode) and (self.shared or found.st_uid == os.geteuid()):
+                return os.fdopen(handle, "rb")
+        except OSError:
+            return None
+        os.close(handle)
+        return None
 
     @contextmanager
     def draft(self, name: str, size: int) -> Generator[BinaryIO]:
         """A file of `size` bytes to be written, for which there is room; named `name` when the block ends well."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.make_ready()
         with ExitStack() as writing:
-            with self._flock(CACHE_COUNT_FILE) as count:
+            with self._flock(CACHE_COUNT_FILE) as (count, _):
                 used = self._used_with_room(_decode_count(count.read(8 + _CHECKSUM_BYTES)), size)
                 count.seek(0)
                 count.write(_encode_count(used + size))
-                file = writing.enter_context(draft_of(self.path / name))
+                file = writing.enter_context(draft_of(self.path / name, self.file_mode))
                 file.truncate(size)  # counted from now on
             yield file
             with self._flock(CACHE_COUNT_FILE):  # a file that is renamed while others are counted may be missed
                 writing.close()
 
     @contextmanager
-    def locked(self, name: str) -> Generator[None]:
+    def locked(self, name: str) -> Generator[Callable[[], None]]:
         """For one thread of one process at a time; ends with the process, however that ends.
 
-        Names share 256 locks, which stay: who removes one that another holds or waits for lets a third in.
+        Who holds it calls what is given now and then, for others wait no longer than $JIGSAW_CACHE_TIMEOUT seconds
+        (120) without a sign of life.  Names share 256 locks, which stay: who removes one that another holds or waits
+        for lets a third in.
+
+        Raises: `CacheError` for a lock that somebody else keeps; it names who.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self._flock(f"{blake2b(name.encode(), digest_size=1).hexdigest()}.lock"):
-            yield
+        self.make_ready()
+        with self._flock(f"{blake2b(name.encode(), digest_size=1).hexdigest()}.lock") as (_, beat):
+            yield beat
 
     def mark_used(self, name: str) -> None:
         """The time of use is now; that of change stays, by which a file that changes while it is read is known."""
@@ -96,25 +159,91 @@ class CacheFolder:
                     yield file, file.lstat()
 
     @contextmanager
-    def _flock(self, name: str) -> Generator[BinaryIO]:
-        with os.fdopen(open_unlinked(self.path / name, os.O_RDWR | os.O_CREAT), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
+    def _flock(self, name: str) -> Generator[tuple[BinaryIO, Callable[[], None]]]:
+        with os.fdopen(self._open_lock(name), "r+b") as file:
+            self._wait_for(file, name)
+            holder = f"process {os.getpid()} of {_user_name(os.geteuid())} on {socket.gethostname()}"
+            os.pwrite(file.fileno(), holder.encode()[:_HOLDER_BYTES].ljust(_HOLDER_BYTES, b"\0"), _HOLDER_OFFSET)
+            yield file, _Heartbeat(file).beat
+
+    def _open_lock(self, name: str) -> int:
+        with suppress(FileNotFoundError):  # in folders with a sticky bit Linux opens no file of others to be created
+            return open_unlinked(self.path / name, os.O_RDWR | os.O_NONBLOCK)
+        handle = open_unlinked(self.path / name, os.O_RDWR | os.O_CREAT, 0o600)
+        if self.shared:
+            with suppress(PermissionError):
+                os.fchmod(handle, 0o666)
+        return handle
+
+    def _wait_for(self, file: BinaryIO, name: str) -> None:
+        patience, last, since = _patience_of_environment(), os.fstat(file.fileno()).st_mtime_ns, time.monotonic()
+        pause, longest = _LOCK_POLL_SECONDS
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            now = os.fstat(file.fileno()).st_mtime_ns
+            if now != last:
+                last, since = now, time.monotonic()
+            if time.monotonic() - since > patience:
+                told = os.pread(file.fileno(), _HOLDER_BYTES, _HOLDER_OFFSET).rstrip(b"\0").decode("utf-8", "replace")
+                raise CacheError(
+                    f"{told or 'somebody who leaves no name'} holds the lock {self.path / name} and has shown no sign "
+                    f"of life for {patience:g} s; end that process, give it longer (JIGSAW_CACHE_TIMEOUT, in seconds), "
+                    "or choose another folder (JIGSAW_CACHE)"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+class _Heartbeat:
+    """Shows those who wait for a lock that its holder is at work."""
+
+    def __init__(self, lock: BinaryIO) -> None:
+        self._lock, self._last = lock, time.monotonic()
+
+    def beat(self) -> None:
+        if time.monotonic() - self._last > _BEAT_SECONDS:
+            with suppress(OSError):
+                os.utime(self._lock.fileno())
+            self._last = time.monotonic()
+
+
+def _user_name(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name!r}"
+    except KeyError:
+        return f"user {number}"
+
+
+def _patience_of_environment() -> float:
+    return _number_of_environment("JIGSAW_CACHE_TIMEOUT", _USUAL_PATIENCE_SECONDS, "seconds")
+
+
+def _number_of_environment(name: str, usual: float, unit: str) -> float:
+    given = os.environ.get(name)
+    try:
+        found = usual if given is None else float(given)
+        if not found >= 0 or found == float("inf"):
+            raise ValueError
+    except ValueError as e:
+        raise UnsupportedStoreError(f"{name}={given!r} must be a number of {unit}") from e
+    return found
 
 
 def user_cache_folder(chosen: str | os.PathLike[str] | None = None) -> CacheFolder | None:
-    """`chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw, of at most $JIGSAW_CACHE_BYTES; an empty name is none."""
+    """`chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw, of at most $JIGSAW_CACHE_BYTES; an empty name is none.
+
+    Others may write to it where $JIGSAW_CACHE_SHARED is 1.
+    """
     if chosen is None:
         chosen = os.environ.get("JIGSAW_CACHE")
     if chosen is None:
         chosen = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jigsaw"
     if not os.fspath(chosen):
         return None
-    given = os.environ.get("JIGSAW_CACHE_BYTES")
-    try:
-        return CacheFolder(Path(chosen), _USUAL_CACHE_BYTES if given is None else int(float(given)))
-    except (ValueError, OverflowError) as e:
-        raise UnsupportedStoreError(f"JIGSAW_CACHE_BYTES={given!r} must be a number of bytes") from e
+    limit = int(_number_of_environment("JIGSAW_CACHE_BYTES", _USUAL_CACHE_BYTES, "bytes"))
+    return CacheFolder(Path(chosen), limit, shared=os.environ.get("JIGSAW_CACHE_SHARED", "0") not in ("", "0"))
 
 
 def _encode_count(used: int) -> bytes:

@@ -107,13 +107,16 @@ def entries(folder):
     return sorted(p for p in folder.iterdir() if p.suffix == ".raw")
 
 
+SEAL = 4 + 16  # the checksum of one block, and that of all checksums
+
+
 def test_a_file_is_decompressed_once(tmp_path, cache):
     path = write(tmp_path / "v.nii.gz")
     first = assert_alike(path)
     made = entries(cache)[0].stat()
     assert_alike(path)
     assert [p.stat().st_ino for p in entries(cache)] == [made.st_ino]
-    assert made.st_size == 352 + 2 * np.prod(SHAPE)
+    assert made.st_size == 352 + 2 * np.prod(SHAPE) + SEAL
     write(path, seed=1)
     assert_alike(path)
     assert len(entries(cache)) == 2
@@ -123,7 +126,7 @@ def test_a_file_is_decompressed_once(tmp_path, cache):
 
 def test_the_cache_keeps_to_its_limit_and_makes_entries_again(tmp_path, cache, monkeypatch):
     size = 352 + 2 * np.prod(SHAPE)
-    monkeypatch.setenv("JIGSAW_CACHE_BYTES", str(2 * size))
+    monkeypatch.setenv("JIGSAW_CACHE_BYTES", str(2 * (size + SEAL)))
     stores = [open_nifti(write(tmp_path / f"{i}.nii.gz", seed=i)) for i in range(3)]
     assert len(entries(cache)) == 2
     for i, store in enumerate(stores):

@@ -177,8 +177,8 @@ def _checked_store(path: str, engine: str | None, outside: Any) -> Any:
         check_reference_file(path, checked_outside(outside))
     if not _is_read_by_zarr(path, engine):
         return path
-    from jigsaw.io.formats.zarr_group import bounded_zarr_folder, refuse_code_in
-    from jigsaw.io.formats.zarr_reach import checked_outside
+    from jigsaw.io.formats.zarr_group import refuse_code_in
+    from jigsaw.io.formats.zarr_reach import bounded_zarr_folder, checked_outside
 
     store = bounded_zarr_folder(path, checked_outside(outside))
     refuse_code_in(store)

@@ -34,12 +34,14 @@ _SPARE_FRACTION = 8
 class DiskCache:
     """What `jigsaw.io.open` keeps of a far store: stored bytes as they were fetched, at most `limit` bytes in `folder`.
 
-    The ranks of a machine may share it, and so may runs and stores: it outlives them.  It is for a store that does not
-    change; remove the folder after one did.  A file of it that is damaged is fetched again, and so is a chunk that
-    could not be decoded.  Arrays that nothing tells from those of other stores (in memory, or in an Icechunk session
-    that writes) are not kept.
+    The ranks of a machine may share it, and so may runs and stores: it outlives them.  The folder is this user's alone,
+    unless it is `shared`: then who may write to it decides what all others read, and they trust each other.  It is for
+    a store that does not change; remove the folder after one did.  A file of it that is damaged is fetched again, and
+    so is a chunk that could not be decoded.  Arrays that nothing tells from those of other stores (in memory, or in an
+    Icechunk session that writes) are not kept.
 
-    Raises: `FieldError` for a limit that is not positive.
+    Raises: `FieldError` for a limit that is not positive; a dataset that is opened with it raises `CacheError` for a
+    folder that others own or may write to, unless it is `shared`, and for a lock in it that somebody keeps.
 
     >>> cache = jigsaw.io.DiskCache("cache", limit=10_000_000_000)
     >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 1}, disk_cache=cache)    # in earnest, s3://…/globe.zarr
@@ -49,6 +51,7 @@ class DiskCache:
 
     folder: str | os.PathLike[str]
     limit: int
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.limit <= 0:
@@ -56,12 +59,11 @@ class DiskCache:
 
     def of(self, store: ArrayStore) -> ArrayStore:
         """The store, read through the cache."""
-        path = Path(self.folder)
+        folder = CacheFolder(Path(self.folder), self.limit, self.limit // _SPARE_FRACTION, self.shared)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            folder.make_ready()
         except OSError as e:
-            raise UnsupportedStoreError(f"the folder {str(path)!r} of the disk cache cannot be made: {e}") from e
-        folder = CacheFolder(path, self.limit, self.limit // _SPARE_FRACTION)
+            raise UnsupportedStoreError(f"the folder {str(folder.path)!r} of the disk cache cannot be made: {e}") from e
         return replace(store, arrays=_CachedTables(store.arrays, KeptAnswers(folder)))
 
 
@@ -175,14 +177,18 @@ class KeptAnswers:
 
     def read(self, known: ObjectIdentity, what: str) -> ByteArray | None:
         """An answer; None when it is not kept, damaged, or of another state of the object."""
+        name = _answer_name(known, what)
+        file = self._folder.opened(name)
+        if file is None:
+            return None
         try:
-            with open(self._folder.path / _answer_name(known, what), "rb") as f:
+            with file as f:
                 size = os.fstat(f.fileno()).st_size - _ANSWER_HEAD_BYTES
                 if size < 0:
                     return None
                 head, raw = f.read(_ANSWER_HEAD_BYTES), fresh_memory(size)
-                whole = f.readinto(raw.data) == size
-                if not whole or _answer_checksum(head[_CHECKSUM_BYTES:], raw) != head[:_CHECKSUM_BYTES]:
+                whole = os.preadv(f.fileno(), [raw.data], _ANSWER_HEAD_BYTES) == size
+                if not whole or _answer_checksum(name, head[_CHECKSUM_BYTES:], raw) != head[:_CHECKSUM_BYTES]:
                     return None
         except OSError:
             return None
@@ -191,11 +197,11 @@ class KeptAnswers:
 
     def write(self, known: ObjectIdentity, what: str, raw: ByteArray) -> None:
         """Keep an answer, whole or not at all; a full disk is no reason to fail."""
-        size, mark = _ANSWER_HEAD_BYTES + raw.size, _state_digest(known)
+        size, mark, name = _ANSWER_HEAD_BYTES + raw.size, _state_digest(known), _answer_name(known, what)
         if size > self._folder.limit:
             return
-        with suppress(OSError), self._folder.draft(_answer_name(known, what), size) as file:
-            file.write(_answer_checksum(mark, raw) + mark)
+        with suppress(OSError), self._folder.draft(name, size) as file:
+            file.write(_answer_checksum(name, mark, raw) + mark)
             file.write(raw.data)
 
     def remove(self, known: ObjectIdentity) -> None:
@@ -218,7 +224,7 @@ def _state_digest(known: ObjectIdentity) -> bytes:
     return known_state if known.state else _UNKNOWN_STATE
 
 
-def _answer_checksum(mark: bytes, raw: ByteArray) -> bytes:
-    found = hashlib.blake2b(mark, digest_size=_CHECKSUM_BYTES)
+def _answer_checksum(name: str, mark: bytes, raw: ByteArray) -> bytes:
+    found = hashlib.blake2b(name.encode() + mark, digest_size=_CHECKSUM_BYTES)
     found.update(raw.data)
     return found.digest()

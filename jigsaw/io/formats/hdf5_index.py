@@ -22,7 +22,7 @@ import numpy as np
 from h5py._objects import phil
 from numpy.typing import NDArray
 
-from jigsaw.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
+from jigsaw.errors import CacheError, CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.cache_folder import CacheFolder
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
@@ -276,14 +276,17 @@ def _cached_index(
     if len(rows) >= _FEWEST_CHUNKS_KEPT:
         np.savez_compressed(packed, key=key, rows=rows)
         if packed.tell() <= folder.limit:
-            with suppress(OSError), folder.draft(entry, packed.tell()) as out:
+            with suppress(OSError, CacheError), folder.draft(entry, packed.tell()) as out:
                 out.write(packed.getbuffer())
     return rows
 
 
 def _read_cached_index(folder: CacheFolder, entry: str, wanted: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    file = folder.opened(entry)
+    if file is None:
+        return None
     try:
-        with np.load(folder.path / entry, allow_pickle=False) as kept:
+        with file, np.load(file, allow_pickle=False) as kept:
             key, rows = kept["key"], kept["rows"]
     except Exception:  # the archive has checksums of its own, and a damaged one may raise anything
         return None

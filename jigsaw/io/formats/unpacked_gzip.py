@@ -2,7 +2,7 @@
 
 The cache is a directory, ``$JIGSAW_CACHE`` or ``~/.cache/jigsaw``, of at most ``$JIGSAW_CACHE_BYTES`` (64e9), which
 indices of HDF5 files share.  An entry is named by the file's path, size and time of change (an object's URL, size and
-ETag), so a changed one gets another.
+ETag), so a changed one gets another.  It ends with checksums of its blocks, which are compared before their first use.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import os
 import shutil
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import BinaryIO
+
+import numpy as np
 
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
@@ -31,6 +34,9 @@ _MOST_RATIO = 1032
 _MOST_PADDING = 1 << 16
 """Bytes that may follow what the header describes: padding."""
 _MOST_TRIES = 8
+_CHECKED_BLOCK_BYTES = 1 << 20
+_DIGEST_BYTES = 16
+_MOST_AT_ONCE = 1 << 30  # macOS refuses to read 2 GiB and more in one call
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class UnpackedFile:
         if length > _MOST_RATIO * stamp.size:
             raise BadChunkError(f"its header claims {length} bytes, more than {stamp.size} compressed ones can hold")
         self._packed, self._path, self.stamp, self.length = packed, path, stamp, length
-        self._local = LocalFiles(keep=True)
+        self._entry: _KeptEntry | None = None
         self._making = threading.Lock()
 
     def __getstate__(self) -> tuple[StoreFiles, str, FileStamp, int]:
@@ -101,7 +107,7 @@ class UnpackedFile:
         return raw
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """An entry that the cache has let go of meanwhile, or that was cut short, is made again, unless other processes
+        """An entry that the cache has let go of meanwhile, or that is damaged, is made again, unless other processes
         need its room each time that it is made.
         """
         for _ in range(_MOST_TRIES):
@@ -114,12 +120,18 @@ class UnpackedFile:
 
     def _kept(self, targets: Sequence[FillTarget]) -> bool:
         """Fill every target from the entry; False when it is not there as a whole."""
-        local = self._local
-        try:
-            return local.ranges(str(self.stamp.folder.path / self.stamp.entry), targets)
-        except ShortChunkError:
-            self._local = LocalFiles(keep=True)  # which takes the one that is made next for no change
+        entry = self._entry or _KeptEntry.of(self.stamp.folder, self.stamp.entry, self.length)
+        if entry is None:
             return False
+        try:
+            for offset, memory in targets:
+                entry.fill(offset, memory)
+        except BadChunkError:
+            self._entry = None
+            self.stamp.folder.remove(self.stamp.entry)
+            return False
+        self._entry = entry
+        return True
 
     def make(self) -> None:
         """Decompress the file into its entry, unless it is there; one process of this machine does.
@@ -127,21 +139,26 @@ class UnpackedFile:
         An object that is far away is fetched by that process alone, a block at a time.
         """
         folder, entry = self.stamp.folder, self.stamp.entry
-        with folder.locked(entry):
-            if (size_and_change(folder.path / entry) or (None,))[0] != self.length:
+        with folder.locked(entry) as beat:
+            if _KeptEntry.of(folder, entry, self.length) is None:
                 if FileStamp.of(self._packed, self._path) != self.stamp:
                     raise BadChunkError("the file has changed since it was opened; open the store again")
-                self._unpack(folder, entry)
+                self._unpack(folder, entry, beat)
             folder.mark_used(entry)
 
-    def _unpack(self, folder: CacheFolder, entry: str) -> None:
+    def _unpack(self, folder: CacheFolder, entry: str, beat: Callable[[], None]) -> None:
         """Make the entry; none when other processes need the room of its draft."""
-        self._check_room(folder, self.length <= folder.limit)
+        size = self.length + _seal_bytes(self.length)
+        self._check_room(folder, size <= folder.limit)
         packed = _packed_blocks(self._packed, self._path, self.stamp.size, _BODY_FETCHED_BYTES)
-        with suppress(FileNotFoundError), folder.draft(entry, self.length) as file:
-            self._check_room(folder, self.length <= shutil.disk_usage(folder.path).free)
+        with suppress(FileNotFoundError), folder.draft(entry, size) as file:
+            self._check_room(folder, size <= shutil.disk_usage(folder.path).free)
+            checksums = _BlockChecksums()
             for block in _exact_contents(packed, self.length):
                 file.write(block)
+                checksums.add(block)
+                beat()
+            file.write(checksums.seal(entry))
 
     def _check_room(self, folder: CacheFolder, fits: bool) -> None:
         if not fits:
@@ -150,6 +167,88 @@ class UnpackedFile:
                 f"{folder.limit}, with {shutil.disk_usage(folder.path).free} free on its disk; set JIGSAW_CACHE and "
                 "JIGSAW_CACHE_BYTES, or decompress the file yourself"
             )
+
+
+# -- entries ---------------------------------------------------------------------------------------------------------
+
+
+class _BlockChecksums:
+    """The CRC-32 of each block of `_CHECKED_BLOCK_BYTES` of what is written, and what closes an entry."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._crc, self._size = 0, 0
+
+    def add(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            part = rest[: _CHECKED_BLOCK_BYTES - self._size]
+            self._crc, self._size, rest = zlib.crc32(part, self._crc), self._size + len(part), rest[len(part) :]
+            if self._size == _CHECKED_BLOCK_BYTES:
+                self._close()
+
+    def _close(self) -> None:
+        self._done.append(self._crc)
+        self._crc, self._size = 0, 0
+
+    def seal(self, entry: str) -> bytes:
+        if self._size:
+            self._close()
+        table = np.array(self._done, "<u4").tobytes()
+        return table + _table_digest(entry, table)
+
+
+def _seal_bytes(length: int) -> int:
+    return 4 * -(-length // _CHECKED_BLOCK_BYTES) + _DIGEST_BYTES
+
+
+def _table_digest(entry: str, table: bytes) -> bytes:
+    return blake2b(entry.encode() + table, digest_size=_DIGEST_BYTES).digest()
+
+
+class _KeptEntry:
+    """An entry that is open for reading; each block is compared with its checksum before it is first used."""
+
+    def __init__(self, file: BinaryIO, length: int, table: bytes) -> None:
+        self._file, self._length = file, length
+        self._checksums: list[int] = np.frombuffer(table, "<u4").tolist()
+        self._sound: set[int] = set()
+
+    @classmethod
+    def of(cls, folder: CacheFolder, entry: str, length: int) -> _KeptEntry | None:
+        """The entry, or None where there is none that is whole."""
+        file = folder.opened(entry)
+        if file is None:
+            return None
+        seal = os.pread(file.fileno(), _seal_bytes(length), length)
+        table = seal[:-_DIGEST_BYTES]
+        size = os.fstat(file.fileno()).st_size
+        if size != length + _seal_bytes(length) or seal[len(table) :] != _table_digest(entry, table):
+            file.close()
+            return None
+        return cls(file, length, table)
+
+    def fill(self, offset: int, memory: ByteArray) -> None:
+        """Read from an offset on.  Raises: `BadChunkError` for what is damaged."""
+        if offset + memory.size > self._length:
+            raise ShortChunkError(f"it should have {memory.size} bytes at {offset} and has {self._length}")
+        first, last = offset // _CHECKED_BLOCK_BYTES, -(-(offset + memory.size) // _CHECKED_BLOCK_BYTES)
+        for block in range(first, last):
+            if block not in self._sound:
+                self._check(block)
+        view, done = memory.data, 0
+        while done < memory.size:
+            got = os.preadv(self._file.fileno(), [view[done : done + _MOST_AT_ONCE]], offset + done)
+            if not got:
+                raise ShortChunkError(f"the entry ends after {done} of its {memory.size} bytes")
+            done += got
+
+    def _check(self, block: int) -> None:
+        start = block * _CHECKED_BLOCK_BYTES
+        raw = os.pread(self._file.fileno(), min(_CHECKED_BLOCK_BYTES, self._length - start), start)
+        if zlib.crc32(raw) != self._checksums[block]:
+            raise BadChunkError(f"block {block} of the entry is damaged")
+        self._sound.add(block)
 
 
 # -- gzip ------------------------------------------------------------------------------------------------------------

@@ -41,11 +41,11 @@ from jigsaw.io.chunks.lookups import LookupCounts, LookupTally
 from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.chunks.packing import dtype_with_declared_sign, fill_is_missing, fill_value_of, missing_values_of
 from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url, is_remote_url
+from jigsaw.io.formats import zarr_reach
 from jigsaw.io.formats.anemoi import anemoi_as_fields, is_anemoi_store
 from jigsaw.io.formats.makani import MAKANI_DIMS, describe_makani_fields, is_makani_array
 from jigsaw.io.formats.slab_arrays import read_whole_coordinate
 from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
-from jigsaw.io.formats.zarr_reach import BoundedLocalStore, OutsidePlaces, bounded_store, checked_outside
 from jigsaw.io.series.coords import check_coordinate_size
 from jigsaw.redacted import cause_without_secrets, redacted_text
 
@@ -64,8 +64,10 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     ``outside`` the places that links and references may lead to (see `jigsaw.io.formats.zarr_reach`).
     """
     options = dict(options or {})
-    named, outside = options.pop("arrays", None), checked_outside(options.pop("outside", None))
-    group = _bounded_group(url if isinstance(url, zarr.Group) else _open_zarr_group(url, options, outside), outside)
+    named, outside = options.pop("arrays", None), zarr_reach.checked_outside(options.pop("outside", None))
+    group = zarr_reach.bounded_group(
+        url if isinstance(url, zarr.Group) else _open_zarr_group(url, options, outside), outside
+    )
     try:
         with zarr.config.set({"array.rectilinear_chunks": True}):  # zarr reads the metadata of such arrays only then
             sources = dict(_listed_zarr_arrays(group) if named is None else _named_zarr_arrays(group, named))
@@ -138,24 +140,7 @@ def _refuse_code_in_array(array: Any) -> None:
         )
 
 
-def _bounded_group(group: zarr.Group, outside: OutsidePlaces) -> zarr.Group:
-    """The group, in a store that leads nowhere else."""
-    store = bounded_store(group.store, outside)
-    if store is group.store:
-        return group
-    with zarr.config.set({"array.rectilinear_chunks": True}):
-        return zarr.open_group(store, path=group.path, mode="r")
-
-
-def bounded_zarr_folder(url: Any, outside: OutsidePlaces) -> Any:
-    """The store of a folder that leads nowhere else; what is given where it is no folder."""
-    path = url.removeprefix("file://") if isinstance(url, str) else url
-    return (
-        BoundedLocalStore(path, outside=outside) if isinstance(path, str | os.PathLike) and os.path.isdir(path) else url
-    )
-
-
-def _open_zarr_group(url: Any, options: dict[str, Any], outside: OutsidePlaces) -> zarr.Group:
+def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.OutsidePlaces) -> zarr.Group:
     if is_remote_url(url):
         files, prefix = files_of_url(url, options)
         from jigsaw.io.formats.zarr_metadata import ZarrMetadataStore
@@ -163,7 +148,10 @@ def _open_zarr_group(url: Any, options: dict[str, Any], outside: OutsidePlaces) 
         called = f"{files.name}/{prefix}"
         where: dict[str, Any] = {"store": ZarrMetadataStore(files), "path": prefix}
     else:
-        called, where = repr(url), {"store": bounded_zarr_folder(url, outside), "storage_options": options or None}
+        called, where = (
+            repr(url),
+            {"store": zarr_reach.bounded_zarr_folder(url, outside), "storage_options": options or None},
+        )
     try:
         with zarr.config.set({"array.rectilinear_chunks": True}):  # the group may list them
             return zarr.open_group(**where, mode="r")
@@ -309,7 +297,7 @@ def zarr_chunk_grid(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[i
 
 def files_of_zarr(store: Any) -> StoreFiles:
     """How the objects of a zarr store are read; those on disk may not change: indices and block tables are kept."""
-    if isinstance(store, BoundedLocalStore):
+    if isinstance(store, zarr_reach.BoundedLocalStore):
         return store.files
     if isinstance(store, LocalStore):
         return LocalFiles(keep=True)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
+import zarr
 from numpy import ndarray
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
@@ -193,7 +194,7 @@ def _lies_below(place: tuple[str, str] | None, allowed: tuple[str, str] | None) 
     return place[1] == allowed[1] or place[1].startswith(f"{allowed[1].rstrip('/')}/")
 
 
-def bounded_store(store: Any, outside: OutsidePlaces) -> Any:
+def _bounded_store(store: Any, outside: OutsidePlaces) -> Any:
     """A store of zarr's that leads to no place but its own and those that `outside` allows; `store` itself where it is
     bounded, or of a kind that leads nowhere or whose own rules say where to, as Icechunk's do.
     """
@@ -207,6 +208,23 @@ def bounded_store(store: Any, outside: OutsidePlaces) -> Any:
         if {store.fs.protocol} & {*_LOCAL_PROTOCOLS, _LOCAL_PROTOCOLS}:
             return BoundedLocalStore(store.path, outside=outside)
     return store
+
+
+def bounded_group(group: zarr.Group, outside: OutsidePlaces) -> zarr.Group:
+    """The group, in a store that leads nowhere else."""
+    store = _bounded_store(group.store, outside)
+    if store is group.store:
+        return group
+    with zarr.config.set({"array.rectilinear_chunks": True}):
+        return zarr.open_group(store, path=group.path, mode="r")
+
+
+def bounded_zarr_folder(url: Any, outside: OutsidePlaces) -> Any:
+    """The store of a folder that leads nowhere else; what is given where it is no folder."""
+    path = url.removeprefix("file://") if isinstance(url, str) else url
+    return (
+        BoundedLocalStore(path, outside=outside) if isinstance(path, str | os.PathLike) and os.path.isdir(path) else url
+    )
 
 
 def _is_reference_system(system: Any) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from math import prod
-from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.drafts import draft_of
 from jigsaw.errors import FieldError, GridError, ReadError
+from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.memory import ScratchMemory
@@ -293,7 +293,7 @@ def _hash_indices(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
 # -- the cache -------------------------------------------------------------------------------------------------------
 
 
-def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> Path:
+def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str:
     """Named by what was looked for and by the files that it was found in, as they are now."""
     table, how = volume.stored[0].table, asked.how
     about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept)
@@ -304,14 +304,23 @@ def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> Path:
             digest.update(f"{path} {now}".encode())
     for values in filter(lambda each: each is not None, map(values_of_array, volume.given)):
         digest.update(np.ascontiguousarray(values).tobytes())
-    assert how.cache is not None
-    return Path(how.cache) / f"foreground-{digest.hexdigest()}.npz"
+    return f"foreground-{digest.hexdigest()}.npz"
+
+
+def _foreground_cache(asked: _LabelSearch) -> CacheFolder:
+    folder = user_cache_folder(asked.how.cache)
+    assert folder is not None  # nothing is looked for without one
+    return folder
 
 
 def _read_foreground(volume: StoredVolume, asked: _LabelSearch) -> FoundVoxels | None:
     """What the cache has; None where there is none, or a torn file, which is then written again."""
+    name = _foreground_file(volume, asked)
     try:
-        with np.load(_foreground_file(volume, asked), allow_pickle=False) as held:
+        file = _foreground_cache(asked).opened(name)
+        if file is None:
+            return None
+        with file, np.load(file, allow_pickle=False) as held:
             labels, counts = held["labels"].tolist(), held["counts"].tolist()
             parts = [KeptVoxels(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
             there = frozenset(map(int, held["there"].tolist()))
@@ -321,15 +330,15 @@ def _read_foreground(volume: StoredVolume, asked: _LabelSearch) -> FoundVoxels |
 
 
 def _write_foreground(volume: StoredVolume, asked: _LabelSearch, found: FoundVoxels) -> None:
-    file, parts = _foreground_file(volume, asked), [found.background, *found.classes.values()]
+    folder, parts = _foreground_cache(asked), [found.background, *found.classes.values()]
     arrays: dict[str, Any] = {"labels": np.array(list(found.classes), np.int64)}
     arrays["there"] = np.array(sorted(found.labels), np.int64)
     arrays["counts"] = np.array([p.count for p in parts], np.int64)
     for i, p in enumerate(parts):
         arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with draft_of(file) as draft:
+        folder.make_ready()
+        with draft_of(folder.path / _foreground_file(volume, asked), folder.file_mode) as draft:
             np.savez(draft, **arrays)
     except OSError as e:
         raise FieldError(f"cache={asked.how.cache!r} of a Foreground cannot be written: {e}") from e
