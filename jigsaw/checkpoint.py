@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from jigsaw.checkpoint_files import (
 )
 from jigsaw.checkpoint_folder import CheckpointDraft, begin_checkpoint, commit_checkpoint, removed_on_failure
 from jigsaw.checkpoint_index import StoredTensor
-from jigsaw.checkpoint_state import CheckpointError, CheckpointPath, plain_state, restored_state
+from jigsaw.checkpoint_state import CheckpointError, CheckpointPath, is_converted_weight, plain_state, restored_state
 from jigsaw.numbered_saves import check_numbered, latest, order_of_next, remove_older_saves
 from jigsaw.pending_save import PendingSave, begin_save, end_pending_save
 from jigsaw.tile import Tile
@@ -197,6 +197,7 @@ def load(
     if optimizer is not None:
         mine = _group_options(optimizer, _parameter_names(model, optimizer))
         elsewhere = set(_names_of_all_stages(model)).difference(*(group["params"] for group in mine))
+        _check_group_lists(path, small["optimizer groups"])
         for group in small["optimizer groups"]:
             group["params"] = [name for name in group["params"] if name not in elsewhere]
         _check_groups(path, small["optimizer groups"], mine)
@@ -334,7 +335,9 @@ def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: Checkpoi
         elif isinstance(saved, StoredTensor) != isinstance(x, torch.Tensor):
             wrong.append(f"{key!r} is a tensor in one and a value in the other")
         elif isinstance(saved, StoredTensor) and saved.shape != x.shape:
-            wrong.append(f"{key!r} has shape {tuple(saved.shape)}, the model's {tuple(x.shape)}")
+            wrong.append(f"{key!r} has shape {saved.shape}, the model's {tuple(x.shape)}")
+        elif isinstance(saved, StoredTensor) and not is_converted_weight(saved.dtype, x.dtype):
+            wrong.append(f"{key!r} is {saved.dtype}, the model's {x.dtype}, which is not converted")
     if wrong:
         raise CheckpointError(f"the checkpoint {os.fspath(path)} is of another model: {'; '.join(wrong[:5])}")
     return state
@@ -364,6 +367,12 @@ def _optimizer_slots(
         else:
             slots[key] = torch.zeros(saved.shape, dtype=saved.dtype)
     return slots
+
+
+def _check_group_lists(path: CheckpointPath, saved: Any) -> None:
+    groups = cast("list[Any]", saved) if isinstance(saved, list) else [None]
+    if not all(isinstance(each, dict) and isinstance(cast("Any", each).get("params"), list) for each in groups):
+        raise CheckpointError(f"the checkpoint {os.fspath(path)} has parameter groups that no save of ours writes")
 
 
 def _check_groups(path: CheckpointPath, saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:

@@ -29,13 +29,13 @@ class CheckpointError(ValueError):
     """
 
 
-def parse_strict_json(raw: bytes | str) -> Any:
-    """What JSON says, where it says each key once.
+def parse_strict_json(raw: bytes) -> Any:
+    """What JSON in UTF-8 says, where it says each key once.
 
     Raises: `ValueError` for anything else.
     """
     try:
-        return json.loads(raw, object_pairs_hook=_distinct_keys)
+        return json.loads(raw.decode(), object_pairs_hook=_distinct_keys)
     except RecursionError as e:
         raise ValueError("it has lists or objects nested too deeply") from e
 
@@ -55,6 +55,14 @@ def dtype_by_name(name: str) -> torch.dtype:
     if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
         raise TypeError(f"{name!r} is no dtype")
     return dtype
+
+
+def is_converted_weight(stored: torch.dtype, mine: torch.dtype) -> bool:
+    """Whether stored weights are read as another type: floats as any floats, as `to` does, integers as wider ones."""
+    if stored == mine or (stored.is_floating_point and mine.is_floating_point):
+        return True
+    alike = (stored == torch.bool) == (mine == torch.bool) and stored.is_complex == mine.is_complex
+    return alike and not mine.is_floating_point and torch.promote_types(stored, mine) == mine
 
 
 def plain_state(value: Any, name: str, depth: int = 0) -> Any:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jigsaw.agreement import decide_on_first_rank
 from jigsaw.checkpoint_files import fail_together
-from jigsaw.checkpoint_state import CheckpointError, CheckpointPath
+from jigsaw.checkpoint_state import CheckpointError, CheckpointPath, is_converted_weight, parse_strict_json
 from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.tile import Tile
 
@@ -164,12 +164,12 @@ def _write_pieces(
 def load_weights(path: CheckpointPath, model: nn.Module) -> None:
     """Read the parameters and buffers of a model from a ``.safetensors`` file, or from all such files of a folder.
 
-    Each rank reads the rows that it holds, in place, and converts them to the model's type.  The model has been through
-    `jigsaw.parallelize`, if it shall be.
+    Each rank reads the rows that it holds, in place, and converts floats to the model's type.  The model has been
+    through `jigsaw.parallelize`, if it shall be.
 
     *Sends*: plans, and no tensors.
-    *Raises*: `CheckpointError` on every rank, for a damaged file, and names or shapes that are not the model's; nothing
-    is changed then.
+    *Raises*: `CheckpointError` on every rank, for a damaged file, a name in two files, and names, shapes or kinds of
+    numbers that are not the model's; nothing is changed then.
 
     >>> jigsaw.save_weights("small.safetensors", torch.nn.Linear(4, 2))
     >>> jigsaw.load_weights("small.safetensors", torch.nn.Linear(4, 3))
@@ -182,8 +182,11 @@ def load_weights(path: CheckpointPath, model: nn.Module) -> None:
     wrong = [f"missing: {name!r}" for name in tensors if name not in weights]
     wrong += [f"left over: {name!r}" for name in weights if name not in tensors]
     for name in tensors.keys() & weights.keys():
-        if weights[name].shape != tuple(tensors[name].shape):
-            wrong.append(f"{name!r} has shape {weights[name].shape}, the model's {tuple(tensors[name].shape)}")
+        stored, x = weights[name], tensors[name]
+        if stored.shape != tuple(x.shape):
+            wrong.append(f"{name!r} has shape {stored.shape}, the model's {tuple(x.shape)}")
+        elif not is_converted_weight(stored.dtype, x.dtype):
+            wrong.append(f"{name!r} is {stored.dtype}, the model's {x.dtype}, which is not converted")
     if wrong:
         raise CheckpointError(f"{os.fspath(path)} is of another model: {'; '.join(sorted(wrong)[:5])}")
     try:
@@ -197,7 +200,14 @@ def _stored_weights(path: Path) -> dict[str, _StoredWeight]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(each.is_file() for each in files):
         raise CheckpointError(f"{path} is neither a .safetensors file nor a folder with some")
-    return {name: weight for file in files for name, weight in _weights_of_file(file).items()}
+    found: dict[str, _StoredWeight] = {}
+    for file in files:
+        mine = _weights_of_file(file)
+        if twice := sorted(mine.keys() & found.keys()):
+            both = f"{found[twice[0]].path.name} and {file.name}"
+            raise CheckpointError(f"{both} of {path} both have {twice[0]!r}; read one file, or move the other away")
+        found |= mine
+    return found
 
 
 def _weights_of_file(file: Path) -> dict[str, _StoredWeight]:
@@ -208,18 +218,23 @@ def _weights_of_file(file: Path) -> dict[str, _StoredWeight]:
             length = int.from_bytes(opened.read(8), "little")
             if not 0 < length <= min(whole - 8, _LONGEST_HEADER):
                 raise ValueError(f"its header would have {length} bytes")
-            told = json.loads(opened.read(length))
+            told = parse_strict_json(opened.read(length))
         for name, each in told.items():
             if name == "__metadata__":
                 continue
-            weight = _StoredWeight(
-                file, _DTYPES[each["dtype"]], tuple(each["shape"]), 8 + length + each["data_offsets"][0]
-            )
-            if each["data_offsets"][1] - each["data_offsets"][0] != _size_of(weight):
+            begin, end = each["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (begin, end, *each["shape"])):
+                raise ValueError(f"{name!r} has a size or place that is not a natural number")
+            weight = _StoredWeight(file, _DTYPES[each["dtype"]], tuple(each["shape"]), 8 + length + begin)
+            if end - begin != _size_of(weight):
                 raise ValueError(f"{name!r} has another size than its shape and type")
-            if not 8 + length <= weight.start <= whole - _size_of(weight):
+            if weight.start > whole - _size_of(weight):
                 raise ValueError(f"{name!r} lies outside of it")
             found[name] = weight
+        in_order = sorted((each.start, each.start + _size_of(each), name) for name, each in found.items())
+        for (_, end, before), (begin, _, name) in pairwise(in_order):
+            if begin < end:
+                raise ValueError(f"{name!r} lies in the bytes of {before!r}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{file} is damaged, or no file of weights: {e}") from e
     return found

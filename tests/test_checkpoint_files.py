@@ -288,6 +288,19 @@ def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path):
         _loaded(path)
 
 
+def test_other_kinds_of_numbers_and_groups_are_refused(tmp_path):
+    path = _saved(tmp_path / "it")
+    _changed_index(path, _weight_is(dtype="int32"))
+    with pytest.raises(CheckpointError, match=r"'model\.weight' is torch\.int32, the model's torch\.float32, which is"):
+        _loaded(path)
+    _saved(path)
+    for groups in (None, [5], [{"lr": 1}], {"params": []}):
+        state = json.loads((path / "jigsaw.json").read_text())["state"]
+        _forged(path, state=state | {"optimizer groups": groups})
+        with pytest.raises(CheckpointError, match="has parameter groups that no save of ours writes"):
+            _loaded(path)
+
+
 def _deep(path):
     (path / "jigsaw.json").write_text("[" * 900 + "]" * 900)
 

@@ -88,6 +88,10 @@ def _broken(header, more=0):
     return len(text).to_bytes(8, "little") + text + bytes(more)
 
 
+_F32_6 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+_F32_2 = {"dtype": "F32", "shape": [2]}
+
+
 @pytest.mark.parametrize(
     ("raw", "told"),
     [
@@ -96,6 +100,30 @@ def _broken(header, more=0):
         (_broken({"weight": {"dtype": "F31", "shape": [2, 3], "data_offsets": [0, 24]}}, 24), r"'F31'"),
         (_broken({"weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]}}, 24), r"another size than its"),
         (_broken({"weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [8, 32]}}, 24), r"'weight' lies outside"),
+        (
+            _broken({"weight": {"dtype": "F32", "shape": [-2, -3], "data_offsets": [0, 24]}}, 24),
+            "not a natural",
+        ),
+        (_broken({"weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [-8, 16]}}, 24), "not a natural"),
+        (_broken({"weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24, 24]}}, 24), r"too many values"),
+        (
+            _broken({"weight": _F32_6, "bias": {**_F32_2, "data_offsets": [16, 24]}}, 24),
+            "'bias' lies in the bytes",
+        ),
+        (
+            _broken(json.dumps({"weight": _F32_6, "w": _F32_6}).replace('"w"', '"weight"').encode(), 48),
+            r"it has the key 'weight' twice",
+        ),
+        (_broken(json.dumps({"weight": _F32_6}).encode("utf-16"), 24), r"is damaged, or no file of weights: 'utf-8'"),
+        (_broken(b'{"weight": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"), r"nested too deeply"),
+        (
+            _broken({"weight": {**_F32_6, "dtype": "I32"}, "bias": {**_F32_2, "data_offsets": [24, 32]}}, 32),
+            r"is of another model: 'weight' is torch\.int32, the model's torch\.float32, which is not converted",
+        ),
+        (
+            _broken({"weight": _F32_6, "bias": {"dtype": "I64", "shape": [2], "data_offsets": [24, 40]}}, 40),
+            r"'bias' is torch\.int64, the model's torch\.float32, which is not converted",
+        ),
         (
             _broken({"weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}}, 24),
             r"'weight' has shape \(3, 2\), the model's \(2, 3\); missing: 'bias'",
@@ -109,6 +137,49 @@ def test_damaged_and_foreign_files_are_told_and_nothing_is_changed(tmp_path, raw
     with pytest.raises(CheckpointError, match=told):
         jigsaw.load_weights(tmp_path / "it.safetensors", model)
     assert torch.equal(model.weight, before)
+
+
+def test_two_files_of_a_folder_with_one_name_are_refused(tmp_path):
+    for name in ("a", "b"):
+        jigsaw.save_weights(tmp_path / f"{name}.safetensors", nn.Linear(3, 2))
+    with pytest.raises(CheckpointError, match=r"a\.safetensors and b\.safetensors of .* both have 'bias'; read one"):
+        jigsaw.load_weights(tmp_path, nn.Linear(3, 2))
+    jigsaw.load_weights(tmp_path / "b.safetensors", nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("stored", "mine", "is_read"),
+    [
+        (torch.int32, torch.int64, True),
+        (torch.uint8, torch.int16, True),
+        (torch.int64, torch.int32, False),
+        (torch.int8, torch.uint8, False),
+        (torch.bool, torch.int64, False),
+        (torch.int64, torch.bool, False),
+        (torch.float32, torch.int64, False),
+        (torch.int64, torch.float64, False),
+        (torch.complex64, torch.float32, False),
+        (torch.float32, torch.complex64, False),
+        (torch.float64, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, True),
+    ],
+)
+def test_kinds_of_numbers_are_not_mixed(tmp_path, stored, mine, is_read):
+    def module(dtype):
+        found = nn.Module()
+        found.register_buffer("it", torch.ones(3).to(dtype))
+        return found
+
+    jigsaw.save_weights(tmp_path / "it.safetensors", module(stored))
+    other = module(mine)
+    other.it.zero_()
+    if is_read:
+        jigsaw.load_weights(tmp_path / "it.safetensors", other)
+        assert torch.equal(other.it, torch.ones(3).to(mine))
+        return
+    with pytest.raises(CheckpointError, match=r"'it' is torch\.\w+, the model's torch\.\w+, which is not converted"):
+        jigsaw.load_weights(tmp_path / "it.safetensors", other)
+    assert not other.it.any()
 
 
 def test_what_a_file_cannot_have_is_told(tmp_path):
