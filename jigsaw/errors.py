@@ -53,6 +53,10 @@ class TruncatedError(CorruptChunkError):
     """A chunk or file that ends before its data does."""
 
 
+class MissingChunkError(ReadError):
+    """A chunk that is not in the store, where ``missing="error"`` reads no fill value in its place."""
+
+
 class FetchError(ReadError):
     """A store that refuses a request or does not answer it; names the object and the last answer."""
 

@@ -254,14 +254,15 @@ def test_every_rank_of_a_cooperative_read_hears_of_a_corrupt_chunk(scrambled):
             pass
 
 
-def test_a_missing_chunk_that_the_format_defines_as_fill_is_fill(tmp_path):
+def test_a_missing_chunk_that_the_format_defines_as_fill_is_fill_for_who_says_so(tmp_path):
     path = damaged(tmp_path, "missing")
-    ds = jigsaw.io.open(path, mesh=world_mesh(lat=1), fields=["t2m"], nan="raise")
+    ds = jigsaw.io.open(path, mesh=world_mesh(lat=1), fields=["t2m"], nan="raise", missing="fill")
     torch.testing.assert_close(ds[3].input.local, torch.full((1, 1, 13, 16), 280.0))  # zarr's fill 0, unpacked
     np.testing.assert_allclose(ds[3].input.local, stacked(path, ["2m_temperature"])[3:4])
     floats = globe()[["temperature"]]
     floats["temperature"].values[2] = np.nan  # zarr does not write a chunk that is all fill
-    holes = jigsaw.io.open(write(tmp_path / "floats.zarr", floats), mesh=world_mesh(lat=1), fields=["t500"])
+    floats = write(tmp_path / "floats.zarr", floats)
+    holes = jigsaw.io.open(floats, mesh=world_mesh(lat=1), fields=["t500"], missing="fill")
     assert holes.plan(2).total.chunks == 0
     assert holes[2].input.local.isnan().all()
 

@@ -110,6 +110,7 @@ def test_a_missing_chunk_is_fill_and_nobody_decodes_it(tmp_path, capsys):
     path = write(tmp_path / "sparse.zarr", data)
     out = planned(capsys, path, "--mesh", "lat=2", "--fields", "temperature", "--mode=cooperative")
     assert "missing (fill), 1: (0,0,0,0)" in out
+    assert "1 of 2 chunks are missing, and stand for fill values; missing='error' refuses 1 of them" in out
 
 
 @pytest.mark.parametrize("chunk", [(1, None, None, None), (2, 1, 5, 7)])

@@ -141,7 +141,7 @@ def test_missing_chunks_of_unsigned_values(tmp_path, form):
     )
     made.attrs.update({"_Unsigned": "true", "_FillValue": -1, "_ARRAY_DIMENSIONS": dims})
     made[0, :2] = np.arange(-6, 4).reshape(2, 5)
-    ds = one_rank(str(tmp_path / "u.zarr"), inputs=[0, 1])
+    ds = one_rank(str(tmp_path / "u.zarr"), inputs=[0, 1], missing="fill")
     got = ds[0].input.local[:, 0].numpy()
     want = made[...].view("u1").astype("f4")
     np.testing.assert_array_equal(got, np.where(want == 255, np.nan, want))
@@ -221,7 +221,7 @@ def test_zeros_of_zarr_v2_stay_and_are_missing_for_who_says_so(tmp_path):
         made = group.create_array("t2m", shape=(2, 4, 4), chunks=(1, 4, 4), dtype="f4", fill_value=fill, **names)
         made[:1] = values  # of the second step no chunk is written
         made.attrs.update({"_ARRAY_DIMENSIONS": ["time", "lat", "lon"], **attrs})
-        ds = jigsaw.io.open(str(tmp_path / "z.zarr"), mesh=world_mesh(lat=1), nan=nan)
+        ds = jigsaw.io.open(str(tmp_path / "z.zarr"), mesh=world_mesh(lat=1), nan=nan, missing="fill")
         return np.stack([ds[i].input.local[0, 0].numpy() for i in range(2)])
 
     both = np.concatenate([values, np.zeros_like(values)])

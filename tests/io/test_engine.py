@@ -246,7 +246,7 @@ def test_scale_offset_and_fill_as_xarray_reads_them(tmp_path, version, dtype):
 def body_missing(path, values):
     engine = ReadEngine(open_store(path), world_mesh(lat=2))
     for mode, most in product(("cooperative", "neighbours", "independent"), (found_chunks.MOST_SIZES, 0)):
-        asked = request({"lat": 2}, scale=(2.0, 1.0, 1.0, 1.0))
+        asked = request({"lat": 2}, scale=(2.0, 1.0, 1.0, 1.0), missing="fill")
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(found_chunks, "MOST_SIZES", most)  # with 0 a missing chunk has an owner, who finds it so
             plan = plan_read(asked, engine.store.arrays, mode)
@@ -273,7 +273,8 @@ def test_missing_chunk_of_a_masked_array_is_nan(tmp_path):
     made[0] = 4
     engine = ReadEngine(open_store(group))
     part = ReadPart("a", (((0, 0), (1, 1)), None, None), (0, 2, 3), at=((1, 0),))
-    got = engine.read(plan_read(ReadRequest(layout(1, 2, (4, 4), {}), (part,)), engine.store.arrays, "cooperative"))
+    asked = ReadRequest(layout(1, 2, (4, 4), {}), (part,), missing="fill")
+    got = engine.read(plan_read(asked, engine.store.arrays, "cooperative"))
     assert (got[0] == 2.0).all() and np.isnan(got[1]).all()
     engine.close()
 

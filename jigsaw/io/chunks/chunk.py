@@ -43,6 +43,23 @@ class StripPlaces(Protocol):
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]: ...
 
 
+@runtime_checkable
+class ObjectPerChunk(Protocol):
+    """Places in objects of their own, which somebody may remove one by one.
+
+    A chunk may be missing there because it was never written, because all its values are the fill value, or because it
+    was removed.  Where an index says which chunks there are (HDF5, shards, Icechunk), the store itself tells.
+    """
+
+    def lacks_object(self, index: ChunkIndex) -> bool:
+        """Whether a missing chunk's object is absent, rather than left out by an index of the store."""
+        ...
+
+    def lost_metadata(self) -> str | None:
+        """The name of the array's metadata, where these are gone.  It asks the store."""
+        ...
+
+
 class ChunkDecoder(Protocol):
     """From the stored bytes of a chunk to its values: `CodecDecoder` of Zarr's codecs and of bytes as they are, or
     `FilterPipeline` of HDF5's.

@@ -7,11 +7,11 @@ from functools import cached_property
 from math import prod
 from typing import TypeVar
 
-from jigsaw.errors import CorruptChunkError, FetchError, ReadError, TruncatedError
+from jigsaw.errors import CorruptChunkError, FetchError, MissingArrayError, MissingChunkError, ReadError, TruncatedError
 from jigsaw.io.chunks import portion
 from jigsaw.io.chunks.blosc import BloscFrame
 from jigsaw.io.chunks.blosc_tables import BloscBlockTables
-from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces, ChunkRef, StripPlaces
+from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces, ChunkRef, ObjectPerChunk, StripPlaces
 from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows
 from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
 from jigsaw.io.chunks.files import CachingFiles
@@ -60,6 +60,27 @@ class ChunkFinder:
         """Refuse a chunk that claims more bytes than any codec makes of its values."""
         if ref is not None and (ref.length or 0) > 2 * size + _MOST_OVERHEAD and self._decoder is not None:
             raise BadChunkError(f"it has {ref.length} stored bytes, for a chunk of {size}")
+
+    def lacks_object(self, index: ChunkIndex) -> bool:
+        """Whether a missing chunk may be one that was removed: no index of the store says that it was never there."""
+        return isinstance(self.places, ObjectPerChunk) and self.places.lacks_object(index)
+
+    def check_metadata(self) -> None:
+        """Raises: `MissingArrayError` where the array's own metadata are gone, and its chunks with them."""
+        gone = self.places.lost_metadata() if isinstance(self.places, ObjectPerChunk) else None
+        if gone is not None:
+            raise MissingArrayError(
+                f"array {self.name!r} has vanished from its store: {gone} is gone since the store was opened, so its "
+                "missing chunks are not read as fill values; restore the store, or open another one"
+            )
+
+    def missing_error(self, index: ChunkIndex, more: str = "") -> MissingChunkError:
+        """The error that refuses a missing chunk; `more` says how many others are."""
+        return MissingChunkError(
+            f"chunk {index} of array {self.name!r} is missing: the store has no {self.path(index)}{more}. It was never "
+            "written, or left out because all its values are the fill value, or removed since; restore it, or open "
+            "with missing='fill' to read the fill value in place of every missing chunk"
+        )
 
     def stored_bytes(self, index: ChunkIndex) -> int:
         """The stored size of a chunk: 0 when it is missing, or when the store does not tell."""

@@ -81,7 +81,7 @@ def without_crc(raw: ByteArray) -> ByteArray:
     if raw.size < 4:
         raise ShortChunkError(f"it has {raw.size} bytes, too few for its checksum")
     body, stored = raw[:-4], int.from_bytes(raw[-4:].tobytes(), "little")
-    if crc32c(body.tobytes()) != stored:
+    if crc32c(body) != stored:
         raise BadChunkError("its CRC-32C does not match")
     return body
 

@@ -182,10 +182,17 @@ class LocalFiles:
         self.__init__(*state)
 
     def size(self, path: str) -> int | None:
+        whole = os.path.join(self._folder, path)
         try:
-            return os.stat(os.path.join(self._folder, path)).st_size
+            return os.stat(whole).st_size
         except (FileNotFoundError, NotADirectoryError):
+            self._check_not_seen(whole)
             return None
+
+    def _check_not_seen(self, path: str) -> None:
+        """Refuse a file that is not there and was: it is not one that was never written."""
+        if hash(path) in self._seen:
+            raise BadChunkError("the file was there when it was last read, and is gone; restore the store")
 
     def identity(self, path: str) -> ObjectIdentity:
         """Its whole path, its size and time of change."""
@@ -222,6 +229,7 @@ class LocalFiles:
                 self._open.move_to_end(path)
                 file = self._open[path]
         except (FileNotFoundError, NotADirectoryError):
+            self._check_not_seen(path)
             return None
         file.check()
         return file

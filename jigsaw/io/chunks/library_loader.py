@@ -28,10 +28,15 @@ class LibraryLoader(DecodedChunks):
         super().__init__(finder.grid, dtype, range(finder.grid.ndim), fill_value)
         self._finder, self._read_box = finder, read_box
 
+    def _is_absent(self, path: str) -> bool:
+        """Whether a far store has no such object; its library would read fill values without a word."""
+        files = self._finder.places.files
+        return files.far and files.size(path) is None
+
     def load(self, index: ChunkIndex, out: ByteArray, part: ChunkPortion | None = None) -> ChunkLoadCounts:
         """Read one chunk, or the rows of a part of it, into `out`, which has the chunk's size: see `ChunkLoader`."""
         found, box = self._finder.locate(index), self.grid.box_of(index)
-        if found is None:
+        if found is None or (found.length is None and self._is_absent(found.path)):
             return ChunkLoadCounts(None, True)
         rows = part.rows if part else tuple((0, b - a) for a, b in box)
         wanted = tuple((a + low, min(a + high, b)) for (a, b), (low, high) in zip(box, rows, strict=True))

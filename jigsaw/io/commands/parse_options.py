@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jigsaw.cut import ShardingError
 from jigsaw.errors import ReadError, WriteError
+from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.stats.cluster import dask_client
 
 if TYPE_CHECKING:
@@ -139,6 +140,11 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "default": False,
         "metavar": "s3://bucket,/data",
         "help": "where links and references of the store may lead beyond its own folder; all: anywhere",
+    },
+    "--missing": {
+        "choices": MISSING_RULES,
+        "default": "error",
+        "help": "chunks that the store lacks: an error, or fill values",
     },
     "--scheduler": {
         "default": "threads",

@@ -22,7 +22,7 @@ from jigsaw.io.series import coords
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    options.add_shared_options(parser, "store", "--fields", "--select", "--outside")
+    options.add_shared_options(parser, "store", "--fields", "--select", "--outside", "--missing")
     sizes: dict[str, Any] = {"type": options.parse_integers, "default": {}}
     parser.add_argument("--mesh", **sizes, metavar="lat=2,lon=2", help="mesh axes and their sizes")
     rows = "rows of halo, for all dims or lat=2,lon=3"
@@ -70,7 +70,7 @@ def _open_for_plan(args: argparse.Namespace) -> Dataset:
     store = open_store(args.store, {"outside": args.outside})
 
     def attempt(boundary: dict[str, Any], targets: Sequence[int]) -> Dataset:
-        how = ("mesh", "fields", "spec", "halo", "inputs", "select", "mode")
+        how = ("mesh", "fields", "spec", "halo", "inputs", "select", "missing", "mode")
         return open(store, boundary=boundary, targets=targets, **{name: getattr(args, name) for name in how})
 
     clipped = attempt(args.boundary or {}, args.targets or [])

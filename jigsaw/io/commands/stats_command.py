@@ -19,7 +19,7 @@ from jigsaw.mesh import init_mesh, mesh_coordinate
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    options.add_shared_options(parser, "store", "--fields", "--time", "--every", "--select", "--outside")
+    options.add_shared_options(parser, "store", "--fields", "--time", "--every", "--select", "--outside", "--missing")
     parser.add_argument("--output", required=True, metavar="stats.nc", help="where to: .nc, .npz or .json")
     parser.add_argument(
         "--weights", choices=WEIGHT_RULES, default="none", help="area: rows by their share of the sphere"
@@ -78,6 +78,6 @@ def _open_for_statistics(args: argparse.Namespace, by_workers: bool) -> Dataset:
             f"--mesh {args.mesh} is for ranks of torchrun, and dask's workers read whole steps; leave one out"
         )
     mesh = init_mesh(device="cpu", **(args.mesh or {"data": -1}))
-    chosen = {name: getattr(args, name) for name in ("fields", "time", "every", "select")}
+    chosen = {name: getattr(args, name) for name in ("fields", "time", "every", "select", "missing")}
     # float64: what a store packs as integers is not rounded before it is summed
     return open(args.store, mesh=mesh, **chosen, dtype="float64", options={"outside": args.outside})

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from jigsaw.cut import Box
 from jigsaw.errors import MissingArrayError, WindowError
-from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.dtypes import numpy_dtype_name
 from jigsaw.io.datasets.held_steps import HeldSteps
 from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord
 from jigsaw.io.formats.store_source import StoreSource
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
+from jigsaw.io.reading.same_store import StoreIdentity, look_at_store
 from jigsaw.io.series import store_survey as survey
 from jigsaw.io.series.boundary import fill_beyond_ends, shown_rows
 from jigsaw.io.series.choices import DimChoices
@@ -118,6 +119,7 @@ class Dataset(MeshSamples):
     offset: tuple[float, ...]
     dtype: torch.dtype
     nan: str | float
+    missing: str
     mode: str
     turn: RowOrder
     forcings: GridForcings | None = None
@@ -158,6 +160,20 @@ class Dataset(MeshSamples):
     def flipped(self) -> tuple[str, ...]:
         """The spatial dims whose rows run against those stored."""
         return self.turn.flipped
+
+    def identity(self) -> StoreIdentity:
+        """What the arrays are and hold, and the places and times of the samples."""
+        places = [(dim, values.tobytes()) for dim, values in self.whole_coords.items()]
+        return look_at_store(self.store.url, self._compared_tables, (places, self.times.tolist(), self.fields))
+
+    def _compared_tables(self) -> list[ArrayTable]:
+        """The arrays that are read; of one that is joined from many files, the first, middle and last of these."""
+        found: list[ArrayTable] = []
+        for table in (v.table for v in self.variables):
+            names = table.members.names if table.members else ()
+            some = dict.fromkeys((names[0], names[len(names) // 2], names[-1]) if names else ())
+            found += [self.store.arrays[name] for name in some] or [table]
+        return found
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
@@ -263,6 +279,7 @@ class Dataset(MeshSamples):
             nan=self.nan,
             gaps=bool(known) or len(variables) < len(self.variables),
             boundary=self.frame.boundary,
+            missing=self.missing,
             vectors=self.vectors,
         )
         given, target = (

@@ -146,6 +146,8 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     def _join(self) -> None:
         """Join the mesh before there are threads; once joined, do nothing."""
+        if "_engine" not in vars(self):
+            self.dataset.check_same_everywhere()
         _ = self._engine, self._carrier
 
     @cached_property

@@ -26,6 +26,7 @@ from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
 from jigsaw.io.series.normalize import NormalizeArgument, channel_scales, with_stored_statistics
 from jigsaw.io.series.poles import vector_channels
+from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
 from jigsaw.io.series.times import TimeAxis
@@ -55,6 +56,7 @@ def open(
     dims: Mapping[str, str] | None = None,
     normalize: NormalizeArgument = None,
     nan: str | float = "keep",
+    missing: str = "error",
     dtype: str | torch.dtype = "float32",
     lat_order: str = "store",
     lon: str = "store",
@@ -100,6 +102,9 @@ def open(
     - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`,
       ``{"t2m": (mean, std)}`` by field, or ``"store"`` for the store's own (anemoi's); fused into the read;
     - `nan`: ``"keep"``, ``"raise"``, or the number that stands in the result for missing values;
+    - `missing`: what becomes of chunks that are not in the store: ``"error"``, or ``"fill"`` for the array's fill
+      value, where it is known that chunks were never written or that those of fill values alone were left out; a store
+      whose index says so itself (HDF5, within a shard, Icechunk, references) is taken at its word;
     - `dtype`: of the tiles;
     - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
     - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, the grid is rolled;
@@ -183,6 +188,7 @@ def open(
         offset=offset,
         dtype=checked_dtype("dtype", dtype),
         nan=nan,
+        missing=checked_choice("missing", missing, MISSING_RULES),
         mode=mode,
         turn=turn,
         forcings=forced,

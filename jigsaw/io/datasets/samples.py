@@ -13,10 +13,12 @@ from typing import Any, Self, TypeAlias, cast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import data
 
+from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.errors import ReadError
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.same_store import StoreIdentity, check_same_store
 from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.layout import AxisSizes
@@ -65,6 +67,20 @@ class MeshSamples(ABC, data.Dataset[Any]):
     def sample_bytes(self) -> int:
         """The most bytes that any rank holds of one sample."""
 
+    @abstractmethod
+    def identity(self) -> StoreIdentity:
+        """What this rank sees of what it reads, which all ranks must see alike."""
+
+    def check_same_everywhere(self) -> None:
+        """Compare what the ranks have opened.  Ranks that share samples do so by themselves when they first read.
+
+        *Sends*: with an axis `data`, less than a kilobyte to every rank of the mesh.
+        *Raises*: `PeerError` for different stores, `ReadError` where one cannot be looked at; alike on every rank.
+        """
+        mesh = self.device_mesh()
+        if dict(self.frame.axes).get(DATA_AXIS, 1) > 1:
+            check_same_store(comm.all_gather_object(mesh, self.identity()))
+
     @property
     def is_live(self) -> bool:
         """Whether it belongs to this process: a dataset that was unpickled does not before it first reads."""
@@ -91,7 +107,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
 
     def new_engine(self, threads: int | None = None) -> ReadEngine:
         """A reader of plans with process groups of its own; making one is collective over the mesh."""
-        return ReadEngine(self.store, self.device_mesh(), threads, apart=(DATA_AXIS,))
+        return ReadEngine(self.store, self.device_mesh(), threads, apart=(DATA_AXIS,), identity=self.identity)
 
     @cached_property
     def _engine(self) -> ReadEngine:

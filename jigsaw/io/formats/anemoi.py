@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jigsaw.cut import Box
 from jigsaw.errors import GridError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef
+from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef, ObjectPerChunk
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.chunks.files import StoreFiles
@@ -146,6 +146,12 @@ class _CellPlaces:
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
         return self._places.locate(index[:4])
+
+    def lacks_object(self, index: ChunkIndex) -> bool:
+        return isinstance(self._places, ObjectPerChunk) and self._places.lacks_object(index[:4])
+
+    def lost_metadata(self) -> str | None:
+        return self._places.lost_metadata() if isinstance(self._places, ObjectPerChunk) else None
 
 
 class _IndexedCells(_CellPlaces):

@@ -15,7 +15,7 @@ import numpy as np
 from jigsaw.errors import FieldError, UnsupportedStoreError
 from jigsaw.io.cache_folder import CacheFolder
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef
+from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef, ObjectPerChunk
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.codecs import ByteArray
 from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, StoreFiles, identity_of_object
@@ -108,6 +108,12 @@ class _CachedPlaces:
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
         return self._places.locate(index)
+
+    def lacks_object(self, index: ChunkIndex) -> bool:
+        return isinstance(self._places, ObjectPerChunk) and self._places.lacks_object(index)
+
+    def lost_metadata(self) -> str | None:
+        return self._places.lost_metadata() if isinstance(self._places, ObjectPerChunk) else None
 
 
 class _CachedIndexedPlaces(_CachedPlaces):

@@ -155,8 +155,8 @@ def table_of_slabs(
 # -- reading without ranks -------------------------------------------------------------------------------------------
 
 
-def read_table_box(table: ArrayTable, box: Box) -> NDArray[Any]:
-    """The stored values of a box, in the machine's byte order."""
+def read_table_box(table: ArrayTable, box: Box, missing: str = "error") -> NDArray[Any]:
+    """The stored values of a box, in the machine's byte order; `missing` is that of `jigsaw.io.open`."""
     out = np.empty([b - a for a, b in box], np.dtype(table.dtype).newbyteorder("="))
     if 0 in out.shape:
         return out
@@ -164,7 +164,7 @@ def read_table_box(table: ArrayTable, box: Box) -> NDArray[Any]:
     def read(index: ChunkIndex) -> None:
         room = fresh_memory(table.grid.bytes_of(index))
         if table.loader.load(index, room).stored is None:
-            table.loader.fill(room, index)
+            fill_missing_chunk(table, index, room, missing)
         here = table.grid.box_of(index)
         inside = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, here, strict=True))
         out[box_slices(inside, box)] = table.loader.view(room, index)[box_slices(inside, here)]
@@ -178,15 +178,38 @@ def read_table_box(table: ArrayTable, box: Box) -> NDArray[Any]:
     return out
 
 
+def fill_missing_chunk(table: ArrayTable, index: ChunkIndex, room: ByteArray, missing: str) -> None:
+    """Make fill values of a chunk that turned out to be missing.
+
+    Raises: `MissingArrayError` where its array is gone; `MissingChunkError` with ``missing="error"``.
+    """
+    if table.finder.lacks_object(index):
+        table.finder.check_metadata()
+        if missing == "error":
+            raise table.finder.missing_error(index)
+    table.loader.fill(room, index)
+
+
+def check_all_chunks_there(table: ArrayTable) -> None:
+    """Raises: `MissingChunkError` for an array that only its library reads, which fills in without a word."""
+    check_coordinate_size(table.name, table.shape, table.grid.chunk_bytes)
+    for index in table.grid.indices():
+        ref, files = table.finder.locate(index), table.places.files
+        absent = ref is None or (ref.length is None and files.far and files.size(ref.path) is None)
+        if absent and table.finder.lacks_object(index):
+            raise table.finder.missing_error(index)
+
+
 def read_whole_coordinate(table: ArrayTable) -> NDArray[Any]:
     """All stored values of a coordinate, in the machine's byte order; one that claims to be larger than any coordinate
-    is refused.  Records between which other arrays lie are read in as few requests as `gap` allows.
+    is refused.  A single value may be missing: Zarr leaves out a 0 that is the fill value.  Records between which other
+    arrays lie are read in as few requests as `gap` allows.
     """
     places, shape = table.places, table.shape
     check_coordinate_size(table.name, shape, max(prod(shape) * table.grid.itemsize, table.grid.chunk_bytes))
     step = 0 if not shape else prod(shape[1:]) * table.grid.itemsize
     if not isinstance(places, SlabPlaces) or 0 in shape or places.chunks[:1] != (1,) or step == places.strides[0]:
-        return read_table_box(table, tuple((0, n) for n in shape))
+        return read_table_box(table, tuple((0, n) for n in shape), "error" if prod(shape) > 1 else "fill")
     return parse_named_file(
         places.file, f"array {table.name!r}", lambda: _read_records(places, np.dtype(table.dtype), step)
     )

@@ -44,7 +44,7 @@ from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url, is_remote_u
 from jigsaw.io.formats import zarr_reach
 from jigsaw.io.formats.anemoi import anemoi_as_fields, is_anemoi_store
 from jigsaw.io.formats.makani import MAKANI_DIMS, describe_makani_fields, is_makani_array
-from jigsaw.io.formats.slab_arrays import read_whole_coordinate
+from jigsaw.io.formats.slab_arrays import check_all_chunks_there, read_whole_coordinate
 from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
 from jigsaw.io.series.coords import check_coordinate_size
 from jigsaw.redacted import cause_without_secrets, redacted_text
@@ -82,8 +82,12 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
         ) from cause_without_secrets(e)
 
     def read_small(name: str) -> NDArray[Any]:
-        fast = tables[name].decoder is not None
-        return read_whole_coordinate(tables[name]) if fast else _read_by_zarr(group, sources[name])
+        table = tables[name]
+        if table.decoder is not None:
+            return read_whole_coordinate(table)
+        if prod(table.shape) > 1:
+            check_all_chunks_there(table)
+        return _read_by_zarr(group, sources[name])
 
     store = ArrayStore(_group_name(group), tables, attrs, read_small)
     return anemoi_as_fields(store) if is_anemoi_store(store) else store
@@ -343,11 +347,20 @@ class ObjectPlaces:
     def __init__(self, array: Any, files: StoreFiles) -> None:
         path = f"{array.path}/" if array.path else ""
         self._prefix = f"{array.store.root}/{path}" if isinstance(array.store, LocalStore) else path
+        self._metadata = f"{self._prefix}{'.zarray' if array.metadata.zarr_format == 2 else 'zarr.json'}"
         self._key = array.metadata.encode_chunk_key
         self.files = files
 
     def path(self, index: ChunkIndex) -> str:
         return f"{self._prefix}{self._key(index)}"
+
+    def lacks_object(self, index: ChunkIndex) -> bool:
+        """True, unless the store itself knows which objects it has, as a snapshot of Icechunk does."""
+        return not (isinstance(self.files, ZarrKeyFiles) and self.files.knows_its_keys)
+
+    def lost_metadata(self) -> str | None:
+        """Asked for whole, for a server may answer nothing else; they are small."""
+        return self._metadata if self.files.whole(self._metadata, fresh_memory) is None else None
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
         path = self.path(index)
@@ -490,6 +503,13 @@ class ShardPlaces:
         raw = fresh_memory(self._index_bytes)
         start = size - raw.size if self._at_end else 0
         return (raw, size) if self.files.ranges(path, [(start, raw)]) else None
+
+    def lacks_object(self, index: ChunkIndex) -> bool:
+        """Whether there is no shard; one that is there says itself which chunks it has."""
+        return self._shard(self._outer(index)) is None and self._objects.lacks_object(index)
+
+    def lost_metadata(self) -> str | None:
+        return self._objects.lost_metadata()
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
         return self._within(index, 1)[0]

@@ -14,7 +14,7 @@ import numpy as np
 import zarr
 from zarr.abc.store import RangeByteRequest
 from zarr.buffer import default_buffer_prototype
-from zarr.storage import MemoryStore
+from zarr.storage import MemoryStore, ZipStore
 
 from jigsaw.errors import ReadError
 from jigsaw.io.chunks.byte_ranges import merge_ranges
@@ -40,6 +40,20 @@ class ZarrKeyFiles:
     @cached_property
     def _place(self) -> str:
         return _lasting_store_name(self._store)
+
+    @cached_property
+    def knows_its_keys(self) -> bool:
+        """Whether the store has a list of its objects, so that a key that it lacks was never written: a snapshot of
+        Icechunk, a zip file, references.
+        """
+        if getattr(self._store, "session", None) is not None or isinstance(self._store, ZipStore):
+            return True
+        system = getattr(self._store, "fs", None)
+        if system is None:
+            return False
+        from fsspec.implementations.reference import ReferenceFileSystem
+
+        return isinstance(getattr(system, "sync_fs", system), ReferenceFileSystem)
 
     def size(self, path: str) -> int | None:
         try:

@@ -41,7 +41,7 @@ class ReadCounts:
     `decoded_bytes` counts whole chunks, or the part of one that is decoded; `useful_bytes` what of them lands in the
     rank's own tile (in the stored dtype), `sent_bytes` what the rank hands to others; `fallback` the chunks that only
     the format's library could decode; `unsized` those whose stored size is not known beforehand, which `stored_bytes`
-    leaves out: never any in what was done.
+    leaves out: never any in what was done; `missing` the chunks that are not in the store, and stand as fill values.
     """
 
     requests: int = 0
@@ -52,6 +52,7 @@ class ReadCounts:
     useful_bytes: int = 0
     sent_bytes: int = 0
     unsized: int = 0
+    missing: int = 0
 
     @property
     def row(self) -> NDArray[np.int64]:

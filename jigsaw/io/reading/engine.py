@@ -8,7 +8,7 @@ other machines get their boxes by one all-to-all.  A read ends well on all ranks
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -27,6 +27,7 @@ from jigsaw.io.reading.peers import PeerGroup, meet_peers
 from jigsaw.io.reading.placing import AnyArray
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reading.running_read import ReadingRank, RunningRead
+from jigsaw.io.reading.same_store import StoreIdentity, check_same_store
 
 
 class ReadEngine:
@@ -36,7 +37,8 @@ class ReadEngine:
     the same time; by default the cores of this machine are shared among its ranks.  `budget`, the same on every rank,
     bounds the bytes in flight, down to one chunk: the shared memory of a machine, and with it a chunk for each thread
     and what this rank has fetched and not decoded yet.  Ranks wait `timeout` seconds for each other, by default as long
-    as in the mesh.  `stats` adds up what it did, and equals its row of the plans.
+    as in the mesh.  They tell each other the `identity` of what they have opened, where that is known, and do not read
+    different stores together.  `stats` adds up what it did, and equals its row of the plans.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ReadEngine:
         apart: tuple[str, ...] = ("data",),
         budget: int = 1 << 29,
         timeout: float | None = None,
+        identity: Callable[[], StoreIdentity] | None = None,
     ) -> None:
         self.store, self.home = store, HomeProcess("this reader")
         self.peers = mesh if isinstance(mesh, PeerGroup) else meet_peers(mesh, apart, timeout=timeout)
@@ -57,11 +60,22 @@ class ReadEngine:
         # that dies in between is a `PeerError` of the others' next message.
         self.stats, self.reads = ReadCounts(), 0
         self.threads = threads or fair_thread_count(len(self.peers.neighbours))
-        lanes = self.peers.gather(self.threads)
+        seen = identity() if identity is not None and self.peers.size > 1 else StoreIdentity(store.url)
+        lanes, identities = zip(*self.peers.gather((self.threads, seen)), strict=True)
         self._busy, self._is_closed = threading.Lock(), False
         self.ahead = FetchAhead(self.peers.me, budget) if any(t.far for t in store.arrays.values()) else None
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
         self.rank = ReadingRank(self.peers, self.arena, self.ahead, self.memory, self.pool, lanes, budget)
+        if identity is not None:
+            self._check_identities(identities)
+
+    def _check_identities(self, seen: Sequence[StoreIdentity]) -> None:
+        """Raises: what `check_same_store` raises, once nothing is left open."""
+        try:
+            check_same_store(seen)
+        except ReadError:
+            self.close()
+            raise
 
     def read(self, plan: ReadPlan, out: AnyArray | None = None) -> AnyArray:
         """This rank's held box of the sample [T, C, \\*space], in `out` when given.

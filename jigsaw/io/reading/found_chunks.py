@@ -200,7 +200,7 @@ class FoundChunks:
         """What loading a chunk for these ranks takes of the one that does it."""
         ref, table = self.ref(array, chunk), self.tables[array]
         if ref is None:
-            return ReadCounts()
+            return ReadCounts(missing=1)
         part, slow = self.portion(array, chunk, readers), int(table.decoder is None)
         if part is not None:
             return ReadCounts(max(len(part.ranges), 1), 1, slow, ref.length or 0 if slow else part.stored, part.decoded)
@@ -233,6 +233,7 @@ class FoundChunks:
         ref, readers, table = self.ref(array, chunk), self.needed.readers[array][chunk], self.tables[array]
         rows = np.zeros((len(readers), len(COUNT_COLUMN)), np.int64)
         if ref is None:
+            rows[:, COUNT_COLUMN["missing"]] = 1
             return rows
         slow, size = table.decoder is None, table.grid.bytes_of(chunk)
         is_whole, requests, stored, decoded = True, 1, 0, size

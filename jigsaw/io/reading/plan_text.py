@@ -30,7 +30,11 @@ def plan_text(plan: ReadPlan) -> str:
     space = " x ".join(f"{dim} {n}" for dim, n in zip(dims, layout.shape[2:], strict=True))
     axes = ", ".join(f"{name}={n}" for name, n in layout.axes)
     who = f"{plan.ranks} ranks ({axes})" if plan.ranks > 1 else "one rank"
-    head = [f"{steps} steps of {channels} channels, {space}, read by {who}", requests_text(plan)]
+    head = [
+        f"{steps} steps of {channels} channels, {space}, read by {who}",
+        requests_text(plan),
+        *missing_chunk_lines(plan),
+    ]
     return "\n\n".join("\n".join(lines) for lines in (head, *plan_blocks(plan, dims)))
 
 
@@ -42,6 +46,22 @@ def plan_blocks(plan: ReadPlan, dims: Sequence[str]) -> list[list[str]]:
 def requests_text(plan: ReadPlan) -> str:
     """The requests of all ranks, and what each asks the store before it knows where the chunks lie."""
     return f"{plan.total.requests} requests{_lookups_text(plan.lookups)}"
+
+
+def missing_chunk_lines(plan: ReadPlan) -> list[str]:
+    """How many of the needed chunks are not in the store, and what becomes of them; no line where all are there."""
+    missing = sum(map(len, plan.missing.values()))
+    if not missing:
+        return []
+    count = sum(map(len, plan.needed.readers.values()))
+    lacking = [
+        chunk
+        for name, chunks in plan.missing.items()
+        for chunk in chunks
+        if plan.request.missing == "error" and plan.tables[name].finder.lacks_object(chunk)
+    ]
+    refused = f"; missing='error' refuses {len(lacking)} of them" if lacking else ""
+    return [f"{missing} of {count} chunks are missing, and stand for fill values{refused}"]
 
 
 def plan_reasons(plan: ReadPlan) -> list[str]:

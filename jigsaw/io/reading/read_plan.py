@@ -97,7 +97,7 @@ class ReadPlan:
             return row
         size, known = self.sizes[ref.path], row.copy()
         if size is None:
-            known[unsized] = ReadCounts(1).row
+            known[unsized] = ReadCounts(1, missing=1).row
         else:
             known[unsized, COUNT_COLUMN["stored_bytes"]], known[unsized, COUNT_COLUMN["unsized"]] = size, 0
         return known
@@ -177,7 +177,9 @@ class ReadPlan:
                 table[readers.at[alone]] += rows
                 singly[readers.at[alone]] += rows[:, requests] * self.tables[name].far
         for job in self.shared:
-            if job.owner != NO_OWNER:
+            if job.owner == NO_OWNER:
+                table[job.readers[0], COUNT_COLUMN["missing"]] += 1  # all its readers fill, and one counts it
+            else:
                 row = self._counts_of(job.array, job.chunk, job.readers)
                 table[job.owner] += row
                 singly[job.owner] += row[requests] * self.tables[job.array].far
@@ -192,6 +194,19 @@ class ReadPlan:
         for name, readers_of in self.needed.readers.items():
             for chunk, readers in readers_of.items():
                 yield name, chunk, readers
+
+    @cached_property
+    def missing(self) -> Mapping[str, tuple[ChunkIndex, ...]]:
+        """The needed chunks that are not in the store, by array; of far stores those that `sizes` tell of."""
+        found = {
+            name: tuple(chunk for chunk in readers_of if self._is_missing(name, chunk))
+            for name, readers_of in self.needed.readers.items()
+        }
+        return {name: chunks for name, chunks in found.items() if chunks}
+
+    def _is_missing(self, array: str, chunk: ChunkIndex) -> bool:
+        ref = self.ref(array, chunk)
+        return ref is None or (ref.path in self.sizes and self.sizes[ref.path] is None)
 
     @property
     def total(self) -> ReadCounts:

@@ -86,6 +86,7 @@ class RunningRead:
         self._taking = threading.Lock()
         self._failure: BaseException | None = None
         self._rows: defaultdict[int, ReadCounts] = defaultdict(ReadCounts)
+        self._metadata_seen: set[str] = set()
         self.parcels = BoxParcels(plan, rank.peers)
 
     @property
@@ -166,6 +167,7 @@ class RunningRead:
         try:
             for job in self.plan.shared.read_by(self.me):
                 if job.owner == NO_OWNER:
+                    self._note_missing(job, counts=job.readers[0] == self.me)
                     self.take(ChunkSection(job), None)
             self._take_published()
             while wait(workers, 0.01).not_done:
@@ -358,6 +360,28 @@ class RunningRead:
                 f"chunk {job.chunk} of array {job.array!r} in {ref.path} vanished while it was read"
             )
         self._row().requests += int(ref is not None)
+        self._note_missing(job)
+
+    def _note_missing(self, job: ChunkJob, counts: bool = True) -> None:
+        """Count a missing chunk, once among the ranks that fill in its place.
+
+        Raises: `MissingArrayError` where its array is gone, `MissingChunkError` where the request reads no fill value.
+        """
+        self._row().missing += counts
+        finder = self.plan.tables[job.array].finder
+        if not finder.lacks_object(job.chunk):
+            return
+        if job.array not in self._metadata_seen:  # one look an array and read
+            finder.check_metadata()
+            self._metadata_seen.add(job.array)
+        if self.plan.request.missing == "error":
+            raise finder.missing_error(job.chunk, self._missing_text(job))
+
+    def _missing_text(self, job: ChunkJob) -> str:
+        """How many chunks are missing beside one, as far as that is told without another request."""
+        table, needed = self.plan.tables[job.array], self.plan.needed.readers[job.array]
+        lacking = 0 if table.places.files.far else sum(table.finder.locate(chunk) is None for chunk in needed)
+        return f" (it is one of {lacking} of the {len(needed)} chunks of that array in this read)" * (lacking > 1)
 
     # -- taking: in the calling thread -------------------------------------------------------------------------------
 

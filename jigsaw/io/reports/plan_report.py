@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.reading.plan_text import NAMES_LISTED, plan_blocks, requests_text
+from jigsaw.io.reading.plan_text import NAMES_LISTED, missing_chunk_lines, plan_blocks, requests_text
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reports.recommend import ChunkOption, MeshOption, ReadFigures, Recommendation
 from jigsaw.io.text_tables import align_columns, bytes_text
@@ -42,6 +42,7 @@ def _plan_lines(dataset: Dataset, plan: ReadPlan) -> list[str]:
         f"mesh {_mesh_text(dataset)}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
         *(f"axis {axis} cuts none of the dims {dims}: all ranks along it read the same" for axis in idle),
         requests_text(plan),
+        *missing_chunk_lines(plan),
     ]
 
 

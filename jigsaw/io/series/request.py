@@ -11,6 +11,8 @@ from jigsaw.layout import Layout
 IndexPicks = tuple[tuple[int, int], ...]
 
 DROPPED_DIM = -1
+MISSING_RULES = ("error", "fill")
+"""What becomes of a chunk that the store does not have."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class ReadRequest:
     `layout` is that of the sample over the ranks that share it; its held intervals are what is read.  `nan` says what
     becomes of missing values: ``"keep"``, ``"raise"`` (`NaNError`), or the number that stands in the result for them.
     With `gaps`, a (time, channel) that no part fills is left as it is, instead of refused.
+    `missing` says what becomes of chunks whose object the store has not: ``"error"`` (`MissingChunkError`) or
+    ``"fill"``, the array's fill value.
     `boundary` says for each spatial dim what rows beyond its ends show; without it they wrap.  `vectors` are the
     channels that change sign in turned rows.
     """
@@ -57,6 +61,7 @@ class ReadRequest:
     nan: str | float = "keep"
     gaps: bool = False
     boundary: tuple[DimBoundary, ...] = ()
+    missing: str = "error"
     vectors: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

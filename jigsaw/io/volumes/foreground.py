@@ -24,6 +24,7 @@ from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.memory import ScratchMemory
+from jigsaw.io.formats.slab_arrays import fill_missing_chunk
 from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
 from jigsaw.io.volumes.array_volumes import values_of_array
@@ -219,7 +220,7 @@ def _search_chunk(
     table = stored.table
     room = _label_scratch(table.grid.bytes_of(index))
     if table.loader.load(index, room).stored is None:
-        table.loader.fill(room, index)
+        fill_missing_chunk(table, index, room, volume.missing)
     box = table.grid.box_of(index)
     values = table.loader.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
     values = stored.unpacked(values)

@@ -17,6 +17,7 @@ from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.dtypes import checked_dtype
 from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
+from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.times import is_whole_number
@@ -58,6 +59,7 @@ def open_volumes(
     normalize: tuple[Any, Any] | Statistics | Sequence[Statistics] | str | None = None,
     fill: float = 0.0,
     label_fill: int = 0,
+    missing: str = "error",
     label_map: Mapping[int, int] | None = None,
     augment: Sequence[Augmentation | OwnAugmentation] | None = None,
     dtype: str | torch.dtype = "float32",
@@ -99,6 +101,8 @@ def open_volumes(
       ``ScaleIntensityRange(clip=True)``; of statistics (as for `normalize`) the lowest and the highest percentile;
     - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read; or what
       `jigsaw.io.volume_statistics` gives, the path of a file of it, or a list with those of each volume;
+    - `missing`: what becomes of chunks that a store has not, ``"error"`` or ``"fill"``, as in `jigsaw.io.open`; label
+      maps in Zarr often leave out chunks of background;
     - `label_map`: which stored label becomes which, like ``{2: 1, 3: 1}``, before `foreground` looks for classes; the
       others stay;
     - `augment`: what is done to each sample as it is read, drawn from (seed, epoch, sample), alike on every mesh: a
@@ -122,8 +126,9 @@ def open_volumes(
     (4, torch.Size([1, 16, 16, 16]), torch.int64)
     """
     named = checked_dims(dims)
-    pictures = _given_volumes("images", images, image_array, level, named)
-    maps = () if labels is None else _given_labels(labels, label_array, level, named)
+    checked_choice("missing", missing, MISSING_RULES)
+    pictures = _given_volumes("images", images, image_array, level, named, missing)
+    maps = () if labels is None else _given_labels(labels, label_array, level, named, missing)
     if labels is not None and len(pictures) != len(maps):
         raise FieldError(
             f"{len(pictures)} images and {len(maps)} labels: each image needs its label map, or None in its place"
@@ -226,23 +231,23 @@ def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:
 
 
 def _given_volumes(
-    name: str, given: Sequence[GivenVolume], array: str | None, level: int, dims: tuple[str, ...] | None
+    name: str, given: Sequence[GivenVolume], array: str | None, level: int, dims: tuple[str, ...] | None, missing: str
 ) -> tuple[StoredVolume, ...]:
     if isinstance(given, str | os.PathLike) or not len(given):
         raise FieldError(f"{name}={given!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))")
     stores = (tuple(each) if isinstance(each, list | tuple) else (each,) for each in given)
-    return tuple(StoredVolume(each, array, level, given_dims=dims) for each in stores)
+    return tuple(StoredVolume(each, array, level, given_dims=dims, missing=missing) for each in stores)
 
 
 def _given_labels(
-    given: Sequence[GivenVolume | None], array: str | None, level: int, dims: tuple[str, ...] | None
+    given: Sequence[GivenVolume | None], array: str | None, level: int, dims: tuple[str, ...] | None, missing: str
 ) -> tuple[StoredVolume | None, ...]:
     if isinstance(given, str | os.PathLike) or not any(each is None for each in given):
-        return _given_volumes("labels", given, array, level, dims)
+        return _given_volumes("labels", given, array, level, dims, missing)
     there = [each for each in given if each is not None]
     if not there:
         raise FieldError(f"labels={given!r} names no label map; give labels=None where no image has one")
-    found = iter(_given_volumes("labels", there, array, level, dims))
+    found = iter(_given_volumes("labels", there, array, level, dims, missing))
     return tuple(None if each is None else next(found) for each in given)
 
 

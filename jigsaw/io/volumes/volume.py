@@ -85,7 +85,7 @@ class StoredVolume:
 
     `given` are its stores, whose channels follow each other, `given_dims` the names of their dims where the user gives
     those, `turn` what its stored axes become, `respacing` how far apart its voxels are then.  It pickles as those, and
-    is opened when it is asked for.
+    is opened when it is asked for.  `missing` says what becomes of chunks that its stores have not.
     """
 
     given: tuple[Any, ...]
@@ -94,6 +94,7 @@ class StoredVolume:
     turn: AxisTurn | None = None
     respacing: GridRespacing | None = None
     given_dims: tuple[str, ...] | None = None
+    missing: str = "error"
 
     def __repr__(self) -> str:
         given = [each if values_of_array(each) is None else type(each).__name__ for each in self.given]
@@ -175,7 +176,7 @@ class StoredVolume:
                 (n - b, n - a) if d in stored.flip else (a, b)
                 for d, ((a, b), n) in enumerate(zip(rows, stored.table.shape, strict=True))
             )
-            values = stored.unpacked(read_table_box(stored.table, box))
+            values = stored.unpacked(read_table_box(stored.table, box, self.missing))
             found.append(np.moveaxis(stored.in_order(values, self.dims), -1, 0))
         return np.concatenate(found)
 

@@ -20,6 +20,7 @@ from jigsaw.io.chunks.dtypes import dtype_name, numpy_dtype_name
 from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
+from jigsaw.io.reading.same_store import StoreIdentity, look_at_store
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.sample_space import SampleSpace
 from jigsaw.io.series.times import is_whole_number
@@ -34,6 +35,9 @@ from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
+
+_VOLUMES_COMPARED = 8
+"""The volumes that ranks compare before they read, spread over all."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,14 @@ class Volumes(MeshSamples):
         """An empty one: every volume has a store of its own."""
         return ArrayStore("volumes", {}, {}, _refuse_array)
 
+    def identity(self) -> StoreIdentity:
+        """What some of the volumes are and hold; of many not all, for each would be opened."""
+        every = [volume for volume in (*self.images, *self.labels) if volume is not None]
+        some = every[:: -(-len(every) // _VOLUMES_COMPARED)]
+        return look_at_store(
+            some[0].url, lambda: [t for v in some for t in v.tables.values()], (len(self.images), len(every))
+        )
+
     # -- shapes ------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -225,7 +237,9 @@ class Volumes(MeshSamples):
         else:
             window, first = _crop_layout(layout, crop.origin, volume.shape)
         rows = [(a, a + cut.size) for a, cut in zip(first, window.cuts[2:], strict=True)]
-        return plan_read(ReadRequest(window, volume.parts(rows), **how), volume.tables, self.mode)
+        return plan_read(
+            ReadRequest(window, volume.parts(rows), missing=volume.missing, **how), volume.tables, self.mode
+        )
 
     def read(
         self, engine: ReadEngine, crops: Sequence[VolumeCrop], frame: SampleSpace | None = None

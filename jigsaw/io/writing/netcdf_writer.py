@@ -38,7 +38,7 @@ from jigsaw.io.writing.sink import (
     part_path,
 )
 
-_DEFLATE_ENCODING: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True}
+_DEFLATE_ENCODING: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True, "fletcher32": True}
 _NETCDF_CHUNK_STEPS = 1024
 _METADATA, _OF_A_CHUNK = 1 << 18, 512
 """Bytes that a file needs beside its values, at most, and each of their chunks."""
@@ -153,7 +153,9 @@ class NetcdfSink:
             sizes = zip(c.dims, c.values.shape, strict=True)
             chunks = [_NETCDF_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in sizes]
             dtype = str if c.values.dtype.kind == "U" else _HELD_DTYPES.get(c.values.dtype.name, c.values.dtype)
-            self._create_variable(c, dtype, chunks if self._dim in c.dims else None, None, {})
+            checked = bool(chunks) and dtype is not str  # texts have no checksum in HDF5
+            how = {"fletcher32": True} if checked else {}
+            self._create_variable(c, dtype, chunks if checked or self._dim in c.dims else None, None, how)
         self._file.set_auto_maskandscale(False)  # values are written as they are given: no masks, no packing
 
     def _create_variable(

@@ -47,7 +47,8 @@ class ZarrSink:
         remedy: str = "go on with mode='a': the steps that were complete are there",
     ) -> None:
         self.path, self.remedy, self._dim = path, remedy, append_dim
-        self._encoding = {k: v for k, v in encoding.items() if k != "dtype"}
+        self._encoding = {k: v for k, v in encoding.items() if k not in ("dtype", "compressors")}
+        self._compressors = encoding.get("compressors", "auto")
         self._arrays: dict[str, Any] = {}
         self._attrs: dict[str, Any] = {}
         self._documents: dict[str, dict[str, Any]] = {}
@@ -124,6 +125,7 @@ class ZarrSink:
             dimension_names=made.dims,
             attributes=_zarr_attributes(made.attrs, dtype),
             zarr_format=3,
+            compressors=_with_checksum(self._compressors if isinstance(made, ArrayOutline) else "auto"),
             **how,
         )
         self._documents[made.name] = self._document(f"{made.name}/zarr.json")
@@ -178,12 +180,13 @@ class ZarrSink:
         """An array of the shape that it will have; the one on disk does not grow by it."""
         zarr = _import_zarr()
         if name not in self._arrays:
-            self._arrays[name] = zarr.open_array(f"{self.path}/{name}", mode="r+", zarr_format=3)
+            known = zarr.open_array(f"{self.path}/{name}", mode="r+", zarr_format=3)
             self._documents[name] = self._document(f"{name}/zarr.json")
+            self._arrays[name] = _writing_all_chunks(self._documents[name], known)
         known = self._arrays[name]
         if known.shape != shape:
             self._documents[name] = grown = {**self._documents[name], "shape": list(shape)}
-            self._arrays[name] = zarr.Array(zarr.AsyncArray(grown, known.store_path))
+            self._arrays[name] = _writing_all_chunks(grown, known)
         return self._arrays[name]
 
     @failing_with_remedy
@@ -202,6 +205,25 @@ def _import_zarr() -> Any:
         absent = "writing a Zarr store needs zarr: pip install 'jigsaw-torch[zarr]'"
         raise WriteError(why_not_imported(missing, absent)) from missing
     return zarr
+
+
+def _writing_all_chunks(document: Mapping[str, Any], array: Any) -> Any:
+    """An array of a shape of ours.  It leaves out no chunk of fill values, so that a chunk that is missing was lost."""
+    zarr = _import_zarr()
+    return zarr.Array(zarr.AsyncArray(document, array.store_path, config={"write_empty_chunks": True}))
+
+
+def _with_checksum(given: Any) -> tuple[Any, ...]:
+    """The compressors of an array, and a CRC-32C of what they made at the end: a flipped bit is found at reading."""
+    from zarr.codecs import Crc32cCodec, ZstdCodec
+
+    if isinstance(given, str) and given == "auto":
+        return ZstdCodec(), Crc32cCodec()
+    codecs = () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
+    has_one = any(
+        isinstance(each, Crc32cCodec) or (isinstance(each, Mapping) and each.get("name") == "crc32c") for each in codecs
+    )
+    return codecs if has_one else (*codecs, Crc32cCodec())
 
 
 def _zarr_attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:
