@@ -102,7 +102,7 @@ class Enumerated:
         table = self.tables[name]
         ref, size = table.finder.locate(chunk), table.grid.bytes_of(chunk)
         if ref is None:
-            return ReadCounts()
+            return ReadCounts(missing=1)
         boxes = [rows for m in served for rows in self.held(name, chunk, m)]
         rects = [tuple(tuple(merge_ranges((row, row + 1) for row, _ in dim)) for dim in rows) for rows in boxes]
         shares = [needed_share([rect], table.grid.shape_of(chunk)) for rect in rects]
@@ -173,7 +173,9 @@ class Enumerated:
                 rows[m].useful_bytes += 4 * self.values(job.array, job.chunk, m)
                 if m != job.owner != NO_OWNER:
                     rows[job.owner].sent_bytes += 4 * self.values(job.array, job.chunk, m)
-            if job.owner != NO_OWNER:
+            if job.owner == NO_OWNER:
+                rows[job.readers[0]].missing += 1
+            else:
                 rows[job.owner] += self.counts(job.array, job.chunk, job.readers)
         return tuple(rows)
 

@@ -49,11 +49,7 @@ class ZarrKeyFiles:
         if getattr(self._store, "session", None) is not None or isinstance(self._store, ZipStore):
             return True
         system = getattr(self._store, "fs", None)
-        if system is None:
-            return False
-        from fsspec.implementations.reference import ReferenceFileSystem
-
-        return isinstance(getattr(system, "sync_fs", system), ReferenceFileSystem)
+        return hasattr(getattr(system, "sync_fs", system), "references")
 
     def size(self, path: str) -> int | None:
         try:
