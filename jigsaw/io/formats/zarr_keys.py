@@ -46,10 +46,8 @@ class ZarrKeyFiles:
         """Whether the store has a list of its objects, so that a key that it lacks was never written: a snapshot of
         Icechunk, a zip file, references.
         """
-        if getattr(self._store, "session", None) is not None or isinstance(self._store, ZipStore):
-            return True
-        system = getattr(self._store, "fs", None)
-        return hasattr(getattr(system, "sync_fs", system), "references")
+        is_session = getattr(self._store, "session", None) is not None
+        return is_session or isinstance(self._store, ZipStore | BoundedReferences)
 
     def size(self, path: str) -> int | None:
         try:
