@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkLoadCounts, ChunkRef, FetchedBytes
-from jigsaw.io.chunks.chunk_finder import ChunkFinder
+from jigsaw.io.chunks.chunk_finder import ChunkFinder, most_stored_bytes
 from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex
 from jigsaw.io.chunks.chunk_stream import ChunkStream
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
@@ -131,7 +131,7 @@ class ChunkLoader(DecodedChunks):
             targets = _portion_targets(ref, part, raw, into)
             return FetchedBytes(raw, ref, part) if files.ranges(ref.path, targets) else None
         if ref.length is None:
-            raw = files.whole(ref.path, room)
+            raw = files.whole(ref.path, room, most_stored_bytes(self.grid.bytes_of(index)))
             return None if raw is None else FetchedBytes(raw, ref, None)
         if into is not None and ref.length == self.grid.bytes_of(index):
             return FetchedBytes(None, ref, None) if files.ranges(ref.path, [(ref.offset, into)]) else None

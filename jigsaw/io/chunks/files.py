@@ -39,7 +39,8 @@ class StoreFiles(Protocol):
 
     `far` says that a request costs a round trip, so that many must be under way at a time; `gap` is how many unwanted
     bytes are cheaper to read than a second request.  A missing object is None or False, never an error; one that ends
-    before a range does is a `ShortChunkError`, one that has changed a `BadChunkError`.
+    before a range does is a `ShortChunkError`, one that has changed a `BadChunkError`, and so is one of which `whole`
+    would read more than `most` bytes.
     """
 
     far: bool
@@ -47,7 +48,7 @@ class StoreFiles(Protocol):
 
     def size(self, path: str) -> int | None: ...
 
-    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None: ...
+    def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None: ...
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool: ...
 
@@ -78,6 +79,12 @@ class CachingFiles(Protocol):
 def identity_of_object(files: StoreFiles, path: str) -> ObjectIdentity | None:
     """The identity of an object; None where `files` do not know it."""
     return files.identity(path) if isinstance(files, IdentifiedFiles) else None
+
+
+def check_object_size(size: int, most: int | None) -> None:
+    """Refuse an object of more bytes than its values can be stored in, before anybody makes room for them."""
+    if most is not None and size > most:
+        raise BadChunkError(f"it has {size} bytes or more, and at most {most} can be right")
 
 
 def fill_targets(
@@ -200,10 +207,11 @@ class LocalFiles:
         stamp = size_and_change(path)
         return ObjectIdentity(path, "" if stamp is None else f"{stamp[0]} {stamp[1]}")
 
-    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
+    def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
         file = self._file(path)
         if file is None:
             return None
+        check_object_size(file.size, most)
         raw = room(file.size)
         file.read(0, raw)
         return raw

@@ -30,6 +30,8 @@ from jigsaw.io.chunks.byte_ranges import ByteRange, merge_ranges
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
 from jigsaw.io.chunks.concurrent_requests import REQUESTS_IN_FLIGHT, ask_in_pool, is_waited_for
 from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, fill_targets
+from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.redirects import GuardedHttp
 from jigsaw.io.packages import why_not_imported
 from jigsaw.redacted import redacted_text
 
@@ -40,6 +42,9 @@ OWN_OPTIONS = ("arrays", "outside")
 
 _STAMPS_KEPT = 1024
 _LOOK_EVERY_S = 0.1
+_PIECE_BYTES = 1 << 23
+_MOST_OF_AN_OBJECT = 1 << 31
+"""Of objects whose size nothing tells: metadata, and chunks that zarr decodes."""
 _STATUS_PATTERN = re.compile(r"status code: (\d{3})\b ?([^:\n]*)")
 _ERROR_CODE_PATTERN = re.compile(r"<Code>(\w+)</Code>")
 _TIMED_OUT_PATTERN = re.compile(r"TimedOut|\btimed? ?out\b", re.IGNORECASE)
@@ -59,7 +64,8 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
     """The store that a URL lies in, and the name of the object, or the prefix of the objects, there.
 
     `options` go to obstore's store of that kind, such as ``region``, ``endpoint``, ``skip_signature`` or
-    ``client_options``; ``retry_config`` is obstore's too, and carried out by `RemoteFiles`.
+    ``client_options``; ``retry_config`` is obstore's too, and carried out by `RemoteFiles`.  ``redirects`` names hosts
+    with private addresses that an HTTP server may lead to (see `jigsaw.io.chunks.redirects`).
 
     Raises: `UnsupportedStoreError` for options that obstore refuses.
     """
@@ -75,11 +81,12 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
     plain = split.scheme == "http" or str(given.get("endpoint", "")).startswith("http://")
     given["client_options"] = {**_CLIENT_OPTIONS, "allow_http": plain, **given.get("client_options", {})}
     given["retry_config"] = {"max_retries": 0}  # each failure is seen, counted and tried again here
-    root = f"{split.scheme}://{split.netloc}"
+    root, redirects, guard = f"{split.scheme}://{split.netloc}", given.pop("redirects", ()), None
     try:
         if split.scheme in ("http", "https"):
             query = f"?{split.query}" if split.query else ""
-            store: Any = stores.HTTPStore(root + query, **given)
+            guard = GuardedHttp(root + query, given, redirects)
+            store: Any = guard.open_store()
         else:
             store = stores.from_url(root, **given)
     except (BaseError, TypeError, ValueError) as e:
@@ -89,7 +96,7 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
             f"are those of obstore's store of this kind, such as region, endpoint, skip_signature, client_options"
         ) from None
     host = split.netloc if split.scheme in ("abfs", "abfss") else split.netloc.rpartition("@")[2]  # container@account
-    return RemoteFiles(store, redacted_text(f"{split.scheme}://{host}"), retry), unquote(split.path).strip("/")
+    return RemoteFiles(store, redacted_text(f"{split.scheme}://{host}"), retry, guard), unquote(split.path).strip("/")
 
 
 def _without_urls(error: BaseException, options: Mapping[str, Any] | None = None) -> str:
@@ -138,8 +145,10 @@ class RemoteFiles:
     far = True
     gap = 1 << 18
 
-    def __init__(self, store: Any, name: str, retry: RetryPolicy | None = None) -> None:
-        self.store, self.name, self.retry = store, name, retry or RetryPolicy()
+    def __init__(
+        self, store: Any, name: str, retry: RetryPolicy | None = None, guard: GuardedHttp | None = None
+    ) -> None:
+        self.store, self.name, self.retry, self._guard = store, name, retry or RetryPolicy(), guard
         self._stamps: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -154,10 +163,11 @@ class RemoteFiles:
         return type(self.store).__name__ != "HTTPStore"
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.store, self.name, self.retry
+        return None if self._guard else self.store, self.name, self.retry, self._guard
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state)
+        store, name, retry, guard = state
+        self.__init__(store if guard is None else guard.open_store(), name, retry, guard)
 
     # -- `StoreFiles` ------------------------------------------------------------------------------------------------
 
@@ -191,9 +201,12 @@ class RemoteFiles:
         meta = self._tried(path, lambda: obstore.head(self.store, path))
         return None if meta is None else (int(meta["size"]), repr(self._check_unchanged(path, meta)))
 
-    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
-        """All bytes of an object, in memory of obstore's; `room` is not used.  One request."""
-        return self._tried(path, lambda: self._get(path, None)[0])
+    def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
+        """All bytes of an object, in memory of our own; `room` is not used.  One request.
+
+        One that says that it has more than `most` bytes (2 GiB) is refused before its body is read.
+        """
+        return self._tried(path, lambda: self._get(path, None, _MOST_OF_AN_OBJECT if most is None else most)[0])
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
         """Targets that lie at most `gap` bytes apart are one request."""
@@ -203,7 +216,8 @@ class RemoteFiles:
 
     def edge(self, path: str, length: int, at_end: bool) -> tuple[ByteArray, int] | None:
         """The first or last bytes of an object, at most `length`, and its size; None when it is missing."""
-        found = self._tried(path, lambda: self._get(path, {"suffix": length} if at_end else (0, length)), at_end)
+        asked: Any = {"suffix": length} if at_end else (0, length)
+        found = self._tried(path, lambda: self._get(path, asked, length), at_end)
         if found is not _NO_SUFFIX:
             return found
         size = self.size(path)  # Azure has no ranges from the end
@@ -229,7 +243,7 @@ class RemoteFiles:
     def _part(self, path: str, part: ByteRange) -> ByteArray | None:
         if part[0] == part[1]:
             return np.empty(0, np.uint8)
-        found = self._tried(path, lambda: self._get(path, part))
+        found = self._tried(path, lambda: self._get(path, part, part[1] - part[0]))
         if found is None:
             return None
         raw, size = found
@@ -237,17 +251,16 @@ class RemoteFiles:
             raise ShortChunkError(f"it should have {part[1] - part[0]} bytes at {part[0]} and the object has {size}")
         return raw
 
-    def _get(self, path: str, part: ByteRange | dict[str, int] | None) -> tuple[ByteArray, int]:
-        """One request: its bytes, and the size of the object."""
+    def _get(self, path: str, part: ByteRange | dict[str, int] | None, most: int) -> tuple[ByteArray, int]:
+        """One request: its bytes, at most so many, and the size of the object."""
         import obstore
 
         options: Any = {} if part is None else {"range": part}
         answer = obstore.get(self.store, path, options=options)
         start, stop = answer.range
-        raw = np.frombuffer(memoryview(answer.bytes()), np.uint8)
-        if raw.size != stop - start:
-            raise _CutShortError(f"{raw.size} of {stop - start} bytes")
-        meta = answer.meta
+        if not 0 <= stop - start <= most:
+            raise BadChunkError(f"the server says that it sends {stop - start} bytes, and at most {most} can be right")
+        raw, meta = _body_of_answer(answer, stop - start), answer.meta
         if part is not None:
             self._check_unchanged(path, meta)
         return raw, int(meta["size"])
@@ -281,6 +294,9 @@ class RemoteFiles:
                     f"one that honours them, or copy it"
                 ) from None
             except (BaseError, _CutShortError) as e:
+                if self._guard is not None and self._guard.follow_new(self._called(path)):
+                    self.store = self._guard.open_store()
+                    continue
                 self._refuse_or_wait(path, e, failures, begun)
         raise AssertionError
 
@@ -306,6 +322,24 @@ class RemoteFiles:
 
 
 _NO_SUFFIX: Any = object()
+
+
+def _body_of_answer(answer: Any, size: int) -> ByteArray:
+    """The body of an answer that says that it has `size` bytes, which is read no further than that."""
+    raw, done = np.empty(0, np.uint8), 0
+    for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+        more = np.frombuffer(memoryview(piece), np.uint8)
+        if done + more.size > size:
+            raise BadChunkError(f"the server sends more than the {size} bytes that it says it sends")
+        if not done and more.size == size:
+            return more
+        if not done:
+            raw = fresh_memory(size)
+        raw[done : done + more.size] = more
+        done += more.size
+    if done < size:
+        raise _CutShortError(f"{done} of {size} bytes")
+    return raw
 
 
 def _wait_before_retry(pause: float) -> bool:

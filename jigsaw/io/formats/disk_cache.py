@@ -141,10 +141,10 @@ class _CachedFiles:
     def size(self, path: str) -> int | None:
         return self._files.size(path)
 
-    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
+    def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
         if (found := self._answers.read(self._known(path), "whole")) is not None:
             return found
-        raw = self._files.whole(path, room)
+        raw = self._files.whole(path, room, most)
         if raw is not None:
             self._answers.write(self._known(path), "whole", raw)
         return raw

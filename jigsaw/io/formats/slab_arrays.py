@@ -48,8 +48,8 @@ class PresentFiles:
     def identity(self, path: str) -> ObjectIdentity | None:
         return identity_of_object(self._files, path)
 
-    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
-        return _unless_gone(self._files.whole(path, room))
+    def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
+        return _unless_gone(self._files.whole(path, room, most))
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
         return bool(_unless_gone(self._files.ranges(path, targets) or None))

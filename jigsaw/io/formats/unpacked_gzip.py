@@ -22,7 +22,7 @@ import numpy as np
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
-from jigsaw.io.chunks.files import ByteAllocator, FillTarget, LocalFiles, StoreFiles, size_and_change
+from jigsaw.io.chunks.files import ByteAllocator, FillTarget, LocalFiles, StoreFiles, check_object_size, size_and_change
 from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.chunks.remote_files import RemoteFiles
 
@@ -101,7 +101,8 @@ class UnpackedFile:
     def size(self, path: str) -> int | None:
         return self.length
 
-    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
+    def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
+        check_object_size(self.length, most)
         raw = room(self.length)
         self.ranges(path, [(0, raw)])
         return raw

@@ -289,10 +289,8 @@ def zarr_chunk_grid(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[i
 
 def files_of_zarr(store: Any) -> StoreFiles:
     """How the objects of a zarr store are read; those on disk may not change: indices and block tables are kept."""
-    if isinstance(store, zarr_reach.BoundedLocalStore):
-        return store.files
     if isinstance(store, LocalStore):
-        return LocalFiles(keep=True)
+        return store.files if isinstance(store, zarr_reach.BoundedLocalStore) else LocalFiles(keep=True)
     return remote_files_of_zarr(store) or ZarrKeyFiles(store)
 
 

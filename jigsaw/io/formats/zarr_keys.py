@@ -19,7 +19,7 @@ from zarr.storage import MemoryStore, ZipStore
 from jigsaw.errors import ReadError
 from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
-from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, fill_targets
+from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, check_object_size, fill_targets
 from jigsaw.io.formats.zarr_reach import BoundedReferences
 from jigsaw.redacted import cause_without_secrets
 
@@ -55,9 +55,14 @@ class ZarrKeyFiles:
         except FileNotFoundError:
             return None
 
-    def whole(self, path: str, room: ByteAllocator) -> ByteArray | None:
-        found: Any = _answer_of_store(self._store.get(path, default_buffer_prototype()))
-        return None if found is None else np.frombuffer(found.to_bytes(), np.uint8)
+    def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
+        part = None if most is None else RangeByteRequest(0, most + 1)
+        found: Any = _answer_of_store(self._store.get(path, default_buffer_prototype(), part))
+        if found is None:
+            return None
+        raw = np.frombuffer(found.to_bytes(), np.uint8)
+        check_object_size(raw.size, most)
+        return raw
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
         parts = merge_ranges(((offset, offset + memory.size) for offset, memory in targets), self.gap)
