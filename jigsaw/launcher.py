@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -35,8 +36,9 @@ def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
     """What torchrun would set, in a process that srun or mpirun started; nothing under torchrun and for one alone.
 
     Under srun the ranks meet at the first node of the step, on a port that follows from the numbers of job and step,
-    unless ``MASTER_ADDR`` and ``MASTER_PORT`` say where.  What Slurm runs without a step is alone: a batch script
-    itself, and the shell of salloc.
+    unless ``MASTER_ADDR`` and ``MASTER_PORT`` say where.  ``JIGSAW_JOB_SECRET`` is what they know each other by, made
+    of these numbers and the user's unless it is given.  What Slurm runs without a step is alone: a batch script itself,
+    and the shell of salloc.
 
     Raises: `ShardingError` where ranks cannot find each other.
     """
@@ -60,7 +62,17 @@ def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(place.local_ranks),
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
+        "JIGSAW_JOB_SECRET": given.get("JIGSAW_JOB_SECRET") or _job_name(given, by_srun, address, port),
     }
+
+
+def _job_name(given: LauncherVariables, by_srun: bool, address: str, port: str) -> str:
+    """What tells a job from others where nobody gives it a secret: others can guess it, and do not hit it by chance."""
+    if by_srun:
+        parts = ["slurm", given.get("SLURM_CLUSTER_NAME"), given.get("SLURM_JOB_ID"), given.get("SLURM_STEP_ID")]
+    else:
+        parts = ["mpi", address, port, given.get("PMIX_NAMESPACE")]
+    return " ".join([*(part or "-" for part in parts), str(os.getuid())])
 
 
 def _of_slurm(given: LauncherVariables) -> _RankPlace | None:

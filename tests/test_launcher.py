@@ -8,10 +8,16 @@ import random
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
+from jigsaw import restart_store
 from jigsaw.cut import ShardingError
 from jigsaw.launcher import torchrun_variables
 
@@ -38,7 +44,7 @@ def step(rank=0, ranks=2, **more):
 
 def started(code, given):
     """A process with these variables and none of another launcher."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_")
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JIGSAW_JOB")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     env = clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | given
     command = [sys.executable, "-c", code]
@@ -135,7 +141,7 @@ def test_variables_of_a_step_of_three_nodes():
     here = step(9, 11, SLURM_LOCALID="1", SLURM_NODEID="2", SLURM_STEP_TASKS_PER_NODE="4(x2),3", SLURM_STEP_ID="2")
     assert torchrun_variables(here) == {
         "RANK": "9", "WORLD_SIZE": "11", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "19913",
+        "MASTER_PORT": "19913", "JIGSAW_JOB_SECRET": f"slurm - 4711 2 {os.getuid()}",
     }  # fmt: skip
     told = torchrun_variables(here | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
     assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("head", "29500")
@@ -159,3 +165,94 @@ def test_a_terminal_in_a_step_of_several_tasks(monkeypatch):
             torchrun_variables(step(0, 4))
         assert torchrun_variables(step(0, 1)) == {}
     os.close(master)
+
+
+# -- jobs that meet at one port --------------------------------------------------------------------------------------
+
+HOLD = SUM.replace("os._exit(0)", "print('joined', flush=True); import time; time.sleep(100)")
+
+
+def ended(process):
+    """The output and exit status of a process that must end by itself, long before the mesh's time-out."""
+    try:
+        printed = process.communicate(timeout=100)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return printed, process.returncode
+
+
+def test_a_second_job_at_the_same_port_is_refused_and_the_first_goes_on():
+    """Numbers of jobs repeat modulo 10,000; whichever rank of the second comes, it is told at once."""
+    job = free_job()
+    second = {"SLURM_JOB_ID": str(int(job) + 10000)}
+    assert (
+        torchrun_variables(step(**second))["MASTER_PORT"] == torchrun_variables(step(SLURM_JOB_ID=job))["MASTER_PORT"]
+    )
+    first = [started(HOLD, step(0, SLURM_JOB_ID=job))]
+    try:
+        # while the first waits for its own rank 1, a rank 1 of another job comes
+        early, status = ended(started(SUM, step(1, **second)))
+        assert status and "the store of another job, which has another secret" in early and "MASTER_PORT" in early
+        first.append(started(HOLD, step(1, SLURM_JOB_ID=job)))
+        for process in first:
+            assert "total 3" in process.stdout.readline()
+        for rank, said in enumerate(["rank 0 cannot listen at localhost, port", "the store of another job"]):
+            late, status = ended(started(SUM, step(rank, **second)))
+            assert status and "ShardingError" in late and said in late, late
+        assert [process.poll() for process in first] == [None, None]
+    finally:
+        for process in first:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("secrets", [("one", "two"), ("one", None)])
+def test_another_secret_is_refused_within_one_numbering(secrets):
+    job = free_job()
+    given = [
+        step(rank, SLURM_JOB_ID=job) | ({"JIGSAW_JOB_SECRET": secret} if secret else {})
+        for rank, secret in enumerate(secrets)
+    ]
+    first = started(HOLD, given[0])
+    try:
+        printed, status = ended(started(SUM, given[1]))
+        assert status and "which has another secret (JIGSAW_JOB_SECRET" in printed
+        assert "one" not in printed.partition("ShardingError")[2].split()  # secrets are not shown
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_store_that_proves_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(restart_store, "_KEEPER_PATIENCE", timedelta(seconds=1))
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ShardingError, match=r"listens at 127\.0\.0\.1, port \d+ is the store of another job, or of a"):
+        restart_store.store_of_job("mine", timedelta(seconds=60))
+    store.set("jigsaw.start/keeper", "salt and what is no proof")
+    with pytest.raises(ShardingError, match="which has another secret"):
+        restart_store.store_of_job("mine", timedelta(seconds=60))
+
+
+@pytest.mark.parametrize(
+    ("host", "is_far", "bound"), [("127.0.0.2", False, "127.0.0.2"), ("127.0.0.1", True, "0.0.0.0")]
+)
+def test_the_store_listens_at_the_address_of_its_host_alone(host, is_far, bound):
+    with restart_store._listen_at(host, 0, is_far) as listener:
+        assert listener.getsockname()[0] == bound
+
+
+@settings(max_examples=200)
+@drawn(
+    st.binary(max_size=60),
+    st.lists(st.text(st.characters(exclude_characters=" ", codec="utf-8")), max_size=3),
+    st.binary(max_size=60),
+)
+def test_a_proof_is_for_its_key_and_words_alone(key, words, other):
+    """Which have no spaces where ranks say them: numbers and hexadecimal digits."""
+    proof = restart_store._proof(key, *words)
+    assert (restart_store._proof(other, *words) == proof) == (other.rstrip(b"\0") == key.rstrip(b"\0") or other == key)
+    assert restart_store._proof(key, *words, "more") != proof
