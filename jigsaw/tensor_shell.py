@@ -235,6 +235,9 @@ def _lost_gradient(shell: TensorShell, node: Any) -> ShardingError:
     )
 
 
+# What a tile is made of, in its `__dict__`; everything else there was set by others.
+_STATE = frozenset("local layout mesh shape awaited numbered _rows _entered".split())
+
 # For a type checker a Tile has whatever torch.Tensor has, of a type that the table alone knows.
 if TYPE_CHECKING:
     _TensorBase: Any = Tensor
@@ -298,6 +301,10 @@ class TensorShell(_TensorBase):
                 state["_entered"] = node
         return local.requires_grad
 
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.local.requires_grad = value
+
     @property
     def grad_fn(self) -> Any:
         node = _node_of_shell(self) if "_rows" in self.__dict__ else None
@@ -313,12 +320,17 @@ class TensorShell(_TensorBase):
                 f"a Tile of shape {tuple(self.shape)} cannot be a parameter: make one of tile.local, or of the whole "
                 "tensor and pass the model through jigsaw.parallelize"
             )
-        raise FrozenInstanceError(
-            f"cannot assign to field {name!r}: a Tile is frozen; change tile.local, or make another Tile"
-        )
+        found = getattr(type(self), name, None)
+        if name in _STATE or (hasattr(type(found), "__set__") and getattr(found, "fset", None) is None):
+            raise FrozenInstanceError(
+                f"cannot assign to field {name!r}: a Tile is frozen; change tile.local, or make another Tile"
+            )
+        object.__setattr__(self, name, value)
 
-    def __delattr__(self, name: str) -> NoReturn:
-        raise FrozenInstanceError(f"cannot delete field {name!r}: a Tile is frozen")
+    def __delattr__(self, name: str) -> None:
+        if name in _STATE or name not in self.__dict__:
+            raise FrozenInstanceError(f"cannot delete field {name!r}: a Tile is frozen")
+        del self.__dict__[name]
 
     def __hash__(self) -> int:
         return id(self)
@@ -332,11 +344,14 @@ class TensorShell(_TensorBase):
         )
 
     def __copy__(self) -> Any:
-        return type(self)(*self._parts())
+        copied = type(self)(*self._parts())
+        copied.__dict__.update(self._attributes())
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         local, layout, mesh = self._parts()
         copied = memo[id(self)] = type(self)(copy.deepcopy(local, memo), layout, mesh)
+        copied.__dict__.update(copy.deepcopy(self._attributes(), memo))
         return copied
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -345,6 +360,10 @@ class TensorShell(_TensorBase):
     def _parts(self) -> tuple[Any, ...]:
         state = self.__dict__
         return self.local, state["layout"], state["mesh"]
+
+    def _attributes(self) -> dict[str, Any]:
+        """What others have set on the tile, as on any tensor."""
+        return {name: value for name, value in self.__dict__.items() if name not in _STATE}
 
     # -- a number, an array -------------------------------------------------------------------------------------------
 

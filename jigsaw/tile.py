@@ -271,6 +271,15 @@ class Tile(TensorShell):
         """The gradient, as a tile: exact on the rows that this rank owns (halo rows hold this rank's part)."""
         return None if self.local.grad is None else Tile(self.local.grad, self.layout, self.mesh)
 
+    @grad.setter
+    def grad(self, value: Tile | None) -> None:
+        if value is not None and (not isinstance(value, Tile) or value.layout != self.layout):
+            raise ShardingError(
+                f"tile.grad of a Tile cut as {self.layout} can be None, or a Tile that lies alike; bring it there with "
+                "gradient.with_layout(tile.layout)"
+            )
+        self.local.grad = None if value is None else value.local
+
     # -- where it sits ------------------------------------------------------------------------------------------------
 
     @property

@@ -152,7 +152,7 @@ def test_memory_is_refused():
     with pytest.raises(ShardingError, match=r"cannot be a parameter: make one of tile.local"):
         nn.Parameter(tile)
     with pytest.raises(dataclasses.FrozenInstanceError, match="a Tile is frozen"):
-        tile.requires_grad = True
+        tile.data = tile
     with pytest.raises(dataclasses.FrozenInstanceError, match="a Tile is frozen"):
         del tile.local
     for convert in (np.asarray, np.sin):
@@ -407,3 +407,31 @@ def test_einops():
         Reduce("b c h w -> b c", "max"),
     ):
         torch.testing.assert_close(call(tile).full_tensor(), call(x))
+
+
+@on_ranks(2)
+def test_attributes_are_set_on_tiles_as_on_tensors():
+    mesh = world_mesh(lat=2)
+    tile = shard(torch.arange(6.0), mesh, ("lat",))
+    torch._dynamo.mark_static_address(tile)  # static caches of transformers say it to each of theirs
+    tile.note = ["mine"]
+    assert copy.copy(tile).note is tile.note
+    copied = copy.deepcopy(tile)
+    assert copied.note == ["mine"]
+    assert copied.note is not tile.note
+    del tile.note
+    assert not hasattr(tile, "note")
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot delete field 'note'"):
+        del tile.note
+    for name in ("shape", "layout", "mesh", "dtype", "grad_fn"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"cannot assign to field '{name}'"):
+            setattr(tile, name, None)
+    tile.requires_grad = True
+    (tile * tile).sum().backward()
+    assert tile.grad.full_tensor().tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    tile.grad = tile.grad * 2
+    assert tile.local.grad.equal(tile.local * 4)
+    with pytest.raises(ShardingError, match="can be None, or a Tile that lies alike"):
+        tile.grad = torch.zeros(6)
+    tile.grad = None
+    assert tile.local.grad is None

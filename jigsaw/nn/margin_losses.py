@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from jigsaw.nn.loss import reduce_losses, refuse_old_arguments
-from jigsaw.ops.whole_dims import with_whole_dims
+from jigsaw.ops.whole_dims import rows_of_local, with_whole_dims
 from jigsaw.tile import Tile, implements_torch
 
 
@@ -131,3 +131,49 @@ def _multilabel_soft_margin(input: Any, target: Any, weight: Any) -> Any:
     losses = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     losses = losses if weight is None else losses * weight
     return losses.sum(-1) / input.shape[-1]
+
+
+# -- of sequences -----------------------------------------------------------------------------------------------------
+
+
+@implements_torch(F.ctc_loss)
+def _ctc_loss(
+    log_probs: Tile,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Any:
+    """-log of the sum over all alignments of a sequence with its labels, of their probabilities.
+
+    *Shapes*: log_probs ``[time, batch, classes]`` or ``[time, classes]``.  Time and classes are brought whole: the axes
+    that cut them cut the batch.  Targets and lengths are integers, whole on every rank.
+    *Sends*: what brings a cut dim whole, cut targets to every rank, and one all-reduce of the sum.
+    """
+    x: Any = log_probs if log_probs.ndim == 3 else log_probs.unsqueeze(1)
+    x = with_whole_dims(x.owned(), (0, 2))
+    steps, samples, _ = x.shape
+    labels, of_input, of_target = (_as_integers(v, x) for v in (targets, input_lengths, target_lengths))
+    of_input, of_target = of_input.reshape(-1), of_target.reshape(-1)
+    if len(of_input) != samples or len(of_target) != samples or not ((of_input >= 0) & (of_input <= steps)).all():
+        raise RuntimeError(
+            f"ctc_loss: input_lengths {of_input.tolist()} and target_lengths {of_target.tolist()} for {samples} "
+            f"sequences of {steps} steps: one length each, none longer than the steps"
+        )
+    if labels.ndim == 1:  # one after the other
+        labels = torch.nn.utils.rnn.pad_sequence(list(labels[: of_target.sum()].split(of_target.tolist())), True)
+    rows = rows_of_local(x.layout, x.coordinate, 1, x.device)
+    given = labels[rows], of_input[rows], of_target[rows]
+    layout = x.layout.drop((0, 2))
+    losses = F.ctc_loss(x.local, *given, blank, "none", zero_infinity) if len(rows) else x.local.sum((0, 2))
+    values: Any = Tile(losses, layout, x.mesh)
+    if reduction == "mean":
+        values = values / of_target.clamp_min(1)
+    return reduce_losses(values if log_probs.ndim == 3 else values.sum(), reduction)
+
+
+def _as_integers(values: Any, tile: Tile) -> torch.Tensor:
+    values = values.full_tensor() if isinstance(values, Tile) else values
+    return torch.as_tensor(values, device=tile.device).long()

@@ -47,7 +47,7 @@ from jigsaw.layout import Layout
 from jigsaw.matmul_grid import refine_cut
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import slice_dim
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile import Tile, implements_torch, refusal_error
 
 DimCuts = tuple[Cut, ...]
 
@@ -373,3 +373,95 @@ for _name, _kind in _KINDS.items():
     for _ending, _handler in (("", transform_dim), ("2", transform_two_dims), ("n", transform_dims)):
         _function = getattr(torch.fft, _name + _ending)
         implements_torch(_function)(partial(_handler, _function, _kind))
+
+
+# -- of short times ---------------------------------------------------------------------------------------------------
+
+
+def _window_of(window: Any, input: Tile, n_fft: int, win_length: int | None) -> Any:
+    """The window of `n_fft` numbers, with zeros around a shorter one."""
+    length = n_fft if win_length is None else win_length
+    like = input.local.real if input.dtype.is_complex else input.local
+    window = torch.ones(length, dtype=like.dtype, device=like.device) if window is None else window
+    if not 0 < length <= n_fft or tuple(window.shape) != (length,):
+        raise RuntimeError(
+            f"a window of shape {tuple(window.shape)}, win_length={win_length} and n_fft={n_fft}: the window has "
+            "win_length numbers, at most n_fft"
+        )
+    left = (n_fft - length) // 2
+    return F.pad(window, (left, n_fft - length - left))
+
+
+@implements_torch(torch.stft)
+def _stft(
+    input: Tile,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Any:
+    """The transform of a window that moves along time, the last dim.
+
+    *Shapes*: [B?, L] to [B?, frequencies, frames]; a cut of time is one of frames.
+    *Sends*: the rows of time that windows need beside a border.
+    """
+    hop = n_fft // 4 if hop_length is None else hop_length
+    wide = _window_of(window, input, n_fft, win_length)
+    is_complex = input.dtype.is_complex or wide.dtype.is_complex
+    if (return_complex is None and not is_complex) or align_to_window or input.ndim not in (1, 2) or hop < 1:
+        raise refusal_error(
+            torch.stft, input, "it takes 1 or 2 dims, a hop of 1 or more, and no align_to_window", "say return_complex="
+        )
+    x: Any = F.pad(input.unsqueeze(0), (n_fft // 2,) * 2, pad_mode).squeeze(0) if center else input
+    frames = x.unfold(-1, n_fft, hop) * wide
+    is_half = not is_complex if onesided is None else onesided
+    norm = "ortho" if normalized else "backward"
+    out = (torch.fft.rfft if is_half else torch.fft.fft)(frames, dim=-1, norm=norm).transpose(-1, -2)
+    return torch.view_as_real(out) if return_complex is False else out
+
+
+@implements_torch(torch.istft)
+def _istft(
+    input: Tile,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Any:
+    """The signal whose windows have these transforms best: their overlapping sum over that of the squared window.
+
+    *Sends*: the rows of time that windows on another rank reach.
+    """
+    hop = n_fft // 4 if hop_length is None else hop_length
+    if return_complex or not input.dtype.is_complex or input.ndim not in (2, 3) or hop < 1:
+        raise refusal_error(
+            torch.istft, input, "it takes complex [B?, frequencies, frames] of a real signal", "pass torch.complex(...)"
+        )
+    wide = _window_of(window, input, n_fft, win_length)
+    is_half = input.shape[-2] != n_fft if onesided is None else onesided
+    norm = "ortho" if normalized else "backward"
+    spectra: Any = (input if input.ndim == 3 else input.unsqueeze(0)).transpose(-1, -2)
+    rows = torch.fft.irfft(spectra, n_fft, norm=norm) if is_half else torch.fft.ifft(spectra, norm=norm).real
+    total, frames = n_fft + hop * (input.shape[-1] - 1), input.shape[-1]
+    options: dict[str, Any] = {"output_size": (1, total), "kernel_size": (1, n_fft), "stride": (1, hop)}
+    signal = F.fold((rows * wide).transpose(-1, -2), **options)[:, 0, 0]
+    weight = F.fold(wide.square()[None, :, None].expand(1, n_fft, frames), **options)[0, 0, 0]
+    start = n_fft // 2 if center else 0
+    stop = total - start if length is None else min(start + length, total)
+    if stop <= start or weight[start:stop].abs().min() < 1e-11:
+        raise RuntimeError(f"istft: windows of shape {tuple(wide.shape)} with a hop of {hop} leave places without any")
+    out = signal[:, start:stop] / weight[start:stop]
+    if length is not None and stop < start + length:
+        out = F.pad(out, (0, start + length - stop))
+    return out if input.ndim == 3 else out.squeeze(0)

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,7 +124,7 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
     """The places that an index names; with `drop` rows that ints pick are taken, else they stay, so that `view` is a
     view of the tile.
     """
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = list(index) if isinstance(index, tuple) or _lists_items(index) else [index]
     items = [i if type(i) in _SIMPLE else _as_item(i, tile) for i in items]
     items = _without_ellipsis(function, tile, items)
     dim, out, picked, dropped = 0, tile, dict[int, Any](), list[int]()
@@ -148,6 +149,14 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
             dropped.append(dim)
             dim += 1
     return TilePlaces(out, picked, tuple(dropped))
+
+
+def _lists_items(index: Any) -> bool:
+    """Whether torch takes a list for a tuple: it has a slice, None, an ellipsis, or rows of places of their own."""
+    return isinstance(index, list) and any(type(i) in _NO_PLACES or hasattr(i, "__len__") for i in list[Any](index))
+
+
+_NO_PLACES = frozenset((slice, type(None), type(...)))
 
 
 def _without_ellipsis(function: Any, tile: Tile, items: list[Any]) -> list[Any]:
@@ -181,7 +190,7 @@ def _as_item(item: Any, tile: Tile) -> Any:
     """An item of an index as None, an ellipsis, a slice, an int, a bool or a tensor."""
     if item is None or item is Ellipsis or isinstance(item, (slice, bool)):
         return item
-    if isinstance(item, (list, range, tuple)):
+    if isinstance(item, (list, range, tuple, np.ndarray)):
         entries: list[Any] = list(item)
         found = torch.as_tensor(entries, device=tile.device, dtype=None if entries else torch.int64)
     elif isinstance(item, (Tensor, Tile)):

@@ -1,4 +1,5 @@
-"""A tile as index into a plain table: bags of embeddings, one-hot codes, and places among sorted boundaries.
+"""A tile as index into a plain table: bags of embeddings, one-hot codes, and places among sorted boundaries
+(histograms too).
 
 >>> tile = jigsaw.shard(torch.tensor([2, 0, 1]), jigsaw.init_mesh(lat=1), ("lat",))
 >>> torch.nn.functional.one_hot(tile, 3).local[0]
@@ -13,8 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jigsaw import comm
+from jigsaw.cut import whole_dim
+from jigsaw.ops.indexing import operand_part
 from jigsaw.ops.reductions import extreme_of_all
-from jigsaw.ops.unknown_functions import run_unknown_function
+from jigsaw.ops.unknown_functions import uncut_tiles
+from jigsaw.ops.whole_dims import with_whole_dims
 from jigsaw.tile import Tile, implements_torch, refusal_error
 
 
@@ -93,18 +98,36 @@ def _searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    """*Sends*: a sorted sequence that is a cut tile, to every rank."""
-    named: dict[str, Any] = {"out_int32": out_int32, "right": right, "side": side, "sorter": _whole_values(sorter)}
-    sequence = _whole_values(sorted_sequence)
-    if not isinstance(input, Tile):
-        return torch.searchsorted(sequence, input, **named)
-    if sequence.ndim != 1:
-        if input.layout.cut_dims:
-            raise refusal_error(
-                torch.searchsorted, input, "the sorted sequence has several dims", "pass a 1-d one, or cut nothing"
-            )
-        return run_unknown_function(torch.searchsorted, sequence, input, **named)
-    return Tile(torch.searchsorted(sequence, input.local, **named), input.layout, input.mesh)
+    """*Sends*: a sorted sequence that is a cut tile: of 1 dim to every rank, of several the rows that lie elsewhere."""
+    named: dict[str, Any] = {"out_int32": out_int32, "right": right, "side": side}
+    if not isinstance(input, Tile) or sorted_sequence.ndim == 1:
+        sequence, named["sorter"] = _whole_values(sorted_sequence), _whole_values(sorter)
+        if not isinstance(input, Tile):
+            return torch.searchsorted(sequence, input, **named)
+        return Tile(torch.searchsorted(sequence, input.local, **named), input.layout, input.mesh)
+    if sorted_sequence.shape[:-1] != input.shape[:-1]:
+        shapes = tuple(sorted_sequence.shape), tuple(input.shape)
+        raise RuntimeError(f"searchsorted of shapes {shapes}: all dims but the last must have the same sizes")
+    own = input.owned()
+    layout = own.layout.replace_dim(own.ndim - 1, whole_dim(sorted_sequence.shape[-1]))
+    if sorter is not None:
+        named["sorter"] = operand_part(sorter, own, layout).contiguous()
+    sequence = operand_part(sorted_sequence, own, layout).contiguous()
+    return Tile(torch.searchsorted(sequence, own.local, **named), own.layout, own.mesh)
+
+
+@implements_torch(torch.unravel_index)
+def _unravel_index(indices: Tile, shape: Any) -> tuple[Any, ...]:
+    """The place in each dim of `shape` of an index into all of its elements."""
+    sizes = [shape] if isinstance(shape, int) else [int(n) for n in shape]
+    if indices.dtype.is_floating_point or indices.dtype.is_complex or indices.dtype == torch.bool:
+        raise ValueError(f"unravel_index: expected integer indices, got {indices.dtype}")
+    places: list[Any] = []
+    rest: Any = indices
+    for size in reversed(sizes):
+        places.append(rest % size)
+        rest = torch.div(rest, size, rounding_mode="floor")
+    return tuple(reversed(places))
 
 
 @implements_torch(torch.isin)
@@ -115,3 +138,36 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
         return torch.isin(elements, tests, assume_unique=assume_unique, invert=invert)
     found: Tensor = torch.isin(elements.local, tests, invert=invert)
     return Tile(found, elements.layout, elements.mesh)
+
+
+@implements_torch(torch.histogram)
+def _histogram(input: Tile, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    """As `torch.histogramdd` of one number an element."""
+    one = bins if isinstance(bins, int) else [bins]
+    counts, edges = _histogramdd(input.unsqueeze(-1), one, range, weight, density)
+    return torch.return_types.histogram((counts, edges[0]))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@implements_torch(torch.histogramdd)
+def _histogramdd(input: Tile, bins: Any, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    """How many elements, or how much of their `weight`, lie in each box of a grid; an element is a row of the last dim.
+
+    *Sends*: the extremes where no `range` is given, a weight that lies elsewhere, and one all-reduce of the counts.
+    """
+    own = with_whole_dims(input.owned().detach(), (input.ndim - 1,))
+    rows = own.layout.drop((own.ndim - 1,))
+    if weight is not None and tuple(weight.shape) != rows.shape:
+        raise RuntimeError(f"histogram: a weight of shape {tuple(weight.shape)} for elements of shape {rows.shape}")
+    part = None if weight is None else operand_part(weight.detach(), own, rows).reshape(-1)
+    edges = [bins] * own.shape[-1] if isinstance(bins, int) else [_whole_values(b) for b in bins]
+    if range is None and own.numel() and isinstance(edges[0], int):
+        columns = own.unbind(-1)
+        range = [float(extreme_of_all(c, op)) for c in columns for op in ("min", "max")]
+    found = torch.histogramdd(own.local.reshape(-1, own.shape[-1]), edges, range=range, weight=part)
+    counts = comm.all_reduce(found.hist, own.mesh, rows.cut_axes, same=(rows, found.hist.shape))
+    if density:
+        counts = counts / counts.sum()
+        for d, edge in enumerate(found.bin_edges):
+            counts = counts / edge.diff().reshape((-1, *(1,) * (counts.ndim - d - 1)))
+    out = uncut_tiles(counts, own), uncut_tiles(tuple(found.bin_edges), own)
+    return torch.return_types.histogramdd(out)  # pyright: ignore[reportAttributeAccessIssue]

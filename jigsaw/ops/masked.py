@@ -71,12 +71,12 @@ def _all_dims(input: Any, dim: Dims) -> Any:
 
 
 @_answers_masked(torch.masked.sum)
-def _sum(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_sum(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
     return torch.sum(_filled(input, mask, 0), _all_dims(input, dim), bool(keepdim), dtype=dtype)
 
 
 @_answers_masked(torch.masked.prod)
-def _prod(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_prod(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
     out = _filled(input, mask, 1)
     for d in sorted((d % max(input.ndim, 1) for d in _all_dims(input, dim)), reverse=True):
         out = out.prod(dim=d, keepdim=bool(keepdim), dtype=dtype)
@@ -84,26 +84,26 @@ def _prod(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = Non
 
 
 @_answers_masked(torch.masked.amax)
-def _amax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_amax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
     return torch.amax(_filled(input, mask, _least(input)), _all_dims(input, dim), bool(keepdim)).to(
         dtype=dtype or input.dtype
     )
 
 
 @_answers_masked(torch.masked.amin)
-def _amin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_amin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
     return torch.amin(_filled(input, mask, _greatest(input)), _all_dims(input, dim), bool(keepdim)).to(
         dtype=dtype or input.dtype
     )
 
 
 @_answers_masked(torch.masked.argmax)
-def _argmax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_argmax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
     return torch.argmax(_filled(input, mask, _least(input)), dim, bool(keepdim)).to(dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.argmin)
-def _argmin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_argmin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
     return torch.argmin(_filled(input, mask, _greatest(input)), dim, bool(keepdim)).to(dtype=dtype or input.dtype)
 
 
@@ -116,16 +116,16 @@ def _counts(input: Any, dim: Any, keepdim: bool, mask: Any) -> Any:
 
 
 @_answers_masked(torch.masked.mean)
-def _mean(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_mean(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
     wanted = dtype or input.dtype
     if not (wanted.is_floating_point or wanted.is_complex):
         raise ValueError(f"masked mean: {wanted} is neither a floating point nor a complex dtype; pass dtype=")
-    total = _sum(input, dim, keepdim=keepdim, dtype=wanted, mask=mask)
+    total = _masked_sum(input, dim, keepdim=keepdim, dtype=wanted, mask=mask)
     return total / _counts(input, dim, bool(keepdim), mask)
 
 
 @_answers_masked(torch.masked.median)
-def _median(input: Any, dim: int = -1, *, keepdim: bool = False, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_median(input: Any, dim: int = -1, *, keepdim: bool = False, dtype: Any = None, mask: Any = None) -> Any:
     is_float = input.dtype.is_floating_point
     values = _filled(input if is_float else input.to(torch.float), mask, math.nan)
     out = torch.nanmedian(values, dim, keepdim).values
@@ -137,13 +137,15 @@ def _median(input: Any, dim: int = -1, *, keepdim: bool = False, dtype: Any = No
 
 
 @_answers_masked(torch.masked.logsumexp)
-def _logsumexp(input: Any, dim: Any = None, *, keepdim: bool = False, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_logsumexp(
+    input: Any, dim: Any = None, *, keepdim: bool = False, dtype: Any = None, mask: Any = None
+) -> Any:
     out = torch.logsumexp(_filled(input, mask, _least(input)), _all_dims(input, dim), keepdim)
     return out.to(dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.norm)
-def _norm(
+def _masked_norm(
     input: Any, ord: Any = 2.0, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None
 ) -> Any:
     values = _filled(input, mask, math.inf if ord == -math.inf else 0)
@@ -151,7 +153,7 @@ def _norm(
 
 
 @_answers_masked(torch.masked.var)
-def _var(
+def _masked_var(
     input: Any,
     dim: Any = None,
     unbiased: bool | None = None,
@@ -167,52 +169,58 @@ def _var(
     is_float = input.dtype.is_floating_point or input.dtype.is_complex
     wanted = dtype or (input.dtype if is_float else torch.float32)
     dims = _all_dims(input, dim)
-    from_mean = input - _sum(input, dims, keepdim=True, dtype=wanted, mask=mask) / _counts(input, dims, True, mask)
-    total = _sum(from_mean * from_mean.conj(), dims, keepdim=keepdim, dtype=wanted, mask=mask)
+    from_mean = input - _masked_sum(input, dims, keepdim=True, dtype=wanted, mask=mask) / _counts(
+        input, dims, True, mask
+    )
+    total = _masked_sum(from_mean * from_mean.conj(), dims, keepdim=keepdim, dtype=wanted, mask=mask)
     counts = _counts(input, dims, bool(keepdim), mask) - off
     return (total / (max(counts, 0) if mask is None else counts.clamp_min(0))).to(dtype=wanted)
 
 
 @_answers_masked(torch.masked.std)
-def _std(*args: Any, **kwargs: Any) -> Any:
-    return torch.sqrt(_var(*args, **kwargs))
+def _masked_std(*args: Any, **kwargs: Any) -> Any:
+    return torch.sqrt(_masked_var(*args, **kwargs))
 
 
 # -- as large as the input --------------------------------------------------------------------------------------------
 
 
 @_answers_masked(torch.masked.softmax)
-def _softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
     return F.softmax(_filled(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.log_softmax)
-def _log_softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_log_softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
     return F.log_softmax(_filled(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.softmin)
-def _softmin(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_softmin(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
     return F.softmin(_filled(input, mask, _greatest(input)), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.normalize)
-def _normalize(input: Any, ord: float, dim: int, *, eps: float = 1e-12, dtype: Any = None, mask: Any = None) -> Any:
-    lengths = _norm(input, ord, dim, keepdim=True, dtype=dtype, mask=mask)
+def _masked_normalize(
+    input: Any, ord: float, dim: int, *, eps: float = 1e-12, dtype: Any = None, mask: Any = None
+) -> Any:
+    lengths = _masked_norm(input, ord, dim, keepdim=True, dtype=dtype, mask=mask)
     return _filled(input, mask, 0) / torch.maximum(lengths, torch.full((), eps, dtype=lengths.dtype))
 
 
 @_answers_masked(torch.masked.cumsum)
-def _cumsum(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_cumsum(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
     return torch.cumsum(_filled(input, mask, 0), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.cumprod)
-def _cumprod(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+def _masked_cumprod(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
     return torch.cumprod(_filled(input, mask, 1), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.logaddexp)
-def _logaddexp(input: Any, other: Any, *, dtype: Any = None, input_mask: Any = None, other_mask: Any = None) -> Any:
+def _masked_logaddexp(
+    input: Any, other: Any, *, dtype: Any = None, input_mask: Any = None, other_mask: Any = None
+) -> Any:
     first, second = _filled(input, input_mask, _least(input)), _filled(other, other_mask, _least(other))
     return torch.logaddexp(first, second).to(dtype=dtype or input.dtype)

@@ -1,5 +1,5 @@
 """What is made of all pairs of rows, or of vectors along a dim: kron, meshgrid, cartesian_prod, block_diag, cdist,
-cosine_similarity, pairwise_distance, cross, renorm.
+pdist, bilinear, cosine_similarity, pairwise_distance, cross, renorm.
 
 Of two operands that one axis cuts along dims that meet crosswise, the later one is made whole along its dim.
 
@@ -89,7 +89,8 @@ def _given_tensors(tensors: Sequence[Any]) -> list[Any]:
     return list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else list(tensors)
 
 
-@implements_torch(torch.meshgrid)
+# of a list, torch looks for tiles in the function behind it
+@implements_torch(torch.meshgrid, torch._VF.meshgrid)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 def _meshgrid(*tensors: Any, indexing: Any = None) -> tuple[Any, ...]:
     """Each 1-d tensor along a dim of its own, repeated along those of the others; cut as the tensors are."""
     given = _given_tensors(tensors)
@@ -148,6 +149,25 @@ def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) ->
     a, b = _without_row(a, -2), _without_row(b, -3)
     local = torch.cdist(a, b, p, compute_mode or "use_mm_for_euclid_dist_if_necessary")
     return Tile(local, layout.drop((-1,)), tile.mesh)
+
+
+@implements_torch(F.pdist, torch.pdist)
+def _pdist(input: Any, p: float = 2.0) -> Any:
+    """The distances of each row to those after it, one after the other; on every rank, as what indices pick is."""
+    if input.ndim != 2:
+        raise RuntimeError(f"pdist of shape {tuple(input.shape)}: it takes 2 dims")
+    first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
+    return _cdist(input, input, p, "donot_use_mm_for_euclid_dist")[first, second]
+
+
+@implements_torch(F.bilinear)
+def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+    """y[k] = x1 W[k] x2 + b[k], along the last dims."""
+    if input1.shape[:-1] != input2.shape[:-1] or (input1.shape[-1], input2.shape[-1]) != tuple(weight.shape[1:]):
+        shapes = [tuple(x.shape) for x in (input1, input2, weight)]
+        raise RuntimeError(f"bilinear of shapes {shapes}: pass [..., i], [..., j] and [k, i, j]")
+    out = torch.einsum("...i,kij,...j->...k", input1, weight, input2)
+    return out if bias is None else out + bias
 
 
 def _without_row(x: Tensor, dim: int) -> Tensor:

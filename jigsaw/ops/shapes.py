@@ -372,3 +372,46 @@ def _unbind(input: Tile, dim: int = 0) -> tuple[Any, ...]:
     (at,) = reduced_dims(input, dim)
     input = _contiguous_apart(input, at)  # once for all rows
     return tuple(select_dim(input, at, i) for i in range(input.shape[at]))
+
+
+# -- views of other memory --------------------------------------------------------------------------------------------
+
+
+def _answer_copy(function: Any, view: Any) -> None:
+    """Answer what gives the values of a view in memory of their own."""
+
+    def answer(input: Tile, *args: Any, **kwargs: Any) -> Any:
+        out = view(input, *args, **kwargs)
+        if isinstance(out, (list, tuple)):
+            return tuple(o.clone(memory_format=torch.contiguous_format) for o in out)
+        return out.clone(memory_format=torch.contiguous_format)
+
+    implements_torch(function)(answer)
+
+
+def _slice_of_dim(input: Tile, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    at = dim % max(input.ndim, 1)
+    return input[(slice(None),) * at + (slice(start, end, step),)]
+
+
+for _copying, _viewing in (
+    (torch.alias_copy, Tensor.clone),
+    (torch.detach_copy, Tensor.detach),
+    (torch.diagonal_copy, Tensor.diagonal),
+    (torch.expand_copy, Tensor.expand),
+    (torch.permute_copy, Tensor.permute),
+    (torch.select_copy, Tensor.select),
+    (torch.slice_copy, _slice_of_dim),
+    (torch.split_copy, Tensor.split),
+    (torch.split_with_sizes_copy, Tensor.split_with_sizes),
+    (torch.squeeze_copy, Tensor.squeeze),
+    (torch.t_copy, Tensor.t),
+    (torch.transpose_copy, Tensor.transpose),
+    (torch.unbind_copy, Tensor.unbind),
+    (torch.unfold_copy, Tensor.unfold),
+    (torch.unsqueeze_copy, Tensor.unsqueeze),
+    (torch.view_as_complex_copy, torch.view_as_complex),
+    (torch.view_as_real_copy, torch.view_as_real),
+    (torch.view_copy, Tensor.view),
+):
+    _answer_copy(_copying, _viewing)
