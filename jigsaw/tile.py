@@ -65,6 +65,16 @@ def watches_changes(find: Callable[[Any], Callable[..., Any] | None]) -> Callabl
     return find
 
 
+def notes_views(note: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Let `note` see what a function gives that took, or made, a copy where torch's is a view (jigsaw.ops.apart_copies
+    has the one).
+    """
+    _view_notes[:] = [note]
+    return note
+
+
+_view_notes: list[Callable[[Any], None]] = []
+copies_made = [0]  # of rows that torch gives as a view
 _watcher_finders: list[Callable[[Any], Callable[..., Any] | None]] = []
 
 # For each function, once it was called: its handler, which arguments must be a Tile (True) or must not be one, the
@@ -106,13 +116,14 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     tile out of a custom autograd.Function.
     """
     handler, kinds, by_place, names, watcher = _answers.get(function) or _find_answer(function)
-    is_quick = len(args) <= _QUICK_PLACES
+    is_quick, is_apart, made = len(args) <= _QUICK_PLACES, False, copies_made[0]
     for value, is_tile in zip(args, by_place, strict=False):
         kind = type(value)
         if kind is Tile:
             if value.local.grad_fn is None and torch.is_grad_enabled():
                 value.check_no_history()
             is_quick = is_quick and is_tile is not False
+            is_apart = is_apart or "apart" in value.__dict__
         elif is_tile or kind not in _GIVEN_KINDS:
             is_sequence = not is_tile and (kind is tuple or kind is list)
             is_quick = is_quick and is_sequence and _GIVEN_KINDS.issuperset(map(type, value))
@@ -127,6 +138,8 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
         out = handler(*args, **kwargs)
     except ShardingError as refusal:
         out = answer_refusal(refusal, function, args, kwargs)
+    if is_apart or copies_made[0] != made:
+        _view_notes[0](out)
     return out if finish is None else finish(out)
 
 

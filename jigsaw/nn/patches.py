@@ -25,10 +25,11 @@ from jigsaw.nn.stencil import (
     is_cut_or_haloed,
     plan_stencil,
 )
-from jigsaw.ops.meeting import mark_rows_moved
+from jigsaw.ops.apart_copies import copied_to, note_views
 from jigsaw.ops.reductions import reduced_dims
+from jigsaw.ops.whole_strides import whole_strides, with_strides
 from jigsaw.stencil_rules import StencilWindow, TransposedWindow
-from jigsaw.tile import Tile, implements_torch, in_own_memory
+from jigsaw.tile import Tile, implements_torch
 
 WindowSize = int | Sequence[int]
 
@@ -113,15 +114,14 @@ def _unfold_dim(input: Tile, dimension: int, size: int, step: int) -> Tile:
     if size > input.shape[at] or size < 0 or step < 1:
         raise RuntimeError(f"unfold of dim {at} of size {input.shape[at]}: windows of {size} rows, step {step}")
     to = plan_stencil(input.layout, (DimStencil(at, StencilWindow(size, step)),), input.coordinate, "unfold")
-    x = gather_input_rows(input, to)
-    out = to.out.insert(input.ndim, size)
-    if to.is_empty:
-        return Tile(empty_result((*to.shape, size), x), out, input.mesh)
-    windows = Tile(x.unfold(at, size, step), out, input.mesh)
-    if input.layout.is_cut(at) or input.layout.has_halo:  # a copy, where torch's is a view
-        windows = Tile(in_own_memory(windows.local, input), out, input.mesh)
-        mark_rows_moved(windows.local)
-    return windows
+    strides, out = whole_strides(input), to.out.insert(input.ndim, size)
+    is_apart = input.layout.is_cut(at) or input.layout.has_halo  # a copy, where torch's is a view
+    rows = (copied_to(input, to.target, has_way_back=False) if is_apart else input).local
+    local = empty_result((*to.shape, size), rows) if to.is_empty else rows.unfold(at, size, step)  # pyright: ignore[reportCallIssue]
+    windows = Tile(local, out, input.mesh)
+    if is_apart:
+        note_views(windows, rows)
+    return with_strides(windows, (*strides[:at], strides[at] * step, *strides[at + 1 :], strides[at]))
 
 
 # -- pools by powers --------------------------------------------------------------------------------------------------

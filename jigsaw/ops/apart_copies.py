@@ -1,14 +1,17 @@
-"""Rows that torch gives as a view and a tile as a copy: what is written to them in place.
+"""Rows that torch gives as a view and a tile as a copy: what is written to them, or to what they are a view of.
 
-A row that an int picks of a cut dim lies on one rank, so that all get a copy of it.  The copy knows the rows that it
-was made of, and a function that changes it in place changes these too: each rank has the whole row, and writes what it
-owns, so that nothing is sent.  ``tile[:, 3] += 1`` has then been done when Python writes the row back.
+A row that an int picks of a cut dim lies on one rank, so that all get a copy of it; a view whose rows had to move to
+other cut points is a copy, too.  Such a copy knows the rows that it was made of, its source, and the rule for both is:
 
-A view whose rows had to move to other cut points (``mark_rows_moved``) does not know the way back, and is refused as
-the target of whatever changes it in place.
+1. What is written to the copy is written to its source at once.
+2. What is written to the source puts its copies out of date.  A copy that is out of date is made again when it is read,
+   and costs nothing where nobody reads it.
+
+A copy keeps no memory of its source alive: where nobody else has that memory, there is nothing to write back.
 
 Two ranks, 5 rows cut at 0, 3, 5, and ``tile[3].mul_(2)``: rank 1 has sent row 3 to rank 0, both double their copies,
-and rank 1 writes its own back.  The gradient of row 3 is the sum of what the two ranks made of their copies.
+and rank 1 writes its own back; each has the whole row, so nothing is sent.  The gradient of row 3 is the sum of what
+the two ranks made of their copies.
 
 >>> tile = jigsaw.shard(torch.ones(5, 2), jigsaw.init_mesh(lat=1), ("lat", None))
 >>> tile[3].zero_(); tile.sum().item()
@@ -18,85 +21,220 @@ Tile(shape (2,), torch.float32; cut: nowhere; at lat=0/1 owns [0:2])
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from jigsaw import comm
 from jigsaw.cut import ShardingError
+from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
-from jigsaw.ops.meeting import apart_mark, set_apart_mark
+from jigsaw.ops.meeting import APART_MARK, apart_mark, set_apart_mark, with_moved_rows
 from jigsaw.ops.pointwise import changes_in_place
-from jigsaw.tile import Tile, lie_in_one_memory, watches_changes
+from jigsaw.tile import Tile, copies_made, in_own_memory, lie_in_one_memory, notes_views, tiles_in, watches_changes
 
-# How many functions have changed a tile in place: alike on every rank, for all of them call the same functions.  A
-# copy that has seen fewer may be out of date.
+# how many functions have changed a tile in place
 _changes_made = [0]
+_COPIES = "_jigsaw_copies"  # the copies that were made of some memory
+_Place = tuple[torch.Size, tuple[int, ...], Any]
 
 
-@dataclass(eq=False)
+def _place_in_memory(x: Tensor) -> _Place:
+    return x.shape, x.stride(), x.storage_offset()
+
+
+def _at_place(root: Tensor, place: _Place) -> Tensor:
+    return root if _place_in_memory(root) == place else root.as_strided(*place)
+
+
+_KINDS = attrgetter("dtype", "requires_grad"), Tensor.is_conj, Tensor.is_neg
+
+
+class _WeakRows:
+    """The rows of a tile, as long as somebody else keeps their memory."""
+
+    def __init__(self, tile: Tile) -> None:
+        local = tile.local
+        root = local if local._base is None else local._base
+        is_alike = all(of(root) == of(local) for of in _KINDS)
+        # what is no plain view of its base is kept, as are the rows of a copy that nobody else may know
+        self.kept = tile if not is_alike or isinstance(apart_mark(local), ApartCopy) else None
+        self.root, self.memory = weakref.ref(root), weakref.ref(local.untyped_storage())
+        self.place, self.dtype = _place_in_memory(local), local.dtype
+        self.layout, self.mesh = tile.layout, tile.mesh
+
+    def tile(self) -> Tile | None:
+        if self.kept is not None:
+            return self.kept
+        root, memory = self.root(), self.memory()
+        if memory is None:
+            return None
+        if root is None:  # a detached tensor has the memory
+            with torch.no_grad():
+                local = torch.empty(0, dtype=self.dtype, device=self.mesh.device_type).set_(
+                    memory, self.place[2], self.place[0], self.place[1]
+                )
+        else:
+            local = _at_place(root, self.place)
+        return Tile(local, self.layout, self.mesh)
+
+
 class ApartCopy:
-    """A copy in `layout` of the rows of `source`, whose shape it has; `asked`: the tile and the index that it
-    answers.
-    """
+    """A copy in `layout` of the rows of a source, which has the same dims; it stands in the storage of the copy."""
 
-    source: Tile
-    layout: Layout
-    root: weakref.ref[Tensor]  # not the tensor itself, which has the storage that this stands in
-    dtype: torch.dtype
-    seen: int = field(default_factory=lambda: _changes_made[0])
-    is_written: bool = False
-    asked: tuple[Tile, Any] | None = None
+    def __init__(self, source: Tile, layout: Layout, local: Tensor, has_way_back: bool) -> None:
+        self.source, self.layout, self.has_way_back = _WeakRows(source), layout, has_way_back
+        self.has_grad_mode = torch.is_grad_enabled()
+        self.asked: tuple[Tile, Any] | None = None  # the tile and the index that it answers
+        self.seen, self.is_written, self._is_writing = _changes_made[0], False, False
+        self._tiles: dict[int, tuple[weakref.ref[Tile], _Place | None]] = {}  # those that have its memory
+        self._newer: Tile | None = None  # the source, where it was changed since
+        self._take_memory(local)
+        self._add_to(source)
+        copies_made[0] += 1
+        if self.source.kept is not None:
+            note_views(self.source.kept)
+
+    def _add_to(self, source: Tile) -> None:
+        memory = source.local.untyped_storage()
+        copies = getattr(memory, _COPIES, None)
+        if copies is None:
+            setattr(memory, _COPIES, copies := weakref.WeakSet[ApartCopy]())
+        copies.add(self)
+
+    def _take_memory(self, local: Tensor) -> None:
+        self.root = weakref.ref(local if local._base is None else local._base)
+        self.place, self.dtype = _place_in_memory(local), local.dtype
+        set_apart_mark(local, self)
+
+    def add_tile(self, tile: Tile) -> None:
+        """Remember a tile that has the memory of the copy, or a part of it."""
+        if "apart" not in tile.__dict__:
+            tile.__dict__["apart"] = self
+            self._tiles = {k: known for k, known in self._tiles.items() if known[0]() is not None}
+            self._tiles[id(tile)] = weakref.ref(tile), None
 
     def whole_of(self, local: Tensor) -> tuple[Tensor, bool]:
         """The whole copy, for a view of it, and whether autograd knows that it is one."""
-        shape = self.layout.local_shape(self.source.coordinate)
         root = self.root()
         if root is not None and (local is root or local._base is root):
-            return root.view(shape), True
-        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+            return _at_place(root, self.place), True
         with torch.no_grad():
             bare = torch.empty(0, dtype=self.dtype, device=local.device)
-            return bare.set_(local.untyped_storage(), 0, shape, strides), False
-
-    def bring_up_to_date(self, local: Tensor) -> None:
-        """Take what was written to the source since; *Sends*: the rows, where anything was changed in place at all."""
-        if self.seen == _changes_made[0]:
-            return
-        above = apart_mark(self.source.local)
-        if isinstance(above, ApartCopy):
-            above.bring_up_to_date(self.source.local)
-        whole, is_known = self.whole_of(local)
-        with torch.set_grad_enabled(is_known and (self.source.requires_grad or torch.is_grad_enabled())):
-            whole.copy_(self.source.with_layout(self.layout).local)
-        self.seen = _changes_made[0]
+            return bare.set_(local.untyped_storage(), self.place[2], self.place[0], self.place[1]), False
 
     def write_back(self, local: Tensor) -> None:
-        """Write the copy into the rows that it was made of, by autograd's eyes where they see `local`."""
+        """Write the copy into the rows that it was made of, by autograd's eyes where they see `local`.
+
+        *Sends*: where rows had moved, these rows back, after one number: whether any rank still has the source.
+        """
         whole, is_known = self.whole_of(local)
+        source, layout, mesh = self.source.tile(), self.source.layout, self.source.mesh
+        is_at_hand, is_there = _is_at_hand(self.layout, layout), source is not None
+        if not is_at_hand and not lacks_values():
+            # collected garbage is no common knowledge of ranks
+            there = torch.tensor(int(is_there), device=local.device)
+            is_there = bool(comm.all_reduce(there, mesh, [name for name, _ in layout.axes]))
+        if not is_there:
+            return
         with torch.set_grad_enabled(is_known and torch.is_grad_enabled()):
-            self.source[...] = Tile(whole, self.layout, self.source.mesh)
+            rows = Tile(whole, self.layout, mesh)
+            rows = rows if is_at_hand else with_moved_rows(rows, layout)
+            if source is not None:
+                self._is_writing = True
+                try:
+                    source[...] = rows
+                finally:
+                    self._is_writing = False
         self.seen, self.is_written = _changes_made[0], True
 
+    def put_out_of_date(self) -> None:
+        """Let whoever reads a tile of this copy next make it again: its source was changed."""
+        tiles = [tile for known, _ in self._tiles.values() if (tile := known()) is not None]
+        if self._is_writing or self._newer is not None or not tiles:
+            return
+        root = self.root()
+        # copies of this copy, whose sources are then among its tiles
+        for copy in [] if root is None else _copies_of(root.untyped_storage()):
+            copy.put_out_of_date()
+        self._newer = self.source.tile()
+        for known, _ in list(self._tiles.values()):
+            tile = known()
+            if tile is not None:
+                self._tiles[id(tile)] = known, _place_in_memory(tile.local)
+                tile.__dict__["awaited"] = self._made_again
+                del tile.__dict__["local"]
 
-def copied_apart(moved: Tile, source: Tile) -> Tile:
-    """`moved`, all the rows of `source` in another layout, in memory of its own that knows where it came from; where
-    no axis has ceased to cut it, it is a view already.
+    def _made_again(self, asked: Tile) -> Tensor:
+        """The local tensor of a tile of this copy, made of its source anew, as that of all others.
+
+        *Sends*: the rows that moved.
+        """
+        source, self._newer = self._newer, None
+        assert source is not None
+        with torch.set_grad_enabled(self.has_grad_mode):
+            local = in_own_memory(with_moved_rows(source, self.layout).local, source)
+            if _place_in_memory(local) != self.place:
+                laid = torch.empty_strided(*self.place[:2], dtype=local.dtype, device=local.device)
+                local = laid.copy_(local)
+            self._take_memory(local)
+            self._add_to(source)
+            for known, place in self._tiles.values():
+                tile = known()
+                if tile is not None and place is not None:
+                    del tile.__dict__["awaited"]
+                    tile.__dict__["local"] = _at_place(local, place)
+        return asked.__dict__["local"]
+
+
+@lru_cache(maxsize=4096)
+def _is_at_hand(source: Layout, target: Layout) -> bool:
+    """Whether every rank holds in one layout what it holds in the other."""
+    return all(
+        low <= start and stop <= high
+        for at in source.coords()
+        for (low, high), (start, stop) in zip(source.held(at), target.held(at), strict=True)
+        if start < stop
+    )
+
+
+def _copies_of(memory: Any) -> list[ApartCopy]:
+    """The copies that were made of some memory."""
+    return list(getattr(memory, _COPIES, ()))
+
+
+def copied_to(source: Tile, layout: Layout, has_way_back: bool = True) -> Tile:
+    """The rows of `source` in another layout of the same dims, in memory of their own that knows where it came from;
+    without a way back nothing may be written to it.
+
+    *Sends*: what `with_moved_rows` does.
     """
-    if moved.layout.cut_axes == source.layout.cut_axes:
-        return moved
+    return copied_apart(with_moved_rows(source, layout), source, has_way_back)
+
+
+def copied_apart(moved: Tile, source: Tile, has_way_back: bool = True) -> Tile:
+    """`moved`, all the rows of `source` in another layout, in memory of its own that knows where it came from."""
     local = moved.local
-    root = local if local._base is None else local._base
-    shared = lie_in_one_memory(root, source.local)
-    if shared or root.numel() != local.numel() or not root.is_contiguous() or root.storage_offset():
-        local = root = local.clone(memory_format=torch.contiguous_format)
-    set_apart_mark(local, ApartCopy(source, moved.layout, weakref.ref(root), local.dtype))
-    return Tile(local, moved.layout, moved.mesh)
+    if lie_in_one_memory(local, source.local) or apart_mark(local) is not None:
+        local = local.clone(memory_format=torch.contiguous_format)
+    copy, tile = ApartCopy(source, moved.layout, local, has_way_back), Tile(local, moved.layout, moved.mesh)
+    copy.add_tile(tile)
+    return tile
+
+
+@notes_views
+def note_views(out: Any, rows: Tensor | None = None) -> None:
+    """Remember the tiles that a function gave which are views of a copy: that of `rows`, or by their memory."""
+    for tile in (out,) if type(out) is Tile else tiles_in(out):
+        # a tile that autograd makes gets its local tensor when that is read for the first time
+        copy = apart_mark(tile.local if rows is None else rows) if "local" in tile.__dict__ else None
+        if isinstance(copy, ApartCopy):
+            copy.add_tile(tile)
 
 
 def note_index_asked(answer: Any, tile: Tile, index: Any) -> None:
@@ -108,8 +246,8 @@ def note_index_asked(answer: Any, tile: Tile, index: Any) -> None:
 
 def is_written_back(value: Any, tile: Tile, index: Any) -> bool:
     """Whether ``tile[index] = value`` has been done, when `value` was changed in place."""
-    copy = apart_mark(value.local) if isinstance(value, Tile) else None
-    if not isinstance(copy, ApartCopy) or copy.asked is None or not copy.is_written or copy.seen != _changes_made[0]:
+    copy = value.__dict__.get("apart") if isinstance(value, Tile) else None
+    if copy is None or copy.asked is None or not copy.is_written or copy.seen != _changes_made[0]:
         return False
     return copy.asked[0] is tile and copy.asked[1] is index
 
@@ -134,29 +272,46 @@ def _before_flagged(place: int, function: Any, args: Sequence[Any], kwargs: Mapp
     return _before_change(function, args, kwargs) if flag else None
 
 
-def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """What is done before a function changes its first argument in place; it returns what is done after.
+def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    """What is done before a function changes its first argument in place; it returns what is done after, if anything.
 
-    *Raises*: `ShardingError` for a view whose rows moved.
+    *Raises*: `ShardingError` for a view whose rows moved and do not know the way back.
     """
     target: Any = args[0] if args else kwargs.get("input")
-    copies: list[tuple[ApartCopy, Tensor]] = []
-    for tile in target if isinstance(target, (list, tuple)) else (target,):
-        mark = apart_mark(tile.local) if isinstance(tile, Tile) else None
-        if isinstance(mark, ApartCopy):
-            mark.bring_up_to_date(tile.local)
-            copies.append((mark, tile.local))
-        elif mark is not None:
-            raise ShardingError(
-                f"{function.__name__} of a Tile of shape {tuple(tile.shape)} in place: it is a view whose rows moved "
-                "to other cut points, so what it is a view of would not change with it; use the function that makes a "
-                "new one, as x + y, or clone() first"
-            )
-    return partial(_after_change, copies)
-
-
-def _after_change(copies: Sequence[tuple[ApartCopy, Tensor]], out: Any) -> Any:
     _changes_made[0] += 1
-    for copy, local in copies:
-        copy.write_back(local)
+    changed: list[Tensor] = []
+    for tile in target if isinstance(target, (list, tuple)) else (target,):
+        if isinstance(tile, Tile):
+            memory = tile.local.untyped_storage()
+            if hasattr(memory, APART_MARK):
+                check_way_back(function, tile)
+                changed.append(tile.local)
+            elif hasattr(memory, _COPIES):
+                changed.append(tile.local)
+    return partial(_after_change, changed) if changed else None
+
+
+def check_way_back(function: Any, tile: Tile) -> None:
+    """Raises: `ShardingError` for a view that has memory of its own and does not know of whose rows it was made."""
+    mark = apart_mark(tile.local)
+    if mark is not None and not (isinstance(mark, ApartCopy) and mark.has_way_back):
+        raise ShardingError(
+            f"{function.__name__} of a Tile of shape {tuple(tile.shape)} in place: it is a view whose rows moved "
+            "to other cut points, so what it is a view of would not change with it; use the function that makes a "
+            "new one, as x + y, or clone() first"
+        )
+
+
+def _after_change(changed: Sequence[Tensor], out: Any) -> Any:
+    for local in changed:
+        carry_change(local)
     return out
+
+
+def carry_change(local: Tensor) -> None:
+    """Carry what was written to a tensor on: to the rows that it is a copy of, and to copies of it."""
+    copy = apart_mark(local)
+    if isinstance(copy, ApartCopy):
+        copy.write_back(local)
+    for other in _copies_of(local.untyped_storage()):
+        other.put_out_of_date()

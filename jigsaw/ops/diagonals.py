@@ -16,11 +16,12 @@ from torch import Tensor
 
 from jigsaw.cut import Cut, whole_dim
 from jigsaw.layout import Layout
+from jigsaw.ops.apart_copies import copied_to
 from jigsaw.ops.joining import join_tiles
-from jigsaw.ops.meeting import mark_rows_moved
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_dims import rows_of_local, with_whole_dims
-from jigsaw.tile import Tile, implements_torch, in_own_memory, refusal_error
+from jigsaw.ops.whole_strides import whole_strides, with_strides
+from jigsaw.tile import Tile, implements_torch, refusal_error
 
 
 def _kept_by_place(input: Tile, is_kept: Callable[[Tensor, Tensor], Tensor]) -> Tile:
@@ -55,12 +56,13 @@ def _diagonal(input: Tile, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any
     *Sends*: nothing where one of the two is cut; where both are, what bringing `dim2` whole does.
     """
     first, second = reduced_dims(input, (dim1, dim2))
-    tile, size = input.owned(), input.shape
+    tile = copied_to(input, input.layout.without_halo()) if input.layout.has_halo else input
+    size = input.shape
     moved = [d for d in (first, second) if len(tile.layout.dim(d)) > 1]
     if not moved and tile.layout.is_cut(first) and tile.layout.is_cut(second):
         moved = [second]
     if moved:
-        tile = with_whole_dims(tile, moved)
+        tile = with_whole_dims(tile, moved, copied_to)
     # x[row + k, column + k] for k < length
     row, column = max(-offset, 0), max(offset, 0)
     length = max(min(size[first] - row, size[second] - column), 0)
@@ -76,11 +78,9 @@ def _diagonal(input: Tile, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any
     others = [group for d, group in enumerate(tile.layout.dims()) if d not in (first, second)]
     layout = Layout.from_dims([*others, (made if cut.is_cut else whole_dim(length),)], tile.layout.axes)
     local = local.diagonal(0, first, second)
-    made_of = Tile(local, layout, tile.mesh)
-    if moved or input.layout.has_halo:  # a copy, where torch's is a view, or one that leaves halo rows as they are
-        made_of = Tile(in_own_memory(local, input), layout, tile.mesh)
-        mark_rows_moved(made_of.local)
-    return made_of
+    strides = whole_strides(input)
+    kept = [n for d, n in enumerate(strides) if d not in (first, second)]
+    return with_strides(Tile(local, layout, tile.mesh), (*kept, strides[first] + strides[second]))
 
 
 @implements_torch(torch.linalg.diagonal)
@@ -111,7 +111,7 @@ def _diag_embed(input: Tile, offset: int = 0, dim1: int = -2, dim2: int = -1) ->
 def _diag(input: Tile, diagonal: int = 0) -> Any:
     if input.ndim > 2:
         raise RuntimeError(f"diag of a Tile of {input.ndim} dims: it needs 1 or 2; use tile.diagonal")
-    return _diag_embed(input, diagonal) if input.ndim == 1 else _diagonal(input, diagonal)
+    return _diag_embed(input, diagonal) if input.ndim == 1 else _diagonal(input, diagonal).clone()
 
 
 @implements_torch(torch.diagflat)

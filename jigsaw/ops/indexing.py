@@ -28,7 +28,7 @@ from jigsaw import comm
 from jigsaw.cut import ShardingError, whole_dim
 from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
-from jigsaw.ops.apart_copies import is_written_back, note_index_asked
+from jigsaw.ops.apart_copies import carry_change, check_way_back, is_written_back, note_index_asked
 from jigsaw.ops.local_cells import cells_at_rows, cells_in_front, rows_held
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.plain_operands import plain_operand
@@ -351,12 +351,22 @@ def _is_cut(value: Any) -> bool:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_places(tile: Tile, places: TilePlaces, value: Any, accumulate: bool = False) -> None:
+def write_places(function: Any, tile: Tile, places: TilePlaces, value: Any, accumulate: bool = False) -> None:
     """``view[picked] = value`` (or ``+=``), in place.
 
     *Sends*: the rows of a tile `value` that are written here and lie elsewhere, and cut index tiles to every rank;
-    backward their gradients.
+    backward their gradients.  Rows of a `view` that had to move go back.
     """
+    view = places.view
+    if lie_in_one_memory(view.local, tile.local):
+        _write_into_view(tile, places, value, accumulate)
+        return
+    check_way_back(function, view)
+    _write_into_view(tile, places, value, accumulate)
+    carry_change(view.local)
+
+
+def _write_into_view(tile: Tile, places: TilePlaces, value: Any, accumulate: bool) -> None:
     view, dropped = places.view, places.dropped
     kept = [d for d in range(view.ndim) if d not in dropped]
     if not places.picked:
@@ -439,7 +449,7 @@ def _setitem(tile: Any, index: Any, value: Any) -> None:
     ):
         _fill_masked(tile, items, masks[0], value)
         return
-    write_places(tile, _read_index(Tensor.__setitem__, tile, index, drop=False), value)
+    write_places(Tensor.__setitem__, tile, _read_index(Tensor.__setitem__, tile, index, drop=False), value)
 
 
 def _fill_masked(tile: Tile, items: Sequence[Any], at: int, value: Any) -> None:
@@ -472,7 +482,8 @@ def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool 
         return run_unknown_function(Tensor.index_put_, input, indices, values, accumulate)
     check_can_change(Tensor.index_put_, input)
     index = tuple(slice(None) if i is None else i for i in indices)
-    write_places(input, _read_index(Tensor.index_put_, input, index, drop=False), values, accumulate)
+    places = _read_index(Tensor.index_put_, input, index, drop=False)
+    write_places(Tensor.index_put_, input, places, values, accumulate)
     return input
 
 
@@ -491,7 +502,7 @@ def _put_in_place(input: Any, index: Any, source: Any, accumulate: bool = False)
     if index.numel() != source.numel():
         raise RuntimeError(f"put_(): {index.numel()} places and {source.numel()} values, which must be as many")
     places = TilePlaces(input, _unravelled(whole_index(index).reshape(-1), input), ())
-    write_places(input, places, source.reshape(-1), accumulate)
+    write_places(Tensor.put_, input, places, source.reshape(-1), accumulate)
     return input
 
 

@@ -251,17 +251,17 @@ def pieces_with_rows(points: Sequence[int]) -> int:
 
 # -- views whose rows moved -------------------------------------------------------------------------------------------
 
-_APART_MARK = "_jigsaw_apart"
+APART_MARK = "_jigsaw_apart"
 
 
 def set_apart_mark(local: Tensor, mark: object) -> None:
     """Say that a tensor has memory of its own where torch's shares it.  All views of the memory have the mark."""
-    setattr(local.untyped_storage(), _APART_MARK, mark)
+    setattr(local.untyped_storage(), APART_MARK, mark)
 
 
 def apart_mark(local: Tensor) -> Any:
     """What `set_apart_mark` has said of the memory of a tensor, or None."""
-    return getattr(local.untyped_storage(), _APART_MARK, None)
+    return getattr(local.untyped_storage(), APART_MARK, None)
 
 
 def mark_rows_moved(local: Tensor) -> None:

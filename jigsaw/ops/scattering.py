@@ -304,7 +304,7 @@ def _masked_scatter_in_place(input: Any, mask: Any, source: Any) -> Any:
     if isinstance(source, Tile):
         whole = source.with_layout(Layout.of(source.shape, (None,) * source.ndim, source.layout.axes))
     values = whole.reshape(-1)[:count]
-    write_places(input, TilePlaces(input, dict(enumerate(places)), ()), values)
+    write_places(Tensor.masked_scatter_, input, TilePlaces(input, dict(enumerate(places)), ()), values)
     return input
 
 

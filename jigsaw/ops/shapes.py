@@ -20,13 +20,14 @@ from torch import Tensor
 from jigsaw.cut import Cut, ShardingError, whole_dim
 from jigsaw.layout import Layout
 from jigsaw.misuse import calling_line, warn_once
-from jigsaw.ops.apart_copies import copied_apart
+from jigsaw.ops.apart_copies import copied_apart, copied_to
 from jigsaw.ops.common_axes import elements_to_fetch
-from jigsaw.ops.meeting import has_moved_rows, mark_rows_moved, pieces_with_rows, with_moved_rows
+from jigsaw.ops.meeting import pieces_with_rows, with_moved_rows
 from jigsaw.ops.pointwise import held_by_all
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.reshaped_cuts import plan_reshape
 from jigsaw.ops.whole_dims import with_contiguous_dim
+from jigsaw.ops.whole_strides import strides_of_view, whole_strides, with_strides
 from jigsaw.tile import Tile, implements_torch, in_own_memory, leave_tile, refusal_error
 
 # -- reshape ----------------------------------------------------------------------------------------------------------
@@ -91,16 +92,22 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
         raise ShardingError(
             f"reshape of an empty Tile {tuple(input.shape)} to {wanted} is ambiguous; build the tile in its new shape"
         )
-    was_apart = has_moved_rows(input.local)
+    strides = whole_strides(input)
+    view = strides_of_view(tuple(input.shape), strides, wanted)
     before, layout = plan_reshape(input.layout, wanted)
     if before is not input.layout and before != input.layout:
         _warn_of_idle_ranks(input, before, wanted)
-        # on every rank in memory of its own, also where nothing moved
-        input = Tile(in_own_memory(with_moved_rows(input, before).local, input), before, input.mesh)
-        mark_rows_moved(input.local)
-    local = input.local.reshape(layout.local_shape(input.coordinate))
-    # whether torch copies here depends on strides, which may differ by rank where one has a single row: then all copy
-    return Tile(in_own_memory(local, input) if was_apart else local, layout, input.mesh)
+        input = with_moved_rows(input, before) if view is None else copied_to(input, before)
+    rows = input.local
+    local = rows.reshape(layout.local_shape(input.coordinate))
+    if view is None:
+        # of rows that lie apart in the whole tensor torch makes a copy, though those of this rank may lie together
+        return Tile(in_own_memory(local, input), layout, input.mesh)
+    if local._base is None and local is not rows and local.numel():
+        # they lie together in the whole tensor, but not on this rank
+        rows = copied_to(input, input.layout).local
+        local = rows.reshape(layout.local_shape(input.coordinate))
+    return with_strides(Tile(local, layout, input.mesh), view)
 
 
 _BYTES_TO_WARN_OF = 1 << 20
@@ -162,10 +169,21 @@ def _drop_unit_dims(input: Tile, dims: Sequence[int]) -> Any:
     tile = input
     if layout != input.layout:
         layout = layout.without_beyond()
-        tile = copied_apart(input.with_layout(layout), input)
+        tile = _held_apart(input, layout)
     local = tile.local.squeeze(tuple(dims)) if dims else tile.local
     kept = layout.drop(dims)
-    return leave_tile(local, input.mesh) if kept.ndim == 0 else Tile(local, kept, input.mesh)
+    if kept.ndim == 0:
+        return leave_tile(local, input.mesh)
+    strides = tuple([n for d, n in enumerate(whole_strides(input)) if d not in dims])
+    return with_strides(Tile(local, kept, input.mesh), strides)
+
+
+def _held_apart(input: Tile, layout: Layout) -> Tile:
+    """The tile with dims of one row whole: a copy on most ranks, where torch's is a view; if no axis has ceased to cut
+    it, a view.
+    """
+    moved = input.with_layout(layout)
+    return moved if layout.cut_axes == input.layout.cut_axes else copied_apart(moved, input)
 
 
 def new_dim_position(dim: int, ndim: int) -> int:
@@ -178,8 +196,10 @@ def new_dim_position(dim: int, ndim: int) -> int:
 @implements_torch(torch.unsqueeze)
 def unsqueeze_tile(input: Tile, dim: int) -> Tile:
     """A view with a new dim of size 1."""
-    at = new_dim_position(dim, input.ndim)
-    return Tile(input.local.unsqueeze(at), input.layout.insert(at), input.mesh)
+    at, strides = new_dim_position(dim, input.ndim), whole_strides(input)
+    inner = strides[at] * input.shape[at] if at < input.ndim else 1
+    out = Tile(input.local.unsqueeze(at), input.layout.insert(at), input.mesh)
+    return with_strides(out, (*strides[:at], inner, *strides[at:]))
 
 
 @implements_torch(torch.permute, Tensor.permute)
@@ -187,15 +207,20 @@ def _permute(input: Tile, dims: Any, *more: int) -> Tile:
     named = _size_arguments(dims, more)
     if len(named) != input.ndim:
         raise RuntimeError(f"permute{named} of a Tile of {input.ndim} dims: name each dim once")
-    order = list(reduced_dims(input, named))
-    return Tile(input.local.permute(order), input.layout.permute(order), input.mesh)
+    return _reordered_dims(input, reduced_dims(input, named))
+
+
+def _reordered_dims(input: Tile, order: Sequence[int]) -> Tile:
+    strides = whole_strides(input)
+    out = Tile(input.local.permute(tuple(order)), input.layout.permute(order), input.mesh)
+    return with_strides(out, tuple([strides[d] for d in order]))
 
 
 @implements_torch(torch.transpose, torch.swapaxes, torch.swapdims)
 def _transpose(input: Tile, dim0: int, dim1: int) -> Tile:
     order = list(range(input.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return Tile(input.local.transpose(dim0, dim1), input.layout.permute(order), input.mesh)
+    return _reordered_dims(input, order)
 
 
 @implements_torch(torch.t)
@@ -228,14 +253,16 @@ def _expand(input: Tile, size: Any, *more: int) -> Tile:
     if not fits or any(n not in (-1, m) and (m != 1 or n < 0) for n, m in zip(wanted[lead:], input.shape, strict=True)):
         raise RuntimeError(f"cannot expand a Tile of shape {tuple(input.shape)} to {wanted}")
     longer = [d for d in range(input.ndim) if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1)]
-    input = copied_apart(held_by_all(input, longer), input)
+    strides = (*[0] * lead, *[0 if d in longer else n for d, n in enumerate(whole_strides(input))])
+    held = held_by_all(input, longer)
+    input = held if held.layout.cut_axes == input.layout.cut_axes else copied_apart(held, input)
     layout, local_shape = input.layout, [-1] * input.ndim
     for d in longer:
         layout = layout.replace_dim(d, whole_dim(wanted[lead + d]))
         local_shape[d] = wanted[lead + d]
     for n in reversed(wanted[:lead]):
         layout = layout.insert(0, n)
-    return Tile(input.local.expand(*wanted[:lead], *local_shape), layout, input.mesh)
+    return with_strides(Tile(input.local.expand(*wanted[:lead], *local_shape), layout, input.mesh), strides)
 
 
 @implements_torch(torch.broadcast_tensors)
@@ -272,11 +299,11 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
     """
     if (start, stop, step) == (0, tile.shape[dim], 1):
         return tile
-    sliced_at_hand = _slice_at_hand(tile.layout, dim, start, stop, step)
+    strides, sliced_at_hand = whole_strides(tile), _slice_at_hand(tile.layout, dim, start, stop, step)
     if sliced_at_hand is not None:
         rows = tile.local.narrow(dim, start, stop - start)
-        return Tile(rows, sliced_at_hand, tile.mesh)
-    tile = _contiguous_apart(tile, dim)
+        return with_strides(Tile(rows, sliced_at_hand, tile.mesh), strides)
+    tile = with_contiguous_dim(tile, dim, copied_to)
     (cut,) = tile.layout.dim(dim)
     layout = _sliced_layout(tile.layout, dim, start, stop, step)
     (sliced,) = layout.dim(dim)
@@ -286,16 +313,7 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
     local = tile.local[(slice(None),) * dim + (slice(begin, max(begin, begin + (last - first - 1) * step + 1), step),)]
     if first == last:
         local = tile.local.narrow(dim, 0, 0)
-    return Tile(local, layout, tile.mesh)
-
-
-def _contiguous_apart(tile: Tile, dim: int) -> Tile:
-    """`with_contiguous_dim`, for slices of rows that came from elsewhere, where torch's are views."""
-    moved = with_contiguous_dim(tile, dim)
-    if moved is not tile:
-        moved = Tile(in_own_memory(moved.local, tile), moved.layout, tile.mesh)
-        mark_rows_moved(moved.local)
-    return moved
+    return with_strides(Tile(local, layout, tile.mesh), (*strides[:dim], strides[dim] * step, *strides[dim + 1 :]))
 
 
 @lru_cache(maxsize=4096)
@@ -321,7 +339,10 @@ def select_dim(tile: Tile, dim: int, index: int) -> Any:
     row = index % size
     if tile.layout.complete_dims[dim]:
         local, layout = tile.local.select(dim, row), tile.layout.drop((dim,))
-        return Tile(local, layout, tile.mesh) if layout.ndim else leave_tile(local, tile.mesh)
+        if not layout.ndim:
+            return leave_tile(local, tile.mesh)
+        strides = whole_strides(tile)
+        return with_strides(Tile(local, layout, tile.mesh), (*strides[:dim], *strides[dim + 1 :]))
     return _drop_unit_dims(slice_dim(tile, dim, row, row + 1), (dim,))
 
 
@@ -352,7 +373,7 @@ def _torch_split(
         sizes = [min(sizes, n - s) for s in range(0, n, sizes or 1)] or [0]
     if sum(sizes) != n or min(sizes, default=0) < 0:
         raise RuntimeError(f"split sizes {list(sizes)} must be 0 or more, and sum to {n}, the size of dim {at}")
-    tensor = _contiguous_apart(tensor, at) if len(sizes) > 1 else tensor  # once for all parts
+    tensor = with_contiguous_dim(tensor, at, copied_to) if len(sizes) > 1 else tensor  # once for all parts
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(slice_dim(tensor, at, s, s + k) for s, k in zip(starts, sizes, strict=True))
 
@@ -370,7 +391,7 @@ def _torch_chunk(input: Tile, chunks: int, dim: int = 0) -> tuple[Tile, ...]:
 @implements_torch(torch.unbind)
 def _unbind(input: Tile, dim: int = 0) -> tuple[Any, ...]:
     (at,) = reduced_dims(input, dim)
-    input = _contiguous_apart(input, at)  # once for all rows
+    input = with_contiguous_dim(input, at, copied_to)  # once for all rows
     return tuple(select_dim(input, at, i) for i in range(input.shape[at]))
 
 

@@ -14,7 +14,7 @@ tensor([1., 2., 3.])
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -54,14 +54,18 @@ def _longest_piece(cut: Cut) -> int:
     return max(cut.owned(i)[1] - cut.owned(i)[0] for i in range(cut.pieces))
 
 
-def with_whole_dims(tile: Tile, dims: Sequence[int]) -> Tile:
-    """The same tensor with `dims` whole on every rank, dims that were flattened together in their order.
+TileMove = Callable[[Tile, Layout], Tile]
+
+
+def with_whole_dims(tile: Tile, dims: Sequence[int], move: TileMove = Tile.with_layout) -> Tile:
+    """The same tensor with `dims` whole on every rank, dims that were flattened together in their order; `move` brings
+    a tile to another layout.
 
     *Sends*: where they are cut, (P-1)/P of a tile to the other ranks along their axes; where no other dim has rows for
     the axes, the whole tile to each of them.  Backward as many.
     """
     there = plan_whole_dims(tile.layout, tuple(dims))
-    moved = tile.with_layout(there)
+    moved = move(tile, there)
     for d in dims:
         there = there.replace_dim(d, whole_dim(tile.shape[d]))
     return Tile(moved.local, there, tile.mesh)
@@ -76,7 +80,7 @@ def brought_home(tile: Tile, home: Layout) -> Tile:
     return Tile(tile.local, there, tile.mesh).with_layout(home)
 
 
-def with_contiguous_dim(tile: Tile, dim: int) -> Tile:
+def with_contiguous_dim(tile: Tile, dim: int, move: TileMove = Tile.with_layout) -> Tile:
     """The same tensor, with the rows of a dim that was flattened from several in one interval a rank.
 
     The tokens of a lat x lon tile lie in boxes.  On lat=2, lon=2 the ranks of one lat swap halves of their rows, so
@@ -87,16 +91,16 @@ def with_contiguous_dim(tile: Tile, dim: int) -> Tile:
     group = tile.layout.dim(dim)
     if len(group) == 1:
         return tile
-    own, size = tile.owned(), tile.shape[dim]
+    own = move(tile, tile.layout.without_halo()) if tile.layout.has_halo else tile
+    size = tile.shape[dim]
     axes, sizes = own.layout.dim_axes(dim), dict(own.layout.axes)
     pieces = math.prod(sizes[a] for a in axes)
     first, inner = own.layout.dim(dim)[0], size // max(group[0].size, 1)
     if first.size < pieces:
-        return with_whole_dims(own, (dim,)).with_layout(
-            own.layout.replace_dim(dim, Cut(size, cut_points(size, pieces), axes))
-        )
+        whole = with_whole_dims(own, (dim,), move)
+        return move(whole, own.layout.replace_dim(dim, Cut(size, cut_points(size, pieces), axes)))
     outer = refine_cut(first, [a for a in axes if a not in first.axes], sizes)
-    moved = own.with_layout(own.layout.replace_dim(dim, outer, *(c.uncut() for c in group[1:])))
+    moved = move(own, own.layout.replace_dim(dim, outer, *(c.uncut() for c in group[1:])))
     cut = Cut(size, tuple(p * inner for p in outer.points), outer.axes)
     return Tile(moved.local, own.layout.replace_dim(dim, cut), tile.mesh)
 
