@@ -473,3 +473,48 @@ def use_in_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> Tensor:
     if rank_count(mesh, axes) == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return _UseInParts.apply(x, mesh, axes)
+
+
+class _EnterMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return share_of_mean(grads[0], ctx.scale), None
+
+
+class _ShareOfMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return enter_mean(grads[0], ctx.scale), None
+
+
+def enter_mean(x: Tensor, scale: float) -> Tensor:
+    """y = x, where each rank's gradient of y is a part, and that of x `scale` times it, of which a mean over ranks is
+    going to be taken.
+    """
+    return _EnterMean.apply(x, scale)
+
+
+def share_of_mean(part: Tensor, scale: float) -> Tensor:
+    """y = scale x, a share of the mean that is whole, of a part `x`.
+
+    The gradient of the mean is whole on every rank, and so is that of the part: it goes back as it is, not scaled.
+    """
+    return _ShareOfMean.apply(part, scale)
+
+
+def mean_of_shares(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> Tensor:
+    """y = mean of `x` over the ranks along `axes`, held alike by all of them; `same` as in `all_reduce`.
+
+    *Sends*: forward one all-reduce of `x`; backward nothing.
+    """
+    return sum_parts(share_of_mean(x, 1 / rank_count(mesh, axes)), mesh, axes, same)

@@ -10,11 +10,11 @@ both.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,13 @@ from jigsaw.cut import ShardingError
 from jigsaw.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
 from jigsaw.ops.gradient_blocks import TravellingBlock, record_blocks, recorded_blocks
 from jigsaw.ops.plain_operands import AVERAGED_MARK
-from jigsaw.ops.reentrant import at_end_of_pass, is_recomputing, outermost_pass
+from jigsaw.ops.reentrant import (
+    at_end_of_pass,
+    innermost_pass,
+    is_recomputing,
+    is_taken_from_pass,
+    outermost_pass,
+)
 from jigsaw.tile import lie_in_one_memory
 
 # -- marks ------------------------------------------------------------------------------------------------------------
@@ -49,6 +55,8 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
         # it has gathered the parameters of all modules in it, also of those whose forward is not called
         for parameter in module.parameters():
             _mark_parameter(parameter, ranks)
+            if not hasattr(parameter, _OWN_HOOKS):
+                _refuse_early_looks(parameter)
         return
     # not `named_parameters`, which walks through the module: it is asked of every module in every forward pass
     for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
@@ -82,6 +90,101 @@ def _mark_parameter(parameter: nn.Parameter, ranks: int) -> None:
     setattr(parameter, AVERAGED_MARK, max(ranks // cut, 1))
 
 
+# -- who looks at a gradient before it is whole -----------------------------------------------------------------------
+
+_OWN_HOOKS = "_jigsaw_own_gradient_hooks"
+
+
+def has_gradient_hooks(parameter: Any) -> bool:
+    """Whether there are hooks on the gradient of a parameter beside those that `parallelize` has put there."""
+    # torch has no public way to ask
+    tensor_hooks, hooks_behind = parameter._backward_hooks or (), parameter._post_accumulate_grad_hooks or ()
+    return (len(tensor_hooks), len(hooks_behind)) != getattr(parameter, _OWN_HOOKS, (0, 0))
+
+
+class WholeGradients:
+    """Hands out whole gradients before the buckets have come back: to other hooks on a parameter, and to
+    `torch.autograd.grad`.  With ``create_graph=True`` every gradient is reduced so, differentiably.
+
+    A hook on each parameter runs before all others and takes the mean over the ranks there and then.  What arrives in
+    ``.grad`` is alike on all ranks afterwards, so that the mean which the bucket takes of it leaves it as it is.
+
+    *Sends*: one all-reduce for each gradient that is looked at.
+    *Raises*: `RanksDifferError` where ranks take gradients of different parameters.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, own_hooks: int) -> None:
+        self.waits_for_step = False  # of a pipeline, which takes gradients itself and reduces them once
+        self._mesh, self._pass, self._is_taken = mesh, -1, False
+        for name, p in parameters.items():
+            if p.is_floating_point() or p.is_complex():
+                setattr(p, _OWN_HOOKS, (1, own_hooks))
+                needs = p.requires_grad
+                p.requires_grad_()  # a frozen parameter may be trained later; a hook needs this
+                p.register_hook(partial(self._reduced, name, p))
+                p.requires_grad_(needs)
+
+    def _reduced(self, name: str, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
+        if self.waits_for_step:
+            return None
+        if self._pass != innermost_pass():
+            self._pass, self._is_taken = innermost_pass(), is_taken_from_pass(parameter)
+        if not (self._is_taken or torch.is_grad_enabled() or has_gradient_hooks(parameter)):
+            return None
+        if grad.layout != torch.strided:
+            raise ShardingError(_SPARSE)
+        return _mean_of_gradients(grad, name, parameter, self._mesh)
+
+
+def _mean_of_gradients(grad: Tensor, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
+    axes, same = axes_not_cutting(parameter, mesh), ("the gradient of", name, tuple(parameter.shape))
+    if not (isinstance(grad, DTensor) and isinstance(parameter, DTensor)):
+        return comm.mean_of_shares(grad, mesh, axes, same)
+    if grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    local = comm.mean_of_shares(grad.to_local(), mesh, axes, same)
+    where = grad.device_mesh, grad.placements
+    return DTensor.from_local(local, *where, run_check=False, shape=grad.shape, stride=grad.stride())
+
+
+def refuse_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """Let `register_hook` raise on parameters that are cut: FSDP2 accumulates gradients elsewhere, and calls none."""
+    parameter: Any
+    for parameter in parameters:
+        setattr(parameter, _OWN_HOOKS, (0, 0))
+        parameter.register_hook = _refuse_hook
+
+
+def _refuse_hook(hook: Any) -> NoReturn:
+    raise ShardingError(
+        "register_hook on a parameter that shard_weights= cuts would never be called: its gradient is summed and cut "
+        "before it arrives; use register_post_accumulate_grad_hook, which sees this rank's part of the whole gradient "
+        "in .grad, or shard_weights=False"
+    )
+
+
+def _refuse_early_looks(gathered: nn.Parameter) -> None:
+    """Let a backward pass raise where somebody is to see the gradient of gathered weights, a part of the whole."""
+    if not gathered.requires_grad:
+        return
+
+    def look(grad: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                "create_graph=True of parameters that shard_weights= cuts: FSDP2 sums gradients without a graph, so "
+                "a penalty on them would have no gradient; pass shard_weights=False, or the tensors whose gradients "
+                "are wanted as inputs="
+            )
+        if has_gradient_hooks(gathered):
+            raise ShardingError(
+                "a hook on a weight that is gathered for one forward pass (shard_weights=) would see a part of its "
+                "gradient; use register_post_accumulate_grad_hook on the parameter outside of the forward pass"
+            )
+
+    setattr(gathered, _OWN_HOOKS, (1, 0))
+    gathered.register_hook(look)
+
+
 # -- buckets ----------------------------------------------------------------------------------------------------------
 
 
@@ -93,6 +196,7 @@ def local_part(x: Tensor) -> Tensor:
         return x.to_local()
 
 
+_SPARSE = "a sparse gradient cannot be reduced in a bucket; use torch.nn.Embedding(sparse=False)"
 _LENT_BYTES = 2**20  # of a gradient that is summed where it lies, at the price of one more message
 
 
@@ -300,6 +404,7 @@ class GradientReducer:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, bucket_bytes: int) -> None:
         self.enabled, self._lends = True, True
+        self.early = WholeGradients(parameters if mesh.size() > 1 else {}, mesh, own_hooks=1)
         self._mesh, self._bytes = mesh, bucket_bytes
         self._parameters = dict(parameters)
         # the gradients of a single rank are whole: a bucket would be a copy of them
@@ -362,7 +467,7 @@ class GradientReducer:
                 record.forget()
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise ShardingError("a sparse gradient cannot be reduced in a bucket; use torch.nn.Embedding(sparse=False)")
+            raise ShardingError(_SPARSE)
         task = outermost_pass()
         if task != self._task:
             self._task = task
@@ -370,6 +475,8 @@ class GradientReducer:
         # buckets leave in their order, so that two ranks that fill them in different orders still meet
         bucket.arrived.add(parameter)
         bucket.late = bucket.pending is not None
+        if has_gradient_hooks(parameter):
+            return  # the hooks behind this one may step, and take the gradient away: its bucket leaves after them
         while self._next < len(self._buckets) and self._buckets[self._next].is_full():
             self._launch_next()
 

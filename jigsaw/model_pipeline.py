@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun.stage_balance import balanced_stages
-from jigsaw.gradients import axes_not_cutting
+from jigsaw.gradients import axes_not_cutting, has_gradient_hooks
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
@@ -418,6 +418,13 @@ class ModelPipeline:
         for runner in self._runners:
             runner.plan, runner.batch = plan, batch
             runner.owned = {n: p for n, p in own.items() if self._stage_of(n) in (None, runner.stage)}
+        hooked = next((name for name, p in own.items() if has_gradient_hooks(p)), None)
+        if hooked is not None:
+            raise ShardingError(
+                f"parameter {hooked!r} of a pipeline has a hook on its gradient, which would see that of each "
+                "microbatch: pipe.step sums them and averages over ranks at its end; remove the hook, and read .grad "
+                "or step the optimizer after pipe.step"
+            )
         before = {name: p.grad for name, p in self._shared.items()}
         for p in self._shared.values():
             p.grad = None

@@ -19,7 +19,16 @@ from jigsaw import comm, debug
 from jigsaw.agreement import checksum_of_bits
 from jigsaw.channel_parallel import cut_channels
 from jigsaw.cut import ShardingError
-from jigsaw.gradients import GradientReducer, axes_not_cutting, axes_of_copies, local_part, mark_averaged
+from jigsaw.gradients import (
+    GradientReducer,
+    WholeGradients,
+    axes_not_cutting,
+    axes_of_copies,
+    has_gradient_hooks,
+    local_part,
+    mark_averaged,
+    refuse_hooks,
+)
 from jigsaw.graph_calls import lacks_values
 from jigsaw.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper
 from jigsaw.model_world import begin_backward_pass, end_backward_pass, enter_model, leave_model
@@ -109,6 +118,8 @@ def parallelize(
     rest = dict(model.named_parameters())
     if options is not None:
         rest = cut_weights(model, mesh, sharding_units(model, unit_bytes) if units is None else units, options)
+        whole = set(rest.values())
+        refuse_hooks(p for p in model.parameters() if p not in whole)
     mark_replaced(made_before, model.parameters())
     _run_as_one_process(model, reduce)
     mark_averaged(model, ranks)
@@ -117,6 +128,7 @@ def parallelize(
         object.__setattr__(model, _REDUCER, reducer)
         model.register_forward_pre_hook(reducer.begin)
     elif rest:
+        WholeGradients(rest, mesh, own_hooks=0)
         model.register_forward_pre_hook(warn_of_no_wrapper)
     if debug.is_comparing():
         model.register_forward_pre_hook(_compare_now_and_then(model, mesh), prepend=True)  # before FSDP2 gathers them
@@ -189,8 +201,9 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
         raise ShardingError(
             f"{type(model).__name__} went through jigsaw.parallelize before; call it once, on the outermost module"
         )
-    mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
+    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad, n in hooked) for n, p in model.named_parameters()]
+    mine += [(name, tuple(b.shape), str(b.dtype), False, False) for name, b in model.named_buffers()]
     for at, theirs in enumerate(comm.all_gather_object(mesh, mine)):
         if theirs != mine:
             wrong = sorted({str(x) for x in theirs} ^ {str(x) for x in mine}) or ["another order of parameters"]
@@ -198,6 +211,11 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"parallelize needs the same model on every rank, but rank {at} of the mesh differs from this one: "
                 f"{'; '.join(wrong[:4])}"
             )
+    if hooked:
+        raise ShardingError(
+            f"parameter {hooked[0]!r} has a hook on its gradient from before parallelize, which would see this rank's "
+            "part: register hooks after parallelize, and they see the whole gradient"
+        )
     for name, p in model.named_parameters():
         if p.device.type not in (mesh.device_type, "meta"):
             raise ShardingError(
@@ -262,11 +280,11 @@ def reduced_at_end(model: nn.Module) -> Generator[None]:
     if reducer is None:
         yield
         return
-    reducer.enabled = False
+    reducer.enabled, reducer.early.waits_for_step = False, True
     try:
         yield
     finally:
-        reducer.enabled = True
+        reducer.enabled, reducer.early.waits_for_step = True, False
     reducer.reduce_now()
 
 

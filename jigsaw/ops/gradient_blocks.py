@@ -90,14 +90,14 @@ class _OwnBlock(torch.autograd.Function):
         return _block_view(w, layout, at).reshape(layout.local_shape(at))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         layout, at, scale, record = ctx.how
         whole = grads[0].new_zeros(layout.shape)
         mine = _block_view(whole, layout, at)
-        torch.mul(grads[0].reshape(mine.shape), scale, out=mine)
+        if torch.is_grad_enabled():  # of second order: what arrives is reduced whole
+            mine.copy_(comm.share_of_mean(grads[0].reshape(mine.shape), scale))
+        else:
+            torch.mul(grads[0].reshape(mine.shape), scale, out=mine)
         record.note(whole, layout)
         return whole, None, None, None, None
 

@@ -27,18 +27,6 @@ from jigsaw.misuse import warn_of_unreduced
 from jigsaw.tensor_shell import ENTER_NODE, enters_functions
 from jigsaw.tile import LEAVE_NODE, Tile
 
-
-class _ScaledPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.scale, None
-
-
 AVERAGED_MARK = "_jigsaw_averaged_over"
 _SUMMED_MARK = "_jigsaw_entered_summed"
 
@@ -88,7 +76,7 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor
             if isinstance(leaf, nn.Parameter) and not hasattr(leaf, AVERAGED_MARK):
                 warn_of_unreduced(leaf)
     scale = max(ranks, default=1) / layout.replicas
-    return x if scale == 1 else _ScaledPart.apply(x, scale)
+    return x if scale == 1 else comm.enter_mean(x, scale)
 
 
 def _average_others(leaves: Sequence[Tensor], ranks: int) -> set[int]:
@@ -117,7 +105,7 @@ def averaged_operand(x: Tensor, tile: Tile) -> Tensor:
     ranks = mesh_size(tile.mesh)
     if ranks == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    alike = _ScaledPart.apply(_enter_function(x, tile), 1 / ranks)
+    alike = comm.enter_mean(_enter_function(x, tile), 1 / ranks)
     return comm.use_in_parts(alike, tile.mesh, [name for name, _ in tile.layout.axes])
 
 

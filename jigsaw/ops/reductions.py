@@ -229,12 +229,25 @@ class _StackAlongAxes(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], mine: int, same: comm.SameOnRanks
     ) -> Tensor:
-        ctx.mine = mine
+        ctx.how = mesh, axes, mine
         return torch.stack(comm.all_gather(x, mesh, axes, same))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return grads[0][ctx.mine], None, None, None, None
+        return _OwnOfStack.apply(grads[0], *ctx.how), None, None, None, None
+
+
+class _OwnOfStack(torch.autograd.Function):
+    """This rank's of a stack that ranks hold alike; the gradient of that is alike as well, a stack of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], mine: int) -> Tensor:
+        ctx.how = mesh, axes, mine
+        return x[mine]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _StackAlongAxes.apply(grads[0], *ctx.how, None), None, None, None
 
 
 def stack_along_axes(local: Tensor, tile: Tile, axes: tuple[str, ...], same: comm.SameOnRanks = None) -> Tensor:

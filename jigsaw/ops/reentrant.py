@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import checkpoint as _torchs_checkpoint
 
@@ -51,11 +52,23 @@ _recomputing: list[object] = []  # the functions that run for the second time
 
 def outermost_pass() -> int:
     """Which backward pass is under way, that of inner ones being the one around them; -1 for none."""
-    return _outer_passes[0] if _outer_passes else _current_pass()
+    return _outer_passes[0] if _outer_passes else innermost_pass()
 
 
-def _current_pass() -> int:
+def innermost_pass() -> int:
+    """Which backward pass is under way, an inner one being one of its own; -1 for none."""
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+
+
+def is_taken_from_pass(leaf: Tensor) -> bool:
+    """Whether the backward pass that is under way gives the gradient of a leaf to who called `torch.autograd.grad`, and
+    not to its ``.grad``.
+    """
+    try:
+        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)  # pyright: ignore[reportPrivateUsage]
+    except RuntimeError:  # torch does not answer for leaves in such a pass
+        return True
+    return False
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:
@@ -82,7 +95,7 @@ class _CheckpointTiles(_TorchsFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         as_model = within_model(ctx) if is_one_process() else nullcontext()  # the inner pass, too
-        _outer_passes.append(_current_pass())
+        _outer_passes.append(innermost_pass())
         try:
             with as_model:
                 return _TorchsFunction.backward(ctx, *grads)

@@ -125,7 +125,7 @@ def test_what_is_more_than_a_block_is_summed():
 
 
 @on_ranks(2)
-def test_hooks_see_the_part_and_may_change_it():
+def test_hooks_see_the_whole_and_may_change_it():
     for hook in (lambda g: g * 2 + 1, lambda g: g.add_(1), lambda g: None):
         model, expected, tile, x = _made({"lat": 2})
         model.into.weight.register_hook(hook)
@@ -135,9 +135,7 @@ def test_hooks_see_the_part_and_may_change_it():
     model.back.weight.register_hook(lambda g: seen.append(g.clone()))
     model.zero_grad()
     _loss(model, tile).backward()
-    mine = torch.stack([seen[0], *(other for other in comm.all_gather(seen[0], tile.mesh, "lat"))])
-    torch.testing.assert_close(mine[1:].mean(0), expected.back.weight.grad, rtol=1e-9, atol=1e-13)
-    assert int((seen[0] == 0).sum()) >= seen[0].numel() // 3
+    torch.testing.assert_close(seen[0], expected.back.weight.grad, rtol=1e-9, atol=1e-13)
 
 
 @on_ranks(4)
