@@ -24,7 +24,15 @@ from jigsaw.parallel import PIPE_MARK, reduced_at_end
 from jigsaw.pipeline_batch import BatchSplit, as_on_paper
 from jigsaw.pipeline_plan import CallWatch, PaperModel, PipelinePlan
 from jigsaw.pipeline_runner import StageBatch, StageRunner
-from jigsaw.pipeline_stages import balanced_begins, cut_stages, mesh_of_stage, parallel_stage
+from jigsaw.pipeline_stages import (
+    StageCuts,
+    balanced_begins,
+    cut_stages,
+    mesh_of_stage,
+    parallel_stage,
+    stage_of_tensor,
+    whole_names,
+)
 from jigsaw.sharding import ShardingOptions, WeightSharding
 from jigsaw.tile import Tile
 
@@ -58,7 +66,7 @@ def pipeline(
     microbatches: int = 4,
     schedule: str = "1f1b",
     stages: Sequence[str] | Literal["balanced"] | None = None,
-    example: Tile | None = None,
+    example: Any = None,
     axis: str = "pipe",
     shard_weights: WeightSharding = False,
     replicate: str | Sequence[str] = (),
@@ -68,8 +76,8 @@ def pipeline(
 
     A rank keeps the parameters of its stages, with the gradients of the whole batch after each step; those of the other
     stages go (to the meta device).  The model's own forward runs in every stage, up to the call of the module that
-    begins the next one, so the model may be written in any way as long as it calls its modules in the order in which
-    it has them.
+    begins the next one, so the model may be written in any way.  Stages follow the order in which the model has its
+    modules, or with `example`, what a step takes as `x`, that in which it calls them.
 
     - `stages` names the modules that begin the stages after the first, as ``named_modules()`` does.  By default stages
       of about as many parameters each, cut between elements of ``Sequential`` and ``ModuleList``.
@@ -81,8 +89,10 @@ def pipeline(
       mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm.
     - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights`,
       `replicate` and `channel`.
-    - A tile that a later stage reads (a skip) travels through the stages between.  A parameter of a module that has a
-      cut within it (a positional embedding of the whole net) is kept by every stage.
+    - A tile that a later stage reads (a skip) travels through the stages between, and so does a plain tensor that a
+      module returns or a tile gives (a condition, a mean).  Plain tensors made of constants and buffers between modules
+      (a mask) are made by every stage.  A parameter of a module that has a cut within it (a positional embedding of the
+      whole net) is kept by every stage, and so is a buffer that is read outside of the call of its module.
 
     *Shapes*: unchanged; a stage is sent ``[batch / microbatches, ...]`` of a tile, per rank the rows that it owns.
     *Sends*: for each microbatch and border between stages on two ranks the tiles that a later stage reads, backward
@@ -91,7 +101,7 @@ def pipeline(
     *Raises*: `ShardingError` for a mesh without the axis, stages that do not fit the model or the schedule,
     `shard_weights` and `replicate` that do not fit the axes of a stage, parameters that are DTensors over other axes or
     in two stages; in the first step for a forward pass that calls modules in
-    another order, uses a plain tensor of one stage in another, or has a cut within what is checkpointed.
+    another order, uses random numbers or a parameter of one stage in another, or has a cut within what is checkpointed.
 
     Source of the schedules: Huang et al., arXiv 1811.06965 (GPipe); Narayanan et al., arXiv 2104.04473 (1F1B); Qi et
     al., arXiv 2401.10241 (zero bubble); DeepSeek-AI, arXiv 2412.19437 (DualPipe).
@@ -129,9 +139,25 @@ def pipeline(
                 f"a stage, those of {sizes} without {axis!r}: make the layer with the pipeline's mesh, or pass the "
                 "plain model and let pipeline cut its weights, with shard_weights=True or an axis 'channel'"
             )
-    begins = _begins(model, mesh, stages, ranks * (how.per_rank or 2) if ranks > 1 else 1, example, axis, microbatches)
+
+    def order_of_calls(names: Sequence[str]) -> Sequence[str]:
+        return names if example is None else _order_of_calls(model, names, mesh, stage_mesh, axis, example)
+
+    count = ranks * (how.per_rank or 2) if ranks > 1 else 1
+    begins = _begins(model, mesh, stages, count, example, axis, microbatches, order_of_calls)
     _check_schedule(name, how, ranks, len(begins) + 1, microbatches)
-    return ModelPipeline(model, mesh, stage_mesh, axis, how, begins, microbatches, loss, options, channel)
+    cuts = cut_stages(model, begins, order_of_calls(whole_names(model, begins)) if example is not None else ())
+    return ModelPipeline(model, mesh, stage_mesh, axis, how, cuts, microbatches, loss, options, channel)
+
+
+def _order_of_calls(
+    model: nn.Module, names: Sequence[str], mesh: DeviceMesh, stage_mesh: DeviceMesh, axis: str, example: Any
+) -> Sequence[str]:
+    """Those of the modules that the model calls on the example, in order."""
+    given: Any = (example if isinstance(example, tuple) else (example,), {})
+    split = BatchSplit(mesh, stage_mesh, axis, 1, given)
+    paper = PaperModel(model, StageCuts((), dict.fromkeys(names, 0)), stage_mesh)
+    return paper.order_of_calls(as_on_paper(pytree.tree_map(split.stage_tile, given)))
 
 
 def _begins(
@@ -139,20 +165,21 @@ def _begins(
     mesh: DeviceMesh,
     stages: Sequence[str] | None,
     count: int,
-    example: Tile | None,
+    example: Any,
     axis: str,
     microbatches: int,
+    order: Callable[[Sequence[str]], Sequence[str]],
 ) -> tuple[str, ...]:
     """The modules that begin the later stages, of which there are `count` where they are not named."""
-    if stages == "balanced" and example is None:
+    if stages == "balanced" and not isinstance(example, Tile):
         raise ShardingError("stages='balanced' needs example=, a tile like the input of a step, for its dry run")
     if isinstance(stages, str) and stages != "balanced":
         raise ShardingError(f"stages={stages!r} must be a list of names of modules, 'balanced' or None")
     if count == 1:
         return ()
     if stages is None:
-        return balanced_begins(model, count)
-    if isinstance(stages, str) and example is not None:
+        return balanced_begins(model, count, order)
+    if isinstance(stages, str):
         return balanced_stages(model, example, mesh, axis=axis, stages=count, microbatches=microbatches)
     return tuple(stages)
 
@@ -196,7 +223,7 @@ class ModelPipeline:
         stage_mesh: DeviceMesh,
         axis: str,
         how: PipeSchedule,
-        begins: Sequence[str],
+        cuts: StageCuts,
         microbatches: int,
         loss: Callable[[Any, Any], Tensor],
         sharding: ShardingOptions | None,
@@ -206,7 +233,7 @@ class ModelPipeline:
         self._axis, self._how = axis, how
         self._ranks = dict(axes_of_mesh(mesh))[axis]
         self._here = mesh_coordinate(mesh)[[name for name, _ in axes_of_mesh(mesh)].index(axis)]
-        self._cuts = cut_stages(model, begins)
+        self._cuts = cuts
         self._check_alike()
         self.names_of_all_stages = list(model.state_dict())
         self.stages = self._stages_at(self._here)
@@ -227,6 +254,7 @@ class ModelPipeline:
                     # added up are all parameters of a unit in one tensor, whichever of them a microbatch uses
                     unit.set_reduce_scatter_unused_params(True, recurse=False)
         self._built: dict[Any, tuple[PipelinePlan, Any]] = {}
+        self._spread = set[str]()
 
     def _stages_at(self, place: int) -> list[int]:
         """The stages of a rank of the axis: loops over the ranks, or there and back."""
@@ -300,6 +328,7 @@ class ModelPipeline:
         missing = [name for name in self.state_dict() if name not in own]
         if strict and missing:
             raise ShardingError(f"load_state_dict of a pipeline: {missing[0]!r}, of a stage of this rank, is missing")
+        self._spread.clear()
         return self.model.load_state_dict(own, strict=False)
 
     def train(self, mode: bool = True) -> ModelPipeline:
@@ -325,32 +354,33 @@ class ModelPipeline:
 
     def _stage_of(self, name: str) -> int | None:
         """The stage of a parameter or buffer, None for one that every stage has."""
-        parts = name.split(".")
-        heads = (".".join(parts[:at]) for at in range(1, len(parts)))
-        return next((self._cuts.stage_of[head] for head in heads if head in self._cuts.stage_of), None)
+        return stage_of_tensor(name, self._cuts)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def step(self, x: Any, y: Any = None) -> Tensor:
+    def step(self, x: Any, y: Any = None, **inputs: Any) -> Tensor:
         """Forward and backward of all microbatches; the loss, the same on every rank.  Gradients add to ``.grad``.
 
-        `x` is the input (a tuple: several), `y` the target: tiles of the mesh or of ``pipe.stage_mesh``, or whole
-        tensors.  Every rank passes both; their values are read where the first and the last stage are.  Under
-        ``torch.no_grad()`` it is the loss alone.
+        `x` is the input (a tuple: several), `y` the target, `inputs` what the model takes by name: tiles of the mesh or
+        of ``pipe.stage_mesh``, whole tensors, or nests of them.  Every rank passes all; their values are read where the
+        stages are that use them.  An input whose dim 0 is not the batch is given to every microbatch whole.  The loss
+        has the type of the model's parameters.  Under ``torch.no_grad()`` it is the loss alone.
         """
-        args = x if isinstance(x, tuple) else (x,)
-        split = BatchSplit(self.mesh, self.stage_mesh, self._axis, self.microbatches, args)
-        args = tuple(pytree.tree_map(split.stage_tile, args))
+        given: Any = (x if isinstance(x, tuple) else (x,), inputs)
+        split = BatchSplit(self.mesh, self.stage_mesh, self._axis, self.microbatches, given)
+        given = pytree.tree_map(split.stage_tile, given)
         target = pytree.tree_map_only(Tile, split.stage_tile, y)
-        batches = split.parts_of(args)
+        batches = split.parts_of(given, is_input=True)
         batch = StageBatch(batches, as_on_paper(batches[0]), split.parts_of(target))
         plan, schedule = self._plan_for(batch)
+        self._spread_buffers(plan)
         losses = self._run(plan, schedule, batch)
         total = torch.stack([each.detach().double() for each in losses]).sum() if losses else torch.zeros(()).double()
-        return self._told_to_all(total.to(self.mesh.device_type))
-
-    def _told_to_all(self, total: Tensor) -> Tensor:
-        return total if self._ranks == 1 else comm.all_reduce(total, self.mesh, [self._axis])
+        total = total.to(self.mesh.device_type)
+        if self._ranks > 1:
+            total = comm.all_reduce(total, self.mesh, [self._axis])
+        floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return total.to(next(floats, torch.get_default_dtype()))
 
     def _plan_for(self, batch: StageBatch) -> tuple[PipelinePlan, Any]:
         device = self.mesh.device_type
@@ -365,6 +395,22 @@ class ModelPipeline:
         for runner in self._runners:
             runner.autocast = autocast
         return self._built[key]
+
+    def _spread_buffers(self, plan: PipelinePlan) -> None:
+        """Give every rank the buffers that are read outside of the calls of their modules: tables, as a rule.
+
+        *Sends*: each once, and again after `load_state_dict`.
+        """
+        buffers = dict(self.model.named_buffers())
+        for name in sorted(plan.read_apart.keys() & buffers.keys() - self._spread):
+            x, is_own = buffers[name], self._is_own(name)
+            mine = x if is_own else torch.zeros(x.shape, dtype=x.dtype, device=self.mesh.device_type)
+            if self._ranks > 1:
+                whole = comm.all_reduce(mine, self.mesh, [self._axis])
+                parent, _, key = name.rpartition(".")
+                if not is_own:
+                    self.model.get_submodule(parent)._buffers[key] = whole  # pyright: ignore[reportPrivateUsage]
+            self._spread.add(name)
 
     def _schedule(self, plan: PipelinePlan) -> Any:
         device, group = torch.device(self.mesh.device_type), self.mesh.get_group(self._axis)

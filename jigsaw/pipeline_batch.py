@@ -23,17 +23,20 @@ from jigsaw.tile import Tile
 class BatchSplit:
     """What cuts the inputs and targets of a step into microbatches.
 
+    The first tensor that has dims is the batch in its dim 0.  An input of another size there (a mask of places, one
+    number) is given to every microbatch whole.
+
     *Raises*: `ShardingError` for tiles of another mesh, a batch of which some rank has no whole number of rows a
-    microbatch, and inputs of several batches.
+    microbatch, an input of as many rows as a microbatch, and targets of another batch.
     """
 
     def __init__(self, mesh: DeviceMesh, stage_mesh: DeviceMesh, axis: str, parts: int, args: Sequence[Any]) -> None:
         self._mesh, self._stage_mesh, self._axis, self.parts = mesh, stage_mesh, axis, parts
-        tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+        tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor) and x.ndim]
         if not tensors:
             raise ShardingError("pipe.step(x, y) needs a tensor or a tile as x, whose dim 0 is the batch")
         first = tensors[0]
-        cut = first.layout.dim(0) if isinstance(first, Tile) and first.ndim else (Cut(len(first), (0, len(first))),)
+        cut = first.layout.dim(0) if isinstance(first, Tile) else (Cut(len(first), (0, len(first))),)
         self._cut = cut[0]
         uneven = [p for p in self._cut.points if p % parts]
         if len(cut) > 1 or uneven or self._cut.has_halo:
@@ -60,16 +63,18 @@ class BatchSplit:
             )
         return Tile(x.local, Layout.from_dims(x.layout.dims(), axes), self._stage_mesh)
 
-    def parts_of(self, values: Any) -> list[Any]:
+    def parts_of(self, values: Any, is_input: bool = False) -> list[Any]:
         """A nest of tiles, plain tensors and other values, for each microbatch."""
         leaves, spec = pytree.tree_flatten(values)
-        by_leaf = [self._leaf_parts(leaf) for leaf in leaves]
+        by_leaf = [self._leaf_parts(leaf, is_input) for leaf in leaves]
         return [pytree.tree_unflatten([parts[at] for parts in by_leaf], spec) for at in range(self.parts)]
 
-    def _leaf_parts(self, x: Any) -> list[Any]:
+    def _leaf_parts(self, x: Any, is_input: bool) -> list[Any]:
         if not isinstance(x, Tensor):
             return [x] * self.parts
-        same = x.ndim > 0 and x.shape[0] == self._cut.size
+        rows, same = x.shape[0] if x.ndim else 1, x.ndim > 0 and x.shape[0] == self._cut.size
+        if is_input and not same and (rows == 1 or rows * self.parts != self._cut.size):
+            return [x] * self.parts
         if not same or (isinstance(x, Tile) and (x.layout.dim(0)[0].points, x.layout.dim(0)[0].held) != self._known):
             raise ShardingError(
                 f"pipe.step: dim 0 of a tensor of shape {tuple(x.shape)} is not the batch of {self._cut.size} samples "

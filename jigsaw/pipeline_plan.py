@@ -7,6 +7,10 @@ them: tiles whose local tensors have no values (`FakeTensorMode`), in functions 
 numbers the tiles that are made between calls of whole modules, or returned by one.  Where a stage begins, it hides
 their local tensors; whose local tensor is read again within the stage has to travel there, through the stages between.
 
+Plain tensors cannot be hidden.  One that is made between modules of constants, buffers and the net's own parameters is
+made again by every stage.  Any other that a later stage uses goes as a tile that nothing cuts, from where it came up:
+a module returned it, or a tile gave it (a mean).  The pass on paper is repeated with those as tiles.
+
 For example stem, down, up, head with ``head(up(down(a)) + a)``, ``a = stem(x)``, cut at `up`.  Tiles: 0 is x, 1 is a,
 2 what `down` returns.  Stage 1 begins; `up` reads 2, the sum reads 1, nobody reads 0.  So 1 and 2 are sent.
 """
@@ -15,8 +19,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -26,23 +30,24 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw import debug
 from jigsaw.cut import ShardingError
 from jigsaw.graph_calls import shape_run
 from jigsaw.kept_halos import open_frames
 from jigsaw.layout import Layout
-from jigsaw.mesh import mesh_coordinate
+from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.model_world import within_model
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
-from jigsaw.pipeline_stages import StageCuts
-from jigsaw.tile import Tile, watch_new_tiles
+from jigsaw.pipeline_stages import StageCuts, stage_of_tensor
+from jigsaw.tile import Tile, watch_left_tensors, watch_new_tiles
 
 # -- what stands for values -------------------------------------------------------------------------------------------
 
@@ -75,16 +80,36 @@ class RecordedCall:
     spec: pytree.TreeSpec
 
 
+ModelInputs = tuple[Sequence[Any], Mapping[str, Any]]
+"""What a model is called with, by place and by name."""
+
+PlainOrigin = tuple[int, int]
+"""Where a plain tensor came up: which call of a whole module returned it, at which place among its leaves; or `_GIVEN`,
+and how many tensors tiles had given between modules."""
+
+_GIVEN = -1
+
+
 @dataclass
 class PipelinePlan:
-    """Calls of whole modules in their order; where each stage begins: its call, how many tiles there were before, and
-    which of them it is sent.
+    """Calls of whole modules in their order; where each stage begins: its call, how many tiles there were before, how
+    many plain tensors these had given, and which tiles it is sent.
+
+    `as_tiles` are the plain tensors that travel, `read_apart` the parameters and buffers of whole modules that are read
+    outside of calls of their stage's modules, without values.
     """
 
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
     first_calls: list[int] = field(default_factory=lambda: [0])
     tiles_before: list[int] = field(default_factory=lambda: [0])
+    left_before: list[int] = field(default_factory=lambda: [0])
     sent: list[list[TileOnPaper]] = field(default_factory=lambda: [[]])
+    as_tiles: frozenset[PlainOrigin] = frozenset()
+    read_apart: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def has_given(self) -> bool:
+        """Whether some plain tensor travels that a tile gave between modules."""
+        return any(call == _GIVEN for call, _ in self.as_tiles)
 
 
 # -- a forward pass whose calls are watched ---------------------------------------------------------------------------
@@ -93,9 +118,10 @@ class PipelinePlan:
 class WatchedPass:
     """One forward pass of a model: it counts the calls of whole modules, and numbers the tiles between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh, as_tiles: frozenset[PlainOrigin]) -> None:
         self.calls, self.tiles = 0, 0
         self.is_inside = False  # of a whole module
+        self.left, self._mesh, self._as_tiles = 0, mesh, as_tiles
         self._serial, self._thread = object(), get_ident()
 
     def see(self, tile: Tile) -> None:
@@ -123,6 +149,7 @@ class WatchedPass:
 
     def call_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a whole module returns, its tiles numbered; those that it made within are not."""
+        number = self.calls - 1
         self.is_inside = True
         watch_new_tiles(None)
         try:
@@ -130,10 +157,30 @@ class WatchedPass:
         finally:
             self.is_inside = False
             watch_new_tiles(self.see)
-        for leaf in pytree.tree_leaves(out):
+        leaves, spec = pytree.tree_flatten(out)
+        plain = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not isinstance(leaf, Tile)]
+        for at in plain:
+            leaves[at] = self._pass_on((number, at), leaves[at])
+        for leaf in leaves:
             if isinstance(leaf, Tile):
                 self.number(leaf)
-        return out
+        return pytree.tree_unflatten(leaves, spec) if plain else out
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What a tile gives as a plain tensor."""
+        if self.is_inside or get_ident() != self._thread:
+            return x
+        self.left += 1
+        return self._pass_on((_GIVEN, self.left), x)
+
+    def _pass_on(self, origin: PlainOrigin, x: Tensor) -> Tensor:
+        if origin not in self._as_tiles:
+            self.mark_plain(origin, x)
+            return x
+        return Tile(x, Layout.of(x.shape, (None,) * x.ndim, axes_of_mesh(self._mesh)), self._mesh)
+
+    def mark_plain(self, origin: PlainOrigin, x: Tensor) -> None:
+        """A plain tensor came up here, and stays one."""
 
 
 class CallWatch:
@@ -159,18 +206,20 @@ class CallWatch:
             return call(*args, **kwargs)
         return run.answer(name, call, args, kwargs)
 
-    def run(self, watched: WatchedPass, args: Sequence[Any]) -> Any:
+    def run(self, watched: WatchedPass, inputs: ModelInputs) -> Any:
         """The forward pass of the model on tiles."""
         self.current = watched
-        for leaf in pytree.tree_leaves(args):
+        for leaf in pytree.tree_leaves(inputs):
             if isinstance(leaf, Tile):
                 watched.number(leaf)
         watch_new_tiles(watched.see)
+        watch_left_tensors(watched.leave)
         try:
             with within_model(self):
-                return self.model(*args)
+                return self.model(*inputs[0], **inputs[1])
         finally:
             watch_new_tiles(None)
+            watch_left_tensors(None)
             self.current = None
 
 
@@ -198,7 +247,13 @@ class PaperModel:
             setattr(p, AVERAGED_MARK, mesh.size())  # as that of a stage
         self.watch = CallWatch(self.model, cuts)
         # what has neither is the same in every stage
-        self._with_state = frozenset(n for n in cuts.stage_of if _tensors_of(self.model.get_submodule(n)))
+        self.with_state = frozenset(n for n in cuts.stage_of if _tensors_of(self.model.get_submodule(n)))
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        self.names = {id(x): name for name, x in named}
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage of a parameter or buffer; None for one that every stage has."""
+        return stage_of_tensor(name, self.cuts)
 
     def _copy_without_values(self, model: nn.Module) -> nn.Module:
         with self.mode:
@@ -211,28 +266,46 @@ class PaperModel:
                 f"{error}; keep what cannot be copied out of the model's attributes"
             ) from error
 
-    def plan(self, args: Sequence[Any], training: Mapping[str, bool]) -> PipelinePlan:
-        """What travels for a microbatch of these arguments (tiles on paper)."""
+    def plan(self, inputs: ModelInputs, training: Mapping[str, bool]) -> PipelinePlan:
+        """What travels for a microbatch of these inputs (tiles on paper)."""
         for name, module in self.model.named_modules():
             module.training = training[name]
+        as_tiles = frozenset[PlainOrigin]()
+        while True:
+            run = _PlanningPass(self, as_tiles)
+            self._pass_on_paper(run, inputs)
+            if run.crossing <= as_tiles:
+                return run.finished_plan()
+            as_tiles |= run.crossing
+
+    def order_of_calls(self, inputs: ModelInputs) -> list[str]:
+        """The whole modules, in the order of their first calls."""
+        run = _OrderPass(self.mesh, frozenset())
+        self._pass_on_paper(run, inputs)
+        return run.order
+
+    def _pass_on_paper(self, run: _PaperPass, inputs: ModelInputs) -> None:
         with on_paper(self.mode), torch.random.fork_rng(devices=[]):
-            run = _PlanningPass(self.cuts, self._with_state)
-            with _PlainTensorWatch(run):
-                tiles = pytree.tree_map_only(TileOnPaper, lambda x: x.paper_tile(self.mesh), tuple(args))
-                try:
-                    self.watch.run(run, tiles)
-                except DataDependentOutputException as error:
-                    raise ShardingError(
-                        f"pipeline: in module {run.inside_of!r} Python reads a value ({error}), which there is none on "
-                        "paper; leave it to tensor functions"
-                    ) from error
-                except DynamicOutputShapeException as error:
-                    raise ShardingError(
-                        f"pipeline: in module {run.inside_of!r}, or after it, a shape hangs on values ({error}), of "
-                        "which there are none on paper: a mask as an index, or rows of a cut dim that are written to "
-                        "by index; use torch.where"
-                    ) from error
-        return run.finished_plan()
+            tiles = pytree.tree_map_only(TileOnPaper, lambda x: x.paper_tile(self.mesh), inputs)
+            try:
+                with run.watch_of_plain() as plain:
+                    out = self.watch.run(run, tiles)
+                for x in pytree.tree_leaves(out):  # the loss reads what the model returns
+                    if isinstance(x, Tile):
+                        x.local  # noqa: B018
+                    elif isinstance(x, Tensor) and plain is not None:
+                        plain.mark_of(x, "the loss")
+            except DataDependentOutputException as error:
+                raise ShardingError(
+                    f"pipeline: in module {run.inside_of!r} Python reads a value ({error}), which there is none on "
+                    "paper; leave it to tensor functions"
+                ) from error
+            except DynamicOutputShapeException as error:
+                raise ShardingError(
+                    f"pipeline: in module {run.inside_of!r}, or after it, a shape hangs on values ({error}), of "
+                    "which there are none on paper: a mask as an index, or rows of a cut dim that are written to "
+                    "by index; use torch.where"
+                ) from error
 
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:
@@ -249,11 +322,35 @@ def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
 
 
-class _PlanningPass(WatchedPass):
-    def __init__(self, cuts: StageCuts, with_state: frozenset[str]) -> None:
-        super().__init__()
-        self.cuts, self.with_state, self.stage, self.inside_of = cuts, with_state, 0, ""
-        self.made = PipelinePlan()
+class _PaperPass(WatchedPass):
+    inside_of = ""  # the whole module that was called last
+
+    def watch_of_plain(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class _OrderPass(_PaperPass):
+    """Which whole modules are called, in order."""
+
+    def __init__(self, mesh: DeviceMesh, as_tiles: frozenset[PlainOrigin]) -> None:
+        super().__init__(mesh, as_tiles)
+        self.order: list[str] = []
+
+    def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.inside_of = name
+        self.calls += 1
+        if name not in self.order:
+            self.order.append(name)
+        return self.call_inside(call, args, kwargs)
+
+
+class _PlanningPass(_PaperPass):
+    def __init__(self, paper: PaperModel, as_tiles: frozenset[PlainOrigin]) -> None:
+        super().__init__(paper.mesh, as_tiles)
+        self.paper, self.cuts, self.with_state, self.stage = paper, paper.cuts, paper.with_state, 0
+        self.made = PipelinePlan(as_tiles=as_tiles)
+        self.crossing = set[PlainOrigin]()
+        self._versions = {name: x._version for name, x in paper.model.named_buffers()}
         self._tiles: list[tuple[Tile, torch.dtype]] = []
         self._found: list[dict[int, TileOnPaper]] = []  # the tiles where each stage after the first begins
         self._read: list[set[int]] = [set()]
@@ -271,6 +368,12 @@ class _PlanningPass(WatchedPass):
                 "is checkpointed, and no stage could run that again in its backward pass; cut between checkpointed "
                 "modules: stages="
             )
+
+    def watch_of_plain(self) -> AbstractContextManager[Any]:
+        return _PlainTensorWatch(self)
+
+    def mark_plain(self, origin: PlainOrigin, x: Tensor) -> None:
+        setattr(x, _MADE_IN, _PlainMark(self, self.stage, False, frozenset((origin,))))
 
     def keep(self, number: int, tile: Tile) -> None:
         # of one that a custom Function is about to return `local` must not be read: it has no node yet
@@ -300,6 +403,7 @@ class _PlanningPass(WatchedPass):
         self.stage += 1
         self.made.first_calls.append(self.calls)
         self.made.tiles_before.append(self.tiles)
+        self.made.left_before.append(self.left)
         self._found.append({n: TileOnPaper(n, tile.layout, dtype) for n, (tile, dtype) in enumerate(self._tiles)})
         self._read.append(set())
         for number, local in known.items():
@@ -316,6 +420,7 @@ class _PlanningPass(WatchedPass):
         local = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         needs = torch.is_grad_enabled() and dtype.is_floating_point
         local = tile.__dict__["local"] = local.requires_grad_(needs).view_as(local)
+        setattr(local, _MADE_IN, _PlainMark(self, self.stage, False, frozenset()))
         return local
 
     def _check_order(self, name: str) -> None:
@@ -323,8 +428,8 @@ class _PlanningPass(WatchedPass):
         if owner != self.stage and name in self.with_state:
             raise ShardingError(
                 f"module {name!r} lies in stage {owner}, where the model has it, but the forward pass calls it in "
-                f"stage {self.stage} of stages={list(self.cuts.begins)!r}; cut the model elsewhere, or register its "
-                "modules in the order in which it calls them"
+                f"stage {self.stage} of stages={list(self.cuts.begins)!r}; pass example=, a tile like the input, which "
+                "finds the order of the calls, or cut the model elsewhere"
             )
 
     def _recorded(self, name: str, leaf: Any) -> Any:
@@ -348,36 +453,106 @@ class _PlanningPass(WatchedPass):
             needed = {n for read in self._read[stage:] for n in read if n in found}
             self.made.sent.append([found[n] for n in sorted(needed)])
         self.made.tiles_before.append(self.tiles)
+        self.made.left_before.append(self.left)
         self.made.first_calls.append(self.calls)
+        for name, x in self.paper.model.named_buffers():
+            if name in self.made.read_apart and x._version != self._versions[name]:
+                raise ShardingError(
+                    f"buffer {name!r} of stage {self.paper.stage_of(name)} is changed in the forward pass, and read "
+                    "outside of the call of its module, where another stage would not see that; read it within"
+                )
         return self.made
 
 
-class _PlainTensorWatch(TorchDispatchMode):
-    """Marks plain tensors with the stage that makes them.
+@dataclass(frozen=True)
+class _PlainMark:
+    """Of a plain tensor: the stage that makes it, whether every stage can make it again, and what it was made of."""
 
-    *Raises*: `ShardingError` where a later stage takes one: tiles alone can be told apart, and are sent.
+    run: _PlanningPass
+    stage: int
+    is_again: bool
+    origins: frozenset[PlainOrigin]
+
+
+class _PlainTensorWatch(TorchDispatchMode):
+    """Marks plain tensors, and notes those of whole modules that are read outside of their calls.
+
+    *Raises*: `ShardingError` where a later stage takes one that can neither be made again nor sent as a tile, and for a
+    parameter that another stage reads.
     """
 
     def __init__(self, run: _PlanningPass) -> None:
         super().__init__()
-        self._run = run
+        self._run, self._changed = run, set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in pytree.tree_leaves((args, kwargs)):
-            made_in = getattr(x, _MADE_IN, None) if isinstance(x, Tensor) else None
-            if made_in is not None and made_in[0] is self._run and made_in[1] != self._run.stage:
-                raise ShardingError(
-                    f"a plain tensor of shape {tuple(x.shape)} that stage {made_in[1]} makes is used in stage "
-                    f"{self._run.stage}, by {func} after the call of {self._run.inside_of!r}; only tiles are sent from "
-                    "stage to stage: compute it in the module that uses it, or cut the model elsewhere (stages=)"
-                )
+        marks = [self.mark_of(x, func) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         out = func(*args, **(kwargs or {}))
+        run = self._run
+        is_again = not run.is_inside and not _draws(func) and all(mark.is_again for mark in marks)
+        if func._schema.is_mutable and not is_again:
+            self._changed.update(_memory_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        made = _PlainMark(run, run.stage, is_again, frozenset().union(*(mark.origins for mark in marks)))
         for x in pytree.tree_leaves(out):
             if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
                 mark = getattr(x, _MADE_IN, None)
-                if mark is None or mark[0] is not self._run:
-                    setattr(x, _MADE_IN, (self._run, self._run.stage))
+                if mark is None or mark.run is not run:
+                    setattr(x, _MADE_IN, made)
         return out
+
+    def mark_of(self, x: Tensor, func: Any) -> _PlainMark:
+        """What is known of a plain tensor that `func` takes."""
+        run = self._run
+        name = run.paper.names.get(id(x))
+        if name is not None:
+            return self._mark_of_state(name, x)
+        mark: _PlainMark | None = getattr(x, _MADE_IN, None)
+        if mark is None or mark.run is not run:
+            return _PlainMark(run, run.stage, not isinstance(x, FakeTensor), frozenset())
+        if mark.is_again and _memory_of(x) in self._changed:
+            mark = replace(mark, is_again=False)
+        if mark.stage != run.stage and not mark.is_again:
+            run.crossing |= mark.origins
+            if not mark.origins:
+                raise ShardingError(
+                    f"a plain tensor of shape {tuple(x.shape)} that stage {mark.stage} makes is used in stage "
+                    f"{run.stage}, by {func} after the call of {run.inside_of!r}, and is not made of constants and "
+                    "buffers alone (random numbers, or a tile's local rows): make it in the module that uses it, or "
+                    "cut the model elsewhere (stages=)"
+                )
+        return mark
+
+    def _mark_of_state(self, name: str, x: Tensor) -> _PlainMark:
+        run, stage = self._run, self._run.paper.stage_of(name)
+        is_apart = stage is not None and (not run.is_inside or stage != run.stage)
+        is_weight = isinstance(x, nn.Parameter)
+        if is_apart:
+            run.made.read_apart[name] = x
+            if is_weight and stage != run.stage:
+                raise ShardingError(
+                    f"parameter {name!r} of stage {stage} is read in stage {run.stage}, after the call of "
+                    f"{run.inside_of!r}; cut the model where both are in one stage"
+                )
+        return _PlainMark(run, run.stage, not (is_apart and is_weight), frozenset())
+
+
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _memory_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+class PlainOpsAgain(TorchDispatchMode):
+    """Within a stage's part on paper: what needs no tile's values has its own, and is computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if _draws(func) or any(isinstance(x, FakeTensor) or x.is_meta for x in tensors):
+            return func(*args, **(kwargs or {}))
+        with _disable_current_modes():
+            return func(*args, **(kwargs or {}))
 
 
 _MADE_IN = "_jigsaw_made_in_stage"

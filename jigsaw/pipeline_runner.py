@@ -21,7 +21,16 @@ from torch.utils import _pytree as pytree
 from jigsaw.cut import ShardingError
 from jigsaw.exchange import redistribute_rows
 from jigsaw.parallel import one_process_backward
-from jigsaw.pipeline_plan import CallWatch, PipelinePlan, RecordedCall, TileOnPaper, WatchedPass, on_paper
+from jigsaw.pipeline_plan import (
+    CallWatch,
+    ModelInputs,
+    PipelinePlan,
+    PlainOpsAgain,
+    RecordedCall,
+    TileOnPaper,
+    WatchedPass,
+    on_paper,
+)
 from jigsaw.tile import Tile
 
 
@@ -54,7 +63,7 @@ class StagePass(WatchedPass):
     """The forward pass of one stage and microbatch."""
 
     def __init__(self, plan: PipelinePlan, stage: int, mesh: DeviceMesh, mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__(mesh, plan.as_tiles)
         self.plan, self.stage, self.mesh = plan, stage, mesh
         self.received: Sequence[Tensor] = ()
         self.kept: dict[int, Tile] = {}
@@ -88,7 +97,8 @@ class StagePass(WatchedPass):
                 continue
             assert self._before is not None
             known = leaf.number < len(self._before)  # a module returned what it was given
-            leaves.append(self._before[leaf.number] if known else leaf.paper_tile(self.mesh))
+            with self._mode:  # over what computes plain tensors
+                leaves.append(self._before[leaf.number] if known else leaf.paper_tile(self.mesh))
         return pytree.tree_unflatten(leaves, recorded.spec)
 
     def _begin(self, before: list[Tile]) -> None:
@@ -106,20 +116,23 @@ class StagePass(WatchedPass):
             self.keep(what.number, tile)
 
     def _check_tiles(self, found: int, stage: int) -> None:
-        if found != self.plan.tiles_before[stage]:
+        left = self.plan.left_before[stage] if self.plan.has_given() else self.left
+        if (found, self.left) != (self.plan.tiles_before[stage], left):
             raise ShardingError(
                 f"the forward pass made {found} tiles before stage {stage}, and {self.plan.tiles_before[stage]} when "
                 "the pipeline was planned: a branch that depends on values, on the rank or on earlier calls; leave it "
                 "out, or keep it within one module"
             )
 
-    def run(self, watch: CallWatch, args: Sequence[Any]) -> Any:
+    def run(self, watch: CallWatch, inputs: ModelInputs) -> Any:
         """What the last stage's forward returns; nothing for the others, whose tiles are in `kept`."""
         try:
             if self.stage:
                 self._paper.enter_context(on_paper(self._mode))
-                args = pytree.tree_map_only(TileOnPaper, lambda x: x.paper_tile(self.mesh), tuple(args))
-            out = watch.run(self, args)
+                inputs = pytree.tree_map_only(TileOnPaper, lambda x: x.paper_tile(self.mesh), inputs)
+                self._paper.enter_context(PlainOpsAgain())
+                self._lend_state(watch.model)
+            out = watch.run(self, inputs)
         except _StageEndError:
             out = None
         finally:
@@ -127,6 +140,15 @@ class StagePass(WatchedPass):
         if self._end is not None:
             self._check_tiles(self.tiles, self.stage + 1)
         return out
+
+    def _lend_state(self, model: nn.Module) -> None:
+        """On paper, weights of other stages that are read outside of calls are those without values."""
+        for name, x in self.plan.read_apart.items():
+            parent, _, key = name.rpartition(".")
+            held: dict[str, Any] = model.get_submodule(parent)._parameters  # pyright: ignore[reportPrivateUsage]
+            if key in held and held[key].is_meta:
+                self._paper.callback(held.__setitem__, key, held[key])
+                held[key] = x
 
     def outgoing(self) -> tuple[Tensor, ...]:
         """The tensors for the next stage."""

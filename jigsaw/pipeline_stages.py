@@ -7,7 +7,7 @@ and `stem`, `blocks.0`, `blocks.1` and `head` are whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -36,8 +36,9 @@ class StageCuts:
         return len(self.begins) + 1
 
 
-def cut_stages(model: nn.Module, begins: Sequence[str]) -> StageCuts:
-    """The stages of `model` cut before the modules `begins`.
+def cut_stages(model: nn.Module, begins: Sequence[str], calls: Sequence[str] = ()) -> StageCuts:
+    """The stages of `model` cut before the modules `begins`, in the order of registration, or that of `calls`; what is
+    never called goes with what is registered before it.
 
     *Raises*: `ShardingError` for a name that the model does not have, has within another one, or has in another order,
     and for a parameter of two stages.
@@ -56,15 +57,27 @@ def cut_stages(model: nn.Module, begins: Sequence[str]) -> StageCuts:
             raise ShardingError(
                 f"stages={list(begins)!r}: {name!r} cannot begin a stage, as {why}; name an element of it"
             )
-    places = [names.index(name) for name in begins]
-    if places != sorted(set(places)):
+    order = [name for name in calls if name in names] or names
+    places = [order.index(name) for name in begins if name in order]
+    if places != sorted(set(places)) or len(places) < len(begins):
+        has_them = "calls" if calls else "has"
         raise ShardingError(
-            f"stages={list(begins)!r}: name each module once, in the order in which the model has them: "
-            f"{[names[at] for at in sorted(set(places))]}"
+            f"stages={list(begins)!r}: name each module once, in the order in which the model {has_them} them: "
+            f"{[order[at] for at in sorted(set(places))]}"
         )
-    stage_of = {name: sum(at >= place for place in places) for at, name in enumerate(names)}
+    called = {name: sum(at >= place for place in places) for at, name in enumerate(order)}
+    stage_of, stage = dict[str, int](), 0
+    for name in names:
+        stage = stage_of[name] = called.get(name, stage)
     _check_shared(model, stage_of)
     return StageCuts(tuple(begins), stage_of)
+
+
+def stage_of_tensor(name: str, cuts: StageCuts) -> int | None:
+    """The stage of a parameter or buffer; None for one that every stage has."""
+    parts = name.split(".")
+    heads = (".".join(parts[:at]) for at in range(1, len(parts)))
+    return next((cuts.stage_of[head] for head in heads if head in cuts.stage_of), None)
 
 
 def whole_names(model: nn.Module, begins: Sequence[str]) -> list[str]:
@@ -98,14 +111,18 @@ def _whole_name_of(parameter: str, stage_of: dict[str, int]) -> str:
     return next(name for name in stage_of if parameter.startswith(f"{name}."))
 
 
-def balanced_begins(model: nn.Module, stages: int) -> tuple[str, ...]:
-    """Modules to begin `stages` stages with, so that the stage of most parameters has as few as can be.
+def balanced_begins(
+    model: nn.Module, stages: int, order: Callable[[Sequence[str]], Sequence[str]] = tuple
+) -> tuple[str, ...]:
+    """Modules to begin `stages` stages with, so that the stage of most parameters has as few as can be; `order` brings
+    names of modules into the order of their calls, those that are called.
 
     *Raises*: `ShardingError` for a model of fewer modules with parameters.
     """
     if stages == 1:
         return ()
-    found = cut_places(model, stages)
+    modules = dict(cut_places(model, stages))
+    found = [(name, modules[name]) for name in order(tuple(modules))]
     sizes = [_weight_count(module) for _, module in found]
     return tuple(found[at][0] for at in _least_largest_cuts(sizes, stages))
 

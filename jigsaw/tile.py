@@ -470,9 +470,19 @@ class _Leave(torch.autograd.Function):
 LEAVE_NODE = "_LeaveBackward"
 
 
+_leave_watcher: Callable[[Tensor], Tensor] | None = None
+
+
+def watch_left_tensors(watcher: Callable[[Tensor], Tensor] | None) -> None:
+    """Let `watcher` see every plain tensor that a tile gives, and return what is given, until it is None again."""
+    global _leave_watcher
+    _leave_watcher = watcher
+
+
 def leave_tile(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """An ordinary tensor, held alike by every rank of the mesh, out of a tile."""
-    return _Leave.apply(x) if x.requires_grad and mesh_size(mesh) > 1 else x
+    x = _Leave.apply(x) if x.requires_grad and mesh_size(mesh) > 1 else x
+    return x if _leave_watcher is None else _leave_watcher(x)
 
 
 def shared_mesh(tiles: Sequence[Tile]) -> DeviceMesh:

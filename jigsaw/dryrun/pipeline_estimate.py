@@ -67,7 +67,9 @@ def tiles_at_borders(plan: StepPlan, axes: Mapping[str, int], begins: Sequence[s
             model, dtype = prepared_model(plan, mesh)
             inputs = prepared_inputs(plan, stage_mesh, dtype)
         paper = PaperModel(model, cut_stages(model, begins), stage_mesh, mode)
-        return paper.plan(as_on_paper(inputs), {name: module.training for name, module in model.named_modules()}).sent
+        return paper.plan(
+            (as_on_paper(inputs), {}), {name: module.training for name, module in model.named_modules()}
+        ).sent
 
 
 def pipelined_report(
