@@ -536,3 +536,27 @@ def test_the_gradient_of_rrelu_at_zero_is_its_slope():
     F.rrelu(tile, 0.5, 0.5).sum().backward()
     F.rrelu(x, 0.5, 0.5).sum().backward()
     assert torch.equal(tile.grad.full_tensor(), x.grad)
+
+
+@pytest.mark.parametrize("fill", ["uniform_", "normal_", "random_", "exponential_", "bernoulli_", "log_normal_"])
+@on_ranks(2)
+def test_what_random_numbers_replace_has_no_gradient(fill):
+    tile = shard(torch.arange(7.0), world_mesh(lat=2), ("lat",)).requires_grad_()
+    y = tile * 2
+    getattr(y, fill)()
+    (y.sum() + tile.sum()).backward()
+    assert tile.grad.full_tensor().tolist() == [1.0] * 7
+
+
+@on_ranks(2)
+def test_draws_by_normal_have_gradients_of_zero_as_torchs():
+    tile = shard(torch.arange(7.0), world_mesh(lat=2), ("lat",)).requires_grad_()
+    y = torch.normal(tile, 0.0)
+    y.sum().backward()
+    assert y.requires_grad and tile.grad.full_tensor().tolist() == [0.0] * 7
+
+
+@on_ranks(2)
+def test_a_halo_along_a_dim_that_nothing_cuts_is_no_hindrance_to_a_view():
+    tile = shard(torch.ones(1), world_mesh(lat=2), (None,), halo={0: (1, 1)}, periodic=(0,))
+    assert tile.view(1, 1).full_tensor().tolist() == [[1.0]]

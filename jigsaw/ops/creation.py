@@ -170,7 +170,9 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     first = next(tiles_in((mean, std)))
     _check_generator(torch.normal, first, generator)
     spread = mean * 0 + std if isinstance(mean, Tile) else std * 0 + mean
-    return mean + std * torch.randn_like(spread)
+    with torch.no_grad():
+        drawn = mean + std * torch.randn_like(spread)
+    return drawn + 0 * spread if spread.requires_grad else drawn  # torch derives no draw: its gradients are zeros
 
 
 def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:
@@ -181,8 +183,7 @@ def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:
             return run_unknown_function(method, self, *args, generator=generator, **named)
         _check_generator(method, self, generator)
         check_can_fill(self)
-        with torch.no_grad():
-            self.local.copy_(draw(self, *args, **named))
+        self.local.copy_(draw(self, *args, **named))  # by autograd's eyes: what was there before has no gradient
         return self
 
     implements_torch(method)(fill)

@@ -52,8 +52,10 @@ def _layouts_to_try(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
     at_multiples = _layout_to_split(layout, shape)
     if at_multiples is not None:
         yield at_multiples
-    # the cuts in the way: the fewest without which the others can stay
     bare = layout.without_halo()
+    if bare is not layout:
+        yield bare
+    # the cuts in the way: the fewest without which the others can stay
     cut = [k for k, c in enumerate(bare.cuts) if c.is_cut]
     for taken in (some for n in range(1, len(cut) + 1) for some in combinations(cut, n)):
         axes = tuple(axis for k in taken for axis in bare.cuts[k].axes)

@@ -14,14 +14,37 @@ _ONE_ROW = "ranks end differently where the cut dim has one row"
 _LOST = "a change through a view is lost"
 
 KNOWN_FAULTS: dict[str, str] = {
-    "{x}.new_tensor([0.5, 2])": "float32 whatever the tile is",
-    "{x}.view(-1)[0] = 7": _LOST,
-    "{x}[{ix}] += 1": _LOST,
-    "{x}.flatten()[:3] = 7": _LOST,
-    "{a}.unbind({d})": _LOST,
-    "{x}.unfold({d}, {upto}, {upto}).mul_(2)": "refused on one rank alone",
-    "{x}.index_add({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1))": _ONE_ROW,
-    "{x}.index_add_({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1).clone())": _ONE_ROW,
+    **dict.fromkeys(
+        [
+            "{x}.view(-1)[0] = 7",
+            "{x}.flatten()[:3] = 7",
+            "{x}.reshape(-1)[-1] = 1",
+            "{x}[{ix}].view(-1)[:1] = 4",
+            "{x}[{ix}] += 1",
+            "{x}[{ix}].add_(5)",
+            "{x}[{ix}].mul_(2)",
+            "{x}[{ix}].zero_()",
+            "{x}[{ix}].copy_({x}[{ix}])",
+            "{x}[{ix}][{ix}] = 3",
+            "{x}.squeeze().add_(1)",
+            "{x}.swapaxes({d}, {e})[0] = 1",
+            "{x}.select({d}, {n}).add_(1)",
+            "{x}.unbind({d})[0].mul_(2)",
+            "{a}.unbind({d})",
+        ],
+        _LOST,
+    ),
+    **dict.fromkeys(
+        [
+            "{x}.unfold({d}, {upto}, {upto}).mul_(2)",
+            "{x}.index_add({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1))",
+            "{x}.index_add_({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1).clone())",
+            "{x}.index_copy({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1))",
+            "{x}.index_copy_({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1).clone())",
+            '{x}.index_reduce({d}, torch.tensor([{n}, {n}]), {x}.narrow({d}, 0, 1).repeat_interleave(2, {d}), "amax")',
+        ],
+        _ONE_ROW,
+    ),
 }
 """Statement -> what is wrong with it today; programs are made without it."""
 
@@ -199,7 +222,7 @@ _RANDOM = """
 F.dropout({f}, 0.0)|F.dropout({f}, 1.0)|F.dropout({f}, 0.5, training=False)|torch.bernoulli(({f} > 0).double())
 torch.rand_like({f}) < 2|torch.randint_like({x}, 3, 4)|torch.randn_like({f}).shape|F.dropout2d({f4}, 1.0)
 torch.normal({f}, 0.0)|F.alpha_dropout({f}, 0.5, False)
-torch.multinomial(({x1} == {x1}.max()).double().cumsum(0).eq(1).double(), 1)|torch.rand_like({f}).ge(0).all()
+torch.multinomial(F.one_hot({x1}.argmax(), len({x1})).double(), 1)|torch.rand_like({f}).ge(0).all()
 F.rrelu({f}, 0.5, 0.5)
 """
 
@@ -296,7 +319,7 @@ F.relu({f}, inplace=True)|F.hardtanh({f}, inplace=True)|{x}.abs_()|{x}.view(-1)[
 {c}.real.add_(1)|{c}[{ix}] = 1|{x}.chunk(2, {d})[0].add_(1)|{x}.unbind({d})[0].mul_(2)|{x}.split(1, {d})[-1].zero_()
 {x}.flip({d}).add_(1)|{x}.expand_as({x}).add_(1)|{x}.unfold({d}, {upto}, {upto}).mul_(2)|{x}.flatten(0, 1).add_(1)
 {x}.unflatten({d}, (-1, 1)).mul_(2)|{x}.permute({perm}).add_(1)|{x}.roll(1, {d}).add_(1)|{x}.detach().add_(1)
-{x}.detach()[{ix}] = 2|{x}.data.add_(1)|{x}.contiguous().add_(1)|{x}.to({x}.dtype).add_(1)|{x}.double().add_(1)
+{x}.detach()[{ix}] = 2|{x}.contiguous().add_(1)|{x}.to({x}.dtype).add_(1)|{x}.double().add_(1)
 {x}.view_as({x}).mul_(2)|{x}.transpose_({d}, {e})|{x}.unsqueeze_(0)|{x}.squeeze_()|{x2}.t_()|{x}.swapaxes_({d}, {e})
 {x}.swapaxes({d}, {e})[0] = 1|{x}.fill_diagonal_(2)|{x} += 1|{x} *= {y}|{x} -= {y}|{x}.add_({x})|{x}.mul_({x}.flip({d}))
 {x}.copy_({x}.roll(1, {d}).clone())|{x}.sub_({x}.mean({d}, keepdim=True).to({x}.dtype))|{x}[{ix}].copy_({x}[{ix}])
