@@ -44,7 +44,10 @@ PAGES = {
             f"docs/{name}"
             for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
         ),
-        *(f"docs/{name}" for name in ("compile", "parallelism", "dry_run", "scaling", "sources", "statistics")),
+        *(
+            f"docs/{name}"
+            for name in ("compile", "parallelism", "dry_run", "scaling", "sources", "statistics", "security")
+        ),
         "docs/works_with",
         "examples/*/README",
         "examples/*/data/README",
