@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
 from jigsaw import comm, debug
@@ -114,6 +115,7 @@ def parallelize(
     _start_alike(model, mesh)
     made_before = list(model.parameters())
     cut_channels(model, mesh, channel)
+    _check_spectral_norms(model)
     model.register_forward_pre_hook(warn_of_idle_axes(mesh, _axes_of_weights(model)), with_kwargs=True)
     rest = dict(model.named_parameters())
     if options is not None:
@@ -228,6 +230,17 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"module {name!r} makes sparse gradients, which cannot be reduced in a bucket; "
                 f"make it with sparse=False"
             )
+
+
+def _check_spectral_norms(model: nn.Module) -> None:
+    """The old spectral norm multiplies plain vectors by its weight, which torch refuses of one that is cut."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
+            if isinstance(hook, SpectralNorm) and isinstance(getattr(module, f"{hook.name}_orig"), DTensor):
+                raise ShardingError(
+                    f"module {name!r} has torch.nn.utils.spectral_norm, and its weight is cut by a mesh axis; use "
+                    "torch.nn.utils.parametrizations.spectral_norm, which is exact, or a mesh without that axis"
+                )
 
 
 @torch.no_grad()

@@ -1041,3 +1041,10 @@ def test_a_large_gradient_is_summed_where_it_lies():
     (2 * net(x).square().mean()).backward()
     torch.testing.assert_close(model.weight.grad, net.weight.grad)
     torch.testing.assert_close(model.bias.grad, net.bias.grad)
+
+
+@on_ranks(2)
+def test_the_old_spectral_norm_of_a_weight_that_channel_cuts_is_refused():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(3, 8, 3, padding=1)), nn.Conv2d(8, 4, 1))
+    with pytest.raises(ShardingError, match=r"module '0' has torch.nn.utils.spectral_norm, .*parametrizations"):
+        parallelize(model, world_mesh(lat=1, channel=2))
