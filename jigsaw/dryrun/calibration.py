@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
+from jigsaw.drafts import draft_of
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
 from jigsaw.dryrun.kernel_clock import forget_kernels
@@ -373,7 +374,8 @@ def save_device(device: Device, path: str | Path) -> None:
     said["flop_per_second"] = {
         str(dtype).removeprefix("torch."): rate for dtype, rate in device.flop_per_second.items()
     }
-    Path(path).write_text(json.dumps(said, indent=1) + "\n")
+    with draft_of(Path(path)) as file:
+        file.write(f"{json.dumps(said, indent=1)}\n".encode())
 
 
 def load_device(path: str | Path) -> Device:

@@ -7,18 +7,23 @@ import threading
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from small_disk import no_space
 
 import jigsaw
 from jigsaw.drafts import draft_of, open_unlinked
-from jigsaw.errors import WriteError
+from jigsaw.dryrun.calibration import load_device, save_device
+from jigsaw.dryrun.devices import DEVICES
+from jigsaw.errors import StateError, WriteError
 from jigsaw.io.cache_folder import CACHE_COUNT_FILE, CacheFolder
 from jigsaw.io.chunks.files import LocalFiles, ObjectIdentity
-from jigsaw.io.conversion.journal import ConversionJournal
+from jigsaw.io.conversion.journal import ConversionJournal, remove_journal
 from jigsaw.io.formats import hdf5_index
 from jigsaw.io.formats.disk_cache import KeptAnswers
 from jigsaw.io.formats.hdf5_index import Hdf5File
+from jigsaw.io.reports.plan_picture import save_figure
 from jigsaw.io.series.statistics_files import replace_file
+from jigsaw.io.stats.stats_checkpoint import check_moments
 from jigsaw.io.writing.write import Writer
 from jigsaw.testing import world_mesh
 
@@ -134,3 +139,42 @@ def test_what_a_forecast_is_written_to(tmp_path, mine, suffix):
             out.append({"u": tile})
         (tmp_path / "a.nc.part").unlink(missing_ok=True)
     assert not path.is_symlink() and out.steps == 2
+
+
+def test_files_of_others_beside_what_is_written_stay(tmp_path, mine):
+    """A download that goes on, say."""
+    tile = jigsaw.shard(torch.ones(1, 3), world_mesh(lat=1), (None, "lat"))
+    part = tmp_path / "a.nc.part"
+    part.write_bytes(b"mine")
+    with (
+        pytest.raises(WriteError, match=r"a\.nc\.part is there, and jigsaw did not write it"),
+        Writer(tmp_path / "a.nc", dims=("time", "lat"), append_dim="time", mode="w") as out,
+    ):
+        out.append({"u": tile})
+    assert part.read_bytes() == b"mine"
+    (tmp_path / "s.nc.part").write_bytes(b"mine")
+    with pytest.raises(StateError, match=r"s\.nc\.part' cannot be read .*remove it to begin anew"):
+        check_moments(tmp_path / "s.nc.part")
+    (tmp_path / "b.journal").write_bytes(b"mine")
+    with pytest.raises(WriteError, match=r"b\.journal is not a journal of a conversion"):
+        remove_journal(tmp_path / "b.journal")
+    assert (tmp_path / "b.journal").read_bytes() == b"mine"
+    (tmp_path / "c.journal").symlink_to(mine)
+    remove_journal(tmp_path / "c.journal")
+    ConversionJournal(tmp_path / "d.journal", "one")
+    remove_journal(tmp_path / "d.journal")
+    assert not list(tmp_path.glob("[cd].journal"))
+
+
+def test_a_volume_a_device_and_a_picture(tmp_path, mine):
+    image = jigsaw.shard(torch.ones(2, 3, 4), world_mesh(depth=1), ("depth", None, None))
+    for name in ("a.nii.part", "a.nii", "device.json", "p.png"):
+        (tmp_path / name).symlink_to(mine)
+    jigsaw.io.write_volume(tmp_path / "a.nii", image, affine=np.eye(4), mode="w")
+    save_device(DEVICES["h100"], tmp_path / "device.json")
+    assert load_device(tmp_path / "device.json") == DEVICES["h100"]
+    save_figure(Figure(), tmp_path / "p.png")
+    save_figure(Figure(), tmp_path / "q")
+    for name in ("p.png", "q.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "a.nii").is_symlink() and not list(tmp_path.glob(".*"))

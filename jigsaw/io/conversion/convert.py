@@ -28,6 +28,7 @@ from jigsaw.io.conversion.journal import (
     UnitIndex,
     UnitKey,
     combine_digests,
+    remove_journal,
     values_digest,
 )
 from jigsaw.io.conversion.selected_source import SelectedSource, recommended_chunks, select_source
@@ -303,7 +304,7 @@ def _remove_target(path: Path, chosen: SelectedSource) -> None:
     read = [Path(p).resolve() for p in chosen.places if "://" not in p]
     if any(path.resolve() in (p, *p.parents) for p in read):
         raise WriteError(f"{path} is what the conversion reads, so it is not replaced; write elsewhere")
-    path.with_name(path.name + ".journal").unlink(missing_ok=True)
+    remove_journal(path.with_name(path.name + ".journal"))
     if path.exists():
         remove_zarr_store(path)
 

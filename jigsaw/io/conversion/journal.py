@@ -36,6 +36,22 @@ def combine_digests(digests: Iterable[str]) -> str:
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 
+def remove_journal(path: Path) -> None:
+    """Remove the journal of a conversion; a link goes, and not where it leads.
+
+    Raises: `WriteError` for a file that is not one.
+    """
+    if path.exists() and not path.is_symlink():
+        with path.open("rb") as file:
+            begin = file.read(len(_BEGIN_OF_JOURNAL))
+        if not _BEGIN_OF_JOURNAL.startswith(begin):
+            raise WriteError(f"{path} is not a journal of a conversion, so it is not replaced; move it away")
+    path.unlink(missing_ok=True)
+
+
+_BEGIN_OF_JOURNAL = b'{"conversion": '
+
+
 class ConversionJournal:
     """A file of lines that are appended to; a last line that was cut short by the end of its writer does not count.
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.cut import Cut, Interval
+from jigsaw.drafts import draft_of
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.packages import why_not_imported
@@ -59,7 +60,9 @@ def save_figure(figure: Any, path: str | Path) -> None:
     if ending and ending not in endings:
         allowed = ", ".join(endings)
         raise UnsupportedStoreError(f"a picture is not written as {str(path)!r}; its ending may be {allowed}")
-    figure.savefig(path, dpi=120)
+    place = Path(path) if ending else Path(f"{path}.{figure.canvas.get_default_filetype()}")
+    with draft_of(place) as file:
+        figure.savefig(file, dpi=120, format=place.suffix.removeprefix("."))
 
 
 def _draw_tiles(axes: Any, dataset: Dataset, plan: ReadPlan, shades: list[Any]) -> None:

@@ -21,7 +21,14 @@ from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats.dask_blocks import blocks_by_workers
 from jigsaw.io.stats.mesh_blocks import blocks_on_mesh
 from jigsaw.io.stats.moments import ChannelMoments
-from jigsaw.io.stats.stats_checkpoint import MomentTables, StatisticsState, StepBlock, load_moments, save_moments
+from jigsaw.io.stats.stats_checkpoint import (
+    MomentTables,
+    StatisticsState,
+    StepBlock,
+    check_moments,
+    load_moments,
+    save_moments,
+)
 from jigsaw.io.stats.step_series import StepSeries
 from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 
@@ -99,10 +106,11 @@ class _RankMoments:
         nothing = ChannelMoments.nothing(len(self.series.channels)).table
         path, shape = self.checkpoint, (len(self.coords), 2, *nothing.shape)
         found = None
-        if resume and path is not None:
-            found = result_of_first_rank(
-                self.mesh, self.is_first, lambda: load_moments(path, self.series.identity(), shape)
+        if path is not None:
+            begin = (
+                (lambda: load_moments(path, self.series.identity(), shape)) if resume else lambda: check_moments(path)
             )
+            found = result_of_first_rank(self.mesh, self.is_first, begin)
         done, tables = found or (0, np.broadcast_to(nothing, shape))
         return StatisticsState(done, tables[self.me])
 

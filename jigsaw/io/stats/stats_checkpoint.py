@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +61,8 @@ def load_moments(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]
     """
     if not path.exists():
         return None
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            about, tables = json.loads(str(file["about"])), np.asarray(file["tables"], dtype=np.float64)
-        done, of = int(about["done"]), dict(about["of"])
-        known = about["format"] == _CHECKPOINT_FORMAT
-    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as broken:
-        raise StateError(f"checkpoint {str(path)!r} cannot be read ({broken}); remove it to begin anew") from broken
+    about, tables = _read_checkpoint(path)
+    done, of, known = about["done"], about["of"], about["format"] == _CHECKPOINT_FORMAT
     wanted = json.loads(json.dumps(dict(identity)))
     differing = [name for name in wanted if of.get(name) != wanted[name]]
     if differing:
@@ -78,3 +74,18 @@ def load_moments(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]
     if not known or tables.shape != shape:
         raise StateError(f"checkpoint {str(path)!r} has tables {list(tables.shape)}, not {list(shape)}; remove it")
     return done, tables
+
+
+def check_moments(path: Path) -> None:
+    """Raises: `StateError` where a file that is not a checkpoint of statistics would be replaced by one."""
+    if os.path.lexists(path) and not path.is_symlink():
+        _ = _read_checkpoint(path)
+
+
+def _read_checkpoint(path: Path) -> tuple[dict[str, Any], MomentTables]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about, tables = json.loads(str(file["about"])), np.asarray(file["tables"], dtype=np.float64)
+        return {"done": int(about["done"]), "of": dict(about["of"]), "format": str(about["format"])}, tables
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as broken:
+        raise StateError(f"checkpoint {str(path)!r} cannot be read ({broken}); remove it to begin anew") from broken

@@ -11,7 +11,6 @@ import gzip
 import os
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from jigsaw.cut import ShardingError
+from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import GridError, WriteError
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
@@ -151,22 +151,25 @@ def _write_nifti(
         )
     mesh = image.mesh
     first = not any(mesh_coordinate(mesh))
-    part = where.with_name(f"{where.name}.part")
+    drafts: list[Path] = []
 
-    def begin() -> tuple[bytes, int]:
+    def begin() -> tuple[bytes, int, str]:
         if mode == "w-" and where.exists():
             raise WriteError(f"{where} is there; mode='w' replaces it")
         _check_fits(where, image, kind)
         header = _header_bytes(image.shape, kind, like, affine)
         start = gzip.compress(header, mtime=0) if packed else header
         if first:
-            _ = part.write_bytes(start)
-        return header, len(start)
+            drafts.append(begin_draft_file(where))
+            with open(open_unlinked(drafts[0], os.O_WRONLY), "wb") as file:
+                _ = file.write(start)
+        return header, len(start), drafts[0].name if first else ""
 
     try:
         begun = results_of_ranks(mesh, begin, WriteError)
-        if len({header for header, _ in begun}) > 1:
+        if len({header for header, *_ in begun}) > 1:
             raise WriteError(f"{where}: the ranks give it other affines, dtypes or headers; give all of them the same")
+        draft = where.with_name(begun[0][2])
         slab = image.redistribute((None, mesh.mesh_dim_names, None, None)).local
         runs = [_as_bytes_of(channel, kind) for channel in slab]
         if packed:
@@ -174,12 +177,11 @@ def _write_nifti(
         # in mesh order, which is that of the slabs: the axes cut z from the first to the last
         sizes = results_of_ranks(mesh, lambda: [len(run) for run in runs], WriteError)
         mine = image.layout.index(mesh_coordinate(mesh))
-        _ = results_of_ranks(mesh, lambda: _write_runs(part, begun[0][1], runs, sizes, mine), WriteError)
-        _ = results_of_ranks(mesh, lambda: part.replace(where) if first else None, WriteError)
+        _ = results_of_ranks(mesh, lambda: _write_runs(draft, begun[0][1], runs, sizes, mine), WriteError)
+        _ = results_of_ranks(mesh, lambda: draft.replace(where) if first else None, WriteError)
     finally:
-        if first:
-            with suppress(FileNotFoundError):
-                part.unlink()
+        for each in drafts:
+            each.unlink(missing_ok=True)
 
 
 def _channels_first(data: Tile) -> Tile:
@@ -229,10 +231,10 @@ def _as_bytes_of(channel: Tensor, kind: np.dtype[Any]) -> memoryview:
 
 
 def _write_runs(
-    part: Path, begin: int, runs: Sequence[bytes | memoryview], sizes: Sequence[Sequence[int]], mine: int
+    draft: Path, begin: int, runs: Sequence[bytes | memoryview], sizes: Sequence[Sequence[int]], mine: int
 ) -> None:
     """Behind the header, behind all slabs of earlier channels, and of the same channel those of earlier ranks."""
-    with part.open("r+b") as file:
+    with open(open_unlinked(draft, os.O_WRONLY), "wb") as file:
         for channel, run in enumerate(runs):
             before = sum(sum(rank[:channel]) for rank in sizes) + sum(rank[channel] for rank in sizes[:mine])
             if len(run):

@@ -42,6 +42,7 @@ _DEFLATE_ENCODING: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "
 _NETCDF_CHUNK_STEPS = 1024
 _METADATA, _OF_A_CHUNK = 1 << 18, 512
 """Bytes that a file needs beside its values, at most, and each of their chunks."""
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _GREW_FROM = "jigsaw_grew_from"
 """The attribute of a part that began as a copy: of which file."""
 # what NetCDF lacks, and what holds it exactly
@@ -104,6 +105,8 @@ class NetcdfSink:
     def _new_part(self, size: int) -> None:
         """An empty part: not the one that was there, nor through a link to anything else."""
         self._part.parent.mkdir(parents=True, exist_ok=True)
+        if not _is_replaceable(self._part):
+            raise WriteError(f"{self._part} is there, and jigsaw did not write it; move it away, or write elsewhere")
         self._part.unlink(missing_ok=True)
         self._is_new = True
         os.close(open_unlinked(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -272,6 +275,23 @@ def _attrs_of_kept(part: Path) -> Mapping[str, Any]:
     except (OSError, RuntimeError):  # its writer was killed in the middle of a step
         return {}
     return attrs if attrs.get(COMPLETE_ATTRIBUTE) else {}
+
+
+def _is_replaceable(part: Path) -> bool:
+    """Whether a part is a link, which goes and not where it leads, or looks like one that a writer of ours has left.
+
+    A writer that was killed may have left a file that cannot be opened; it begins as HDF5 does, or is empty.
+    """
+    if part.is_symlink() or not part.exists():
+        return True
+    if not part.is_file():
+        return False
+    with part.open("rb") as file:
+        begin = file.read(len(_HDF5_SIGNATURE))
+    try:
+        return begin in (b"", bytes(len(begin)), _HDF5_SIGNATURE) and COMPLETE_ATTRIBUTE in netcdf_attrs(part)
+    except (OSError, RuntimeError):
+        return True
 
 
 def netcdf_attrs(path: Path) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.cut import Box, box_slices
-from jigsaw.drafts import draft_of
+from jigsaw.drafts import draft_of, unforeseen_name
 from jigsaw.errors import WriteError
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
@@ -242,8 +242,7 @@ def remove_zarr_store(path: Path) -> None:
     """
     if path.is_symlink():
         raise WriteError(f"{path} is a symbolic link, so it is not replaced; remove it yourself")
-    gone = path.with_name(f".{path.name}.replaced")
-    shutil.rmtree(gone, ignore_errors=True)
+    gone = unforeseen_name(path, "replaced")
     path.rename(gone)
     shutil.rmtree(gone)
 
