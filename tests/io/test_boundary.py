@@ -213,7 +213,9 @@ def test_standard_names_say_what_a_vector_is(tmp_path):
 @on_ranks(2)
 def test_batches_and_targets_have_the_same_rows(stores):
     asked = {"fields": FIELDS, "halo": 2, "boundary": {"lat": "pole", "lon": "reflect"}, "dtype": "float64"}
-    ds = jigsaw.io.open(stores["rows"], mesh=world_mesh(lat=2), inputs=[0], targets=[1], **asked)
+    ds = jigsaw.io.open(
+        stores["rows"], mesh=world_mesh(lat=2), inputs=[0], targets=[1], target_fields=asked["fields"], **asked
+    )
     batch, sample = next(iter(jigsaw.io.DataLoader(ds, batch_size=1))), ds[0]
     assert torch.equal(batch.input.local[0], sample.input.local)
     whole = torch.from_numpy(truth(stores["rows"]))

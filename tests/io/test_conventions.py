@@ -231,3 +231,61 @@ def test_zeros_of_zarr_v2_stay_and_are_missing_for_who_says_so(tmp_path):
     np.testing.assert_array_equal(read(0, nan=-1.0, _FillValue=0.0), np.where(both == 0, -1, both))
     np.testing.assert_array_equal(read(2, nan=-1.0), np.where(np.concatenate([values, values * 0 + 2]) == 2, -1, both))
     np.testing.assert_array_equal(read(2, form=3), np.concatenate([values, values * 0 + 2]))
+
+
+def test_sums_over_steps_are_not_thinned():
+    """Rain of 6 hours every 12 hours would lose half of it; other fields are thinned as before."""
+    data = globe(steps=8, lat=3, lon=4)[["2m_temperature", "temperature"]]
+    for attrs in ({"cell_methods": "area: mean time: sum (interval: 1 hr)"}, {"GRIB_stepType": "accum"}):
+        data["2m_temperature"].attrs = attrs
+        source = data.copy()
+        with pytest.raises(jigsaw.io.WindowError, match=r"every='12h' skips steps of array '2m_temperature'.*sums"):
+            one_rank(source, fields=["t2m"], every="12h")
+        assert len(one_rank(source, fields=["t2m"])) == len(one_rank(source, fields=["t2m"], every="6h")) == 8
+        assert len(one_rank(source, fields=["temperature"], every="12h")) == 4
+    data["2m_temperature"].attrs = {"cell_methods": "area: sum time: mean"}
+    assert len(one_rank(data, fields=["t2m"], every="12h")) == 4
+
+
+def test_static_fields_are_no_targets_unless_they_are_named(wb2):
+    fields = ["t2m", "land_sea_mask"]
+    ds = one_rank(wb2, fields=fields, targets=[1])
+    assert (ds.fields, ds.target_fields) == (("t2m", "land_sea_mask"), ("t2m",))
+    assert tuple(ds[0].target.shape)[1] == 1
+    assert one_rank(wb2, fields=fields, target_fields=fields, targets=[1]).target_fields == tuple(fields)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_missing_value_that_the_dtype_cannot_hold_hides_nothing(tmp_path, held):
+    values = np.full((1, 3, 4), 0.1, "f4")
+    made = zarr.open_group(str(tmp_path / "m.zarr"), mode="w", zarr_format=3).create_array(
+        "v", data=values, chunks=(1, 3, 4), dimension_names=("time", "lat", "lon")
+    )
+    made.attrs["missing_value"] = float(np.float32(0.1)) if held else 0.1
+    assert one_rank(str(tmp_path / "m.zarr"))[0].input.local.isnan().all() == held
+
+
+def test_values_that_the_dtype_cannot_hold_are_refused(tmp_path):
+    values = np.ones((1, 3, 4))
+    values[0, 1, 2] = 1e300
+    zarr.open_group(str(tmp_path / "l.zarr"), mode="w", zarr_format=3).create_array(
+        "v", data=values, chunks=(1, 3, 4), dimension_names=("time", "lat", "lon")
+    )
+    with pytest.raises(jigsaw.io.FieldError, match="that float32 cannot hold"):
+        one_rank(str(tmp_path / "l.zarr"), nan="raise")[0]
+    assert one_rank(str(tmp_path / "l.zarr"), nan="raise", dtype="float64")[0].input.local.max() == 1e300
+
+
+def test_a_scale_that_is_a_text_is_refused(tmp_path):
+    made = zarr.open_group(str(tmp_path / "s.zarr"), mode="w", zarr_format=3).create_array(
+        "v", data=np.ones((1, 3, 4)), chunks=(1, 3, 4), dimension_names=("time", "lat", "lon")
+    )
+    made.attrs["scale_factor"] = "0.5"
+    with pytest.raises(jigsaw.io.UnsupportedStoreError, match=r"scale_factor='0.5', which is no number"):
+        one_rank(str(tmp_path / "s.zarr"))
+
+
+def test_what_is_no_known_format_says_what_is(tmp_path):
+    (tmp_path / "notes.txt").write_text("none")
+    with pytest.raises(jigsaw.io.UnsupportedStoreError, match=r"reads Zarr .*NetCDF, HDF5, NIfTI.*ArraySource"):
+        one_rank(str(tmp_path / "notes.txt"))

@@ -25,7 +25,7 @@ def wrapped(whole, layout, coord):
 
 
 def test_a_sample_is_what_xarray_reads(tiled):
-    ds = one_rank(tiled, fields=FIELDS, inputs=[-1, 0], targets=[2])
+    ds = one_rank(tiled, fields=FIELDS, target_fields=FIELDS, inputs=[-1, 0], targets=[2])
     whole = stacked(tiled, LONG)
     assert len(ds) == 7
     assert ds.fields == tuple(FIELDS)
@@ -45,7 +45,7 @@ def test_a_relative_path_is_that_of_the_folder_where_it_was_opened(tiled, tmp_pa
 
 
 def test_a_sample_and_a_batch_move_as_their_tiles_do(wb2):
-    ds = one_rank(wb2, fields=FIELDS, targets=[1])
+    ds = one_rank(wb2, fields=FIELDS, target_fields=FIELDS, targets=[1])
     for held in (ds[0], next(iter(jigsaw.io.DataLoader(ds)))):
         moved = held.to("cpu", torch.float64, non_blocking=True)
         assert type(moved) is type(held) and moved.target.dtype == torch.float64
@@ -63,6 +63,7 @@ def check_tiles(path, mesh, mode):
         boundary={"lon": "periodic"},
         inputs=[0, -1],
         targets=[1],
+        target_fields=FIELDS,
         mode=mode,
     )
     whole, coord = stacked(path, LONG), mesh.get_coordinate()

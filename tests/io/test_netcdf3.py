@@ -252,3 +252,14 @@ def test_a_file_that_vanishes_is_no_fill(tmp_path):
         each.places.files._files._open.clear()
         with pytest.raises(CorruptChunkError, match="the file is gone since it was opened"):
             read_table_box(each, ((0, 1), (0, 3), (0, 13), (0, 16)))
+
+
+def test_values_that_begin_within_the_header_are_refused(tmp_path):
+    with scipy.io.netcdf_file(tmp_path / "a.nc", "w") as file:
+        file.createDimension("x", 4)
+        file.createVariable("v", "i4", ("x",))[:] = 7
+    raw = (tmp_path / "a.nc").read_bytes()
+    begin = (len(raw) - 16).to_bytes(4, "big")
+    (tmp_path / "a.nc").write_bytes(raw.replace(begin, (8).to_bytes(4, "big")))
+    with pytest.raises(CorruptChunkError, match="begins at byte 8, within the header"):
+        open_netcdf3(tmp_path / "a.nc")

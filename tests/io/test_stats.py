@@ -33,7 +33,7 @@ def holed(tmp_path_factory):
 
 
 def opened(path, mesh, fields=LONG, **more):
-    return jigsaw.io.open(path, mesh=mesh, fields=fields, **{"dtype": "float64", **more})
+    return jigsaw.io.open(path, mesh=mesh, fields=fields, **{"dtype": "float64", "missing": "fill", **more})
 
 
 def expected(whole, follows=None, weights=None):
@@ -223,7 +223,8 @@ def report(done, steps):
     if done == 6:
         os.kill(os.getpid(), signal.SIGKILL)
 
-ds = jigsaw.io.open(sys.argv[1], mesh=jigsaw.init_mesh(lat=1), fields=sys.argv[3].split(","), dtype="float64")
+how = {"fields": sys.argv[3].split(","), "dtype": "float64", "missing": "fill"}
+ds = jigsaw.io.open(sys.argv[1], mesh=jigsaw.init_mesh(lat=1), **how)
 statistics(ds, block=2, checkpoint=sys.argv[2], progress=report)
 """
 

@@ -93,7 +93,7 @@ def test_a_chunk_that_was_read_once_is_not_fill_later(whole, tmp_path):
     ds = opened(path, missing="fill")
     assert ds[3].input.local.isfinite().all()
     (path / "2m_temperature/c/3/0/0").unlink()  # as a purge by age does, which leaves folders and metadata
-    with pytest.raises(CorruptChunkError, match=r"c/3/0/0 cannot be read: the file was there .*and is gone"):
+    with pytest.raises(CorruptChunkError, match=r"c/3/0/0 cannot be read: the file is gone since it was opened"):
         ds[3]
 
 

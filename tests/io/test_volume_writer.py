@@ -85,7 +85,9 @@ def test_what_was_read_is_written_where_it_was(tmp_path):
     found, want = nibabel.load(tmp_path / "turned.nii"), nibabel.as_closest_canonical(image)
     np.testing.assert_array_equal(found.get_fdata(), want.get_fdata())
     np.testing.assert_allclose(found.affine, want.affine, rtol=1e-5, atol=1e-6)
-    write_volume(tmp_path / "same.nii.gz", sample.image.bool(), like=tmp_path / "scan.nii.gz")
+    write_volume(tmp_path / "same.nii.gz", sample.image.bool(), like=tmp_path / "scan.nii.gz", affine=sample.affine)
+    with pytest.raises(GridError, match=r"like=.* has \(7, 5, 6\) voxels along z, y, x and the tile \(7, 6, 5\)"):
+        write_volume(tmp_path / "apart.nii.gz", sample.image.bool(), like=tmp_path / "scan.nii.gz")
     same = nibabel.load(tmp_path / "same.nii.gz")
     assert (bytes(same.header["descrip"]).rstrip(b"\0"), same.header.get_xyzt_units()[0]) == (b"a scan", "micron")
     assert same.get_data_dtype() == np.uint8

@@ -104,6 +104,8 @@ class ArrayTable:
     def _number(self, attr: str, usual: float) -> float:
         value = self.attrs.get(attr, usual)
         try:
+            if np.asarray(value).dtype.kind not in "biuf":  # a text such as "0.01" is a mistake of who wrote it
+                raise TypeError(f"{value!r} is no number")
             return float(np.asarray(value).item())
         except (TypeError, ValueError, OverflowError) as e:
             raise UnsupportedStoreError(

@@ -199,7 +199,7 @@ class LocalFiles:
     def _check_not_seen(self, path: str) -> None:
         """Refuse a file that is not there and was: it is not one that was never written."""
         if hash(path) in self._seen:
-            raise BadChunkError("the file was there when it was last read, and is gone; restore the store")
+            raise BadChunkError("the file is gone since it was opened; restore it")
 
     def identity(self, path: str) -> ObjectIdentity:
         """Its whole path, its size and time of change."""

@@ -20,7 +20,8 @@ def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> 
 def missing_values_of(
     dtype: np.dtype[Any], missing: Iterable[Any], stored: np.dtype[Any] | None = None
 ) -> tuple[float, ...]:
-    """The stored values that mean "missing": numbers and lists of them, as an array of `dtype` holds them.
+    """The stored values that mean "missing": numbers and lists of them, as an array of `dtype` holds them.  A number
+    that it cannot hold is none of its values, as for xarray and netCDF4.
 
     `stored` is the dtype before `dtype_with_declared_sign`, in which such numbers are written.
     """
@@ -29,6 +30,9 @@ def missing_values_of(
     turns = stored is not None and stored.kind != dtype.kind
     flat = [x for value in missing for x in np.ravel(np.asarray(value)).tolist()]
     numbers = [x for x in flat if isinstance(x, int | float) and x == x]
+    if dtype.kind == "f":  # of float32, 0.1 as float64 is none of the values: rounded, it would hide one that is
+        with np.errstate(over="ignore"):
+            numbers = [x for x in numbers if stored_number_of(x, dtype) == x]
     return tuple(dict.fromkeys(fill_value_of(x, dtype) if turns else stored_number_of(x, dtype) for x in numbers))
 
 

@@ -102,6 +102,8 @@ def _short_stamp(text: str) -> str:
 
 
 def _variable_table(found: StoreSummary) -> list[str]:
+    if not found.variables:
+        return []
     lines = [["variable", "", "dims", "units", "what"]]
     for v in found.variables:
         short = v.short_name if v.short_name != v.name else ""
@@ -111,6 +113,8 @@ def _variable_table(found: StoreSummary) -> list[str]:
 
 
 def _storage_table(found: StoreSummary) -> list[str]:
+    if not found.variables:
+        return []
     lines = [["stored", "dtype", "chunks", "shards", "codec", "a chunk", "decoded", "stored about"]]
     for v in found.variables:
         shards = _shape_text(v.shards) if v.shards else "-"

@@ -29,7 +29,7 @@ from jigsaw.io.series.poles import vector_channels
 from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
-from jigsaw.io.series.times import TimeAxis
+from jigsaw.io.series.times import TimeAxis, is_accumulated
 from jigsaw.io.series.windows import window_anchors, window_offsets
 from jigsaw.layout import DimSpec
 
@@ -79,7 +79,8 @@ def open(
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `fields`: names (see `jigsaw.io.series.fields`), in channel order; by default every variable on the first one's
       grid;
-    - `target_fields`: those of the target, where they differ; the union is read for every step;
+    - `target_fields`: those of the target, by default `fields` without those that have no time; the union is read for
+      every step;
     - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name (``lat``, whatever the
       store calls it).  `data` cuts batches.  An axis that the mesh lacks counts as size 1, and ranks along one that
       cuts nothing read the same;
@@ -93,6 +94,7 @@ def open(
     - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
     - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
     - `every`: the distance of the steps that make up the series, from its first on: ``"6h"``, or a number of steps;
+      refused of arrays that are sums over a step (by `cell_methods`, or GRIB's step type);
     - `along`: the dim that windows run along; ``"lead"`` (or its own name, such as ``"prediction_timedelta"``) for the
       lead times of a forecast;
     - `select`: what is picked along any further dim (members, lead or initial times), by its name or as `member`,
@@ -150,7 +152,7 @@ def open(
     chosen, given_channels, target_channels = _channels_to_read(found, wanted, target_fields, targets)
     variables = found.of(chosen)
     grid = found.grid(variables)
-    axis = _selected_steps(found.time(variables), time, every)
+    axis = _selected_steps(found, variables, time, every)
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, tuple(grid))
@@ -206,7 +208,9 @@ def _channels_to_read(
 ) -> tuple[tuple[FieldChannel, ...], tuple[int, ...], tuple[int, ...]]:
     given = channels_of_fields(fields, found.levels)
     if target_fields is None:
-        return given, tuple(range(len(given))), tuple(range(len(given)))
+        every = tuple(range(len(given)))
+        moving = tuple(i for i in every if "time" in found.variables[given[i].array].roles)
+        return given, every, moving or every  # a static field is known already, unless there are no others
     if len(targets) == 0:
         raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
     wanted = channels_of_fields(target_fields, found.levels, "target_fields")
@@ -218,13 +222,28 @@ def _channels_to_read(
     return (*given, *more), tuple(range(len(given))), tuple(place[c.array, c.level] for c in wanted)
 
 
-def _selected_steps(axis: TimeAxis | None, time: Any, every: Any) -> TimeAxis | None:
+def _selected_steps(found: StoreSurvey, variables: Sequence[StoreVariable], time: Any, every: Any) -> TimeAxis | None:
+    axis = found.time(variables)
     if axis is None:
         for name, value, default in (("time", time, None), ("every", every, 1)):
             if value != default:
                 raise WindowError(f"{name}={value!r} selects steps, but the fields have no time dim")
         return None
-    return axis.series(time, every)
+    chosen = axis.series(time, every)
+    if chosen.usual > axis.usual:
+        _check_no_sums(variables, every)
+    return chosen
+
+
+def _check_no_sums(variables: Sequence[StoreVariable], every: Any) -> None:
+    """Raises: `WindowError` for an array of sums over a step, of which some steps would be skipped."""
+    for variable in variables:
+        if "time" in variable.roles and is_accumulated(variable.table.attrs, variable.dim("time")):
+            raise WindowError(
+                f"every={every!r} skips steps of array {variable.table.name!r}, whose values are sums over a step: "
+                "those of the skipped steps would be lost; read it with every=1, or write its sums over longer steps "
+                "first (xarray: .resample(time=…).sum())"
+            )
 
 
 def _default_fields(found: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:

@@ -76,6 +76,7 @@ class _Netcdf3Header:
         self.dims = self._list(_DIMS_TAG, self._dim, 2 * self._wide)
         self.attrs = dict(self._list(_ATTRIBUTES_TAG, self._attribute, 2 * self._wide + 4))
         self.variables = self._list(_VARIABLES_TAG, self._variable, 4 * self._wide + 8 + self._offset)
+        self._end = self._at
         self.records = self._streamed() if count == streaming else count
         self.tables = {v.name: self._table(v) for v in self.variables}
 
@@ -173,6 +174,10 @@ class _Netcdf3Header:
         places = slabs.slab_places(
             self._files, self._path, variable.begin, shape, variable.dtype.itemsize, record=record if shape else None
         )
+        if variable.begin < self._end:
+            raise BadChunkError(
+                f"array {variable.name!r} begins at byte {variable.begin}, within the header of {self._end} bytes"
+            )
         if places.end > self._size:
             what = f"array {variable.name!r} of shape {places.shape} ends at byte {places.end}"
             raise ShortChunkError(f"{what}, and the file has {self._size}")

@@ -41,6 +41,10 @@ from jigsaw.redacted import cause_without_secrets, redacted_text
 
 ChunkLengths = Mapping[int, tuple[int, ...]]
 
+_KNOWN_FORMATS = (
+    "; jigsaw.io.open reads Zarr (a folder, a zip file, a URL), NetCDF, HDF5, NIfTI (.nii, .nii.gz), .npy, and globs "
+    "or lists of such files; open anything else with xarray and give its Dataset, or write a jigsaw.io.ArraySource"
+)
 _SINGLE_FILE_SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", ".zarr")
 
 
@@ -151,7 +155,7 @@ def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.Outs
         raise
     except Exception as e:  # of any store, and of metadata that lie
         why, cause = _hint_for_folder(url) or f": {redacted_text(e, options)}", cause_without_secrets(e, options)
-        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}") from cause
+        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}{_KNOWN_FORMATS}") from cause
 
 
 def _hint_for_folder(url: Any) -> str:

@@ -261,6 +261,10 @@ class PartPlacing:
     def _refused(self, y: AnyArray) -> RefusedValueError | None:
         if self.nan == "raise" and y.dtype.kind == "f" and np.isnan(y).any():
             return RefusedValueError(is_missing=True)
+        if self.nan == "raise" and y.dtype.kind == self.dtype.kind == "f" and y.dtype.itemsize > self.dtype.itemsize:
+            # 1e300 would be infinite in float32; what is infinite already stays so
+            large = np.abs(y) > np.finfo(self.dtype).max
+            return RefusedValueError(is_missing=False) if (large & np.isfinite(y)).any() else None
         if self.dtype.kind not in "iu" or np.can_cast(y.dtype, self.dtype) or not y.size:
             return None
         held = np.iinfo(self.dtype)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.errors import GridError, MissingArrayError, ReadError
+from jigsaw.errors import FieldError, GridError, MissingArrayError, ReadError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.formats.store import open_store
@@ -168,8 +168,17 @@ def summarize_store(
         volumes=tuple(v for v in (_summarize_volume(opened, found.variables[name]) for name in wanted) if v),
         others=others,
         attrs=attrs,
-        notes=opened.notes,
+        notes=(*opened.notes, *_why_no_fields(found)),
     )
+
+
+def _why_no_fields(found: StoreSurvey) -> tuple[str, ...]:
+    """Why nothing in a store is a field, where that is so: cells, say, are not on a grid of rows."""
+    try:
+        found.check_fields()
+    except FieldError as e:
+        return (str(e),)
+    return ()
 
 
 def _summarize_variable(

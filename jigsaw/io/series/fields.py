@@ -254,7 +254,7 @@ def _nearest_level(field: str, array: str, value: float, levels: LevelCoordinate
 def _missing_text(field: str, name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str:
     shorts = [row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) if _array_named(row[0], arrays)]
     channels = [c for levels in arrays.values() if levels for c in levels.names]
-    close = difflib.get_close_matches(name, [*arrays, *shorts, *channels], n=3, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(dict.fromkeys([*arrays, *shorts, *channels])), n=3, cutoff=0.6)
     meant = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
     others = ", ".join(repr(n) for n in _NAMES_OF_QUANTITY.get(name, ()) if n != name)
     also = f" It is also searched as {others}." if others else ""

@@ -157,6 +157,13 @@ class StoreSurvey:
         """The coordinate values along each spatial dim, in canonical order, of variables that must share one grid."""
         first = variables[0]
         values = {role: self.values(first, role) for role in first.space}
+        for role in ("lat", "lon"):
+            if role in values and values[role].dtype.kind == "f" and not np.isfinite(values[role]).all():
+                row = int(np.flatnonzero(~np.isfinite(values[role]))[0])
+                raise GridError(
+                    f"array {first.table.name!r} has no {role} for row {row} of {first.dim(role)!r}: its coordinate "
+                    f"has {values[role][row]} there; rewrite the coordinate, or name another with dims="
+                )
         for other in variables[1:]:
             sizes = [(role, v.size(role)) for v in (first, other) for role in v.space]
             if len(set(sizes)) != len(first.space) or len(sizes) != 2 * len(first.space):

@@ -197,6 +197,24 @@ class TimeAxis:
         return f"{hours / 24:g} day(s)" if hours >= 24 else f"{hours:g} hour(s)"
 
 
+def is_accumulated(attrs: Mapping[str, Any], time_dim: str) -> bool:
+    """Whether values are sums over the step before their time: ``time: sum`` among CF's cell methods, or ``accum`` as
+    GRIB's step type.
+    """
+    if attrs.get("GRIB_stepType") == "accum":
+        return True
+    # "lat: lon: mean time: sum (interval: 1 hr)": names end with a colon, the method follows
+    names: list[str] = []
+    for word in re.sub(r"\([^)]*\)", " ", str(attrs.get("cell_methods", ""))).split():
+        if word.endswith(":"):
+            names.append(word[:-1])
+            continue
+        if word == "sum" and {time_dim, "time"} & set(names):
+            return True
+        names = []
+    return False
+
+
 def _two_ends(wanted: Any) -> tuple[Any, Any]:
     if isinstance(wanted, slice):
         return wanted.start, wanted.stop

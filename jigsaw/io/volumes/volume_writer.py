@@ -51,8 +51,8 @@ def write_volume(
     r"""Write a tile [z, y, x] or [C, z, y, x] (a batch dim of 1 before it is left out) as ``.nii``, ``.nii.gz`` or
     ``.ome.zarr``.
 
-    - `like`: where it lies in the world: a `VolumeSample` or anything else with an `affine`, or the path of an image,
-      in any format that `open_volumes` reads; of a NIfTI file the description is taken, too;
+    - `like`: where it lies in the world: a `VolumeSample` or anything else with an `affine`, or the path of an image of
+      as many voxels, in any format that `open_volumes` reads; of a NIfTI file the description is taken, too;
     - `affine`: 4 x 4, from voxels (x, y, z, 1) to the world, in its place; without either it is the identity;
     - `dtype`: of the file; by default the tile's, but bool as uint8, bfloat16 and float16 as float32, and int64, which
       few programs read, as int32;
@@ -70,9 +70,9 @@ def write_volume(
     *Sends*: the rows that another rank writes, once; of each coarser level a row a cut.  Besides, less than
     a kilobyte a rank.
     *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI has not, values that do not fit it, sides
-    above 32767, levels that cannot be, or a file that is there; `GridError` for an affine that is not 4 x 4, or in
-    OME-Zarr one of turned axes; `ShardingError` for other shapes.  Alike on every rank; of a NIfTI file nothing is left
-    then.
+    above 32767, levels that cannot be, or a file that is there; `GridError` for an affine that is not 4 x 4, an image
+    `like` of other sides, or in OME-Zarr an affine of turned axes; `ShardingError` for other shapes.  Alike on every
+    rank; of a NIfTI file nothing is left then.
 
     >>> mask = jigsaw.shard(torch.ones(4, 6, 5, dtype=torch.uint8), jigsaw.init_mesh(depth=1), ("depth", None, None))
     >>> jigsaw.io.write_volume("mask.nii.gz", mask, affine=np.diag([1.0, 1, 2, 1]))
@@ -113,7 +113,7 @@ def _write_ome(
         if mode == "w-" and where.exists():
             raise WriteError(f"{where} is there; mode='w' replaces it")
         _check_fits(where, image, kind)
-        _, world = _place_in_world(like, affine)
+        _, world = _place_in_world(like, affine, image.shape[1:])
         return pyramid_levels(image.shape[1:], world, levels), _unit_of(like)
 
     begun = results_of_ranks(image.mesh, begin, WriteError)
@@ -247,7 +247,7 @@ def _write_runs(
 
 def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], like: Any, affine: AffineMatrix | None) -> bytes:
     """That of NIfTI-1 (Cox et al. 2004, nifti1.h), up to where voxels begin; `shape` is [C, z, y, x]."""
-    given, world = _place_in_world(like, affine)
+    given, world = _place_in_world(like, affine, shape[1:])
     head = bytearray(_VOXELS_BEGIN)
     for at, length in _KEPT_FIELDS:
         head[at : at + length] = given[at : at + length] if given else bytes(length)
@@ -270,11 +270,22 @@ def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], like: Any, affine: 
     return bytes(head)
 
 
-def _place_in_world(like: Any, affine: AffineMatrix | None) -> tuple[bytes, AffineMatrix]:
-    """The header of a NIfTI-1 file that is given, else nothing; and the affine."""
+def _place_in_world(like: Any, affine: AffineMatrix | None, space: Sequence[int]) -> tuple[bytes, AffineMatrix]:
+    """The header of a NIfTI-1 file that is given, else nothing; and the affine.
+
+    Raises: `GridError` for an image with other sides than `space`, whose affine is that of its own voxels.
+    """
     header, found = b"", getattr(like, "affine", None)
     if isinstance(like, str | os.PathLike):
-        found = StoredVolume((like,)).affine
+        scan = StoredVolume((like,))
+        found = scan.affine
+        sides = (*(1,) * (3 - len(scan.dims)), *scan.stored_shape)
+        if affine is None and sides != tuple(space):
+            raise GridError(
+                f"like={os.fspath(like)!r} has {sides} voxels along z, y, x and the tile {tuple(space)}, so its affine "
+                "would put them elsewhere; give like= the sample that the tile was made of, or affine=, or resample "
+                "the tile onto the scan's own grid"
+            )
         name = os.fspath(like)
         if name.endswith((".nii", ".nii.gz")) and "://" not in name:
             with gzip.open(name) if name.endswith(".gz") else open(name, "rb") as file:
