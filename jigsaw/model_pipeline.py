@@ -17,7 +17,7 @@ from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun.stage_balance import balanced_stages
 from jigsaw.gradients import axes_not_cutting, has_gradient_hooks
-from jigsaw.mesh import axes_of_mesh, mesh_coordinate
+from jigsaw.mesh import axes_of_mesh, mesh_coordinate, ranks_along
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.parallel import PIPE_MARK, reduced_at_end
@@ -35,6 +35,7 @@ from jigsaw.pipeline_stages import (
 )
 from jigsaw.sharding import ShardingOptions, WeightSharding
 from jigsaw.tile import Tile
+from jigsaw.waiting_ranks import OpenWait
 
 
 @dataclass(frozen=True)
@@ -481,12 +482,14 @@ class ModelPipeline:
             else:
                 self._count_messages(plan)
                 run = schedule.step if torch.is_grad_enabled() else schedule.eval
+                wait = OpenWait("a step of a pipeline", ranks_along(self.mesh, self._axis))
                 try:
                     run(target=places, losses=losses, return_outputs=False, place=places)
                 except RuntimeError as error:
-                    if isinstance(error.__cause__, ShardingError):
+                    if error.__cause__ is not None:  # torch wraps what a stage raises
                         raise error.__cause__ from None
-                    raise
+                    with wait:
+                        raise
         self._reduce_shared(before)
         return losses
 

@@ -128,3 +128,29 @@ def test_a_rank_that_raises_ends_the_others_with_what_it_said(tmp_path):
     told = run_apart(tmp_path, 3, APART.format(rank_2='raise ValueError("no such field")', after="raise"))
     for _, said in told[:2]:
         assert "the first to fail was rank 2: ValueError: no such field" in said, said
+
+
+def test_a_stage_that_raises_ends_the_pipeline_with_its_own_words(tmp_path):
+    code = """
+from torch import nn
+import torch.nn.functional as F
+join()
+mesh = jigsaw.init_mesh(device="cpu", pipe=2, timeout=20)
+
+class Breaks(nn.Conv2d):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += rank == 1 and not isinstance(x.local, torch._subclasses.FakeTensor)
+        if self.calls > 1:
+            raise ValueError("the second microbatch is too hot")
+        return super().forward(x)
+
+x = torch.ones(4, 2, 4, 4)
+pipe = jigsaw.pipeline(nn.Sequential(nn.Conv2d(2, 2, 1), Breaks(2, 2, 1)), mesh, loss=F.mse_loss, microbatches=4)
+pipe.step(x, x)
+"""
+    (_, waited), (_, failed) = run_apart(tmp_path, 2, code)
+    assert "ValueError: the second microbatch is too hot" in failed and "RuntimeError" not in failed
+    assert "WaitError: a step of a pipeline waited" in waited and "for ranks [1]" in waited, waited
+    assert "the first to fail was rank 1: ValueError: the second microbatch is too hot" in waited, waited
