@@ -79,6 +79,10 @@ def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, *
         raise RuntimeError(f"{function.__name__}: values of shape {tuple(source.shape)} for places of {layout.shape}")
     part = operand_part(source, input, layout)
     part = part if here is None else part.index_select(at, here)
+    if not input.local.numel():
+        # torch refuses some empty tensors, on this rank alone; its part stays in the graph, for others wait for it
+        input.local.add_(part.sum(dtype=input.dtype))
+        return input
     function(input.local, at, rows, part.to(input.dtype), **named)
     return input
 

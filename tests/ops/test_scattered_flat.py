@@ -34,3 +34,13 @@ def test_places_of_flattened_dims_are_those_of_the_whole():
 def test_a_number_is_gathered_as_one_element():
     index = shard(torch.zeros(3, dtype=torch.int64), world_mesh(lat=2), ("lat",))
     assert torch.gather(torch.tensor(2.5), 0, index).full_tensor().tolist() == [2.5, 2.5, 2.5]
+
+
+@on_ranks(2)
+def test_rows_are_written_alike_where_a_rank_has_none():
+    for name, more in (("index_add", ()), ("index_copy", ()), ("index_reduce", ("amax",))):
+        whole, index = torch.randn(1, 4, 5, dtype=torch.float64), torch.tensor([0, 2])
+        tile = shard(whole, world_mesh(lat=2), ("lat", None, None))
+        written = getattr(torch, name)(tile, 1, index, torch.index_select(tile, 1, index) + 1, *more)
+        expected = getattr(torch, name)(whole, 1, index, whole[:, index] + 1, *more)
+        torch.testing.assert_close(written.full_tensor(), expected)
