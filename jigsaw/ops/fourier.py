@@ -452,7 +452,9 @@ def _istft(
     is_half = input.shape[-2] != n_fft if onesided is None else onesided
     norm = "ortho" if normalized else "backward"
     spectra: Any = (input if input.ndim == 3 else input.unsqueeze(0)).transpose(-1, -2)
-    rows = torch.fft.irfft(spectra, n_fft, norm=norm) if is_half else torch.fft.ifft(spectra, norm=norm).real
+    # of a whole spectrum torch takes the first half, also where the second is not its mirror
+    half = spectra if is_half else spectra[..., : n_fft // 2 + 1]
+    rows = torch.fft.irfft(half, n_fft, norm=norm)
     total, frames = n_fft + hop * (input.shape[-1] - 1), input.shape[-1]
     options: dict[str, Any] = {"output_size": (1, total), "kernel_size": (1, n_fft), "stride": (1, hop)}
     signal = F.fold((rows * wide).transpose(-1, -2), **options)[:, 0, 0]

@@ -40,6 +40,10 @@ FUNCTIONS = {
     "stft of one": ([(33,)], lambda x: torch.stft(x, 8, onesided=False, pad_mode="constant", return_complex=False)),
     "istft": ([(3, 33)], _back),
     "istft of one": ([(33,)], lambda x: _back(x, length=35)),
+    "istft of a spectrum that is not mirrored": (
+        [(8, 5), (8, 5)],
+        lambda x, y: torch.istft(torch.complex(x, y), 8, 3, window=torch.ones(8, dtype=x.dtype)),
+    ),
     "ctc_loss": ([(9, 4, 5)], _ctc),
     "ctc_loss, one after the other": ([(9, 4, 5)], lambda x: _ctc(x, LABELS.flatten()[:9], reduction="sum")),
     "ctc_loss, none": ([(9, 4, 5)], lambda x: _ctc(x, lengths=(3, 3, 0, 1), reduction="none")),
