@@ -11,11 +11,19 @@ TORCH_NEWEST  ?= torch==2.15.0
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.jigsaw-installed
-AURORA_STAMP := $(VENV)/.aurora-installed
+# Apart, because pip brings a torchvision of CUDA's torch to a torch of the CPU, and other packages import it where it is.
+AURORA := .venv-aurora
+AURORA_STAMP := $(AURORA)/.jigsaw-installed
 NEWEST := .venv-newest
 NEWEST_STAMP := $(NEWEST)/.jigsaw-installed
 # What the tests need that run there; other tools of `dev` follow a new Python late.
 NEWEST_TOOLS := fsspec h5netcdf hypothesis icechunk kerchunk nibabel psutil pytest pytest-timeout scipy
+
+# The oldest patch release at hand of each Python before the newest: Debian 12's 3.11.2 pickles and types otherwise than 3.11.7.
+OLDEST = .venv-oldest
+OLDEST_PYTHONS ?= $(shell for minor in 3.11 3.12; do \
+	for p in "/usr/bin/python$$minor" "$$HOME"/.pyenv/versions/$$minor.*/bin/python$$minor "$$(command -v python$$minor)"; do \
+	"$$p" -c 'import ensurepip, sys; print(sys.version_info[2], sys.executable)' 2>/dev/null; done | sort -n | head -n 1 | cut -d " " -f 2; done)
 
 ZOO := .venv-zoo
 ZOO_STAMP := $(ZOO)/.jigsaw-installed
@@ -27,7 +35,7 @@ ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termco
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda check docs test-newest with-newest bench fuzz zoo clean
+.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda check docs test-newest with-newest test-oldest with-oldest bench fuzz zoo clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,10 +59,12 @@ weather-025: setup ## one training step on generated 0.25 degree data, with the 
 	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/weather/quarter_degree.py
 
 aurora: $(AURORA_STAMP) ## train Aurora, a large published weather net, on 4 ranks of this machine, beside one process
-	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/aurora/train.py --check
+	$(AURORA)/bin/torchrun --nproc-per-node $(RANKS) examples/aurora/train.py --check
 
-$(AURORA_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet "$(TORCH)" --editable ".[aurora]"
+$(AURORA_STAMP): pyproject.toml
+	test -x $(AURORA)/bin/python || "$(PYTHON)" -m venv $(AURORA)
+	$(AURORA)/bin/python -m pip install --quiet "$(TORCH)"
+	$(AURORA)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[aurora]" pytest pytest-timeout
 	@touch $@
 
 # Some tests read from a real web server, which is no Python package. Without one they are skipped; not in CI, which
@@ -77,6 +87,7 @@ check: setup $(if $(CI),nginx) ## lint, types, layers and all tests; a part of t
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
 	$(MAKE) --no-print-directory test-newest
+	$(MAKE) --no-print-directory test-oldest
 
 test-newest: ## formats, reader and tiles with the newest of every package on Python 3.13, where there is one
 	@test -n "$(PYTHON_NEWEST)" || \
@@ -88,6 +99,19 @@ NEWEST_IO := arena choices conventions dataset disk_cache engine faults hdf5 loa
 with-newest: $(NEWEST_STAMP)
 	$(NEWEST)/bin/python -m pytest -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
 		tests/test_launcher.py tests/test_mesh.py tests/test_tile.py tests/test_tile_ops.py
+
+test-oldest: ## checkpoints, pickles, types and imports on the oldest patch release at hand of Python 3.11 and 3.12
+	@for python in $(OLDEST_PYTHONS); do $(MAKE) --no-print-directory with-oldest OLDEST_PYTHON=$$python || exit 1; done
+
+OLDEST_PARTS := $(addprefix tests/,test_checkpoint test_checkpoint_files test_debug test_distribution test_launcher test_layout test_mesh \
+	test_pending_save test_restarts test_tensor_shell test_whole_weights test_wrong_use io/test_choices io/test_conventions \
+	io/test_loader io/test_no_code io/test_packages io/test_pickling io/test_remote io/test_reopening)
+with-oldest:
+	"$(OLDEST_PYTHON)" -c 'import sys; print("Python", sys.version)'
+	test -x $(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python || "$(OLDEST_PYTHON)" -m venv $(OLDEST)/$(notdir $(OLDEST_PYTHON))
+	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet "$(TORCH)"
+	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet --editable ".[all]" $(NEWEST_TOOLS)
+	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pytest -m "not slow" $(addsuffix .py,$(OLDEST_PARTS))
 
 $(NEWEST_STAMP): pyproject.toml
 	"$(PYTHON_NEWEST)" -m venv --clear $(NEWEST)

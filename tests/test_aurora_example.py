@@ -13,10 +13,10 @@ import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "aurora"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("aurora") is None, reason="microsoft-aurora is missing: make aurora"),
-]
+
+def needs_aurora(test):
+    missing = importlib.util.find_spec("aurora") is None
+    return pytest.mark.slow(pytest.mark.skipif(missing, reason="microsoft-aurora is missing: make aurora")(test))
 
 
 def printed(*command: object) -> str:
@@ -32,6 +32,7 @@ def printed(*command: object) -> str:
     return ran.stdout
 
 
+@needs_aurora
 def test_four_ranks_train_as_one_process_does():
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4)
     told = printed(*launch, EXAMPLE / "train.py", "--check", "--steps", 2, "--degrees", 5, "--checkpoint")
@@ -43,9 +44,29 @@ def test_four_ranks_train_as_one_process_does():
     assert all(float(number) > 0 for row in rows for number in row[4:])
 
 
+@needs_aurora
 def test_a_dry_run_knows_the_memory_of_a_rank():
     told = printed(EXAMPLE / "full_size.py", "--mesh", "lat=2", "--size", "tiny", "--degrees", 1.5, "--ways", "plain")
     (row,) = (line.split("|")[1:-1] for line in told.splitlines() if "lat=2" in line)
     assert "Remark" not in told
     peak, _, _, _, activations = map(float, row[3:8])
-    assert peak > activations > 0
+    assert peak >= activations > 0
+
+
+def test_a_torchvision_of_another_torch_can_be_imported(tmp_path):
+    """As pip pairs them: the operators do not load, and the package describes two of them when it is imported."""
+    (tmp_path / "torchvision").mkdir()
+    describe = (
+        "import torch\nfor name in ('nms', 'qnms'):\n    torch.library.register_fake('torchvision::' + name)(len)\n"
+    )
+    (tmp_path / "torchvision" / "__init__.py").write_text(describe)
+
+    def import_in_new_process(*names):
+        path = os.pathsep.join((str(tmp_path), str(EXAMPLE)))
+        command = [sys.executable, "-c", f"import {', '.join(names)}"]
+        return subprocess.run(
+            command, check=False, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        )
+
+    assert "operator torchvision::nms does not exist" in import_in_new_process("torchvision").stderr
+    assert import_in_new_process("torchvision_ops", "torchvision").returncode == 0

@@ -14,10 +14,10 @@ import os
 import sys
 from typing import Any
 
-import aurora.batch
 import globe
 import numpy as np
 import train
+from aurora import batch
 from aurora.model import fourier
 from torch import Tensor, nn
 
@@ -48,7 +48,7 @@ def without_looks_at_values() -> None:
     """A dry run has no values: leave out what Aurora asserts of its coordinates, and begin anew without `assert`."""
     if __debug__:
         os.execv(sys.executable, [sys.executable, "-O", *sys.argv])
-    aurora.batch.Metadata.__post_init__ = lambda self: None
+    batch.Metadata.__post_init__ = lambda self: None
     for expansion in vars(fourier).values():
         if isinstance(expansion, fourier.FourierExpansion):
             expansion.assert_range = False

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torchvision_ops  # noqa: F401  before Aurora, which imports torchvision
 import zarr
 from aurora import normalisation
 from aurora.normalisation import level_to_str

@@ -15,7 +15,8 @@ import torch
 from jigsaw.cut import ShardingError
 from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.devices import DEVICES, Device
-from jigsaw.dryrun.mesh_search import advice_text, advise_mesh
+from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh
+from jigsaw.dryrun.report import seconds_text, size_text
 from jigsaw.errors import ReadError
 
 
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
             args.devices,
             device=device,
             ranks_per_node=args.ranks_per_node,
+            progress=_tell_progress,
             **how,
         )
     except (ShardingError, ReadError) as error:
@@ -64,6 +66,16 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(advice_text(found))
     return 0 if any(option.works for option in found) else 1
+
+
+def _tell_progress(option: StepOption) -> None:
+    """Say on the error stream which option was tried, so that a search of minutes is seen to go on."""
+    if option.report is None or not option.report.is_complete:
+        said = "does not run"
+    else:
+        memory = f"{size_text(option.report.peak_bytes)} of {size_text(option.report.device_memory)}"
+        said = f"{seconds_text(option.report.seconds)} a step, {memory} a device"
+    print(f"tried {option}: {said}", file=sys.stderr, flush=True)
 
 
 def _chosen_device(args: argparse.Namespace) -> Device:

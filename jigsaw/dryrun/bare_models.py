@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 
 from jigsaw.cut import ShardingError
 
@@ -28,9 +32,44 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
     if isinstance(model, nn.Module) or wants_mesh(model):
         return model
     with FakeTensorMode(allow_non_fake_inputs=True):
-        made: nn.Module = model()
+        try:
+            made: nn.Module = model()
+        except RuntimeError:
+            return model  # `make_bare` has more ways, and a dry run ends in a report of what they raise
     check_model_made(made)
     return model if any(_plain_tensors(m) for m in made.modules()) else made
+
+
+def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
+    """The model that a function makes in the caller's fake mode.
+
+    ``Net().to(torch.bfloat16)`` raises there, because torch exchanges a fake weight in place, which it refuses for one
+    that the fake mode watches.  So what raises is made on the meta device instead, and copied into the fake mode.
+    """
+    try:
+        made = make(*mesh)
+    except RuntimeError as error:
+        try:
+            with _disable_current_modes(), _AssumedValues(), torch.device("meta"):
+                whole = make(*mesh)
+        except Exception:
+            raise error from None  # the function's own
+        check_model_made(whole)
+        made = bare_copy(whole, set())
+    check_model_made(made)
+    return made
+
+
+class _AssumedValues(TorchDispatchMode):
+    """Answer what Python reads of tensors on the meta device: nothing is true, and numbers are 1.
+
+    Initializations look at their random numbers (`torch.nn.init.trunc_normal_`), and draw again where one is too large.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return False if args[0].dtype == torch.bool else 1
+        return func(*args, **(kwargs or {}))
 
 
 def _plain_tensors(module: nn.Module) -> list[Tensor]:

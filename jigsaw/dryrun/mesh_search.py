@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -44,6 +44,7 @@ class StepOption:
     microbatches: int = 1
     replicate: tuple[str, ...] = ()
     begins: tuple[str, ...] = ()
+    blocks: int | None = None  # of each row, where only so many were played
 
     @property
     def works(self) -> bool:
@@ -73,7 +74,8 @@ class StepOption:
         if self.replicate:
             weights = f"weights cut within the node (shard_weights=True, replicate={self.replicate[0]!r})"
         pipe = f", {self.microbatches} microbatches (1F1B)" if self.microbatches > 1 else ""
-        return f"{weights}, blocks checkpointed{pipe}" if self.checkpoint else weights + pipe
+        few = f", {self.blocks} of the blocks of each row" if self.blocks is not None else ""
+        return f"{weights}, blocks checkpointed{pipe}{few}" if self.checkpoint else weights + pipe + few
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one rank"
@@ -81,7 +83,13 @@ class StepOption:
 
 
 def advise_mesh(
-    model: Any, x_shape: Sequence[int], devices: int, *, device: str | Device = "h100", **how: Any
+    model: Any,
+    x_shape: Sequence[int],
+    devices: int,
+    *,
+    device: str | Device = "h100",
+    progress: Callable[[StepOption], object] | None = None,
+    **how: Any,
 ) -> list[StepOption]:
     """Every option for so many devices, those that work first, each group by the seconds of a step.
 
@@ -97,6 +105,11 @@ def advise_mesh(
     least; where one takes a tenth longer than the best, those that cut its space further are left out.  `how` are
     further arguments of `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
 
+    The model first runs on one device, so that a wrong input is told before the search.  A search may take minutes:
+    `progress` is called with each option as soon as it was tried, that of one device first.
+
+    *Raises*: `ShardingError` for a model that does not run on such an input.
+
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
     >>> len(found), found[0].works
     (7, True)
@@ -104,10 +117,12 @@ def advise_mesh(
     if devices < 1:
         raise ShardingError(f"devices={devices} must be 1 or more")
     device = device_named(device)
-    search = _MeshSearch(made_once(model), tuple(x_shape), device, how.pop("store", None), how)
+    meshes = list(possible_meshes(x_shape, devices, how.get("align", 1)))
+    search = _MeshSearch(made_once(model), tuple(x_shape), device, how.pop("store", None), how, progress)
     node = how.get("ranks_per_node") or device.ranks_per_node
     with remembered_models():
-        plain = search.tried_meshes(list(possible_meshes(x_shape, devices, how.get("align", 1))))
+        alone = search.tried_alone()
+        plain = [alone] if devices == 1 else search.tried_meshes(meshes)
         fastest = [option.mesh for option in plain[:_MESHES]]
         sizes = [size for size in range(2, min(node, devices) + 1) if devices % size == 0]
         narrow = search.tried_meshes([axes for size in sizes for axes in _giving_ranks(fastest, "channel", size)])
@@ -121,13 +136,32 @@ class _MeshSearch:
     """Dry runs of one model on one kind of device."""
 
     def __init__(
-        self, model: Any, x_shape: tuple[int, ...], device: Device, store: Any, how: Mapping[str, Any]
+        self,
+        model: Any,
+        x_shape: tuple[int, ...],
+        device: Device,
+        store: Any,
+        how: Mapping[str, Any],
+        progress: Callable[[StepOption], object] | None = None,
     ) -> None:
         self._model, self._shape, self._store, self._how = model, x_shape, store, how
-        self._device = device
+        self._device, self._progress = device, progress
         self._node: int = how.get("ranks_per_node") or self._device.ranks_per_node
         self._blocks: int | None = None
         self._borders: dict[Any, Borders] = {}
+
+    def tried_alone(self) -> StepOption:
+        """The option of one device.
+
+        *Raises*: `ShardingError` where the model does not run there: it would run on no mesh.
+        """
+        alone = self.attempt(dict.fromkeys(("data", *_SPACE[len(self._shape)]), 1))
+        if alone.report is None or not alone.report.is_complete:
+            raise ShardingError(
+                f"the model does not run on one device with an input of shape {self._shape}, so a mesh is not searched "
+                f"for: {alone.hindrance}"
+            )
+        return alone
 
     def attempt(
         self,
@@ -139,6 +173,21 @@ class _MeshSearch:
         replicate: tuple[str, ...] = (),
     ) -> StepOption:
         """The option of a mesh; one with ``pipe`` by the microbatch of a stage."""
+        option = self._attempted(axes, shard_weights, checkpoint, microbatches, blocks, replicate)
+        option = replace(option, blocks=blocks)
+        if self._progress is not None:
+            self._progress(option)
+        return option
+
+    def _attempted(
+        self,
+        axes: Mapping[str, int],
+        shard_weights: bool,
+        checkpoint: bool,
+        microbatches: int,
+        blocks: int | None,
+        replicate: tuple[str, ...],
+    ) -> StepOption:
         here = {name: size for name, size in axes.items() if name != "pipe"}
         stages = axes.get("pipe", 1)
         shape = (self._shape[0] // microbatches, *self._shape[1:])
@@ -195,6 +244,9 @@ class _MeshSearch:
         for option in options:
             tried = {way: self._other_way(option, *way, ranks_per_node) for way in chosen}
             made = {way: each for way, each in tried.items() if each is not None}
+            plain = {"whole": option.report} | {way[0]: each.report for way, each in made.items() if not way[1]}
+            # of a model without blocks there is nothing to compute twice
+            made = {way: each for way, each in made.items() if not way[1] or each.report != plain.get(way[0])}
             if not found:
                 able = sorted((way for way in made if made[way].works), key=lambda way: _by_seconds(made[way]))
                 chosen = able[:_WAYS] or chosen
@@ -363,7 +415,7 @@ def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
 
     how = dict(store) if isinstance(store, Mapping) else {"store": store}
     path = how.pop("store")
-    spec = {name: name for name in axes if name != "data"}
+    spec = {name: name for name in axes if any(name in space for space in _SPACE.values())}
     return io.open(path, mesh=dict(axes), spec=how.pop("spec", spec), **how)
 
 

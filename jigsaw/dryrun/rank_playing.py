@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from jigsaw import comm
 from jigsaw.call_places import is_of_packages
 from jigsaw.cut import ShardingError, SplitRule
-from jigsaw.dryrun.bare_models import ModelMaker, bare_copy, cast_weights, check_model_made, wants_mesh
+from jigsaw.dryrun.bare_models import ModelMaker, bare_copy, cast_weights, check_model_made, make_bare, wants_mesh
 from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.piece_marks import PieceMarks
@@ -291,7 +291,8 @@ _WANT_VALUES = (
 def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:
     """The model as it is before `parallelize`, with the blocks that are to be played; and the dtype of its input."""
     given = plan.model
-    source: Any = given if isinstance(given, nn.Module) else given(mesh) if wants_mesh(given) else given()
+    arguments = () if isinstance(given, nn.Module) or not wants_mesh(given) else (mesh,)
+    source: Any = given if isinstance(given, nn.Module) else make_bare(given, *arguments)
     check_model_made(source)
     rows = rows_of_blocks(source)
     blocks = sum(map(len, rows))

@@ -33,6 +33,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from jigsaw import call_places
 from jigsaw.comm import TrafficCall
 from jigsaw.cut import ShardingError
+from jigsaw.dryrun import bare_models
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
 from jigsaw.dryrun.piece_marks import PieceMarks
@@ -353,6 +354,8 @@ def _reading_line() -> tuple[str, bool]:
     frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and call_places.is_of_packages(frame.f_code.co_filename):
         file = frame.f_code.co_filename
+        if file == bare_models.__file__:
+            break  # a model is being made: what reads is its own code, even where a package made all of it
         if file.startswith(_OWN_FILES) and not file.endswith(_SHOWN_BY):
             return f"{file}:{frame.f_lineno}", True
         frame = frame.f_back

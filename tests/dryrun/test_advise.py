@@ -72,6 +72,24 @@ def test_what_does_not_fit_is_no_advice_but_said():
     assert nowhere.startswith("none of the meshes works:\nnext better: ")
 
 
+def test_the_model_runs_on_one_device_first_and_progress_is_told():
+    tried = []
+    found = advise_mesh(lambda: nn.Conv2d(3, 4, 3, padding=1), (2, 3, 8, 16), 2, progress=tried.append)
+    assert str(tried[0]) == "one rank: whole weights"
+    assert {id(option) for option in found} <= {id(option) for option in tried}
+    tried.clear()
+    with pytest.raises(ShardingError, match=r"on one device with an input of shape \(2, 5, 8, 16\).*takes 3 channels"):
+        advise_mesh(nn.Conv2d(3, 4, 3, padding=1), (2, 5, 8, 16), 2, progress=tried.append)
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_no_option_is_listed_twice(devices):
+    found = advise_mesh(nn.Conv2d(3, 4, 3, padding=1), (2, 3, 8, 16), devices)
+    assert len({str(option) for option in found}) == len(found)
+    assert not any(option.checkpoint for option in found)  # there are no blocks to compute twice
+
+
 @pytest.mark.slow
 def test_the_command_prints_the_best(capsys, monkeypatch, tmp_path):
     (tmp_path / "nets_of_a_user.py").write_text("from small_nets import SmallUNet as Net\n")
@@ -265,6 +283,8 @@ def test_the_reader_bounds_a_step(tmp_path):
     assert waiting.bound == "reader"
     assert waiting.seconds == waiting.reader_seconds > report.seconds
     (option, *_) = advise_mesh(nn.Conv2d(1, 1, 1), (1, 1, 33, 64), 1, store=str(tmp_path / "globe.zarr"))
+    by_channel = advise_mesh(nn.Conv2d(1, 2, 1), (1, 1, 33, 64), 2, store=str(tmp_path / "globe.zarr"))
+    assert any(option.works and option.mesh.get("channel") == 2 for option in by_channel)
     assert option.report.reader_seconds > 0
 
 

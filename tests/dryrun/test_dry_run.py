@@ -506,3 +506,24 @@ def test_refusals(how, match):
     else:
         with pytest.raises(ShardingError, match=match):
             jigsaw.dry_run(**how)
+
+
+def test_a_function_may_initialize_and_convert_the_model_that_it_makes():
+    def make():
+        net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 1))
+        nn.init.trunc_normal_(net[0].weight)  # draws again those that are too large: it reads values
+        return net.to(torch.bfloat16)
+
+    report = jigsaw.dry_run(make, (1, 3, 16, 32), {"lat": 2})
+    assert report.is_complete
+    assert {remark.kind for remark in report.remarks} == {"value"}
+    assert replace(report, remarks=()) == jigsaw.dry_run(make(), (1, 3, 16, 32), {"lat": 2})
+    # a function of a package: no line of the user's asks for the values
+    make.__code__ = make.__code__.replace(co_filename=torch.__file__)
+    assert jigsaw.dry_run(make, (1, 3, 16, 32), {"lat": 2}).is_complete
+    with pytest.raises(RuntimeError, match="the maker's own"):
+        jigsaw.dry_run(lambda: _raise("the maker's own"), (1, 3, 16, 32), {"lat": 2})
+
+
+def _raise(words):
+    raise RuntimeError(words)
