@@ -154,7 +154,7 @@ class Layout(FrozenValue):
 
     @cached_property
     def _are_cut(self) -> tuple[bool, ...]:
-        return tuple(any(c.is_cut for c in group) for group in self._dims)
+        return tuple(any(c.is_cut for c in group) for group in self._dims) or (False,)  # dim 0 of no dims, as in torch
 
     @cached_property
     def complete_dims(self) -> tuple[bool, ...]:
@@ -167,7 +167,7 @@ class Layout(FrozenValue):
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
         """The mesh axes that cut a dim."""
-        return tuple(a for c in self.dim(dim) for a in c.axes)
+        return tuple(a for c in (self.dim(dim) if self._dims else ()) for a in c.axes)
 
     @cached_property
     def cut_axes(self) -> tuple[str, ...]:
@@ -321,7 +321,7 @@ def _permuted(layout: Layout, order: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _without_dims(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> Layout:
-    gone = {d % layout.ndim for d in dims}
+    gone = {d % max(layout.ndim, 1) for d in dims}
     kept = [(whole_dim(1),) if d in gone else layout.dim(d) for d in range(layout.ndim) if keepdim or d not in gone]
     return Layout.from_dims(kept, layout.axes)
 

@@ -11,6 +11,7 @@ from tile_oracle import SPACE, assert_answers_as_the_whole
 
 from jigsaw import comm
 from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.tile import Tile
 from jigsaw.tile_making import shard
 
 
@@ -95,3 +96,18 @@ def test_nothing_is_sent_before(name):
     with comm.count() as counted, pytest.raises((RuntimeError, TypeError)):
         REFUSED[name][0](tile)
     assert counted.calls == []
+
+
+@on_ranks(2)
+def test_a_tile_without_dims_is_answered_along_its_only_dim():
+    x = torch.tensor(3.0)
+    tile = shard(x, world_mesh(lat=2), ())
+    functions = "argmax argmin max median sort cumsum cummax softmax sum mean amax prod all var norm msort"
+    for name in functions.split():
+        function = functools.partial(torch.norm, dim=0) if name == "norm" else getattr(torch, name)
+        named = {} if name in ("norm", "msort") else {"dim": 0}
+        found, right = function(tile, **named), function(x, **named)
+        pairs = [(found, right)] if isinstance(right, torch.Tensor) else list(zip(found, right, strict=True))
+        for y, expected in pairs:
+            whole = y.full_tensor() if isinstance(y, Tile) else y
+            torch.testing.assert_close(whole, expected, equal_nan=True, msg=name)

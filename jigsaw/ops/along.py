@@ -21,6 +21,7 @@ from torch import Tensor
 from jigsaw import comm
 from jigsaw.cut import ShardingError, whole_dim
 from jigsaw.ops.reductions import finish_reduction, reduced_dims, reducing_axes
+from jigsaw.ops.unknown_functions import uncut_tiles
 from jigsaw.ops.whole_dims import run_held_whole, run_with_whole_dim
 from jigsaw.tile import Tile, implements_torch
 
@@ -28,6 +29,8 @@ from jigsaw.tile import Tile, implements_torch
 def run_along_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs: Any) -> Any:
     """Run on each rank where dim `dim` is whole; a cut one is brought whole.  Halo rows of other dims stay."""
     (at,) = reduced_dims(input, dim)
+    if not input.ndim:
+        return uncut_tiles(function(input.local, *args, **kwargs), input)
     if input.layout.is_cut(at):
         return run_with_whole_dim(function, input, at, *args, **kwargs)
     if not input.layout.complete_dims[at]:

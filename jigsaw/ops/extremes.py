@@ -55,7 +55,7 @@ def _value_and_place(function: Any, input: Tile, dim: int, keepdim: bool) -> tup
 
 def _along_cut_dim(function: Any, input: Tile, dim: int, keepdim: bool) -> tuple[Any, Any] | None:
     """Values and places along a cut dim; None where a rank can answer by itself, or the dim was flattened."""
-    if not input.layout.is_cut(dim) or len(input.layout.dim(dim)) > 1:
+    if not input.ndim or not input.layout.is_cut(dim) or len(input.layout.dim(dim)) > 1:
         return None
     check_by_torch(function, input, dim, dim)
     return _value_and_place(function, input, dim, keepdim)

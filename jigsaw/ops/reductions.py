@@ -61,7 +61,7 @@ def finish_reduction(local: Tensor, tile: Tile, dims: Sequence[int], keepdim: bo
 
 def elements_per_value(tile: Tile, dims: Sequence[int]) -> int:
     """How many global elements one reduced value is made of."""
-    return math.prod([tile.shape[d] for d in dims])
+    return math.prod([tile.shape[d] for d in dims]) if tile.ndim else 1
 
 
 def sum_parts_over(local: Tensor, tile: Tile, dims: Sequence[int]) -> Tensor:

@@ -129,7 +129,7 @@ torch.argwhere({x})|torch.unique({x}, return_inverse=True)|torch.bincount({i}.ab
 torch.histc({f}, 4, -5, 5)|torch.bucketize({x}, torch.tensor([-2.0, 0, 2]))
 torch.searchsorted(torch.tensor([-2.0, 0, 2]), {x}.double())|torch.isin({x}, torch.tensor([1, 2]))
 F.one_hot({i}.abs() % 4, 4)|torch.vander({x1}.clamp(-2, 2))|torch.nonzero({x}, as_tuple=True)
-torch.histogram({f}, 4, range=(-5.0, 5.0))|{x}.nonzero().shape
+torch.histogram({f}.detach(), 4, range=(-5.0, 5.0))|{x}.nonzero().shape
 """
 _INDEXING = """
 {a}[{a} != 0]|{x}[..., {pos}]|{x}[{pos}]|{x}.index_select({d}, {pos})|torch.take({x}, {pos})|{x}.masked_select({x} > 0)

@@ -374,6 +374,8 @@ def make_program(seed: int, left_out: frozenset[str] = frozenset()) -> Program:
         state |= plain_state(drawing.new_inputs)
         made = _accept(key, text, is_write, state, len(statements))
         if made is None:
+            for x in drawing.new_inputs:
+                del state[x.name]
             continue
         inputs += drawing.new_inputs
         if isinstance(made, Statement):
