@@ -117,7 +117,8 @@ def _unfold_dim(input: Tile, dimension: int, size: int, step: int) -> Tile:
     strides, out = whole_strides(input), to.out.insert(input.ndim, size)
     is_apart = input.layout.is_cut(at) or input.layout.has_halo  # a copy, where torch's is a view
     rows = (copied_to(input, to.target, has_way_back=False) if is_apart else input).local
-    local = empty_result((*to.shape, size), rows) if to.is_empty else rows.unfold(at, size, step)  # pyright: ignore[reportCallIssue]
+    as_windows: Callable[..., Tensor] = rows.unfold  # torch's stub has another signature
+    local = empty_result((*to.shape, size), rows) if to.is_empty else as_windows(at, size, step)
     windows = Tile(local, out, input.mesh)
     if is_apart:
         note_views(windows, rows)
