@@ -117,7 +117,8 @@ torch.cat([{a}, {z}], {d})|torch.cat([{a}, {w}], {d})|torch.stack([{a}, {z}], {d
 torch.vstack([{x}, {z}])|torch.cat([{x}[{ix}], {x}])|torch.stack([{x}, {x}.detach()])|torch.dstack([{x}, {z}])
 torch.column_stack([{x}, {z}])|torch.cat([{x}.narrow({d}, 0, 1), {x}], {d})|torch.block_diag({f2}, {g2})
 torch.meshgrid({f1}, {g1}, indexing="ij")|torch.cartesian_prod({f1}, {g1})|torch.concat(({x}, {x}, {x}), dim={d})
-torch.cat(torch.split({x}, 1, {d}), {d})|torch.cat([{x}, {x}.flip({d})], {d})|torch.broadcast_tensors({x}, {y})
+torch.cat(torch.split({x}, 1, {d}), {d})|torch.cat([{x}, {x}.flip({d})], {d})
+torch.broadcast_tensors({x}, {x}.detach())[0]
 """
 _ALONG = """
 {x}.cumsum({d})|{f}.clamp(-1, 1).cumprod({d})|torch.cummax({x}, {d})|torch.cummin({x}, {d})|{x}.sort({d})
@@ -319,8 +320,8 @@ F.relu({f}, inplace=True)|F.hardtanh({f}, inplace=True)|{x}.abs_()|{x}.view(-1)[
 {c}.real.add_(1)|{c}[{ix}] = 1|{x}.chunk(2, {d})[0].add_(1)|{x}.unbind({d})[0].mul_(2)|{x}.split(1, {d})[-1].zero_()
 {x}.flip({d}).add_(1)|{x}.expand_as({x}).add_(1)|{x}.unfold({d}, {upto}, {upto}).mul_(2)|{x}.flatten(0, 1).add_(1)
 {x}.unflatten({d}, (-1, 1)).mul_(2)|{x}.permute({perm}).add_(1)|{x}.roll(1, {d}).add_(1)|{x}.detach().add_(1)
-{x}.detach()[{ix}] = 2|{x}.contiguous().add_(1)|{x}.to({x}.dtype).add_(1)|{x}.double().add_(1)
-{x}.view_as({x}).mul_(2)|{x}.transpose_({d}, {e})|{x}.unsqueeze_(0)|{x}.squeeze_()|{x2}.t_()|{x}.swapaxes_({d}, {e})
+{x}.detach()[{ix}] = 2|{x}.contiguous().add_(1)|{x}.to({x}.dtype).add_(1)|{x}.double().add_(1)|{x}.view_as({x}).mul_(2)
+{x}.transpose_({d}, {e})|{x}.unsqueeze_(0)|{x}.squeeze_()|{x2}.t_()|{x}.swapaxes_({d}, {e})
 {x}.swapaxes({d}, {e})[0] = 1|{x}.fill_diagonal_(2)|{x} += 1|{x} *= {y}|{x} -= {y}|{x}.add_({x})|{x}.mul_({x}.flip({d}))
 {x}.copy_({x}.roll(1, {d}).clone())|{x}.sub_({x}.mean({d}, keepdim=True).to({x}.dtype))|{x}[{ix}].copy_({x}[{ix}])
 torch.add({x}, 1, out={x})|{f}.uniform_(2, 2)|{f}.normal_(1, 0)|{x}.bernoulli_(1.0)|{x}.random_(1, 2)

@@ -204,6 +204,7 @@ class _ProgramRun:
         leaves = set().union(*(self.leaves.get(n, set()) for n in names))
         if not all(n in self.leaves or not _has_grad(self.tiles[n]) for n in names):
             self.spoilt |= leaves
+            return
         self.leaves |= dict.fromkeys(names[:1] if statement.writes else statement.names, leaves)
 
     def _note(self, statement: Statement, what: str) -> None:
