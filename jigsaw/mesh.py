@@ -21,7 +21,7 @@ from jigsaw.cut import ShardingError
 from jigsaw.launcher import torchrun_variables
 from jigsaw.layout import AxisSizes, MeshCoordinate
 from jigsaw.model_world import job_group, job_rank, job_size, of_the_job
-from jigsaw.restart_store import is_shared_between_starts, store_of_job, store_of_this_start
+from jigsaw.restart_store import is_shared_between_starts, joined_job_store, store_of_this_start
 
 # Weak, so that no job that ended is kept alive.
 _flat_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
@@ -156,7 +156,7 @@ def _init_process_group(device: str, limit: timedelta) -> None:
         store, rank, ranks = store_of_this_start(limit)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     elif "RANK" in os.environ and os.environ.get("JIGSAW_JOB_SECRET"):
-        store, rank, ranks = store_of_job(os.environ["JIGSAW_JOB_SECRET"], limit)
+        store, rank, ranks = joined_job_store(os.environ["JIGSAW_JOB_SECRET"], limit)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=limit)

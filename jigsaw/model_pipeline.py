@@ -22,7 +22,8 @@ from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
 from jigsaw.parallel import PIPE_MARK, reduced_at_end
 from jigsaw.pipeline_batch import BatchSplit, as_on_paper
-from jigsaw.pipeline_plan import CallWatch, PaperModel, PipelinePlan
+from jigsaw.pipeline_calls import CallWatch
+from jigsaw.pipeline_plan import PaperModel, PipelinePlan
 from jigsaw.pipeline_runner import StageBatch, StageRunner
 from jigsaw.pipeline_stages import (
     StageCuts,

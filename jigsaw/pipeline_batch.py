@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from jigsaw.cut import Cut, ShardingError
 from jigsaw.layout import Layout
 from jigsaw.mesh import axes_of_mesh, is_same_mesh
-from jigsaw.pipeline_plan import TileOnPaper
+from jigsaw.pipeline_calls import TileOnPaper
 from jigsaw.tile import Tile
 
 

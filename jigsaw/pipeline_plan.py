@@ -18,11 +18,10 @@ For example stem, down, up, head with ``head(up(down(a)) + a)``, ``a = stem(x)``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -41,53 +40,21 @@ from jigsaw import debug
 from jigsaw.cut import ShardingError
 from jigsaw.graph_calls import shape_run
 from jigsaw.kept_halos import open_frames
-from jigsaw.layout import Layout
-from jigsaw.mesh import axes_of_mesh, mesh_coordinate
-from jigsaw.model_world import within_model
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK
+from jigsaw.pipeline_calls import (
+    GIVEN_BY_TILE,
+    CallWatch,
+    ModelInputs,
+    PlainOrigin,
+    RecordedCall,
+    TileOnPaper,
+    WatchedPass,
+)
 from jigsaw.pipeline_stages import StageCuts, stage_of_tensor
-from jigsaw.tile import Tile, watch_left_tensors, watch_new_tiles
+from jigsaw.tile import Tile
 
-# -- what stands for values -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TileOnPaper:
-    """A tile by its number in a forward pass, and all that is known of it before it has values."""
-
-    number: int
-    layout: Layout
-    dtype: torch.dtype
-
-    def paper_tile(self, mesh: DeviceMesh) -> Tile:
-        """The tile, without values; called in a `FakeTensorMode`."""
-        local = torch.empty(self.layout.local_shape(mesh_coordinate(mesh)), dtype=self.dtype, device=mesh.device_type)
-        return Tile(local, self.layout, mesh)
-
-    @property
-    def sent_layout(self) -> Layout:
-        """As it travels: halos stay behind."""
-        return self.layout.without_halo()
-
-
-@dataclass(frozen=True)
-class RecordedCall:
-    """A call of a whole module: what it returns, tiles as `TileOnPaper`."""
-
-    name: str
-    leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
-
-
-ModelInputs = tuple[Sequence[Any], Mapping[str, Any]]
-"""What a model is called with, by place and by name."""
-
-PlainOrigin = tuple[int, int]
-"""Where a plain tensor came up: which call of a whole module returned it, at which place among its leaves; or `_GIVEN`,
-and how many tensors tiles had given between modules."""
-
-_GIVEN = -1
+# -- the plan ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -109,118 +76,7 @@ class PipelinePlan:
 
     def has_given(self) -> bool:
         """Whether some plain tensor travels that a tile gave between modules."""
-        return any(call == _GIVEN for call, _ in self.as_tiles)
-
-
-# -- a forward pass whose calls are watched ---------------------------------------------------------------------------
-
-
-class WatchedPass:
-    """One forward pass of a model: it counts the calls of whole modules, and numbers the tiles between them."""
-
-    def __init__(self, mesh: DeviceMesh, as_tiles: frozenset[PlainOrigin]) -> None:
-        self.calls, self.tiles = 0, 0
-        self.is_inside = False  # of a whole module
-        self.left, self._mesh, self._as_tiles = 0, mesh, as_tiles
-        self._serial, self._thread = object(), get_ident()
-
-    def see(self, tile: Tile) -> None:
-        """Number a tile that is made between modules; those of other threads, as a loader's, are nothing of ours."""
-        if get_ident() == self._thread:
-            self.number(tile)
-
-    def number(self, tile: Tile) -> int:
-        """The number of a tile; one that has none yet gets the next."""
-        mark = tile.__dict__.get("numbered")
-        if mark is not None and mark[0] is self._serial:
-            return mark[1]
-        at = self.tiles
-        tile.__dict__["numbered"] = self._serial, at
-        self.tiles += 1
-        self.keep(at, tile)
-        return at
-
-    def keep(self, number: int, tile: Tile) -> None:
-        """A tile has got this number."""
-
-    def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a call of a whole module returns."""
-        raise NotImplementedError
-
-    def call_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a whole module returns, its tiles numbered; those that it made within are not."""
-        number = self.calls - 1
-        self.is_inside = True
-        watch_new_tiles(None)
-        try:
-            out = call(*args, **kwargs)
-        finally:
-            self.is_inside = False
-            watch_new_tiles(self.see)
-        leaves, spec = pytree.tree_flatten(out)
-        plain = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not isinstance(leaf, Tile)]
-        for at in plain:
-            leaves[at] = self._pass_on((number, at), leaves[at])
-        for leaf in leaves:
-            if isinstance(leaf, Tile):
-                self.number(leaf)
-        return pytree.tree_unflatten(leaves, spec) if plain else out
-
-    def leave(self, x: Tensor) -> Tensor:
-        """What a tile gives as a plain tensor."""
-        if self.is_inside or get_ident() != self._thread:
-            return x
-        self.left += 1
-        return self._pass_on((_GIVEN, self.left), x)
-
-    def _pass_on(self, origin: PlainOrigin, x: Tensor) -> Tensor:
-        if origin not in self._as_tiles:
-            self.mark_plain(origin, x)
-            return x
-        return Tile(x, Layout.of(x.shape, (None,) * x.ndim, axes_of_mesh(self._mesh)), self._mesh)
-
-    def mark_plain(self, origin: PlainOrigin, x: Tensor) -> None:
-        """A plain tensor came up here, and stays one."""
-
-
-class CallWatch:
-    """Calls of the whole modules of a model; outside of a pass they are what they are without it."""
-
-    def __init__(self, model: nn.Module, cuts: StageCuts, elsewhere: Collection[str] = ()) -> None:
-        self.model, self.current, self._elsewhere = model, None, elsewhere
-        for name in cuts.stage_of:
-            module: Any = model.get_submodule(name)
-            # before its hooks: where another stage's module is called, they must not run
-            module._compiled_call_impl = partial(self._call, name, module._compiled_call_impl or module._call_impl)
-
-    current: WatchedPass | None
-
-    def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = self.current
-        if run is None and name in self._elsewhere:
-            raise ShardingError(
-                f"module {name!r} of another rank's stage is called outside of a step: by what is checkpointed and has "
-                "a cut within it (cut between checkpointed modules: stages=), or by the model itself (call pipe.step)"
-            )
-        if run is None or run.is_inside:
-            return call(*args, **kwargs)
-        return run.answer(name, call, args, kwargs)
-
-    def run(self, watched: WatchedPass, inputs: ModelInputs) -> Any:
-        """The forward pass of the model on tiles."""
-        self.current = watched
-        for leaf in pytree.tree_leaves(inputs):
-            if isinstance(leaf, Tile):
-                watched.number(leaf)
-        watch_new_tiles(watched.see)
-        watch_left_tensors(watched.leave)
-        try:
-            with within_model(self):
-                return self.model(*inputs[0], **inputs[1])
-        finally:
-            watch_new_tiles(None)
-            watch_left_tensors(None)
-            self.current = None
+        return any(call == GIVEN_BY_TILE for call, _ in self.as_tiles)
 
 
 @contextmanager
@@ -491,7 +347,7 @@ class _PlainTensorWatch(TorchDispatchMode):
         run = self._run
         is_again = not run.is_inside and not _draws(func) and all(mark.is_again for mark in marks)
         if func._schema.is_mutable and not is_again:
-            self._changed.update(_memory_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+            self._changed.update(_marked_memory(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         made = _PlainMark(run, run.stage, is_again, frozenset().union(*(mark.origins for mark in marks)))
         for x in pytree.tree_leaves(out):
             if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
@@ -509,7 +365,7 @@ class _PlainTensorWatch(TorchDispatchMode):
         mark: _PlainMark | None = getattr(x, _MADE_IN, None)
         if mark is None or mark.run is not run:
             return _PlainMark(run, run.stage, not isinstance(x, FakeTensor), frozenset())
-        if mark.is_again and _memory_of(x) in self._changed:
+        if mark.is_again and _marked_memory(x) in self._changed:
             mark = replace(mark, is_again=False)
         if mark.stage != run.stage and not mark.is_again:
             run.crossing |= mark.origins
@@ -540,7 +396,7 @@ def _draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _memory_of(x: Tensor) -> int:
+def _marked_memory(x: Tensor) -> int:
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 

@@ -21,16 +21,8 @@ from torch.utils import _pytree as pytree
 from jigsaw.cut import ShardingError
 from jigsaw.exchange import redistribute_rows
 from jigsaw.parallel import one_process_backward
-from jigsaw.pipeline_plan import (
-    CallWatch,
-    ModelInputs,
-    PipelinePlan,
-    PlainOpsAgain,
-    RecordedCall,
-    TileOnPaper,
-    WatchedPass,
-    on_paper,
-)
+from jigsaw.pipeline_calls import CallWatch, ModelInputs, RecordedCall, TileOnPaper, WatchedPass
+from jigsaw.pipeline_plan import PipelinePlan, PlainOpsAgain, on_paper
 from jigsaw.tile import Tile
 
 

@@ -46,7 +46,7 @@ def store_of_this_start(limit: timedelta) -> tuple[dist.Store, int, int]:
     return _name_start(store, rank, ranks, limit, b""), rank, ranks
 
 
-def store_of_job(secret: str, limit: timedelta) -> tuple[dist.Store, int, int]:
+def joined_job_store(secret: str, limit: timedelta) -> tuple[dist.Store, int, int]:
     """The store of ranks that know a secret, kept by rank 0 at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     It listens at the address of that host alone, where it has one and no other host's ranks need another.

@@ -69,14 +69,21 @@ def stores(tmp_path_factory):
     dims, values = ("time", "latitude", "longitude"), np.zeros((8, 9, 16), "f4")
     t2m = (dims, values + np.arange(280, 288, dtype="f4")[:, None, None], {"units": "K"})
     globe = xr.Dataset({"2m_temperature": t2m, "10m_u_component_of_wind": (dims, values, {"units": "m s-1"})}, coords)
-    globe.to_zarr(path / "globe.zarr", zarr_format=2, encoding={name: {"chunks": (1, 9, 16)} for name in globe})
+    globe.to_zarr(
+        path / "globe.zarr",
+        zarr_format=2,
+        write_empty_chunks=True,
+        encoding={name: {"chunks": (1, 9, 16)} for name in globe},
+    )
     for name, part in (("globe-01.nc", slice(0, 4)), ("globe-02.nc", slice(4, 8))):
         globe.isel(time=part).to_netcdf(path / name, engine="h5netcdf")
     scan, label = np.arange(33 * 20 * 24, dtype="f4").reshape(33, 20, 24), np.zeros((33, 20, 24), "u1")
     label[10:14, 5:9, 6:12] = 1
     for name, array in (("scan", scan), ("label", label)):
         volume = xr.Dataset({name: (("z", "y", "x"), array)})
-        volume.to_zarr(path / f"{name}.zarr", zarr_format=2, encoding={name: {"chunks": (8, 20, 24)}})
+        volume.to_zarr(
+            path / f"{name}.zarr", zarr_format=2, write_empty_chunks=True, encoding={name: {"chunks": (8, 20, 24)}}
+        )
     return path
 
 

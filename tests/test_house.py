@@ -158,7 +158,7 @@ def test_without_a_newer_python_its_tests_are_left_out():
 
 
 def test_scripts_that_make_runs_exist():
-    scripts = re.findall(r"\S+\.py", (ROOT / "Makefile").read_text())
+    scripts = re.findall(r"\S+\.py(?!\w)", (ROOT / "Makefile").read_text())
     assert len(scripts) >= 4
     assert not [s for s in scripts if not (ROOT / s).is_file()]
 

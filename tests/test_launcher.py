@@ -231,10 +231,10 @@ def test_a_store_that_proves_nothing_is_refused(monkeypatch):
     for name, value in where.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ShardingError, match=r"listens at 127\.0\.0\.1, port \d+ is the store of another job, or of a"):
-        restart_store.store_of_job("mine", timedelta(seconds=60))
+        restart_store.joined_job_store("mine", timedelta(seconds=60))
     store.set("jigsaw.start/keeper", "salt and what is no proof")
     with pytest.raises(ShardingError, match="which has another secret"):
-        restart_store.store_of_job("mine", timedelta(seconds=60))
+        restart_store.joined_job_store("mine", timedelta(seconds=60))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ _MANY = 8  # more meshes than these are compared by a few blocks of the model
 class StepOption:
     """A mesh with a strategy, and the report of its dry run; or `refusal`, why there is none.
 
-    >>> (option, _) = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 1)
+    >>> (option,) = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 1)
     >>> option.works, str(option)
     (True, 'one rank: whole weights')
     """
@@ -112,7 +112,7 @@ def advise_mesh(
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 2, device="a100")
     >>> len(found), found[0].works
-    (7, True)
+    (4, True)
     """
     if devices < 1:
         raise ShardingError(f"devices={devices} must be 1 or more")

@@ -30,7 +30,8 @@ from jigsaw.dryrun.rank_playing import (
 from jigsaw.dryrun.report import DryRunReport, PhaseCost, RankCost, Traffic
 from jigsaw.dryrun.stage_balance import PieceCost
 from jigsaw.pipeline_batch import as_on_paper
-from jigsaw.pipeline_plan import PaperModel, TileOnPaper
+from jigsaw.pipeline_calls import TileOnPaper
+from jigsaw.pipeline_plan import PaperModel
 from jigsaw.pipeline_stages import cut_stages, mesh_of_stage
 
 Borders = Sequence[Sequence[TileOnPaper]]

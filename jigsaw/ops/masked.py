@@ -49,7 +49,7 @@ def _kept(input: Any, mask: Any) -> Any:
     return mask.to(torch.bool).broadcast_to(input.shape)
 
 
-def _filled(input: Any, mask: Any, value: float) -> Any:
+def _filled_outside(input: Any, mask: Any, value: float) -> Any:
     return input if mask is None else input.masked_fill(~_kept(input, mask), value)
 
 
@@ -72,12 +72,12 @@ def _all_dims(input: Any, dim: Dims) -> Any:
 
 @_answers_masked(torch.masked.sum)
 def _masked_sum(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.sum(_filled(input, mask, 0), _all_dims(input, dim), bool(keepdim), dtype=dtype)
+    return torch.sum(_filled_outside(input, mask, 0), _all_dims(input, dim), bool(keepdim), dtype=dtype)
 
 
 @_answers_masked(torch.masked.prod)
 def _masked_prod(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    out = _filled(input, mask, 1)
+    out = _filled_outside(input, mask, 1)
     for d in sorted((d % max(input.ndim, 1) for d in _all_dims(input, dim)), reverse=True):
         out = out.prod(dim=d, keepdim=bool(keepdim), dtype=dtype)
     return out
@@ -85,26 +85,28 @@ def _masked_prod(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: An
 
 @_answers_masked(torch.masked.amax)
 def _masked_amax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.amax(_filled(input, mask, _least(input)), _all_dims(input, dim), bool(keepdim)).to(
+    return torch.amax(_filled_outside(input, mask, _least(input)), _all_dims(input, dim), bool(keepdim)).to(
         dtype=dtype or input.dtype
     )
 
 
 @_answers_masked(torch.masked.amin)
 def _masked_amin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.amin(_filled(input, mask, _greatest(input)), _all_dims(input, dim), bool(keepdim)).to(
+    return torch.amin(_filled_outside(input, mask, _greatest(input)), _all_dims(input, dim), bool(keepdim)).to(
         dtype=dtype or input.dtype
     )
 
 
 @_answers_masked(torch.masked.argmax)
 def _masked_argmax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.argmax(_filled(input, mask, _least(input)), dim, bool(keepdim)).to(dtype=dtype or input.dtype)
+    return torch.argmax(_filled_outside(input, mask, _least(input)), dim, bool(keepdim)).to(dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.argmin)
 def _masked_argmin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.argmin(_filled(input, mask, _greatest(input)), dim, bool(keepdim)).to(dtype=dtype or input.dtype)
+    return torch.argmin(_filled_outside(input, mask, _greatest(input)), dim, bool(keepdim)).to(
+        dtype=dtype or input.dtype
+    )
 
 
 def _counts(input: Any, dim: Any, keepdim: bool, mask: Any) -> Any:
@@ -127,7 +129,7 @@ def _masked_mean(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: An
 @_answers_masked(torch.masked.median)
 def _masked_median(input: Any, dim: int = -1, *, keepdim: bool = False, dtype: Any = None, mask: Any = None) -> Any:
     is_float = input.dtype.is_floating_point
-    values = _filled(input if is_float else input.to(torch.float), mask, math.nan)
+    values = _filled_outside(input if is_float else input.to(torch.float), mask, math.nan)
     out = torch.nanmedian(values, dim, keepdim).values
     if is_float:
         return out
@@ -140,7 +142,7 @@ def _masked_median(input: Any, dim: int = -1, *, keepdim: bool = False, dtype: A
 def _masked_logsumexp(
     input: Any, dim: Any = None, *, keepdim: bool = False, dtype: Any = None, mask: Any = None
 ) -> Any:
-    out = torch.logsumexp(_filled(input, mask, _least(input)), _all_dims(input, dim), keepdim)
+    out = torch.logsumexp(_filled_outside(input, mask, _least(input)), _all_dims(input, dim), keepdim)
     return out.to(dtype=dtype or input.dtype)
 
 
@@ -148,7 +150,7 @@ def _masked_logsumexp(
 def _masked_norm(
     input: Any, ord: Any = 2.0, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None
 ) -> Any:
-    values = _filled(input, mask, math.inf if ord == -math.inf else 0)
+    values = _filled_outside(input, mask, math.inf if ord == -math.inf else 0)
     return torch.linalg.vector_norm(values, ord, _all_dims(input, dim), bool(keepdim), dtype=dtype or input.dtype)
 
 
@@ -187,17 +189,17 @@ def _masked_std(*args: Any, **kwargs: Any) -> Any:
 
 @_answers_masked(torch.masked.softmax)
 def _masked_softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return F.softmax(_filled(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
+    return F.softmax(_filled_outside(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.log_softmax)
 def _masked_log_softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return F.log_softmax(_filled(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
+    return F.log_softmax(_filled_outside(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.softmin)
 def _masked_softmin(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return F.softmin(_filled(input, mask, _greatest(input)), dim, dtype=dtype or input.dtype)
+    return F.softmin(_filled_outside(input, mask, _greatest(input)), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.normalize)
@@ -205,22 +207,22 @@ def _masked_normalize(
     input: Any, ord: float, dim: int, *, eps: float = 1e-12, dtype: Any = None, mask: Any = None
 ) -> Any:
     lengths = _masked_norm(input, ord, dim, keepdim=True, dtype=dtype, mask=mask)
-    return _filled(input, mask, 0) / torch.maximum(lengths, torch.full((), eps, dtype=lengths.dtype))
+    return _filled_outside(input, mask, 0) / torch.maximum(lengths, torch.full((), eps, dtype=lengths.dtype))
 
 
 @_answers_masked(torch.masked.cumsum)
 def _masked_cumsum(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.cumsum(_filled(input, mask, 0), dim, dtype=dtype or input.dtype)
+    return torch.cumsum(_filled_outside(input, mask, 0), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.cumprod)
 def _masked_cumprod(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.cumprod(_filled(input, mask, 1), dim, dtype=dtype or input.dtype)
+    return torch.cumprod(_filled_outside(input, mask, 1), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.logaddexp)
 def _masked_logaddexp(
     input: Any, other: Any, *, dtype: Any = None, input_mask: Any = None, other_mask: Any = None
 ) -> Any:
-    first, second = _filled(input, input_mask, _least(input)), _filled(other, other_mask, _least(other))
+    first, second = _filled_outside(input, input_mask, _least(input)), _filled_outside(other, other_mask, _least(other))
     return torch.logaddexp(first, second).to(dtype=dtype or input.dtype)

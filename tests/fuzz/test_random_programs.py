@@ -10,7 +10,7 @@ from fuzz_functions import FUNCTIONS, KNOWN_FAULTS, WRITES
 from fuzz_programs import Program, ProgramInput, Statement, make_program, ranks_of_seed
 from fuzz_ranks import BAD, verdict_of_program, verdicts_of_seeds
 
-MINUTES = float(os.environ.get("JIGSAW_FUZZ_MINUTES", "5"))
+MINUTES = float(os.environ.get("JIGSAW_FUZZ_MINUTES", "0"))
 LEFT_OUT = frozenset(KNOWN_FAULTS)
 
 
@@ -37,6 +37,7 @@ def test_random_programs_are_exact_or_refused(ranks, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not MINUTES, reason="new programs each time: JIGSAW_FUZZ_MINUTES=60, or make fuzz")
 @pytest.mark.timeout(60 * MINUTES + 600)
 def test_new_random_programs_are_exact_or_refused(tmp_path):
     first = int(time.time()) * 100

@@ -9,6 +9,7 @@ AFFINE = np.array([[-2.0, 0.0, 0.1, 90.0], [0.0, 1.5, 0.0, -126.0], [0.0, 0.2, 3
 def write(path, values, dims=("z", "y", "x"), chunks=(8, 8, 8), affine=AFFINE, name="image", mode="w", **options):
     """One array of a zarr group; its path."""
     group = zarr.open_group(str(path), mode=mode, zarr_format=3)
+    options = {"config": {"write_empty_chunks": True}} | options
     made = group.create_array(
         name, shape=values.shape, chunks=chunks, dtype=values.dtype, dimension_names=dims, **options
     )
