@@ -73,6 +73,8 @@ def notes_views(note: Callable[[Any], None]) -> Callable[[Any], None]:
     return note
 
 
+# classes of plain tensors that stand for others, and how these are read (jigsaw.ops.plain_views has one)
+plain_readers: dict[type, Callable[[Any], Tensor]] = {}
 _view_notes: list[Callable[[Any], None]] = []
 copies_made = [0]  # of rows that torch gives as a view
 _watcher_finders: list[Callable[[Any], Callable[..., Any] | None]] = []
@@ -168,6 +170,8 @@ def _as_argument(value: Any) -> Any:
     """An array of numpy's that meets a tile is the whole one, as a plain tensor is."""
     if isinstance(value, Tile):
         value.check_no_history()
+    elif type(value) in plain_readers:
+        return plain_readers[type(value)](value)
     elif isinstance(value, np.ndarray):
         return torch.from_numpy(np.require(value, requirements=["C", "W"]))
     elif isinstance(value, (list, tuple)):

@@ -36,7 +36,15 @@ from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
 from jigsaw.ops.meeting import APART_MARK, apart_mark, set_apart_mark, with_moved_rows
 from jigsaw.ops.pointwise import changes_in_place
-from jigsaw.tile import Tile, copies_made, in_own_memory, lie_in_one_memory, notes_views, tiles_in, watches_changes
+from jigsaw.tile import (
+    Tile,
+    copies_made,
+    in_own_memory,
+    lie_in_one_memory,
+    notes_views,
+    tiles_in,
+    watches_changes,
+)
 
 # how many functions have changed a tile in place
 _changes_made = [0]
@@ -258,7 +266,9 @@ _WRITES_NOTHING = frozenset("requires_grad_ detach_ rename_ share_memory_".split
 
 
 @watches_changes
-def _find_watcher(function: Any) -> Callable[..., Any] | None:
+@lru_cache(maxsize=4096)
+def change_watcher(function: Any) -> Callable[..., Any] | None:
+    """What is called before a function that may change its first argument in place runs on tiles; None for others."""
     name = getattr(function, "__name__", "")
     if changes_in_place(function) and name not in _WRITES_NOTHING:
         return _before_change

@@ -62,6 +62,9 @@ def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, *
     """
     check_can_change(function, input)
     (at,) = reduced_dims(input, dim)
+    if not input.ndim:  # a number is a row of one element, to torch
+        _write_rows(function, input.reshape(1), dim, index, source, **named)
+        return input
     index = whole_index(index).reshape(-1)
     size = input.layout.shape[at]
     index = torch.where(index < 0, index + size, index) if function is Tensor.index_fill_ else index
@@ -210,6 +213,10 @@ def _scatter_elements(function: Any, input: Tile, dim: int, index: Any, source: 
     """
     check_can_change(function, input)
     (at,) = reduced_dims(input, dim)
+    if not input.ndim:
+        values = source.reshape(-1) if isinstance(source, (Tensor, Tile)) else source
+        _scatter_elements(function, input.reshape(1), dim, index.reshape(-1), values, write)
+        return input
     _check_range(function, index, input.layout.shape[at])
     view = _narrowed(input, at, index)
     layout = view.layout.replace_dim(at, whole_dim(index.shape[at]))

@@ -23,12 +23,13 @@ from jigsaw.misuse import calling_line, warn_once
 from jigsaw.ops.apart_copies import copied_apart, copied_to
 from jigsaw.ops.common_axes import elements_to_fetch
 from jigsaw.ops.meeting import pieces_with_rows, with_moved_rows
+from jigsaw.ops.plain_views import leave_as_view
 from jigsaw.ops.pointwise import held_by_all
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.reshaped_cuts import plan_reshape
 from jigsaw.ops.whole_dims import with_contiguous_dim
 from jigsaw.ops.whole_strides import strides_of_view, whole_strides, with_strides
-from jigsaw.tile import Tile, implements_torch, in_own_memory, leave_tile, refusal_error
+from jigsaw.tile import Tile, implements_torch, in_own_memory, refusal_error
 
 # -- reshape ----------------------------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ def _drop_unit_dims(input: Tile, dims: Sequence[int]) -> Any:
     local = tile.local.squeeze(tuple(dims)) if dims else tile.local
     kept = layout.drop(dims)
     if kept.ndim == 0:
-        return leave_tile(local, input.mesh)
+        return leave_as_view(local, kept, input)
     strides = tuple([n for d, n in enumerate(whole_strides(input)) if d not in dims])
     return with_strides(Tile(local, kept, input.mesh), strides)
 
@@ -340,7 +341,7 @@ def select_dim(tile: Tile, dim: int, index: int) -> Any:
     if tile.layout.complete_dims[dim]:
         local, layout = tile.local.select(dim, row), tile.layout.drop((dim,))
         if not layout.ndim:
-            return leave_tile(local, tile.mesh)
+            return leave_as_view(local, layout, tile)
         strides = whole_strides(tile)
         return with_strides(Tile(local, layout, tile.mesh), (*strides[:dim], *strides[dim + 1 :]))
     return _drop_unit_dims(slice_dim(tile, dim, row, row + 1), (dim,))

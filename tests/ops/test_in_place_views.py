@@ -1,5 +1,9 @@
 """What is changed in place through a view: the tensor that it is a view of changes too, or the change is refused."""
 
+import copy
+import pickle
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,8 +94,19 @@ VIEWS |= {
     "copied": lambda x: x.transpose(0, 1).reshape(6, 70),
 }
 
+# one element: a plain tensor, which is a view all the same
+VIEWS |= {
+    "an element": lambda x: x[1, 2, 3, 4],
+    "an element of a row": lambda x: x[1, 2, 6][9],
+    "the last of the rows": lambda x: [c for row in x[0, 0] for c in row][-1],
+    "an element selected": lambda x: x[1, 0].select(0, 2).select(0, 7),
+    "an element squeezed": lambda x: x[:1, :1, 4:5, 8:9].squeeze(),
+    "a detached element": lambda x: x[1, 2, 3, 4].detach(),
+    "an element with dims": lambda x: x[1, 2, 3, 4].reshape(1, 1)[0],
+}
 
-PAIRS = [(v, c) for v in VIEWS for c in FEW] + [(v, c) for v in ("an int", "ints of two cut dims") for c in CHANGES]
+PAIRS = [(v, c) for v in VIEWS for c in FEW]
+PAIRS += [(v, c) for v in ("an int", "ints of two cut dims", "an element") for c in CHANGES]
 
 
 def _outcome(x, view, change, late):
@@ -101,7 +116,7 @@ def _outcome(x, view, change, late):
     y = x * 1
     try:
         v = VIEWS[view](y)
-        part = v[..., :1]
+        part = v[..., :1] if v.ndim else v[None]
         CHANGES[change](y if late else v)
         return y, v, part, y[:, 1:]
     except (RuntimeError, ShardingError) as error:
@@ -171,6 +186,17 @@ def _changed_in_many_ways(x):
     found["loop"] = z
     with torch.no_grad():
         z[:, :, 2].add_(1)
+    e = x * 1
+    element, row = e[1, 2, 3, 4], e[0, 1, :, 5]
+    element.mul_(x[0, 0, 0, 0])
+    e[0, 0, 0, 3] += element
+    row.mul_(2)
+    row[2].sin_().add_(row[3].clone() * element.clone())
+    e.mul_(e[1, 2, 3, 4].clone())
+    found["elements"], found["computed with elements"] = e, element * row[2] + torch.stack([element, e[0, 0, 0, 3]])
+    m = x.mean((2, 3), keepdim=True).transpose(1, 3) * 1
+    m[0, 0, 0, 2].mul_(m[1, 0, 0, 1].clone())
+    found["elements of what no axis cuts"] = m * m[0, 0, 0, 2]
     found["without gradients"] = z * z[:, :, 2:3]
     return found
 
@@ -228,3 +254,38 @@ def test_functions_in_place_whose_new_ones_the_table_knows():
         assert change(tile) is tile
         change(expected)
         torch.testing.assert_close(tile.full_tensor(), expected)
+
+
+@on_ranks(2)
+def test_an_element_is_a_plain_tensor_for_whoever_reads_it():
+    mesh = world_mesh(lat=2)
+    leaf = shard(torch.arange(12.0).reshape(2, 6), mesh, (None, "lat")).requires_grad_()
+    tile = leaf * 1
+    element = tile[1, 5]
+    assert isinstance(element, torch.Tensor) and not isinstance(element, Tile)
+    assert (float(element), int(element), f"{element:.1f}", element.item()) == (11, 11, "11.0", 11)
+    assert repr(element) == "tensor(11., grad_fn=<_LeaveBackward>)" and element.ndim == 0
+    assert torch.ones(20)[element.long()] == 1 and list(range(element.long())) == list(range(11))
+    assert type(element * 2) is type(element.clone()) is type(torch.ones(3) * element) is torch.Tensor
+    assert type(pickle.loads(pickle.dumps(element.detach()))) is type(copy.deepcopy(element.detach())) is torch.Tensor
+    assert np.asarray(element.detach()) == 11 and torch.tensor([element, element]).tolist() == [11, 11]
+    assert element.to(torch.float32) is element and element.contiguous() is element
+    (gradient,) = torch.autograd.grad(element**2, element, retain_graph=True)
+    assert gradient == 22
+    (tile * element).sum().backward()
+    expected = torch.full((2, 6), 11.0)
+    expected[1, 5] += 66
+    assert torch.equal(leaf.grad.full_tensor(), expected)
+    # read after the tile changed, as a view is
+    with torch.no_grad():
+        element = tile[1, 5]
+        tile.mul_(2)
+        assert element == 22
+        torch._foreach_add_([element, tile[0, 0]], 1.0)
+        assert tile.full_tensor()[[1, 0], [5, 0]].tolist() == [23, 1]
+        element.scatter_(0, torch.tensor(0), 7.0).index_add_(0, torch.tensor([0]), torch.tensor([2.0]))
+        assert tile.full_tensor()[1, 5] == 9
+        with pytest.raises(ShardingError, match=r"write x.copy_\(result\)"):
+            torch.add(element, 1, out=element)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        leaf[0, 3].add_(1)

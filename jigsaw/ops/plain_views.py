@@ -1,0 +1,137 @@
+"""One element of a tile, a plain tensor that is a view of it all the same.
+
+An element has no dim that an axis could cut, so it leaves the tile: nets compare ``tile[0, 3]``, index with it, and
+call ``backward()`` on it.  To torch it is a view: ``tile[0, 3].add_(5)`` changes the tile.  Every rank has a copy of
+it, and plain functions would not say that they changed it.  So it is a tensor of a class of its own.
+
+>>> tile = jigsaw.shard(torch.ones(2, 4), jigsaw.init_mesh(lat=1), (None, "lat"))
+>>> _ = tile[0, 3].add_(5)
+>>> tile.local[0]
+tensor([1., 1., 1., 6.])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodWrapperType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.cut import ShardingError
+from jigsaw.graph_calls import lacks_values
+from jigsaw.layout import Layout
+from jigsaw.ops.apart_copies import change_watcher, note_views
+from jigsaw.ops.meeting import apart_mark
+from jigsaw.tile import Tile, leave_tile, lie_in_one_memory, plain_readers
+
+
+class PlainView(Tensor):
+    """A plain tensor out of a tile, where torch gives a view of one element: its changes in place are the tile's, too.
+
+    It is read and computed with as the plain tensor that it is, on every rank alike; what is computed is plain.  What
+    changes it in place is answered by `rows`, the same element as a tile, which knows what it is a view of.  It is read
+    again where `rows` changed.
+    """
+
+    rows: Tile
+    _plain: tuple[Tensor, int, Tensor]  # the local tensor that was read, its version, and what left the tile
+
+    @staticmethod
+    def of_rows(rows: Tile, plain: Tensor | None = None) -> PlainView:
+        """The plain view that stands for a tile which nothing cuts; `plain` is what left it, if that is known."""
+        local = rows.local
+        plain = leave_tile(local, rows.mesh) if plain is None else plain
+        view = plain.as_subclass(PlainView)
+        vars(view).update(rows=rows, _plain=(local, local._version, plain))
+        return view
+
+    def as_plain(self) -> Tensor:
+        """The ordinary tensor, with the values that the tile has now."""
+        local, version, plain = self.__dict__["_plain"]
+        now = self.__dict__["rows"].local
+        if now is not local or now._version != version:
+            plain = plain if plain is now else leave_tile(now, self.__dict__["rows"].mesh)
+            vars(self).update(_plain=(now, now._version, plain))
+        return plain
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        target: Any = args[0] if args else None
+        others = _replace_views(tuple(args[1:]), cls.as_plain)
+        named = _replace_views(kwargs, cls.as_plain) if kwargs else {}
+        if "out" in named and _views_in(kwargs["out"] if kwargs else None):
+            raise ShardingError(
+                f"{getattr(func, '__name__', func)}(out=x), where x is an element of a Tile: the tile would not change "
+                "with it; write x.copy_(result)"
+            )
+        changed = _views_in(target)
+        if changed and func.__class__ is not MethodWrapperType and change_watcher(func) is not None:
+            return _left_again(func(_replace_views(target, _rows_of), *others, **named), changed)
+        given = _replace_views(target, cls.as_plain)
+        out = func(given, *others, **named) if args else func(**named)
+        if not isinstance(target, PlainView) or not _has_memory_of(out, given):
+            return out
+        if out is given:
+            return target
+        rows = _rows_of(target)
+        views = func(rows.local, *others, **named)
+        return tuple(_leave_view(rows, v) for v in views) if isinstance(views, tuple) else _leave_view(rows, views)
+
+
+def _rows_of(view: PlainView) -> Tile:
+    return view.__dict__["rows"]
+
+
+def _views_in(value: Any) -> list[PlainView]:
+    return [x for x in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(x, PlainView)]
+
+
+def _replace_views(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """The arguments of a function, with another value for each plain view among them."""
+    if isinstance(value, PlainView):
+        return replace(value)
+    if type(value) in (list, tuple):
+        return type(value)(_replace_views(v, replace) for v in value)
+    return {k: _replace_views(v, replace) for k, v in value.items()} if type(value) is dict else value
+
+
+def _left_again(out: Any, changed: Sequence[PlainView]) -> Any:
+    """The plain views, where a function gave their tiles again; else new plain values."""
+    if isinstance(out, (list, tuple)):
+        return type(out)(_left_again(o, changed) for o in out)
+    if not isinstance(out, Tile):
+        return out
+    for view in changed:
+        if lie_in_one_memory(out.local, _rows_of(view).local):
+            return view
+    return leave_tile(out.local, out.mesh)
+
+
+def _has_memory_of(out: Any, plain: Tensor) -> bool:
+    first = out[0] if isinstance(out, tuple) and out else out
+    return isinstance(first, Tensor) and first.layout is torch.strided and lie_in_one_memory(first, plain)
+
+
+def leave_as_view(local: Tensor, layout: Layout, tile: Tile) -> Tensor:
+    """A plain tensor for one element of a tile, which all ranks have in `local`, and which torch gives as a view."""
+    plain = leave_tile(local, tile.mesh)
+    if (plain is local and apart_mark(local) is None) or lacks_values():
+        return plain  # it has the tile's own memory
+    rows = Tile(local, layout, tile.mesh)
+    note_views(rows)
+    return PlainView.of_rows(rows, plain)
+
+
+def _leave_view(rows: Tile, local: Tensor) -> PlainView:
+    """A view of what a plain view stands for."""
+    shape = tuple(local.shape)
+    view = Tile(local, Layout.of(shape, (None,) * len(shape), rows.layout.axes), rows.mesh)
+    note_views(view)
+    return PlainView.of_rows(view)
+
+
+plain_readers[PlainView] = PlainView.as_plain
