@@ -5,11 +5,15 @@ pass is a function of tensors alone (the local ones of the tiles, plain ones, pa
 into its graph as it is (`allow_in_graph`) and AOTAutograd takes apart: it calls it with tensors that have no values,
 writes down torch's operators, backward too, and for what is sent a call (`jigsaw.graph_calls`).  Tiles live only
 meanwhile.  What comes out is put together again from what was noted then.
+
+Tensors that modules keep as plain attributes are inputs of the graph, and those that the forward pass keeps anew are
+results of it: none of its tensors without values stays in a module (`jigsaw.held_tensors`).
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -20,8 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from jigsaw import debug
+from jigsaw.call_places import is_of_packages
 from jigsaw.cut import ShardingError
 from jigsaw.graph_calls import is_making_graph, ordered_calls, refused_in_graph
+from jigsaw.held_tensors import HeldChange, HeldTensors
 from jigsaw.layout import Layout
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.plain_operands import AVERAGED_MARK, averaged_over, graph_origins
@@ -119,10 +125,11 @@ class CompiledForward:
             self._theirs = self._theirs._theirs
         self._graphs: dict[Any, TileGraph] = {}
         self._weights: ModuleWeights | None = None
+        self._held = HeldTensors(())
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the module makes graphs of its own, for they have the module in them
-        return self.__dict__ | {"_graphs": {}, "_weights": None}
+        return self.__dict__ | {"_graphs": {}, "_weights": None, "_held": HeldTensors(())}
 
     def call_plain(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass as it is, without a graph."""
@@ -136,21 +143,35 @@ class CompiledForward:
             return self.call_plain(*args, **kwargs)
         if self._weights is None:
             self._weights = ModuleWeights(self.module)
+            self._held = HeldTensors(self._weights.modules)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [_place_of(v) if isinstance(v, Tensor) else (type(v), v) for v in leaves]
         _check_constants(self.module, leaves)
         weights = self._weights.tensors()
         state = self._weights.state(weights)
         weights = [w.to_local() if is_dtensor(w) else w for w in weights]
+        held = self._held.tensors()
+        held_places = tuple(None if x is None else _place_of(x) for x in held)
         # all that the forward pass may look at beside values, and that is no guard of Dynamo's
-        key = spec, tuple(values), state, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        graph = self._graphs.get(key)
+        key = spec, tuple(values), held_places, state, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        graph, is_new = self._graphs.get(key), False
         if graph is None:
+            is_new = True
             _check_weights(self.module, self._weights.names, weights)
-            graph = self._graphs[key] = TileGraph(self, self._weights.names, state[0], spec, values)
-        return graph(
-            [*weights, *(p.tensor_of(v) for p, v in zip(values, leaves, strict=True) if isinstance(p, TensorPlace))]
-        )
+            if self._held.find_more():  # that were put there since the last graph was made
+                return self(*args, **kwargs)
+            graph = self._graphs[key] = TileGraph(self, self._weights.names, state[0], (spec, values), held_places)
+        tensors = [p.tensor_of(v) for p, v in zip(values, leaves, strict=True) if isinstance(p, TensorPlace)]
+        tensors += [p.tensor_of(v) for p, v in zip(held_places, held, strict=True) if p is not None and v is not None]
+        out = graph([*weights, *tensors])
+        if is_new:
+            self._held.find_more()  # what it has kept may be read by the next call
+        return out
+
+    @property
+    def held(self) -> HeldTensors:
+        """The tensors that modules keep as plain attributes."""
+        return self._held
 
 
 @dataclass(frozen=True)
@@ -239,21 +260,26 @@ class TileGraph:
         forward: CompiledForward,
         names: Sequence[str],
         stored: Sequence[StoredAs],
-        spec: pytree.TreeSpec,
-        values: Sequence[Any],
+        arguments: tuple[pytree.TreeSpec, Sequence[Any]],
+        held_places: Sequence[TensorPlace | None],
     ) -> None:
-        self._names, self._stored, self._spec, self._values = names, stored, spec, values
+        self._names, self._stored = names, stored
+        self._spec, self._values = arguments
+        self._held, self._held_places = forward.held, held_places
         self._plain = _PlainModule(forward)
-        self._meshes = [v.mesh for v in values if isinstance(v, TensorPlace) and v.mesh is not None]
+        places = (*self._values, *held_places)
+        self._meshes = [v.mesh for v in places if isinstance(v, TensorPlace) and v.mesh is not None]
         self._failure: Exception | None = None
+        self._failed_line = ""
         self._results: tuple[pytree.TreeSpec, list[Any]] | None = None
+        self._changes: list[HeldChange] = []
 
         @torch.compiler.allow_in_graph
         def run_without_values(*tensors: Tensor) -> tuple[Tensor, ...]:
             try:
                 return self._run_without_values(tensors)
             except Exception as error:
-                self._failure = error
+                self._failure, self._failed_line = error, _user_line(error)  # Dynamo cuts the traceback
                 raise
 
         def forward_on_tiles(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -270,10 +296,13 @@ class TileGraph:
             found = iter(self._compiled(*tensors))
         except Exception as error:
             failure, self._failure = self._failure, None
-            raise _told_failure(failure, error) from error
+            raise _told_failure(failure, error, self._failed_line) from error
         spec, places = cast(tuple[pytree.TreeSpec, list[Any]], self._results)
         results = [self._as_result(p, next(found)) if isinstance(p, TensorPlace) else p for p in places]
-        return pytree.tree_unflatten(results, spec)
+        out, kept = pytree.tree_unflatten(results, spec)
+        for change, value in zip(self._changes, kept, strict=True):
+            change.put(value)
+        return out
 
     def _run_without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The forward pass while the graph is made; what the results are is noted."""
@@ -281,13 +310,15 @@ class TileGraph:
         weights = {f"module.{n}": how.in_graph(next(left)) for n, how in zip(self._names, self._stored, strict=True)}
         leaves = [self._as_argument(v, next(left)) if isinstance(v, TensorPlace) else v[1] for v in self._values]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        with ordered_calls() as last_call:
+        held = [None if place is None else self._as_argument(place, next(left)) for place in self._held_places]
+        with ordered_calls() as last_call, self._held.replaced_by(held) as changed:
             self._plain.given = weights
             try:
                 out = torch.func.functional_call(self._plain, weights, args, kwargs)
             finally:
                 self._plain.given = {}
-            results, spec = pytree.tree_flatten(out)
+            self._changes = changed()
+            results, spec = pytree.tree_flatten((out, [change.value for change in self._changes]))
             places = [_place_of(r) if isinstance(r, Tensor) else r for r in results]
             self._results = spec, places
             found = (p.tensor_of(r) for p, r in zip(places, results, strict=True) if isinstance(p, TensorPlace))
@@ -355,16 +386,20 @@ def _as_leaf(x: Tensor, mark: int | None) -> Tensor:
 # -- what went wrong --------------------------------------------------------------------------------------------------
 
 
-def _told_failure(failure: Exception | None, error: Exception) -> Exception:
+def _told_failure(failure: Exception | None, error: Exception, line: str) -> Exception:
     """The error to raise: that of the module itself, as without a graph, where it is one."""
     for each in (failure, *_causes(error)):
         if isinstance(each, ShardingError):
             return each
     for each in (failure, *_causes(error)):
         if any(name in f"{type(each).__name__}: {each}" for name in _NEEDS_VALUES):
-            return refused_in_graph(f"a value or a size that is known only when it runs ({each})")
-    if isinstance(failure, AssertionError) and "FakeTensor" in str(failure):
-        return refused_in_graph(f"a tensor that is no argument, parameter or buffer of the module ({failure})")
+            said = str(each).partition("\n")[0]
+            return refused_in_graph(f"a value or a size that is known only when it runs{line} ({said})")
+    if isinstance(failure, AssertionError) and any(name in str(failure) for name in _HAS_NO_VALUES):
+        return refused_in_graph(
+            f"a tensor that is not an argument, parameter, buffer or attribute of the module{line} "
+            f"({str(failure).partition(chr(10))[0]})"
+        )
     return error if failure is None or isinstance(failure, AssertionError) else failure
 
 
@@ -373,6 +408,18 @@ _NEEDS_VALUES = (
     *("DataDependentOutputException", "DynamicOutputShapeException"),
     *("PendingUnbackedSymbolNotFound", "GuardOnDataDependentSymNode"),
 )
+
+# torch's classes for tensors without values
+_HAS_NO_VALUES = ("FakeTensor", "FunctionalTensor", "fake mode")
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line outside jigsaw and torch where an error arose, as ``, at file:line in forward: code``."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_of_packages(f.filename)]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f", at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -436,6 +436,97 @@ def test_within_autocast():
         torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.05)
 
 
+# -- tensors in attributes --------------------------------------------------------------------------------------------
+
+
+class Tables(nn.Module):
+    """Tensors as plain attributes, in a list, a dict in it, and a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.grid = nn.Conv2d(3, 3, 3, padding=1), torch.rand(6).double()
+        self.tables = [torch.rand(3, 1, 1).double(), {"shift": torch.rand(6).double()}]
+        self.pair = torch.rand(6).double(), 2.0
+
+    def forward(self, x):
+        first, rest = self.tables
+        return self.conv(x) * first + self.grid * rest["shift"] + self.pair[0] * self.pair[1]
+
+
+class Caches(nn.Module):
+    """Tensors that the first forward pass keeps: an attribute behind a flag, one in a dict, and a tile."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.is_ready, self.kept, self.field = nn.Conv2d(3, 3, 3, padding=1), False, {}, None
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.grid, self.is_ready = torch.linspace(0, 1, x.shape[-1], dtype=x.dtype), True
+        if x.shape not in self.kept:
+            self.kept[x.shape] = torch.arange(x.shape[-1])
+        if self.field is None:
+            self.field = x.detach() * 2
+        return self.conv(x) + self.grid * self.kept[x.shape] + self.field
+
+
+class Remembers(nn.Module):
+    """What a forward pass leaves for the next one, and for a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.mean, self.seen = nn.Conv2d(3, 3, 3, padding=1), None, []
+
+    def forward(self, x):
+        now = x.detach().mean((0, 2, 3), keepdim=True)
+        self.mean = now if self.mean is None else 0.5 * self.mean + 0.5 * now
+        self.penalty = self.conv.weight.square().sum()
+        self.seen = [*self.seen[-1:], now.sum()]
+        return self.conv(x) + self.mean + sum(self.seen)
+
+
+class Normed(nn.Module):
+    """The old spectral norm, which computes its weight anew into an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.utils.spectral_norm(nn.Conv2d(3, 3, 3, padding=1))
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+def _check_attributes(kind, graphs):
+    mesh = world_mesh(lat=2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    whole = kind().double()
+    model = jigsaw.compile(jigsaw.parallelize(copy.deepcopy(whole), mesh), backend="aot_eager")
+    for step in range(4):
+        x = torch.randn(1, 3, 7, 6, dtype=torch.float64)
+        found, expected = model(jigsaw.shard(x, mesh, (None, None, "lat", None))), whole(x)
+        _assert_close(found, expected, f"{kind.__name__} {step}")
+        for net, out in ((model, found), (whole, expected)):
+            net.zero_grad()
+            (out.square().mean() + getattr(net, "penalty", 0)).backward()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            _assert_close(p.grad, q.grad, f"{kind.__name__} {step}: gradient")
+        if step == 2 and kind is Tables:
+            for net in (model, whole):
+                net.grid, net.tables[1]["shift"] = net.grid + 1, net.grid  # read at each call
+    assert _graphs() == graphs, kind
+    for name in ("mean", "grid", "field"):
+        if getattr(whole, name, None) is not None:
+            _assert_close(getattr(model, name), getattr(whole, name), name)
+
+
+@on_ranks(2, timeout=240)
+def test_tensors_in_attributes_are_inputs_and_results_of_the_graph():
+    for kind, graphs in ((Tables, 1), (Caches, 2), (Remembers, 3), (Normed, 2)):
+        _check_attributes(kind, graphs)
+
+
 # -- what cannot be in a graph ----------------------------------------------------------------------------------------
 
 
@@ -459,11 +550,26 @@ class Replaces(nn.Module):
         return x + self.seen
 
 
-class Holds(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.grid = torch.ones(4)
+class Branches(nn.Module):
+    def forward(self, x):
+        return x if x.mean() > 0 else -x
 
+
+class Sizes(nn.Module):
+    def forward(self, x):
+        kept = torch.tensor([1, 0, 1]).nonzero()
+        return x[:, : kept.shape[0]]
+
+
+GRID = torch.ones(4)
+
+
+class ReadsGlobal(nn.Module):
+    def forward(self, x):
+        return x + GRID
+
+
+class Buffered(nn.Module):
     def forward(self, x):
         return x + self.grid
 
@@ -477,8 +583,13 @@ def test_what_cannot_be_in_a_graph_is_an_error_on_every_rank():
         compiled(Reads())(tile)
     with pytest.raises(ShardingError, match="'seen' of Replaces is replaced in the forward pass"):
         compiled(Replaces())(tile)
-    with pytest.raises(ShardingError, match="a tensor that is no argument, parameter or buffer"):
-        compiled(Holds())(tile)
+    with pytest.raises(ShardingError, match=r"not an argument, .*test_compile.py:\d+ in forward: return x \+ GRID"):
+        compiled(ReadsGlobal())(tile)
+    for kind, code in ((Branches, "return x if x.mean\\(\\) > 0 else -x"), (Sizes, "return x\\[:, : kept.shape")):
+        with pytest.raises(
+            ShardingError, match=rf"known only when it runs, at \S*test_compile.py:\d+ in forward: {code}"
+        ):
+            compiled(kind())(tile)
     with pytest.raises(ShardingError, match="an argument of Identity has a object, which a graph cannot"):
         compiled(nn.Identity())(tile, object())
     with pytest.raises(ShardingError, match=r"takes a torch.nn.Module, not a function"):
@@ -489,10 +600,9 @@ def test_what_cannot_be_in_a_graph_is_an_error_on_every_rank():
     fully_shard(units[0], mesh=mesh)
     with pytest.raises(ShardingError, match="'0' in Sequential is a unit of fully_shard"):
         compiled(units)(tile)
-    held = Holds()
-    del held.grid
+    held = Buffered()
     held.register_buffer("grid", tile)
-    with pytest.raises(ShardingError, match="'grid' of Holds is a Tile, which a graph cannot be made with"):
+    with pytest.raises(ShardingError, match="'grid' of Buffered is a Tile, which a graph cannot be made with"):
         compiled(held)(tile)
 
 
