@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
 
 from jigsaw import comm
 from jigsaw.cut import ShardingError
 from jigsaw.gradients import axes_not_cutting
 from jigsaw.mesh import axes_of_mesh, flat_submesh, has_every_rank, hybrid_submesh, root_mesh
+from jigsaw.tile import Tile
 
 WeightSharding = bool | Literal["after_forward", "keep"]
 
@@ -136,6 +138,7 @@ def shard_model_weights(
     made: list[FSDPModule] = []
     for unit in [*units, model]:
         if not isinstance(unit, FSDPModule):
+            unit.register_forward_hook(_without_views)  # before FSDP2's own
             fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **given)
         if isinstance(unit, FSDPModule) and mesh.device_type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
@@ -143,6 +146,33 @@ def shard_model_weights(
     if made:
         _UnitPrefetch(made, made[-1])
     return rest
+
+
+class _NoView(torch.autograd.Function):
+    """The same memory, for autograd not a view, with the version counter that tells of changes in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Results that may be changed in place: FSDP2 gathers weights in a hook on them, which autograd drops of a changed
+    view.  For example a Linear, which ends with a view, as a unit before ``ReLU(inplace=True)``.
+    """
+
+    def apart(x: Tensor) -> Tensor:
+        local = x.local if isinstance(x, Tile) else x
+        if not (local.requires_grad and local._is_view()):  # pyright: ignore[reportPrivateUsage]
+            return x
+        local = cast(Tensor, _NoView.apply(local))
+        return Tile(local, x.layout, x.mesh) if isinstance(x, Tile) else local
+
+    return pytree.tree_map_only(Tensor, apart, output)
 
 
 class _UnitPrefetch:

@@ -936,6 +936,34 @@ def test_units_take_plain_tensors_with_a_gradient_beside_tiles():
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-12, atol=1e-14, msg=name)
 
 
+class _ChangedInPlace(nn.Module):
+    """Units that end with a view, and a change in place behind each; of a table, and of a tile."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.table, self.enter = nn.Parameter(torch.randn(1, 5, 3)), nn.Linear(3, 3)
+        self.ones, self.twos = (
+            nn.Sequential(norm(nn.Linear(3, 16)), nn.ReLU(inplace=True), norm(nn.Linear(16, 3))) for _ in range(2)
+        )
+
+    def forward(self, x):
+        return self.twos(self.enter(x)) + self.ones(self.enter(self.table)).mean(1)
+
+
+@on_ranks(2)
+def test_results_of_units_are_changed_in_place():
+    mesh, x = world_mesh(lat=2), torch.randn(1, 7, 4, 3, dtype=torch.float64)
+    for norm in (nn.utils.spectral_norm, lambda module: module):  # of the first, both ranks had a segmentation fault
+        torch.manual_seed(0)
+        whole = _ChangedInPlace(norm).double()
+        tiled = copy.deepcopy(whole)
+        parallelize(tiled, mesh, shard_weights=True, units=[tiled.ones[0], tiled.ones[2], tiled.twos[0]])
+        tiled(jigsaw.shard(x, mesh, (None, "lat", None, None))).square().mean().backward()
+        whole(x).square().mean().backward()
+        for (name, ours), theirs in zip(tiled.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-13, msg=name)
+
+
 @on_ranks(4)
 def test_tensors_that_require_grad_beside_parameters():
     torch.manual_seed(0)
