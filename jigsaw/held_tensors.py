@@ -97,7 +97,7 @@ class HeldTensors:
         finally:
             for holder, old in zip(holders, before, strict=True):
                 for change in _changes(holder, old):
-                    _put_back(holder, change.key, old)
+                    _restore_held(holder, change.key, old)
 
     def _holders(self) -> list[Holder]:
         found: dict[int, Holder] = {}
@@ -168,7 +168,7 @@ def _changes(holder: Holder, old: Holder) -> list[HeldChange]:
     return changes + [HeldChange(holder, k, _GONE) for k in theirs if k not in mine]
 
 
-def _put_back(holder: Holder, key: Any, old: Holder) -> None:
+def _restore_held(holder: Holder, key: Any, old: Holder) -> None:
     if isinstance(holder, list):
         holder[:] = cast(list[Any], old)
     elif key in cast(dict[Any, Any], old):
