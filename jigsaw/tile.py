@@ -65,7 +65,10 @@ def watches_changes(find: Callable[[Any], Callable[..., Any] | None]) -> Callabl
     return find
 
 
-def notes_views(note: Callable[[Any], None]) -> Callable[[Any], None]:
+_ViewNote = TypeVar("_ViewNote", bound=Callable[[Any], None])
+
+
+def notes_views(note: _ViewNote) -> _ViewNote:
     """Let `note` see what a function gives that took, or made, a copy where torch's is a view (jigsaw.ops.apart_copies
     has the one).
     """
