@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.cut import RanksDifferError
 from jigsaw.mesh import axes_of_mesh, ranks_along
+from jigsaw.model_world import job_group, job_rank, job_size
 from jigsaw.waiting_ranks import OpenWait
 
 T = TypeVar("T")
@@ -80,8 +81,8 @@ def decide_on_first_rank(
     """
     mine: tuple[Any, BaseException | None] = _tried(give)
     given = mine[0], None if mine[1] is None else repr(mine[1])
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    is_first = ranks == 1 or dist.get_rank() == 0
+    ranks, group = job_size(), group or job_group()  # in a model's forward pass, too, which sees one process
+    is_first = ranks == 1 or job_rank() == 0
     every: list[Any] | None = [given] * ranks if is_first else None
     if ranks > 1:
         with OpenWait(what, range(ranks)):

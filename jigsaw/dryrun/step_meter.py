@@ -38,6 +38,7 @@ from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
 from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.gradients import local_part
+from jigsaw.model_world import job_rank
 
 aten = torch.ops.aten
 
@@ -283,7 +284,7 @@ def _call_of_weights(func: Any, args: Any) -> TrafficCall:
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(box)
     ranks = dist.get_process_group_ranks(group)
     moved = (len(ranks) - 1) * min(into.nbytes, given.nbytes)
-    following = ranks[(dist.get_group_rank(group, dist.get_rank()) + 1) % len(ranks)]
+    following = ranks[(dist.get_group_rank(group, job_rank()) + 1) % len(ranks)]
     return TrafficCall(_OF_WEIGHTS[func], moved, moved, len(ranks) - 1, ((following, moved),), True, tuple(ranks))
 
 
@@ -292,7 +293,7 @@ def _sum_of_parts(args: Any) -> TrafficCall:
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(args[1])
     ranks = dist.get_process_group_ranks(group)
     moved = 2 * (len(ranks) - 1) * sum(x.nbytes for x in args[0]) // len(ranks)
-    following = ranks[(dist.get_group_rank(group, dist.get_rank()) + 1) % len(ranks)]
+    following = ranks[(dist.get_group_rank(group, job_rank()) + 1) % len(ranks)]
     return TrafficCall("gradients", moved, moved, 2 * (len(ranks) - 1), ((following, moved),), True, tuple(ranks))
 
 
