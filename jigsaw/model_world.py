@@ -67,10 +67,14 @@ def enter_model(model: object) -> None:
 
 
 def leave_model(model: object) -> bool:
-    """End what `enter_model` of the same model began, if it did; whether it was the outermost one."""
-    if not _state.models or _state.models[-1] is not model:
+    """End what `enter_model` of the same model began, if it did; whether it was the outermost one.
+
+    Models within it end with it: one that an interrupt ends (a BaseException) gets no call of its hooks.
+    """
+    places = [place for place, entered in enumerate(_state.models) if entered is model]
+    if not places:
         return False
-    _state.models.pop()
+    del _state.models[places[-1] :]
     if _state.models:
         return False
     _close_world()

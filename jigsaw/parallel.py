@@ -139,17 +139,18 @@ def parallelize(
 
 def _run_as_one_process(model: nn.Module, reduce: bool) -> None:
     """Let the model and its children, which may be called on their own, see a job of one process while they run."""
-
-    def enter(module: nn.Module, args: Any) -> None:
-        enter_model(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if leave_model(module) and reduce and torch.is_grad_enabled():
-            one_process_backward(output)
-
     for module in (model, *model.children()):
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave, always_call=True)
+        module.register_forward_pre_hook(_enter_module, prepend=True)
+        module.register_forward_hook(partial(_leave_module, reduce), always_call=True)
+
+
+def _enter_module(module: nn.Module, args: Any) -> None:
+    enter_model(module)
+
+
+def _leave_module(reduce: bool, module: nn.Module, args: Any, output: Any) -> None:
+    if leave_model(module) and reduce and torch.is_grad_enabled():
+        one_process_backward(output)
 
 
 def one_process_backward(output: Any) -> None:

@@ -239,8 +239,6 @@ def test_what_a_view_sends():
     received = sum(c.received_bytes for c in backward.calls if c.kind == "realign")
     assert received == sent * 2 * 5 * 8
     torch.testing.assert_close(tile.grad.full_tensor(), 2 * x)
-    with torch.no_grad(), pytest.raises(ShardingError, match=r"add_ .*view whose rows moved.*clone"):
-        y.transpose(0, 1).add_(1)
     assert torch.equal(y.detach().clone().add_(1).full_tensor(), x.view(2, 6, 4, 5) + 1)
     assert torch.equal(
         y.detach().transpose(1, 2).contiguous().add_(1).full_tensor(), x.view(2, 6, 4, 5).mT.mT.transpose(1, 2) + 1

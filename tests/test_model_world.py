@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import threading
@@ -254,3 +255,30 @@ def test_another_models_backward_pass_sees_the_job():
     model(torch.ones(1, 4)).sum().backward()
     other(torch.ones(1, 4)).sum().backward()
     assert seen == [2]
+
+
+class _Interrupt(BaseException):
+    """What ends a forward pass without the hooks of torch."""
+
+
+class _Interrupted(nn.Module):
+    def forward(self, x):
+        raise _Interrupt
+
+
+class _GoesOn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = _Interrupted()
+
+    def forward(self, x):
+        with contextlib.suppress(_Interrupt):
+            self.part(x)
+        return x
+
+
+@on_ranks(2)
+def test_the_job_is_there_again_behind_an_interrupt_within_a_model():
+    mesh = world_mesh(lat=2)
+    jigsaw.parallelize(_GoesOn(), mesh)(jigsaw.shard(torch.ones(2, 4), mesh, (None, "lat")))
+    assert torch.distributed.get_world_size() == 2

@@ -62,12 +62,17 @@ def _options(path):
     return {"consolidated": False} if path.endswith("zarr") else {}
 
 
+STEPS_AROUND = {"inputs": [-1, 0], "targets": [1, 2]}
+
+
 @pytest.mark.parametrize("formats", [("nc",), ("zarr", "nc")], ids="-".join)
 def test_all_files_are_one_series(tmp_path, formats):
     paths = write(tmp_path, formats=formats)
     data = truth(paths)
     store = open_many(paths[::-1], opener)
-    ds = jigsaw.io.open(store, mesh=world_mesh(lat=1), fields=FIELDS, inputs=[-1, 0], targets=[1, 2])
+    ds = jigsaw.io.open(
+        store, mesh=world_mesh(lat=1), fields=FIELDS, target_fields=FIELDS, inputs=[-1, 0], targets=[1, 2]
+    )
     assert len(ds) == 10 - 3 and store.notes == ()
     for i in range(len(ds)):
         sample = ds[i]

@@ -113,9 +113,9 @@ def test_a_pickled_array_of_zarr_v3_is_refused_by_name(tmp_path, sharded):
     group = zarr.create_group(path, zarr_format=3)
     shards = {"shards": (8,)} if sharded else {}
     group.create_array("a", shape=(8,), chunks=(4,), dtype="f4", **shards, filters=None, compressors=[PickleOfV3()])
-    chunk = path / "a" / "c" / "0"
-    chunk.parent.mkdir()
-    chunk.write_bytes(pickle.dumps(Trap(mark)))
+    (path / "a" / "c").mkdir()
+    for chunk in ("0", "1"):
+        (path / "a" / "c" / chunk).write_bytes(pickle.dumps(Trap(mark)))
     store = open_zarr(str(path))
     with pytest.raises(UnsupportedStoreError, match=r"array 'a' in .* has the codec 'numcodecs\.pickle', which runs"):
         store.arrays["a"].load_slowly(((0, 8),))
