@@ -170,7 +170,10 @@ def test_a_store_whose_replacement_is_ended_is_gone_not_halved(tmp_path, monkeyp
     write(path, {"u": tile}, **options)
     np.testing.assert_array_equal(opened(path).u.values, tile.full_tensor().numpy())
     write(path, {"u": tile}, **options)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.zarr", "link.zarr"]
+    # what the interrupt left has a name that nobody else takes, so nobody removes it
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert [name for name in left if not name.endswith(".replaced")] == ["a.zarr", "link.zarr"]
+    assert len(left) <= 3
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
