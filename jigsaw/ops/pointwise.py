@@ -25,8 +25,9 @@ from jigsaw.cut import Cut, ShardingError, have_same_rows, whole_dim
 from jigsaw.exchange import exchange_rows
 from jigsaw.layout import Layout
 from jigsaw.ops.filling import fill_from_tiles
-from jigsaw.ops.meeting import bring_together, has_moved_rows
+from jigsaw.ops.meeting import apart_mark, bring_together, has_moved_rows
 from jigsaw.ops.plain_operands import cut_whole_tensor, is_taken_whole, plain_operand
+from jigsaw.ops.whole_strides import is_whole_contiguous
 from jigsaw.tile import (
     Tile,
     implements_torch,
@@ -289,11 +290,14 @@ def run_copy(function: Any, *args: Any, **kwargs: Any) -> Any:
     first = args[0] if args else None
     if type(first) is not Tile or not _NO_TENSORS.issuperset(map(type, (*args[1:], *kwargs.values()))):
         return _run_pointwise(function, *args, **kwargs)
+    if function.__name__ == "contiguous" and apart_mark(first.local) is not None:
+        if len(args) == 1 and not kwargs and is_whole_contiguous(first):
+            return first
+        # its rows may be contiguous on some ranks only
+        return wrap_tiles(in_own_memory(function(first.local, *args[1:], **kwargs), first), first.layout, first)
     out = function(first.local, *args[1:], **kwargs)
     if out is first.local and not has_moved_rows(out):
         return first
-    if function.__name__ == "contiguous" and has_moved_rows(first.local):
-        out = in_own_memory(out, first)  # it may be contiguous on some ranks only
     return wrap_tiles(out, first.layout, first)
 
 
