@@ -2,7 +2,7 @@
 
 A model on a mesh is one program on whole tensors, so a sum over "all processes" of what it has is what it has.  While a
 model of `jigsaw.parallelize` runs, its thread sees a default group of one process: world size 1, rank 0, and
-collectives that change nothing.  A net that divides by the world size is right, and SyncBatchNorm is batch norm.
+collectives that change nothing.  A net that divides by the world size is right.
 
 For example a codebook adds up ``counts`` [K] over two ranks in its forward pass, and divides by the world size.  Its
 tile has the counts of the whole batch already: ``all_reduce`` leaves them, and the division is by 1.
