@@ -59,6 +59,6 @@ def test_ranks_on_two_hosts_send_what_the_formula_says():
 
 @pytest.mark.slow
 def test_a_dry_run_is_compared_with_ranks():
-    *rows, summary = lines_of("dry_run.py", "--small", "--rounds", "2", "--ranks", "1,2", "--nets", "unet")
+    *rows, summary = lines_of("dry_run.py", "--small", "--rounds", "1", "--ranks", "1,2", "--nets", "unet")
     assert len(rows) == summary["cases"] == 12
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in rows)
