@@ -79,6 +79,7 @@ def run_seeds(seeds: Sequence[int], left_out: frozenset[str], folder: str, secon
 
 def run_programs(programs: Iterable[Program], folder: str, seconds: float) -> int:
     """Run programs, as `run_seeds` does."""
+    _program_mesh.cache_clear()  # after each job a world gives its group the world's own time-out back
     warnings.simplefilter("ignore")
     rank, count = torch.distributed.get_rank(), 0
     journal = os.open(Path(folder) / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

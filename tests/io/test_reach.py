@@ -194,6 +194,15 @@ def test_what_is_opened_lies_within_whatever_links_there_are(tmp_path_factory, d
     assert real.startswith(str(root))
 
 
+@pytest.mark.parametrize("path", ["..", "a/../..", "l/..", "l"])
+def test_two_dots_lead_out_of_no_store(tmp_path, path):
+    root = tmp_path / "s"
+    (root / "a").mkdir(parents=True)
+    (root / "l").symlink_to(tmp_path)
+    with pytest.raises(UnsupportedStoreError, match="outside of the store"):
+        StoreBounds(str(root)).opened(str(root / path), os.O_RDONLY)
+
+
 # -- references ------------------------------------------------------------------------------------------------------
 
 

@@ -125,7 +125,9 @@ class StoreBounds:
 
         Raises: `UnsupportedStoreError` for one that lies elsewhere.
         """
-        if not self._is_sound(os.path.dirname(path)):
+        folder, name = os.path.split(path)
+        # ".." is no link, so that O_NOFOLLOW would let it lead out of a sound folder.
+        if not self._is_sound(folder) or (name == os.pardir and not self._holds(os.path.realpath(path))):
             raise self._refusal(path)
         try:
             return os.open(path, flags | os.O_NOFOLLOW)
