@@ -40,6 +40,7 @@ python_use_unqualified_type_names = True
 # The margin, in the order of reading. It is added to README.md here, so that README.md stays plain Markdown.
 PAGES = {
     "Guides": [
+        "docs/which_one",
         *(
             f"docs/{name}"
             for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
@@ -54,7 +55,15 @@ PAGES = {
     ],
     "Reference": [f"docs/reference/{name}" for name in ("jigsaw", "nn", "metrics", "ops", "io", "dryrun", "testing")],
     "Measured": ["docs/benchmarks", "docs/reading", "docs/computing"],
-    "How it is built": ["docs/design", "docs/gradients", "docs/operators", "docs/models", "CONTRIBUTING", "CHANGELOG"],
+    "How it is built": [
+        "docs/design",
+        "docs/files",
+        "docs/gradients",
+        "docs/operators",
+        "docs/models",
+        "CONTRIBUTING",
+        "CHANGELOG",
+    ],
 }
 
 # What a function makes and nobody else: their arguments are no part of the interface.

@@ -149,6 +149,38 @@ def test_every_result_file_stands_in_the_benchmarks():
     assert not {name for name in results if name not in told}
 
 
+# -- the files --------------------------------------------------------------------------------------------------------
+
+
+def _tree():
+    """The paths of the tree in docs/files.md, from its indentation; a * stands for several files."""
+    text = (ROOT / "docs" / "files.md").read_text()
+    block = re.search(r"^```\njigsaw/\n.*?^```$", text, re.MULTILINE | re.DOTALL).group(0)
+    folders = []
+    for line in block.splitlines()[1:-1]:
+        depth = (len(line) - len(line.lstrip())) // 2
+        name, *about = line.split(maxsplit=1)
+        folders[depth:] = [name]
+        yield "".join(folders), about
+
+
+def test_the_tree_is_there():
+    for path, _ in _tree():
+        assert list(ROOT.glob(path.rstrip("/"))), f"{path} of docs/files.md does not exist"
+
+
+def test_the_tree_says_what_each_file_is_for():
+    assert not [path for path, about in _tree() if not path.endswith("/") and not about]
+
+
+def test_the_tree_is_complete():
+    named = {path for path, _ in _tree()}
+    rooms = [f"{file.parent}/" for file in [*ROOT.glob("jigsaw/*/__init__.py"), *ROOT.glob("jigsaw/io/*/__init__.py")]]
+    sources = [*rooms, *ROOT.glob("jigsaw/*.py"), *ROOT.glob("jigsaw/io/[a-z]*.py")]
+    missing = {str(source).removeprefix(f"{ROOT}/") for source in sources} - named
+    assert not missing, f"add to docs/files.md: {sorted(missing)}"
+
+
 # -- the site ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What README.md says is true: its code runs, its numbers are those of the result files, its tree is that on disk."""
+"""What README.md says is true: its code runs, its numbers are those of the result files, each page is linked."""
 
 import contextlib
 import json
@@ -112,6 +112,23 @@ def test_links_lead_somewhere():
     assert not [t for t in local if not (ROOT / t).exists()]
 
 
+def test_the_first_screen_says_what_runs_and_what_has_not():
+    assert {"make weather", "make medical"} <= set(re.findall(r"^make \w+", FIRST_SCREEN, re.MULTILINE))
+    assert "Nothing here has run on a GPU yet" in FIRST_SCREEN
+
+
+def test_every_page_is_linked():
+    pages = {f"docs/{page.name}" for page in ROOT.glob("docs/*.md")}
+    assert pages <= set(re.findall(r"\]\(([^)#]+)", TEXT))
+
+
+def test_as_many_nets_are_exact_as_it_says():
+    (least,) = re.findall(r"over (\d+) published nets\]\(docs/models.md\) of eleven packages", TEXT)
+    published, _, _ = (ROOT / "docs" / "models.md").read_text().partition("\n## by hand\n")
+    assert len(re.findall(r"^## ", published, re.MULTILINE)) == 11
+    assert len(re.findall(r"^\| .* \| 2, 3, 2x2 \| .* \| nothing \|$", published, re.MULTILINE)) > int(least)
+
+
 # -- the numbers ------------------------------------------------------------------------------------------------------
 #
 # A result file is JSON lines: first {"hardware", "date", "command"}, then a case a line as the script prints it.
@@ -201,7 +218,7 @@ def test_a_wrong_number_is_found(tmp_path):
         _check_row(row.format("1.3", "2.0").replace("r.jsonl", "s.jsonl"), tmp_path)
 
 
-# -- the picture and the tree -----------------------------------------------------------------------------------------
+# -- the picture ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -214,31 +231,3 @@ def test_a_picture_is_what_its_script_draws(tmp_path, name):
     old, new = imread(kept), imread(again)
     assert old.shape == new.shape
     assert np.abs(old - new).mean() < 0.01  # fonts differ a little
-
-
-def _tree():
-    """The paths of the tree in README, from its indentation; a * stands for several files."""
-    block = re.search(r"^```\njigsaw/\n.*?^```$", TEXT, re.MULTILINE | re.DOTALL).group(0)
-    folders = []
-    for line in block.splitlines()[1:-1]:
-        depth = (len(line) - len(line.lstrip())) // 2
-        name, *about = line.split(maxsplit=1)
-        folders[depth:] = [name]
-        yield "".join(folders), about
-
-
-def test_the_tree_is_there():
-    for path, _ in _tree():
-        assert list(ROOT.glob(path.rstrip("/"))), f"{path} of the tree in README does not exist"
-
-
-def test_the_tree_says_what_each_file_is_for():
-    assert not [path for path, about in _tree() if not path.endswith("/") and not about]
-
-
-def test_the_tree_is_complete():
-    named = {path for path, _ in _tree()}
-    rooms = [f"{file.parent}/" for file in [*ROOT.glob("jigsaw/*/__init__.py"), *ROOT.glob("jigsaw/io/*/__init__.py")]]
-    sources = [*rooms, *ROOT.glob("jigsaw/*.py"), *ROOT.glob("jigsaw/io/[a-z]*.py")]
-    missing = {str(source).removeprefix(f"{ROOT}/") for source in sources} - named
-    assert not missing, f"add to the tree in README: {sorted(missing)}"
