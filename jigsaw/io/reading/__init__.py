@@ -1,1 +1,1 @@
-"""One read: who fetches and decodes what, carried out by the ranks that share a sample."""
+"""One read, carried out by the ranks that share a sample: which rank fetches and decodes which chunk."""

@@ -1,11 +1,11 @@
-"""Shared memory in which the ranks of one machine hand decoded chunks to each other, and tell each other of failures.
+"""Shared memory in which the ranks of one machine hand each other decoded chunks and report failures.
 
-One anonymous file (`memfd_create`) that every rank maps: it has no name, so nothing is left behind however a rank ends,
-and it does not count against the size of ``/dev/shm``.  The first rank makes it, and the others open it through
-``/proc``, which may show another process under that number, or another machine's: before anything is written, device,
-inode and a random word in the header are compared with what the maker tells.
+It is one anonymous file (`memfd_create`) that every rank maps. It has no name, so nothing is left behind however a rank
+ends, and it does not count against the size of ``/dev/shm``. The first rank makes it, and the others open it through
+``/proc``. That path may show another process under the number, or one of another machine. So before anything is
+written, device, inode and a random word in the header are compared with what the maker sent.
 
-It begins with 64-bit words and messages, the header; slots of bytes follow.  Of four ranks the words are:
+The file begins with a header of 64-bit words and messages; slots of bytes follow. With four ranks the words are:
 
 - 8m .. 8m+5, stored by rank m alone: the read that it has started, finished and left, the digest of its plan, the last
   read in which it failed, and the length of the message that says why.  8m+6 and 8m+7 are not used;
@@ -15,16 +15,16 @@ It begins with 64-bit words and messages, the header; slots of bytes follow.  Of
 - 2082+5s: the ticket of the section that lies in slot s, stored by the rank that put it there;
 - 2083+5s+m: the last ticket that rank m has taken out of slot s, stored by m alone.
 
-Which section lies where every rank knows from the plan (`sections_in_slot_order`): that at place p of this order comes
-into slot p modulo the number of slots, under the *ticket* read * 2^32 + p + 1.  Tickets of a slot only grow, so no word
-is ever reset: with 8 slots, slot 2 in read 5 has the tickets 5 * 2^32 + 3, + 11, + 19..., and what it has left of
-read 4 is less than all of them.  Waiting is polling with short sleeps; every poll sees a rank that failed, and every
-tenth of a second one that died.
+Every rank knows from the plan (`sections_in_slot_order`) which section lies where. The section at place p of this order
+comes into slot p modulo the number of slots, under the *ticket* read * 2^32 + p + 1. Tickets of a slot only grow, so no
+word is ever reset. With 8 slots, slot 2 has in read 5 the tickets 5 * 2^32 + 3, + 11, + 19..., and every ticket left
+from read 4 is smaller. Ranks wait by polling with short sleeps; every poll sees a rank that failed, and every tenth of
+a second one that died.
 
-**The order that is relied on.**  An aligned word is stored and loaded whole.  Every word is stored by `_tell`, behind a
-barrier (`jigsaw.io.reading.barrier`): who sees the word sees all that its rank wrote before it, and its rank has
-finished all loads from before it.  Four ranks, one slot s, the section of ticket t, which rank 1 decodes for ranks 0
-and 3, and that of ticket u, the next in this slot, which rank 2 is to decode:
+**The order that this relies on.** An aligned word is stored and loaded whole. Every word is stored by `_tell`, behind a
+barrier (`jigsaw.io.reading.barrier`). A rank that sees the word therefore sees all that its writer wrote before it, and
+the writer has finished all earlier loads. Take four ranks and one slot s. Rank 1 decodes the section of ticket t for
+ranks 0 and 3, and rank 2 is to decode the next in this slot, of ticket u:
 
 1. rank 1 writes the bytes of slot s; barrier; it stores t in the slot's first word;
 2. ranks 0 and 3 poll that word.  Once it is t, they copy their boxes: the bytes are there, because of the barrier;
@@ -32,10 +32,10 @@ and 3, and that of ticket u, the next in this slot, which rank 2 is to decode:
 4. rank 2, which has polled those two words until both were t, writes the bytes of u: nobody reads those of t any more;
    barrier; it stores u in the slot's first word.  The slot's next loader alone ever stores that word.
 
-A read begins and ends alike: each rank stores its digest; barrier; *started*.  When all is taken: barrier; *finished*;
-it polls those of all, compares digests; barrier; *left*.  The next read, for which a rank polls *left* of all, may
-lay the slots out anew.  Who fails writes its message and length; barrier; *failed*; barrier; the one word that all
-poll, which any of them may store: all store the same.
+A read begins and ends alike: each rank stores its digest; barrier; *started*. When all is taken: barrier; *finished*;
+it polls those of all ranks and compares digests; barrier; *left*. The next read, which first polls *left* of all ranks,
+may lay out the slots anew. A rank that fails writes its message and length; barrier; *failed*; barrier; then the one
+word that all ranks poll. Any rank may store that word, because all store the same.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Arena:
         return self._words[self._slot(slot)] == ticket
 
     def any_published(self, pairs: Sequence[tuple[int, int]]) -> Callable[[], bool]:
-        """A quick question, for polling: whether any of these (slot, ticket) is published."""
+        """Return a quick test, to be polled, that is true once any of these (slot, ticket) pairs is published."""
         words, wanted = self._words, [(self._slot(slot), each) for slot, each in pairs]
 
         return lambda: any(words[at] == each for at, each in wanted)
@@ -252,23 +252,23 @@ class Arena:
 
 
 def slot_ticket(read: int, place: int) -> int:
-    """The number under which the section at a place in the order of slots is published; 0 is none's."""
+    """Return the ticket under which the section at a place in the order of slots is published; 0 is never one."""
     return read * _TICKETS_PER_READ + place + 1
 
 
 def arena_header_bytes(size: int) -> int:
-    """The size of the header for a number of ranks."""
+    """Return the size of the header for a number of ranks."""
     words = MAX_ARENA_SLOTS * (size + 1)
     return -(-(_mark_at(size) + 8 + size * _MESSAGE_BYTES + 8 * words) // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _mark_at(size: int) -> int:
-    """Where the random word lies: behind the words of each rank, and the one that tells of failures."""
+    """Return the offset of the random word: behind the words of each rank and the one that reports failures."""
     return 8 * (_WORDS_PER_RANK * size + 1)
 
 
 def error_from_rank(kind: str, message: str, rank: int) -> ReadError:
-    """The error that another rank told of, as the same type where it is one of the reader's."""
+    """Make the error that another rank reported, as the same type where it is one of the reader's."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, ReadError):
         error = found(f"{message} [rank {rank}]")
@@ -286,11 +286,10 @@ def _open_pidfd(pid: int) -> int | None:
 
 
 def attach_arena(peers: PeerGroup, timeout: float) -> Arena | None:
-    """The arena of this rank's machine; collective over the peers.
+    """Attach to the arena of this rank's machine; collective over the peers.
 
-    None when this rank is alone on its machine.  Where some rank cannot map the memory of another, finds other memory
-    in its place, or has no barrier, all of them are taken for machines of their own, and chunks travel over the
-    network.
+    Returns None when this rank is alone on its machine. Where some rank cannot map another's memory, finds other memory
+    in its place, or has no barrier, each counts as a machine of its own. Chunks then travel over the network.
     """
     near = peers.neighbours
     # Both gatherings are reached by every rank, whatever it could not do before: what fails is a value, not an error.
@@ -310,7 +309,9 @@ def attach_arena(peers: PeerGroup, timeout: float) -> Arena | None:
 
 
 class _MemoryMark(NamedTuple):
-    """What tells an arena's memory from all other files: the maker's descriptor, and what lies behind it."""
+    """Marks that tell an arena's memory from other files: the maker's descriptor, device, inode and the random
+    word.
+    """
 
     fd: int
     device: int
@@ -325,7 +326,7 @@ class _MemoryMark(NamedTuple):
         return cls(fd, found.st_dev, found.st_ino, os.pread(fd, 8, _mark_at(size)))
 
     def is_at(self, found: os.stat_result) -> bool:
-        """Whether this is the file; on a copy of the machine another one may have its numbers."""
+        """Say whether this is the file; on a copy of the machine another file may have its numbers."""
         return (found.st_dev, found.st_ino) == (self.device, self.inode)
 
 
@@ -340,7 +341,7 @@ def _create_memory_file(size: int) -> int:
 
 
 def _open_memory_file(path: str, meant: _MemoryMark, size: int) -> int:
-    """The memory that is `meant`, to be written; -1 where the path leads to something else, or may not be opened."""
+    """Open the memory that is `meant` for writing; -1 where the path leads elsewhere or may not be opened."""
     try:
         if not meant.is_at(os.stat(path)):  # what else it may be, such as a pipe, is not even opened
             return -1

@@ -1,9 +1,9 @@
-"""What makes data that one process has written visible to another before the word that tells of it.
+"""Barriers that make data written by one process visible to another before the word that announces it.
 
-Python has no fences.  Processors of the x86 family need none: they show stores in their order, and load in theirs
-(memcpy, whose streaming stores are the exception, ends them with a fence).  Others, such as ARM's, promise neither, so
-there the kernel is asked for a full barrier on every thread of every process that has joined (``membarrier(2)``,
-``GLOBAL_EXPEDITED``): who is about to store a word calls it, and who polls words needs nothing.
+Python does not have fences. Processors of the x86 family need none: they show stores in order and load in order
+(memcpy, whose streaming stores are the exception, ends them with a fence). Others, such as ARM's, promise neither.
+There the kernel is asked for a full barrier on every thread of every process that has joined (``membarrier(2)``,
+``GLOBAL_EXPEDITED``). The process that is about to store a word calls it; those that poll words need nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _BARRIER, _JOIN = 1 << 1, 1 << 2
 
 
 def memory_barrier() -> Callable[[], None] | None:
-    """What to call between writing data and storing the word that tells of it; None where there is no such thing."""
+    """Return the barrier to call between writing data and storing the word that announces it; None if there is none."""
     return (lambda: None) if platform.machine().lower() in _ORDERED else kernel_barrier()
 
 
 def kernel_barrier() -> Callable[[], None] | None:
-    """The kernel's barrier, which this process joins now; None where there is none, or it is not permitted."""
+    """Join the kernel's barrier and return it; None where the kernel lacks it or does not permit it."""
     number = _MEMBARRIER.get(platform.machine())
     if number is None or platform.system() != "Linux":
         return None

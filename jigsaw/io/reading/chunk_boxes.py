@@ -1,7 +1,7 @@
-"""Which rows of which chunks a rank takes, and where in its sample they land.
+"""Boxes of chunks: the rows that a rank takes of each chunk, and where in its sample they land.
 
-Each dim is worked out by itself, and a box is the product of its dims.  Ten rows of latitude in chunks of 4 (rows 0-3,
-4-7 and 8-9), cut among four ranks, who hold a row more on each side, on a dim that wraps:
+Each dim is worked out by itself, and a box is the product of its dims. Take ten rows of latitude in chunks of 4 (rows
+0-3, 4-7 and 8-9), cut among four ranks, on a dim that wraps. Each rank holds one row more on each side:
 
     rank  owns   holds    takes, as `RowRun`s (source, its step, target, its step, length)
     0     0-2    -1..3    of chunk 2 (1, 1, 0, 1, 1), as row -1 is row 9;  of chunk 0 (0, 1, 1, 1, 4)
@@ -57,10 +57,10 @@ def _rows_of_runs(runs: Sequence[RowRun]) -> tuple[Interval, ...]:
 
 
 class ChunkBox(NamedTuple):
-    """What one rank takes of a chunk for one part: the product of the runs of each stored dim.
+    """Rows that one rank takes of a chunk for one part: the product of the runs of each stored dim.
 
-    `at` are the (dim, local index) where it lands along dims of the sample that the array lacks.  Of a part a rank may
-    take two boxes: the rows beyond a pole are `turned`.
+    `at` has the (dim, local index) where it lands along dims of the sample that the array lacks. A rank may take two
+    boxes of a part: the rows beyond a pole are `turned`.
     """
 
     part: int
@@ -74,7 +74,7 @@ class ChunkBox(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """Whether it takes a row of the chunk more than once, as rows beyond an edge do."""
+        """Say whether it takes a row of the chunk more than once, as rows beyond an edge do."""
         rows = [[x for run in runs for x in run.each] for runs in self.runs if len(runs) > 1]
         return any(len(set(taken)) < len(taken) for taken in rows)
 
@@ -100,7 +100,7 @@ def _split_by_chunk(pairs: Sequence[tuple[int, int]], along: DimChunks) -> RunsB
 def _runs_of_space_dim(
     held: Interval, size: int, first: int, along: DimChunks, flip: bool, way: BoundaryRows
 ) -> RunsByChunk:
-    """The runs of a spatial dim, whose `size` rows begin at the stored row `first`; they wrap where it is rolled."""
+    """Find the runs of a spatial dim whose `size` rows begin at the stored row `first`; a rolled dim wraps."""
     # Three counts of rows: those of the sample, as held -> those of the domain, beyond whose ends the boundary's rule
     # has shown which row stands there (and half a turn on, beyond a pole) -> those stored, which may run against them.
     # On 10 rows that wrap, stored upside down, a rank holds -1..3: its first row is the domain's 9, and the stored 0.
@@ -112,7 +112,7 @@ def _runs_of_space_dim(
 
 
 class BoundaryRows(NamedTuple):
-    """Which of the held rows of a dim are meant, and by how many rows they are shifted.
+    """Choice of the held rows of a dim, and the number of rows by which they are shifted.
 
     Beyond a pole a globe goes on along the opposite meridian: `turned` rows of latitude, each of them shifted by half
     the rows of longitude.  The rows within the poles are another geometry, not turned and not shifted.
@@ -124,7 +124,7 @@ class BoundaryRows(NamedTuple):
 
 
 def boundary_rows(request: ReadRequest, turned: bool) -> tuple[BoundaryRows, ...]:
-    """For each spatial dim; `turned` for the rows beyond a pole."""
+    """Return the `BoundaryRows` of each spatial dim; `turned` selects the rows beyond a pole."""
     space = request.layout.cuts[2:]
     boundary = request.boundary or (PERIODIC_BOUNDARY,) * len(space)
     circles = [b.circle for b in boundary if b.rule == "pole"] if turned else []
@@ -141,7 +141,7 @@ def _runs_of_picks(picks: IndexPicks, held: Interval, along: DimChunks) -> RunsB
 
 
 class DimPieces:
-    """How a stored dim is cut: the runs that each piece holds, by chunk, and for each chunk who takes how much of it.
+    """Cut of a stored dim: the runs that each piece holds, by chunk, and how much of each chunk each piece takes.
 
     Compared by identity: `_pieces_of_space` and `_pieces_of_picks` make one object of those that are equal.
     """
@@ -177,24 +177,24 @@ def _pieces_of_space(
 
 @lru_cache(maxsize=256)
 def _pieces_of_picks(axes: AxisSizes, cut: Cut | None, picks: IndexPicks, along: DimChunks) -> DimPieces:
-    """Along times and channels, where nobody has a halo; a dropped dim has no cut, and is one piece that all take."""
+    """Cut times or channels, which have no halo; a dropped dim has no cut and is one piece that all ranks take."""
     runs = [_runs_of_picks(picks, held, along) for held in (cut.held if cut else ((0, 1),))]
     return DimPieces(axes, cut, along, runs, runs)
 
 
 @lru_cache(maxsize=1024)
 def _shares_of_place(axes: AxisSizes, cut: Cut, index: int) -> DimShares:
-    """Who holds one place along a dim that an array lacks."""
+    """Return the pieces that hold one place along a dim that an array lacks."""
     there = (i for i, (start, stop) in enumerate(cut.held) if start <= index < stop)
     return shares_of_dim(axes, cut.axes, 1, tuple(PieceShare(i, ((0, 1),), 1) for i in there))
 
 
 class PartGeometry:
-    """Of one part: for each rank and stored dim the chunks that it needs, and which rows of them.
+    """Geometry of one part: the chunks that each rank needs along each stored dim, and which of their rows.
 
-    Runs are worked out for each piece of a cut, not for each rank: of 64 ranks on 8 x 8 pieces 8 for latitude and 8
-    for longitude, of which rank 13, at (1, 5), has the second and the sixth.  They are kept, for most arrays and
-    samples ask for the same.
+    Runs are worked out for each piece of a cut, not for each rank. With 64 ranks on 8 x 8 pieces there are 8 for
+    latitude and 8 for longitude; rank 13, at (1, 5), has the second and the sixth. They are kept, because most arrays
+    and samples need the same ones.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class PartGeometry:
         self._by_member: dict[int, tuple[list[RunsByChunk], tuple[tuple[int, int], ...] | None]] = {}
 
     def _of_member(self, member: int) -> tuple[list[RunsByChunk], tuple[tuple[int, int], ...] | None]:
-        """What a rank takes along each stored dim, and where it lands along those that the array lacks."""
+        """Return the runs of a rank along each stored dim, and where it lands along dims that the array lacks."""
         if member not in self._by_member:
             layout, coord = self._layout, self._layout.coord(member)
             runs = [dim.held[layout.piece(dim.cut, coord) if dim.cut else 0] for dim in self.dims]
@@ -221,11 +221,11 @@ class PartGeometry:
         return iter(()) if at is None else product(*held)
 
     def last(self, member: int) -> RunsByChunk:
-        """What a rank takes along the last stored dim, for each of the chunks there."""
+        """Return the runs of a rank along the last stored dim, by chunk."""
         return self._of_member(member)[0][-1]
 
     def box(self, chunk: ChunkIndex, member: int) -> ChunkBox | None:
-        """What a rank takes of a chunk; None for nothing."""
+        """Return the box that a rank takes of a chunk; None where it takes nothing."""
         held, at = self._of_member(member)
         runs = tuple([row.get(c, ()) for row, c in zip(held, chunk, strict=True)])
         return None if at is None or not all(runs) else ChunkBox(self._number, runs, at, self._turned)
@@ -246,7 +246,7 @@ def _pieces_along(
 
 
 def _fixed_targets(part: ReadPart, layout: Layout, coord: ChunkIndex) -> tuple[tuple[int, int], ...] | None:
-    """Where a part lands along dims that its array lacks: None for a rank that does not hold that place."""
+    """Return where a part lands along dims that its array lacks; None for a rank that does not hold that place."""
     found: list[tuple[int, int]] = []
     for dim, index in part.at:
         cut = layout.cuts[dim]

@@ -1,4 +1,4 @@
-"""What there is to do in a read: chunks to load, by which rank and for which, and the counts of it.  Integers only."""
+"""Work of a read: the chunks to load, the ranks that load and need them, and counts. Integers only."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ NO_OWNER = -1
 
 @dataclass
 class ReadCounts:
-    """What one rank does in a plan, or did: byte ranges asked for, chunks decoded, and bytes.
+    """Counts of the work that one rank does, or did, in a plan: byte ranges asked for, chunks decoded, and bytes.
 
-    `decoded_bytes` counts whole chunks, or the part of one that is decoded; `useful_bytes` what of them lands in the
-    rank's own tile (in the stored dtype), `sent_bytes` what the rank hands to others; `fallback` the chunks that only
-    the format's library could decode; `unsized` those whose stored size is not known beforehand, which `stored_bytes`
-    leaves out: never any in what was done; `missing` the chunks that are not in the store, and stand as fill values.
+    `decoded_bytes` counts whole chunks, or the part that is decoded; `useful_bytes` is what lands in the rank's own
+    tile, in the stored dtype. `sent_bytes` is what the rank hands to others, and `fallback` counts chunks that only the
+    format's library could decode. `unsized` counts chunks whose stored size is not known beforehand, which
+    `stored_bytes` leaves out; it is 0 in counts of work done. `missing` counts chunks that are not in the store and
+    stand as fill values.
     """
 
     requests: int = 0
@@ -70,4 +71,4 @@ class ReadCounts:
 CountsTable = NDArray[np.int64]
 """`ReadCounts` of many ranks, a row each."""
 COUNT_COLUMN = {field.name: number for number, field in enumerate(fields(ReadCounts))}
-"""Which column of a `CountsTable` counts what."""
+"""Column of a `CountsTable`, by the name of the count."""

@@ -1,12 +1,13 @@
-"""Who takes how much of a stored chunk, all ranks at once: worked out once for all chunks that lie alike.
+"""Readers of a stored chunk and how much each takes, worked out once for all chunks that lie alike.
 
-A sample is cut as a product of dims, and so is what a rank takes of a chunk: along each dim a piece's rows.  Chunks of
-which the pieces take the same rows have the same readers, whatever their array and step.  Of 100 fields in chunks of
-the whole globe all chunks are alike, those of the next sample too, and 4096 ranks ask once who takes what of them.
+A sample is cut as a product of dims, and so is what a rank takes of a chunk: along each dim a piece's rows. Chunks of
+which the pieces take the same rows have the same readers, whatever their array and step. With 100 fields in chunks of
+the whole globe all chunks are alike, as are those of the next sample. So 4096 ranks work out once who takes what.
 
-Four ranks on lat=2, lon=2, an array of 8 x 8 in chunks of 4 x 8, a halo of a row: of chunk (0, 0) piece 0 along lat
-takes the rows 0-3, all that it owns, and piece 1 takes row 3, which it does not own.  Along lon piece 0 has the columns
-0-4 and piece 1 3-7.  So all four read it, taking 20, 20, 5 and 5 values; ranks 0 and 1 own rows of it.
+Take four ranks on lat=2, lon=2, and an array of 8 x 8 in chunks of 4 x 8 with a halo of one row. Of chunk (0, 0), piece
+0 along lat takes the rows 0-3, all of which it owns; piece 1 takes row 3, which it does not own. Along lon, piece 0 has
+the columns 0-4 and piece 1 the columns 3-7. So all four ranks read it, taking 20, 20, 5 and 5 values; ranks 0 and 1 own
+rows of it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ ByReader = NDArray[np.int64]
 
 
 class PieceShare(NamedTuple):
-    """What a piece of a cut takes of a chunk along a dim: the intervals of rows, each once, and the number of rows with
-    those that it takes twice.
+    """Share of a chunk that a piece of a cut takes along a dim: the intervals of rows, each once, and the number of
+    rows when those taken twice count twice.
     """
 
     piece: int
@@ -43,9 +44,9 @@ class PieceShare(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DimShares:
-    """What the pieces of a dim's cut take of the `length` rows that a chunk stores; those that take none are left out.
+    """Shares of the pieces of a dim's cut in the `length` rows that a chunk stores; pieces that take none are left out.
 
-    Axes of the mesh `axes` cut it, those `cutting`.
+    The axes `cutting` of the mesh `axes` cut it.
     """
 
     axes: AxisSizes
@@ -72,7 +73,7 @@ class DimShares:
         return self._over_mesh([each.owns for each in self.shares], False)
 
     def _over_mesh(self, values: Sequence[Any], nothing: Any) -> NDArray[Any]:
-        """Each rank's value, as an array over the mesh that has one place along the axes that do not cut."""
+        """Lay out each rank's value as an array over the mesh, of size one along the axes that do not cut."""
         pieces = prod(size for axis, size in self.axes if axis in self.cutting)
         by_piece = np.full(pieces, nothing, object if nothing is None else None)
         for each, value in zip(self.shares, values, strict=True):
@@ -82,12 +83,14 @@ class DimShares:
 
 @lru_cache(maxsize=1 << 14)
 def shares_of_dim(axes: AxisSizes, cutting: tuple[str, ...], length: int, shares: tuple[PieceShare, ...]) -> DimShares:
-    """One object for those that are equal, so that chunks that lie alike are found by what they are made of."""
+    """Return one object for equal shares, so that chunks that lie alike are found by identity."""
     return DimShares(axes, cutting, length, shares)
 
 
 class PartShares(NamedTuple):
-    """What a part of the request takes of a chunk: along the stored dims, and along those that its array lacks."""
+    """Shares that ranks take of a chunk for a part of the request: along stored dims, and along those that its array
+    lacks.
+    """
 
     stored: tuple[DimShares, ...]
     fixed: tuple[DimShares, ...]
@@ -112,9 +115,10 @@ class ReaderGroup:
 
 
 class ChunkLoads(NamedTuple):
-    """Who loads a chunk: the rank `owner` for those `served`, and the readers `alone`, by their places, for themselves.
+    """Loads of a chunk: by the rank `owner` for those `served`, and by the readers `alone` (their places) for
+    themselves.
 
-    Without a load for several ranks `served` is empty; `sent` are the values that are handed to others than the owner.
+    Without a load for several ranks `served` is empty; `sent` counts the values that the owner hands to other ranks.
     """
 
     owner: int
@@ -151,15 +155,15 @@ class ChunkReaders:
         return len(self.ranks)
 
     def places(self, ranks: ReaderRanks) -> NDArray[np.intp]:
-        """Where some of the readers stand among all of them."""
+        """Return the places of some of the readers among all of them."""
         return np.arange(len(self.at)) if ranks is self.ranks else np.searchsorted(self.at, ranks)
 
     def values_of(self, ranks: ReaderRanks) -> ByReader:
-        """How many values some of the readers take."""
+        """Return how many values each of some readers takes."""
         return self.values if ranks is self.ranks else self.values[self.places(ranks)]
 
     def group(self, ranks: ReaderRanks) -> ReaderGroup:
-        """What some of the readers need."""
+        """Return the group of some of the readers."""
         if ranks is self.ranks:
             return self._all
         if ranks not in self._groups:
@@ -171,7 +175,7 @@ class ChunkReaders:
         return ReaderGroup(self, self.places(self.ranks))
 
     def rects(self, place: int) -> list[ChunkRows]:
-        """The boxes that a reader needs, one a part."""
+        """Return the boxes that a reader needs, one for each part."""
         found = [(tuple(d[place] for d in stored), tuple(d[place] for d in fixed)) for stored, fixed in self._rows]
         return [rect for rect, there in found if None not in rect and None not in there]
 
@@ -185,15 +189,15 @@ class ChunkReaders:
         ]
 
     def is_alone(self, rank: int, mode: str) -> bool:
-        """Whether a reader loads the chunk for itself alone."""
+        """Say whether a reader loads the chunk for itself alone."""
         return mode == "independent" or rank in self.at[self.loads(mode).alone]
 
     def loads(self, mode: str) -> ChunkLoads:
-        """Who loads the chunk in a mode of reading.
+        """Return who loads the chunk in a mode of reading.
 
-        Say ranks 0 to 3 need a chunk, of which 1 and 2 own rows and 0 and 3 hold some as their halo.  Independent: each
-        loads it for itself.  Cooperative: one of them, here rank 0, loads it for all.  Neighbours: rank 1 loads it for
-        0, 1 and 3, and rank 2 for itself.
+        Suppose ranks 0 to 3 need a chunk; 1 and 2 own rows, and 0 and 3 hold some as their halo. `independent`: each
+        loads it for itself. `cooperative`: one of them, here rank 0, loads it for all. `neighbours`: rank 1 loads it
+        for 0, 1 and 3, and rank 2 for itself.
         """
         if mode not in self._loads:
             self._loads[mode] = self._loads_in(mode)
@@ -217,5 +221,5 @@ class ChunkReaders:
 
 @lru_cache(maxsize=1 << 14)
 def readers_of_chunk(parts: tuple[PartShares, ...]) -> ChunkReaders:
-    """The readers of all chunks of which parts take such rows."""
+    """Return the readers of all chunks of which parts take such rows; the same object for equal parts."""
     return ChunkReaders(parts)

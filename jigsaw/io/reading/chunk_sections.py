@@ -1,18 +1,18 @@
-"""Shared chunks pass from rank to rank in sections: shared memory then holds a few rows of each instead of all of them,
-and a section is taken while it still lies in the cache of the core that decoded it.
+"""Sections of shared chunks, which pass from rank to rank: shared memory then holds a few rows of each chunk. A section
+is taken while it still lies in the cache of the core that decoded it.
 
-Who cuts what, and in which order sections have their slots, follows from the plan: the same on every rank.  Four ranks
-and four shared jobs, of which 0 and 2 are rank 0's, 1 is rank 1's and 3 rank 3's; rank 0 has two threads, and so two
-lanes.  Jobs 0 and 2 are large, and cut into three sections (0a 0b 0c) and two (2a 2b); 1 and 3 are not cut:
+The plan decides who cuts what, and the order in which sections have their slots, so these are the same on every rank.
+Take four ranks and four shared jobs: 0 and 2 are rank 0's, 1 is rank 1's and 3 is rank 3's. Rank 0 has two threads, and
+so two lanes. Jobs 0 and 2 are large, and cut into three sections (0a 0b 0c) and two (2a 2b); 1 and 3 are not cut:
 
     lane 0 of rank 0    0a 0b 0c
     lane 0 of rank 1    1
     lane 1 of rank 0    2a 2b
     lane 0 of rank 3    3
 
-The order of slots takes one of each lane in turn: 0a 1 2a 3 0b 2b 0c.  These are the places 0..6, and with 4 slots 0b,
-at place 4, follows 0a in slot 0: rank 0 decodes it there once all that read job 0 have taken 0a.  A lane's sections
-come in their order, so its thread waits only for places before its own: the lowest place that is not taken yet can
+The order of slots takes one of each lane in turn: 0a 1 2a 3 0b 2b 0c. These are the places 0..6. With 4 slots, 0b, at
+place 4, follows 0a in slot 0: rank 0 decodes it there once all that read job 0 have taken 0a. A lane's sections come in
+their order, so its thread waits only for places before its own. The lowest place that is not taken yet can therefore
 always go on, and no two ranks wait for each other.
 """
 
@@ -57,11 +57,11 @@ class ChunkSection(NamedTuple):
         return tuple(shape)
 
     def size(self, table: ArrayTable) -> int:
-        """Its decoded bytes; a slot has room for a whole chunk of the array where chunks are not cut."""
+        """Return its decoded bytes; where chunks are not cut, a slot has room for a whole chunk of the array."""
         return table.grid.chunk_bytes if self.rows is None else prod(self.shape(table)) * table.grid.itemsize
 
     def cut(self, boxes: Sequence[ChunkBox]) -> Iterator[tuple[ChunkBox, ChunkBox]]:
-        """What of these boxes of the chunk lies in the section: as found in the chunk, and as found in the section."""
+        """Yield the part of each box that lies in the section, in the chunk's rows and in the section's rows."""
         if self.rows is None:
             yield from zip(boxes, boxes, strict=True)
             return
@@ -75,7 +75,9 @@ class ChunkSection(NamedTuple):
 
 
 def _run_within(run: RowRun, rows: Interval) -> RowRun:
-    """The part of a run whose source rows lie in an interval: of rows 1, 4, 7, 10 in [4, 8) the second and third."""
+    """Return the part of a run whose source rows lie in an interval: of rows 1, 4, 7, 10 in [4, 8) the second and
+    third.
+    """
     source = run.each  # a range: rising or falling, and searched without being written out
     if run.source_step > 0:
         first, stop = (bisect_left(source, row) for row in rows)
@@ -91,7 +93,7 @@ def _run_within(run: RowRun, rows: Interval) -> RowRun:
 def sections_in_slot_order(
     plan: ReadPlan, jobs: Sequence[tuple[int, ChunkJob]], lanes: Sequence[int], cut: bool = True
 ) -> list[ChunkSection]:
-    """The sections of numbered jobs in the order of their slots; a rank has so many `lanes`."""
+    """Return the sections of numbered jobs in the order of their slots; `lanes` has the number of each rank's."""
     # Queues stand in the order in which the plan's jobs first name them: the same everywhere, whatever order the
     # threads come in.  A rank's jobs go to its lanes in turn, so that these are about equally long.
     queues: dict[tuple[int, int], list[ChunkSection]] = {}
@@ -105,13 +107,15 @@ def sections_in_slot_order(
 
 
 def fair_thread_count(ranks: int) -> int:
-    """The threads of a rank: the cores of its machine shared among the ranks there, at most 8."""
+    """Return the number of a rank's threads: its machine's cores shared among the ranks there, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cores // ranks))
 
 
 def slot_size_and_count(plan: ReadPlan, sections: Sequence[ChunkSection], threads: int, budget: int) -> tuple[int, int]:
-    """The size and number of slots for sections: one a loading thread, two while that is little, within a budget."""
+    """Return the size and number of slots for sections: one for each loading thread, two while that is little, within a
+    budget.
+    """
     size = max((section.size(plan.tables[section.job.array]) for section in sections), default=0)
     # a slot for each thread, so that none waits for another's readers; a second lets it decode on while its first is
     # taken, which pays only as long as all slots together stay in the cache
@@ -135,7 +139,7 @@ def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut:
 
 
 def _can_stream(plan: ReadPlan, job: ChunkJob) -> bool:
-    """Whether a chunk can be decoded from its beginning to its end, all of it, as it is fetched."""
+    """Say whether a chunk can be decoded whole, from its beginning to its end, as it is fetched."""
     table = plan.tables[job.array]
     # What is asked here must be alike on every rank, or they would count other places for the same slots.  Far chunks
     # come whole, by batches; chunks in part, and those whose filters were left out in part (`mask`), are no stream of

@@ -1,8 +1,8 @@
-"""Carries read plans out, together with the ranks that share a sample.
+"""Engine that carries out read plans, together with the ranks that share a sample.
 
-A pool of threads loads this rank's chunks: one that others need too into the arena, section by section, where every
-rank of the machine takes its boxes straight from, and one that only this rank needs into scratch memory.  Ranks on
-other machines get their boxes by one all-to-all.  A read ends well on all ranks, or raises on all of them.
+A pool of threads loads this rank's chunks. A chunk that others need too goes into the arena, section by section, where
+every rank of the machine takes its boxes. A chunk that only this rank needs goes into scratch memory. Ranks on other
+machines get their boxes by one all-to-all. A read ends well on all ranks, or raises on all of them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ReadEngine:
             self._check_identities(identities)
 
     def _check_identities(self, seen: Sequence[StoreIdentity]) -> None:
-        """Raises: what `check_same_store` raises, once nothing is left open."""
+        """Raise what `check_same_store` raises, once nothing is left open."""
         try:
             check_same_store(seen)
         except ReadError:
@@ -78,7 +78,7 @@ class ReadEngine:
             raise
 
     def read(self, plan: ReadPlan, out: AnyArray | None = None) -> AnyArray:
-        """This rank's held box of the sample [T, C, \\*space], in `out` when given.
+        """Read this rank's held box of the sample [T, C, \\*space], into `out` when given.
 
         Every rank of the domain group reads the same plans in the same order.
 
@@ -103,10 +103,10 @@ class ReadEngine:
                 self.stats = self.stats + running.counts
 
     def plan(self, make: Callable[[], ReadPlan], key: Hashable = None) -> ReadPlan:
-        """The plan of the next read: the one that `ahead` expected under `key`, or else made now.
+        """Return the plan of the next read: the one that `ahead` expected under `key`, or else one made now.
 
-        Raises: `ForkedError`; what planning raises, which a far store may do for one rank alone: the others, who are
-        told, learn of it in their `read`.
+        Raises: `ForkedError`; what planning raises. A far store may raise for one rank alone; the other ranks are told,
+        and raise in their `read`.
         """
         self.home.check_home()
         try:

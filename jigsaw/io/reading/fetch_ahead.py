@@ -1,7 +1,7 @@
-"""Chunks of far stores, fetched before they are asked for: many requests under way, within a budget of bytes.
+"""Chunks of far stores, fetched before they are needed: many requests under way, within a budget of bytes.
 
-A round trip takes as long as decoding many chunks, so fetching has threads of its own, which mostly wait.  The chunks
-of the next read are fetched behind those of the one under way, so that the line never runs empty between two.
+A round trip takes as long as decoding many chunks, so fetching has threads of its own, which mostly wait. The chunks of
+the next read are fetched behind those of the current one, so that the connection is never idle between two reads.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FetchAhead:
             return self.add(plan())
 
     def planned(self, key: Hashable) -> ReadPlan | None:
-        """The plan of a read that was expected, or what it raised; None, and no more, when another one was expected."""
+        """Return the plan of a read that was expected, or raise its error; None when another read was expected."""
         found = self._expected.pop(key, None)
         if found is not None:
             return found.result()
@@ -91,7 +91,7 @@ class FetchAhead:
         return plan
 
     def take(self, plan: ReadPlan, job: ChunkJob) -> FetchedBytes | None:
-        """What was fetched for a job, once it is there; None for a missing chunk."""
+        """Return the bytes fetched for a job, once they have arrived; None for a missing chunk."""
         with self._lock:
             group = self._groups.get(plan, {}).get(job)
             if group is None:
@@ -101,7 +101,7 @@ class FetchAhead:
                 self._waiting.remove(group)
                 self._start(group)
         try:
-            # without the lock, for it may take seconds; popped, so that the bytes go when they are decoded
+            # without the lock, because it may take seconds; popped, so that the bytes go when they are decoded
             return group.promise.result().pop(job)
         finally:
             with self._lock:
@@ -139,7 +139,7 @@ class FetchAhead:
         self._pool.submit(_fetch_group, group)
 
     def _let_go(self, group: _FetchGroup, jobs: set[ChunkJob]) -> None:
-        """The bytes of a group count until the last of its jobs was taken."""
+        """Count the bytes of a group until the last of its jobs is taken."""
         if group.left:  # else it was let go of: a drop may meet a job that is just being taken
             group.left -= jobs
             if group.started and not group.left:

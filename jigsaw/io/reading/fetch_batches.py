@@ -25,7 +25,7 @@ class FetchBatch(NamedTuple):
 
 
 def fetch_batches(chunks: FoundChunks, jobs: Iterable[ChunkJob]) -> Iterator[FetchBatch]:
-    """The jobs of one rank on far stores, those near each other together; in the order of their first ones."""
+    """Yield the jobs of one rank on far stores, those near each other together, in the order of their first ones."""
     far = [(job, chunks.ref(job.array, job.chunk)) for job in jobs if chunks.tables[job.array].far]
     if missing := tuple(job for job, ref in far if ref is None):
         yield FetchBatch(missing, 0, 0)
@@ -37,7 +37,7 @@ def fetch_batches(chunks: FoundChunks, jobs: Iterable[ChunkJob]) -> Iterator[Fet
 def _batches_of_object(
     chunks: FoundChunks, jobs: Iterable[tuple[ChunkJob, ChunkRef]], table: ArrayTable
 ) -> Iterator[FetchBatch]:
-    """The batches of jobs on one object; one of unknown size is fetched whole."""
+    """Yield the batches of jobs on one object; one of unknown size is fetched whole."""
     placed: list[tuple[list[ByteRange], ChunkJob]] = []
     for job, ref in jobs:
         part = chunks.portion(job.array, job.chunk, job.readers)

@@ -1,4 +1,4 @@
-"""What belongs to the process that made it: threads, sockets and shared memory do not outlive a fork."""
+"""Guard of what belongs to the process that made it: threads, sockets and shared memory do not outlive a fork."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class HomeProcess:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process, not one that was forked from it."""
+        """Say whether this is that process, not one that was forked from it."""
         return os.getpid() == self._pid
 
     def check_home(self) -> None:
-        """Raises: `ForkedError` in a process that was forked: it has none of the threads that it would wait for."""
+        """Raise `ForkedError` in a forked process, which has none of the threads that it would wait for."""
         if not self.is_here:
             raise forked_from(self._pid, self._what)
 
 
 def forked_from(pid: int, what: str) -> ForkedError:
-    """What a process is told that was forked from `pid`."""
+    """Make the error for a process that was forked from `pid`."""
     return ForkedError(
         f"{what} belongs to process {pid}, and this one ({os.getpid()}) was forked from it: its threads, sockets and "
         "shared memory stayed behind; jigsaw.io.DataLoader reads ahead in threads and needs no processes, and those of "

@@ -1,4 +1,4 @@
-"""Where the chunks of a read lie, and what of them is to be loaded: all that planning asks of stores."""
+"""Places of the chunks of a read, and the part of each to load: all that planning asks of stores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jigsaw.io.reading.needed_chunks import NeededChunks
 ArrayTables = Mapping[str, ArrayTable]
 
 MOST_SIZES = 1024
-"""The small chunks of near stores that one plan asks for their sizes at most, 3 ms of every rank."""
+"""Limit on the small chunks of near stores whose sizes one plan looks up: 3 ms of every rank."""
 _SIZES_LOOKED_AT = 8
 
 
@@ -41,14 +41,14 @@ class ReaderKinds:
         self._counted: dict[str, NDArray[np.intp]] = {}
 
     def count(self, loads: ChunkLoads, mode: str) -> NDArray[np.intp]:
-        """How many of each kind load the chunk for themselves in a mode, which has these `loads`."""
+        """Count how many readers of each kind load the chunk for themselves in a mode, which has these `loads`."""
         if mode not in self._counted:
             self._counted[mode] = np.bincount(self.of[loads.alone], minlength=self.number)
         return self._counted[mode]
 
 
 class LoadsAlone(NamedTuple):
-    """What each reader of a chunk would load for itself.
+    """Loads that each reader of a chunk would make for itself.
 
     `table` [4, kind] has for each kind of reader whether it loads all of the chunk, its requests, and the bytes stored
     and decoded.  The stored bytes of those that load all of it are left out, because the same rows of other chunks have
@@ -60,8 +60,8 @@ class LoadsAlone(NamedTuple):
 
     @classmethod
     def of(cls, kinds: ReaderKinds, size: int, made: ArrayLike = ()) -> LoadsAlone:
-        """Of chunks of `size` bytes; `made` are requests, stored and decoded bytes [3, kind] of parts, for all kinds
-        but the first, which loads the whole.
+        """Make the loads for chunks of `size` bytes; `made` are requests, stored and decoded bytes [3, kind] of parts.
+        They are for all kinds but the first, which loads the whole chunk.
         """
         table = np.empty((4, kinds.number), np.int64)
         table[0], table[1:, 1:] = 0, np.asarray(made, np.int64).reshape(3, -1)
@@ -69,12 +69,12 @@ class LoadsAlone(NamedTuple):
         return cls(kinds, table)
 
     def total(self, loads: ChunkLoads, mode: str) -> list[int]:
-        """The loads of whole chunks, requests, stored and decoded bytes of all that load it alone in a mode."""
+        """Sum the whole-chunk loads, requests, stored and decoded bytes of all ranks that load it alone in a mode."""
         return (self.table @ self.kinds.count(loads, mode)).tolist()
 
 
 class WholeSizes(NamedTuple):
-    """Of each chunk whether it is there, and its bytes decoded and stored, an unknown size as the decoded one."""
+    """Presence of each chunk, and its bytes decoded and stored; an unknown stored size is that of the decoded bytes."""
 
     there: NDArray[np.bool_]
     decoded: NDArray[np.int64]
@@ -98,14 +98,14 @@ class FoundChunks:
         self._asked: set[tuple[str, ChunkIndex]] = set()
 
     def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
-        """Where a chunk lies, looked up once; None when it is missing."""
+        """Return where a chunk lies, looked up once; None when it is missing."""
         key = array, chunk
         if key not in self._refs:
             self._refs[key] = self.tables[array].finder.locate(chunk)
         return self._refs[key]
 
     def _refs_of(self, array: str, chunks: Sequence[ChunkIndex]) -> list[ChunkRef | None]:
-        """Where chunks lie, in C order; those that follow each other are looked up together."""
+        """Return where chunks lie, in C order; chunks that follow each other are looked up together."""
         finder = self.tables[array].finder
         if all((array, chunk) not in self._refs for chunk in chunks):
             for first, count in _strips_of_chunks(chunks):
@@ -117,7 +117,7 @@ class FoundChunks:
         return [self.ref(array, chunk) for chunk in chunks]
 
     def _sizes(self, array: str) -> WholeSizes:
-        """The sizes of the needed chunks of an array, in C order; of many, those of a few of them."""
+        """Return the sizes of the needed chunks of an array, in C order; of a few of them where there are many."""
         if array not in self._whole:
             grid, chunks = self.tables[array].grid, self.needed.readers[array].chunks
             if self.size_of_all(array) is not None:
@@ -132,7 +132,7 @@ class FoundChunks:
         return self._whole[array]
 
     def counts_in_mode(self, array: str, mode: str) -> tuple[int, int, int]:
-        """What `counts_of_loads` gives of all needed chunks of an array; of many, as if all were as those looked at."""
+        """Sum `counts_of_loads` over all needed chunks of an array; where there are many, estimate it from a few."""
         readers_of = self.needed.readers[array]
         if self.tables[array].finder.is_divisible:
             counts = [self.counts_of_loads(array, chunk, mode) for chunk in readers_of]
@@ -146,8 +146,8 @@ class FoundChunks:
         return int(loads @ sizes.there), int(loads @ sizes.decoded), int(loads @ sizes.stored)
 
     def bytes_of_shared(self, array: str, mode: str) -> NDArray[np.int64]:
-        """For each chunk of an array that is loaded for several ranks, in C order, the bytes that this load fetches, or
-        decodes where that is not known; 0 of a missing one.
+        """Return the bytes that each shared load of an array's chunks fetches, in C order. Where that is not known, the
+        decoded bytes count; a missing chunk counts as 0.
         """
         pattern = self.needed.readers[array].pattern
         places = pattern.shared_places(mode)
@@ -161,8 +161,8 @@ class FoundChunks:
         return np.array([row.stored_bytes or row.decoded_bytes for row in rows], np.int64)
 
     def size_of_all(self, array: str) -> int | None:
-        """The bytes that each chunk of an array counts as where so many are needed that they are not asked for theirs;
-        None where each is asked.
+        """Return the size that every chunk of an array counts as when there are too many to look up; None where each is
+        looked up.
         """
         table = self.tables[array]
         if table.far or table.finder.is_divisible or self._are_few:
@@ -171,17 +171,17 @@ class FoundChunks:
 
     @cached_property
     def _are_few(self) -> bool:
-        """Whether the chunks that may be asked for their size are few."""
+        """Say whether the chunks whose size may be looked up are few."""
         asked = (name for name in self.needed.readers if not self.tables[name].far)
         return sum(len(self.needed.readers[n]) for n in asked if not self.tables[n].finder.is_divisible) <= MOST_SIZES
 
     def has_own_objects(self, array: str) -> bool:
-        """Whether each needed chunk of an array lies in another object, so that no request brings two of them."""
+        """Say whether each needed chunk of an array lies in its own object, so that no request brings two of them."""
         paths = [ref.path for chunk in self.needed.readers[array] if (ref := self.ref(array, chunk)) is not None]
         return len(set(paths)) == len(paths)
 
     def portion(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ChunkPortion | None:
-        """What of a chunk is loaded for these ranks; None for all of it."""
+        """Return the part of a chunk that is loaded for these ranks; None for all of it."""
         finder = self.tables[array].finder
         if not finder.is_divisible:
             return None
@@ -197,7 +197,7 @@ class FoundChunks:
         return kept[key]
 
     def load_counts(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
-        """What loading a chunk for these ranks takes of the one that does it."""
+        """Count what the rank that loads a chunk for these ranks does."""
         ref, table = self.ref(array, chunk), self.tables[array]
         if ref is None:
             return ReadCounts(missing=1)
@@ -208,7 +208,7 @@ class FoundChunks:
         return ReadCounts(1, 1, slow, ref.length or 0, table.grid.bytes_of(chunk), unsized=unsized)
 
     def counts_of_loads(self, array: str, chunk: ChunkIndex, mode: str) -> tuple[int, int, int]:
-        """The requests, and the bytes decoded and stored, that all loads of a chunk take in a mode; an unknown size
+        """Count the requests, and the bytes decoded and stored, of all loads of a chunk in a mode. An unknown size
         counts as the decoded one.
         """
         table, ref, readers = self.tables[array], self.ref(array, chunk), self.needed.readers[array][chunk]
@@ -229,7 +229,7 @@ class FoundChunks:
         return requests, decoded, stored + whole * length
 
     def counts_alone(self, array: str, chunk: ChunkIndex) -> CountsTable:
-        """`load_counts` of each reader of a chunk by itself, a row a reader."""
+        """Return `load_counts` of each reader of a chunk by itself, a row for each reader."""
         ref, readers, table = self.ref(array, chunk), self.needed.readers[array][chunk], self.tables[array]
         rows = np.zeros((len(readers), len(COUNT_COLUMN)), np.int64)
         if ref is None:
@@ -253,7 +253,7 @@ class FoundChunks:
         return rows
 
     def _loads_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
-        """For chunks of which a part may do."""
+        """Return what each reader would load alone, for chunks of which a part may be enough."""
         readers, key = self.needed.readers[array][chunk], self.tables[array].finder.portion_key(chunk, ref)
         if key is None:
             if (array, chunk) not in self._alone:
@@ -271,7 +271,7 @@ class FoundChunks:
         return readers.memo[key]
 
     def _divided_frame(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
-        """What readers would load of a chunk that is stored as a Blosc frame; all of it where it is none."""
+        """Return what readers would load of a chunk stored as a Blosc frame; all of it where it is not a frame."""
         readers, table = self.needed.readers[array][chunk], self.tables[array]
         able, size, frame = self._able_alone(array, chunk), table.grid.bytes_of(chunk), None
         if len(able) and not ref.mask:
@@ -288,7 +288,7 @@ class FoundChunks:
         return LoadsAlone.of(kinds, size, frame.count_parts(runs, firsts, table.places.files.gap))
 
     def _able_alone(self, array: str, chunk: ChunkIndex) -> NDArray[np.intp]:
-        """The readers, by their places, for which a part of a chunk may do, as far as geometry says."""
+        """Return the readers, by their places, for which the geometry says that a part of a chunk may be enough."""
         readers, finder = self.needed.readers[array][chunk], self.tables[array].finder
         key = "able", finder.least_left_out
         if key not in readers.memo:
@@ -297,7 +297,7 @@ class FoundChunks:
         return readers.memo[key]
 
     def lookups(self) -> LookupCounts:
-        """What finding these took of one rank that knew nothing yet: the indices of shards, and Blosc's tables."""
+        """Count the look-ups of a rank that knew nothing yet: the indices of shards, and Blosc's tables."""
         chunks = [(self.tables[name], chunk) for name, chunks in self.needed.readers.items() for chunk in chunks]
         indices = dict(found for table, chunk in chunks if (found := table.finder.index_of(chunk)) is not None)
         return total_lookups((*indices.values(), *(self.tables[name].finder.table_of(at) for name, at in self._asked)))
@@ -306,10 +306,12 @@ class FoundChunks:
 def _kinds_by_blocks(
     readers: ChunkReaders, able: NDArray[np.intp], how: tuple[tuple[int, ...], tuple[int, ...], int, int]
 ) -> tuple[ByteSpans, NDArray[np.int64], ReaderKinds]:
-    """The runs of blocks that each kind of the readers `able` needs, where each kind's begin, and the kinds."""
+    """Group the readers `able` by the runs of blocks that they need; return runs, where each kind's begin,
+    and kinds.
+    """
     rects = (tuple(readers.group((rank,)).rects) for rank in readers.at[able].tolist())
     wanted = [blosc_blocks_of_rows(each, *how) for each in rects]
-    # readers side by side share most blocks: of 64 x 64 ranks few need others than their neighbours
+    # readers side by side share most blocks: of 64 x 64 ranks few need others than those beside them
     apart = {runs.tobytes(): runs for runs in wanted}
     number = {each: n for n, each in enumerate(apart, 1)}
     kinds = np.zeros(len(readers), np.intp)
@@ -319,7 +321,7 @@ def _kinds_by_blocks(
 
 
 def _strips_of_chunks(chunks: Sequence[ChunkIndex]) -> Iterator[tuple[ChunkIndex, int]]:
-    """Chunks in C order as the first of those that follow each other along the last dim, and how many these are."""
+    """Yield runs of chunks in C order that follow each other along the last dim: the first chunk and their number."""
     start = 0
     for i, chunk in enumerate(chunks):
         last = i + 1 == len(chunks)
@@ -329,16 +331,16 @@ def _strips_of_chunks(chunks: Sequence[ChunkIndex]) -> Iterator[tuple[ChunkIndex
 
 
 def spread_places(count: int) -> list[int]:
-    """Some places of so many, spread evenly whatever divides them, in rising order."""
+    """Return some places out of so many, spread evenly whatever divides them, in rising order."""
     # multiples of the golden section: of 8 x 8 tiles no two in a row, where equal steps would stay in one column
     return sorted({int(count * ((0.5 + n) * 0.6180339887498949 % 1)) for n in range(_SIZES_LOOKED_AT)})
 
 
 def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
-    """Ask far stores for what plans depend on, many at a time: the indices of shards, then Blosc's tables of chunks of
-    which some rank takes a part.
+    """Ask far stores for what plans depend on, many requests at a time: the indices of shards, then Blosc's tables of
+    chunks of which some rank takes a part.
 
-    Raises: what asking a store raises, which it may do for one rank alone.
+    Raises: what asking a store raises, possibly on one rank alone.
     """
     found = FoundChunks(needed, tables)
     far = [(name, chunks) for name, chunks in needed.readers.items() if tables[name].far]
@@ -346,11 +348,13 @@ def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
     one_an_object = {tables[name].finder.path(chunk): (name, chunk) for name, chunks in far for chunk in chunks}
     ask_at_once(lambda each: tables[each[0]].finder.locate(each[1]), list(one_an_object.values()))
     parts = [(name, chunk) for name, chunks in far if tables[name].finder.is_divisible for chunk in chunks]
-    # each reader by itself, for its table of blocks: what they share in any mode is then found without another request
+    # each reader by itself, because of its table of blocks: what they share in any mode then needs no other request
     ask_at_once(lambda each: found.counts_alone(*each), parts)
     return found
 
 
 def _may_part(finder: ChunkFinder, chunk: ChunkIndex, group: ReaderGroup) -> bool:
-    """Whether a part of a chunk may do for some readers: asked of geometry alone, before a table of blocks is read."""
+    """Say whether a part of a chunk may be enough for some readers, by geometry alone, before a table of blocks is
+    read.
+    """
     return group.largest_share <= MOST_PORTION_SHARE and finder.may_part(chunk, group.share)

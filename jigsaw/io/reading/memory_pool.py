@@ -1,4 +1,4 @@
-"""Memory for samples, used again once nobody holds the sample that lay in it.
+"""Memory for samples, used again once the sample in it is no longer held.
 
 Fresh memory costs as much as the copy into it: the kernel clears every page first.
 """
@@ -25,7 +25,7 @@ def _pinned_memory(size: int) -> NDArray[np.uint8]:
 
 
 class _MemoryLease:
-    """What an array's memory belongs to; numpy and torch views keep it, and its end gives the memory back."""
+    """Owner of an array's memory: numpy and torch views keep it alive, and its end gives the memory back."""
 
     def __init__(self, memory: NDArray[np.uint8], home: MemoryPool) -> None:
         self.__array_interface__ = memory.__array_interface__
@@ -36,10 +36,10 @@ class _MemoryLease:
 
 
 class MemoryPool:
-    """Uninitialised arrays whose memory is used again; at most `kept` pieces lie idle.
+    """Uninitialized arrays whose memory is used again; at most `kept` pieces lie idle.
 
-    While so many are in use, a new one waits a moment for one that is about to come back: a loop lets go of its last
-    batch only once it has the next.  `pinned` memory is locked in place, so that a GPU copies from it while it
+    While that many are in use, a new array waits a moment for one that is about to come back: a loop lets go of its
+    last batch only once it has the next. `pinned` memory is locked in place, so that a GPU copies from it while it
     computes.
     """
 
@@ -54,7 +54,7 @@ class MemoryPool:
         self._most = pieces
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """An array of any contents; its memory returns when the last view of it is gone."""
+        """Return an uninitialized array; its memory returns when its last view is gone."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if size == 0:
             return np.empty(shape, dtype)
@@ -63,7 +63,9 @@ class MemoryPool:
         return np.asarray(lease).view(dtype).reshape(shape)
 
     def take_back(self, lease: int, memory: NDArray[np.uint8]) -> None:
-        """What a lease ends with, in any thread and at any moment: each step is one that Python does whole."""
+        """Take back the memory of a lease that ends, in any thread and at any moment; each step here is atomic in
+        Python.
+        """
         # No lock: a lease may end in the midst of `_find`, in this very thread, whenever Python collects garbage.
         self._lent.discard(lease)
         self._idle.append(memory)
@@ -82,7 +84,7 @@ class MemoryPool:
         return memory
 
     def _pick(self, size: int | None) -> NDArray[np.uint8] | None:
-        """An idle piece of this size, or the one that is idle for longest."""
+        """Pick an idle piece of this size, or the one that has been idle longest."""
         for _ in range(len(self._idle)):
             try:
                 memory = self._idle.popleft()

@@ -1,4 +1,4 @@
-"""Which chunks each rank needs for a sample, and which rows of them: by the request and the arrays' grids alone."""
+"""Chunks and rows that each rank needs for a sample, from the request and the arrays' grids alone."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ class ReadersPattern:
         self._alone: dict[tuple[str, int], NDArray[np.int32]] = {}
 
     def loads(self, mode: str) -> tuple[ChunkLoads, ...]:
-        """Who loads each chunk in a mode."""
+        """Return who loads each chunk in a mode."""
         if mode not in self._loads:
             self._loads[mode] = tuple(each.loads(mode) for each in self.readers)
         return self._loads[mode]
 
     def counts(self, mode: str) -> NDArray[np.int64]:
-        """For each chunk how often it is loaded, whether for several ranks, and the values handed over [3, chunk]."""
+        """Return how often each chunk is loaded, whether for several ranks, and the values handed over [3, chunk]."""
         if mode not in self._counts:
             rows = [(len(each.alone) + bool(each.served), bool(each.served), each.sent) for each in self.loads(mode)]
             self._counts[mode] = np.array(rows, np.int64).reshape(-1, 3).T
         return self._counts[mode]
 
     def totals(self, mode: str) -> tuple[int, int, int]:
-        """The sums of `counts` over all chunks."""
+        """Sum `counts` over all chunks."""
         if mode not in self._totals:
             loads, shared, sent = self.counts(mode).sum(1).tolist()
             self._totals[mode] = loads, shared, sent
         return self._totals[mode]
 
     def shared_places(self, mode: str) -> NDArray[np.intp]:
-        """Where in C order the chunks stand that are loaded for several ranks in a mode."""
+        """Return the places, in C order, of the chunks that are loaded for several ranks in a mode."""
         return np.flatnonzero(self.counts(mode)[1])
 
     def loaded_alone(self, mode: str, ranks: int) -> NDArray[np.int32]:
-        """How many of the chunks each of so many ranks loads for itself alone in a mode."""
+        """Count the chunks that each of so many ranks loads for itself alone in a mode."""
         if (mode, ranks) not in self._alone:
             count = np.zeros(ranks, np.int32)
             for readers, loads in zip(self.readers, self.loads(mode), strict=True):
@@ -95,12 +95,12 @@ class NeededChunks:
         self._taken: dict[tuple[str, ChunkIndex, int], tuple[ChunkBox, ...]] = {}
 
     def chunks(self, array: str, member: int) -> list[ChunkIndex]:
-        """The chunks of an array that a rank needs, in C order."""
+        """Return the chunks of an array that a rank needs, in C order."""
         # two geometries, such as of two levels, may name a chunk each; a rolled dim ends with its first chunk
         return sorted({chunk for each in self.geometries[array] for chunk in each.chunks(member)})
 
     def boxes(self, array: str, chunk: ChunkIndex, member: int) -> tuple[ChunkBox, ...]:
-        """What a rank takes of a chunk: a box a part, and one of its rows beyond a pole."""
+        """Return the boxes that a rank takes of a chunk: one for each part, and one for its rows beyond a pole."""
         key = array, chunk, member
         found = self._taken.get(key)
         if found is None:
@@ -113,7 +113,7 @@ class NeededChunks:
 
 
 def _readers_by_chunk(parts: Sequence[_PartDims]) -> ReadersByChunk:
-    """The chunks of which parts take rows, in C order, and who needs them."""
+    """Find the chunks of which parts take rows, in C order, and the ranks that need them."""
     if len(parts) == 1:
         ((dims, fixed),) = parts
         taken, pattern = _pattern_of_part(tuple(tuple(dim.shares.values()) for dim in dims), fixed)
@@ -132,7 +132,7 @@ def _readers_by_chunk(parts: Sequence[_PartDims]) -> ReadersByChunk:
 def _pattern_of_part(
     along: tuple[tuple[DimShares, ...], ...], fixed: tuple[DimShares, ...]
 ) -> tuple[tuple[bool, ...], ReadersPattern]:
-    """Of the chunks that one part takes rows of, by dim: which any rank reads, and the pattern of these."""
+    """Say which chunks any rank reads for one part, given its shares by dim, and return the pattern of those chunks."""
     every = [readers_of_chunk((PartShares(shares, fixed),)) for shares in product(*along)]
     taken = tuple(bool(readers.ranks) for readers in every)
     return taken, _pattern_of_readers(tuple(compress(every, taken)))
@@ -140,5 +140,5 @@ def _pattern_of_part(
 
 @lru_cache(maxsize=256)
 def _pattern_of_readers(readers: tuple[ChunkReaders, ...]) -> ReadersPattern:
-    """One object for those that are equal, so that what is worked out from it is found by it."""
+    """Return one object for equal patterns, so that what is worked out from a pattern is found by identity."""
     return ReadersPattern(readers)

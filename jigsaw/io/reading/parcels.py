@@ -1,4 +1,4 @@
-"""What ranks of other machines need of the chunks that this rank loads: packed boxes, in one exchange."""
+"""Boxes that ranks of other machines need of the chunks that this rank loads, packed into one exchange."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jigsaw.io.reading.read_plan import ReadPlan
 class BoxParcels:
     """The boxes of one plan that go from machine to machine.
 
-    They travel without a word about what they are, for both sides know from the plan.  Ranks 0 and 1 on one machine, 2
-    and 3 on another; rank 0 has loaded the shared jobs 4 and 7, which all four read.  Rank 0 sends rank 2 its boxes of
-    job 4, then those of job 7, and rank 3 likewise; rank 2 counts the bytes of its own boxes of the jobs 4 and 7, and
-    cuts what comes from rank 0 in that order.  Rank 1 has taken its boxes from shared memory.
+    They travel without a description, because both sides know the contents from the plan. Say ranks 0 and 1 are on one
+    machine, 2 and 3 on another, and rank 0 has loaded the shared jobs 4 and 7, which all four read. Rank 0 sends rank 2
+    its boxes of job 4, then those of job 7, and rank 3 likewise. Rank 2 counts the bytes of its own boxes of the jobs 4
+    and 7, and cuts what comes from rank 0 in that order. Rank 1 has taken its boxes from shared memory.
     """
 
     def __init__(self, plan: ReadPlan, peers: PeerGroup) -> None:
@@ -30,7 +30,7 @@ class BoxParcels:
 
     @property
     def are_any(self) -> bool:
-        """Whether any rank sends some: the same on every rank."""
+        """True where any rank sends some: the same on every rank."""
         jobs, hosts = self._plan.shared, self._peers.hosts
         return any(hosts[job.owner] != hosts[m] for job in jobs if job.owner != NO_OWNER for m in job.readers)
 

@@ -1,6 +1,6 @@
-"""The ranks that share a sample, as the reader meets them: a group of its own, never the model's.
+"""Ranks that share a sample, as the reader sees them: a process group of its own, never the model's.
 
-Reading runs in a thread of its own beside the model's collectives, so it may not use their groups.
+Reading runs in its own thread beside the model's collectives, so it may not use their groups.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PeerGroup:
         self.hosts = tuple(f"{host}#{m}" for m, host in enumerate(self.hosts))
 
     def gather(self, value: Any) -> list[Any]:
-        """The picklable `value` of each."""
+        """Gather the picklable `value` of each rank."""
         if self.group is None:
             return [value]
         # Two all-gathers, as gloo wants equal sizes.  Of four ranks with pickles of 40, 90, 40 and 60 bytes each first
@@ -108,7 +108,7 @@ class PeerGroup:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no thread is in the midst of a message."""
+        """Say whether every thread is outside of a message."""
         return self._talks == 0
 
 
@@ -130,12 +130,12 @@ _groups_met: Counter[tuple[int, ...]] = Counter()
 def meet_peers(
     mesh: DeviceMesh | None, apart: Sequence[str] = ("data",), host: str | None = None, timeout: float | None = None
 ) -> PeerGroup:
-    """The ranks that share this rank's samples: those that differ from it along other axes than `apart`.
+    """Return the ranks that share this rank's samples: those that differ from it along other axes than `apart`.
 
-    Collective over these ranks: it makes a gloo group that nobody else knows of.  `host` overrides the name of this
+    Collective over these ranks: it makes a gloo group that only the reader uses. `host` overrides the name of this
     machine, `timeout` the seconds that the ranks of the mesh wait for each other.
 
-    Raises: `ForkedError` in a process that was forked from a rank: as another process than that, it is none.
+    Raises: `ForkedError` in a process that was forked from a rank, because such a process is not a rank.
     """
     if mesh is None or mesh.size() == 1:
         return PeerGroup(host=host)
@@ -179,7 +179,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def this_host() -> str:
-    """A name for what can share memory: a machine since it was started, and a namespace of process ids on it."""
+    """Return a name for what can share memory: a machine since it was started, and a namespace of process ids on it."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read().strip()

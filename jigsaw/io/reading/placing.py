@@ -1,7 +1,8 @@
-"""From a decoded chunk into the sample: flip, transpose, cast, scale, offset and fill in one pass over the cache.
+"""Copies from a decoded chunk into the sample: flip, transpose, cast, scale, offset and fill in one pass over the
+cache.
 
-The chunk stays in its stored dtype until its values land; what the file's scale and offset and the channel's
-normalisation do is one multiply-add, y = raw * a + b, whose a and b are computed in float64.
+The chunk stays in its stored dtype until its values land. The file's scale and offset and the channel's normalization
+are one multiply-add, y = raw * a + b, whose a and b are computed in float64.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jigsaw.misuse import warn_once
 AnyArray = NDArray[Any]
 
 _ROUNDED_OFF = 0.01
-"""How far from an integer a label may lie that a scale of the file, or its dtype, has moved."""
+"""Tolerance within which a label counts as an integer after a scale of the file, or its dtype, has moved it."""
 CONVERTED_BYTES = 1 << 19
 """Bytes that are converted at a time: they stay in the second-level cache between decoding, scaling and adding."""
 
@@ -62,19 +63,19 @@ def _strided_slice(start: int, step: int, count: int) -> slice:
 
 
 class PartPlacing:
-    """How the values of one part land in the sample: a and b for each of the `channels` that the rank holds."""
+    """Rules by which the values of one part land in the sample: a and b for each of the rank's `channels`."""
 
     def __init__(self, part: ReadPart, table: ArrayTable, request: ReadRequest, channels: tuple[int, int]) -> None:
         kept = [d for d, to in enumerate(part.to) if to != DROPPED_DIM]
         self.order = tuple(sorted(kept, key=lambda d: part.to[d]))
         self.dropped = tuple(d for d, to in enumerate(part.to) if to == DROPPED_DIM)
         self.to, self.masks, self.nan, self.name = part.to, table.masks, request.nan, part.array
-        # y = (raw * own_scale + own_offset) * s + o: what the file says and the channel's normalisation, as one a and b
+        # y = (raw * own_scale + own_offset) * s + o: the file's numbers and the channel's normalization as one a and b
         scale, offset = request.scale[slice(*channels)], request.offset[slice(*channels)]
         own = [(table.offset * s, o) for s, o in zip(scale, offset, strict=True)]
         self.a, self.b = tuple(table.scale * s for s in scale), tuple(mine + o for mine, o in own)
-        # Beyond a pole the components of vectors change sign, but not the offset that normalises them: it is of the
-        # values as the model sees them.
+        # Beyond a pole the components of vectors change sign, but not the offset that normalizes them: it belongs to
+        # the values as the model sees them.
         signs = [-1.0 if c in request.vectors else 1.0 for c in range(*channels)]
         self.turned = (
             tuple(sign * x for sign, x in zip(signs, self.a, strict=True)),
@@ -104,7 +105,9 @@ class PartPlacing:
             self._convert(ordered, out[where], a[where[1]], b[where[1]])
 
     def strip_work_memory(self, strip: AnyArray, scratch: Callable[[int], AnyArray]) -> AnyArray:
-        """Where the values of a strip are converted: where they lie, if they have that dtype already."""
+        """Return the memory in which the values of a strip are converted: the strip itself if it has that dtype
+        already.
+        """
         if self.is_copy or (strip.dtype == self.work and not self.masks):
             return strip
         return np.ndarray(strip.shape, self.work, scratch(strip.size * self.work.itemsize))
@@ -128,7 +131,7 @@ class PartPlacing:
                 raise RefusedValueError(e.is_missing, number) from None
 
     def _factors(self, runs: Sequence[RowRun], box: ChunkBox) -> tuple[float | AnyArray, float | AnyArray]:
-        """a and b along the stored dim of channels; numbers where all are 1 or 0."""
+        """Return a and b along the stored dim of channels; plain numbers where all are 1 or 0."""
         # a b of 0 among others is -0.0: to add 0.0 would make 0.0 of -0.0, where a channel by itself is left as it is
         at = dict(box.at).get(1)
         channels = (at, 1, 1) if at is not None else runs[self.to.index(1)][2:]
@@ -159,7 +162,9 @@ class PartPlacing:
             np.copyto(target.reshape(shape), source, casting="unsafe")
 
     def in_place_target(self, box: ChunkBox, shape: Sequence[int], out: AnyArray) -> AnyArray | None:
-        """The part of `out` that a chunk fills whole, by rows and in its own dtype, to be decoded and scaled there."""
+        """Return the part of `out` that a chunk fills whole, by rows and in its own dtype, to be decoded and scaled
+        there.
+        """
         if box.runs[-1][0].length != out.shape[-1] or not self.lands_as_stored or self.dropped:
             return None
         if out.dtype != self.stored or not all(_is_all_rows(runs, n) for runs, n in zip(box.runs, shape, strict=True)):
@@ -169,11 +174,11 @@ class PartPlacing:
 
     @cached_property
     def lands_as_stored(self) -> bool:
-        """Whether decoded bytes may be scaled where they lie: dims in order, no value that means "missing"."""
+        """Say whether decoded bytes may be scaled where they lie: dims in order, and no value means "missing"."""
         return self.is_ordered and not self.masks and self.memory == tuple(range(len(self.memory)))
 
     def _where(self, runs: Sequence[RowRun], box: ChunkBox, ndim: int) -> tuple[slice, ...]:
-        """The part of the sample that a run of each stored dim fills."""
+        """Return the part of the sample that a run of each stored dim fills."""
         where = [slice(None)] * ndim
         for dim, index in box.at:
             where[dim] = slice(index, index + 1)
@@ -183,7 +188,7 @@ class PartPlacing:
         return tuple(where)
 
     def _picked(self, box: ChunkBox, ndim: int) -> tuple[Any, ...]:
-        """What makes stored dims, in the order of the sample's, those of the sample."""
+        """Return the index that turns stored dims, already in the sample's order, into those of the sample."""
         # an array [member, lat, lon] that lands at (time 2, channel 5) of [T, C, lat, lon], its member dropped: ordered
         # it is [lat, lon, member], and [None, None, :, :, 0] of that
         fixed = {dim for dim, _ in box.at}
@@ -212,12 +217,12 @@ class PartPlacing:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether no value means "missing", none replaces a missing one, and none has to be rounded."""
+        """True where no value means "missing", none replaces a missing one, and none has to be rounded."""
         rounds = self.dtype.kind in "iu" and self.stored.kind == "f"
         return not self.masks and not isinstance(self.nan, float | int) and not rounds
 
     def _planes(self, source: AnyArray, out: AnyArray, a: float, b: float) -> None:
-        """One (time, channel) of any number of space dims, a block of rows at a time."""
+        """Place one (time, channel) of any number of space dims, a block of rows at a time."""
         if out.ndim == 0:
             source, out = source[None], out[None]
         rows = max(1, CONVERTED_BYTES // max(out[:1].nbytes, 1))
@@ -238,8 +243,8 @@ class PartPlacing:
             np.copyto(y, source, casting="unsafe")
         if isinstance(b, np.ndarray) or b != 0.0:
             np.add(y, self._number(b), out=y)
-        # Masks are stored values, so the source is asked, which is no longer there where y lies over it: chunks with
-        # masks are never decoded in place (`lands_as_stored`), nor strips converted there (`strip_work_memory`).
+        # Masks are stored values, so the source is asked. It is gone where y lies over it, but chunks with masks are
+        # never decoded in place (`lands_as_stored`), nor strips converted there (`strip_work_memory`).
         for mask in self.masks:
             np.copyto(y, np.nan, where=source == mask)
         if not isinstance(self.nan, str):
@@ -268,7 +273,7 @@ class PartPlacing:
         if self.dtype.kind not in "iu" or np.can_cast(y.dtype, self.dtype) or not y.size:
             return None
         held = np.iinfo(self.dtype)
-        # below max + 1, a power of two: max itself, 2**63 - 1, is no float64, and would let 2**63 pass
+        # below max + 1, a power of two: max itself, 2**63 - 1, does not exist in float64, and would let 2**63 pass
         within = y.min() >= held.min and y.max() < held.max + 1
         return None if within else RefusedValueError(is_missing=False)
 
@@ -279,7 +284,7 @@ def _is_all_rows(runs: Sequence[RowRun], rows: int) -> bool:
 
 
 def pack_box(chunk: AnyArray, box: ChunkBox) -> ByteArray:
-    """The bytes of what `box` takes of `chunk`, in the stored dtype: what travels to another machine."""
+    """Pack the bytes that `box` takes of `chunk`, in the stored dtype, for another machine."""
     room = np.empty(box.extents, chunk.dtype)
     for runs, packed in zip(product(*box.runs), product(*box_when_packed(box).runs), strict=True):
         to = tuple(_strided_slice(r.source, r.source_step, r.length) for r in packed)
@@ -288,7 +293,7 @@ def pack_box(chunk: AnyArray, box: ChunkBox) -> ByteArray:
 
 
 def box_when_packed(box: ChunkBox) -> ChunkBox:
-    """The same box, of a chunk that `pack_box` reduced to it."""
+    """Return the same box in the coordinates of what `pack_box` made of the chunk."""
     dims: list[tuple[RowRun, ...]] = []
     for runs in box.runs:
         starts = [sum(r.length for r in runs[:i]) for i in range(len(runs))]

@@ -1,4 +1,4 @@
-"""A read plan in words: what each rank does, why it is read so, what other ways would take, and who decodes what."""
+"""Text of a read plan: each rank's work, the reasons, the cost of other ways, and the rank that decodes each chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WAYS = {
 
 
 def plan_text(plan: ReadPlan) -> str:
-    """What ``str(plan)`` is: a head, and the blocks of `plan_blocks`, with the stored names of dims."""
+    """Return the text of ``str(plan)``: a head, and the blocks of `plan_blocks`, with the stored names of dims."""
     layout = plan.request.layout
     steps, channels = layout.shape[:2]
     dims = _stored_dims(plan)
@@ -39,17 +39,17 @@ def plan_text(plan: ReadPlan) -> str:
 
 
 def plan_blocks(plan: ReadPlan, dims: Sequence[str]) -> list[list[str]]:
-    """The lines of each block: the table of ranks, the reasons, the other ways, who decodes which chunks."""
+    """Return the lines of each block: the table of ranks, the reasons, the other ways, who decodes which chunks."""
     return [_rank_table(plan, dims), plan_reasons(plan), _amplification_lines(plan), _decoder_lines(plan)]
 
 
 def requests_text(plan: ReadPlan) -> str:
-    """The requests of all ranks, and what each asks the store before it knows where the chunks lie."""
+    """Describe the requests of all ranks, and what each asks the store before it knows where the chunks lie."""
     return f"{plan.total.requests} requests{_lookups_text(plan.lookups)}"
 
 
 def missing_chunk_lines(plan: ReadPlan) -> list[str]:
-    """How many of the needed chunks are not in the store, and what becomes of them; no line where all are there."""
+    """Say how many needed chunks are not in the store, and what becomes of them; no line where none is missing."""
     missing = sum(map(len, plan.missing.values()))
     if not missing:
         return []
@@ -65,7 +65,7 @@ def missing_chunk_lines(plan: ReadPlan) -> list[str]:
 
 
 def plan_reasons(plan: ReadPlan) -> list[str]:
-    """For the arrays that are chunked and read alike: which chunks are whose, how they are read, and why so."""
+    """Say for the arrays that are chunked and read alike which rank has which chunks, how they are read, and why."""
     alike: dict[tuple[str, tuple[int, ...], int, int, int], list[str]] = {}
     for name, mode in plan.modes.items():
         readers, table = plan.needed.readers[name], plan.tables[name]
@@ -87,7 +87,7 @@ def plan_reasons(plan: ReadPlan) -> list[str]:
 
 
 def _costs_text(plan: ReadPlan, names: Sequence[str], mode: str) -> str:
-    """What the modes cost, and whether the one that is taken is the cheapest."""
+    """Describe the costs of the modes, and say whether the chosen one is the cheapest."""
     costs = {each: sum(plan.cost(name, each) for name in names) for each in PLAN_MODES}
     told = ", ".join(f"{each} {float(f'{costs[each] * 1e3:.2g}'):g}" for each in sorted(costs, key=costs.__getitem__))
     why = "the cheapest" if costs[mode] == min(costs.values()) else f"which mode={mode!r} asks for"
@@ -102,7 +102,7 @@ def _lookups_text(lookups: LookupCounts) -> str:
 
 
 def _stored_dims(plan: ReadPlan) -> list[str]:
-    """What the store calls the dims of space; those that no array has by their number."""
+    """Return the store's names of the dims of space; a dim that no array has is called by its number."""
     layout = plan.request.layout
     found = {2 + i: f"dim {2 + i}" for i in range(len(layout.shape) - 2)}
     for part in plan.request.parts:
@@ -125,7 +125,7 @@ def _rank_table(plan: ReadPlan, dims: Sequence[str]) -> list[str]:
 
 
 def _rows_text(owned: Interval, held: Interval) -> str:
-    """Rows owned, and how many more are held below and above."""
+    """Describe the rows owned, and how many more are held below and above."""
     below, above = owned[0] - held[0], held[1] - owned[1]
     return f"{owned[0]}:{owned[1]}" + (f" -{below}+{above}" if below or above else "")
 
@@ -148,7 +148,7 @@ def _amplification_lines(plan: ReadPlan) -> list[str]:
 
 
 def _decoder_lines(plan: ReadPlan) -> list[str]:
-    """A line an array and rank: how many of its chunks the rank decodes, and the first of them."""
+    """Return a line for each array and rank: how many of its chunks the rank decodes, and the first of them."""
     owned: dict[str, dict[int, list[tuple[int, ...]]]] = {}
     for job in plan.jobs:
         owner = job.owner if plan.ref(job.array, job.chunk) is not None else NO_OWNER
@@ -169,7 +169,7 @@ def _decoder_lines(plan: ReadPlan) -> list[str]:
 
 
 def _portion_text(plan: ReadPlan, array: str) -> str:
-    """How much of an array's chunks is decoded, where that is less than all."""
+    """Say how much of an array's chunks is decoded, where that is less than all."""
     parts = [part for job in plan.jobs if job.array == array and (part := plan.part_of(job)) is not None]
     if not parts:
         return ""

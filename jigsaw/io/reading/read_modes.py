@@ -1,4 +1,4 @@
-"""Who loads a chunk that several ranks need, in each mode of reading, and what a mode costs."""
+"""Modes of reading: who loads a chunk that several ranks need, and what each mode costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAN_MODES = ("independent", "neighbours", "cooperative")
 
 
 def choose_mode(found: FoundChunks, array: str, mode: str) -> str:
-    """How an array is read: in `mode`, or in the cheapest where that is ``"auto"``; alone where nothing is shared."""
+    """Choose how an array is read: in `mode`, or in the cheapest mode for ``"auto"``; alone where nothing is shared."""
     readers_of = found.needed.readers[array]
     if found.needed.ranks == 1 or all(len(readers) == 1 for readers in readers_of.pattern.readers):
         return "independent"
@@ -27,7 +27,7 @@ def choose_mode(found: FoundChunks, array: str, mode: str) -> str:
 
 
 def cost_of_mode(found: FoundChunks, array: str, mode: str) -> float:
-    """What reading an array costs in a mode, in CPU seconds over all ranks."""
+    """Return the cost of reading an array in a mode, in CPU seconds over all ranks."""
     # An unknown size counts as decoded: ranks that read do not ask for it, and all must find the same cost.  A shared
     # job costs as such, whatever its bytes: every rank that reads it is woken, and decoding a small one again is less.
     table = found.tables[array]
@@ -42,14 +42,14 @@ def cost_of_mode(found: FoundChunks, array: str, mode: str) -> float:
 
 
 def sent_values(found: FoundChunks, job: ChunkJob) -> int:
-    """The values of a chunk that are handed to others than its owner."""
+    """Count the values of a chunk that are handed to ranks other than its owner."""
     readers = found.needed.readers[job.array][job.chunk]
     total = int(readers.values_of(job.readers).sum())
     return total - int(readers.values_of((job.owner,)).sum()) if job.is_read_by(job.owner) else total
 
 
 def _far_requests(found: FoundChunks, array: str, mode: str, shared: SharedJobs, requests: int) -> int:
-    """The requests for an array of a far store: `requests`, were each of its chunks an object of its own."""
+    """Count the requests for an array of a far store; `requests` is the count if each chunk were its own object."""
     readers_of = found.needed.readers[array]
     if found.has_own_objects(array):
         return requests
@@ -68,7 +68,7 @@ def _far_requests(found: FoundChunks, array: str, mode: str, shared: SharedJobs,
 
 
 def shared_jobs(found: FoundChunks, modes: Mapping[str, str]) -> SharedJobs:
-    """The jobs whose chunk several ranks read, with their owners, in the order in which all ranks take them."""
+    """Return the jobs whose chunk several ranks read, with their owners, in the order in which all ranks take them."""
     readers_of = found.needed.readers
     sharing = [name for name, mode in modes.items() if len(readers_of[name].pattern.shared_places(mode))]
     if not sharing:  # near stores need not be asked for the sizes of private chunks then
@@ -84,7 +84,7 @@ def shared_jobs(found: FoundChunks, modes: Mapping[str, str]) -> SharedJobs:
 
 
 def _private_bytes(found: FoundChunks, modes: Mapping[str, str]) -> ByReader:
-    """The bytes that each rank fetches for itself alone, of chunks of unknown size those that it decodes."""
+    """Count the bytes that each rank fetches for itself alone; chunks of unknown size count as their decoded bytes."""
     load = np.zeros(found.needed.ranks, np.int64)
     for name, mode in modes.items():
         if (decoded := found.size_of_all(name)) is not None:

@@ -1,10 +1,10 @@
-"""Which rank fetches and decodes which chunk, and who gets which box of it: the same on every rank, without a word
-between them, for it follows from the request and from where the store says that chunks lie.
+"""Plan of a read: which rank fetches and decodes which chunk, and who gets which box of it. Every rank finds the same
+plan without messages, because it follows from the request and from where the store says that chunks lie.
 
-The ranks that share a sample hold overlapping boxes of it, and a stored chunk may lie in many of them.  *Independent*:
-every rank loads what it needs of each chunk.  *Cooperative*: each chunk is loaded once, by one rank, and cut into the
-boxes of all that need it.  *Neighbours*: every rank loads the chunks that it owns rows of, and hands those of the halo
-to the ranks that own none.  What a single rank needs it always loads for itself.
+The ranks that share a sample hold overlapping boxes of it, and a stored chunk may lie in many of them. `independent`:
+every rank loads what it needs of each chunk. `cooperative`: each chunk is loaded once, by one rank, and cut into the
+boxes of all that need it. `neighbours`: every rank loads the chunks that it owns rows of, and hands those of the halo
+to the ranks that own none. A chunk that a single rank needs is always loaded by that rank.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ ObjectSizes = Mapping[str, "int | None"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ReadPlan:
-    """How the ranks of one domain group read one sample.
+    """Plan by which the ranks of one domain group read one sample.
 
     Ranks are numbered in the layout's row-major order.  `modes` says for each array how its chunks are loaded.  `sizes`
     are those of far objects that hold one chunk each, None for missing ones; they change nothing but `rows`, because
     ranks that read do not ask for them.
 
-    ``print(plan)`` explains it: what each rank reads, decodes, keeps and hands over, and why so.
+    ``print(plan)`` explains it: what each rank reads, decodes, keeps and hands over, and why.
     """
 
     needed: NeededChunks
@@ -70,16 +70,16 @@ class ReadPlan:
     # -- how each array is read --------------------------------------------------------------------------------------
 
     def cost(self, name: str, mode: str) -> float:
-        """What reading an array would cost in a mode, in CPU seconds over all ranks."""
+        """Return the cost of reading an array in a mode, in CPU seconds over all ranks."""
         return cost_of_mode(self.found, name, mode)
 
     def in_mode(self, mode: str) -> ReadPlan:
-        """The plan of the same request with all arrays read in `mode`, as `plan_read` takes it."""
+        """Return the plan of the same request with all arrays read in `mode`, as `plan_read` takes it."""
         return replace(self, modes={name: choose_mode(self.found, name, mode) for name in self.modes})
 
     @property
     def reasons(self) -> str:
-        """Why it is read so: whose the chunks are, and what each way of reading them would cost."""
+        """Explain why it is read this way: which rank has which chunks, and what each way of reading would cost."""
         return "\n".join(plan_reasons(self))
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class ReadPlan:
         return self.found.ref(array, chunk)
 
     def _known_size(self, row: CountsTable, array: str, chunk: ChunkIndex) -> CountsTable:
-        """Counts of loading a chunk, a row or several, with its stored size where `sizes` have that."""
+        """Return counts of loading a chunk, a row or several, with its stored size where `sizes` has it."""
         ref, unsized = self.ref(array, chunk), row[..., COUNT_COLUMN["unsized"]] > 0
         if ref is None or ref.path not in self.sizes or not unsized.any():
             return row
@@ -103,7 +103,7 @@ class ReadPlan:
         return known
 
     def _counts_of(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> CountsTable:
-        """What loading a chunk for these ranks takes."""
+        """Count what loading a chunk for these ranks takes."""
         return self._known_size(self.found.load_counts(array, chunk, readers).row, array, chunk)
 
     # -- jobs --------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class ReadPlan:
                 yield ChunkJob(name, chunk, member, (member,))
 
     def private_chunks(self, name: str, member: int) -> list[ChunkIndex]:
-        """The chunks of an array that a rank loads for itself alone, in C order."""
+        """Return the chunks of an array that a rank loads for itself alone, in C order."""
         readers_of, mode = self.needed.readers[name], self.modes[name]
         loads, shared, _ = readers_of.pattern.totals(mode)
         if mode == "independent" or loads == shared:  # every chunk is, or none
@@ -151,7 +151,7 @@ class ReadPlan:
         return self.needed.boxes(job.array, job.chunk, member)
 
     def where(self, job: ChunkJob, box: ChunkBox) -> str:
-        """The first step, level, … of a box, as an error names it."""
+        """Return the first step, level, … of a box, as an error names it."""
         table, picks = self.tables[job.array], self.request.parts[box.part].picks
         dims = zip(table.dims, picks, table.grid.along, job.chunk, box.runs, strict=True)
         at = [
@@ -166,7 +166,7 @@ class ReadPlan:
 
     @cached_property
     def rows(self) -> tuple[ReadCounts, ...]:
-        """What each rank will do; the engine's counters equal it."""
+        """Return what each rank will do; the engine's counters equal it."""
         table = np.zeros((self.ranks, len(COUNT_COLUMN)), np.int64)
         singly = np.zeros(self.ranks, np.int64)
         useful, sent, requests = (COUNT_COLUMN[name] for name in ("useful_bytes", "sent_bytes", "requests"))
@@ -221,7 +221,7 @@ class ReadPlan:
         )
 
     def ask_sizes(self) -> ReadPlan:
-        """This plan with `sizes` that are complete: of every object of unknown size one is asked, many at a time."""
+        """Return this plan with complete `sizes`: every object of unknown size is looked up, many at a time."""
         unknown = {
             ref.path: self.tables[name].places.files
             for name, readers_of in self.needed.readers.items()
@@ -235,7 +235,7 @@ class ReadPlan:
 
     @property
     def lookups(self) -> LookupCounts:
-        """What a rank that knows nothing yet looks up for all `rows`; `ReadEngine.looked_up` is what it has."""
+        """Count the look-ups for all `rows` of a rank that knows nothing yet; `ReadEngine.looked_up` counts its own."""
         _ = self.rows  # asks for every part
         return self.found.lookups()
 
@@ -257,10 +257,10 @@ class ReadPlan:
 def plan_read(
     request: ReadRequest, tables: ArrayTables, mode: str = "auto", sizes: ObjectSizes | None = None
 ) -> ReadPlan:
-    """The plan of one sample: the same on every rank.  No rank is asked; a store may be, where chunks lie.
+    """Plan the reading of one sample: the same on every rank. No rank is asked; a store may be asked where chunks lie.
 
-    `mode` is ``"cooperative"``, ``"neighbours"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them
-    for each array (`jigsaw.io.chunks.read_cost`).  `sizes` are of far objects, where another plan has asked for them.
+    `mode` is ``"cooperative"``, ``"neighbours"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them for
+    each array (`jigsaw.io.chunks.read_cost`). `sizes` are those of far objects, where another plan has looked them up.
 
     Raises: `ShardingError` or `ReadError` when the parts do not fill the sample exactly once, or do not fit the arrays.
     """
@@ -271,9 +271,9 @@ def plan_read(
 
 
 def make_read_plan(request: ReadRequest, tables: ArrayTables, mode: str, sizes: ObjectSizes | None = None) -> ReadPlan:
-    """The plan of a request of stored arrays, in three steps: what the ranks need, where far stores have it, and how
-    each array is read.  Only the second may wait for a store, or fail for one rank alone; the third asks near ones
-    where a choice depends on what they tell (`docs/design.md` says why).
+    """Make the plan of a request of stored arrays in three steps: the ranks' needs, the places in far stores, the mode
+    of each array. Only the second may wait for a store, or fail for one rank alone. The third asks near stores where a
+    choice depends on them (`docs/design.md` says why).
     """
     needed = NeededChunks(request, {part.array: tables[part.array].grid for part in request.parts})
     found = look_up_chunks(needed, tables)
@@ -281,7 +281,7 @@ def make_read_plan(request: ReadRequest, tables: ArrayTables, mode: str, sizes: 
 
 
 def _split_joined_parts(request: ReadRequest, tables: ArrayTables) -> ReadRequest:
-    """The request with each part of a joined array as parts of those it is made of, whose files differ in all else."""
+    """Split each part that reads a joined array into one part for each array that it joins."""
     found = [(part, tables[part.array].members) for part in request.parts]
     if not any(joined for _, joined in found):
         return request
@@ -290,8 +290,8 @@ def _split_joined_parts(request: ReadRequest, tables: ArrayTables) -> ReadReques
 
 
 def _parts_by_array(part: ReadPart, joined: JoinedArrays) -> list[ReadPart]:
-    """A part as one for each of the joined arrays that it needs."""
-    # of 12 files with 4 steps each, rows 3, 4 and 9 are row 3 of the first, 0 of the second and 1 of the third
+    """Split a part into one for each of the joined arrays that it needs."""
+    # of 12 files with 4 steps each, rows 3, 4 and 9 are row 3 of the first, row 0 of the second, row 1 of the third
     picks = part.picks[joined.dim]
     assert picks is not None
     found: dict[int, list[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""Whether the parts of a request fit the arrays, and fill the sample exactly once."""
+"""Checks that the parts of a request fit the arrays and fill the sample exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequ
 
 
 def check_request_fits(request: ReadRequest, tables: Mapping[str, ArrayTable]) -> None:
-    """Raises: `ShardingError` or a `ReadError` that names the part, the array and the dim."""
+    """Raise `ShardingError` or a `ReadError` that names the part, the array and the dim, unless the request fits."""
     layout = request.layout
     if any(count != 1 for count in layout.groups) or layout.ndim < 2:
         raise ShardingError(f"cannot read into {layout}: a sample is [T, C, *space] with no dims flattened together")
@@ -66,7 +66,7 @@ def _check_dim_fits(
 
 
 def _check_sample_filled(request: ReadRequest) -> None:
-    """Every (time, channel) of the sample comes from exactly one part."""
+    """Check that every (time, channel) of the sample comes from exactly one part."""
     times, channels = request.layout.cuts[0].size, request.layout.cuts[1].size
     seen: dict[tuple[int, int], str] = {}
     for part in request.parts:

@@ -1,7 +1,7 @@
 """One read of one rank: it loads its chunks, takes its boxes, and ends well or fails together with the other ranks.
 
-Four ranks read a sample.  Of its shared chunks rank 0 loads A, rank 1 B, rank 2 C and rank 3 D; all need all of them,
-and each chunk is one section: places 0 to 3.  On one machine, with two slots:
+Four ranks read a sample. Of its shared chunks rank 0 loads A, rank 1 B, rank 2 C and rank 3 D; all ranks need all of
+them, and each chunk is one section: places 0 to 3. On one machine, with two slots:
 
 1. all wait until everybody has left the read before, lay out the slots and say that they have started;
 2. the threads of rank 0 decode A into slot 0, those of rank 1 B into slot 1.  Those of rank 2 wait until all four have
@@ -11,12 +11,12 @@ and each chunk is one section: places 0 to 3.  On one machine, with two slots:
    is shown it copies its boxes into the sample, says that it has taken it, and looks at the next: B and C, say;
 4. all say that they have finished, wait for each other, compare digests, and leave.
 
-With ranks 2 and 3 on another machine, A and B pass through the first one's memory, C and D through the other's.  Rank 0
-also packs its boxes of A for ranks 2 and 3.  After step 3 all four gather whether they failed, send the packed boxes by
+With ranks 2 and 3 on another machine, A and B pass through the first one's memory, C and D through the other's. Rank 0
+also packs its boxes of A for ranks 2 and 3. After step 3 all four gather whether they failed, send the packed boxes by
 one all-to-all, and gather once more.
 
-Who fails in step n tells it, and the others find it in whatever they wait for; nobody is left behind in a collective,
-as those are entered only after a gathering that all take part in, well or not.
+A rank that fails in step n reports it, and the others see it in whatever they wait for. No rank is left behind in a
+collective: each is entered only after a gathering in which all take part, failed or not.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class _ReadStoppedError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class ReadingRank:
-    """What a rank has for all its reads: whom it reads with, its threads and its memory.
+    """State that a rank keeps for all its reads: its peers, its threads and its memory.
 
-    `lanes` are the threads of every rank, `budget` the bytes in flight; `arena` is None for a rank that shares no
-    memory, `ahead` for one whose store is near.  `scratch` and `converted` are for the bytes and the values of chunks
-    that it alone reads.
+    `lanes` are the threads of every rank, `budget` the bytes in flight. `arena` is None for a rank that shares no
+    memory, `ahead` for one whose store is near. `scratch` and `converted` are for the bytes and the values of chunks
+    that only this rank reads.
     """
 
     peers: PeerGroup
@@ -116,7 +116,9 @@ class RunningRead:
         return self.out
 
     def _tried(self, *steps: Callable[[], None]) -> BaseException | None:
-        """What one of these failed with: other machines are told in the next gathering, this one's ranks at once."""
+        """Run the steps and return the error of one that fails: this machine's ranks are told at once, others in the
+        next gathering.
+        """
         try:
             for step in steps:
                 step()
@@ -182,7 +184,7 @@ class RunningRead:
             wait(workers)
 
     def _went_wrong(self) -> bool:
-        """False; or raises what a loading thread, or another rank, failed with."""
+        """Return False, or raise the error of a loading thread or another rank."""
         if self._failure is not None:
             raise self._failure
         if self.arena is not None:
@@ -192,7 +194,7 @@ class RunningRead:
     # -- loading: in the pool's threads ------------------------------------------------------------------------------
 
     def _todo(self) -> Iterator[Callable[[], None]]:
-        """What this rank loads; what others wait for comes first."""
+        """Yield what this rank loads, with what others wait for first."""
         # As many lanes as threads, so all are under way at once.  They have to be: a lane that nobody worked on would
         # keep a place lower than those that the others wait for.
         for lane in range(self.rank.threads):
@@ -318,7 +320,7 @@ class RunningRead:
         self.take(ChunkSection(job), None if loaded.stored is None else table.loader.view(room, job.chunk))
 
     def _in_place_target(self, job: ChunkJob) -> AnyArray | None:
-        """Where in the sample all of a chunk lies as it is decoded; None when it has to be cut or turned."""
+        """Return where in the sample a whole chunk lies as it is decoded; None when it has to be cut or turned."""
         boxes = self.plan.boxes(job, self.me)
         if len(boxes) != 1 or self.plan.part_of(job) is not None:
             return None
@@ -326,7 +328,9 @@ class RunningRead:
         return self.placings[boxes[0].part].in_place_target(boxes[0], table.grid.shape_of(job.chunk), self.out)
 
     def _row(self) -> ReadCounts:
-        """What this thread has done for this read: a row for each, as `+=` on one of them all would lose counts."""
+        """Return this thread's counts for this read: each thread has its own, because `+=` on one shared object would
+        lose counts.
+        """
         return self._rows[threading.get_ident()]
 
     def _load(self, job: ChunkJob, room: ByteArray) -> ChunkLoadCounts:
@@ -353,7 +357,7 @@ class RunningRead:
             row.decoded_bytes += loaded.decoded
 
     def _check_missing(self, job: ChunkJob) -> None:
-        """A far store does not say beforehand that a chunk is missing, so it took a request; a near one did."""
+        """Count the request that a far store needs to show that a chunk is missing; a near one says so beforehand."""
         ref = self.plan.ref(job.array, job.chunk)
         if ref is not None and ref.length is not None:
             raise CorruptChunkError(
@@ -378,7 +382,7 @@ class RunningRead:
             raise finder.missing_error(job.chunk, self._missing_text(job))
 
     def _missing_text(self, job: ChunkJob) -> str:
-        """How many chunks are missing beside one, as far as that is told without another request."""
+        """Say how many chunks are missing beside one, as far as that is known without another request."""
         table, needed = self.plan.tables[job.array], self.plan.needed.readers[job.array]
         lacking = 0 if table.places.files.far else sum(table.finder.locate(chunk) is None for chunk in needed)
         return f" (it is one of {lacking} of the {len(needed)} chunks of that array in this read)" * (lacking > 1)
@@ -415,7 +419,7 @@ class RunningRead:
             pending = [each for each in window if each not in shown] + pending[slots:]
 
     def take(self, section: ChunkSection, values: AnyArray | None) -> None:
-        """This rank's boxes of a section, or of a missing chunk when it is None."""
+        """Take this rank's boxes of a section, or of a missing chunk when `values` is None."""
         for box, within in section.cut(self.plan.boxes(section.job, self.me)):
             self._take_box(section.job, box, values, within)
 
@@ -445,7 +449,7 @@ class RunningRead:
         return self._agree(self._tried(self._exchange_boxes))
 
     def _agree(self, failure: BaseException | None) -> BaseException | None:
-        """This rank's failure, else another's: every rank learns whether all went well.
+        """Return this rank's failure, else another's: every rank learns whether all went well.
 
         *Sends*: what failed and the plan's digest to every rank of the domain group, whether or not something failed.
         """

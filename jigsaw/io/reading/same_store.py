@@ -1,7 +1,7 @@
-"""Whether ranks that read together have opened one and the same store, by what each sees of it.
+"""Check that ranks that read together have opened the same store, by what each sees of it.
 
-Paths differ where nodes have copies of their own, and times of change where a network shows them late, so neither
-counts.  What does: what the arrays are, and of a few chunks their sizes and a few of their stored bytes.
+Paths differ where nodes have their own copies, and modification times differ where a network shows them late, so
+neither counts. The arrays' descriptions count, and for a few chunks their sizes and some of their stored bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from jigsaw.io.chunks.remote_files import RemoteFiles
 
 _CHUNKS_COMPARED = 8
 _BYTES_COMPARED = 1024
-"""From the middle of a chunk: its beginning may be a header that many have alike."""
+"""Bytes from the middle of a chunk: its beginning may be a header that many chunks share."""
 
 
 class StoreIdentity(NamedTuple):
-    """What a rank sees of its store: digests of what the arrays are, and of some chunks; or why it sees nothing."""
+    """View that a rank has of its store: digests of the arrays' descriptions and of some chunks, or the reason for its
+    failure.
+    """
 
     url: str
     arrays: str = ""
@@ -32,7 +34,7 @@ class StoreIdentity(NamedTuple):
 
 
 def look_at_store(url: str, tables: Callable[[], Sequence[ArrayTable]], more: Hashable = None) -> StoreIdentity:
-    """The identity of what a rank reads: of these arrays, and `more` that is known of them.
+    """Return the identity of what a rank reads: of these arrays, and of `more` that is known of them.
 
     It never raises, because other ranks wait to hear of it.
     """
@@ -43,7 +45,7 @@ def look_at_store(url: str, tables: Callable[[], Sequence[ArrayTable]], more: Ha
 
 
 def check_same_store(seen: Sequence[StoreIdentity]) -> None:
-    """Raises: `ReadError` where a rank could not look, `PeerError` where ranks see different stores; alike on all."""
+    """Raise `ReadError` where a rank could not look, `PeerError` where stores differ; alike on all ranks."""
     for rank, each in enumerate(seen):
         if each.failure:
             raise ReadError(f"rank {rank} of those that read together cannot look at {each.url}: {each.failure}")
@@ -80,7 +82,7 @@ def _some_chunks(table: ArrayTable, count: int) -> list[ChunkIndex]:
 
 
 def _seen_of_chunk(table: ArrayTable, index: ChunkIndex) -> tuple[Any, ...]:
-    """The size of a stored chunk and some of its bytes; nothing of one that is missing, or lies in no file."""
+    """Return the size of a stored chunk and some of its bytes; nothing for one that is missing or lies in no file."""
     ref, files = table.finder.locate(index), table.places.files
     if ref is None:
         return ()

@@ -1,8 +1,8 @@
-"""The chunks that ranks load for each other: in which order they come, and who loads which.
+"""Chunks that ranks load for each other: their order, and the rank that loads each.
 
-Every rank must find the same order and owners, for slots and parcels are numbered by them; but of thousands of chunks a
-rank loads a dozen and reads some hundreds.  So the order is a few arrays, kept for the samples that share their jobs
-alike, and a job is an object only where somebody asks for it.
+Every rank must find the same order and owners, because slots and parcels are numbered by them. But of thousands of
+chunks a rank loads a dozen and reads some hundreds. So the order is a few arrays, kept for the samples that share their
+jobs alike, and a job becomes an object only where it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob
 from jigsaw.io.reading.needed_chunks import ReadersByChunk, ReadersPattern
 
 GOLDEN_SECTION = 40503
-"""Of 2^16: whole numbers, so that all machines round alike."""
+"""Golden section of 2^16: an integer, so that all machines round alike."""
 SharingWays = tuple[tuple[ReadersPattern, str], ...]
 """The pattern and the mode of each array that has shared chunks."""
 
@@ -70,17 +70,17 @@ class SharedJobs(Sequence[ChunkJob]):
         return ChunkJob(name, chunks[place], owner, loads[place].served)
 
     def loaded_by(self, ranks: Collection[int]) -> list[tuple[int, ChunkJob]]:
-        """The jobs that some ranks load, and the number of each."""
+        """Return the jobs that some ranks load, and the number of each."""
         return [(n, self[n]) for n in np.flatnonzero(np.isin(self.order.owners, list(ranks))).tolist()]
 
     def read_by(self, rank: int) -> list[ChunkJob]:
-        """The jobs of which a rank takes a part, those that it loads included."""
+        """Return the jobs of which a rank takes a part, including those that it loads."""
         return [self[n] for n in _numbers_read_by(self.order, rank)]
 
 
 @lru_cache(maxsize=16)
 def _numbers_read_by(order: JobOrder, rank: int) -> tuple[int, ...]:
-    """The numbers of the jobs that have a rank among their readers."""
+    """Return the numbers of the jobs that have a rank among their readers."""
     # whether it reads a chunk is asked once a place of a pattern, which many arrays share
     reads = {way: [rank in each.served for each in way[0].loads(way[1])] for way in set(order.ways)}
     by_array = [reads[way] for way in order.ways]
@@ -90,12 +90,13 @@ def _numbers_read_by(order: JobOrder, rank: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def order_of_jobs(ways: SharingWays, weights: bytes, loads: bytes) -> JobOrder:
-    """The order and the owners of shared jobs, whose bytes are `weights` (int64, by array and place), for ranks that
-    have `loads` to load for themselves alone: found by these numbers, so that samples alike ask once.
+    """Find the order and the owners of shared jobs, from numbers alone, so that samples alike are worked out once.
+    `weights` are the bytes of the jobs (int64, by array and place); `loads` are the bytes that ranks load for
+    themselves.
 
-    Of a cooperative job the owner is chosen: the largest first, each to the rank with the least so far, by bytes.
-    Ranks that have 5, 0, 0 and 9 to load for themselves share jobs of 8, 4, 4 and 2: 8 goes to rank 1, 4 to rank 2,
-    which then has 4, the least, and gets the other 4; 2 goes to rank 0, with 5.
+    The owner of a cooperative job is chosen: the largest first, each to the rank with the fewest bytes so far. Suppose
+    ranks have 5, 0, 0 and 9 to load for themselves and share jobs of 8, 4, 4 and 2. Then 8 goes to rank 1 and 4 to rank
+    2, which then has 4, the least, and gets the other 4; 2 goes to rank 0, with 5.
     """
     weight = np.frombuffer(weights, np.int64)
     places = [pattern.shared_places(mode) for pattern, mode in ways]
@@ -109,7 +110,7 @@ def order_of_jobs(ways: SharingWays, weights: bytes, loads: bytes) -> JobOrder:
 
 
 def owners_of_jobs(weight: NDArray[np.int64], given: Sequence[int], load: list[int]) -> list[int]:
-    """Who loads each job: the rank that it is `given`, or the one with the least so far."""
+    """Find the rank that loads each job: the rank that it is `given`, or the one with the least so far."""
     ranks, turns = len(load), [0] * len(load)
     # Among equals ranks take turns in an order that moves on each time, by a golden section of them: were it always the
     # lowest first, 64 tiles a field would give rank 3 of 64 tile 3 of each, which may lie in the ocean of all.

@@ -1,13 +1,13 @@
-"""Small chunks that lie side by side in a sample, to be placed as one.
+"""Strips of small chunks that lie side by side in a sample, placed as one.
 
 A chunk is decoded in less time than it takes to find its rows and copy them in short pieces; a strip is found once, and
 its rows are copied as long ones.
 
-Four ranks on lat=2, lon=2 read an array of 8 x 16 in chunks of 4 x 4, each what it needs.  Rank 1 holds rows 0-3 and
-columns 8-15: the chunks (0, 2) and (0, 3), whose columns land in 0-3 and 4-7.  They are one strip, with the box of a
-chunk of 4 x 8: rows (0, 1, 0, 1, 4), columns (0, 1, 0, 1, 8).  They are decoded one after the other, as an array
-[2, 4, 4], whose row r is then copied as (strip[0, r], strip[1, r]) to out[r].  With a column more on each side it also
-holds column 7, of chunk (0, 1), and column 0, of chunk (0, 0), as those past the last; it takes neither whole along
+Four ranks on lat=2, lon=2 read an array of 8 x 16 in chunks of 4 x 4, each what it needs. Rank 1 holds rows 0-3 and
+columns 8-15: the chunks (0, 2) and (0, 3), whose columns land in 0-3 and 4-7. They are one strip, with the box of a
+chunk of 4 x 8: rows (0, 1, 0, 1, 4), columns (0, 1, 0, 1, 8). They are decoded one after the other, as an array [2, 4,
+4], whose row r is then copied as (strip[0, r], strip[1, r]) to out[r]. With one more column on each side it also holds
+column 7, of chunk (0, 1), and column 0, of chunk (0, 0), as the one past the last. It takes neither chunk whole along
 its last dim, so each is by itself, and the strip's columns land in 1-8.
 """
 
@@ -24,7 +24,7 @@ from jigsaw.io.reading.read_plan import ReadPlan
 LARGEST_STRIP_CHUNK = 1 << 20
 """Chunks of more decoded bytes are placed one by one."""
 LARGEST_STRIP = 1 << 23
-"""The decoded bytes of a strip at most: they stay in a third-level cache until they are placed."""
+"""Largest number of decoded bytes of a strip: they stay in a third-level cache until they are placed."""
 
 
 class ChunkStrip(NamedTuple):
@@ -44,7 +44,7 @@ class ChunkStrip(NamedTuple):
 
 
 def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
-    """What a rank loads for itself alone, in the plan's order."""
+    """Yield the strips that a rank loads for itself alone, in the plan's order."""
     for array in plan.needed.readers:
         last = _joinable_runs(plan, array, member)
         for chunks in _chunks_in_strips(plan, array, member, last):
@@ -61,7 +61,7 @@ def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
 
 
 def _joinable_runs(plan: ReadPlan, array: str, member: int) -> dict[int, RowRun]:
-    """Of the chunks along the last dim that may be joined, the rows that they fill."""
+    """Return the rows filled by each chunk along the last dim that may be joined."""
     table, geometry = plan.tables[array], plan.needed.geometries[array]
     grid, is_near = table.grid, table.decoder is not None and not table.far
     small = is_near and grid.is_uniform and grid.chunk_bytes <= LARGEST_STRIP_CHUNK
