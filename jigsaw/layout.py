@@ -290,10 +290,11 @@ class Layout(FrozenValue):
         return _with_dim_inserted(self, dim, size)
 
     def __str__(self) -> str:
-        def show(group: tuple[Cut, ...]) -> str:
-            return "·".join(f"{c.size}" + (f"/{'+'.join(c.axes)}{list(c.points)}" if c.is_cut else "") for c in group)
+        def show(cut: Cut) -> str:
+            halo = f" with halo, holding {[f'{a}:{b}' for a, b in cut.held]}" if cut.has_halo else ""
+            return f"{cut.size}" + (f"/{'+'.join(cut.axes)}{list(cut.points)}" if cut.is_cut else "") + halo
 
-        return "[" + ", ".join(show(g) for g in self.dims()) + "]"
+        return "[" + ", ".join("·".join(map(show, group)) for group in self.dims()) + "]"
 
 
 @lru_cache(maxsize=4096)

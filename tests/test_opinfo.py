@@ -14,14 +14,15 @@ PARTS = 3
 SEED = int(os.environ.get("JIGSAW_SAMPLES_SEED", "0"))  # another one is another sample of each function, cut elsewhere
 
 
-def _faults(ranks, names, seed, path, patience):
+def _faults(ranks, names, seed, path, patience, halos=False):
     """What was neither answered nor refused alike, of one sample of each function."""
     print(f"JIGSAW_SAMPLES_SEED={seed}")
     try:
-        findings = run_on_ranks(ranks, answer_samples, ranks, names, 1, seed, str(path), timeout=patience)[0]
+        done = run_on_ranks(ranks, answer_samples, ranks, names, 1, seed, str(path), halos=halos, timeout=patience)
     except Exception as error:  # ranks that wait for each other, which JIGSAW_DEBUG=1 explains
         error.add_note(f"the sample under way was of {path.read_text() if path.exists() else 'none yet'}")
         raise
+    findings = done[0]
     assert any(f.how == "answered" for f in findings)
     wrong = [f for f in findings if f.how not in ("answered", "refused")]
     return "\n".join(f"{f.how}: {f.name}, sample {f.sample}: {f.text}" for f in wrong)
@@ -31,6 +32,14 @@ def _faults(ranks, names, seed, path, patience):
 def test_some_samples_of_torch_are_answered_or_refused_alike(tmp_path):
     names = random.Random(0).sample([name for name, _ in all_infos()], 40)
     assert not _faults(3, names, 0, tmp_path / "under_way", 250)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_some_samples_of_torch_on_tiles_that_hold_rows_of_their_neighbours(ranks, tmp_path):
+    names = random.Random(1).sample([name for name, _ in all_infos()], 60)
+    assert not _faults(ranks, names, SEED, tmp_path / "under_way", 500, halos=True)
 
 
 @pytest.mark.slow

@@ -52,6 +52,11 @@ def _check_range(function: Any, index: Any, size: int) -> None:
         raise IndexError(f"{function.__name__}: an index is out of range for a dim of size {size}")
 
 
+def _new_target(tile: Tile) -> Tile:
+    """A new tile to write into, without a halo that could not be written alike."""
+    return (tile.owned() if any(a < 0 or b > c.size for c in tile.layout.cuts for a, b in c.held) else tile).clone()
+
+
 # -- whole rows -------------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +115,7 @@ def _answer_rows(name: str) -> None:
         source = value if source is None else source
         if not isinstance(input, Tile):
             return run_unknown_function(getattr(torch, name), input, dim, index, source, *args, **named)
-        return change(input.clone(), dim, index, source, *args, **named)
+        return change(_new_target(input), dim, index, source, *args, **named)
 
     implements_torch(in_place)(change)
     implements_torch(getattr(torch, name))(make)
@@ -258,7 +263,7 @@ def _answer_scatter(name: str, takes_reduce: bool) -> None:
         source = value if src is None else src
         if not isinstance(input, Tile):
             return run_unknown_function(getattr(torch, name), input, dim, index, source, *args, **named)
-        return change(input.clone(), dim, index, source, *args, **named)
+        return change(_new_target(input), dim, index, source, *args, **named)
 
     implements_torch(in_place)(change)
     implements_torch(getattr(torch, name))(make)
@@ -289,7 +294,7 @@ def _written(function: Any, input: Any, src: Any, dim: int, item: Any) -> Any:
         out: Any = input.clone()
         out[_along(input.ndim, dim, item)] = src
         return out
-    out = input.clone()
+    out = _new_target(input)
     out[_along(input.ndim, reduced_dims(input, dim)[0], item)] = src
     return out
 

@@ -289,3 +289,19 @@ def test_an_element_is_a_plain_tensor_for_whoever_reads_it():
             torch.add(element, 1, out=element)
     with pytest.raises(RuntimeError, match="leaf Variable"):
         leaf[0, 3].add_(1)
+
+
+@on_ranks(2)
+def test_what_makes_a_new_tile_takes_one_whose_halo_goes_around():
+    mesh, whole = world_mesh(lat=2), torch.randn(6, 3, dtype=torch.float64)
+    tile = shard(whole, mesh, ("lat", None), halo={0: 1}, periodic=(0,))
+    assert "with halo, holding ['-1:4', '2:7']" in str(tile.layout)
+    rows = torch.tensor([5, 0])
+    for make in (
+        lambda x: torch.index_add(x, 0, rows, whole[:2]),
+        lambda x: torch.index_copy(x, 0, rows, whole[:2]),
+        lambda x: torch.index_fill(x, 0, rows, 2.0),
+        lambda x: torch.slice_scatter(x, whole[:2], 0, 3, 5),
+        lambda x: torch.select_scatter(x, whole[0], 0, 5),
+    ):
+        assert torch.equal(make(tile).full_tensor(), make(whole))
