@@ -1,1 +1,1 @@
-"""One file a format: what becomes a chunk table, and how its chunks decode."""
+"""Formats, one file each: their chunk tables and the decoding of their chunks."""

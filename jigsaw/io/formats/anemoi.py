@@ -1,7 +1,7 @@
-"""The stores of anemoi-datasets on regular grids: ``data[time, variable, ensemble, cell]`` as variables on lat and lon.
+"""Stores of anemoi-datasets on regular grids: ``data[time, variable, ensemble, cell]`` as variables on lat and lon.
 
-The cells of a regular grid are its rows of latitude, one after the other, so a chunk of whole rows has the same bytes
-on both grids: it is read as any other.  Of a chunk that ends within a row, its library reads the cells of a box.
+The cells of a regular grid are its rows of latitude, one after the other. A chunk of whole rows therefore has the same
+bytes on both grids, and is read like any other. For a chunk that ends within a row, zarr reads the cells of a box.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEGREES_APART = 1e-4
 
 
 class _Coordinate(NamedTuple):
-    """What a store says of the places along a dim of `data`."""
+    """Coordinate that a store gives along a dim of `data`."""
 
     name: str
     dim: str
@@ -39,16 +39,16 @@ class _Coordinate(NamedTuple):
 
 
 def is_anemoi_store(store: ArrayStore) -> bool:
-    """Whether a store is laid out as anemoi-datasets does it."""
+    """Say whether a store has the layout of anemoi-datasets."""
     data, cells = store.arrays.get("data"), [store.arrays.get(name) for name in _CELL_COORDINATES]
     return data is not None and len(data.dims) == 4 and all(cells) and isinstance(store.attrs.get("variables"), list)
 
 
 def anemoi_as_fields(store: ArrayStore) -> ArrayStore:
-    """The store with a channel for each of its variables, `data` on lat and lon; on other than regular grids its cells
-    stay, each with its own latitude and longitude.
+    """Return the store with a channel for each of its variables and `data` on lat and lon. On other than regular grids
+    its cells stay, each with its own latitude and longitude.
 
-    Raises: `GridError` where what describes `data` is not as long as its dims.
+    Raises: `GridError` where a description of `data` is not as long as its dims.
     """
     data = replace(store.arrays["data"], dims=_DATA_DIMS)
     values = {name: store.read_small(name) for name in ("dates", *_CELL_COORDINATES) if name in store.arrays}
@@ -85,7 +85,7 @@ def anemoi_as_fields(store: ArrayStore) -> ArrayStore:
 
 
 def _rows_of_cells(latitudes: NDArray[Any], longitudes: NDArray[Any]) -> int | None:
-    """How many rows of latitude the cells are; None where they are no regular grid."""
+    """Return the number of rows of latitude that the cells form; None where they are not a regular grid."""
     other = np.flatnonzero(np.abs(latitudes - latitudes[0]) > _DEGREES_APART) if latitudes.size else []
     columns = int(other[0]) if len(other) else latitudes.size
     if columns < 2 or latitudes.size % columns:
@@ -96,7 +96,7 @@ def _rows_of_cells(latitudes: NDArray[Any], longitudes: NDArray[Any]) -> int | N
 
 
 def _on_rows(data: ArrayTable, rows: int, url: str) -> ArrayTable:
-    """The array with its cells as rows and columns."""
+    """Return the array with its cells as rows and columns."""
     columns = data.shape[3] // rows
     shape, dims = (*data.shape[:3], rows, columns), (*_DATA_DIMS[:3], "lat", "lon")
     decoder, places = data.decoder, data.places
@@ -125,7 +125,7 @@ def _on_rows(data: ArrayTable, rows: int, url: str) -> ArrayTable:
 
 
 def _load_rows(data: ArrayTable, columns: int, box: Box) -> NDArray[Any]:
-    """The values of a box of rows, by way of the cells of whole rows."""
+    """Load the values of a box of rows, by way of the cells of whole rows."""
     *lead, (first, stop), (west, east) = box
     cells = data.load_slowly((*lead, (first * columns, stop * columns)))
     return cells.reshape(*cells.shape[:3], stop - first, columns)[..., west:east]

@@ -1,4 +1,4 @@
-"""User sources: a class that reads boxes of its arrays, as a store like any other."""
+"""User sources: a class that reads boxes of its arrays, opened like any other store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jigsaw.io.series.times import is_whole_number
 
 @dataclass(frozen=True)
 class SourceArray:
-    """What an array of a source is, before anything of it is read: `dims` names each dim of its `shape`.
+    """Description of an array of a source, before any of it is read: `dims` names each dim of its `shape`.
 
     `attrs` mean what they mean in a file: scale_factor, add_offset, _FillValue, standard_name, units….
 
@@ -39,11 +39,11 @@ class SourceArray:
 
 @runtime_checkable
 class ArraySource(Protocol):
-    """What `jigsaw.io.open` reads from when it is given an object with `arrays` and `read`: a class of the user's.
+    """Protocol of a user's class that `jigsaw.io.open` reads from: an object with `arrays` and `read`.
 
-    `arrays` describes them by name.  ``read(array, box)`` gives the values of a box: ``box`` has a pair (start, stop) a
-    dim, and what comes back has exactly that shape and the described dtype.  It is called from several threads at a
-    time, on every rank for what that rank loads.  Further members are optional:
+    `arrays` describes them by name. ``read(array, box)`` returns the values of a box: ``box`` has a pair (start, stop)
+    for each dim, and the result has exactly that shape and the described dtype. It is called from several threads at a
+    time, on every rank for what that rank loads. Further members are optional:
 
     - `coords`: the values along dims by name, each an array or ``(array, attrs)``; datetime64 for times;
     - ``chunks(array)``: the shape of what is best read at once, an entry a dim.  Then ``read`` is only asked for whole
@@ -68,12 +68,12 @@ class ArraySource(Protocol):
 
 
 def claims(url: Any) -> bool:
-    """Whether an object is a user's source."""
+    """Say whether an object is a user's source."""
     return not isinstance(url, str | ArrayStore | type) and isinstance(url, ArraySource) and callable(url.read)
 
 
 def open_array_source(source: ArraySource) -> ArrayStore:
-    """The arrays of a source as chunk tables; a description that does not fit together is refused."""
+    """Open the arrays of a source as chunk tables; an inconsistent description is refused."""
     label = f"source {type(source).__qualname__}"
     arrays = _mapping_of_source(source, "arrays", "{'t2m': jigsaw.io.SourceArray(shape, dtype, dims)}", label)
     described = {name: _describe_array(name, array, label) for name, array in arrays.items()}
@@ -94,7 +94,7 @@ def open_array_source(source: ArraySource) -> ArrayStore:
 
 
 def _mapping_of_source(source: ArraySource, member: str, example: str, label: str) -> Mapping[str, Any]:
-    """What a source says by name; empty where it says nothing."""
+    """Return the mapping that a source has under a name; empty where it has none."""
     found = getattr(source, member, {})
     if not isinstance(found, Mapping):
         what = "a method" if callable(found) else f"a {type(found).__name__}"
@@ -168,7 +168,7 @@ def _chunks_of_source(source: ArraySource, name: str, array: SourceArray, label:
 
 
 def _read_from_source(source: ArraySource, name: str, array: SourceArray, box: Box) -> NDArray[Any]:
-    """The values of a box, checked; what the user's code raises becomes a `ReadError` that every rank learns of."""
+    """Read the values of a box and check them; an error of the user's code becomes a `ReadError` on every rank."""
     asked = f"{type(source).__qualname__}.read({name!r}, {box})"
     try:
         values = source.read(name, box)

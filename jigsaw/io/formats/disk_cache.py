@@ -1,4 +1,4 @@
-"""A folder on a local disk that keeps what was fetched from a far store, within a limit of bytes."""
+"""Folder on a local disk that keeps what was fetched from a far store, within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _ANSWER_HEAD_BYTES = _CHECKSUM_BYTES + _MARK_BYTES
 _UNKNOWN_STATE = bytes(_MARK_BYTES)
 _ANSWER_SUFFIX = ".chunk"
 _SPARE_FRACTION = 8
-"""A full folder is emptied by so much of its limit at once: to look through it takes long."""
+"""Inverse of the share of its limit that a full folder frees at once, because a look through it takes long."""
 
 
 @dataclass(frozen=True)
 class DiskCache:
-    """What `jigsaw.io.open` keeps of a far store: stored bytes as they were fetched, at most `limit` bytes in `folder`.
+    """Local copy of what `jigsaw.io.open` fetches from a far store: stored bytes, at most `limit` of them in `folder`.
 
-    The ranks of a machine may share it, and so may runs and stores: it outlives them.  The folder is this user's alone,
-    unless it is `shared`: then who may write to it decides what all others read, and they trust each other.  It is for
-    a store that does not change; remove the folder after one did.  A file of it that is damaged is fetched again, and
-    so is a chunk that could not be decoded.  Arrays that nothing tells from those of other stores (in memory, or in an
-    Icechunk session that writes) are not kept.
+    The ranks of a machine may share it, as may runs and stores: it outlives them. The folder belongs to this user
+    alone, unless it is `shared`: then whoever may write to it decides what all others read, and they trust each other.
+    It is for a store that does not change; remove the folder after a change. A damaged file in it is fetched again, and
+    so is a chunk that could not be decoded. Arrays that nothing distinguishes from those of other stores (in memory, or
+    in a writable Icechunk session) are not kept.
 
-    Raises: `FieldError` for a limit that is not positive; a dataset that is opened with it raises `CacheError` for a
-    folder that others own or may write to, unless it is `shared`, and for a lock in it that somebody keeps.
+    Raises: `FieldError` for a limit that is not positive. A dataset that is opened with it raises `CacheError` for a
+    folder that others own or may write to, unless it is `shared`, and for a lock in it that is held too long.
 
     >>> cache = jigsaw.io.DiskCache("cache", limit=10_000_000_000)
     >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 1}, disk_cache=cache)    # in earnest, s3://…/globe.zarr
@@ -58,7 +58,7 @@ class DiskCache:
             raise FieldError(f"limit={self.limit} must be positive: the bytes that {os.fspath(self.folder)!r} may take")
 
     def of(self, store: ArrayStore) -> ArrayStore:
-        """The store, read through the cache."""
+        """Return the store, read through the cache."""
         folder = CacheFolder(Path(self.folder), self.limit, self.limit // _SPARE_FRACTION, self.shared)
         try:
             folder.make_ready()
@@ -182,7 +182,7 @@ class KeptAnswers:
         self._folder = folder
 
     def read(self, known: ObjectIdentity, what: str) -> ByteArray | None:
-        """An answer; None when it is not kept, damaged, or of another state of the object."""
+        """Read an answer; None when it is not kept, damaged, or of another state of the object."""
         name = _answer_name(known, what)
         file = self._folder.opened(name)
         if file is None:
@@ -202,7 +202,7 @@ class KeptAnswers:
         return np.asarray(raw) if len(set(states)) == 1 or _UNKNOWN_STATE in states else None
 
     def write(self, known: ObjectIdentity, what: str, raw: ByteArray) -> None:
-        """Keep an answer, whole or not at all; a full disk is no reason to fail."""
+        """Keep an answer, whole or not at all; a full disk is not an error."""
         size, mark, name = _ANSWER_HEAD_BYTES + raw.size, _state_digest(known), _answer_name(known, what)
         if size > self._folder.limit:
             return
@@ -211,7 +211,7 @@ class KeptAnswers:
             file.write(raw.data)
 
     def remove(self, known: ObjectIdentity) -> None:
-        """Every answer about an object."""
+        """Remove every answer about an object."""
         with suppress(OSError):
             self._folder.remove(f"{_object_digest(known)}-")
 
@@ -225,7 +225,7 @@ def _object_digest(known: ObjectIdentity) -> str:
 
 
 def _state_digest(known: ObjectIdentity) -> bytes:
-    """An object's state in few bytes."""
+    """Return a short digest of an object's state."""
     known_state = hashlib.blake2b(known.state.encode(), digest_size=_MARK_BYTES).digest()
     return known_state if known.state else _UNKNOWN_STATE
 

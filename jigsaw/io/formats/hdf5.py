@@ -1,7 +1,7 @@
-"""HDF5 and NetCDF-4 as chunk tables: h5py tells what there is and where it lies, and is then out of the way.
+"""HDF5 and NetCDF-4 as chunk tables: h5py lists the datasets and the places of their chunks, and takes no further part.
 
-What the reader decodes itself is in `hdf5_filters`.  Everything else (other filters, types that numpy has no name for,
-values in object headers, irregular virtual datasets) is read by libhdf5, under one lock, and counted as fallback.
+The filters that the reader undoes itself are in `hdf5_filters`. Everything else is read by libhdf5, under one lock, and
+counted as fallback: other filters, types that numpy lacks, values in object headers, irregular virtual datasets.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PLUGIN_NAMES = {32000: "lzf", 32026: "Blosc2", 32013: "ZFP", 32017: "SZ", 32024
 
 
 def claims(url: Any, files: StoreFiles | None = None) -> bool:
-    """Whether `url` is an HDF5 file, by the signature that it opens with; of files that are far, by suffix first."""
+    """Say whether `url` is an HDF5 file, by its signature; for far files, by suffix first."""
     if not isinstance(url, str | os.PathLike):
         return False
     path = str(os.fspath(url))
@@ -78,12 +78,12 @@ def _has_signature(files: StoreFiles, path: str, start: int) -> bool:
 def open_hdf5_file(
     url: Any, files: StoreFiles | None = None, *, outside: bool = False, cache: str | os.PathLike[str] | None = None
 ) -> ArrayStore:
-    """The chunk tables of an HDF5 or NetCDF-4 file; groups become ``group/name``.
+    """Open the chunk tables of an HDF5 or NetCDF-4 file; groups become ``group/name``.
 
-    Where the chunks lie is asked of libhdf5 once, when they are first needed; long indices are kept in the folder
-    `cache`, by default $JIGSAW_CACHE or ~/.cache/jigsaw (an empty name keeps none).  External links, sources of virtual
-    datasets and external storage must lie in the file's folder or below, and so for each file that they lead to, unless
-    `outside` allows others; they are refused, as is what h5py cannot open.
+    libhdf5 is asked once where the chunks lie, when they are first needed. Long indices are kept in the folder `cache`,
+    by default $JIGSAW_CACHE or ~/.cache/jigsaw (an empty name keeps none). External links, sources of virtual datasets
+    and external storage must lie in the file's folder or below, unless `outside` allows others. The same holds for each
+    file that they lead to. Others are refused, as is what h5py cannot open.
     """
     path = str(os.fspath(url))
     opening = _Hdf5Opening(files or LocalFiles(keep=True), outside, cache)
@@ -110,7 +110,7 @@ class _FoundDataset(NamedTuple):
 
 
 class _Hdf5Opening:
-    """What the files of one store have in common."""
+    """State shared by the files of one store."""
 
     def __init__(self, files: StoreFiles, outside: bool, cache: str | os.PathLike[str] | None) -> None:
         self._files, self._outside = files, outside
@@ -126,7 +126,7 @@ class _Hdf5Opening:
         return self._sources[path]
 
     def tables(self, source: Hdf5File, file: Any, held: ExitStack) -> dict[str, ArrayTable]:
-        """The table of every dataset that is numbers, and of every list of texts; linked files stay open in `held`."""
+        """Return the tables of all datasets of numbers and lists of texts; linked files stay open in `held`."""
         self._held = held
         found = list(self._walk(source, file, "", set()))
         for each in found:  # before anybody asks for a shape: libhdf5 opens the sources of some virtual ones for it
@@ -145,7 +145,7 @@ class _Hdf5Opening:
     # -- links -------------------------------------------------------------------------------------------------------
 
     def _walk(self, source: Hdf5File, group: Any, prefix: str, seen: set[tuple[str, int]]) -> Iterator[_FoundDataset]:
-        """Every dataset below a group; a group that several links lead to counts once, by its first hard link."""
+        """Yield every dataset below a group; a group that several links lead to counts once, by its first hard link."""
         seen.add((source.path, _object_address(group)))
         for name in group:
             link = group.get(name, getlink=True)
@@ -163,7 +163,9 @@ class _Hdf5Opening:
                 yield from self._linked(source, link, prefix + name, seen)
 
     def _linked(self, source: Hdf5File, link: Any, name: str, seen: set[tuple[str, int]]) -> Iterator[_FoundDataset]:
-        """What an external link leads to: left out when it is not there, refused outside of the folder."""
+        """Yield the datasets that an external link leads to: none when its file is missing; refused outside of the
+        folder.
+        """
         path = referenced_path(source, str(link.filename), self._outside, f"the external link {name!r}")
         if self._files.size(path) is None:
             return
@@ -175,9 +177,9 @@ class _Hdf5Opening:
             yield from self._walk(other, found, name + "/", seen)
 
     def _followed(self, source: Hdf5File, start: Any, path: str, depth: int = 0) -> Any:
-        """The object at a path, its soft links followed one by one; None when there is none.
+        """Return the object at a path, its soft links followed one by one; None when there is none.
 
-        Libhdf5 would follow external links on the way, wherever they lead.
+        libhdf5 would follow external links on the way, wherever they lead.
         """
         at = start.file if path.startswith("/") else start
         for name in (part for part in path.split("/") if part not in ("", ".")):
@@ -197,7 +199,7 @@ class _Hdf5Opening:
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def _table(self, name: str, found: _FoundDataset, known: Hdf5Dims) -> ArrayTable | None:
-        """The table of one dataset; None for what is neither numbers nor a list of texts."""
+        """Return the table of one dataset; None for what is neither numbers nor a list of texts."""
         dataset = found.dataset
         if dataset.shape is None:
             return None
@@ -230,7 +232,7 @@ class _Hdf5Opening:
         return _table_to_the_end(table, shape, fill_beyond(dataset, attrs), found.source)
 
     def _stored(self, found: _FoundDataset, dtype: np.dtype[Any]) -> _DatasetStorage:
-        """How a dataset is stored."""
+        """Return how a dataset is stored."""
         dataset, source = found.dataset, found.source
         shape, as_is = tuple(dataset.shape), FilterPipeline(dtype, tuple(range(dataset.ndim)))
         plist = dataset.id.get_create_plist()
@@ -257,7 +259,7 @@ class _Hdf5Opening:
         return _DatasetStorage(chunks, None, LibraryPlaces(source), clipped=True, slices=True)
 
     def _source_table(self, path: str, name: str) -> ArrayTable | None:
-        """The table of a dataset that a virtual one shows; None for one that libhdf5 must read."""
+        """Return the table of a dataset that a virtual one shows; None for one that libhdf5 must read."""
         source = self.source(path)
         with source.opened() as file:
             dataset = self._followed(source, file, name)
@@ -267,7 +269,7 @@ class _Hdf5Opening:
         return table if table is not None and table.decoder is not None else None
 
     def _text_table(self, name: str, found: _FoundDataset, known: Hdf5Dims) -> ArrayTable:
-        """A list of texts: names of channels, dates.  It is read whole, by libhdf5."""
+        """Return the table of a list of texts, such as names of channels or dates; libhdf5 reads it whole."""
         shape, source, path = known.shape(found.dataset), found.source, found.path
         self._reach.check(source, found.dataset, by_library=True)
 
@@ -297,7 +299,7 @@ class _Hdf5Opening:
 
 
 def _table_to_the_end(table: ArrayTable, shape: ChunkIndex, fill: Any, source: Hdf5File) -> ArrayTable:
-    """The table of a variable that is shorter than its unlimited dims, read by libhdf5: what it lacks is missing."""
+    """Return the table of a variable shorter than its unlimited dims; libhdf5 reads it, and the rest is missing."""
     own, dtype = table.shape, np.dtype(table.dtype)
 
     def load(box: Box) -> NDArray[Any]:
@@ -307,7 +309,7 @@ def _table_to_the_end(table: ArrayTable, shape: ChunkIndex, fill: Any, source: H
             values[box_slices(there, box)] = table.load_slowly(there)
         return values
 
-    # NetCDF-4 has no way to say which byte is missing: what fills an array of bytes stays a value
+    # NetCDF-4 cannot say which byte is missing: what fills an array of bytes stays a value
     masks = table.masks if dtype.itemsize == 1 else (*table.masks, *missing_values_of(dtype, [fill]))
     return replace(
         table,
@@ -345,7 +347,7 @@ def _storage_in_chunks(found: _FoundDataset, dtype: np.dtype[Any], plist: Any, n
 
 
 def _is_native_dataset(dataset: Any) -> bool:
-    """Whether the stored type is exactly numpy's, and offsets are known to count from the file's begin."""
+    """Say whether the stored type is exactly numpy's, and offsets are known to count from the beginning of the file."""
     kind = dataset.id.get_type()
     same = kind.equal(h5py.h5t.py_create(dataset.dtype, logical=True))
     return bool(same) and (not dataset.file.userblock_size or h5py.version.hdf5_version_tuple >= (2, 0, 0))
@@ -360,7 +362,7 @@ def _object_named(group: Any, name: str) -> Any:
 
 
 def _box_reader_by_libhdf5(found: _FoundDataset, filters: tuple[Hdf5Filter, ...]) -> Callable[[Box], NDArray[Any]]:
-    """What reads a box of a dataset through libhdf5."""
+    """Return a function that reads a box of a dataset through libhdf5."""
     source, path = found.source, found.path
 
     def load(box: Box) -> NDArray[Any]:
@@ -376,7 +378,7 @@ def _box_reader_by_libhdf5(found: _FoundDataset, filters: tuple[Hdf5Filter, ...]
 
 
 def _is_filter_available(number: int) -> bool:
-    """Whether libhdf5 has a filter; the plugins of hdf5plugin are registered by importing it."""
+    """Say whether libhdf5 has a filter; the plugins of hdf5plugin are registered by importing it."""
     if not h5py.h5z.filter_avail(number):
         try:
             import_module("hdf5plugin")

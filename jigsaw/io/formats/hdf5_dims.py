@@ -1,4 +1,4 @@
-"""What HDF5 files say of their datasets: attributes as plain values, and the names of dims by three conventions.
+"""Descriptions of HDF5 datasets: attributes as plain values, and the names of dims by three conventions.
 
 NetCDF-4 and dimension scales name a dim after the scale attached to it; makani's files, one dataset
 ``fields[time, channel, lat, lon]`` a file, have none and are named by position; any other dim is ``dim_0``, ``dim_1``…
@@ -30,7 +30,7 @@ _FILLS = {
 
 
 def hdf5_attributes(found: Any) -> dict[str, Any]:
-    """The attributes of a dataset or group as strings, numbers and lists, without HDF5's own books."""
+    """Return the attributes of a dataset or group as strings, numbers and lists, without HDF5's bookkeeping."""
     attrs: dict[str, Any] = {}
     for name in found.attrs:
         if name in _BOOKKEEPING_ATTRS:
@@ -38,7 +38,7 @@ def hdf5_attributes(found: Any) -> dict[str, Any]:
         try:
             value = found.attrs[name]
         except (OSError, TypeError, ValueError):
-            continue  # of a type that numpy has no name for
+            continue  # of a type that numpy lacks
         if not isinstance(value, h5py.Empty):
             attrs[str(name)] = _plain_value(value)
     return attrs
@@ -53,17 +53,17 @@ def _plain_value(value: Any) -> Any:
 
 
 def is_dim_scale(dataset: Any) -> bool:
-    """Whether a dataset holds the coordinate of a dim."""
+    """Say whether a dataset holds the coordinate of a dim."""
     return _text_attribute(dataset, "CLASS") == b"DIMENSION_SCALE"
 
 
 def is_dim_without_values(dataset: Any) -> bool:
-    """Whether a dataset stands for a dim without a coordinate variable, and has no values."""
+    """Say whether a dataset stands for a dim without a coordinate variable, and so lacks values."""
     return is_dim_scale(dataset) and _text_attribute(dataset, "NAME").startswith(_NOT_A_VARIABLE)
 
 
 def _text_attribute(found: Any, name: str) -> bytes:
-    """A text attribute; empty when there is none."""
+    """Return a text attribute; empty when there is none."""
     try:
         value = found.attrs.get(name, b"")
     except (OSError, TypeError, ValueError):
@@ -72,13 +72,15 @@ def _text_attribute(found: Any, name: str) -> bytes:
 
 
 def dataset_name_in_store(path: str) -> str:
-    """What a dataset at `path` is called: NetCDF-4 hides a variable named like a dim that it is no coordinate of."""
+    """Return the store's name of the dataset at `path`: NetCDF-4 hides a variable that has a dim's name and is not its
+    coordinate.
+    """
     group, slash, name = path.strip("/").rpartition("/")
     return group + slash + name.removeprefix(_NOT_A_COORDINATE)
 
 
 class Hdf5Dims:
-    """What the `datasets` of a file say of its dims; without them, what each dataset says of its own."""
+    """Dims as the `datasets` of a file describe them; without `datasets`, as each dataset describes its own."""
 
     def __init__(self, datasets: Sequence[Any] = ()) -> None:
         scales = [d for d in datasets if is_dim_scale(d)]
@@ -92,7 +94,7 @@ class Hdf5Dims:
                     self._lengths[path] = max(size, self._lengths.get(path, 0))
 
     def names(self, dataset: Any) -> tuple[str, ...]:
-        """The names of a dataset's dims; those that share one scale are told apart by position."""
+        """Return the names of a dataset's dims; those that share one scale are told apart by position."""
         scales = [None if path is None else _last_name(path) for path in self._scales(dataset)]
         if is_makani_array(_last_name(dataset.name), scales):
             return MAKANI_DIMS
@@ -100,14 +102,14 @@ class Hdf5Dims:
         return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
     def shape(self, dataset: Any) -> tuple[int, ...]:
-        """The shape of a dataset as its file means it: to the end of its unlimited dims."""
+        """Return the shape of a dataset as its file means it: to the end of its unlimited dims."""
         own = tuple(dataset.shape)
         if not self._lengths:
             return own
         return tuple(max(n, self._lengths.get(p or "", n)) for p, n in zip(self._scales(dataset), own, strict=True))
 
     def _scales(self, dataset: Any) -> list[str | None]:
-        """The path of the scale of each dim, None for a dim without.
+        """Return the path of the scale of each dim, None for a dim without one.
 
         A coordinate variable of several dims has the numbers of NetCDF-4's dims in place of attached scales.
         """
@@ -124,8 +126,8 @@ def _last_name(path: Any) -> str:
 
 
 def fill_beyond(dataset: Any, attrs: Mapping[str, Any]) -> Any:
-    """What NetCDF-4 reads for the values that a variable lacks at the end of an unlimited dim: its ``_FillValue``, the
-    dataset's own fill value where somebody chose one, or the one that NetCDF has for its type.
+    """Return the value of what a variable lacks at the end of an unlimited dim, as NetCDF-4 reads it. This is its
+    ``_FillValue``, the dataset's own fill value where one was chosen, or NetCDF's default for its type.
     """
     chosen = dataset.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
     default = dataset.fillvalue if chosen else _FILLS.get(dataset.dtype.str[1:], dataset.fillvalue)

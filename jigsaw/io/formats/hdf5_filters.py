@@ -1,7 +1,7 @@
-"""The filters of HDF5 undone without libhdf5: its own, Blosc and Zstandard.  What is not here, libhdf5 undoes.
+"""Filters of HDF5 undone without libhdf5: its own, Blosc and Zstandard. libhdf5 undoes the others.
 
-HDF5 applies the filters of a dataset in order when it writes, and says for each chunk which of them it left out.  A
-chunk decodes into memory whose size is known beforehand: what a header claims is compared, never believed.
+HDF5 applies the filters of a dataset in order when it writes, and records for each chunk which of them it left out. A
+chunk decodes into memory whose size is known beforehand: the claims of a header are compared with it, never believed.
 
 Unshuffling is Blosc's, which has vector instructions for it: the shuffled bytes are handed over as a Blosc frame whose
 blocks are stored as they are.  On one core: 4 MB of float32 in 0.4 ms, against 4.5 ms by numpy.
@@ -30,7 +30,7 @@ _FRAME_HEAD_BYTES = 24
 """Bytes of a Blosc frame of one block before its values: header, table of one, length of the block."""
 _SHUFFLED_FLAG, _UNSPLIT_FLAG, _LZ4_FLAG = 0x1, 0x10, 0x20
 _LARGEST_BLOSC_BLOCK = 1 << 29
-"""Blosc refuses blocks of more than about 700 MB."""
+"""Limit below the largest block that Blosc takes, about 700 MB."""
 
 
 class _FrameScratch(ScratchMemory):
@@ -40,7 +40,7 @@ class _FrameScratch(ScratchMemory):
         return self(_FRAME_HEAD_BYTES + size)[_FRAME_HEAD_BYTES:]
 
     def holds(self, data: ByteArray) -> bool:
-        """Whether `data` begins where `values` does."""
+        """Say whether `data` begins where `values` does."""
         return data.size > 0 and data.ctypes.data == self._room.ctypes.data + _FRAME_HEAD_BYTES
 
 
@@ -48,7 +48,7 @@ _frame_scratch = (_FrameScratch(), _FrameScratch())
 
 
 def _with_room_for_head(data: ByteArray) -> ByteArray:
-    """`data` with the room before it: in place where it lies in such memory already."""
+    """Return `data` with the room before it: in place where it lies in such memory already."""
     for each in _frame_scratch:
         if each.holds(data):
             return each(_FRAME_HEAD_BYTES + data.size)
@@ -103,9 +103,9 @@ class FilterPipeline:
 
 
 def filter_pipeline_of(dtype: np.dtype[Any], ndim: int, filters: Sequence[Hdf5Filter]) -> FilterPipeline | None:
-    """The decoder of a dataset with these filters; None when only libhdf5 knows them.
+    """Return the decoder of a dataset with these filters; None when only libhdf5 knows them.
 
-    Known are at most one shuffle and any number of checksums, then at most one compressor, then checksums.
+    The known order is at most one shuffle and any number of checksums, then at most one compressor, then checksums.
     """
     packed = [k for k, f in enumerate(filters) if f.id in COMPRESSOR_FILTERS]
     after = filters[packed[0] + 1 :] if packed else ()
@@ -121,7 +121,7 @@ _WORDS_PER_ROW = 1 << 10
 
 
 def without_fletcher32(raw: ByteArray) -> ByteArray:
-    """The stored bytes before their closing Fletcher-32, which must match."""
+    """Return the stored bytes without their closing Fletcher-32, which must match."""
     if raw.size < 4:
         raise ShortChunkError(f"it has {raw.size} bytes, too few for its checksum")
     body, stored = raw[:-4], int.from_bytes(raw[-4:].tobytes(), "little")
@@ -135,10 +135,10 @@ def without_fletcher32(raw: ByteArray) -> ByteArray:
 
 
 def fletcher32_sums(data: ByteArray) -> tuple[int, int]:
-    """The two sums, modulo 65535, of `data` as big-endian words of 16 bits.
+    """Return the two sums, modulo 65535, of `data` as big-endian words of 16 bits.
 
-    With words w_0 … w_(n-1): Σ w_i and Σ (n - i) w_i, taken over rows of words at a time.  Swapping the bytes of a word
-    multiplies it by 256 modulo 65535, so the words are added as they lie and the sums swapped.
+    With words w_0 … w_(n-1) they are Σ w_i and Σ (n - i) w_i, taken over rows of words at a time. Swapping the bytes of
+    a word multiplies it by 256 modulo 65535, so the words are added as they lie and the sums swapped.
     """
     count = data.size // 2
     words = data[: 2 * count].view("<u2")
@@ -162,7 +162,7 @@ def fletcher32_sums(data: ByteArray) -> tuple[int, int]:
 
 
 def _undo_shuffle(data: ByteArray, out: ByteArray, values: tuple[int, ...]) -> None:
-    """The bytes of each element together again; what does not fill an element stays at the end."""
+    """Put the bytes of each element together again; what does not fill an element stays at the end."""
     codecs.check_same_size(data, out)
     size = values[0]
     if size <= 1 or out.size < size:

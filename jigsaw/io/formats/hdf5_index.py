@@ -1,4 +1,4 @@
-"""Where the chunks of HDF5 datasets lie: asked of libhdf5 once, and kept in a cache directory.
+"""Places of the chunks of HDF5 datasets: libhdf5 is asked once, and the answer is kept in a cache directory.
 
 libhdf5 is not thread safe, and h5py holds one lock around all of it: everything here that calls it holds
 `LIBHDF5_LOCK`.
@@ -38,7 +38,7 @@ _EDGES_ARE_LEFT = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 _INDEX_COLUMNS = 4  # place in the grid, offset, length, mask
 _FEWEST_CHUNKS_KEPT = 4096
-"""Indices of fewer chunks are asked for again: that takes a few milliseconds."""
+"""Smallest index that is kept: asking for a smaller one again takes a few milliseconds."""
 _INDEX_FORMAT = 1
 
 
@@ -47,7 +47,7 @@ class Hdf5File:
 
     `cache` is the folder of indices, or None.
 
-    Raises: `UnsupportedStoreError` when there is no such file, or h5py cannot open it.
+    Raises: `UnsupportedStoreError` when the file does not exist, or h5py cannot open it.
     """
 
     def __init__(self, path: str, files: StoreFiles, cache: CacheFolder | None = None) -> None:
@@ -84,7 +84,7 @@ class Hdf5File:
 
     @contextmanager
     def opened(self) -> Generator[h5py.File]:
-        """The file in h5py, under the lock, closed afterwards."""
+        """Open the file in h5py, under the lock, and close it afterwards."""
         with self._calls_libhdf5():
             file = self._open()
             try:
@@ -96,14 +96,14 @@ class Hdf5File:
         try:
             self.check()
             if self.is_local:
-                return h5py.File(self.path, "r", locking="best-effort")  # some shared file systems have no locks
+                return h5py.File(self.path, "r", locking="best-effort")  # some shared file systems lack locks
             return h5py.File(SeekableObject(self.files, self.path), "r")
         except (OSError, BadChunkError) as e:
             kind = TruncatedError if "truncated" in str(e) or isinstance(e, ShortChunkError) else UnsupportedStoreError
             raise kind(f"{self.path!r} cannot be opened as HDF5: {e}") from e
 
     def slowly(self, name: str, box: tuple[Any, ...]) -> NDArray[Any]:
-        """Values by libhdf5, one caller at a time; the file stays open for the next."""
+        """Read values by libhdf5, one caller at a time; the file stays open for the next."""
         with self._calls_libhdf5():
             if self._slow is None:
                 self._slow = self._open()  # and closed by h5py when it goes: a finalizer must not wait for the lock
@@ -136,9 +136,8 @@ class Hdf5Places:
 class Hdf5ChunkPlaces(Hdf5Places):
     """The chunks of a dataset that is stored in chunks.
 
-    `exact` is the size that every chunk must have, for values that are stored as they are: a part of a chunk that is
-    shorter would be read from its neighbour.  `edges` is the mask of filters that chunks beyond the shape were left
-    without.
+    `exact` is the size that every chunk must have, for values that are stored as they are: the next chunk's bytes would
+    fill up a shorter one. `edges` is the mask of filters that chunks beyond the shape were left without.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class Hdf5ChunkPlaces(Hdf5Places):
         self._lock = threading.Lock()
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
-        """Raises `BadChunkError` when the file has changed, or the chunk is not what the file has room for."""
+        """Return where a chunk lies. Raises `BadChunkError` for a changed file, or a chunk that does not fit in it."""
         self._source.check()
         rows = self._rows if self._rows is not None else self._index()
         flat = 0  # the chunk's number in C order, which is its row where no chunk is missing
@@ -168,7 +167,7 @@ class Hdf5ChunkPlaces(Hdf5Places):
         return ChunkRef(self._source.path, offset, length, self._edges if self._is_cut(index) else mask)
 
     def _is_cut(self, index: ChunkIndex) -> bool:
-        """Whether a chunk is one that the filters were not applied to: it reaches beyond the shape."""
+        """Say whether a chunk was left without filters because it reaches beyond the shape."""
         return self._edges != 0 and any(
             (i + 1) * c > n for i, c, n in zip(index, self._chunks, self._shape, strict=True)
         )
@@ -195,12 +194,12 @@ class Hdf5ChunkPlaces(Hdf5Places):
 
 
 def has_unfiltered_edges(plist: Any) -> bool:
-    """Whether chunks that reach beyond the shape are stored without filters, which their filter masks do not say."""
+    """Say whether chunks that reach beyond the shape are stored unfiltered, which their filter masks do not show."""
     return bool(_ask_libhdf5("H5Pget_chunk_opts", plist.id) & _EDGES_ARE_LEFT)
 
 
 def has_misplaced_chunks(dataset: Any) -> bool:
-    """Whether libhdf5 tells wrong places for the chunks of a dataset.
+    """Say whether libhdf5 returns wrong places for the chunks of a dataset.
 
     An index that is an extensible array has the one unlimited dim outermost, wherever it is in the dataset; libhdf5
     (seen up to 2.0.0) lists its chunks as if it counted through the dims in their order.  Its reads are right.
@@ -213,7 +212,9 @@ def has_misplaced_chunks(dataset: Any) -> bool:
 
 
 def _ask_libhdf5(function: str, number: int) -> int:
-    """The number that a C function of h5py's libhdf5 tells of an object, asked with the GIL held, as h5py asks."""
+    """Return the number that a C function of h5py's libhdf5 gives for an object, called with the GIL held, as h5py
+    does.
+    """
     ask, told = getattr(_h5py_symbols(), function), ctypes.c_uint(0)
     ask.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)]
     with LIBHDF5_LOCK, phil:
@@ -238,7 +239,7 @@ def _visit_chunks(dataset: Any, see: Callable[[Any], None]) -> None:
 
 
 def _sorted_index(table: NDArray[np.int64], chunks: ChunkIndex, grid: ChunkIndex, what: str) -> NDArray[np.int64]:
-    """The index, sorted by place in the grid; chunks off it, outside of it, or twice at one place are refused."""
+    """Sort the index by place in the grid; chunks off it, outside of it, or twice at one place are refused."""
     corners = table[:, : len(grid)]
     places, rests = np.divmod(corners, np.array(chunks, np.int64))
     if rests.any() or (places < 0).any() or (places >= np.array(grid, np.int64)).any() or (table < 0).any():
@@ -258,10 +259,10 @@ def _sorted_index(table: NDArray[np.int64], chunks: ChunkIndex, grid: ChunkIndex
 def _cached_index(
     source: Hdf5File, name: str, grid: ChunkIndex, ask: Callable[[], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
-    """The index of a dataset from the cache; else asked for, and put there when it is long.
+    """Return the index of a dataset from the cache; else ask for it, and keep it when it is long.
 
-    A cached index is for one path, size, time of change and grid; one that is damaged or for another file is replaced.
-    The cache is never required: what cannot be read or written is passed over.
+    A cached index is for one path, size, modification time and grid; one that is damaged or for another file is
+    replaced. The cache is never required: what cannot be read or written is passed over.
     """
     folder, digest = source.cache, blake2b(f"{os.path.abspath(source.path)}\0{name}".encode(), digest_size=16)
     if folder is None or not source.is_local:

@@ -1,7 +1,7 @@
-"""Which other files an HDF5 dataset leads to: followed to their ends before libhdf5 may read them.
+"""Other files that an HDF5 dataset leads to, followed to their ends before libhdf5 may read them.
 
-A virtual dataset shows datasets of other files, which may be virtual again, or have their values in raw files.
-Libhdf5 opens whatever they name, and where a name is not in the file's folder it also looks in the working directory.
+A virtual dataset shows datasets of other files, which may be virtual again, or have their values in raw files. libhdf5
+opens whatever they name, and where a name is not in the file's folder it also looks in the working directory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _TRUST = (
 
 
 def referenced_path(source: Hdf5File, name: str, outside: bool, what: str) -> str:
-    """The path of a file that an HDF5 file names, relative to its own folder; one outside of that folder is refused,
-    unless `outside` allows it.  A symbolic link lies where it leads to.
+    """Return the path of a file that an HDF5 file names, relative to its own folder. A path outside of that folder is
+    refused, unless `outside` allows it. A symbolic link counts as lying where it leads.
     """
     folder = os.path.dirname(source.path)
     if os.path.isabs(name):
@@ -49,14 +49,14 @@ def referenced_path(source: Hdf5File, name: str, outside: bool, what: str) -> st
 
 
 def _lies_beside(own: str, path: str) -> bool:
-    """Whether a file is in the folder of `own` or below: that of its name, or the one where it really is."""
+    """Say whether a file is in the folder of `own` or below: that of its name, or the one where it really is."""
     real = os.path.realpath(path)
     folders = (os.path.realpath(os.path.dirname(own) or "."), os.path.dirname(os.path.realpath(own)))
     return any(os.path.commonpath([folder, real]) == folder for folder in folders)
 
 
 def _grows_with_sources(space: Any) -> bool:
-    """Whether a virtual dataset takes its extent along a dim from its sources."""
+    """Say whether a virtual dataset takes its extent along a dim from its sources."""
     if space.get_select_type() != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
         return False
     _, _, count, block = space.get_regular_hyperslab()
@@ -119,7 +119,7 @@ class FileReach:
     def _shown(
         self, source: Hdf5File, dataset: Any, sources: Sequence[Any], by_library: bool
     ) -> Iterator[tuple[str, str]]:
-        """The files that a virtual dataset shows as far as they are there, and the paths of the datasets in them."""
+        """Yield the existing files that a virtual dataset shows, and the paths of the datasets in them."""
         what = f"the virtual dataset {dataset.name!r}"
         for each in sources:
             if each.file_name == ".":
@@ -138,7 +138,7 @@ class FileReach:
                 self._check_elsewhere(source, each.file_name, bool(files), what)
 
     def _files(self, path: str) -> list[str]:
-        """The files that a pattern of libhdf5's names: ``%b`` is a number, ``%%`` a per cent sign."""
+        """Return the files that match a pattern of libhdf5's names: ``%b`` is a number, ``%%`` a percent sign."""
         return sorted(glob.glob(re.sub("%[b%]", lambda m: "[0-9]*" if m[0] == "%b" else "%", glob.escape(path))))
 
     def _check_elsewhere(self, source: Hdf5File, name: str, found: bool, what: str) -> None:
@@ -155,7 +155,7 @@ class FileReach:
                 )
 
     def _datasets(self, source: Hdf5File, file: Any, name: str) -> Iterator[Any]:
-        """The dataset at a path in a file, or those that a pattern names."""
+        """Yield the dataset at a path in a file, or those that a pattern names."""
         group, _, last = name.rpartition("/")
         if "%" in group and not self._outside:
             raise UnsupportedStoreError(f"a virtual dataset shows {name!r} in {source.path}; {_TRUST}")

@@ -39,11 +39,13 @@ class Hdf5SlabPlaces(Hdf5Places):
         self._slabs, self._written = slabs, written
 
     def cut(self, chunks: ChunkIndex) -> Hdf5SlabPlaces:
-        """The places of this array in slabs of another shape."""
+        """Return the places of this array in slabs of another shape."""
         return Hdf5SlabPlaces(self._source, replace(self._slabs, chunks=chunks), self._written)
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
-        """Raises `BadChunkError` when the file has changed, `ShortChunkError` when it ends before the array does."""
+        """Return where a slab lies. Raises `BadChunkError` when the file has changed, `ShortChunkError` when it ends
+        too early.
+        """
         self._source.check()
         if not self._written:
             return None
@@ -61,7 +63,7 @@ class LibraryPlaces(Hdf5Places):
 
 
 def external_raw_file(dataset: Any, source: Hdf5File, outside: bool) -> tuple[Hdf5File, int] | None:
-    """The raw file that holds a dataset's values, and where they begin; None when they are in the HDF5 file itself."""
+    """Return the raw file that holds a dataset's values, and where they begin; None when the HDF5 file holds them."""
     plist = dataset.id.get_create_plist()
     count = plist.get_external_count()
     if not count:
@@ -116,7 +118,7 @@ class VirtualPlaces(Hdf5Places):
 
 
 class VirtualGrid(NamedTuple):
-    """What the sources of a virtual dataset make together."""
+    """Chunk grid that the sources of a virtual dataset form together."""
 
     chunks: ChunkIndex
     clipped: bool
@@ -127,8 +129,8 @@ class VirtualGrid(NamedTuple):
 def grid_of_virtual_dataset(
     dataset: Any, source: Hdf5File, outside: bool, fill: Any, table_of: Callable[[str, str], ArrayTable | None]
 ) -> VirtualGrid | None:
-    """The grid of a virtual dataset; None where its mappings fit none.  `table_of` gives the table of a dataset of
-    another file; one that is missing is refused, as libhdf5 would take fill values for it.
+    """Return the grid of a virtual dataset; None where its mappings do not fit one. `table_of` gives the table of a
+    dataset of another file. A missing one is refused, because libhdf5 would read fill values for it.
     """
     mappings: list[_SourceMapping] = []
     regular = True
@@ -150,7 +152,7 @@ def grid_of_virtual_dataset(
 
 
 def _selected_box(space: Any) -> Box | None:
-    """The box that a dataspace selects; empty for all of it, None for anything else."""
+    """Return the box that a dataspace selects; empty for all of it, None for anything else."""
     if space.get_select_type() == h5py.h5s.SEL_ALL:
         return ()
     if space.get_select_type() != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
@@ -196,7 +198,7 @@ def _grid_of_mappings(
 
 
 def _cut_where_mappings_meet(mappings: Sequence[_SourceMapping], shape: ChunkIndex) -> Sequence[_SourceMapping]:
-    """Sources that lie in one piece each are cut where the mappings begin and end along their leading dim."""
+    """Cut sources that lie in one piece each where the mappings begin and end along their leading dim."""
     places = [m.table.places for m in mappings if isinstance(m.table.places, Hdf5SlabPlaces)]
     if len(places) < len(mappings) or any(not m.at for m in mappings):
         return mappings
@@ -213,14 +215,14 @@ def _cut_where_mappings_meet(mappings: Sequence[_SourceMapping], shape: ChunkInd
 
 
 def _is_decoded_alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> bool:
-    """Whether a source's chunks decode as the first one's, to values that need no conversion."""
+    """Say whether a source's chunks decode like the first one's, to values that need no conversion."""
     same = (table.chunks, table.clipped, table.lengths) == (first.chunks, first.clipped, {})
     fills = table.fill_value == fill or (table.fill_value != table.fill_value and fill != fill)
     return same and fills and table.decoder == first.decoder and np.dtype(table.dtype) == dataset.dtype
 
 
 def _is_on_chunk_edges(to: Box, at: Box, chunks: ChunkIndex, shape: ChunkIndex, source: ChunkIndex) -> bool:
-    """Whether a mapping begins and ends where chunks do, on both sides."""
+    """Say whether a mapping begins and ends where chunks do, on both sides."""
     if len(at) != len(to):
         return False
     for (t0, t1), (a0, a1), c, n, m in zip(to, at, chunks, shape, source, strict=True):

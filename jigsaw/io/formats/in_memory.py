@@ -1,4 +1,4 @@
-"""Values that are in memory already, as tables beside those of files: coordinates that the user gives."""
+"""Values already in memory, as tables beside those of files: coordinates that the user gives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 def tables_of_coordinates(
     coords: Mapping[str, Any], sizes: Mapping[str, int], of: str
 ) -> tuple[dict[str, ArrayTable], dict[str, NDArray[Any]]]:
-    """Tables and values of the coordinates along dims of these sizes: each an array, or ``(array, attrs)``."""
+    """Return tables and values of the coordinates along dims of these sizes: each an array, or ``(array, attrs)``."""
     tables: dict[str, ArrayTable] = {}
     found: dict[str, NDArray[Any]] = {}
     for name, given in coords.items():
@@ -37,7 +37,7 @@ def tables_of_coordinates(
 def table_of_values(
     name: str, values: NDArray[Any], dims: tuple[str, ...], attrs: Mapping[str, Any], of: str
 ) -> ArrayTable:
-    """A table of one chunk whose values are these."""
+    """Return a table of one chunk that has these values."""
     return ArrayTable(
         name=name,
         shape=values.shape,

@@ -1,9 +1,9 @@
 """Zlib streams by libdeflate, straight into the caller's memory and without the GIL.
 
-The library comes with the wheel ``deflate``, whose own functions hold the GIL and give back memory of their own; its
-exported C functions are called instead.  Without the wheel, or where it hides them, Python's zlib decodes: the same
-values in about twice the time.  One core, a float32 field of 4 MB, shuffled, level 4: libdeflate 9 ms, ISA-L 14,
-zlib-ng 11, zlib 20.
+The library comes with the wheel ``deflate``, whose own functions hold the GIL and return memory of their own; its
+exported C functions are called instead. Without the wheel, or where it hides them, Python's zlib decodes: the same
+values in about twice the time. One core, a float32 field of 4 MB, shuffled, level 4: libdeflate 9 ms, ISA-L 14, zlib-ng
+11, zlib 20.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FAILURE_TEXTS = {1: "its compressed stream is damaged or cut short", 2: "it dec
 
 @cache
 def libdeflate_functions() -> Any:
-    """The C functions of libdeflate; None where they are not to be had."""
+    """Return the C functions of libdeflate; None where they are not available."""
     try:
         found = ctypes.CDLL(str(import_module("deflate._deflate").__file__))
         found.libdeflate_alloc_decompressor.restype = ctypes.c_void_p

@@ -1,7 +1,7 @@
-"""makani's layout: one array ``fields[time, channel, lat, lon]`` a year, in HDF5 or Zarr.
+"""Layout of makani: one array ``fields[time, channel, lat, lon]`` a year, in HDF5 or Zarr.
 
-Its tools say little of dims: of HDF5 the scales that they attach, of Zarr nothing.  Known are the positions of
-the dims, the seconds since 1970 as `timestamp` (or `time`), and `channel`, `lat` and `lon` where they are there.
+Its tools record little about dims: in HDF5 the scales that they attach, in Zarr nothing. Known are the positions of the
+dims, the seconds since 1970 as `timestamp` (or `time`), and `channel`, `lat` and `lon` where they exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ATTRS_OF_COORDINATES = (
 
 
 def is_makani_array(name: str, scales: Sequence[str | None]) -> bool:
-    """Whether an array is makani's `fields`; of dims without a name `scales` has None."""
+    """Say whether an array is makani's `fields`; `scales` has None for dims without a name."""
     if name.rpartition("/")[2] != MAKANI_FIELDS or len(scales) != len(MAKANI_DIMS):
         return False
     return all(scale in (None, dim, "timestamp") for scale, dim in zip(scales, MAKANI_DIMS, strict=True))

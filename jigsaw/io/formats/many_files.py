@@ -1,4 +1,4 @@
-"""Many files along time as one store: what each holds is joined, however each of them is stored.
+"""Many files along time as one store: their arrays are joined, however each file is stored.
 
 Opening reads the metadata, the times and the one-dimensional coordinates of every file, 16 at a time; a file's chunks
 are looked up when a sample first needs them, and the last 64 files stay open.
@@ -41,7 +41,7 @@ StoreOpener = Callable[[str], ArrayStore]
 
 
 def claims(url: Any) -> bool:
-    """Whether a path has the wildcards ``* ? [`` and is no file itself, or is a list of paths."""
+    """Say whether a path has the wildcards ``* ? [`` and is not itself a file, or is a list of paths."""
     if isinstance(url, str):
         return "://" not in url and glob.has_magic(url) and not os.path.exists(url)
     return isinstance(url, list | tuple) and bool(url) and all(isinstance(p, str | os.PathLike) for p in url)
@@ -50,16 +50,17 @@ def claims(url: Any) -> bool:
 def open_many(
     paths: str | Sequence[str | os.PathLike[str]], opener: StoreOpener | None = None, along: str | None = None
 ) -> ArrayStore:
-    """The files that a glob string or a list names, joined along time; formats may be mixed.
+    """Open the files that a glob string or a list names, joined along time; formats may be mixed.
 
-    Every file is read with its own chunks, dtype, scale and offset, and times in its own units.  Files are ordered by
-    their times, or as they are given (a glob: by name) when they have none.  What has no time is taken from the first.
-    `along` is the dim that is joined, by default the one of time; `opener` opens one file, by default `open_store`.
+    Every file is read with its own chunks, dtype, scale and offset, and times in its own units. Files are ordered by
+    their times, or as they are given (a glob: by name) when they lack times. Arrays without time are taken from the
+    first file. `along` is the dim that is joined, by default the one of time; `opener` opens one file, by default
+    `open_store`.
 
-    A gap in time is told of in the store's `notes`; no window crosses it.
+    A gap in time is reported in the store's `notes`, and no window crosses it.
 
-    Raises: `UnsupportedStoreError` when there is no file; `GridError` naming the file for one on another grid, in other
-    units, that lacks an array, or whose times overlap with another's; what opening a file raises.
+    Raises: `UnsupportedStoreError` when there are no files; `GridError` naming the file for one on another grid, in
+    other units, that lacks an array, or whose times overlap with another's; what opening a file raises.
 
     >>> store = jigsaw.io.open_many("globe-*.nc")
     >>> jigsaw.io.open(store, mesh={"lat": 1}, fields=["t2m"])
@@ -113,7 +114,9 @@ class _OpenStores:
         self._lock = threading.Lock()
 
     def store(self, path: str) -> ArrayStore:
-        """Raises: `CorruptChunkError` when the file is another than the first time."""
+        """Return the open store of a file. Raises: `CorruptChunkError` when the file has changed since it was first
+        opened.
+        """
         with self._lock:
             if path in self._open:
                 self._open.move_to_end(path)
@@ -145,7 +148,7 @@ class _ArrayOfFile:
 
 @dataclass(frozen=True, eq=False)
 class _KnownFile:
-    """What is kept of every file: the shape of its arrays, its coordinates, its times if it has any."""
+    """Facts kept of every file: the shape of its arrays, its coordinates, and its times if it has any."""
 
     path: str
     steps: int
@@ -216,7 +219,7 @@ def _shown_dims(array: _ArrayOfFile) -> str:
 
 
 def _files_in_time_order(found: list[_KnownFile]) -> list[_KnownFile]:
-    """The files by their times, which must not overlap and must be of one kind."""
+    """Order the files by their times, which must not overlap and must be of one kind."""
     without = [f for f in found if f.axis is None]
     if without:
         if len(without) < len(found):
@@ -279,7 +282,7 @@ class _JoinedFiles:
         return ArrayStore(url, _JoinedTables(arrays, members, self.files), self.first.attrs, read_small, notes)
 
     def _times(self) -> tuple[ArrayTable, NDArray[Any]]:
-        """One time coordinate of all files: dates where they have units, so that units may differ."""
+        """Return one time coordinate of all files: dates where they have units, so that units may differ."""
         stamps = np.concatenate([_times_of_file(f) for f in self.series])
         dropped = {"units", "calendar", *_PACKING_ATTRS} if stamps.dtype.kind in "mMO" else set(_PACKING_ATTRS)
         attrs = {k: v for k, v in self.first.arrays[self.dim].attrs.items() if k not in dropped}
@@ -292,7 +295,9 @@ class _JoinedFiles:
             yield f"a gap in time {where}: {stamps[i]} is followed by {stamps[i + 1]}"
 
     def _array(self, table: ArrayTable, members: JoinedArrays) -> ArrayTable:
-        """One array of all files: its members are what is planned; read itself, it has one dtype and scale for all."""
+        """Return one array of all files: reads are planned by its members; read itself, it has one dtype and scale for
+        all.
+        """
         same = len({f.arrays[table.name].packing for f in self.series}) == 1
         at, steps = members.dim, self.edges[-1]
         return replace(
@@ -312,7 +317,7 @@ class _JoinedFiles:
         )
 
     def _load(self, name: str, members: JoinedArrays, decoded: bool, box: Box) -> NDArray[Any]:
-        """A box through all files that hold some of it; decoded where they store it differently."""
+        """Load a box across all files that hold some of it; decoded where they store it differently."""
         # dates that files count in other units are put together for the joined dim alone
         since = {(f.arrays[name].units, f.arrays[name].calendar): f.path for f in self.series}
         if len(since) > 1:
@@ -356,7 +361,7 @@ class _JoinedTables(Mapping[str, ArrayTable]):
 
 
 class _JoinedPlaces:
-    """Which file has a step of a joined array."""
+    """Places of a joined array: the file that has each step."""
 
     def __init__(self, paths: Sequence[str], members: JoinedArrays) -> None:
         self._paths, self._members = paths, members

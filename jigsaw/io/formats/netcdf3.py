@@ -1,7 +1,7 @@
 """NetCDF-3 (classic, 64-bit offset, and CDF-5) as chunk tables, by exact byte ranges.
 
-The header is parsed here, after the NetCDF Classic Format Specification: a variable with the record dim has a row in
-each record, where the rows of all such variables lie one after the other, so every record is a chunk of it.
+The header is parsed here, after the NetCDF Classic Format Specification. A variable with the record dim has a row in
+each record, where the rows of all such variables lie one after the other. So every record is a chunk of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def claims(url: Any) -> bool:
-    """Whether a local file begins as NetCDF-3 does."""
+    """Say whether a local file begins as NetCDF-3 does."""
     return _netcdf3_version(slabs.magic_bytes(url, 4)) is not None
 
 
@@ -39,7 +39,7 @@ def _netcdf3_version(head: bytes) -> int | None:
 
 
 def open_netcdf3(url: str | os.PathLike[str], files: StoreFiles | None = None) -> ArrayStore:
-    """The chunk tables of a NetCDF-3 file; one that ends before its variables do is a `TruncatedError`, a damaged
+    """Open the chunk tables of a NetCDF-3 file. One that ends before its variables do is a `TruncatedError`, a damaged
     header a `CorruptChunkError`.
     """
     path, files = os.fspath(url), files or LocalFiles(keep=True)
@@ -95,7 +95,9 @@ class _Netcdf3Header:
         return int.from_bytes(self._take(width), "big")
 
     def _count(self, least: int) -> int:
-        """A number of entries, each of at least so many bytes: refused before anything is made for them."""
+        """Read a number of entries, each of at least so many bytes; an impossible one is refused before memory is
+        allocated.
+        """
         count = self._number(self._wide)
         if count * least > self._size - self._at:
             raise ShortChunkError(
@@ -152,7 +154,7 @@ class _Netcdf3Header:
         return bool(variable.dims) and self.dims[variable.dims[0]][1] == 0
 
     def _row(self, variable: _Netcdf3Variable) -> int:
-        """The bytes of a record variable in one record, without padding."""
+        """Return the bytes of a record variable in one record, without padding."""
         return prod(self.dims[d][1] for d in variable.dims[1:]) * variable.dtype.itemsize
 
     @property
@@ -162,7 +164,7 @@ class _Netcdf3Header:
         return rows[0] if len(rows) == 1 else sum(row + -row % 4 for row in rows)
 
     def _streamed(self) -> int:
-        """The number of records of a file whose writer did not say: as many as there are."""
+        """Return the number of records of a file whose writer left it out: as many as fit in the file."""
         first = min((v.begin for v in self.variables if self._is_record(v)), default=self._size)
         return max(0, self._size - first) // max(self._record, 1)
 

@@ -1,4 +1,4 @@
-"""NIfTI-1 and NIfTI-2 volumes: `.nii` by offset, `.nii.gz`, also far away, through a decompressed file in the cache.
+"""NIfTI-1 and NIfTI-2 volumes: `.nii` by offset, `.nii.gz` through a decompressed file in the cache, near or far.
 
 The first index of a NIfTI image, x, runs fastest, so in memory its dims are ``(time,) z, y, x``.
 """
@@ -24,7 +24,7 @@ from jigsaw.io.formats import unpacked_gzip as _unpacked
 from jigsaw.io.formats.unpacked_gzip import FileStamp, UnpackedFile
 
 NIFTI_ARRAY_NAME = "image"
-"""What the one array of such a file is called."""
+"""Name of the one array of such a file."""
 _NIFTI_DIMS = ("x", "y", "z", "time", "dim_5", "dim_6", "dim_7")
 _NIFTI_TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"}
 _SPACE_UNITS = {1: "m", 2: "mm", 3: "um"}
@@ -47,7 +47,7 @@ _HEADER_FIELDS = {
 
 
 def claims(url: Any) -> bool:
-    """Whether a local file is named and begins as NIfTI does."""
+    """Say whether a local file is named and begins as NIfTI does."""
     name = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
     if str(name).lower().endswith(".nii.gz"):
         return slabs.magic_bytes(url, 2) == b"\x1f\x8b"
@@ -55,12 +55,13 @@ def claims(url: Any) -> bool:
 
 
 def open_nifti(url: str | os.PathLike[str], files: StoreFiles | None = None) -> ArrayStore:
-    """The array ``image`` of a NIfTI file: ``(time,) z, y, x``, with its affine and voxel sizes among its attributes.
+    """Open the array ``image`` of a NIfTI file: ``(time,) z, y, x``, with its affine and voxel sizes among its
+    attributes.
 
-    ``affine`` [4, 4] takes (x, y, z) indices to millimetres (that of sform, else qform, else voxel sizes alone),
+    ``affine`` [4, 4] maps (x, y, z) indices to millimeters (that of sform, else qform, else voxel sizes alone).
     ``zooms`` are the voxel sizes along x, y, z and time; scl_slope and scl_inter are scale_factor and add_offset.
 
-    A `.nii.gz` is fetched and decompressed here, once a machine.  Complex and colour values are refused.
+    A `.nii.gz` is fetched and decompressed here, once on each machine. Complex and color values are refused.
     """
     path = os.fspath(url)
     packed = path.lower().endswith(".gz")
@@ -75,7 +76,7 @@ def _table_of_nii(files: StoreFiles, path: str) -> ArrayTable:
 
 
 def _table_of_nii_gz(files: StoreFiles, path: str) -> ArrayTable:
-    """The table of a gzip file: the NIfTI header within says how much there is to decompress."""
+    """Return the table of a gzip file: the NIfTI header inside gives the number of bytes to decompress."""
     stamp = FileStamp.of(files, path)
     header = _NiftiHeader.of(path, _unpacked.unpacked_head(files, path, stamp.size, _LONGEST_NIFTI_HEADER))
     unpacked = UnpackedFile(files, path, stamp, header.stop)
@@ -94,7 +95,7 @@ def _table_of_voxels(path: str, files: StoreFiles, header: _NiftiHeader, size: i
 
 
 def _header_form(head: bytes) -> tuple[str, int] | None:
-    """The byte order and length of a NIfTI header, of one of a pair of files too; None for anything else."""
+    """Return the byte order and length of a NIfTI header, also of one of a pair of files; None for anything else."""
     for sign, length in (("<", int.from_bytes(head[:4], "little")), (">", int.from_bytes(head[:4], "big"))):
         if length in _VERSION_BY_LENGTH:
             at = _HEADER_FIELDS[length]["magic"][0]
@@ -105,7 +106,7 @@ def _header_form(head: bytes) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class _NiftiHeader:
-    """What a header says; `shape` in its own order, x first."""
+    """Fields of a header; `shape` in its own order, x first."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -160,11 +161,13 @@ class _NiftiHeader:
         return attrs | ({"description": self.description} if self.description else {})
 
     def zooms(self) -> tuple[float, ...]:
-        """The size of a voxel along x, y, z, and of a step in time."""
+        """Return the size of a voxel along x, y, z, and of a step in time."""
         return tuple(abs(p) for p in self.pixdim[1 : len(self.shape) + 1])
 
     def affine(self) -> NDArray[np.float64]:
-        """From (x, y, z, 1) indices to space: by sform, else by qform, else by voxel sizes, x from right to left."""
+        """Return the map from (x, y, z, 1) indices to space: by sform, else by qform, else by voxel sizes, x from right
+        to left.
+        """
         affine = np.eye(4)
         if self.codes[1] > 0:
             affine[:3] = np.reshape(self.sform, (3, 4))
@@ -183,7 +186,7 @@ class _NiftiHeader:
 
 
 def _rotation_matrix(bcd: Sequence[float]) -> NDArray[np.float64]:
-    """The rotation matrix of a unit quaternion a + bi + cj + dk, of which b, c and d are stored."""
+    """Return the rotation matrix of a unit quaternion a + bi + cj + dk, of which b, c and d are stored."""
     b, c, d = bcd
     rest = 1.0 - (b * b + c * c + d * d)
     if rest < -1e-5:
@@ -215,7 +218,7 @@ def _voxel_dtype(path: str, code: int, order: str) -> np.dtype[Any]:
 
 
 def _voxel_start(vox_offset: float, least: int) -> int:
-    """The first byte of the voxels: an unset offset means right after the header."""
+    """Return the first byte of the voxels: an unset offset means right after the header."""
     if not isfinite(vox_offset) or vox_offset != int(vox_offset) or (vox_offset and vox_offset < least):
         raise BadChunkError(f"its vox_offset is {vox_offset}, and voxels begin at byte {least} or later")
     return int(vox_offset) or least

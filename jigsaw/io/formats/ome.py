@@ -24,15 +24,15 @@ _METRES_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p
 
 
 def is_multiscale_group(attrs: Mapping[str, Any]) -> bool:
-    """Whether a group is an OME-Zarr image."""
+    """Say whether a group is an OME-Zarr image."""
     return bool(_multiscale_entries(attrs))
 
 
 def multiscale_level(store: ArrayStore, level: int = 0) -> ArrayStore:
-    """The store with one level alone: its array, whose dims are named by the axes, and coordinates along space.
+    """Return the store with one level alone: its array, whose dims are named by the axes, and coordinates along space.
 
     The array has the attributes ``affine`` (from (x, y, z, 1) to the world's (x, y, z), 4 x 4) and ``space_units``;
-    axes whose units differ are brought to that of the last one.  Metadata that break the specification are refused.
+    axes whose units differ are converted to that of the last one. Metadata that break the specification are refused.
     """
     images = _multiscale_entries(store.attrs)
     if not images:
@@ -110,7 +110,7 @@ def _index_to_world(
 
 
 def _numbers_or_none(given: Any) -> NDArray[np.float64]:
-    """What is no numbers as none."""
+    """Return numbers as an array; empty for anything else."""
     try:
         return np.asarray([] if given is None else given, np.float64)
     except (TypeError, ValueError):
@@ -118,7 +118,7 @@ def _numbers_or_none(given: Any) -> NDArray[np.float64]:
 
 
 def _world_unit(store: ArrayStore, axes: Sequence[_OmeAxis]) -> str:
-    """The unit of the world, "" when no axis of space has one."""
+    """Return the unit of the world, "" where no axis of space has one."""
     units = [axis.unit for axis in axes if axis.is_space and axis.unit]
     unknown = sorted(set(units) - set(_METRES_BY_UNIT))
     if len(set(units)) > 1 and unknown:

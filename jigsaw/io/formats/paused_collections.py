@@ -1,4 +1,4 @@
-"""A time in which Python collects no garbage: while a library holds a lock that its objects take when they go."""
+"""Pause in Python's garbage collection while a library holds a lock that its objects take when they are freed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _was_enabled = False
 
 @contextmanager
 def paused_collections() -> Generator[None]:
-    """No thread begins to collect garbage inside by itself, and none is at it.
+    """Pause collections: inside, no thread starts one by itself, and none is under way.
 
-    h5py holds its lock while it reads a file that is far, and its objects take that lock when they go.  A thread that
-    has a part in the answer (one of a pool, the loop of zarr's stores) and collects such an object would wait for the
-    lock, and the read for that thread, for ever: h5py documents it of file-like objects (h5py #2019, #2021).  So this
-    is entered before the lock is taken.
+    h5py holds its lock while it reads a far file, and its objects take that lock when they are freed. A thread that
+    contributes to the answer (one of a pool, or the loop of zarr's stores) may collect such an object. It would then
+    wait for the lock, and the read for that thread, forever: h5py documents this for file-like objects (h5py #2019,
+    #2021). So this is entered before the lock is taken.
     """
     global _pauses, _was_enabled
     with _pause_lock:
@@ -41,7 +41,7 @@ def paused_collections() -> Generator[None]:
 
 
 def _another_thread_collects() -> bool:
-    """Whether a collection is under way: Python has one at a time, and leaves out one that is asked for meanwhile."""
+    """Say whether a collection is under way: Python runs one at a time, and skips one that is requested meanwhile."""
     collected: list[str] = []
     here = threading.get_ident()
 

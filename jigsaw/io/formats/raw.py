@@ -1,4 +1,4 @@
-"""Files that hold one array as its values: raw ones, described by the user, and `.npy`, which describe themselves."""
+"""Files that hold one array as its values: raw files, described by the user, and `.npy`, which describes itself."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jigsaw.io.formats import slab_arrays as slabs
 from jigsaw.io.formats.in_memory import tables_of_coordinates
 
 RAW_ARRAY_NAME = "data"
-"""What the one array of such a file is called."""
+"""Name of the one array of such a file."""
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_DIMS = ("time", "z", "y", "x")
 _LONGEST_NPY_HEADER = 1 << 16
 
 
 def claims(url: Any) -> bool:
-    """Whether a local file is `.npy`; raw files say nothing of themselves."""
+    """Say whether a local file is `.npy`; raw files cannot be recognized."""
     return slabs.magic_bytes(url, len(_NPY_MAGIC)) == _NPY_MAGIC
 
 
@@ -45,11 +45,11 @@ def open_raw(
     coords: Mapping[str, Any] | None = None,
     files: StoreFiles | None = None,
 ) -> ArrayStore:
-    """The array ``data`` of a file that holds its values from byte `offset` on, as a store for `jigsaw.io.open`.
+    """Open the array ``data`` of a file that holds its values from byte `offset` on, as a store for `jigsaw.io.open`.
 
-    `shape` and `dims` are in the order of the array's indices, of which the last runs fastest with ``order="C"`` and
-    the first with ``order="F"``; `dtype` has the byte order (``">f4"``).  `attrs` may have scale_factor, add_offset,
-    _FillValue; `coords` the values along dims, each an array or ``(array, attrs)``.
+    `shape` and `dims` are in the order of the array's indices. The last runs fastest with ``order="C"``, the first with
+    ``order="F"``; `dtype` has the byte order (``">f4"``). `attrs` may have scale_factor, add_offset, _FillValue;
+    `coords` has the values along dims, each an array or ``(array, attrs)``.
 
     Raises: `UnsupportedStoreError` for a missing file, objects, or another order, `GridError` for dims that do not fit
     the shape, `TruncatedError` for a file that is too short.
@@ -70,12 +70,12 @@ def open_npy(
     dims: Sequence[str] | None = None,
     coords: Mapping[str, Any] | None = None,
 ) -> ArrayStore:
-    """The array ``data`` of a `.npy` file.
+    """Open the array ``data`` of a `.npy` file.
 
-    A `.npy` file has no names of dims: without `dims` they are the last of ``time, z, y, x``.
+    A `.npy` file does not name its dims: without `dims` they are the last of ``time, z, y, x``.
 
-    Raises: `UnsupportedStoreError` for what is no `.npy` file or holds pickled objects, `TruncatedError` for one that
-    ends early, `CorruptChunkError` for a damaged header.
+    Raises: `UnsupportedStoreError` for a file that is not `.npy` or holds pickled objects, `TruncatedError` for one
+    that ends early, `CorruptChunkError` for a damaged header.
 
     >>> np.save("scan.npy", np.zeros((4, 33, 20), "float32"))
     >>> store = jigsaw.io.open_npy("scan.npy", dims=("z", "y", "x"))

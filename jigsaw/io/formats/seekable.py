@@ -1,4 +1,4 @@
-"""An object of any `StoreFiles` as a file that libraries open: seekable, read in blocks, the last blocks kept."""
+"""Object of any `StoreFiles` as a seekable file that libraries open: read in blocks, with the last blocks kept."""
 
 from __future__ import annotations
 

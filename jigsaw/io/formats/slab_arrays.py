@@ -1,7 +1,7 @@
 """Arrays that lie in a file as their values, one after another, as chunk tables of slabs: cut along the outermost dim.
 
-Raw files, `.npy`, NIfTI, NetCDF-3 and contiguous HDF5 are such.  The slabs are virtual: of any of them only the needed
-bytes are read.
+Raw files, `.npy`, NIfTI, NetCDF-3 and contiguous HDF5 are such. The slabs are virtual: only the needed bytes of each
+are read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _unless_gone(value: T | None) -> T:
 
 @dataclass(frozen=True)
 class SlabPlaces:
-    """Where the slabs of one array lie: `strides` are bytes, an entry a dim."""
+    """Places of the slabs of one array: `strides` are bytes, an entry for each dim."""
 
     files: StoreFiles
     file: str
@@ -99,7 +99,7 @@ def slab_places(
     order: Sequence[int] | None = None,
     record: int | None = None,
 ) -> SlabPlaces:
-    """The slabs of an array whose dims are stored in `order` (that of C by default).
+    """Return the slabs of an array whose dims are stored in `order` (that of C by default).
 
     `record` is how many bytes lie between the starts of two rows of the first dim, where other arrays lie between them.
     """
@@ -116,7 +116,7 @@ def slab_places(
 
 
 def slab_shape(sizes: Sequence[int], itemsize: int, apart: bool = False) -> list[int]:
-    """The shape of a slab, outermost dim first: contiguous rows of one dim; rows of the first may lie apart."""
+    """Return the shape of a slab, outermost dim first: contiguous rows of one dim; rows of the first may lie apart."""
     found = [1] * len(sizes)
     for d, size in enumerate(sizes):
         row = max(itemsize * prod(sizes[d + 1 :]), 1)
@@ -137,7 +137,7 @@ def table_of_slabs(
     order: Sequence[int] | None = None,
     masks: tuple[float, ...] = (),
 ) -> ArrayTable:
-    """The chunk table of those slabs."""
+    """Return the chunk table of those slabs."""
     return ArrayTable(
         name=name,
         shape=places.shape,
@@ -156,7 +156,7 @@ def table_of_slabs(
 
 
 def read_table_box(table: ArrayTable, box: Box, missing: str = "error") -> NDArray[Any]:
-    """The stored values of a box, in the machine's byte order; `missing` is that of `jigsaw.io.open`."""
+    """Read the stored values of a box, in the machine's byte order; `missing` is that of `jigsaw.io.open`."""
     out = np.empty([b - a for a, b in box], np.dtype(table.dtype).newbyteorder("="))
     if 0 in out.shape:
         return out
@@ -191,7 +191,9 @@ def fill_missing_chunk(table: ArrayTable, index: ChunkIndex, room: ByteArray, mi
 
 
 def check_all_chunks_there(table: ArrayTable) -> None:
-    """Raises: `MissingChunkError` for an array that only its library reads, which fills in without a word."""
+    """Raise `MissingChunkError` where an array that only its library reads lacks a chunk, which the library would fill
+    in.
+    """
     check_coordinate_size(table.name, table.shape, table.grid.chunk_bytes)
     for index in table.grid.indices():
         ref, files = table.finder.locate(index), table.places.files
@@ -201,9 +203,9 @@ def check_all_chunks_there(table: ArrayTable) -> None:
 
 
 def read_whole_coordinate(table: ArrayTable) -> NDArray[Any]:
-    """All stored values of a coordinate, in the machine's byte order; one that claims to be larger than any coordinate
-    is refused.  A single value may be missing: Zarr leaves out a 0 that is the fill value.  Records between which other
-    arrays lie are read in as few requests as `gap` allows.
+    """Read all stored values of a coordinate, in the machine's byte order. One that claims to be larger than any
+    coordinate is refused. A single value may be missing: Zarr leaves out a 0 that is the fill value. Records between
+    which other arrays lie are read in as few requests as `gap` allows.
     """
     places, shape = table.places, table.shape
     check_coordinate_size(table.name, shape, max(prod(shape) * table.grid.itemsize, table.grid.chunk_bytes))
@@ -234,14 +236,14 @@ def _read_records(places: SlabPlaces, dtype: np.dtype[Any], step: int) -> NDArra
 
 
 def file_head(files: StoreFiles, path: str, length: int, offset: int = 0) -> bytes:
-    """The bytes of a file, which must be there, from `offset` on: `length` of them or as many as there are."""
+    """Read the bytes of a file, which must exist, from `offset` on: `length` of them or as many as there are."""
     room = fresh_memory(max(0, min(length, file_size(files, path) - offset)))
     files.ranges(path, [(offset, room)])
     return room.tobytes()
 
 
 def file_size(files: StoreFiles, path: str) -> int:
-    """The length of a file that must be there, and no directory."""
+    """Return the length of a file, which must exist and not be a directory."""
     size = files.size(path)
     if size is None:
         raise UnsupportedStoreError(f"there is no file {path!r}")
@@ -251,7 +253,7 @@ def file_size(files: StoreFiles, path: str) -> int:
 
 
 def parse_named_file(path: str, kind: str, parse: Callable[[], T]) -> T:
-    """What `parse` makes of a header; its refusals as errors that name the file."""
+    """Return what `parse` makes of a header; its refusals become errors that name the file."""
     try:
         return parse()
     except ShortChunkError as e:
@@ -261,7 +263,7 @@ def parse_named_file(path: str, kind: str, parse: Callable[[], T]) -> T:
 
 
 def magic_bytes(url: Any, length: int) -> bytes:
-    """The first bytes of a local file; none of anything else."""
+    """Read the first bytes of a local file; none of anything else."""
     try:
         with open(os.fspath(url), "rb") as file:
             return file.read(length)

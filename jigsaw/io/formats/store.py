@@ -1,4 +1,4 @@
-"""`open_store`: which format a store is."""
+"""Dispatch of `open_store` to the format of a store."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _OPENERS_BY_MAGIC = {
 def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     """Open a store: a path, a glob or a list of paths, a URL, an object of the format's own library, a user's source.
 
-    `options` are those of the object store behind a URL: see `jigsaw.io.chunks.remote_files.files_of_url`.  Of any
-    Zarr store, references and HDF5 files ``outside`` says what they may lead to beyond their own folder: a list of
-    folders and URLs, or True for all.
+    `options` are those of the object store behind a URL: see `jigsaw.io.chunks.remote_files.files_of_url`. For any Zarr
+    store, references and HDF5 files, ``outside`` gives the places beyond their own folder that they may lead to: a list
+    of folders and URLs, or True for all.
 
-    Raises: `UnsupportedStoreError` for what no format of jigsaw's claims, what leads elsewhere, or options where there
-    is no URL.
+    Raises: `UnsupportedStoreError` for what none of jigsaw's formats claims, what leads elsewhere, or options without a
+    URL.
 
     >>> store = jigsaw.io.open_store("globe.zarr")
     >>> sorted(store.arrays), store.arrays["2m_temperature"].attrs["units"]
@@ -80,7 +80,7 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
 
 
 def _is_all_outside(url: Any, options: Mapping[str, Any] | None) -> bool:
-    """Whether an HDF5 file may lead anywhere: libhdf5 looks for what it names in several folders."""
+    """Say whether an HDF5 file may lead anywhere: libhdf5 looks for what it names in several folders."""
     found = (options or {}).get("outside", False)
     if isinstance(found, bool):
         return found
@@ -88,7 +88,7 @@ def _is_all_outside(url: Any, options: Mapping[str, Any] | None) -> bool:
 
 
 def _check_there_is_a_file(url: Any, is_file: bool) -> None:
-    """Raises: `UnsupportedStoreError` for a file without a byte, and for one that is named like a file and is none."""
+    """Raise `UnsupportedStoreError` for an empty file, and for a file name under which there is no file."""
     if is_file and not os.path.getsize(os.fspath(url)):
         raise UnsupportedStoreError(f"{str(url)!r} is empty: a file of 0 bytes; copy or download it again")
     name = str(url).lower() if isinstance(url, str | os.PathLike) else ""
@@ -98,7 +98,7 @@ def _check_there_is_a_file(url: Any, is_file: bool) -> None:
 
 
 def open_hdf5(url: Any, *, outside: bool = False, cache: str | os.PathLike[str] | None = None) -> ArrayStore:
-    """The chunk tables of a local HDF5 or NetCDF-4 file.
+    """Open the chunk tables of a local HDF5 or NetCDF-4 file.
 
     `outside` lets links and virtual datasets lead out of the file's folder; `cache` is the folder where the index of
     its chunks is kept, by default that of the user's caches.
@@ -113,7 +113,7 @@ def open_hdf5(url: Any, *, outside: bool = False, cache: str | os.PathLike[str] 
 
 
 def _format_function(module: str, name: str, extra: str = "") -> Any:
-    """A function of one format's module, which is loaded when its turn comes."""
+    """Return a function of one format's module, which is loaded only when it is used."""
     try:
         return getattr(importlib.import_module(f"jigsaw.io.{module}"), name)
     except ImportError as e:

@@ -1,4 +1,4 @@
-"""Where a dataset's store comes from: what was given to open it, and how it is opened again in another process."""
+"""Source of a dataset's store: what the user gave to open it, and how another process opens it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jigsaw.redacted import redacted_text
 
 @dataclass(frozen=True, eq=False)
 class StoreSource:
-    """What a store was opened from.  It pickles as that, and is opened when it is first asked for."""
+    """Source that a store is opened from. It pickles as that, and is opened on first use."""
 
     given: Any
     options: Mapping[str, Any] | None = None

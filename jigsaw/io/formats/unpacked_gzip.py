@@ -1,8 +1,9 @@
 """Files that are compressed as a whole, decompressed once into a cache: from then on any part of them can be read.
 
 The cache is a directory, ``$JIGSAW_CACHE`` or ``~/.cache/jigsaw``, of at most ``$JIGSAW_CACHE_BYTES`` (64e9), which
-indices of HDF5 files share.  An entry is named by the file's path, size and time of change (an object's URL, size and
-ETag), so a changed one gets another.  It ends with checksums of its blocks, which are compared before their first use.
+indices of HDF5 files share. An entry is named by the file's path, size and modification time (an object's URL, size and
+ETag), so a changed file gets another entry. It ends with checksums of its blocks, which are compared before their first
+use.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _INFLATED_BYTES = 1 << 20
 _HEAD_FETCHED_BYTES, _BODY_FETCHED_BYTES = 1 << 16, 1 << 23
 """Stored bytes that are read at a time: to look at a header, and of all."""
 _MOST_RATIO = 1032
-"""What deflate compresses at most: a file that claims more holds less."""
+"""Largest ratio that deflate compresses by: a file that claims more holds less."""
 _MOST_PADDING = 1 << 16
 """Bytes that may follow what the header describes: padding."""
 _MOST_TRIES = 8
@@ -108,8 +109,8 @@ class UnpackedFile:
         return raw
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """An entry that the cache has let go of meanwhile, or that is damaged, is made again, unless other processes
-        need its room each time that it is made.
+        """Read ranges of the decompressed file. An entry that is damaged, or that the cache has since removed, is made
+        again. This fails where other processes need its room each time that it is made.
         """
         for _ in range(_MOST_TRIES):
             if self._kept(targets):
@@ -135,9 +136,9 @@ class UnpackedFile:
         return True
 
     def make(self) -> None:
-        """Decompress the file into its entry, unless it is there; one process of this machine does.
+        """Decompress the file into its entry, unless it exists; one process of this machine does so.
 
-        An object that is far away is fetched by that process alone, a block at a time.
+        A far object is fetched by that process alone, a block at a time.
         """
         folder, entry = self.stamp.folder, self.stamp.entry
         with folder.locked(entry) as beat:
@@ -217,7 +218,7 @@ class _KeptEntry:
 
     @classmethod
     def of(cls, folder: CacheFolder, entry: str, length: int) -> _KeptEntry | None:
-        """The entry, or None where there is none that is whole."""
+        """Return the entry, or None where there is no whole one."""
         file = folder.opened(entry)
         if file is None:
             return None
@@ -256,7 +257,7 @@ class _KeptEntry:
 
 
 def unpacked_head(files: StoreFiles, path: str, size: int, length: int) -> bytes:
-    """The first decompressed bytes of a file of `size`, `length` of them or as many as there are."""
+    """Return the first decompressed bytes of a file of `size`, `length` of them or as many as there are."""
     head = b""
     for block in _unpacked_blocks(_packed_blocks(files, path, size, _HEAD_FETCHED_BYTES)):
         head += block
@@ -278,7 +279,7 @@ def _exact_contents(packed: Iterator[bytes], length: int) -> Iterator[bytes]:
 
 
 def _packed_blocks(files: StoreFiles, path: str, size: int, first: int) -> Iterator[bytes]:
-    """The stored bytes of a file of that size, one block after the other; the first of `first` bytes."""
+    """Yield the stored bytes of a file of that size, one block after the other; the first has `first` bytes."""
     start, length = 0, first
     while start < size:
         raw = fresh_memory(min(length, size - start))
@@ -289,7 +290,7 @@ def _packed_blocks(files: StoreFiles, path: str, size: int, first: int) -> Itera
 
 
 def _unpacked_blocks(packed: Iterator[bytes]) -> Iterator[bytes]:
-    """The decompressed bytes of all members, in blocks."""
+    """Yield the decompressed bytes of all members, in blocks."""
     engine, rest = zlib.decompressobj(wbits=31), next(packed, b"")
     while rest:
         try:

@@ -1,4 +1,4 @@
-"""An `xarray.Dataset` as chunk tables: whatever xarray opens or computes is read through it, a chunk at a time."""
+"""Chunk tables of an `xarray.Dataset`: whatever xarray opens or computes is read through it, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def open_xarray(dataset: xr.Dataset, options: Mapping[str, Any] | None = None) -> ArrayStore:
-    """The chunk tables of a dataset as it is: selections, renamings and lazy computations of the user included.
+    """Open the chunk tables of a dataset as it is, including the user's selections, renamings and lazy computations.
 
-    Of references that it reads none may lead elsewhere, but to what ``options["outside"]`` allows.
+    References that it reads may lead elsewhere only where ``options["outside"]`` allows it.
     """
     variables: Mapping[Any, xr.Variable] = dataset.variables
     if "zarr" in sys.modules:
@@ -58,8 +58,8 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
 
 
 def _chunks_of_variable(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """The shape of what is read as one (dask's chunks, else those on disk, else one step of the first dim), and the
-    lengths of the chunks along each dim where they differ.
+    """Return the shape of what is read as one (dask's chunks, else those on disk, else one step of the first dim), and
+    the lengths of the chunks along each dim where they differ.
     """
     on_disk = _message_sizes(variable) if _is_from_grib(variable) else variable.encoding.get("preferred_chunks", {})
     lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes
@@ -72,16 +72,16 @@ def _chunks_of_variable(variable: xr.Variable) -> tuple[tuple[int, ...], dict[in
 
 
 def _is_from_grib(variable: xr.Variable) -> bool:
-    """Whether cfgrib opened it: it decodes the whole message for any part of a field."""
+    """Say whether cfgrib opened it, which decodes the whole message for any part of a field."""
     return "GRIB_gridType" in variable.attrs and "filter_by_keys" in variable.encoding
 
 
 def _message_sizes(variable: xr.Variable) -> dict[Any, int]:
-    """The sizes of one GRIB message: a field at one time, step, level and member."""
+    """Return the sizes of one GRIB message: a field at one time, step, level and member."""
     field = ("latitude", "longitude", "y", "x", "values")
     return {dim: n if dim in field else 1 for dim, n in variable.sizes.items()}
 
 
 def _is_irregular(lengths: tuple[int, ...]) -> bool:
-    """Whether chunks other than the last are not all as long as the first, or the last is longer."""
+    """Say whether the chunks before the last differ in length, or the last is longer than the first."""
     return len(set(lengths[:-1])) > 1 or lengths[-1] > lengths[0]

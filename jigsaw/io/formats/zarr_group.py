@@ -1,4 +1,4 @@
-"""Zarr v2, v3 and sharded v3 as chunk tables: the metadata is zarr's own, the chunks are found and read without it."""
+"""Zarr v2, v3 and sharded v3 as chunk tables: zarr reads the metadata, and the chunks are found and read without it."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _SINGLE_FILE_SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", 
 
 
 def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
-    """The chunk tables of a zarr group: at a path or URL, or a store or group of zarr's own.
+    """Open the chunk tables of a zarr group: at a path or URL, or a store or group of zarr's own.
 
-    `options` go to the store of a URL (see `jigsaw.io.chunks.remote_files.files_of_url`); ``arrays`` among them names
-    those to open, with the coordinates of their dims, where a store is too large to list or cannot be (HTTP), and
-    ``outside`` the places that links and references may lead to (see `jigsaw.io.formats.zarr_reach`).
+    `options` go to the store of a URL (see `jigsaw.io.chunks.remote_files.files_of_url`). Among them ``arrays`` names
+    those to open, with the coordinates of their dims, for a store that is too large to list or cannot be listed (HTTP).
+    ``outside`` gives the places that links and references may lead to (see `jigsaw.io.formats.zarr_reach`).
     """
     options = dict(options or {})
     named, outside = options.pop("arrays", None), zarr_reach.checked_outside(options.pop("outside", None))
@@ -86,7 +86,7 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
 
 
 def _read_by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
-    """A coordinate whose codecs only zarr knows."""
+    """Read a coordinate whose codecs only zarr knows."""
     check_coordinate_size(array.path, array.shape, array.nbytes)
     try:
         return _box_by_zarr(array, ...)
@@ -104,10 +104,10 @@ def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
 
 
 def refuse_code_in(url: Any) -> None:
-    """For stores that another library reads for us.
+    """Refuse code in stores that another library reads for us.
 
-    Raises: `UnsupportedStoreError` when `url` is a zarr group with an array whose codec runs code, or one whose arrays
-    cannot all be listed, for what is not seen may be such.
+    Raises: `UnsupportedStoreError` when `url` is a zarr group with an array whose codec runs code. Also raised when its
+    arrays cannot all be listed, because an unlisted one may be such.
     """
     try:
         with zarr.config.set({"array.rectilinear_chunks": True}):
@@ -159,7 +159,7 @@ def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.Outs
 
 
 def _hint_for_folder(url: Any) -> str:
-    """What to give instead of a folder of files along time."""
+    """Return a hint on what to give instead of a folder of files along time."""
     folder = Path(url) if isinstance(url, str | os.PathLike) and os.path.isdir(url) else None
     found = next((p for p in sorted(folder.iterdir()) if p.suffix in _SINGLE_FILE_SUFFIXES), None) if folder else None
     return f", but a folder of files; give those along time as a glob: '{folder}/*{found.suffix}'" if found else ""
@@ -184,7 +184,7 @@ def _listed_zarr_arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
 
 
 def _named_zarr_arrays(group: zarr.Group, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """These arrays, and the coordinates of their dims beside them."""
+    """Yield these arrays, and the coordinates of their dims beside them."""
     coordinates: dict[str, None] = {}
     for name, found in _ask_group_for(group, names):
         if not isinstance(found, zarr.Array):
@@ -198,13 +198,13 @@ def _named_zarr_arrays(group: zarr.Group, names: Sequence[str]) -> Iterator[tupl
 
 
 def _ask_group_for(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
-    """What has these names, or None; all are asked for at once, as a store may be far away."""
+    """Return the members with these names, or None; all are requested at once, because a store may be far away."""
     with ThreadPoolExecutor(max(len(names), 1)) as pool:
         return list(zip(names, pool.map(group.get, names), strict=True))
 
 
 def table_of_zarr(name: str, array: Any) -> ArrayTable:
-    """The chunk table of one zarr array."""
+    """Return the chunk table of one zarr array."""
     meta = array.metadata
     own = np.dtype(object) if array.dtype.kind == "T" else np.dtype(array.dtype)
     dtype = dtype_with_declared_sign(own, meta.attributes)
@@ -265,11 +265,11 @@ def _storage_of_v3(
 
 
 def zarr_chunk_grid(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[int, ...], ChunkLengths]:
-    """The shape of the largest chunk, and the lengths of chunks along the dims where they differ.
+    """Return the shape of the largest chunk, and the lengths of chunks along the dims where they differ.
 
-    `grid` is the ``chunk_grid`` of an array's ``zarr.json``: ``regular``, or ``rectilinear`` with for each dim one
-    length for all, or a list of lengths and of pairs ``[length, how often]``.  Chunks beyond the array's end may be
-    listed, and are stored no more.
+    `grid` is the ``chunk_grid`` of an array's ``zarr.json``: ``regular``, or ``rectilinear``. The latter has for each
+    dim one length for all, or a list of lengths and of pairs ``[length, how often]``. Chunks beyond the array's end may
+    be listed, but are no longer stored.
     """
     how: Any = grid.get("configuration") or {}
     if grid["name"] == "regular":
@@ -292,14 +292,14 @@ def zarr_chunk_grid(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[i
 
 
 def files_of_zarr(store: Any) -> StoreFiles:
-    """How the objects of a zarr store are read; those on disk may not change: indices and block tables are kept."""
+    """Return the files of a zarr store. Those on disk must not change, because indices and block tables are kept."""
     if isinstance(store, LocalStore):
         return store.files if isinstance(store, zarr_reach.BoundedLocalStore) else LocalFiles(keep=True)
     return remote_files_of_zarr(store) or ZarrKeyFiles(store)
 
 
 def remote_files_of_zarr(store: Any) -> RemoteFiles | None:
-    """The objects of a zarr store over obstore, read without zarr; None for another store."""
+    """Return the objects of a zarr store over obstore, read without zarr; None for another store."""
     if not isinstance(store, ObjectStore):
         return None
     found = getattr(store, "files", None)
@@ -307,7 +307,7 @@ def remote_files_of_zarr(store: Any) -> RemoteFiles | None:
 
 
 def _zarr_missing_values(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
-    """The stored values that mean "missing", by the conventions that xarray reads by.
+    """Return the stored values that mean "missing", by xarray's conventions.
 
     Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.
     """

@@ -1,4 +1,4 @@
-"""The objects of any store that zarr can read: in memory, zipped, through fsspec, of Icechunk."""
+"""Objects of any store that zarr can read: in memory, zipped, through fsspec, of Icechunk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ZarrKeyFiles:
         self._store = store
 
     def identity(self, path: str) -> ObjectIdentity | None:
-        """None of an object whose store has no name that lasts."""
+        """Return the identity of an object; None where its store lacks a lasting name."""
         return ObjectIdentity(f"{self._place}/{path}") if self._place else None
 
     @cached_property
@@ -43,8 +43,8 @@ class ZarrKeyFiles:
 
     @cached_property
     def knows_its_keys(self) -> bool:
-        """Whether the store has a list of its objects, so that a key that it lacks was never written: a snapshot of
-        Icechunk, a zip file, references.
+        """True where the store lists its objects, so that a key that it lacks was never written: an Icechunk snapshot,
+        a zip file, references.
         """
         is_session = getattr(self._store, "session", None) is not None
         return is_session or isinstance(self._store, ZipStore | BoundedReferences)
@@ -78,8 +78,8 @@ class ZarrKeyFiles:
 
 
 def _lasting_store_name(store: Any) -> str:
-    """What tells a store from all others: the snapshot of an Icechunk session that only reads, or what a file system of
-    fsspec is made from; "" for those that have nothing of that kind, such as a store in memory.
+    """Return what distinguishes a store from all others: the snapshot of a read-only Icechunk session, or the arguments
+    of an fsspec file system; "" for stores without either, such as one in memory.
     """
     if isinstance(store, BoundedReferences):
         store = store.inner
@@ -88,13 +88,13 @@ def _lasting_store_name(store: Any) -> str:
         return f"icechunk {session.snapshot_id}" if session.read_only else ""
     try:
         made = "" if system is None else f"{system.to_json()} {store.path}"
-    except (TypeError, ValueError):  # made from something that is no text
+    except (TypeError, ValueError):  # made from something that is not text
         return ""
     return made and f"fsspec {blake2b(made.encode()).hexdigest()}"  # references may be long
 
 
 def _answer_of_store(asked: Coroutine[Any, Any, Any]) -> Any:
-    """What the store answers; one of anybody's may raise anything, as a zip file does for a damaged member."""
+    """Return the store's answer; a user's store may raise anything, as a zip file does for a damaged member."""
     try:
         return asyncio.run_coroutine_threadsafe(asked, _loop_of_zarr(os.getpid())).result()
     except (OSError, ReadError):
@@ -105,9 +105,9 @@ def _answer_of_store(asked: Coroutine[Any, Any, Any]) -> Any:
 
 @cache
 def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
-    """The event loop in which zarr has opened a store, and to which the store's connections belong from then on.
+    """Return the event loop in which zarr has opened a store, and to which the store's connections belong from then on.
 
-    Zarr has no public name for it, so a store of ours is asked something.  A forked process has a loop of its own.
+    Zarr does not publish it, so a store of ours is read in it. A forked process has its own loop.
     """
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -116,6 +116,6 @@ def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
             loops.append(asyncio.get_running_loop())
             return await super().get(*args, **kwargs)
 
-    with suppress(FileNotFoundError):  # there is no group in it
+    with suppress(FileNotFoundError):  # it does not hold a group
         zarr.open_group(Asked(), mode="r")
     return loops[0]

@@ -1,4 +1,6 @@
-"""What zarr itself reads of a remote store: metadata, coordinates, odd codecs; as patiently as `RemoteFiles`."""
+"""Reads that zarr itself makes of a remote store, with the retries of `RemoteFiles`: metadata, coordinates,
+odd codecs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the chunks of a Zarr array lie: an object each, or within shards."""
+"""Places of the chunks of a Zarr array: an object each, or within shards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ObjectPlaces:
         return f"{self._prefix}{self._key(index)}"
 
     def lacks_object(self, index: ChunkIndex) -> bool:
-        """True, unless the store itself knows which objects it has, as a snapshot of Icechunk does."""
+        """Return True, unless the store itself knows which objects it has, as a snapshot of Icechunk does."""
         return not (isinstance(self.files, ZarrKeyFiles) and self.files.knows_its_keys)
 
     def lost_metadata(self) -> str | None:
@@ -75,7 +75,9 @@ class _ShardIndex:
     index: list[list[int]]
 
     def refs(self, first: int, count: int) -> list[ChunkRef | None]:
-        """Where chunks lie that follow each other in the index; a damaged one is refused before anybody allocates."""
+        """Return where chunks lie that follow each other in the index; a damaged one is refused before memory is
+        allocated.
+        """
         found: list[ChunkRef | None] = []
         for offset, length in self.index[first : first + count]:
             if offset == length == _MISSING_CHUNK:
@@ -96,7 +98,7 @@ class _ReadOnce:
 
     @property
     def is_missing(self) -> bool:
-        """Whether it was read, and there is no shard."""
+        """True where it was read, and the shard does not exist."""
         return self._found == [None]
 
     def __call__(self) -> _ShardIndex | None:
@@ -140,7 +142,7 @@ class ShardPlaces:
         return self._tally.counted
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
-        """The shard that has a chunk, and what reading its index takes."""
+        """Return the shard that has a chunk, and the look-ups of reading its index."""
         outer = self._outer(index)
         known = self._known.get(outer)
         return self._objects.path(outer), self._lookup(is_there=known is None or not known.is_missing)
@@ -181,7 +183,9 @@ class ShardPlaces:
         return _ShardIndex(path, size, raw.view(self._index.dtype).reshape(-1, 2).tolist())
 
     def _edge(self, path: str) -> tuple[ByteArray, int] | None:
-        """Where the index lies, as far as the shard reaches, and the shard's size; a store far away is asked once."""
+        """Read the end or beginning of the shard that has the index, and return it with the shard's size; far stores
+        get one request.
+        """
         if isinstance(self.files, RemoteFiles):
             return self.files.edge(path, self._index_bytes, self._at_end)
         size = self.files.size(path)
@@ -192,7 +196,7 @@ class ShardPlaces:
         return (raw, size) if self.files.ranges(path, [(start, raw)]) else None
 
     def lacks_object(self, index: ChunkIndex) -> bool:
-        """Whether there is no shard; one that is there says itself which chunks it has."""
+        """Say whether the shard is missing; one that exists says itself which chunks it has."""
         return self._shard(self._outer(index)) is None and self._objects.lacks_object(index)
 
     def lost_metadata(self) -> str | None:
@@ -202,7 +206,7 @@ class ShardPlaces:
         return self._within(index, 1)[0]
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """Where the chunk `first` lies, and those that follow it along the last dim."""
+        """Return where the chunk `first` lies, and those that follow it along the last dim."""
         found: list[ChunkRef | None] = []
         *others, last = first
         stop, per_shard = last + count, self._per_shard[-1]
@@ -213,7 +217,7 @@ class ShardPlaces:
         return found
 
     def _within(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """The places of chunks of one shard that follow each other along the last dim."""
+        """Return the places of chunks of one shard that follow each other along the last dim."""
         outer, flat = self._outer(first), 0
         known, shard = self._last
         if known != outer:

@@ -1,8 +1,8 @@
-"""Which other files and objects a Zarr store leads to: by links in its folder, or by references to what lies elsewhere.
+"""Other files and objects that a Zarr store leads to: by links in its folder, or by references.
 
-A store that somebody else made shall not have its reader open what it names: a file of the reader's own, or a server
-that only the reader can ask.  What lies in its folder, or in that of its references, may be read; for all else the user
-names it: ``options={"outside": ["s3://bucket/archive", "/data"]}``, or True for whatever there is.
+A store from somebody else must not make its reader open what the store names: a file of the reader's own, or a server
+that only the reader can reach. What lies in its folder, or in that of its references, may be read. The user names all
+else: ``options={"outside": ["s3://bucket/archive", "/data"]}``, or True for any place.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.redacted import redacted_text
 
 OutsidePlaces = bool | tuple[str, ...]
-"""What a store may lead to beyond its own folder: nothing, anything (True), or what lies below these."""
+"""Places that a store may lead to beyond its own folder: nothing, anything (True), or what lies below these."""
 
 _LOCAL_PROTOCOLS = ("file", "local")
 
 
 def checked_outside(given: Any) -> OutsidePlaces:
-    """``options["outside"]`` as it was meant.  Raises: `UnsupportedStoreError` for what names no places."""
+    """Check ``options["outside"]`` and return it. Raises: `UnsupportedStoreError` unless it names places."""
     if isinstance(given, bool | None):
         return bool(given)
     places = (given,) if isinstance(given, str | os.PathLike) else given
@@ -125,8 +125,8 @@ class BoundedReferences(WrapperStore[FsspecStore]):
 
 
 class ReferenceReach:
-    """What the references of a file system of fsspec's may name: what lies in the folder that they lie in or below, and
-    what the user names.  Those that were given as a dictionary lie nowhere.
+    """Places that the references of an fsspec file system may name: in or below the folder in which they lie, and those
+    that the user names. References given as a dictionary do not lie in a folder.
     """
 
     def __init__(self, system: Any, outside: OutsidePlaces) -> None:
@@ -195,8 +195,8 @@ def _lies_below(place: tuple[str, str] | None, allowed: tuple[str, str] | None) 
 
 
 def _bounded_store(store: Any, outside: OutsidePlaces) -> Any:
-    """A store of zarr's that leads to no place but its own and those that `outside` allows; `store` itself where it is
-    bounded, or of a kind that leads nowhere or whose own rules say where to, as Icechunk's do.
+    """Return a zarr store that leads only to its own place and those that `outside` allows. It is `store` itself where
+    that is bounded, or of a kind that leads nowhere or has its own rules, as Icechunk does.
     """
     if isinstance(store, BoundedLocalStore | BoundedReferences):
         return store
@@ -211,7 +211,7 @@ def _bounded_store(store: Any, outside: OutsidePlaces) -> Any:
 
 
 def bounded_group(group: zarr.Group, outside: OutsidePlaces) -> zarr.Group:
-    """The group, in a store that leads nowhere else."""
+    """Return the group, in a store that leads nowhere else."""
     store = _bounded_store(group.store, outside)
     if store is group.store:
         return group
@@ -220,7 +220,7 @@ def bounded_group(group: zarr.Group, outside: OutsidePlaces) -> zarr.Group:
 
 
 def bounded_zarr_folder(url: Any, outside: OutsidePlaces) -> Any:
-    """The store of a folder that leads nowhere else; what is given where it is no folder."""
+    """Return the store of a folder that leads nowhere else; anything but a folder is returned unchanged."""
     path = url.removeprefix("file://") if isinstance(url, str) else url
     return (
         BoundedLocalStore(path, outside=outside) if isinstance(path, str | os.PathLike) and os.path.isdir(path) else url
