@@ -41,6 +41,7 @@ python_use_unqualified_type_names = True
 PAGES = {
     "Guides": [
         "docs/which_one",
+        "docs/open",
         *(
             f"docs/{name}"
             for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")

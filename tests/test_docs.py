@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 import shutil
@@ -106,6 +107,25 @@ def test_examples_run(path, stores, tmp_path, monkeypatch, capsys):
         torch.manual_seed(0)
         ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found)
         assert not ran.failed, capsys.readouterr().out
+
+
+BLOCKS = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL) for page in PAGES}
+SESSIONS = {page: blocks for page, blocks in BLOCKS.items() if any(block.startswith(">>> ") for block in blocks)}
+
+
+@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.name)
+def test_sessions_of_a_page_run(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    session = doctest.DocTestParser().get_doctest("\n".join(SESSIONS[page]), {}, page.name, str(page), 0)
+    assert session.examples
+    ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(session)
+    assert not ran.failed, capsys.readouterr().out
+
+
+def test_every_argument_of_open_has_its_place():
+    headings = " ".join(re.findall(r"^## .*$", (ROOT / "docs" / "open.md").read_text(), re.MULTILINE))
+    arguments = set(inspect.signature(jigsaw.io.open).parameters) - {"store", "mesh"}
+    assert arguments == set(re.findall(r"`(\w+)`", headings))
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
