@@ -21,6 +21,7 @@ from jigsaw.layout import Layout
 from jigsaw.nn.contraction import plan_contraction
 from jigsaw.nn.label_cuts import DimLabels, LabelCuts, choose_label_cuts, cuts_of_tile
 from jigsaw.nn.linear import tile_linear
+from jigsaw.nn.sparse_product import is_sparse_matrix, sparse_matmul
 from jigsaw.tile import Tile, implements_torch, leave_tile, shared_mesh
 
 # -- products by label ------------------------------------------------------------------------------------------------
@@ -73,12 +74,8 @@ def tile_matmul(input: Any, other: Any) -> Any:
     each rank multiplies what it has, a cut contraction is summed, and of two dims that one axis cuts the first stays
     cut (see `contract_labels`).
     """
-    for x in (input, other):
-        if isinstance(x, Tensor) and not isinstance(x, Tile) and x.layout != torch.strided:
-            raise ShardingError(
-                f"matmul of a tensor of layout {x.layout} and a Tile is not answered: use to_dense(), or "
-                "tile.full_tensor()"
-            )
+    if is_sparse_matrix(input) or is_sparse_matrix(other):
+        return sparse_matmul(input, other)
     if input.ndim == 0 or other.ndim == 0:
         raise RuntimeError(f"matmul: both operands need at least 1 dim, got {input.ndim} and {other.ndim}")
     if max(input.ndim, other.ndim) > 1:

@@ -1,0 +1,142 @@
+"""Products of a sparse matrix, which every rank has whole, with a tile: ``torch.sparse.mm``, ``bmm``, ``@`` and ``mv``.
+
+A rank multiplies the columns of the matrix that its own rows of the tile meet.  That gives parts of some rows of the
+result; each row is summed by the rank that owns it.  A rank sends only the rows that its columns have entries in.
+
+Four ranks on lat=4, a matrix of 12 x 12 with three diagonals, x [12, 5] cut at 0, 3, 6, 9, 12: rank 1 has the columns
+3:6, with entries in the rows 2:7.  The result is cut as x, so row 2 goes to rank 0, row 6 to rank 2, five numbers each.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.arange(6.0).reshape(3, 2), mesh, ("lat", None))
+>>> (torch.eye(3).to_sparse() @ tile).local[2]
+tensor([4., 5.])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from jigsaw.cut import Cut, Interval, ShardingError, cut_points
+from jigsaw.exchange import sum_held_rows
+from jigsaw.nn.sphere import stretched_cut
+from jigsaw.nn.stencil import empty_result
+from jigsaw.tile import Tile, implements_torch
+
+CutGroup = tuple[Cut, ...]
+
+
+def is_sparse_matrix(x: object) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, Tile) and x.layout != torch.strided
+
+
+@implements_torch(torch.sparse.mm)
+def sparse_matmul(mat1: Any, mat2: Any) -> Any:
+    """Formula: y = a x, or x a, where a is a sparse matrix that every rank has, or a batch of them, and x is a tile.
+
+    *Shapes*: [M, K] x [K, N] -> [M, N], [B, M, K] x [B, K, N] -> [B, M, N], [M, K] x [K] -> [M]; where axes cut K of
+    the tile, they cut M of the result.
+    *Sends*: the rows of the result that this rank's columns have entries in and other ranks own; backward their
+    gradients, the other way.
+    *Raises*: `ShardingError` for a sparse matrix that requires a gradient, and for other numbers of dims.
+    """
+    if isinstance(mat1, Tile):
+        if mat1.ndim == 2 and not isinstance(mat2, Tile) and mat2.ndim == 2:
+            return sparse_matmul(mat2.t(), mat1.t()).t()
+        matrix, x = mat2, mat1
+    else:
+        matrix, x = mat1, mat2
+    if isinstance(matrix, Tile) or not isinstance(x, Tile) or matrix is mat2 or x.ndim not in _DIMS.get(matrix.ndim, ()):
+        raise ShardingError(
+            f"a product of a sparse matrix and a Tile, of shapes {tuple(mat1.shape)} and {tuple(mat2.shape)}: it takes "
+            "[M, K] and [K, N] or [K], [B, M, K] and [B, K, N], [M, K] and a sparse [K, N]; use to_dense()"
+        )
+    if matrix.requires_grad:
+        raise ShardingError(
+            f"a product of a sparse matrix of shape {tuple(matrix.shape)} that requires a gradient and a Tile is not "
+            "answered: its gradient would have to be summed over the ranks; use to_dense()"
+        )
+    if matrix.shape[-1] != x.shape[matrix.ndim - 2] or (matrix.ndim == 3 and matrix.shape[0] != x.shape[0]):
+        raise RuntimeError(f"matmul: {tuple(matrix.shape)} and {tuple(x.shape)} cannot be multiplied")
+    return _multiply(matrix.to_sparse_coo().coalesce(), x.owned())
+
+
+_DIMS = {2: (1, 2), 3: (3,)}  # of the matrix, and what a tile may have then
+
+
+def _multiply(matrix: Tensor, x: Tile) -> Tile:
+    dim = matrix.ndim - 2  # of x: the one that is summed
+    size, group = matrix.shape[dim], x.layout.dim(dim)
+    rows = _rows_of_result(size, group)
+    home = x.layout.replace_dim(dim, rows)
+    held = home.replace_dim(dim, rows.holding(_rows_with_entries(matrix, group))) if rows.is_cut else home
+    piece = held.piece(rows, x.coordinate)
+    made = held.dim(dim)[0].held[piece]
+    part = _part_of_matrix(matrix, x, made)
+    if part.shape[dim] and x.local.numel():
+        y = torch.matmul(part, x.local) if matrix.ndim == 2 else torch.bmm(part, x.local)
+    else:
+        y = empty_result(held.local_shape(x.coordinate), x.local)
+    return Tile(sum_held_rows(y, held, home, x.mesh) if rows.is_cut else y, home, x.mesh)
+
+
+def _rows_of_result(size: int, group: CutGroup) -> Cut:
+    """How the rows of the result are cut: as the dim that is summed, of whatever size, or evenly by all of its axes."""
+    if len(group) == 1:
+        return stretched_cut(group[0], size)
+    return Cut(size, cut_points(size, math.prod(c.pieces for c in group)), tuple(a for c in group for a in c.axes))
+
+
+# of each matrix by the cuts of its columns; a change in place makes them anew
+_kept_rows: MutableMapping[Tensor, dict[tuple[int, CutGroup], tuple[Interval, ...]]] = WeakIdKeyDictionary()
+
+
+def _rows_with_entries(matrix: Tensor, group: CutGroup) -> tuple[Interval, ...]:
+    """For each piece of the columns the rows that it has entries in: reading them on the host waits for a GPU."""
+    indices = matrix.indices()
+    kept = _kept_rows.setdefault(matrix, {})
+    key = indices._version, group
+    if key not in kept:
+        size = math.prod(c.pieces for c in group)
+        of_entry = torch.zeros_like(indices[-1])
+        for cut, place in zip(group, _places_in_group(indices[-1], group), strict=True):
+            ends = torch.tensor(cut.points[1:-1], device=place.device, dtype=place.dtype)
+            of_entry = of_entry * cut.pieces + torch.bucketize(place, ends, right=True)
+        first = torch.full((size,), matrix.shape[-2], device=indices.device)
+        first = first.scatter_reduce(0, of_entry, indices[-2], "amin")
+        last = torch.zeros_like(first).scatter_reduce(0, of_entry, indices[-2] + 1, "amax")
+        kept[key] = tuple((min(a, b), b) for a, b in zip(first.tolist(), last.tolist(), strict=True))
+    return kept[key]
+
+
+def _places_in_group(columns: Tensor, group: CutGroup) -> list[Tensor]:
+    """Where each column lies in each of the dims that were flattened."""
+    places: list[Tensor] = []
+    for cut in reversed(group):
+        places.insert(0, columns % cut.size)
+        columns = columns.div(cut.size, rounding_mode="floor")
+    return places
+
+
+def _part_of_matrix(matrix: Tensor, x: Tile, made: Interval) -> Tensor:
+    """Of the matrix what meets this rank's rows of `x`, and of its rows those of `made`."""
+    dim = matrix.ndim - 2
+    indices, layout = matrix.indices(), x.layout
+    boxes = [(g, [c.owned(layout.piece(c, x.coordinate)) for c in g]) for g in map(layout.dim, range(dim + 1))]
+    are_mine = torch.ones_like(indices[0], dtype=torch.bool)
+    inside: list[Tensor] = []
+    for (group, box), index in zip(boxes, (*indices[:dim], indices[-1]), strict=True):
+        at = torch.zeros_like(index)
+        for place, (start, stop) in zip(_places_in_group(index, group), box, strict=True):
+            are_mine &= (place >= start) & (place < stop)
+            at = at * (stop - start) + place - start
+        inside.append(at)
+    sizes = [math.prod(b - a for a, b in box) for _, box in boxes]
+    found = torch.stack([*inside[:dim], indices[-2] - made[0], inside[-1]])[:, are_mine]
+    shape: Sequence[int] = (*sizes[:dim], made[1] - made[0], sizes[-1])
+    return torch.sparse_coo_tensor(found, matrix.values()[are_mine], shape, check_invariants=False, is_coalesced=True)
