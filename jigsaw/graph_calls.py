@@ -74,6 +74,21 @@ def _memory_of(x: Tensor) -> int:
 _calls: dict[str, GraphCall] = {}
 
 
+_frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def leave_untraced(*functions: Any) -> None:
+    """Let `torch.compile` of somebody's own function call these as they are, with all that they call in turn.
+
+    As `torch.compiler.disable` does, without the call that it puts before each one.
+    """
+    for function in functions:
+        function._torchdynamo_disable = True
+        function._torchdynamo_disable_msg = "tiles are in no graph of torch.compile; use jigsaw.compile(module)"
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+
+
 class _GraphState(threading.local):
     """What is known while a graph is made: the last call of its forward pass, and of the backward pass (by the number
     that autograd gives it), and whether a function runs for its shapes alone.

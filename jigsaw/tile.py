@@ -9,7 +9,7 @@ silent gather, never a silent local answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MethodWrapperType
+from types import FunctionType, MethodWrapperType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.exchange import redistribute_rows
+from jigsaw.graph_calls import leave_untraced
 from jigsaw.layout import Layout, LayoutSpec, MeshCoordinate
 from jigsaw.mesh import is_same_mesh, mesh_coordinate, mesh_size
 from jigsaw.refusals import ArgumentKinds, answer_refusal, argument_kinds, spec_without
@@ -426,6 +427,9 @@ def _hide_tensor(cls: Any) -> None:
 
 
 _hide_tensor(Tile)
+# a package may compile a function of its own, which then meets tiles
+leave_untraced(_call_handler, *(x for x in vars(Tile).values() if isinstance(x, FunctionType)))
+leave_untraced(Tile.__torch_function__.__func__, Tile.__new__)
 
 
 # -- what the table does not know -------------------------------------------------------------------------------------

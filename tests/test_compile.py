@@ -639,3 +639,37 @@ def test_the_operator_passes_torchs_checks():
 @on_ranks(2, timeout=240)
 def test_nets_are_exact_by_inductor():
     _check_nets("deep", backend="inductor", lat=2)
+
+
+class Mixing(nn.Module):
+    """As spectral convolutions of torch-harmonics: a method that its author compiled meets the tiles of the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.weight = nn.Conv2d(3, 4, 3, padding=1), nn.Parameter(torch.randn(4, 5))
+
+    @torch.compile(backend="eager")
+    def mix(self, x, weight):
+        return torch.einsum("bcxy,co->boxy", x.sin(), weight) * x.shape[2]
+
+    def forward(self, x):
+        return self.mix(self.conv(x), self.weight)
+
+
+@on_ranks(2, timeout=240)
+def test_a_method_that_its_author_compiled_runs_as_it_is_on_tiles():
+    torch.manual_seed(0)
+    mesh, x = world_mesh(lat=2), torch.randn(2, 3, 7, 6, dtype=torch.float64)
+    plain = Mixing().double()
+    want = plain(x)
+    want.square().sum().backward()
+    net = jigsaw.parallelize(copy.deepcopy(plain), mesh)
+    net.zero_grad()
+    got = net(jigsaw.shard(x, mesh, (None, None, "lat", None)))
+    got.square().sum().backward()
+    torch.testing.assert_close(got.full_tensor(), want)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    whole = torch.compile(lambda t: t + 1, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"jigsaw\.compile\(module\)"):
+        whole(jigsaw.shard(x, mesh, (None, None, "lat", None)))

@@ -32,6 +32,7 @@ CutGroup = tuple[Cut, ...]
 
 
 def is_sparse_matrix(x: object) -> bool:
+    """Say of an operand whether it is a plain tensor of a sparse layout."""
     return isinstance(x, Tensor) and not isinstance(x, Tile) and x.layout != torch.strided
 
 
@@ -51,7 +52,12 @@ def sparse_matmul(mat1: Any, mat2: Any) -> Any:
         matrix, x = mat2, mat1
     else:
         matrix, x = mat1, mat2
-    if isinstance(matrix, Tile) or not isinstance(x, Tile) or matrix is mat2 or x.ndim not in _DIMS.get(matrix.ndim, ()):
+    if (
+        isinstance(matrix, Tile)
+        or not isinstance(x, Tile)
+        or matrix is mat2
+        or x.ndim not in _DIMS.get(matrix.ndim, ())
+    ):
         raise ShardingError(
             f"a product of a sparse matrix and a Tile, of shapes {tuple(mat1.shape)} and {tuple(mat2.shape)}: it takes "
             "[M, K] and [K, N] or [K], [B, M, K] and [B, K, N], [M, K] and a sparse [K, N]; use to_dense()"

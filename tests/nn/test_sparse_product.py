@@ -48,7 +48,7 @@ def check_products(axes, rows):
     compare(lambda t: matrix @ t, x, mesh, (rows, None))
     compare(lambda t: matrix @ t, x, mesh, (None, rows))
     compare(lambda t: matrix.to_sparse_csr() @ t, x, mesh, (rows, None))
-    compare(lambda t: matrix.mv(t), vector, mesh, (rows,))
+    compare(matrix.mv, vector, mesh, (rows,))
     compare(lambda t: t.T @ matrix.t(), x, mesh, (rows, None))
     stack = torch.randn(3, 13, 5, dtype=torch.float64)
     compare(lambda t: torch.bmm(batch, t), stack, mesh, (None, rows, None))
@@ -84,7 +84,9 @@ def test_products_on_four_ranks():
 def test_a_dim_that_was_flattened_from_two_cut_ones_is_summed():
     mesh = world_mesh(lat=2, lon=2)
     matrix = sparse(9, 5 * 7)
-    y = compare(lambda t: matrix @ t.flatten(0, 1), torch.randn(5, 7, 3, dtype=torch.float64), mesh, ("lat", "lon", None))
+    y = compare(
+        lambda t: matrix @ t.flatten(0, 1), torch.randn(5, 7, 3, dtype=torch.float64), mesh, ("lat", "lon", None)
+    )
     assert y.layout.dim_axes(0) == ("lat", "lon")
 
 
